@@ -1,0 +1,153 @@
+"""Base of the frozen dataclass configs: dict and YAML round trip, unknown keys raise and name the nearest valid one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A configuration file or mapping that cannot be used; the text says which key, what was given and what is allowed."""
+
+
+def nearest(key: str, valid: typing.Iterable[str]) -> str:
+    """The part of an error text that helps with a misspelt name: the nearest valid one and the whole list."""
+    valid = sorted(valid)
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}valid: {', '.join(valid)}"
+
+
+class ConfigBase:
+    """Mixin of every frozen config dataclass.
+
+    A field that is itself a config dataclass is written as a nested mapping. Values are checked against the annotated type
+    when they come from a mapping; a dataclass's own `__post_init__` checks ranges, so both ways in meet the same checks.
+    """
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], *, where: str = "") -> Self:
+        """Build from a plain mapping.
+
+        Args:
+            mapping: field name -> value; absent fields keep their defaults.
+            where: prefix of the key path in errors, e.g. `"train."`.
+
+        Raises:
+            ConfigError: unknown key (the nearest valid one is named), missing required key or wrong type.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"{where.rstrip('.') or cls.__name__}: expected a mapping of keys, got {mapping!r}")
+        hints = typing.get_type_hints(cls)
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+        for key in mapping:
+            if key not in fields:
+                raise ConfigError(f"unknown config key '{where}{key}'; {nearest(str(key), fields)}")
+        for name, f in fields.items():
+            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            if required and name not in mapping:
+                raise ConfigError(f"config key '{where}{name}' is required and was not given")
+        try:
+            return cls(**{k: _convert(v, hints[k], f"{where}{k}") for k, v in mapping.items()})
+        except ConfigError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict of lists, mappings and scalars; `from_dict` of it gives an equal config."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a YAML file (JSON is YAML).
+
+        Raises:
+            ConfigError: not YAML, or `from_dict`'s reasons, with the file named.
+        """
+        return cls.from_dict(load_yaml(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write every field, defaults included, as YAML."""
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML file.
+
+    Raises:
+        ConfigError: file absent, not YAML, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+    try:
+        loaded = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: expected a mapping at the top level, got {type(loaded).__name__}")
+    return loaded
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """Check `value` against a type annotation, converting YAML's lists and ints where the annotation asks for more."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else hint.from_dict(value, where=where + ".")
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        errors = []
+        for option in args:
+            if option is not type(None):
+                try:
+                    return _convert(value, option, where)
+                except ConfigError as error:
+                    errors.append(str(error))
+        raise ConfigError(errors[0])
+    if origin is typing.Literal:
+        if value not in args:
+            raise ConfigError(f"config key '{where}': got {value!r}, allowed: {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"config key '{where}': expected a list, got {value!r}")
+        inner = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
+        if len(inner) != len(value):
+            raise ConfigError(f"config key '{where}': expected {len(inner)} values, got {len(value)}")
+        return tuple(_convert(v, h, f"{where}[{i}]") for i, (v, h) in enumerate(zip(value, inner, strict=True)))
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads 4e-5 and 475e6 as text because they have no dot
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if hint is Any:
+        return value
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"config key '{where}': expected {hint.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,110 @@
+"""IndicatorTable: scores per layer and choice, as JSON. No torch here, so that search runs without it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nasfast.spaces import SKIP, Arch, SearchSpace
+
+_FORMAT = "nasfast.indicator_table/1"
+
+
+class TableError(ValueError):
+    """An indicator table that cannot be used: not our JSON, of another space, or incomplete."""
+
+
+@dataclass(frozen=True)
+class IndicatorTable:
+    """What the supernet's BatchNorm indicators say about every candidate.
+
+    Attributes:
+        space: the space the table belongs to; Arch values index its layers.
+        block: per layer, Arch value -> block score S_v = mean |gamma| of the candidate's indicator BN.
+        layer: per layer, layer score S_u = mean |gamma| of the layer indicator; None on reduction and pinned layers and
+            for methods without layer indicators.
+        meta: where the scores come from (method, step, checkpoint); not used in any computation.
+    """
+
+    space: SearchSpace
+    block: tuple[dict[int, float], ...]
+    layer: tuple[float | None, ...]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.block) != len(self.space) or len(self.layer) != len(self.space):
+            raise TableError(f"table of space {self.space.name!r} must have {len(self.space)} layers, got {len(self.block)}")
+        for i, (scores, layer) in enumerate(zip(self.block, self.space.layers, strict=True)):
+            expected = set(layer.options) - {layer.indicator_choice, SKIP}
+            if set(scores) != expected:
+                raise TableError(f"layer {i}: scores for choices {sorted(scores)}, the space has {sorted(expected)}")
+            for choice, score in scores.items():
+                if not math.isfinite(score):
+                    raise TableError(f"layer {i}, choice {choice}: score is {score}: the supernet diverged before scoring")
+
+    @property
+    def scores(self) -> tuple[dict[int, float], ...]:
+        """Combined score S[l, a] of Algorithm 2 for every legal Arch value (isometry.md 7).
+
+        S_v on reduction layers, S_v * S_u on normal layers. An identity candidate is the layer-indicator path itself and
+        scores S_u; without layer indicators it has no BN and scores 0, as does a pinned layer.
+        """
+        table = []
+        for scores, layer_score, layer in zip(self.block, self.layer, self.space.layers, strict=True):
+            factor = 1.0 if layer_score is None else layer_score
+            combined = {choice: scores[choice] * factor for choice in layer.options if choice in scores}
+            for choice in set(layer.options) - set(scores):
+                combined[choice] = 0.0 if layer_score is None else layer_score
+            table.append(dict(sorted(combined.items())))
+        return tuple(table)
+
+    def score(self, arch: Iterable[int]) -> float:
+        """Sum over layers of the combined score.
+
+        Raises:
+            ArchError: `arch` does not belong to the space.
+        """
+        return sum(row[choice] for row, choice in zip(self.scores, self.space.check(arch), strict=True))
+
+    def argmax(self) -> Arch:
+        """The unconstrained best architecture: the highest combined score of every layer, ties to the lower index."""
+        return tuple(max(row, key=lambda choice: (row[choice], -choice)) for row in self.scores)
+
+    def to_json(self) -> str:
+        rows = [
+            {"block": {str(k): v for k, v in scores.items()}, "layer": layer}
+            for scores, layer in zip(self.block, self.layer, strict=True)
+        ]
+        form = {"format": _FORMAT, "space": self.space.to_dict(), "layers": rows, "meta": self.meta}
+        return json.dumps(form, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> IndicatorTable:
+        """Inverse of `to_json`.
+
+        Raises:
+            TableError: not that form.
+        """
+        try:
+            form = json.loads(text)
+            if form["format"] != _FORMAT:
+                raise TableError(f"indicator table has format {form['format']!r}, this version reads {_FORMAT!r}")
+            block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in form["layers"])
+            layer = tuple(None if row["layer"] is None else float(row["layer"]) for row in form["layers"])
+            return cls(SearchSpace.from_dict(form["space"]), block, layer, form["meta"])
+        except TableError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TableError(f"not an indicator table ({type(error).__name__}: {error})") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> IndicatorTable:
+        """Read a table; OSError if the file cannot be read, TableError if it is not a table."""
+        return cls.from_json(Path(path).read_text())

@@ -1,0 +1,38 @@
+"""Search spaces, architectures, closed-form costs and path samplers. Imports neither torch nor the operators."""
+
+from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_from_json, arch_to_json, format_arch, load_arch, parse_arch
+from nasfast.spaces.builders import BUILDERS, digits_mini, get_space, mobilenet_v2, nas_bench_macro, shufflenet_v2
+from nasfast.spaces.cost import Cost, block_cost
+from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler
+from nasfast.spaces.space import Block, FixedLayer, Layer, SearchSpace, Stage, from_dict, from_yaml
+
+__all__ = [
+    "BUILDERS",
+    "SAMPLERS",
+    "SKIP",
+    "Arch",
+    "ArchError",
+    "Block",
+    "Cost",
+    "FairSampler",
+    "FixedLayer",
+    "Layer",
+    "Sampler",
+    "SearchSpace",
+    "Stage",
+    "StrictFairSampler",
+    "UniformSampler",
+    "arch_from_json",
+    "arch_to_json",
+    "block_cost",
+    "digits_mini",
+    "format_arch",
+    "from_dict",
+    "from_yaml",
+    "get_space",
+    "load_arch",
+    "mobilenet_v2",
+    "nas_bench_macro",
+    "parse_arch",
+    "shufflenet_v2",
+]

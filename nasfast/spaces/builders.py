@@ -1,0 +1,110 @@
+"""The spaces of the papers, as data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from nasfast.config import ConfigError, nearest
+from nasfast.spaces.space import Block, FixedLayer, SearchSpace, Stage, from_yaml
+
+_MBCONV_CHOICES = tuple(Block("mbconv", kernel=k, expand=e) for k in (3, 5, 7) for e in (3, 6))
+_SHUFFLE_CHOICES = (*(Block("shuffle", kernel=k) for k in (3, 5, 7)), Block("shuffle_xception", kernel=3))
+
+
+def mobilenet_v2(
+    *, num_classes: int = 1000, resolution: int = 224, variant: Literal["default", "bnnas"] = "default"
+) -> SearchSpace:
+    """The 6^20 MobileNetV2 space of BN-NAS: k in {3, 5, 7} x e in {3, 6}, k-major (0 = k3 e3, 1 = k3 e6, 2 = k5 e3, ...).
+
+    `variant="bnnas"` is the released configuration: 21 slots (the 432-channel layer is searched too), of which 1, 5, 6
+    and 9 are pinned to the identity.
+    """
+    if variant not in ("default", "bnnas"):
+        raise ValueError(f"mobilenet_v2: variant must be 'default' or 'bnnas', got {variant!r}")
+    released = variant == "bnnas"
+    pinned: tuple[tuple[int, ...], ...] = ((1,), (1, 2), (1,), (), ()) if released else ((),) * 5
+    shapes = ((32, 4, 2), (56, 4, 2), (112, 4, 2), (128, 4, 1), (256, 4, 2))
+    stages = tuple(Stage(c, n, s, _MBCONV_CHOICES, p) for (c, n, s), p in zip(shapes, pinned, strict=True))
+    last = FixedLayer(Block("conv", kernel=1), 1728)
+    return SearchSpace(
+        name="mobilenet_v2_bnnas" if released else "mobilenet_v2",
+        resolution=resolution,
+        num_classes=num_classes,
+        stem=(FixedLayer(Block("conv", kernel=3), 40, stride=2), FixedLayer(Block("mbconv", kernel=3, expand=1), 24)),
+        stages=(*stages, Stage(432, 1, 1, _MBCONV_CHOICES)) if released else stages,
+        head=(last,) if released else (FixedLayer(Block("mbconv", kernel=3, expand=3), 432), last),
+        activation="relu6",
+    )
+
+
+def shufflenet_v2(*, num_classes: int = 1000, resolution: int = 224) -> SearchSpace:
+    """The 4^20 ShuffleNetV2 space of Single Path One-Shot: k3, k5, k7, Xception."""
+    shapes = ((64, 4), (160, 4), (320, 8), (640, 4))
+    return SearchSpace(
+        name="shufflenet_v2",
+        resolution=resolution,
+        num_classes=num_classes,
+        stem=(FixedLayer(Block("conv", kernel=3), 16, stride=2),),
+        stages=tuple(Stage(c, n, 2, _SHUFFLE_CHOICES) for c, n in shapes),
+        head=(FixedLayer(Block("conv", kernel=1), 1024),),
+        activation="relu",
+        classifier_bias=False,
+    )
+
+
+def nas_bench_macro(*, num_classes: int = 10, resolution: int = 32) -> SearchSpace:
+    """The 3^8 space of NAS-Bench-Macro (CIFAR-10): identity, k3 e3, k5 e6; trained accuracies of all are published."""
+    choices = (Block("identity"), Block("mbconv", kernel=3, expand=3), Block("mbconv", kernel=5, expand=6))
+    return SearchSpace(
+        name="nas_bench_macro",
+        resolution=resolution,
+        num_classes=num_classes,
+        stem=(FixedLayer(Block("conv", kernel=3), 32),),
+        stages=tuple(Stage(c, n, 2, choices) for c, n in ((64, 2), (128, 3), (256, 3))),
+        head=(FixedLayer(Block("conv", kernel=1), 1280),),
+        activation="relu6",
+    )
+
+
+def digits_mini(*, num_classes: int = 10, resolution: int = 32) -> SearchSpace:
+    """A small MobileNetV2 space (6^6) for the demo on handwritten digits and for tests: minutes on a laptop."""
+    return SearchSpace(
+        name="digits_mini",
+        resolution=resolution,
+        num_classes=num_classes,
+        stem=(FixedLayer(Block("conv", kernel=3), 16, stride=2),),
+        stages=tuple(Stage(c, n, 2, _MBCONV_CHOICES) for c, n in ((24, 3), (40, 3))),
+        head=(FixedLayer(Block("conv", kernel=1), 160),),
+        activation="relu6",
+    )
+
+
+BUILDERS = {
+    "mobilenet_v2": mobilenet_v2,
+    "shufflenet_v2": shufflenet_v2,
+    "nas_bench_macro": nas_bench_macro,
+    "digits_mini": digits_mini,
+}
+
+
+def get_space(
+    name: str, *, num_classes: int | None = None, resolution: int | None = None, variant: str | None = None
+) -> SearchSpace:
+    """The space of a built-in name or of a YAML file; None keeps the space's own value.
+
+    Raises:
+        ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file.
+    """
+    changes = {k: v for k, v in (("num_classes", num_classes), ("resolution", resolution)) if v is not None}
+    if name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file():
+        if variant is not None:
+            raise ConfigError(f"space.variant={variant!r} belongs to mobilenet_v2, not to the file {name}")
+        return from_yaml(name).replace(**changes)
+    if name not in BUILDERS:
+        raise ConfigError(f"unknown space {name!r}: neither a YAML file nor built in; {nearest(name, BUILDERS)}")
+    if variant is not None:
+        if name != "mobilenet_v2":
+            raise ConfigError(f"space.variant={variant!r}: only mobilenet_v2 has variants")
+        changes["variant"] = variant
+    return BUILDERS[name](**changes)

@@ -1,0 +1,129 @@
+"""Path samplers of supernet training. Each draws from one `random.Random`, and its whole state is JSON.
+
+A path has one value per layer like an Arch; with layer indicators a normal layer may also take its `indicator_choice`.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from typing import Any
+
+from nasfast.spaces.arch import Arch
+from nasfast.spaces.space import SearchSpace
+
+
+class Sampler(ABC):
+    """Draws the paths of each optimiser step.
+
+    Args:
+        space: where paths come from.
+        seed: of the sampler's own generator; two samplers of one seed draw the same paths.
+        layer_indicators: whether the layer-indicator path of a normal layer is a candidate of its own.
+    """
+
+    def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool) -> None:
+        self.space = space
+        self.layer_indicators = layer_indicators
+        self._rng = random.Random(seed)
+        self._candidates = [self._candidates_of(layer) for layer in space.layers]
+
+    def _candidates_of(self, layer: Any) -> tuple[int, ...]:
+        extra = layer.indicator_choice if self.layer_indicators else None
+        return layer.options if extra is None or extra in layer.options else (*layer.options, extra)
+
+    @property
+    def candidates(self) -> list[tuple[int, ...]]:
+        """Per layer: every value a path can take."""
+        return list(self._candidates)
+
+    @property
+    def paths_per_step(self) -> int:
+        """Paths whose gradients one optimiser step accumulates."""
+        return 1
+
+    @abstractmethod
+    def step(self) -> list[Arch]:
+        """The paths of the next optimiser step, `paths_per_step` of them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable state; `load_state_dict` continues the exact sequence."""
+        version, internal, gauss = self._rng.getstate()
+        return {"kind": type(self).__name__, "rng": [version, list(internal), gauss]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            ValueError: the state is of another kind of sampler.
+        """
+        if state["kind"] != type(self).__name__:
+            raise ValueError(f"sampler state is of a {state['kind']}, this is a {type(self).__name__}")
+        version, internal, gauss = state["rng"]
+        self._rng.setstate((version, tuple(internal), gauss))
+
+
+class UniformSampler(Sampler):
+    """Every layer independent and uniform (Single Path One-Shot, section 3.3)."""
+
+    def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool = False) -> None:
+        super().__init__(space, seed=seed, layer_indicators=layer_indicators)
+
+    def step(self) -> list[Arch]:
+        return [tuple(self._rng.choice(values) for values in self._candidates)]
+
+
+class FairSampler(Sampler):
+    """Algorithm 1 of DI-NAS: fair without replacement.
+
+    Each layer keeps a shuffled deck of its candidates, the layer indicator among them on normal layers; a path pops one
+    card per layer and an empty deck is reshuffled. Within a layer the update counts of any two candidates never differ
+    by more than 1. Decks of normal and reduction layers have different lengths and drift against each other by design.
+    """
+
+    def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool = True) -> None:
+        super().__init__(space, seed=seed, layer_indicators=layer_indicators)
+        self._decks: list[list[int]] = [[] for _ in self._candidates]
+
+    def _draw(self) -> Arch:
+        path = []
+        for deck, values in zip(self._decks, self._candidates, strict=True):
+            if not deck:
+                deck.extend(values)
+                self._rng.shuffle(deck)
+            path.append(deck.pop())
+        return tuple(path)
+
+    def step(self) -> list[Arch]:
+        return [self._draw() for _ in range(self.paths_per_step)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "decks": [list(deck) for deck in self._decks]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if len(state["decks"]) != len(self._decks):
+            raise ValueError(f"sampler state has {len(state['decks'])} decks, the space has {len(self._decks)} layers")
+        self._decks = [list(deck) for deck in state["decks"]]
+
+
+class StrictFairSampler(FairSampler):
+    """Strict fairness (FairNAS, algorithm 1): M paths a step, gradients accumulated, every candidate exactly once.
+
+    M is the largest number of candidates of a layer. A layer with fewer refills its deck within the step, so there the
+    counts stay within 1 of each other rather than equal after each step.
+    """
+
+    def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool = False) -> None:
+        super().__init__(space, seed=seed, layer_indicators=layer_indicators)
+
+    @property
+    def paths_per_step(self) -> int:
+        return max(len(values) for values in self._candidates)
+
+
+SAMPLERS: dict[str, type[Sampler]] = {
+    "uniform": UniformSampler,
+    "fair": FairSampler,
+    "strict_fair": StrictFairSampler,
+}

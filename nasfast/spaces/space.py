@@ -1,0 +1,286 @@
+"""A search space as data: stem, stages of searchable layers, head. No torch here; `nasfast.supernet` builds the modules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from nasfast.config import ConfigBase
+from nasfast.spaces.arch import SKIP, Arch, ArchError
+from nasfast.spaces.cost import Cost, check_kind, cost_of, output_size
+
+
+@dataclass(frozen=True)
+class Block(ConfigBase):
+    """One candidate operator.
+
+    Kinds of this package: `mbconv` (MobileNetV2 inverted residual), `shuffle` and `shuffle_xception` (ShuffleNetV2
+    units), `conv` (dense convolution, BN, activation) and `identity` (nothing on a layer of equal shapes, a strided 1x1
+    convolution with BN elsewhere).
+    """
+
+    kind: str = "mbconv"
+    kernel: int = 3
+    expand: int = 1
+
+    def __post_init__(self) -> None:
+        check_kind(self.kind)
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"block {self.kind}: kernel must be odd and positive, got {self.kernel}")
+        if self.expand < 1:
+            raise ValueError(f"block {self.kind}: expand must be at least 1, got {self.expand}")
+
+    @property
+    def label(self) -> str:
+        """Short text for tables and pictures."""
+        return {
+            "mbconv": f"k{self.kernel} e{self.expand}",
+            "shuffle": f"k{self.kernel}",
+            "shuffle_xception": "xception",
+            "conv": f"conv{self.kernel}",
+        }.get(self.kind, self.kind)
+
+
+@dataclass(frozen=True)
+class FixedLayer(ConfigBase):
+    """A layer outside the search: in the stem or the head."""
+
+    block: Block
+    out: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Stage(ConfigBase):
+    """`layers` searchable layers of `out` channels; the first has the stage's stride.
+
+    Attributes:
+        out: output channels.
+        layers: number of layers.
+        stride: stride of the first layer.
+        choices: candidates of every layer of the stage.
+        pinned: indices within the stage of layers fixed to the identity (`SKIP`), which must be normal layers.
+    """
+
+    out: int
+    layers: int
+    stride: int
+    choices: tuple[Block, ...]
+    pinned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer with its shapes resolved.
+
+    Attributes:
+        choices: candidates; an Arch value indexes them. Empty when the layer is pinned to the identity.
+        size: height (= width) of its input in pixels.
+    """
+
+    in_channels: int
+    out_channels: int
+    stride: int
+    size: int
+    choices: tuple[Block, ...]
+
+    @property
+    def normal(self) -> bool:
+        """Stride 1 and equal input and output shape: only such a layer can be skipped (isometry.md 7)."""
+        return self.stride == 1 and self.in_channels == self.out_channels
+
+    @property
+    def options(self) -> tuple[int, ...]:
+        """Legal values of an Arch at this layer."""
+        return tuple(range(len(self.choices))) or (SKIP,)
+
+    @property
+    def indicator_choice(self) -> int | None:
+        """The path value that means "the layer indicator": `SKIP`, or the index of `identity` where that is a candidate.
+
+        None on reduction and on pinned layers, which have no layer indicator.
+        """
+        if not self.normal or not self.choices:
+            return None
+        kinds = [block.kind for block in self.choices]
+        return kinds.index("identity") if "identity" in kinds else SKIP
+
+    def cost(self, choice: int) -> Cost:
+        if choice == SKIP:
+            return Cost()
+        return cost_of(self.choices[choice], self.in_channels, self.out_channels, self.stride, self.size)
+
+    def label(self, choice: int) -> str:
+        return "skip" if choice == SKIP else self.choices[choice].label
+
+
+@dataclass(frozen=True)
+class SearchSpace(ConfigBase):
+    """A whole search space; its fields are also the keys of its YAML form (`save`, `load`).
+
+    Attributes:
+        name: shown in files and errors.
+        resolution: height and width of the input in pixels.
+        num_classes: outputs of the classifier.
+        activation: default activation of its blocks.
+        stem, head: fixed layers before and after the searchable stages.
+        classifier_bias: whether the final linear layer has a bias.
+        in_channels: channels of the input image.
+    """
+
+    name: str
+    resolution: int
+    num_classes: int
+    stem: tuple[FixedLayer, ...]
+    stages: tuple[Stage, ...]
+    head: tuple[FixedLayer, ...]
+    activation: Literal["identity", "relu", "relu6", "tanh"] = "relu6"
+    classifier_bias: bool = True
+    in_channels: int = 3
+
+    def __post_init__(self) -> None:
+        for field in ("resolution", "num_classes", "in_channels"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"space {self.name!r}: {field} must be positive, got {getattr(self, field)}")
+        if not self.stages:
+            raise ValueError(f"space {self.name!r} has no stages: there is nothing to search")
+        for i, stage in enumerate(self.stages):
+            where = f"space {self.name!r}, stage {i}"
+            if min(stage.out, stage.layers, stage.stride) < 1:
+                raise ValueError(f"{where}: out, layers and stride must be positive, got {stage.out}, {stage.layers}, {stage.stride}")
+            if not stage.choices:
+                raise ValueError(f"{where} has no choices")
+            if len(set(stage.choices)) != len(stage.choices):
+                raise ValueError(f"{where} lists the same choice twice")
+            if any(b.kind.startswith("shuffle") for b in stage.choices) and stage.out % 2:
+                raise ValueError(f"{where}: ShuffleNetV2 units need an even number of channels, got {stage.out}")
+        for i, layer in enumerate(self.layers):
+            if not layer.choices and not layer.normal:
+                raise ValueError(f"space {self.name!r}: layer {i} changes shape and cannot be pinned to the identity")
+            for block in layer.choices:
+                if block.kind.startswith("shuffle") and layer.stride == 1 and not layer.normal:
+                    raise ValueError(f"space {self.name!r}: layer {i}: a stride-1 ShuffleNetV2 unit cannot change channels")
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The searchable layers in order, shapes resolved; an Arch has one value for each."""
+        channels, size = _output_of(self.stem_layers, (self.in_channels, self.resolution))
+        layers = []
+        for stage in self.stages:
+            for i in range(stage.layers):
+                choices = () if i in stage.pinned else stage.choices
+                layers.append(Layer(channels, stage.out, stage.stride if i == 0 else 1, size, choices))
+                channels, size = _output_of(layers)
+        return tuple(layers)
+
+    @cached_property
+    def stem_layers(self) -> tuple[Layer, ...]:
+        """Stem with shapes resolved; one choice each."""
+        return _resolve(self.stem, self.in_channels, self.resolution)
+
+    @cached_property
+    def head_layers(self) -> tuple[Layer, ...]:
+        """Head with shapes resolved; one choice each."""
+        return _resolve(self.head, *_output_of(self.layers))
+
+    @property
+    def features(self) -> int:
+        """Channels that reach the classifier."""
+        return self.head[-1].out if self.head else self.stages[-1].out
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change with anything but the name; files of another space are refused by it."""
+        form = {k: v for k, v in self.to_dict().items() if k != "name"}
+        return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        """Number of searchable layers."""
+        return len(self.layers)
+
+    @property
+    def cardinality(self) -> int:
+        """Number of architectures."""
+        return math.prod(len(layer.options) for layer in self.layers)
+
+    def check(self, arch: Iterable[int]) -> Arch:
+        """Return `arch` as a tuple of ints if it belongs to this space.
+
+        Raises:
+            ArchError: wrong length, or an illegal choice, with the layer and its legal values named.
+        """
+        arch = tuple(arch)
+        if len(arch) != len(self):
+            raise ArchError(f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}")
+        for i, (choice, layer) in enumerate(zip(arch, self.layers, strict=True)):
+            if choice not in layer.options:
+                allowed = ", ".join(map(str, layer.options))
+                raise ArchError(f"layer {i} of space {self.name!r}: choice {choice!r} is not one of {allowed}")
+        return tuple(int(choice) for choice in arch)
+
+    def check_path(self, path: Iterable[int]) -> Arch:
+        """Like `check`, but the layer-indicator path of a normal layer is legal too: what a supernet can run."""
+        path = tuple(path)
+        plain = tuple(
+            layer.options[0] if choice == layer.indicator_choice else choice
+            for choice, layer in zip(path, self.layers, strict=False)
+        )
+        self.check(plain + path[len(plain) :])
+        return path
+
+    @cached_property
+    def fixed_cost(self) -> Cost:
+        """Cost of stem, head and classifier: the part every architecture has."""
+        total = sum((layer.cost(0) for layer in self.stem_layers + self.head_layers), Cost())
+        weights = self.features * self.num_classes
+        return total + Cost(weights, weights + self.num_classes * self.classifier_bias)
+
+    @cached_property
+    def cost_table(self) -> tuple[dict[int, Cost], ...]:
+        """Per layer: Arch value -> cost."""
+        return tuple({choice: layer.cost(choice) for choice in layer.options} for layer in self.layers)
+
+    def cost(self, arch: Iterable[int]) -> Cost:
+        """MACs per image and parameters of the standalone network of `arch`.
+
+        Raises:
+            ArchError: `arch` does not belong to this space.
+        """
+        return sum((table[c] for table, c in zip(self.cost_table, self.check(arch), strict=True)), self.fixed_cost)
+
+    def describe(self, arch: Iterable[int]) -> list[str]:
+        """One short label per layer, e.g. `["k3 e6", "skip", ...]`."""
+        return [layer.label(c) for layer, c in zip(self.layers, self.check(arch), strict=True)]
+
+
+def _output_of(layers: Sequence[Layer], empty: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Channels and size after `layers`; `empty` when there are none."""
+    return (layers[-1].out_channels, output_size(layers[-1].size, layers[-1].stride)) if layers else empty
+
+
+def _resolve(fixed: Sequence[FixedLayer], channels: int, size: int) -> tuple[Layer, ...]:
+    layers: list[Layer] = []
+    for layer in fixed:
+        layers.append(Layer(channels, layer.out, layer.stride, size, (layer.block,)))
+        channels, size = _output_of(layers)
+    return tuple(layers)
+
+
+def from_yaml(path: str | Path) -> SearchSpace:
+    """Read a user's own space; see `SearchSpace` for the keys and README for an example.
+
+    Raises:
+        ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
+    """
+    return SearchSpace.load(path)
+
+
+def from_dict(form: dict[str, Any]) -> SearchSpace:
+    """The space of a plain mapping with the keys of its YAML form."""
+    return SearchSpace.from_dict(form)

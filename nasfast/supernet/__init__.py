@@ -1,0 +1,19 @@
+"""Supernet of a search space, freezing by role, initialisation, and the standalone network of one architecture."""
+
+from nasfast.supernet.blocks import UnitFactory, block_builder
+from nasfast.supernet.init import Init, initialize
+from nasfast.supernet.standalone import StandaloneNetwork, build, inherit
+from nasfast.supernet.supernet import Supernet, Trainable, TrainableSummary
+
+__all__ = [
+    "Init",
+    "StandaloneNetwork",
+    "Supernet",
+    "Trainable",
+    "TrainableSummary",
+    "UnitFactory",
+    "block_builder",
+    "build",
+    "inherit",
+    "initialize",
+]

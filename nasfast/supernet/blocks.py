@@ -1,0 +1,180 @@
+"""Every block once, used by the supernet (fused operators) and by the standalone network (plain modules) alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.config import nearest
+from nasfast.ops.modules import BNAct2d, ConvBNAct, FusedConvBNAct, FusedInvertedResidual, InvertedResidual
+from nasfast.spaces import Block, Layer
+from nasfast.spaces.cost import shuffle_branches
+
+
+@dataclass(frozen=True)
+class UnitFactory:
+    """How the units of a network are made: what differs between a supernet and a standalone network, in one place.
+
+    Attributes:
+        act: activation of its blocks.
+        fused: use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
+        track_running_stats: whether BatchNorms keep running statistics. A supernet's do not: statistics of one path
+            say nothing about another.
+    """
+
+    act: str
+    fused: bool
+    track_running_stats: bool
+
+    def conv_bn_act(
+        self, in_channels: int, out_channels: int, kernel: int, *, stride: int = 1, groups: int = 1, linear: bool = False
+    ) -> ConvBNAct:
+        unit = FusedConvBNAct if self.fused else ConvBNAct
+        return unit(
+            in_channels,
+            out_channels,
+            kernel,
+            stride=stride,
+            groups=groups,
+            act="identity" if linear else self.act,
+            track_running_stats=self.track_running_stats,
+        )
+
+    def inverted_residual(self, layer: Layer, *, kernel: int, expand: int) -> InvertedResidual:
+        block = FusedInvertedResidual if self.fused else InvertedResidual
+        return block(
+            layer.in_channels,
+            layer.out_channels,
+            kernel_size=kernel,
+            stride=layer.stride,
+            expand=expand,
+            act=self.act,
+            track_running_stats=self.track_running_stats,
+        )
+
+    def layer_indicator(self, channels: int) -> BNAct2d:
+        return BNAct2d(channels, act="identity", track_running_stats=self.track_running_stats)
+
+
+class ShuffleUnit(nn.Module):
+    """ShuffleNetV2 unit (Ma et al. 2018; kernel sizes and Xception variant of Single Path One-Shot).
+
+    At stride 1 the channels are shuffled and split: even ones bypass, odd ones go through the main branch. At stride 2
+    both branches see the whole input.
+    """
+
+    def __init__(self, layer: Layer, depthwise_pointwise: nn.Sequential, projection: nn.Sequential | None) -> None:
+        super().__init__()
+        self.stride = layer.stride
+        self.main = depthwise_pointwise
+        self.projection = projection
+
+    @property
+    def indicator_bn(self) -> nn.BatchNorm2d:
+        """Last BN of the main branch (isometry.md 7)."""
+        return self.main[-1].bn
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.projection is not None:
+            return torch.cat((self.projection(x), self.main(x)), dim=1)
+        return torch.cat((x[:, 0::2], self.main(x[:, 1::2])), dim=1)
+
+
+class StridedIdentity(nn.Module):
+    """The `identity` candidate of a reduction layer: a strided 1x1 convolution and its BN, no activation."""
+
+    def __init__(self, unit: ConvBNAct) -> None:
+        super().__init__()
+        self.unit = unit
+
+    @property
+    def indicator_bn(self) -> nn.BatchNorm2d:
+        return self.unit.bn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unit(x)
+
+
+BlockBuilder = Callable[[Block, Layer, UnitFactory], nn.Module]
+
+_BLOCK_BUILDERS: dict[str, BlockBuilder] = {}
+
+
+def block_builder(kind: str) -> Callable[[BlockBuilder], BlockBuilder]:
+    """Decorator that gives a block kind its module; pair it with `nasfast.spaces.block_cost`.
+
+    The function receives `(block, layer, units)` and returns a module mapping (N, layer.in_channels, H, W) to
+    (N, layer.out_channels, ceil(H / stride), ceil(W / stride)) with an attribute `indicator_bn`, its last
+    `nn.BatchNorm2d`. Units made by `units` are fused in a supernet and plain in a standalone network.
+
+    Raises:
+        KeyError: the kind has a builder already.
+    """
+
+    def register(function: BlockBuilder) -> BlockBuilder:
+        if kind in _BLOCK_BUILDERS:
+            raise KeyError(f"block kind {kind!r} already has a builder: choose another name")
+        _BLOCK_BUILDERS[kind] = function
+        return function
+
+    return register
+
+
+def build_block(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
+    """The module of one candidate."""
+    if block.kind not in _BLOCK_BUILDERS:
+        raise ValueError(f"block kind {block.kind!r} has a cost but no module; {nearest(block.kind, _BLOCK_BUILDERS)}")
+    return _BLOCK_BUILDERS[block.kind](block, layer, units)
+
+
+@block_builder("conv")
+def _conv(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
+    return units.conv_bn_act(layer.in_channels, layer.out_channels, block.kernel, stride=layer.stride)
+
+
+@block_builder("mbconv")
+def _mbconv(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
+    return units.inverted_residual(layer, kernel=block.kernel, expand=block.expand)
+
+
+@block_builder("identity")
+def _identity(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
+    if layer.normal:
+        return nn.Identity()
+    return StridedIdentity(
+        units.conv_bn_act(layer.in_channels, layer.out_channels, 1, stride=layer.stride, linear=True)
+    )
+
+
+def _shuffle_projection(layer: Layer, kernel: int, units: UnitFactory) -> nn.Sequential | None:
+    if layer.stride == 1:
+        return None
+    channels = layer.in_channels
+    return nn.Sequential(
+        units.conv_bn_act(channels, channels, kernel, stride=layer.stride, groups=channels, linear=True),
+        units.conv_bn_act(channels, channels, 1),
+    )
+
+
+@block_builder("shuffle")
+def _shuffle(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
+    branch_in, mid, branch_out = shuffle_branches(layer.in_channels, layer.out_channels, layer.stride)
+    main = nn.Sequential(
+        units.conv_bn_act(branch_in, mid, 1),
+        units.conv_bn_act(mid, mid, block.kernel, stride=layer.stride, groups=mid, linear=True),
+        units.conv_bn_act(mid, branch_out, 1),
+    )
+    return ShuffleUnit(layer, main, _shuffle_projection(layer, block.kernel, units))
+
+
+@block_builder("shuffle_xception")
+def _shuffle_xception(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
+    branch_in, mid, branch_out = shuffle_branches(layer.in_channels, layer.out_channels, layer.stride)
+    main = nn.Sequential()
+    for stride, channels, out in ((layer.stride, branch_in, mid), (1, mid, mid), (1, mid, branch_out)):
+        main.append(units.conv_bn_act(channels, channels, block.kernel, stride=stride, groups=channels, linear=True))
+        main.append(units.conv_bn_act(channels, out, 1))
+    return ShuffleUnit(layer, main, _shuffle_projection(layer, block.kernel, units))

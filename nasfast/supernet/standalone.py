@@ -1,0 +1,80 @@
+"""The standalone network of one architecture: a plain `nn.Module` that needs no nasfast operator to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.spaces import SKIP, Arch, SearchSpace
+from nasfast.supernet.blocks import UnitFactory, build_block
+from nasfast.supernet.init import Init, initialize
+from nasfast.supernet.supernet import Supernet
+
+
+class StandaloneNetwork(nn.Module):
+    """One architecture of a space; layer indicators are dropped and skipped layers are `nn.Identity`.
+
+    Input (N, in_channels, resolution, resolution), output logits (N, num_classes).
+    """
+
+    def __init__(self, space: SearchSpace, arch: Arch, *, activation: str | None = None) -> None:
+        super().__init__()
+        self.arch = space.check(arch)
+        self.space = space
+        units = UnitFactory(act=activation or space.activation, fused=False, track_running_stats=True)
+        self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
+        self.blocks = nn.Sequential(
+            *(
+                nn.Identity() if choice == SKIP else build_block(layer.choices[choice], layer, units)
+                for layer, choice in zip(space.layers, self.arch, strict=True)
+            )
+        )
+        self.head = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.head_layers))
+        self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.head(self.blocks(self.stem(x))).mean((2, 3)))
+
+
+def build(
+    space: SearchSpace,
+    arch: Iterable[int],
+    *,
+    activation: str | None = None,
+    init: Init = "orthogonal",
+    seed: int = 0,
+) -> StandaloneNetwork:
+    """The standalone network of `arch` with fresh weights, nothing frozen.
+
+    Raises:
+        ArchError: `arch` does not belong to `space`.
+        ValueError: unknown init.
+    """
+    network = StandaloneNetwork(space, tuple(arch), activation=activation)
+    initialize(network, init, seed=seed)
+    return network
+
+
+@torch.no_grad()
+def inherit(net: Supernet, arch: Iterable[int]) -> StandaloneNetwork:
+    """The standalone network of `arch` with a copy of the supernet's weights.
+
+    Its running statistics are fresh: recalibrate them (`nasfast.train.recalibrate_bn`) before evaluating.
+
+    Raises:
+        ArchError: `arch` does not belong to the supernet's space.
+    """
+    network = StandaloneNetwork(net.space, tuple(arch), activation=net.activation)
+    device = next(net.parameters()).device
+    pairs = [(net.stem, network.stem), (net.head, network.head), (net.classifier, network.classifier)]
+    pairs += [
+        (layer.candidates[choice], block)
+        for layer, choice, block in zip(net.layers, network.arch, network.blocks, strict=True)
+        if choice != SKIP
+    ]
+    for source, target in pairs:
+        # the supernet's BatchNorms have no running statistics to copy
+        target.load_state_dict(source.state_dict(), strict=False)
+    return network.to(device)

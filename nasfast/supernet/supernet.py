@@ -1,0 +1,159 @@
+"""Supernet: every candidate of every layer, one path at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+from nasfast.config import nearest
+from nasfast.spaces import SKIP, Layer, SearchSpace
+from nasfast.supernet.blocks import UnitFactory, build_block
+from nasfast.supernet.init import Init, initialize
+
+Trainable = Literal["indicators", "bn", "all"]
+
+
+class ChoiceLayer(nn.Module):
+    """The candidates of one layer, and its layer indicator: a parallel identity -> BN path (Algorithm 1's U^l)."""
+
+    def __init__(self, layer: Layer, units: UnitFactory, *, layer_indicator: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.candidates = nn.ModuleList(build_block(block, layer, units) for block in layer.choices)
+        has_indicator = layer_indicator and layer.indicator_choice is not None
+        self.layer_indicator = units.layer_indicator(layer.in_channels) if has_indicator else None
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        """(N, in, H, W) -> (N, out, H', W') through candidate `choice`, or through the layer indicator."""
+        if self.layer_indicator is not None and choice == self.layer.indicator_choice:
+            return self.layer_indicator(x)
+        return x if choice == SKIP else self.candidates[choice](x)
+
+    def indicator_bn(self, choice: int) -> nn.BatchNorm2d | None:
+        """The BN that scores a candidate; None for an identity candidate, which has only the layer indicator."""
+        return getattr(self.candidates[choice], "indicator_bn", None)
+
+
+@dataclass(frozen=True)
+class TrainableSummary:
+    """What trains after `freeze`: parameter tensors and elements by role, and totals."""
+
+    trainable: Trainable
+    by_role: dict[str, tuple[int, int]]
+    total_elements: int
+
+    @property
+    def elements(self) -> int:
+        return sum(elements for _, elements in self.by_role.values())
+
+    def __str__(self) -> str:
+        roles = ", ".join(f"{role} {tensors} tensors / {elements:,}" for role, (tensors, elements) in self.by_role.items())
+        share = 100 * self.elements / self.total_elements
+        return f"trainable={self.trainable!r}: {self.elements:,} of {self.total_elements:,} parameters ({share:.3g} %): {roles}"
+
+
+class Supernet(nn.Module):
+    """All architectures of a space in one network; each forward runs one path.
+
+    BatchNorms use the statistics of the batch in training and evaluation alike and keep no running ones, because those
+    of one path say nothing about another; `nasfast.inherit` gives a path's standalone network, which does.
+
+    Args:
+        space: what to build.
+        init: `orthogonal` (DI-NAS), `delta_orthogonal`, `gaussian`, or `he` as BN-NAS and SPOS publish.
+        activation: of the blocks; None takes the space's own.
+        layer_indicators: one parallel identity -> BN path on every normal layer.
+        seed: of the initialisation.
+
+    Raises:
+        ValueError: unknown init.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        *,
+        init: Init = "orthogonal",
+        activation: str | None = None,
+        layer_indicators: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.space = space
+        self.activation = activation or space.activation
+        units = UnitFactory(act=self.activation, fused=True, track_running_stats=False)
+        self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
+        self.layers = nn.ModuleList(ChoiceLayer(layer, units, layer_indicator=layer_indicators) for layer in space.layers)
+        self.head = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.head_layers))
+        self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
+        initialize(self, init, seed=seed)
+        self.summary = self.freeze()
+
+    @property
+    def layer_indicators(self) -> bool:
+        """Whether any layer has a layer indicator."""
+        return any(layer.layer_indicator is not None for layer in self.layers)
+
+    def forward(self, x: Tensor, path: Iterable[int]) -> Tensor:
+        """Logits (N, num_classes) of images (N, in_channels, resolution, resolution) through one path.
+
+        Args:
+            x: images; fp32, or bf16 under autocast.
+            path: an Arch, or an Arch with layer-indicator paths (`Sampler.step` gives them).
+
+        Raises:
+            ArchError: the path does not belong to the space.
+        """
+        x = self.stem(x)
+        for layer, choice in zip(self.layers, self.space.check_path(path), strict=True):
+            x = layer(x, choice)
+        return self.classifier(self.head(x).mean((2, 3)))
+
+    def roles(self) -> dict[str, list[nn.Parameter]]:
+        """Every parameter once, by role: block_indicators, layer_indicators, other_bn, convolutions, classifier."""
+        block = [bn for layer in self.layers for i in range(len(layer.candidates)) if (bn := layer.indicator_bn(i))]
+        layer = [layer.layer_indicator for layer in self.layers if layer.layer_indicator is not None]
+        indicators = {id(bn) for bn in block + layer}
+        others = [m for m in self.modules() if isinstance(m, nn.BatchNorm2d) and id(m) not in indicators]
+        roles = {
+            "block_indicators": [p for bn in block for p in bn.parameters()],
+            "layer_indicators": [p for bn in layer for p in bn.parameters()],
+            "other_bn": [p for bn in others for p in bn.parameters()],
+            "classifier": list(self.classifier.parameters()),
+        }
+        known = {id(p) for parameters in roles.values() for p in parameters}
+        return {**roles, "convolutions": [p for p in self.parameters() if id(p) not in known]}
+
+    def freeze(self, trainable: Trainable = "indicators", *, classifier: bool = False) -> TrainableSummary:
+        """Choose what trains; the rest gets `requires_grad=False`.
+
+        Args:
+            trainable: `indicators` (gamma and beta of block and layer indicators), `bn` (every BatchNorm) or `all`.
+            classifier: train the classifier too; `all` includes it.
+
+        Returns:
+            The summary, also kept as `self.summary`.
+
+        Raises:
+            ValueError: unknown `trainable`.
+        """
+        if trainable not in get_args(Trainable):
+            raise ValueError(f"freeze: unknown trainable={trainable!r}; {nearest(trainable, get_args(Trainable))}")
+        roles = self.roles()
+        chosen = {
+            "indicators": {"block_indicators", "layer_indicators"},
+            "bn": {"block_indicators", "layer_indicators", "other_bn"},
+            "all": set(roles),
+        }[trainable] | ({"classifier"} if classifier else set())
+        for role, parameters in roles.items():
+            for parameter in parameters:
+                parameter.requires_grad_(role in chosen)
+        self.summary = TrainableSummary(
+            trainable=trainable,
+            by_role={r: (len(p), sum(t.numel() for t in p)) for r, p in roles.items() if r in chosen and p},
+            total_elements=sum(p.numel() for p in self.parameters()),
+        )
+        return self.summary
