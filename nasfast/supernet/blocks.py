@@ -73,9 +73,9 @@ class ShuffleUnit(nn.Module):
         self.projection = projection
 
     @property
-    def indicator_bn(self) -> nn.BatchNorm2d:
+    def last_bn(self) -> nn.BatchNorm2d:
         """Last BN of the main branch (isometry.md 7)."""
-        return self.main[-1].bn
+        return self.main[-1].last_bn
 
     def forward(self, x: Tensor) -> Tensor:
         if self.projection is not None:
@@ -91,8 +91,8 @@ class StridedIdentity(nn.Module):
         self.unit = unit
 
     @property
-    def indicator_bn(self) -> nn.BatchNorm2d:
-        return self.unit.bn
+    def last_bn(self) -> nn.BatchNorm2d:
+        return self.unit.last_bn
 
     def forward(self, x: Tensor) -> Tensor:
         return self.unit(x)
@@ -107,8 +107,8 @@ def block_builder(kind: str) -> Callable[[BlockBuilder], BlockBuilder]:
     """Decorator that gives a block kind its module; pair it with `nasfast.spaces.block_cost`.
 
     The function receives `(block, layer, units)` and returns a module mapping (N, layer.in_channels, H, W) to
-    (N, layer.out_channels, ceil(H / stride), ceil(W / stride)) with an attribute `indicator_bn`, its last
-    `nn.BatchNorm2d`. Units made by `units` are fused in a supernet and plain in a standalone network.
+    (N, layer.out_channels, ceil(H / stride), ceil(W / stride)) with an attribute `last_bn`, the
+    `nn.BatchNorm2d` that scores it. Units made by `units` are fused in a supernet and plain in a standalone network.
 
     Raises:
         KeyError: the kind has a builder already.

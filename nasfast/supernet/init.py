@@ -49,44 +49,47 @@ def _haar(rows: int, cols: int, generator: torch.Generator) -> Tensor:
     return q * math.sqrt(max(1.0, rows / cols))
 
 
-def _is_depthwise(shape: torch.Size) -> bool:
-    return shape[1] == 1 and shape[2] * shape[3] > 1
+def _is_depthwise(layer: nn.Module) -> bool:
+    # in / groups == 1 alone would also catch the stem of a grey-scale network
+    return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1 and layer.kernel_size != (1, 1)
 
 
-def _orthogonal(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def _orthogonal(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
     """Pointwise and dense: Haar on the flattened matrix. Depthwise: every k x k filter orthogonal over sqrt(k)."""
-    out, fan_in = shape[0], math.prod(shape[1:])
-    if len(shape) == 4 and _is_depthwise(shape):
-        (q,) = reference.orthogonalize([_gaussian((out, shape[2], shape[3]), generator)])
+    shape = layer.weight.shape
+    if _is_depthwise(layer):
+        (q,) = reference.orthogonalize([_gaussian((shape[0], shape[2], shape[3]), generator)])
         return q.reshape(shape) / math.sqrt(shape[3])
-    return _haar(out, fan_in, generator).reshape(shape)
+    return _haar(shape[0], math.prod(shape[1:]), generator).reshape(shape)
 
 
-def _delta_orthogonal(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def _delta_orthogonal(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
     """Only the centre tap lives: Haar across channels (Xiao et al. 2018), a random sign for depthwise filters."""
+    shape = layer.weight.shape
     if len(shape) == 2 or shape[2] * shape[3] == 1:
-        return _orthogonal(shape, generator)
+        return _orthogonal(layer, generator)
     weight = torch.zeros(shape, dtype=torch.float64)
     centre = (..., shape[2] // 2, shape[3] // 2)
-    if _is_depthwise(shape):
+    if _is_depthwise(layer):
         weight[centre] = torch.where(_gaussian((shape[0], 1), generator) < 0, -1.0, 1.0)
     else:
         weight[centre] = _haar(shape[0], shape[1], generator)
     return weight
 
 
-def _gaussian_fan_in(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def _gaussian_fan_in(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
     """N(0, 1 / fan_in), scaled by the gain like the orthogonal schemes."""
-    return _gaussian(tuple(shape), generator) / math.sqrt(math.prod(shape[1:]))
+    return _gaussian(layer.weight.shape, generator) / math.sqrt(layer.weight[0].numel())
 
 
-def _he(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def _he(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
     """N(0, 2 / (k^2 out)), as the published BN-NAS and SPOS code; classifier N(0, 0.01^2). The gain is not applied."""
+    shape = layer.weight.shape
     std = 0.01 if len(shape) == 2 else math.sqrt(2 / (shape[0] * shape[2] * shape[3]))
-    return _gaussian(tuple(shape), generator) * std
+    return _gaussian(shape, generator) * std
 
 
-_SCHEMES: dict[str, tuple[Callable[[torch.Size, torch.Generator], Tensor], bool]] = {
+_SCHEMES: dict[str, tuple[Callable[[nn.Conv2d | nn.Linear, torch.Generator], Tensor], bool]] = {
     "orthogonal": (_orthogonal, True),
     "delta_orthogonal": (_delta_orthogonal, True),
     "gaussian": (_gaussian_fan_in, True),
@@ -117,7 +120,7 @@ def initialize(module: nn.Module, scheme: Init, *, seed: int = 0) -> None:
         if not isinstance(layer, (nn.Conv2d, nn.Linear)):
             continue
         gain = _gain_of(modules.get(name.rpartition(".")[0]), layer) if apply_gain else 1.0
-        weight = fill(layer.weight.shape, tensor_generator(f"{name}.weight", seed)) * gain
+        weight = fill(layer, tensor_generator(f"{name}.weight", seed)) * gain
         layer.weight.copy_(weight)
         if layer.bias is not None:
             layer.bias.zero_()
@@ -131,7 +134,7 @@ def _gain_of(parent: nn.Module | None, layer: nn.Module) -> float:
 
 
 def _warn_if_kernels_coincide(modules: dict[str, nn.Module]) -> None:
-    sizes = {m.kernel_size[0] for m in modules.values() if isinstance(m, nn.Conv2d) and _is_depthwise(m.weight.shape)}
+    sizes = {m.kernel_size[0] for m in modules.values() if _is_depthwise(m)}
     if len(sizes) > 1:
         _LOG.warning(
             "init='delta_orthogonal': depthwise kernels of sizes %s all become one signed tap, the same frozen function; "

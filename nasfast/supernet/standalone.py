@@ -75,6 +75,7 @@ def inherit(net: Supernet, arch: Iterable[int]) -> StandaloneNetwork:
         if choice != SKIP
     ]
     for source, target in pairs:
-        # the supernet's BatchNorms have no running statistics to copy
-        target.load_state_dict(source.state_dict(), strict=False)
+        absent = target.load_state_dict(source.state_dict(), strict=False)
+        # the supernet's BatchNorms have no running statistics to copy; nothing else may differ
+        assert not absent.unexpected_keys and not set(absent.missing_keys) & dict(target.named_parameters()).keys()
     return network.to(device)

@@ -34,7 +34,7 @@ class ChoiceLayer(nn.Module):
 
     def indicator_bn(self, choice: int) -> nn.BatchNorm2d | None:
         """The BN that scores a candidate; None for an identity candidate, which has only the layer indicator."""
-        return getattr(self.candidates[choice], "indicator_bn", None)
+        return getattr(self.candidates[choice], "last_bn", None)
 
 
 @dataclass(frozen=True)
