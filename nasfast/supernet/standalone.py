@@ -23,7 +23,8 @@ class StandaloneNetwork(nn.Module):
         super().__init__()
         self.arch = space.check(arch)
         self.space = space
-        units = UnitFactory(act=activation or space.activation, fused=False, track_running_stats=True)
+        self.activation = activation or space.activation
+        units = UnitFactory(act=self.activation, fused=False, track_running_stats=True)
         self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
         self.blocks = nn.Sequential(
             *(

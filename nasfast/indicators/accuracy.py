@@ -1,0 +1,30 @@
+"""The score of SPOS and FairNAS: validation accuracy of a path after BN recalibration. Not additive over layers."""
+
+from __future__ import annotations
+
+from nasfast.spaces import Arch
+from nasfast.supernet import Supernet, inherit
+from nasfast.train import evaluate, recalibrate_bn
+
+
+def path_accuracy(
+    net: Supernet,
+    arch: Arch,
+    *,
+    train_loader: object,
+    val_loader: object,
+    recalibration_batches: int = 20,
+    device: str = "cpu",
+) -> float:
+    """Top-1 in [0, 1] of `arch` with the supernet's weights.
+
+    Args:
+        train_loader: its first `recalibration_batches` batches give the path's BN statistics (SPOS, section 3.4).
+        val_loader: what the accuracy is of; keep it apart from the images that judge the final network.
+
+    Raises:
+        ArchError: `arch` does not belong to the supernet's space.
+    """
+    network = inherit(net, arch).to(device)
+    recalibrate_bn(network, train_loader, batches=recalibration_batches, device=device)
+    return evaluate(network, val_loader, device=device).top1

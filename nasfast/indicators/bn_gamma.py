@@ -1,0 +1,36 @@
+"""The BN indicators of a trained supernet (BN-NAS; layer indicators and the combined score: DI-NAS, Algorithm 2).
+
+"A large gamma means a good module" is an empirical score: the paper's Theorem 1 does not imply it, because its relative
+deviation does not depend on gamma (isometry.md 5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from nasfast.indicators.table import IndicatorTable
+from nasfast.supernet import Supernet
+
+
+def _mean_abs_gamma(bn: nn.BatchNorm2d) -> float:
+    return bn.weight.detach().double().abs().mean().item()
+
+
+def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTable:
+    """Table of S_v = mean |gamma| of every candidate's indicator BN and S_u of every layer indicator.
+
+    Args:
+        net: a trained supernet (an untrained one scores 1 everywhere).
+        meta: kept in the table, e.g. method and step.
+
+    Raises:
+        TableError: a gamma is not finite.
+    """
+    block, layer_scores = [], []
+    for layer in net.layers:
+        norms = {choice: layer.indicator_bn(choice) for choice in range(len(layer.candidates))}
+        block.append({choice: _mean_abs_gamma(bn) for choice, bn in norms.items() if bn is not None})
+        layer_scores.append(None if layer.layer_indicator is None else _mean_abs_gamma(layer.layer_indicator))
+    return IndicatorTable(net.space, tuple(block), tuple(layer_scores), meta or {})

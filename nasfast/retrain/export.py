@@ -1,0 +1,95 @@
+"""A retrained network as files: safetensors + arch.json + space.yaml, and ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from nasfast.spaces import SearchSpace, arch_to_json, from_yaml, load_arch
+from nasfast.supernet import StandaloneNetwork, build
+from nasfast.train.checkpoint import write_atomic
+
+MODEL_FILE, ARCH_FILE, SPACE_FILE = "model.safetensors", "arch.json", "space.yaml"
+
+_ONNX_TOLERANCE = 1e-3
+"""Largest difference of logits, relative to the largest logit: fp32 sums in another order through some 60 layers."""
+
+
+def save_model(network: StandaloneNetwork, path: str | Path) -> None:
+    """Write weights to `path`, and arch.json and space.yaml beside it: all that `load_model` needs."""
+    path = Path(path)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
+    space = network.space
+    files = {
+        path.parent / SPACE_FILE: yaml.safe_dump(space.to_dict(), sort_keys=False).encode(),
+        path.parent / ARCH_FILE: (arch_to_json(network.arch, space) + "\n").encode(),
+        path: save(tensors, metadata={"activation": network.activation}),
+    }
+    for file, data in files.items():
+        write_atomic(file, data)
+
+
+def load_model(path: str | Path) -> StandaloneNetwork:
+    """The network that `save_model` wrote, in eval mode on the CPU.
+
+    Raises:
+        FileNotFoundError: weights, arch.json or space.yaml is missing.
+        ValueError: they do not belong together or are damaged.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / MODEL_FILE
+    for file in (path, path.parent / ARCH_FILE, path.parent / SPACE_FILE):
+        if not file.exists():
+            raise FileNotFoundError(f"{file} is missing: an exported model is {MODEL_FILE}, {ARCH_FILE} and {SPACE_FILE}")
+    space = from_yaml(path.parent / SPACE_FILE)
+    arch = load_arch(path.parent / ARCH_FILE, space)
+    try:
+        with safe_open(path, "pt") as file:
+            network = build(space, arch, activation=file.metadata()["activation"])
+            network.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+    except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} does not hold the weights of {path.parent / ARCH_FILE}: {error}") from error
+    return network.eval()
+
+
+def export_onnx(network: StandaloneNetwork, path: str | Path) -> float:
+    """Write ONNX with a free batch size and check it with onnxruntime against PyTorch.
+
+    Args:
+        network: put into eval mode.
+        path: of the .onnx file; input `images` (N, in_channels, resolution, resolution) fp32, output `logits`.
+
+    Returns:
+        Largest absolute difference of logits over 4 random images, divided by the largest absolute logit.
+
+    Raises:
+        RuntimeError: the extra `onnx` is not installed, or the exported network computes something else.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(f"ONNX export needs {error.name}: pip install 'nasfast[onnx]'") from error
+    path, space = Path(path), network.space
+    network = network.eval().cpu()
+    images = torch.randn(4, space.in_channels, space.resolution, space.resolution, generator=torch.Generator().manual_seed(0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.onnx.export(
+        network, (images,), str(path),
+        input_names=["images"], output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("batch")},),
+        dynamo=True, external_data=False, verbose=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        expected = network(images)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (got,) = session.run(["logits"], {"images": images.numpy()})
+    difference = ((torch.from_numpy(got) - expected).abs().max() / expected.abs().max()).item()
+    if not difference <= _ONNX_TOLERANCE:
+        raise RuntimeError(f"{path}: onnxruntime differs from PyTorch by {difference:.2g} of the largest logit")
+    return difference

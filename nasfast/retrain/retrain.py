@@ -1,0 +1,123 @@
+"""Retraining: one Arch as a plain network, nothing frozen, from fresh weights or the supernet's."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nasfast.config import ConfigBase
+from nasfast.retrain.export import MODEL_FILE, save_model
+from nasfast.spaces import Arch, SearchSpace
+from nasfast.supernet import StandaloneNetwork, Supernet, build, inherit
+from nasfast.train import Evaluation, TrainConfig, evaluate, recalibrate_bn
+from nasfast.train.checkpoint import load_checkpoint, write_atomic
+from nasfast.train.loop import train
+
+RESULT_FILE = "result.json"
+
+
+@dataclass(frozen=True)
+class RetrainConfig(ConfigBase):
+    """The retraining stage.
+
+    Attributes:
+        init: fresh weights by `orthogonal`, `delta_orthogonal`, `gaussian` or `he`, or `inherit` the supernet's.
+        top_k: how many of the best architectures to retrain.
+        random_baseline: also retrain a random architecture of about the same MACs, to compare with.
+        train: the training settings.
+    """
+
+    init: Literal["orthogonal", "delta_orthogonal", "gaussian", "he", "inherit"] = "orthogonal"
+    top_k: int = 1
+    random_baseline: bool = True
+    train: TrainConfig = TrainConfig(epochs=20)
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+
+
+@dataclass(frozen=True)
+class RetrainResult(ConfigBase):
+    """`result.json` of a retrained network.
+
+    Attributes:
+        arch: the architecture.
+        macs: per image.
+        params: parameters.
+        top1, top5: validation accuracies in [0, 1].
+        loss: validation cross-entropy in nats.
+        epochs: trained.
+        seconds: wall time of this process's part of the training.
+    """
+
+    arch: Arch
+    macs: int
+    params: int
+    top1: float
+    top5: float
+    loss: float
+    epochs: int
+    seconds: float
+
+
+def retrain(
+    space: SearchSpace,
+    arch: Arch,
+    train_loader: object,
+    val_loader: object,
+    cfg: RetrainConfig = RetrainConfig(),
+    *,
+    run_dir: str | Path,
+    name: str = "best",
+    supernet: Supernet | None = None,
+    activation: str | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    device: str = "cpu",
+) -> RetrainResult:
+    """Train the standalone network of `arch` and write `retrain/NAME/{model.safetensors, arch.json, result.json}`.
+
+    Args:
+        name: of the sub-folder and of the stage in metrics.
+        supernet: whose weights `cfg.init == "inherit"` takes.
+        activation: of the blocks; None takes the space's.
+
+    Raises:
+        ArchError: `arch` does not belong to `space`.
+        ValueError: `inherit` without a supernet.
+        TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
+    """
+    arch = space.check(arch)
+    if cfg.init == "inherit":
+        if supernet is None:
+            raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
+        network = inherit(supernet, arch).to(device)
+        for parameter in network.parameters():
+            parameter.requires_grad_(True)
+        recalibrate_bn(network, train_loader, device=device)
+    else:
+        network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
+
+    def evaluation(model: StandaloneNetwork) -> Evaluation:
+        return evaluate(model, val_loader, device=device)
+
+    started = time.monotonic()
+    final = train(
+        network, train_loader, cfg.train,
+        stage=f"retrain/{name}", run_dir=run_dir, fingerprint=f"{space.fingerprint}/{arch}",
+        evaluate=evaluation, resume=resume, device=device,
+    )  # fmt: skip
+    network.load_state_dict(load_checkpoint(final).part("model."))
+    measured, cost = evaluation(network), space.cost(arch)
+    result = RetrainResult(
+        arch=arch, macs=cost.macs, params=cost.params, top1=measured.top1, top5=measured.top5, loss=measured.loss,
+        epochs=cfg.train.epochs, seconds=time.monotonic() - started,
+    )  # fmt: skip
+    folder = Path(run_dir) / "retrain" / name
+    save_model(network, folder / MODEL_FILE)
+    write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
+    return result

@@ -1,0 +1,110 @@
+"""timm plug-in: a searched architecture as the timm model `nasfast`.
+
+Importing this module registers it; `timm.create_model("nasfast", arch="retrain/best")` builds it from the folder of an
+exported model. timm finds models only in modules that were imported, so to use an unmodified timm `train.py`:
+
+    python -m nasfast.retrain.timm_plugin train.py DATA --model nasfast --model-kwargs arch=runs/x/retrain/best
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.retrain.export import ARCH_FILE, SPACE_FILE, load_model
+from nasfast.spaces import from_yaml, load_arch
+from nasfast.supernet import build
+
+try:
+    from timm.models import register_model
+except ImportError as error:
+    raise RuntimeError("the timm plug-in needs timm: pip install 'nasfast[timm]'") from error
+
+
+class TimmNetwork(nn.Module):
+    """A standalone network with the methods timm's scripts call."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.num_classes = network.space.num_classes
+        self.num_features = self.head_hidden_size = network.space.features
+        resolution = network.space.resolution
+        self.pretrained_cfg = self.default_cfg = {
+            "architecture": "nasfast",
+            "num_classes": self.num_classes,
+            "input_size": (network.space.in_channels, resolution, resolution),
+            "pool_size": None,
+            "crop_pct": 0.875,
+            "interpolation": "bilinear",
+            "mean": (0.485, 0.456, 0.406),
+            "std": (0.229, 0.224, 0.225),
+            "classifier": "network.classifier",
+        }
+
+    def get_classifier(self) -> nn.Module:
+        return self.network.classifier
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; timm calls this with the data set's number of classes."""
+        self.num_classes = num_classes
+        self.network.classifier = nn.Linear(self.num_features, num_classes, bias=self.network.space.classifier_bias)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) images -> (N, num_features, H', W')."""
+        return self.network.head(self.network.blocks(self.network.stem(x)))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        pooled = x.mean((2, 3))
+        return pooled if pre_logits else self.network.classifier(pooled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+@register_model
+def nasfast(pretrained: bool = False, **kwargs: Any) -> TimmNetwork:
+    """timm entry point.
+
+    Args:
+        pretrained: load the weights beside arch.json; otherwise fresh orthogonal ones.
+        kwargs: `arch`, the folder of an exported model, is required; `num_classes` and `in_chans` are honoured; what else
+            timm's scripts pass (drop rates and the like) has no counterpart in these networks and must be unset.
+
+    Raises:
+        ValueError: no `arch`, or an argument that would be ignored.
+    """
+    folder = kwargs.pop("arch", None)
+    if folder is None:
+        raise ValueError("timm model 'nasfast' needs the folder of an exported model: --model-kwargs arch=RUN/retrain/best")
+    num_classes, in_chans = kwargs.pop("num_classes", None), kwargs.pop("in_chans", None)
+    ignored = sorted(k for k, v in kwargs.items() if v and k not in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"))
+    if ignored:
+        raise ValueError(f"timm model 'nasfast' has no {', '.join(ignored)}; allowed: arch, num_classes")
+    folder = Path(folder)
+    if pretrained:
+        network = load_model(folder).train()
+    else:
+        space = from_yaml(folder / SPACE_FILE)
+        network = build(space, load_arch(folder / ARCH_FILE, space), seed=torch.initial_seed() % 2**63)
+    if in_chans not in (None, network.space.in_channels):
+        raise ValueError(f"timm model 'nasfast': the space has {network.space.in_channels} input channels, got in_chans={in_chans}")
+    model = TimmNetwork(network)
+    if num_classes is not None and num_classes != model.num_classes:
+        model.reset_classifier(num_classes)
+    return model
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m nasfast.retrain.timm_plugin SCRIPT [ARGUMENTS OF THE SCRIPT]")
+    # this file runs as __main__; the import is what registers the model under its real module name
+    import nasfast.retrain.timm_plugin  # noqa: F401
+
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,89 @@
+"""What a training stage says while it runs: metrics.jsonl, TensorBoard, and a progress bar (plain lines elsewhere)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from nasfast.train.checkpoint import write_atomic
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line torn by a kill is dropped."""
+    path = Path(run_dir) / METRICS_FILE
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+class TrainLog:
+    """Sink of a stage's metrics.
+
+    Lines after `step` that an interrupted run wrote are removed, so a resumed run leaves the same file as an unbroken one
+    (but for times).
+
+    Args:
+        run_dir: gets metrics.jsonl and tensorboard/STAGE.
+        stage: e.g. `supernet` or `retrain/best`.
+        step: step the stage starts from.
+        total: step it ends at.
+    """
+
+    def __init__(self, run_dir: Path, stage: str, *, step: int, total: int) -> None:
+        self._path, self._stage, self._total = Path(run_dir) / METRICS_FILE, stage, total
+        kept = [m for m in read_metrics(run_dir) if m["stage"] != stage or m["step"] <= step]
+        write_atomic(self._path, "".join(json.dumps(m) + "\n" for m in kept).encode())
+        self._board = SummaryWriter(str(Path(run_dir) / "tensorboard" / stage), purge_step=step + 1)
+        self._start, self._start_step = time.monotonic(), step
+        console = Console(file=sys.stderr)
+        self._bar = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[metrics]}"),
+                TimeRemainingColumn(), console=console,
+            )  # fmt: skip
+            self._task = self._bar.add_task(stage, total=total, completed=step, metrics="")
+            self._bar.start()
+
+    def write(self, step: int, **metrics: float | int | None) -> None:
+        """Record metrics of `step`: to file, TensorBoard and screen."""
+        with open(self._path, "a") as file:
+            file.write(json.dumps({"stage": self._stage, "step": step, **metrics}) + "\n")
+        for name, value in metrics.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step)
+        text = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items() if value is not None)
+        if self._bar:
+            self._bar.update(self._task, completed=step, metrics=text)
+        else:
+            done = max(1, step - self._start_step)
+            left = (time.monotonic() - self._start) / done * (self._total - step)
+            print(f"{self._stage} {step}/{self._total}  {text}  eta {left:.0f}s", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._board.close()
+        if self._bar:
+            self._bar.stop()
+
+    def __enter__(self) -> TrainLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _short(name: str, value: float) -> str:
+    return f"{100 * value:.2f}%" if "top" in name else f"{value:.4g}"

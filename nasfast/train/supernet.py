@@ -1,0 +1,121 @@
+"""Supernet training: the methods as presets, and `train_supernet`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nasfast.config import ConfigBase, nearest
+from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
+from nasfast.supernet import Init, Supernet, Trainable
+from nasfast.train.loop import TrainConfig, train
+
+Scoring = Literal["indicators", "accuracy"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What distinguishes the methods; everything else is shared.
+
+    Attributes:
+        init: of the frozen or initial weights.
+        layer_indicators: identity -> BN path on normal layers.
+        trainable: what trains in the supernet.
+        sampler: a key of `nasfast.spaces.SAMPLERS`.
+        scoring: `indicators` (BN gammas, additive) or `accuracy` (validation accuracy of a recalibrated path).
+    """
+
+    init: Init
+    layer_indicators: bool
+    trainable: Trainable
+    sampler: Literal["uniform", "fair", "strict_fair"]
+    scoring: Scoring
+
+
+METHODS = {
+    "dinas": Method("orthogonal", True, "indicators", "fair", "indicators"),
+    "bnnas": Method("he", False, "indicators", "uniform", "indicators"),
+    "fairnas": Method("he", False, "all", "strict_fair", "accuracy"),
+    "spos": Method("he", False, "all", "uniform", "accuracy"),
+}
+"""`dinas` is this package's method; the others are its baselines as published (BN-NAS, FairNAS, Single Path One-Shot)."""
+
+
+@dataclass(frozen=True)
+class SupernetConfig(ConfigBase):
+    """How the supernet is made and trained; null takes the method's preset.
+
+    Attributes:
+        init: `orthogonal`, `delta_orthogonal`, `gaussian` or `he`.
+        layer_indicators: identity -> BN path on normal layers.
+        trainable: `indicators`, `bn` or `all`.
+        classifier: train the classifier too (`trainable: all` includes it).
+        sampler: `fair` (Algorithm 1), `strict_fair` (FairNAS) or `uniform` (SPOS).
+        activation: of the blocks; null takes the space's.
+    """
+
+    init: Init | None = None
+    layer_indicators: bool | None = None
+    trainable: Trainable | None = None
+    classifier: bool = False
+    sampler: Literal["uniform", "fair", "strict_fair"] | None = None
+    activation: Literal["identity", "relu", "relu6", "tanh"] | None = None
+
+
+def make_supernet(
+    space: SearchSpace, method: str, cfg: SupernetConfig = SupernetConfig(), *, seed: int = 0
+) -> tuple[Supernet, Sampler]:
+    """Supernet and sampler of a method, with the overrides of `cfg`.
+
+    Raises:
+        ValueError: unknown method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
+    preset = METHODS[method]
+    layer_indicators = preset.layer_indicators if cfg.layer_indicators is None else cfg.layer_indicators
+    net = Supernet(
+        space, init=cfg.init or preset.init, activation=cfg.activation, layer_indicators=layer_indicators, seed=seed
+    )
+    net.freeze(cfg.trainable or preset.trainable, classifier=cfg.classifier)
+    return net, SAMPLERS[cfg.sampler or preset.sampler](space, seed=seed, layer_indicators=layer_indicators)
+
+
+def train_supernet(
+    net: Supernet,
+    loader: object,
+    sampler: Sampler,
+    cfg: TrainConfig = TrainConfig(),
+    *,
+    run_dir: str | Path = "runs/supernet",
+    resume: bool = False,
+    device: str = "cpu",
+) -> Path:
+    """Train a supernet along sampled paths; what trains was chosen by `Supernet.freeze`.
+
+    Args:
+        net: the supernet; moved to `device`.
+        loader: a `nasfast.data.Loader`, or any sized iterable of (images (N, C, H, W), labels (N,)).
+        sampler: draws the paths of every step; its candidates must be those of `net`.
+        cfg: the stage's settings.
+        run_dir: gets checkpoints/, metrics.jsonl and tensorboard/.
+        resume: continue from the newest good checkpoint of `run_dir`.
+        device: where to train.
+
+    Returns:
+        Path of the final checkpoint.
+
+    Raises:
+        ValueError: sampler and supernet disagree about layer indicators or space.
+        TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
+    """
+    if sampler.space.fingerprint != net.space.fingerprint:
+        raise ValueError(f"sampler draws from space {sampler.space.name!r}, the supernet is of {net.space.name!r}")
+    if sampler.layer_indicators and not net.layer_indicators:
+        raise ValueError("sampler draws layer-indicator paths, the supernet has none: build it with layer_indicators=True")
+    return train(
+        net, loader, cfg,
+        stage="supernet", run_dir=run_dir, fingerprint=net.space.fingerprint,
+        sampler=sampler, resume=resume, device=device,
+    )  # fmt: skip
