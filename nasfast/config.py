@@ -25,8 +25,9 @@ def nearest(key: str, valid: typing.Iterable[str]) -> str:
     return f"{hint}valid: {', '.join(valid)}"
 
 
+@dataclasses.dataclass(frozen=True)
 class ConfigBase:
-    """Mixin of every frozen config dataclass.
+    """Base of every frozen config dataclass.
 
     A field that is itself a config dataclass is written as a nested mapping. Values are checked against the annotated type
     when they come from a mapping; a dataclass's own `__post_init__` checks ranges, so both ways in meet the same checks.

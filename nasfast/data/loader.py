@@ -36,7 +36,8 @@ class DataConfig(ConfigBase):
             or `auto`: `shift` for digits, else `cifar` up to 64 pixels and `imagenet` above.
         workers: decoding processes; 0 decodes in the training process. Results do not depend on it.
         max_bad_files: unreadable images are skipped and named; more than this many stop the run.
-        mean, std: per-channel normalisation of images scaled to [0, 1].
+        mean: per channel, subtracted from images scaled to [0, 1].
+        std: per channel, divided by.
     """
 
     source: Literal["folder", "digits"] = "folder"
@@ -187,13 +188,17 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_FILES]) + more
 
 
-def make_loaders(cfg: DataConfig, *, resolution: int, seed: int = 0) -> tuple[Loader, Loader]:
+def make_loaders(
+    cfg: DataConfig, *, resolution: int, seed: int = 0, hold_out: bool = False
+) -> tuple[Loader, Loader]:
     """Training loader (shuffled, augmented) and validation loader (in order, centre crop).
 
     Args:
         cfg: what to load.
         resolution: height and width of the images in pixels.
         seed: of the order, the augmentation and the held-out split.
+        hold_out: validate on `val_fraction` of the training images instead of the validation images, for a search that
+            must not see those.
 
     Raises:
         ConfigError: `data.train` is needed and was not given.
@@ -210,6 +215,8 @@ def make_loaders(cfg: DataConfig, *, resolution: int, seed: int = 0) -> tuple[Lo
             val = FolderSource(cfg.val, classes=train.classes)
         else:
             train, val = split_source(train, cfg.val_fraction, seed)
+    if hold_out:
+        train, val = split_source(train, cfg.val_fraction, seed)
     augment = cfg.augment
     if augment == "auto":
         augment = "shift" if cfg.source == "digits" else "cifar" if resolution <= 64 else "imagenet"

@@ -37,7 +37,9 @@ class TrainConfig(ConfigBase):
     Attributes:
         epochs: passes over the training images.
         lr: peak learning rate.
-        momentum, nesterov, weight_decay: of SGD; no decay on BatchNorm parameters and biases.
+        momentum: of SGD.
+        nesterov: Nesterov momentum.
+        weight_decay: of SGD; none on BatchNorm parameters and biases.
         warmup_epochs: linear warm-up, may be a fraction.
         label_smoothing: of the cross-entropy.
         clip_norm: largest gradient norm, 0 for no clipping.

@@ -1,0 +1,65 @@
+"""nasfast: fast, fair, weight-frozen neural architecture search.
+
+Names are imported when first used, so that `nasfast.search` and `nasfast.spaces` work without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from nasfast import ops, retrain, search, spaces
+    from nasfast.indicators.bn_gamma import score
+    from nasfast.indicators.rank import rank
+    from nasfast.indicators.table import IndicatorTable
+    from nasfast.ops import use_backend
+    from nasfast.pipeline import RunConfig, run
+    from nasfast.supernet import Supernet, build, inherit
+    from nasfast.train import train_supernet
+
+_MODULES = ("ops", "retrain", "search", "spaces")  # the module `nasfast.search` is also the function of that name
+_HOMES = {
+    "IndicatorTable": "nasfast.indicators.table",
+    "RunConfig": "nasfast.pipeline",
+    "Supernet": "nasfast.supernet",
+    "build": "nasfast.supernet",
+    "inherit": "nasfast.supernet",
+    "rank": "nasfast.indicators.rank",
+    "run": "nasfast.pipeline",
+    "score": "nasfast.indicators.bn_gamma",
+    "train_supernet": "nasfast.train",
+    "use_backend": "nasfast.ops",
+}
+
+__all__ = [
+    "IndicatorTable",
+    "RunConfig",
+    "Supernet",
+    "__version__",
+    "build",
+    "inherit",
+    "ops",
+    "rank",
+    "retrain",
+    "run",
+    "score",
+    "search",
+    "spaces",
+    "train_supernet",
+    "use_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"nasfast.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'nasfast' has no attribute {name!r}; it exports {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

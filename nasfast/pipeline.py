@@ -1,0 +1,307 @@
+"""A run as functions: each stage reads the files of the one before from the run directory and writes its own.
+
+    supernet -> checkpoints/   score -> indicators.json   search -> archs.json   retrain -> retrain/   report -> report.html
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import yaml
+
+from nasfast.config import ConfigBase, ConfigError
+from nasfast.data import DataConfig, Loader, make_loaders
+from nasfast.doctor import environment
+from nasfast.indicators.accuracy import path_accuracy
+from nasfast.indicators.bn_gamma import score as score_supernet
+from nasfast.indicators.table import IndicatorTable
+from nasfast.report import write_report
+from nasfast.retrain import RetrainConfig, RetrainResult, export_onnx, load_model, retrain
+from nasfast.search import (
+    Candidate,
+    History,
+    SearchConfig,
+    equal_cost_random,
+    evolve,
+    load_candidates,
+    pareto_front,
+    run_search,
+    save_candidates,
+)
+from nasfast.spaces import SearchSpace, get_space
+from nasfast.supernet import Supernet
+from nasfast.train import TrainConfig
+from nasfast.train.checkpoint import CheckpointFolder, write_atomic
+from nasfast.train.supernet import METHODS, SupernetConfig, make_supernet, train_supernet
+
+_LOG = logging.getLogger(__name__)
+
+CONFIG_FILE, SPACE_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "space.yaml", "indicators.json", "archs.json"
+
+
+@dataclass(frozen=True)
+class SpaceConfig(ConfigBase):
+    """The search space of a run.
+
+    Attributes:
+        name: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
+        variant: `bnnas` is the released BN-NAS configuration of `mobilenet_v2`.
+        resolution: of the images in pixels; null takes the space's.
+    """
+
+    name: str = "mobilenet_v2"
+    variant: str | None = None
+    resolution: int | None = None
+
+
+@dataclass(frozen=True)
+class RunConfig(ConfigBase):
+    """Everything a run depends on; the resolved form is saved as config.yaml in the run directory.
+
+    Attributes:
+        out: run directory.
+        seed: of weights, paths, data order, augmentation and search.
+        device: `auto`, `cpu` or `cuda`.
+        threads: CPU threads, 0 for torch's choice; bit-identical repeats need the same number.
+        method: `dinas`, or a baseline: `bnnas`, `fairnas`, `spos`.
+        space: the search space.
+        data: images.
+        supernet: overrides of the method's preset.
+        train: supernet training.
+        recalibration_batches: batches for BN statistics where paths are scored by accuracy (fairnas, spos).
+        search: limits and search method.
+        retrain: training of the chosen architectures.
+    """
+
+    out: str = "runs/nasfast"
+    seed: int = 0
+    device: str = "auto"
+    threads: int = 0
+    method: Literal["dinas", "bnnas", "fairnas", "spos"] = "dinas"
+    space: SpaceConfig = SpaceConfig()
+    data: DataConfig = DataConfig()
+    supernet: SupernetConfig = SupernetConfig()
+    train: TrainConfig = TrainConfig()
+    recalibration_batches: int = 20
+    search: SearchConfig = SearchConfig()
+    retrain: RetrainConfig = RetrainConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out)
+
+    @property
+    def torch_device(self) -> str:
+        """The device to use.
+
+        Raises:
+            ConfigError: cuda was asked for and there is none.
+        """
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device={self.device!r}, but torch sees no GPU: use --device cpu, or see `nasfast doctor`")
+        return self.device
+
+
+def _loaders(cfg: RunConfig, *, hold_out: bool) -> tuple[SearchSpace, Loader, Loader]:
+    """The space with the data's number of classes, training and validation loader.
+
+    Args:
+        hold_out: validate on training images that are held out, so that the search never sees those of `data.val`.
+    """
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
+    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
+    train, val = make_loaders(cfg.data, resolution=space.resolution, seed=cfg.seed, hold_out=hold_out)
+    return space.replace(num_classes=len(train.source.classes)), train, val
+
+
+def _scored_by_accuracy(cfg: RunConfig) -> bool:
+    return METHODS[cfg.method].scoring == "accuracy"
+
+
+def _saved_space(cfg: RunConfig) -> SearchSpace:
+    path = cfg.run_dir / SPACE_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {cfg.out}` first")
+    return SearchSpace.load(path)
+
+
+def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
+    """Train the supernet; writes config.yaml, space.yaml, environment.json, metrics and checkpoints/.
+
+    Returns:
+        Path of the final checkpoint.
+
+    Raises:
+        ConfigError, DataError: the settings or images cannot be used.
+        TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
+    """
+    space, loader, _ = _loaders(cfg, hold_out=_scored_by_accuracy(cfg))
+    net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    _check_limits(cfg, space)
+    run_dir = cfg.run_dir
+    if not resume and CheckpointFolder(run_dir / "checkpoints", "supernet").paths():
+        raise FileExistsError(f"{run_dir} holds a supernet run already: add --resume, or choose another --out")
+    write_atomic(run_dir / CONFIG_FILE, _yaml(cfg))
+    write_atomic(run_dir / SPACE_FILE, _yaml(space))
+    write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
+    _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
+    _LOG.info("%s", net.summary)
+    return train_supernet(net, loader, sampler, cfg.train, run_dir=run_dir, resume=resume, device=cfg.torch_device)
+
+
+def _check_limits(cfg: RunConfig, space: SearchSpace) -> None:
+    """Refuse an unreachable limit before hours of training, not after."""
+    cfg.search.limits.check(space, allow_identity=cfg.search.allow_identity)
+
+
+def _yaml(config: ConfigBase) -> bytes:
+    return yaml.safe_dump(config.to_dict(), sort_keys=False).encode()
+
+
+def load_supernet(cfg: RunConfig) -> Supernet:
+    """The trained supernet of a run directory.
+
+    Raises:
+        FileNotFoundError: nothing was trained there.
+        CheckpointError: no checkpoint is usable.
+    """
+    space = _saved_space(cfg)
+    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    found = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
+    if found is None:
+        raise FileNotFoundError(f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first")
+    net.load_state_dict(found[1].part("model."))
+    return net.to(device=cfg.torch_device, memory_format=torch.channels_last)
+
+
+def score(cfg: RunConfig) -> IndicatorTable | None:
+    """Write indicators.json; None for methods that score whole paths by accuracy, which the search stage does.
+
+    Raises:
+        FileNotFoundError, CheckpointError: see `load_supernet`.
+    """
+    if _scored_by_accuracy(cfg):
+        _LOG.info("%s scores paths by validation accuracy during the search: no indicator table", cfg.method)
+        return None
+    table = score_supernet(load_supernet(cfg), meta={"method": cfg.method, "seed": cfg.seed, "epochs": cfg.train.epochs})
+    write_atomic(cfg.run_dir / TABLE_FILE, (table.to_json() + "\n").encode())
+    return table
+
+
+def search(cfg: RunConfig) -> list[Candidate]:
+    """Write archs.json: the best architectures under the limits, and the Pareto front where scores are additive.
+
+    Raises:
+        FileNotFoundError: the stage before has not run.
+        InfeasibleConstraintError: an unreachable limit, with the smallest attainable value.
+    """
+    space, run_dir, front = _saved_space(cfg), cfg.run_dir, []
+    settings = cfg.search.replace(seed=cfg.seed)
+    if _scored_by_accuracy(cfg):
+        if settings.method == "exact":
+            raise ConfigError(f"search.method='exact' needs additive scores; {cfg.method} scores whole paths: use 'evolution'")
+        _check_limits(cfg, space)
+        _, train, val = _loaders(cfg, hold_out=True)
+        net = load_supernet(cfg)
+        history = History(run_dir / "history.jsonl", space, scorer=f"accuracy {cfg.method} seed {cfg.seed}")
+
+        def accuracy(arch: tuple[int, ...]) -> float:
+            return path_accuracy(
+                net, arch, train_loader=train, val_loader=val,
+                recalibration_batches=cfg.recalibration_batches, device=cfg.torch_device,
+            )  # fmt: skip
+
+        found = evolve(space, accuracy, settings, history=history)
+    else:
+        path = run_dir / TABLE_FILE
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {cfg.out}` first")
+        table = IndicatorTable.load(path)
+        history = run_dir / "history.jsonl" if settings.method == "evolution" else None
+        found = run_search(table, space, settings, history=history)
+        front = pareto_front(table, space, allow_identity=settings.allow_identity)
+    save_candidates(run_dir / ARCHS_FILE, space, found, limits=settings.limits, pareto=front)
+    return found
+
+
+def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainResult]:
+    """Retrain the best architectures, and a random one of equal cost if asked; writes retrain/NAME/.
+
+    Returns:
+        Results by name: `best`, `best-2`, ..., `random`.
+
+    Raises:
+        FileNotFoundError: the search has not run.
+        TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
+    """
+    space, train, val = _loaders(cfg, hold_out=False)
+    path = cfg.run_dir / ARCHS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")
+    candidates = load_candidates(path, space).candidates[: cfg.retrain.top_k]
+    chosen = {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(candidates)}
+    if cfg.retrain.random_baseline:
+        chosen["random"] = equal_cost_random(space, random.Random(cfg.seed), candidates[0].arch)
+    net = load_supernet(cfg) if cfg.retrain.init == "inherit" else None
+    return {
+        name: retrain(
+            space, arch, train, val, cfg.retrain,
+            run_dir=cfg.run_dir, name=name, supernet=net, activation=cfg.supernet.activation, seed=cfg.seed,
+            resume=resume, device=cfg.torch_device,
+        )
+        for name, arch in chosen.items()
+    }  # fmt: skip
+
+
+def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> list[Path]:
+    """The files of a retrained network; writes model.onnx beside model.safetensors if asked.
+
+    Raises:
+        FileNotFoundError: nothing was retrained under this name.
+        RuntimeError: the extra `onnx` is missing, or onnxruntime disagrees with PyTorch.
+    """
+    folder = Path(run_dir) / "retrain" / name
+    network = load_model(folder)
+    files = [folder / file for file in ("model.safetensors", "arch.json", "space.yaml")]
+    if onnx:
+        difference = export_onnx(network, folder / "model.onnx")
+        _LOG.info("model.onnx agrees with PyTorch to %.1e of the largest logit", difference)
+        files.append(folder / "model.onnx")
+    return files
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a whole run leaves.
+
+    Attributes:
+        candidates: the best architectures, best first.
+        retrained: results of retraining by name: `best`, ..., `random`.
+        report: path of report.html.
+    """
+
+    candidates: list[Candidate]
+    retrained: dict[str, RetrainResult]
+    report: Path
+
+
+def run(cfg: RunConfig, *, resume: bool = False) -> RunResult:
+    """Every stage in order, from images to a retrained network and report.html.
+
+    Args:
+        resume: continue an interrupted run; what is complete is not done again.
+    """
+    supernet(cfg, resume=resume)
+    score(cfg)
+    candidates = search(cfg)
+    retrained = retrain_best(cfg, resume=resume)
+    return RunResult(candidates, retrained, write_report(cfg.run_dir))
