@@ -48,7 +48,7 @@ class IndicatorTable:
 
     @property
     def scores(self) -> tuple[dict[int, float], ...]:
-        """Combined score S[l, a] of Algorithm 2 for every legal Arch value (isometry.md 7).
+        """Per layer, combined score S[l, a] of Algorithm 2 for every option (isometry.md 7).
 
         S_v on reduction layers, S_v * S_u on normal layers. An identity candidate is the layer-indicator path itself and
         scores S_u; without layer indicators it has no BN and scores 0, as does a pinned layer.
@@ -63,12 +63,13 @@ class IndicatorTable:
         return tuple(table)
 
     def score(self, arch: Iterable[int]) -> float:
-        """Sum over layers of the combined score.
+        """Sum over layers of the combined score; a skipped layer scores its layer indicator alone, or 0 without one.
 
         Raises:
             ArchError: `arch` does not belong to the space.
         """
-        return sum(row[choice] for row, choice in zip(self.scores, self.space.check(arch), strict=True))
+        rows = zip(self.scores, self.layer, self.space.check(arch), strict=True)
+        return sum(row[choice] if choice in row else layer_score or 0.0 for row, layer_score, choice in rows)
 
     def argmax(self) -> Arch:
         """The unconstrained best architecture: the highest combined score of every layer, ties to the lower index."""

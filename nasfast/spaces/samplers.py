@@ -26,11 +26,7 @@ class Sampler(ABC):
         self.space = space
         self.layer_indicators = layer_indicators
         self._rng = random.Random(seed)
-        self._candidates = [self._candidates_of(layer) for layer in space.layers]
-
-    def _candidates_of(self, layer: Any) -> tuple[int, ...]:
-        extra = layer.indicator_choice if self.layer_indicators else None
-        return layer.options if extra is None or extra in layer.options else (*layer.options, extra)
+        self._candidates = [layer.legal if layer_indicators else layer.options for layer in space.layers]
 
     @property
     def candidates(self) -> list[tuple[int, ...]]:

@@ -97,8 +97,14 @@ class Layer:
 
     @property
     def options(self) -> tuple[int, ...]:
-        """Legal values of an Arch at this layer."""
+        """The values a search chooses from: the candidates, or the identity where the layer is pinned to it."""
         return tuple(range(len(self.choices))) or (SKIP,)
+
+    @property
+    def legal(self) -> tuple[int, ...]:
+        """Every value an Arch or a path may have here: the options, and the skip of a normal layer."""
+        extra = self.indicator_choice
+        return self.options if extra is None or extra in self.options else (*self.options, extra)
 
     @property
     def indicator_choice(self) -> int | None:
@@ -219,20 +225,10 @@ class SearchSpace(ConfigBase):
         if len(arch) != len(self):
             raise ArchError(f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}")
         for i, (choice, layer) in enumerate(zip(arch, self.layers, strict=True)):
-            if choice not in layer.options:
-                allowed = ", ".join(map(str, layer.options))
+            if choice not in layer.legal:
+                allowed = ", ".join(map(str, layer.legal))
                 raise ArchError(f"layer {i} of space {self.name!r}: choice {choice!r} is not one of {allowed}")
         return tuple(int(choice) for choice in arch)
-
-    def check_path(self, path: Iterable[int]) -> Arch:
-        """Like `check`, but the layer-indicator path of a normal layer is legal too: what a supernet can run."""
-        path = tuple(path)
-        plain = tuple(
-            layer.options[0] if choice == layer.indicator_choice else choice
-            for choice, layer in zip(path, self.layers, strict=False)
-        )
-        self.check(plain + path[len(plain) :])
-        return path
 
     @cached_property
     def fixed_cost(self) -> Cost:
@@ -243,7 +239,7 @@ class SearchSpace(ConfigBase):
 
     @cached_property
     def cost_table(self) -> tuple[dict[int, Cost], ...]:
-        """Per layer: Arch value -> cost."""
+        """Per layer: option -> cost."""
         return tuple({choice: layer.cost(choice) for choice in layer.options} for layer in self.layers)
 
     def cost(self, arch: Iterable[int]) -> Cost:
@@ -252,7 +248,8 @@ class SearchSpace(ConfigBase):
         Raises:
             ArchError: `arch` does not belong to this space.
         """
-        return sum((table[c] for table, c in zip(self.cost_table, self.check(arch), strict=True)), self.fixed_cost)
+        parts = (layer.cost(choice) for layer, choice in zip(self.layers, self.check(arch), strict=True))
+        return sum(parts, self.fixed_cost)
 
     def describe(self, arch: Iterable[int]) -> list[str]:
         """One short label per layer, e.g. `["k3 e6", "skip", ...]`."""

@@ -102,13 +102,13 @@ class Supernet(nn.Module):
 
         Args:
             x: images; fp32, or bf16 under autocast.
-            path: an Arch, or an Arch with layer-indicator paths (`Sampler.step` gives them).
+            path: an Arch; the skip of a normal layer runs its layer indicator where there is one.
 
         Raises:
             ArchError: the path does not belong to the space.
         """
         x = self.stem(x)
-        for layer, choice in zip(self.layers, self.space.check_path(path), strict=True):
+        for layer, choice in zip(self.layers, self.space.check(path), strict=True):
             x = layer(x, choice)
         return self.classifier(self.head(x).mean((2, 3)))
 

@@ -1,0 +1,115 @@
+"""Times of the search stage on the papers' spaces with random scores: top-10, Pareto front, sampling, evolution.
+
+    python benchmarks/bench_search.py [--repeats 5] [--out FILE]
+
+Prints JSON: seconds per call (median, 20 % and 80 % quantile over repeats with different scores) and sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy
+
+from nasfast.indicators.table import IndicatorTable
+from nasfast.search import Limits, SearchConfig, pareto_front, run_search, sample_under, top_k
+from nasfast.spaces import SKIP, SearchSpace, mobilenet_v2, shufflenet_v2
+
+CASES = (
+    (mobilenet_v2(), Limits(max_macs=475e6)),
+    (mobilenet_v2(), Limits(max_macs=600e6)),
+    (mobilenet_v2(variant="bnnas"), Limits(max_macs=475e6)),
+    (mobilenet_v2(variant="bnnas"), Limits(max_macs=475e6, max_params=5.2e6)),
+    (shufflenet_v2(), Limits(max_macs=330e6)),
+)
+_SAMPLES = 100
+
+
+def random_table(space: SearchSpace, seed: int) -> IndicatorTable:
+    """Scores as a trained supernet's are spread: normal around 1."""
+    rng = random.Random(seed)
+    block = tuple({c: rng.gauss(1.0, 0.2) for c in layer.options if c != SKIP} for layer in space.layers)
+    layer = tuple(None if u.indicator_choice is None else rng.gauss(1.0, 0.2) for u in space.layers)
+    return IndicatorTable(space, block, layer)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    low, high = np.quantile(seconds, (0.2, 0.8))
+    return {"median_s": statistics.median(seconds), "q20_s": float(low), "q80_s": float(high)}
+
+
+def bench(space: SearchSpace, limits: Limits, repeats: int) -> dict[str, Any]:
+    """One row: every search on one space and limit, interleaved over the repeats."""
+    times: dict[str, list[float]] = {"top_10": [], "pareto": [], "pareto_unlimited": [], "evolution": [], "sample": []}
+    front_sizes, shortfalls, proven = [], [], True
+    sample_under(space, random.Random(0), limits)  # builds the counts, once per space and limit
+    for seed in range(repeats):
+        table = random_table(space, seed)
+        config = SearchConfig(
+            method="evolution", top_k=1, max_macs=limits.max_macs, max_params=limits.max_params, seed=seed
+        )
+        seconds, exact = timed(lambda table=table: top_k(table, space, limits, k=10))
+        times["top_10"].append(seconds)
+        proven &= all(candidate.optimal for candidate in exact)
+        seconds, front = timed(lambda table=table: pareto_front(table, space, limits=limits))
+        times["pareto"].append(seconds)
+        front_sizes.append(len(front))
+        times["pareto_unlimited"].append(timed(lambda table=table: pareto_front(table, space))[0])
+        seconds, evolved = timed(lambda table=table, config=config: run_search(table, space, config))
+        times["evolution"].append(seconds)
+        shortfalls.append(exact[0].score - evolved[0].score)
+        rng = random.Random(seed)
+        seconds, _ = timed(lambda rng=rng: [sample_under(space, rng, limits) for _ in range(_SAMPLES)])
+        times["sample"].append(seconds / _SAMPLES)
+    return {
+        "space": space.name,
+        "architectures": space.cardinality,
+        **limits.given,
+        "all_proven_optimal": proven,
+        "front_points_median": statistics.median(front_sizes),
+        "evolution_score_below_exact_median": statistics.median(shortfalls),
+        **{name: quantiles(values) for name, values in times.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    args = parser.parse_args()
+    report = {
+        "benchmark": "search",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+        "repeats": args.repeats,
+        "rows": [bench(space, limits, args.repeats) for space, limits in CASES],
+    }
+    text = json.dumps(report, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

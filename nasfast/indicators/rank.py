@@ -1,0 +1,397 @@
+"""How well a predictor ranks architectures whose trained accuracy is known, beside what depth, MACs and parameters do.
+
+Run on NAS-Bench-Macro by `nasfast rank`. numpy only; Kendall's tau-b and Spearman's rho follow scipy's definitions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nasfast.indicators.table import IndicatorTable
+from nasfast.spaces import SKIP, Arch, ArchError, SearchSpace, parse_arch
+
+# Names under which published files give one architecture's accuracy, in order of preference.
+_ACCURACY_KEYS = ("mean_acc", "accuracy", "acc", "test_acc", "val_acc")
+_BUDGET_QUANTILES = (0.10, 0.25, 0.50, 0.75, 1.00)
+_INTERVAL = (0.025, 0.975)
+# Rows of the sign matrices held at once: 256 x 2187 in float32 are 2 MB.
+_CHUNK = 256
+
+
+class AccuracyError(ValueError):
+    """A file of accuracies or scores that cannot be used; the text names the entry and what was expected."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A correlation and its bootstrap interval; every field is None where a correlation is undefined (a constant)."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        return "undefined" if self.value is None else f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+@dataclass(frozen=True)
+class PredictorReport:
+    """How one predictor ranks.
+
+    Attributes:
+        name: `predictor`, `depth`, `macs` or `params`.
+        kendall: tau-b over all architectures.
+        spearman: rho over all architectures.
+        kendall_within_depth: mean of tau-b over the groups of equal depth, weighted by their numbers of pairs.
+        kendall_by_depth: depth -> tau-b within it; None where undefined.
+        regret: per budget of the report, accuracy points lost by taking the predictor's favourite under the budget;
+            the mean over its favourites if several tie.
+    """
+
+    name: str
+    kendall: Estimate
+    spearman: Estimate
+    kendall_within_depth: Estimate
+    kendall_by_depth: dict[int, float | None]
+    regret: tuple[float, ...]
+
+    @property
+    def constant(self) -> bool:
+        """Whether it gives every architecture the same score."""
+        return self.kendall.value is None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Rank correlation of a predictor and of the baselines with trained accuracy.
+
+    Attributes:
+        architectures: number compared.
+        unscored: architectures with an accuracy but without a score, left out.
+        depth_counts: depth -> number of architectures.
+        budgets: MACs budgets of the regrets: the 10, 25, 50, 75 and 100 % quantiles of the MACs.
+        best_accuracy: per budget, the best trained accuracy under it, in the accuracies' own unit.
+        predictor: the report of the predictor.
+        baselines: the same for depth (layers that are not the identity), MACs and parameters.
+        resamples: number of bootstrap resamples.
+        seed: of the bootstrap.
+        meta: where the predictor comes from (`IndicatorTable.meta`).
+    """
+
+    architectures: int
+    unscored: int
+    depth_counts: dict[int, int]
+    budgets: tuple[float, ...]
+    best_accuracy: tuple[float, ...]
+    predictor: PredictorReport
+    baselines: tuple[PredictorReport, ...]
+    resamples: int
+    seed: int
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """One plain sentence: whether the predictor knows more than depth does."""
+        depth = next(b for b in self.baselines if b.name == "depth")
+        if self.predictor.constant:
+            return "The predictor gives every architecture the same score: it ranks nothing."
+        if depth.constant:
+            return f"All architectures have the same depth; the predictor's tau is {self.predictor.kendall.value:+.3f}."
+        mine, theirs = self.predictor.kendall, depth.kendall
+        if mine.value <= theirs.value:
+            return (
+                f"The predictor does not beat depth: its tau is {mine.value:+.3f}, counting the layers that are not "
+                f"the identity gives {theirs.value:+.3f}."
+            )
+        if mine.low <= theirs.high:
+            return (
+                f"The predictor's tau {mine.value:+.3f} is above that of depth, {theirs.value:+.3f}, but the intervals "
+                "overlap."
+            )
+        return f"The predictor beats depth: its tau is {mine.value:+.3f} against {theirs.value:+.3f}."
+
+    def to_json(self) -> str:
+        form = _plain(self)
+        form["verdict"] = self.verdict
+        return json.dumps(form, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    def __str__(self) -> str:
+        """The report as a text table."""
+        quantiles = " ".join(f"{f'{q:.0%}':>7}" for q in _BUDGET_QUANTILES)
+        lines = [
+            f"{self.architectures} architectures, 95 % intervals from {self.resamples} bootstrap resamples",
+            f"{'':10} {'Kendall tau-b':>24} {'Spearman rho':>24} {'tau within equal depth':>24}   "
+            f"regret under the MACs quantile",
+            f"{'':10} {'':>24} {'':>24} {'':>24}   {quantiles}",
+        ]
+        for row in (self.predictor, *self.baselines):
+            regret = " ".join(f"{r:7.2f}" for r in row.regret)
+            lines.append(
+                f"{row.name:10} {row.kendall!s:>24} {row.spearman!s:>24} {row.kendall_within_depth!s:>24}   {regret}"
+            )
+        return "\n".join([*lines, self.verdict])
+
+
+def read_accuracies(path: str | Path, space: SearchSpace) -> dict[Arch, float]:
+    """Trained accuracies in NAS-Bench-Macro's JSON form: `{"00000011": {"mean_acc": 67.69, ...}, ...}`.
+
+    An entry may also be a number or a list of runs (their mean counts). Other keys of an entry are ignored.
+
+    Raises:
+        AccuracyError: not that form, or an architecture that is not of `space`; the entry is named.
+    """
+    return {arch: _accuracy(entry, key, path) for key, arch, entry in _read_entries(path, space)}
+
+
+def read_scores(path: str | Path, space: SearchSpace) -> dict[Arch, float]:
+    """Scores of a predictor: a JSON mapping of architecture text to a number.
+
+    Raises:
+        AccuracyError: not that form, or an architecture that is not of `space`; the entry is named.
+    """
+    scores = {}
+    for key, arch, entry in _read_entries(path, space):
+        if isinstance(entry, bool) or not isinstance(entry, (int, float)) or not math.isfinite(entry):
+            raise AccuracyError(f"{path}: score of {key!r} must be a finite number, got {entry!r}")
+        scores[arch] = float(entry)
+    return scores
+
+
+def rank(
+    accuracies: Mapping[Arch, float],
+    predictor: IndicatorTable | Mapping[Arch, float],
+    space: SearchSpace,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> RankReport:
+    """Compare a predictor's order of architectures with their trained accuracies.
+
+    The intervals are percentile bootstrap intervals: architectures are drawn with replacement, as many as there are,
+    and every statistic is recomputed. Two copies of one architecture are a tie in everything and drop out of tau-b.
+
+    Args:
+        accuracies: architecture -> trained accuracy, in any unit; regrets have the same unit.
+        predictor: a table of indicators, or architecture -> score.
+        space: to which the architectures belong; gives depth, MACs and parameters.
+        resamples: bootstrap resamples.
+        seed: of the bootstrap.
+
+    Raises:
+        AccuracyError: fewer than two architectures have both an accuracy and a score.
+    """
+    if isinstance(predictor, IndicatorTable):
+        scores, meta = {arch: predictor.score(arch) for arch in accuracies}, dict(predictor.meta)
+    else:
+        scores, meta = predictor, {}
+    archs = [arch for arch in accuracies if arch in scores]
+    if len(archs) < 2:
+        raise AccuracyError(
+            f"{len(archs)} of {len(accuracies)} architectures with an accuracy have a score, at least 2 are needed: "
+            "are both files of the same space?"
+        )
+    truth = np.array([accuracies[a] for a in archs], dtype=np.float64)
+    costs = [space.cost(a) for a in archs]
+    depth = np.array([_depth(space, a) for a in archs])
+    macs = np.array([c.macs for c in costs], dtype=np.float64)
+    columns = {
+        "predictor": np.array([scores[a] for a in archs], dtype=np.float64),
+        "depth": depth.astype(np.float64),
+        "macs": macs,
+        "params": np.array([c.params for c in costs], dtype=np.float64),
+    }
+    # indicator sums that differ only by the order of additions are ties
+    columns["predictor"] = _merge_rounding(columns["predictor"])
+
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(len(archs), size=(resamples, len(archs)))
+    # first row: the sample itself; then how often every architecture is in each resample
+    weights = np.ones((resamples + 1, len(archs)), dtype=np.float32)
+    for row, pick in zip(weights[1:], picks, strict=True):
+        row[:] = np.bincount(pick, minlength=len(archs))
+
+    budgets = np.quantile(macs, _BUDGET_QUANTILES, method="inverted_cdf")
+    reports = [_report(name, x, truth, depth, macs, budgets, weights) for name, x in columns.items()]
+    return RankReport(
+        architectures=len(archs),
+        unscored=len(accuracies) - len(archs),
+        depth_counts={int(d): int(n) for d, n in zip(*np.unique(depth, return_counts=True), strict=True)},
+        budgets=tuple(map(float, budgets)),
+        best_accuracy=tuple(float(truth[macs <= b].max()) for b in budgets),
+        predictor=reports[0],
+        baselines=tuple(reports[1:]),
+        resamples=resamples,
+        seed=seed,
+        meta=meta,
+    )
+
+
+def kendall_tau(x: Sequence[float], y: Sequence[float], weights: np.ndarray) -> np.ndarray:
+    """Tau-b of several weighted samples at once.
+
+    tau_b = sum_ij w_i w_j s_ij t_ij / sqrt(sum_ij w_i w_j s_ij^2 * sum_ij w_i w_j t_ij^2), s = sign(x_i - x_j), t the
+    same of y: with integer weights, exactly tau-b of the sample in which element i occurs w_i times.
+
+    Args:
+        x: (n,).
+        y: (n,).
+        weights: (samples, n).
+
+    Returns:
+        (samples,), NaN where x or y is constant.
+    """
+    x, y, w = _ranks(x), _ranks(y), np.asarray(weights, dtype=np.float32)
+    sums = np.zeros((3, len(w)))
+    for start in range(0, len(x), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        sign_x, sign_y = np.sign(x[rows, None] - x), np.sign(y[rows, None] - y)
+        for total, matrix in zip(sums, (sign_x * sign_y, np.abs(sign_x), np.abs(sign_y)), strict=True):
+            # a row's sum is an integer below 2^24, exact in float32; the sum over rows is not
+            total += np.einsum("sr,sr->s", w @ matrix.T, w[:, rows], dtype=np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return sums[0] / np.sqrt(sums[1] * sums[2])
+
+
+def spearman_rho(x: Sequence[float], y: Sequence[float], weights: np.ndarray) -> np.ndarray:
+    """Spearman's rho (midranks for ties) of several weighted samples; arguments and result as `kendall_tau`."""
+    w = np.asarray(weights, dtype=np.float64)
+    size = w.sum(axis=1)
+    a, b = (_midranks(v, w) - (size[:, None] + 1) / 2 for v in (x, y))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (w * a * b).sum(axis=1) / np.sqrt((w * a * a).sum(axis=1) * (w * b * b).sum(axis=1))
+
+
+def _report(
+    name: str,
+    x: np.ndarray,
+    truth: np.ndarray,
+    depth: np.ndarray,
+    macs: np.ndarray,
+    budgets: np.ndarray,
+    weights: np.ndarray,
+) -> PredictorReport:
+    by_depth, total, pairs = {}, np.zeros(len(weights)), np.zeros(len(weights))
+    for d in np.unique(depth):
+        group = depth == d
+        w = weights[:, group]
+        tau = kendall_tau(x[group], truth[group], w)
+        by_depth[int(d)] = _optional(tau[0])
+        size = w.sum(axis=1, dtype=np.float64)
+        count = np.where(np.isnan(tau), 0, size * (size - 1) / 2)
+        total += np.nan_to_num(tau) * count
+        pairs += count
+    with np.errstate(invalid="ignore", divide="ignore"):
+        within = total / pairs
+    regret = []
+    for budget in budgets:
+        under = macs <= budget
+        favourites = under & (x == x[under].max())
+        regret.append(float(truth[under].max() - truth[favourites].mean()))
+    return PredictorReport(
+        name=name,
+        kendall=_estimate(kendall_tau(x, truth, weights)),
+        spearman=_estimate(spearman_rho(x, truth, weights)),
+        kendall_within_depth=_estimate(within),
+        kendall_by_depth=by_depth,
+        regret=tuple(regret),
+    )
+
+
+def _estimate(samples: np.ndarray) -> Estimate:
+    """First entry: the statistic itself; the others: its bootstrap resamples."""
+    if np.isnan(samples[0]):
+        return Estimate(None, None, None)
+    resampled = samples[1:][~np.isnan(samples[1:])]
+    low, high = np.quantile(resampled, _INTERVAL) if len(resampled) else (samples[0], samples[0])
+    return Estimate(float(samples[0]), float(low), float(high))
+
+
+def _optional(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    """Dense ranks: small integers, whose differences are exact in float32."""
+    return np.unique(np.asarray(values), return_inverse=True)[1].astype(np.float32)
+
+
+def _midranks(values: Sequence[float], weights: np.ndarray) -> np.ndarray:
+    """(samples, n) ranks from 1 of each element in the sample where it occurs `weights` times."""
+    dense = np.unique(np.asarray(values), return_inverse=True)[1]
+    groups = np.zeros((len(weights), dense.max() + 1))
+    np.add.at(groups.T, dense, weights.T)
+    below = np.cumsum(groups, axis=1) - groups
+    return (below + (groups + 1) / 2)[:, dense]
+
+
+def _merge_rounding(values: np.ndarray) -> np.ndarray:
+    """Values closer than 1e-12 of the largest magnitude become equal."""
+    order = np.argsort(values, kind="stable")
+    steps = np.diff(values[order]) > 1e-12 * np.abs(values).max()
+    merged = np.empty_like(values)
+    starts = np.concatenate(([0], np.flatnonzero(steps) + 1))
+    merged[order] = values[order][starts][np.concatenate(([0], np.cumsum(steps)))]
+    return merged
+
+
+def _depth(space: SearchSpace, arch: Arch) -> int:
+    """Layers that are not the identity."""
+    return sum(
+        choice != SKIP and layer.choices[choice].kind != "identity"
+        for choice, layer in zip(arch, space.layers, strict=True)
+    )
+
+
+def _read_entries(path: str | Path, space: SearchSpace) -> list[tuple[str, Arch, Any]]:
+    try:
+        form = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise AccuracyError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise AccuracyError(f"{path} is not JSON: {error}") from error
+    if not isinstance(form, dict) or not form:
+        raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {type(form).__name__}")
+    entries = []
+    for key, entry in form.items():
+        try:
+            entries.append((key, space.check(parse_arch(key)), entry))
+        except ArchError as error:
+            raise AccuracyError(f"{path}, entry {key!r}: {error}") from error
+    return entries
+
+
+def _accuracy(entry: Any, key: str, path: str | Path) -> float:
+    value = entry
+    if isinstance(entry, dict):
+        name = next((name for name in _ACCURACY_KEYS if name in entry), None)
+        if name is None:
+            raise AccuracyError(
+                f"{path}, entry {key!r}: no accuracy; expected one of {', '.join(_ACCURACY_KEYS)}, "
+                f"got {', '.join(entry)}"
+            )
+        value = entry[name]
+    runs = value if isinstance(value, list) else [value]
+    if not runs or any(isinstance(r, bool) or not isinstance(r, (int, float)) or not math.isfinite(r) for r in runs):
+        raise AccuracyError(f"{path}, entry {key!r}: accuracy must be a number or a list of numbers, got {value!r}")
+    return float(np.mean(runs))
+
+
+def _plain(value: Any) -> Any:
+    """Nested dataclasses as JSON-ready dicts."""
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value

@@ -1,0 +1,338 @@
+"""report.html: one self-contained page from the files of a run directory; stages not run yet are named as such."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from nasfast.indicators.table import IndicatorTable
+from nasfast.report import plots
+from nasfast.search import SearchResult, load_candidates, pareto_front, sample_under
+from nasfast.spaces import SearchSpace, format_arch, from_yaml
+
+# Random architectures in the score-MACs figure.
+_CLOUD = 1000
+
+_STYLE = """
+:root { color-scheme: light dark; --bg: #ffffff; --fg: #1c2024; --soft: #5b6470; --line: #d9dee4; --card: #f5f7f9;
+  --accent: #0072b2; }
+@media (prefers-color-scheme: dark) { :root { --bg: #15181c; --fg: #e6e8ea; --soft: #9aa4b0; --line: #333a42;
+  --card: #1e2329; --accent: #58b4e8; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); margin: 0 auto; padding: 1.5rem;
+  max-width: 68rem; }
+h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem;
+  border-bottom: 1px solid var(--line); padding-bottom: .2rem; }
+p { margin: .4rem 0; } .soft { color: var(--soft); } nav a { margin-right: .9rem; color: var(--accent); }
+.cards { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem 1rem; }
+.card b { display: block; font-size: 1.4rem; } .card span { color: var(--soft); font-size: .85rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; } .text { text-align: left; }
+img { max-width: 100%; background: #ffffff; border-radius: .5rem; border: 1px solid var(--line); padding: .4rem;
+  box-sizing: border-box; }
+pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem; overflow-x: auto;
+  font-size: .85rem; } code { font-size: .92em; }
+"""
+
+
+class _NotRun(Exception):
+    """The file a section needs does not exist; the argument is what writes it."""
+
+
+class _Run:
+    """The files of a run directory, read when a section asks for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def text(self, name: str, command: str) -> str:
+        path = self.folder / name
+        if not path.exists():
+            raise _NotRun(f"`{command}` writes {name}")
+        return path.read_text()
+
+    def form(self, name: str, command: str) -> dict[str, Any]:
+        form = json.loads(self.text(name, command))
+        if not isinstance(form, dict):
+            raise ValueError(f"expected a mapping in {name}, got {type(form).__name__}")
+        return form
+
+    @property
+    def space(self) -> SearchSpace:
+        self.text("space.yaml", "nasfast supernet")
+        return from_yaml(self.folder / "space.yaml")
+
+    @property
+    def result(self) -> SearchResult:
+        self.text("archs.json", "nasfast search")
+        space = self.space if (self.folder / "space.yaml").exists() else None
+        return load_candidates(self.folder / "archs.json", space)
+
+    @property
+    def table(self) -> IndicatorTable:
+        return IndicatorTable.from_json(self.text("indicators.json", "nasfast score"))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl, none if it is absent; a last line torn by a kill is left out."""
+        path, lines = self.folder / "metrics.jsonl", []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                break
+        return lines
+
+    @property
+    def retrained(self) -> dict[str, dict[str, Any]]:
+        """Name -> result.json of every retrained network, `best` first."""
+        files = sorted(
+            self.folder.glob("retrain/*/result.json"), key=lambda p: (p.parent.name != "best", p.parent.name)
+        )
+        return {path.parent.name: self.form(str(path.relative_to(self.folder)), "nasfast retrain") for path in files}
+
+    def figure(self, name: str, figure: Figure, caption: str) -> str:
+        """Write `report/NAME.png` and return it as an embedded image."""
+        path = self.folder / "report" / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, format="png")
+        data = base64.b64encode(path.read_bytes()).decode()
+        return (
+            f'<img alt="{_escape(caption)}" src="data:image/png;base64,{data}"><p class="soft">{_escape(caption)}</p>'
+        )
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write `report.html` and the figures under `report/` from whatever files the run directory holds.
+
+    A section whose file is absent says which command writes it; one whose file is damaged says so.
+
+    Args:
+        run_dir: directory of a run, see DESIGN.md section 2.
+
+    Returns:
+        Path of report.html.
+
+    Raises:
+        FileNotFoundError: `run_dir` is not a directory.
+    """
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"write_report: run_dir must be the directory of a run, got {folder}")
+    run = _Run(folder)
+    sections: list[tuple[str, str, Callable[[_Run], str]]] = [
+        ("summary", "Summary", _summary),
+        ("architecture", "Best architecture", _strip),
+        ("top", "Top architectures and their proof", _top_k),
+        ("pareto", "Score against cost", _pareto),
+        ("indicators", "Indicators", _heatmap),
+        ("supernet", "Supernet training", _supernet_curves),
+        ("retrain", "Retraining", _retrain),
+        ("rank", "Rank correlation", _rank),
+        ("config", "Configuration", _config),
+        ("environment", "Environment", _environment),
+    ]
+    body = "\n".join(
+        f'<section id="{key}"><h2>{title}</h2>\n{_section(run, build)}\n</section>' for key, title, build in sections
+    )
+    links = " ".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
+    name = _escape(folder.resolve().name)
+    page = (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}: nasfast report</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{name}</h1><nav>{links}</nav>\n{body}\n</body></html>\n"
+    )
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _section(run: _Run, build: Callable[[_Run], str]) -> str:
+    try:
+        return build(run)
+    except _NotRun as missing:
+        return f'<p class="soft">Not run yet: {_escape(missing)}.</p>'
+    except (ValueError, KeyError) as error:
+        return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {_escape(error)}</p>'
+
+
+def _summary(run: _Run) -> str:
+    result, space = run.result, run.space
+    best = result.candidates[0]
+    limits = [f"{_millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
+    cards = [
+        (f"{best.score:.4g}", "summed indicator score" if best.optimal else "score"),
+        (_millions(best.macs), "MACs per image"),
+        (_millions(best.params), "parameters"),
+    ]
+    retrained = run.retrained
+    if "best" in retrained:
+        cards.append((_percent(retrained["best"]["top1"]), "top-1, retrained"))
+    if "random" in retrained:
+        cards.append((_percent(retrained["random"]["top1"]), "top-1, random architecture of equal cost"))
+    sentences = [
+        f"Space {_escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
+        f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
+        f"Limits: {' and '.join(limits) or 'none'}.",
+        f"Best architecture: <code>{_escape(format_arch(best.arch))}</code>",
+    ]
+    if "best" in retrained and "random" in retrained:
+        gain = 100 * (retrained["best"]["top1"] - retrained["random"]["top1"])
+        word = "above" if gain > 0 else "below" if gain < 0 else "away from"
+        sentences.append(
+            f"Retrained, it is {abs(gain):.2f} percentage points {word} a random architecture of equal cost "
+            f"({_millions(retrained['random']['macs'])} MACs)."
+        )
+    elif "best" not in retrained:
+        sentences.append("Not retrained yet: <code>nasfast retrain</code>.")
+    html_cards = "".join(f'<div class="card"><b>{_escape(v)}</b><span>{_escape(k)}</span></div>' for v, k in cards)
+    return f'<div class="cards">{html_cards}</div>' + "".join(f"<p>{s}</p>" for s in sentences)
+
+
+def _strip(run: _Run) -> str:
+    figure = plots.architecture_strip(run.space, run.result.candidates[0].arch)
+    caption = "Height: output channels (square-root scale). Hue: kernel. Shade: expansion. Arrow: stride."
+    return run.figure("architecture", figure, caption)
+
+
+def _top_k(run: _Run) -> str:
+    rows = []
+    for place, c in enumerate(run.result.candidates, 1):
+        proof = f"optimal (gap {c.gap:.1e})" if c.optimal else "not proven"
+        rows.append(
+            [place, f"{c.score:.6g}", _millions(c.macs), _millions(c.params), proof, c.status, format_arch(c.arch)]
+        )
+    note = (
+        "Optimal: no architecture within the limits that is not listed above it scores higher; "
+        "gap is the distance between its score and the proven bound."
+    )
+    header = ["#", "score", "MACs", "parameters", "proof", "status", "architecture"]
+    return _table(header, rows, text_columns=(4, 5, 6)) + f'<p class="soft">{note}</p>'
+
+
+def _pareto(run: _Run) -> str:
+    result, table = run.result, run.table
+    front = result.pareto or pareto_front(table, table.space)
+    rng = random.Random(0)
+    archs = [sample_under(table.space, rng) for _ in range(_CLOUD)]
+    figure = plots.score_macs(
+        [(p.macs, p.score) for p in front],
+        [(table.space.cost(a).macs, table.score(a)) for a in archs],
+        [(c.macs, c.score) for c in result.candidates],
+        max_macs=result.max_macs,
+    )
+    return run.figure("pareto", figure, "The front is exact: no architecture lies above and left of it.")
+
+
+def _heatmap(run: _Run) -> str:
+    table = run.table
+    arch = run.result.candidates[0].arch if (run.folder / "archs.json").exists() else None
+    caption = "Score of every candidate, and of the layer indicators; grey: not a candidate of that layer."
+    return run.figure("indicators", plots.indicator_heatmap(table, arch), caption)
+
+
+def _supernet_curves(run: _Run) -> str:
+    return _curves(run, "supernet", ["supernet"], "nasfast supernet")
+
+
+def _retrain(run: _Run) -> str:
+    results = run.retrained
+    rows = [
+        [
+            name,
+            _percent(r["top1"]),
+            _percent(r["top5"]),
+            _millions(r["macs"]),
+            _millions(r["params"]),
+            r["epochs"],
+            f"{r['seconds']:,.0f}",
+            format_arch(r["arch"]),
+        ]
+        for name, r in results.items()
+    ]
+    header = ["network", "top-1", "top-5", "MACs", "parameters", "epochs", "seconds", "architecture"]
+    stages = [s for s in dict.fromkeys(m["stage"] for m in run.metrics) if s.startswith("retrain/")]
+    if not results and not stages:
+        raise _NotRun("`nasfast retrain` writes retrain/*/result.json")
+    table = _table(header, rows, text_columns=(0, 7)) if rows else ""
+    return table + (_curves(run, "retrain", stages, "nasfast retrain") if stages else "")
+
+
+def _curves(run: _Run, name: str, stages: Sequence[str], command: str) -> str:
+    metrics = run.metrics
+    if not any(m["stage"] in stages for m in metrics):
+        raise _NotRun(f"`{command}` adds its lines to metrics.jsonl")
+    speeds = [m["images_per_s"] for m in metrics if m["stage"] in stages and m.get("images_per_s")]
+    caption = "Solid: training batches, averaged in windows. Dashed: validation."
+    if speeds:
+        caption += f" Median speed: {sorted(speeds)[len(speeds) // 2]:,.0f} images per second."
+    return run.figure(name, plots.training_curves(metrics, stages), caption)
+
+
+def _rank(run: _Run) -> str:
+    form = run.form("rank.json", "nasfast rank")
+    rows = []
+    for row in (form["predictor"], *form["baselines"]):
+        estimates = [_interval(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
+        rows.append([row["name"], *estimates, *(f"{r:.2f}" for r in row["regret"])])
+    budgets = [f"regret, {_millions(b)}" for b in form["budgets"]]
+    header = ["", "Kendall tau-b", "Spearman rho", "tau within equal depth", *budgets]
+    note = (
+        f"{form['architectures']} architectures; 95 % intervals from {form['resamples']} bootstrap resamples. "
+        "Regret: accuracy lost by taking the favourite under that many MACs."
+    )
+    return (
+        f"<p>{_escape(form['verdict'])}</p>"
+        + _table(header, rows, text_columns=(0,))
+        + f'<p class="soft">{_escape(note)}</p>'
+    )
+
+
+def _config(run: _Run) -> str:
+    return f"<pre>{_escape(run.text('config.yaml', 'nasfast run'))}</pre>"
+
+
+def _environment(run: _Run) -> str:
+    form = run.form("environment.json", "nasfast run")
+    rows = [[key, value if isinstance(value, str) else json.dumps(value)] for key, value in form.items()]
+    return _table(["", ""], rows, text_columns=(0, 1))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int]) -> str:
+    """HTML table, every cell escaped; numbers right, the named columns left."""
+
+    def line(tag: str, cells: Sequence[Any]) -> str:
+        return "".join(
+            f"<{tag}{' class=text' if i in text_columns else ''}>{_escape(cell)}</{tag}>"
+            for i, cell in enumerate(cells)
+        )
+
+    head = f"<tr>{line('th', header)}</tr>" if any(header) else ""
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    return f'<div class="wide"><table>{head}{body}</table></div>'
+
+
+def _interval(form: Mapping[str, float | None]) -> str:
+    if form["value"] is None:
+        return "undefined"
+    return f"{form['value']:+.3f} [{form['low']:+.3f}, {form['high']:+.3f}]"
+
+
+def _millions(value: float) -> str:
+    return f"{value / 1e6:,.2f} M"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f} %"
+
+
+def _escape(value: Any) -> str:
+    return html.escape(str(value))

@@ -1,0 +1,242 @@
+"""The figures of the report, each a function of plain data that returns a matplotlib figure.
+
+No pyplot: figures are made without a display and without global state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from nasfast.indicators.table import IndicatorTable
+from nasfast.spaces import SKIP, Arch, SearchSpace
+
+# Okabe and Ito's palette: distinguishable with any colour vision.
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#8a8a8a"
+_SERIES = (_BLUE, _RED, _GREEN, _PURPLE, _ORANGE)
+_KERNEL_COLOURS = {1: _PURPLE, 3: _BLUE, 5: _ORANGE, 7: _GREEN}
+# Points of a training curve that are drawn; longer ones are averaged in windows.
+_CURVE_POINTS = 400
+
+
+def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> Figure:
+    """Loss and accuracy against the step.
+
+    Args:
+        metrics: lines of `metrics.jsonl`.
+        stages: those to draw, each its own colour.
+    """
+    figure, (loss, accuracy) = _figure(10, 3.6, columns=2)
+    for colour, stage in zip(np.resize(_SERIES, len(stages)), stages, strict=True):
+        lines, name = [m for m in metrics if m["stage"] == stage], _literal(stage)
+        steps, values = _smoothed(lines, "loss")
+        loss.plot(steps, values, color=colour, label=f"{name}, training")
+        _plot_evaluation(loss, lines, "eval_loss", colour, f"{name}, validation")
+        steps, values = _smoothed(lines, "top1")
+        accuracy.plot(steps, 100 * values, color=colour, alpha=0.6, lw=1.2, label=f"{name}, training")
+        _plot_evaluation(accuracy, lines, "eval_top1", colour, f"{name}, validation", scale=100)
+    loss.set(xlabel="step", ylabel="cross-entropy (nats)", title="Loss")
+    accuracy.set(xlabel="step", ylabel="top-1 (%)", title="Accuracy")
+    for ax in (loss, accuracy):
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure:
+    """Block scores, layers downwards and choices across, with the layer indicators as a column of their own.
+
+    Args:
+        table: the scores.
+        arch: architecture whose choices are framed.
+    """
+    layers = table.space.layers
+    labels = list(dict.fromkeys(layer.label(c) for layer in layers for c in layer.options if c != SKIP))
+    grid = np.full((len(layers), len(labels)), np.nan)
+    for i, (layer, scores) in enumerate(zip(layers, table.block, strict=True)):
+        for choice, score in scores.items():
+            grid[i, labels.index(layer.label(choice))] = score
+    column = np.array([[np.nan if s is None else s] for s in table.layer])
+    with_layer = not np.isnan(column).all()
+    height = 1.4 + 0.27 * len(layers)
+    figure = Figure(figsize=(3.4 + 0.75 * (len(labels) + 2 * with_layer), height), dpi=144, layout="constrained")
+    axes = figure.subplots(
+        1, 1 + with_layer, squeeze=False, width_ratios=[len(labels), 1.3][: 1 + with_layer], sharey=True
+    )[0]
+    _heat(figure, axes[0], grid, "block score $S_v$ = mean |γ|", "viridis", show_bar=True)
+    axes[0].set_xticks(range(len(labels)), map(_literal, labels), fontsize=9)
+    axes[0].set_yticks(range(len(layers)), [_layer_name(i, layer) for i, layer in enumerate(layers)], fontsize=8)
+    if with_layer:
+        _heat(figure, axes[1], column, "$S_u$", "magma", show_bar=True)
+        axes[1].set_xticks([0], ["layer"], fontsize=9)
+    for i, choice in enumerate(arch or ()):
+        if choice != SKIP:
+            at = labels.index(layers[i].label(choice))
+            axes[0].add_patch(Rectangle((at - 0.47, i - 0.44), 0.94, 0.88, fill=False, ec=_RED, lw=2))
+    if arch:
+        axes[0].set_xlabel("framed: the best architecture", fontsize=9)
+    return figure
+
+
+def score_macs(
+    front: Sequence[tuple[float, float]],
+    cloud: Sequence[tuple[float, float]],
+    chosen: Sequence[tuple[float, float]],
+    *,
+    max_macs: float | None = None,
+) -> Figure:
+    """Score against MACs; every argument is a list of (MACs, score).
+
+    Args:
+        front: non-dominated points, fewest MACs first.
+        cloud: random architectures.
+        chosen: the search's answers, best first.
+        max_macs: limit of the search, drawn as a line.
+    """
+    figure, (ax,) = _figure(8, 4.6)
+    million = 1e-6
+    if cloud:
+        macs, scores = np.array(cloud).T
+        ax.scatter(
+            macs * million, scores, s=7, color=_GREY, alpha=0.35, lw=0, label=f"{len(cloud)} random architectures"
+        )
+    if front:
+        macs, scores = np.array(front).T
+        ax.step(macs * million, scores, where="post", color=_BLUE, lw=1.6, label=f"Pareto front ({len(front)})")
+        ax.scatter(macs * million, scores, s=9, color=_BLUE, zorder=3)
+    if chosen:
+        macs, scores = np.array(chosen).T
+        ax.scatter(macs[1:] * million, scores[1:], s=45, color=_ORANGE, ec="black", lw=0.6, zorder=4, label="top K")
+        ax.scatter(
+            macs[:1] * million, scores[:1], s=170, marker="*", color=_RED, ec="black", lw=0.6, zorder=5, label="best"
+        )
+    if max_macs is not None:
+        ax.axvline(max_macs * million, color="black", lw=1, ls="--", label=f"limit {max_macs * million:,.4g} M")
+    ax.set(xlabel="MACs (millions)", ylabel="summed indicator score", title="Score against cost")
+    legend = ax.legend(fontsize=8, frameon=False, loc="lower right")
+    if cloud:
+        # the dots of the cloud are too faint and small for a legend
+        legend.legend_handles[0].set(sizes=[30], alpha=1)
+    return figure
+
+
+def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
+    """The searchable layers left to right, and their MACs below.
+
+    A block's height is its output channels (square-root scale), its colour the kernel, its shade the expansion; an
+    arrow marks a stride above 1, a dashed outline a skipped layer.
+    """
+    layers = list(zip(space.layers, arch, strict=True))
+    width = max(6.0, 1.6 + 0.52 * len(layers))
+    figure = Figure(figsize=(width, 4.6), dpi=144, layout="constrained")
+    strip, bars = figure.subplots(2, 1, sharex=True, height_ratios=[2.1, 1])
+    widest = math.sqrt(max(layer.out_channels for layer, _ in layers))
+    shown: dict[str, str] = {}
+    for i, (layer, choice) in enumerate(layers):
+        height = math.sqrt(layer.out_channels) / widest
+        skipped = choice == SKIP or (layer.choices[choice].kind == "identity" and layer.normal)
+        colour = "none" if skipped else _block_colour(layer.choices[choice])
+        text = "skip" if skipped else layer.label(choice)
+        strip.add_patch(
+            Rectangle((i - 0.4, -height / 2), 0.8, height, fc=colour, ec="black", lw=0.8, ls="--" if skipped else "-")
+        )
+        dark = not skipped and np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) < 0.55
+        strip.text(
+            i, 0, _literal(text), rotation=90, ha="center", va="center", fontsize=8, color="white" if dark else "black"
+        )
+        if layer.stride > 1:
+            strip.annotate(f"s{layer.stride}\n▼", (i - 0.5, height / 2 + 0.03), ha="center", va="bottom", fontsize=8)
+        first = i == 0 or layer.out_channels != space.layers[i - 1].out_channels
+        if first:
+            strip.text(i - 0.4, -height / 2 - 0.04, f"{layer.out_channels} ch", fontsize=8, va="top", color="#444444")
+        if not skipped:
+            shown.setdefault(text, colour)
+    strip.set(ylim=(-0.68, 0.74), xlim=(-0.8, len(layers) - 0.2))
+    strip.axis("off")
+    cost = space.fixed_cost + sum((layer.cost(c) for layer, c in layers), type(space.fixed_cost)())
+    strip.set_title(f"{_literal(space.name)}: {cost.macs / 1e6:,.1f} M MACs, {cost.params / 1e6:,.2f} M parameters")
+    handles = [Patch(fc=shown[text], ec="black", lw=0.6, label=_literal(text)) for text in sorted(shown)]
+    figure.legend(handles=handles, ncols=max(1, len(handles)), fontsize=8, frameon=False, loc="outside lower center")
+    macs = [layer.cost(choice).macs / 1e6 for layer, choice in layers]
+    bars.bar(range(len(layers)), macs, width=0.8, color="#5b6770")
+    bars.set(ylabel="M MACs", xlabel="layer", xticks=range(len(layers)))
+    bars.tick_params(labelsize=8)
+    _despine(bars)
+    return figure
+
+
+def _figure(width: float, height: float, *, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
+        _despine(ax)
+        ax.grid(alpha=0.25)
+        ax.set_axisbelow(True)
+    return figure, axes
+
+
+def _despine(ax: Axes) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _smoothed(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values where `key` has one, averaged in windows once there are more than can be seen."""
+    points = np.array([(m["step"], m[key]) for m in lines if m.get(key) is not None], dtype=float).reshape(-1, 2)
+    window = max(1, len(points) // _CURVE_POINTS)
+    if window > 1:
+        whole = len(points) // window * window
+        points = points[:whole].reshape(-1, window, 2).mean(axis=1)
+    return points[:, 0], points[:, 1]
+
+
+def _plot_evaluation(
+    ax: Axes, lines: Sequence[Mapping[str, Any]], key: str, colour: str, label: str, *, scale: float = 1.0
+) -> None:
+    points = [(m["step"], scale * m[key]) for m in lines if m.get(key) is not None]
+    if points:
+        ax.plot(*zip(*points, strict=True), color=colour, ls="--", marker="o", ms=4, lw=1, label=label)
+
+
+def _heat(figure: Figure, ax: Axes, grid: np.ndarray, title: str, colours: str, *, show_bar: bool) -> None:
+    """Image with the numbers written in it; cells without a score stay grey."""
+    cmap = colormaps[colours].with_extremes(bad="#e3e3e3")
+    image = ax.imshow(np.ma.masked_invalid(grid), aspect="auto", cmap=cmap)
+    low, high = image.get_clim()
+    for (i, j), value in np.ndenumerate(grid):
+        if not math.isnan(value):
+            bright = high > low and (value - low) / (high - low) > 0.6
+            ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="black" if bright else "white")
+    ax.set_title(title, fontsize=10)
+    ax.tick_params(length=0)
+    if show_bar:
+        figure.colorbar(image, ax=ax, pad=0.02, aspect=40).ax.tick_params(labelsize=8)
+
+
+def _literal(text: str) -> str:
+    """Text of a user's file, kept from being read as a formula."""
+    return text.replace("$", r"\$")
+
+
+def _layer_name(index: int, layer: Any) -> str:
+    kind = "" if layer.normal else "  reduction" if layer.stride > 1 else "  widening"
+    return f"{index}: {layer.out_channels} ch{kind}"
+
+
+def _block_colour(block: Any) -> str:
+    """Hue by kernel, shade by expansion; other kinds are told apart by their own hue."""
+    if block.kind == "identity":
+        return "#d0d0d0"
+    base = np.array(to_rgb(_RED if block.kind == "shuffle_xception" else _KERNEL_COLOURS.get(block.kernel, _GREY)))
+    if block.kind == "mbconv":
+        base = 1 - (1 - base) * min(1.0, 0.35 + 0.65 * block.expand / 6)
+    return "#" + "".join(f"{round(255 * v):02x}" for v in base)

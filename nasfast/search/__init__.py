@@ -1,0 +1,109 @@
+"""Search over a table of indicators: exact, evolutionary, Pareto front, random baselines. Runs without torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any, Literal
+
+from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.search.candidate import Candidate, ParetoPoint, SearchResult, load_candidates, save_candidates
+from nasfast.search.config import SearchConfig
+from nasfast.search.evolution import evolve
+from nasfast.search.exact import option_scores, top_k
+from nasfast.search.history import History
+from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, option_costs
+from nasfast.search.pareto import pareto_front
+from nasfast.search.sampling import equal_cost_random, sample_under
+from nasfast.spaces import SearchSpace
+
+__all__ = [
+    "Candidate",
+    "History",
+    "InfeasibleConstraintError",
+    "Limits",
+    "ParetoPoint",
+    "SearchConfig",
+    "SearchResult",
+    "equal_cost_random",
+    "evolve",
+    "load_candidates",
+    "option_costs",
+    "option_scores",
+    "pareto_front",
+    "run_search",
+    "sample_under",
+    "save_candidates",
+    "search",
+    "top_k",
+]
+
+_top_k = top_k
+
+
+def search(
+    table: IndicatorTable,
+    space: SearchSpace,
+    *,
+    max_macs: float | None = None,
+    max_params: float | None = None,
+    top_k: int = 5,
+    method: Literal["exact", "evolution"] = "exact",
+    allow_identity: bool = False,
+    seed: int = 0,
+    history: str | Path | None = None,
+) -> list[Candidate]:
+    """The architectures of highest summed score within the limits, best first.
+
+    Args:
+        table: scores per layer and choice.
+        space: the space the table belongs to.
+        max_macs: largest MACs per image; None for no limit.
+        max_params: largest number of parameters; None for no limit.
+        top_k: number of architectures.
+        method: `exact` proves its answer; `evolution` is the papers' search, for comparison.
+        allow_identity: whether normal layers may be skipped, scoring their layer indicator alone.
+        seed: of the evolution; the exact search has no randomness.
+        history: JSONL file of the evolution, by which it resumes.
+
+    Raises:
+        InfeasibleConstraintError: no architecture meets the limits.
+        TableError: the table belongs to another space.
+    """
+    config = SearchConfig(
+        method=method, top_k=top_k, max_macs=max_macs, max_params=max_params, seed=seed, allow_identity=allow_identity
+    )
+    return run_search(table, space, config, history=history)
+
+
+def run_search(
+    table: IndicatorTable, space: SearchSpace, config: SearchConfig, *, history: str | Path | None = None
+) -> list[Candidate]:
+    """`search` with every setting in a config."""
+    if table.space.fingerprint != space.fingerprint:
+        raise TableError(
+            f"the table was scored in space {table.space.name!r} ({table.space.fingerprint}), the search is in "
+            f"{space.name!r} ({space.fingerprint}): score again or load the space it was scored in"
+        )
+    if config.method != "evolution":
+        return _top_k(table, space, config.limits, k=config.top_k, allow_identity=config.allow_identity)
+    scores = option_scores(table, allow_identity=config.allow_identity)
+    record = None
+    if history is not None:
+        digest = hashlib.sha256(json.dumps([list(row.items()) for row in scores]).encode()).hexdigest()[:16]
+        record = History(history, space, scorer=f"indicator table {digest}")
+    return evolve(space, functools.partial(arch_sum, scores), config, history=record)
+
+
+class _CallableModule(types.ModuleType):
+    """Makes `nasfast.search(table, space)` work: importing this package binds that name to the module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Candidate]:
+        return search(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,118 @@
+"""What a search returns, and `archs.json`, the file that holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nasfast.config import ConfigBase, ConfigError
+from nasfast.search.limits import Limits
+from nasfast.spaces import Arch, SearchSpace
+
+_FORMAT = "nasfast.archs/1"
+
+
+@dataclass(frozen=True)
+class Candidate(ConfigBase):
+    """One architecture of a search's result.
+
+    Attributes:
+        arch: one value per layer.
+        score: what was maximised.
+        macs: per image, of the standalone network.
+        params: of the standalone network.
+        optimal: proven: apart from the candidates before it, no architecture within the limits scores higher.
+        bound: proven upper bound of the score of any architecture within the limits that is not before it in the list;
+            None where nothing is proven (evolution).
+        gap: `bound - score`.
+        status: how it was found; of an exact search, the solver's message.
+    """
+
+    arch: Arch
+    score: float
+    macs: int
+    params: int
+    optimal: bool = False
+    bound: float | None = None
+    gap: float | None = None
+    status: str = ""
+
+
+@dataclass(frozen=True)
+class ParetoPoint(ConfigBase):
+    """A non-dominated architecture: none has at most these MACs and a higher score."""
+
+    arch: Arch
+    score: float
+    macs: int
+    params: int
+
+
+@dataclass(frozen=True)
+class SearchResult(ConfigBase):
+    """The content of `archs.json`.
+
+    Attributes:
+        space: name of the space.
+        fingerprint: of the space; a file of another space is refused.
+        max_macs, max_params: the limits the candidates are under.
+        candidates: best first.
+        pareto: score against MACs, fewest MACs first; empty if it was not computed.
+    """
+
+    space: str
+    fingerprint: str
+    max_macs: float | None
+    max_params: float | None
+    candidates: tuple[Candidate, ...]
+    pareto: tuple[ParetoPoint, ...] = ()
+    format: str = _FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != _FORMAT:
+            raise ValueError(f"archs.json has format {self.format!r}, this version reads {_FORMAT!r}")
+
+
+def save_candidates(
+    path: str | Path,
+    space: SearchSpace,
+    candidates: Sequence[Candidate],
+    *,
+    limits: Limits | None = None,
+    pareto: Sequence[ParetoPoint] = (),
+) -> None:
+    """Write `archs.json`, replacing an older one atomically."""
+    limits = limits or Limits()
+    result = SearchResult(
+        space.name, space.fingerprint, limits.max_macs, limits.max_params, tuple(candidates), tuple(pareto)
+    )
+    path = Path(path)
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def load_candidates(path: str | Path, space: SearchSpace | None = None) -> SearchResult:
+    """Read `archs.json`.
+
+    Args:
+        path: the file.
+        space: if given, the space the file must belong to.
+
+    Raises:
+        ConfigError: not that file, or written for another space.
+    """
+    try:
+        form = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    result = SearchResult.from_dict(form)
+    if space is not None and result.fingerprint != space.fingerprint:
+        raise ConfigError(
+            f"{path} was written for space {result.space!r} ({result.fingerprint}), this is {space.name!r} "
+            f"({space.fingerprint}): load the space it was searched in"
+        )
+    return result

@@ -1,0 +1,62 @@
+"""Settings of the search stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nasfast.config import ConfigBase
+from nasfast.search.limits import Limits
+
+
+@dataclass(frozen=True)
+class SearchConfig(ConfigBase):
+    """How architectures are searched.
+
+    Attributes:
+        method: `exact` (integer program over an indicator table), `evolution` (any score), or `auto`: exact wherever
+            scores add up over layers.
+        top_k: number of architectures returned.
+        max_macs: largest MACs per image of the standalone network; None is no limit.
+        max_params: its largest number of parameters; None is no limit.
+        population: architectures evaluated per generation.
+        generations: number of populations evaluated; 20 x 50 = 1000 evaluations, as Single Path One-Shot and BN-NAS.
+        parents: best architectures so far from which children are made.
+        crossovers: children per generation that mix two parents; random architectures fill up the population.
+        mutations: children per generation that change one parent.
+        mutation_prob: probability with which a mutation redraws a layer.
+        seed: of the evolution.
+        allow_identity: whether normal layers may be skipped in the answer, scoring their layer indicator alone.
+    """
+
+    method: Literal["auto", "exact", "evolution"] = "auto"
+    top_k: int = 5
+    max_macs: float | None = None
+    max_params: float | None = None
+    population: int = 50
+    generations: int = 20
+    parents: int = 10
+    crossovers: int = 25
+    mutations: int = 25
+    mutation_prob: float = 0.1
+    seed: int = 0
+    allow_identity: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in ("auto", "exact", "evolution"):
+            raise ValueError(f"method must be 'auto', 'exact' or 'evolution', got {self.method!r}")
+        for name in ("top_k", "population", "generations", "parents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.crossovers, self.mutations) < 0 or self.crossovers + self.mutations > self.population:
+            raise ValueError(
+                f"crossovers and mutations must not be negative and together at most population={self.population}, "
+                f"got {self.crossovers} and {self.mutations}"
+            )
+        if not 0 <= self.mutation_prob <= 1:
+            raise ValueError(f"mutation_prob must be in [0, 1], got {self.mutation_prob}")
+        self.limits  # noqa: B018  refuses impossible limits now rather than when the search starts
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_macs, self.max_params)

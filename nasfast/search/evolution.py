@@ -1,0 +1,118 @@
+"""Evolutionary search with the operators and settings of Single Path One-Shot and BN-NAS.
+
+Works for any score, also one that is not a sum over layers (the validation accuracy of a supernet's path).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from nasfast.search.candidate import Candidate
+from nasfast.search.config import SearchConfig
+from nasfast.search.history import History
+from nasfast.search.limits import option_costs
+from nasfast.search.sampling import sample_under
+from nasfast.spaces import Arch, SearchSpace
+
+# An operator may propose this many times as many architectures as are wanted of it.
+_TRIES_PER_WANTED = 10
+
+
+def mutate(arch: Arch, options: list[tuple[int, ...]], rng: random.Random, *, prob: float) -> Arch:
+    """Redraw each layer with probability `prob`, uniformly over its options, the present one included."""
+    return tuple(rng.choice(values) if rng.random() < prob else v for v, values in zip(arch, options, strict=True))
+
+
+def crossover(a: Arch, b: Arch, rng: random.Random) -> Arch:
+    """Each layer from either parent with equal probability."""
+    return tuple(rng.choice(pair) for pair in zip(a, b, strict=True))
+
+
+def evolve(
+    space: SearchSpace, score: Callable[[Arch], float], config: SearchConfig, *, history: History | None = None
+) -> list[Candidate]:
+    """The `config.top_k` best of the architectures an evolution evaluates, best first.
+
+    Every generation evaluates a population: first random architectures within the limits, later mutations and
+    crossovers of the `parents` best so far. A child that was seen before or is above a limit is refused; after ten
+    times as many proposals as children wanted, random architectures fill the population up. It ends early when the
+    limits leave no unseen architecture to be found. Ties go to fewer MACs, then to the lexicographically first.
+
+    Args:
+        space: where to search.
+        score: higher is better; called once per architecture.
+        config: settings; the same seed and scores give the same result.
+        history: scores already known are taken from it and new ones are added, which is also how a killed search
+            resumes: run it again with the same history.
+
+    Raises:
+        InfeasibleConstraintError: no architecture meets the limits.
+        ValueError: `score` returned NaN.
+    """
+    config.limits.check(space, allow_identity=config.allow_identity)
+    evolution = _Evolution(space, config)
+    for generation in range(config.generations):
+        population = evolution.next_population()
+        if not population:
+            break
+        for arch, origin in population:
+            cost = space.cost(arch)
+            value = None if history is None else history.scores.get(arch)
+            if value is None:
+                value = float(score(arch))
+                if math.isnan(value):
+                    raise ValueError(
+                        f"architecture {arch} scores NaN: did the supernet diverge, is there validation data?"
+                    )
+                if history is not None:
+                    history.add(arch, value, macs=cost.macs, params=cost.params, generation=generation, origin=origin)
+            evolution.evaluated[arch] = Candidate(arch, value, cost.macs, cost.params)
+    status = f"evolution, {len(evolution.evaluated)} architectures evaluated"
+    return [candidate.replace(status=status) for candidate in evolution.best(config.top_k)]
+
+
+class _Evolution:
+    """What has been evaluated, and the next population made from it."""
+
+    def __init__(self, space: SearchSpace, config: SearchConfig) -> None:
+        self.space, self.config, self.rng = space, config, random.Random(config.seed)
+        self.options = [tuple(row) for row in option_costs(space, allow_identity=config.allow_identity)]
+        self.evaluated: dict[Arch, Candidate] = {}
+
+    def best(self, count: int) -> list[Candidate]:
+        return sorted(self.evaluated.values(), key=lambda c: (-c.score, c.macs, c.arch))[:count]
+
+    def next_population(self) -> list[tuple[Arch, str]]:
+        """Unseen architectures within the limits, each with the name of the operator that made it."""
+        config, rng = self.config, self.rng
+        population: dict[Arch, str] = {}
+        if self.evaluated:
+            parents = [candidate.arch for candidate in self.best(config.parents)]
+
+            def mutant() -> Arch:
+                return mutate(rng.choice(parents), self.options, rng, prob=config.mutation_prob)
+
+            def child() -> Arch:
+                return crossover(rng.choice(parents), rng.choice(parents), rng)
+
+            self._extend(population, "mutation", config.mutations, mutant)
+            self._extend(population, "crossover", config.crossovers, child)
+
+        def stranger() -> Arch:
+            return sample_under(self.space, rng, config.limits, allow_identity=config.allow_identity)
+
+        self._extend(population, "random", config.population - len(population), stranger)
+        return list(population.items())
+
+    def _extend(self, population: dict[Arch, str], origin: str, wanted: int, propose: Callable[[], Arch]) -> None:
+        """Add up to `wanted` legal, unseen proposals."""
+        limits, target = self.config.limits, len(population) + wanted
+        for _ in range(_TRIES_PER_WANTED * wanted):
+            if len(population) == target:
+                return
+            arch = propose()
+            unseen = arch not in self.evaluated and arch not in population
+            if unseen and limits.admits(self.space.cost(arch)):
+                population[arch] = origin

@@ -1,0 +1,110 @@
+"""The K best architectures under cost limits, exactly: a multiple-choice knapsack as an integer program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.search.candidate import Candidate
+from nasfast.search.limits import Limits, arch_sum, option_costs
+from nasfast.search.milp import ChoiceProgram
+from nasfast.spaces import SKIP, Arch, SearchSpace
+
+# Scores closer than this fraction of the span of the sum are a tie; a hundred times the solver's own resolution.
+_TIE = 1e-8
+# Lexicographic ties are settled for several layers at once; the digits' weights must stay exact in the solver.
+_MAX_DIGIT_WEIGHT = 1000
+
+
+def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tuple[dict[int, float], ...]:
+    """Per layer: value -> combined score, values ascending.
+
+    With `allow_identity` a normal layer may also be skipped, which scores the layer indicator alone (isometry.md 7).
+
+    Raises:
+        TableError: `allow_identity` with a table that has no layer indicators.
+    """
+    scores = []
+    for i, (row, layer) in enumerate(zip(table.scores, table.space.layers, strict=True)):
+        if allow_identity and layer.indicator_choice == SKIP:
+            if table.layer[i] is None:
+                raise TableError(
+                    f"allow_identity: layer {i} has no layer indicator to score the identity with; train with "
+                    "layer_indicators=True or leave allow_identity off"
+                )
+            row = {SKIP: table.layer[i], **row}
+        scores.append(row)
+    return tuple(scores)
+
+
+def top_k(
+    table: IndicatorTable, space: SearchSpace, limits: Limits, *, k: int = 5, allow_identity: bool = False
+) -> list[Candidate]:
+    """The `k` highest-scoring architectures within the limits, best first, each with its proof.
+
+    Scores within 1e-8 of the score's span are a tie and come in the order of their MACs, then lexicographically. Every
+    answer is checked against the limits in integer arithmetic. Fewer than `k` are returned if no more exist.
+
+    Raises:
+        InfeasibleConstraintError: no architecture meets the limits.
+    """
+    limits.check(space, allow_identity=allow_identity)
+    scores = option_scores(table, allow_identity=allow_identity)
+    macs = [{v: cost.macs for v, cost in row.items()} for row in option_costs(space, allow_identity=allow_identity)]
+    losses = [{v: -score for v, score in row.items()} for row in scores]
+    tie = _TIE * sum(max(row.values()) - min(row.values()) for row in scores)
+    program = limits.program(space, allow_identity=allow_identity)
+    found: list[Candidate] = []
+    best = program.minimise(losses)
+    while best is not None and len(found) < k:
+        rest = program.copy()
+        rest.exclude(best.arch)
+        following = rest.minimise(losses)
+        arch = best.arch
+        if following is not None and arch_sum(scores, following.arch) >= arch_sum(scores, arch) - tie:
+            arch = _first_of_tie(program, losses, arch_sum(losses, arch) + tie, macs)
+        cost, score = space.cost(arch), arch_sum(scores, arch)
+        # the two sums round differently in the last bit
+        bound = max(-best.bound, score)
+        found.append(
+            Candidate(arch, score, cost.macs, cost.params, bound - score <= 2 * tie, bound, bound - score, best.status)
+        )
+        program.exclude(arch)
+        # `best` is still the best of the rest if another of its tie was taken
+        best = following if arch == best.arch else best
+    return found
+
+
+def _first_of_tie(
+    program: ChoiceProgram,
+    losses: Sequence[Mapping[int, float]],
+    highest_loss: float,
+    macs: Sequence[Mapping[int, int]],
+) -> Arch:
+    """Of the feasible architectures of at most `highest_loss`: fewest MACs, then lexicographically first."""
+    program = program.copy()
+    program.at_most(losses, highest_loss)
+    arch = program.minimise(macs).arch
+    program.limit(macs, sum(row[v] for row, v in zip(macs, arch, strict=True)))
+    for group in _digit_groups(program.options):
+        weights = [dict.fromkeys(values, 0) for values in program.options]
+        place = 1
+        for layer in reversed(group):
+            weights[layer] = {v: place * digit for digit, v in enumerate(program.options[layer])}
+            place *= len(program.options[layer])
+        arch = program.minimise(weights).arch
+        program.fix(group, arch)
+    return arch
+
+
+def _digit_groups(options: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Consecutive layers whose joint number of values stays below `_MAX_DIGIT_WEIGHT`."""
+    groups: list[list[int]] = [[]]
+    size = 1
+    for layer, values in enumerate(options):
+        if groups[-1] and size * len(values) > _MAX_DIGIT_WEIGHT:
+            groups.append([])
+            size = 1
+        groups[-1].append(layer)
+        size *= len(values)
+    return groups

@@ -1,0 +1,135 @@
+"""One choice per layer as an integer program, solved by HiGHS through `scipy.optimize.milp`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from nasfast.spaces import Arch
+
+# HiGHS stops at an absolute gap of 1e-6 and accepts rows violated by 1e-6; objectives and score rows are scaled to this
+# span, so both mean 1e-10 of the span of the sum.
+_SPAN = 1e4
+_OPTIMAL, _INFEASIBLE = 0, 2
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A minimiser and what the solver proved about it.
+
+    Attributes:
+        arch: chosen value of every layer.
+        bound: no feasible architecture has a smaller weight sum (HiGHS's dual bound, in units of the weights).
+        status: the solver's own message.
+    """
+
+    arch: Arch
+    bound: float
+    status: str
+
+
+class ChoiceProgram:
+    """Linear program over one binary per (layer, value), exactly one of each layer being 1.
+
+    Args:
+        options: legal values of every layer, in ascending order.
+    """
+
+    def __init__(self, options: Sequence[Sequence[int]]) -> None:
+        self.options = tuple(tuple(values) for values in options)
+        ends = np.cumsum([len(values) for values in self.options])
+        self._starts = [0, *map(int, ends[:-1])]
+        self._size = int(ends[-1])
+        one_hot = np.zeros((len(self.options), self._size))
+        for row, start, values in zip(one_hot, self._starts, self.options, strict=True):
+            row[start : start + len(values)] = 1
+        self._rows = list(one_hot)
+        self._lower = [1.0] * len(self.options)
+        self._upper = [1.0] * len(self.options)
+        self._limits: list[tuple[Sequence[Mapping[int, int]], int]] = []
+
+    def copy(self) -> ChoiceProgram:
+        """A program to which rows can be added without changing this one."""
+        other = ChoiceProgram(self.options)
+        other._rows, other._lower, other._upper = list(self._rows), list(self._lower), list(self._upper)
+        other._limits = list(self._limits)
+        return other
+
+    def limit(self, costs: Sequence[Mapping[int, int]], maximum: int) -> None:
+        """Require the integer costs to sum to at most `maximum`.
+
+        The row holds each cost's excess over its layer's minimum in units of their greatest common divisor, and half a
+        unit is added to the right side: no rounding inside the solver can cut off a sum that equals the limit.
+        """
+        floors = [min(row.values()) for row in costs]
+        excess = [[row[v] - low for v in values] for row, low, values in zip(costs, floors, self.options, strict=True)]
+        unit = math.gcd(*(e for row in excess for e in row)) or 1
+        self._add(np.concatenate(excess) / unit, upper=(maximum - sum(floors)) // unit + 0.5)
+        self._limits.append((costs, maximum))
+
+    def at_most(self, weights: Sequence[Mapping[int, float]], maximum: float) -> None:
+        """Require real-valued weights to sum to at most `maximum` (to 1e-10 of the span of their sum)."""
+        flat, offset, scale = self._flatten(weights)
+        self._add(flat, upper=(maximum - offset) / scale)
+
+    def fix(self, layers: Sequence[int], arch: Arch) -> None:
+        """Require the values of `arch` at `layers`."""
+        self._add(self._indicator({i: arch[i] for i in layers}), lower=len(layers))
+
+    def exclude(self, arch: Arch) -> None:
+        """Forbid one architecture (a no-good cut)."""
+        self._add(self._indicator(dict(enumerate(arch))), upper=len(arch) - 1)
+
+    def minimise(self, weights: Sequence[Mapping[int, float]]) -> Solution | None:
+        """The feasible architecture of smallest weight sum; None if there is none.
+
+        Raises:
+            RuntimeError: the solver gave up.
+        """
+        flat, offset, scale = self._flatten(weights)
+        while True:
+            constraint = LinearConstraint(np.array(self._rows), self._lower, self._upper)
+            result = milp(
+                flat,
+                integrality=np.ones(self._size),
+                bounds=Bounds(0, 1),
+                constraints=constraint,
+                options={"mip_rel_gap": 0.0},
+            )
+            if result.status == _INFEASIBLE:
+                return None
+            if result.status != _OPTIMAL:
+                raise RuntimeError(f"the integer program was not solved: {result.message}")
+            arch = tuple(
+                values[int(np.argmax(result.x[start : start + len(values)]))]
+                for start, values in zip(self._starts, self.options, strict=True)
+            )
+            if all(sum(row[v] for row, v in zip(costs, arch, strict=True)) <= top for costs, top in self._limits):
+                return Solution(arch, offset + scale * float(result.mip_dual_bound), result.message)
+            # within the solver's tolerance but above a limit in exact arithmetic: not an answer
+            self.exclude(arch)
+
+    def _flatten(self, weights: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, float, float]:
+        """Weights as one vector, shifted and scaled: sum of weights = offset + scale * (vector . x)."""
+        floors = [min(row.values()) for row in weights]
+        span = sum(max(row.values()) - low for row, low in zip(weights, floors, strict=True))
+        scale = span / _SPAN or 1.0
+        shifted = [
+            [(row[v] - low) / scale for v in values]
+            for row, low, values in zip(weights, floors, self.options, strict=True)
+        ]
+        return np.concatenate(shifted), float(sum(floors)), scale
+
+    def _indicator(self, chosen: Mapping[int, int]) -> np.ndarray:
+        row = np.zeros(self._size)
+        row[[self._starts[i] + self.options[i].index(v) for i, v in chosen.items()]] = 1
+        return row
+
+    def _add(self, row: np.ndarray, *, lower: float = -np.inf, upper: float = np.inf) -> None:
+        self._rows.append(row)
+        self._lower.append(lower)
+        self._upper.append(upper)

@@ -1,0 +1,188 @@
+"""Rank correlations against scipy, and what the report says about predictors that know nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from nasfast.indicators.rank import (
+    AccuracyError,
+    kendall_tau,
+    rank,
+    read_accuracies,
+    read_scores,
+    spearman_rho,
+)
+from nasfast.indicators.table import IndicatorTable
+from nasfast.spaces import format_arch, nas_bench_macro
+
+SPACE = nas_bench_macro()
+
+
+def depth(arch):
+    return sum(c != 0 for c in arch)
+
+
+@pytest.fixture(scope="module")
+def archs():
+    rng = random.Random(0)
+    return list({tuple(rng.randrange(3) for _ in range(8)) for _ in range(300)})
+
+
+@pytest.fixture(scope="module")
+def accuracies(archs):
+    rng = random.Random(1)
+    return {a: 60 + 4 * depth(a) + rng.gauss(0, 2) for a in archs}
+
+
+@pytest.mark.parametrize("levels", [3, 10_000], ids=["ties", "distinct"])
+def test_correlations_equal_scipy_on_the_resampled_data(levels):
+    rng = np.random.default_rng(0)
+    # more than one chunk of the sign matrices
+    x, y = rng.integers(levels, size=300), rng.integers(levels, size=300) + 0.5
+    weights = np.stack([np.bincount(rng.integers(300, size=300), minlength=300) for _ in range(5)])
+    for row, tau, rho in zip(weights, kendall_tau(x, y, weights), spearman_rho(x, y, weights), strict=True):
+        a, b = np.repeat(x, row), np.repeat(y, row)
+        assert tau == pytest.approx(stats.kendalltau(a, b).statistic, abs=1e-12)
+        assert rho == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-12)
+
+
+def test_perfect_and_reversed_predictors(accuracies):
+    best = rank(accuracies, accuracies, SPACE, resamples=20)
+    assert best.predictor.kendall.value == best.predictor.spearman.value == pytest.approx(1)
+    assert best.predictor.kendall_within_depth.value == pytest.approx(1)
+    assert best.predictor.regret == (0.0,) * 5
+    assert "beats depth" in best.verdict
+    worst = rank(accuracies, {a: -v for a, v in accuracies.items()}, SPACE, resamples=20)
+    assert worst.predictor.kendall.value == pytest.approx(-1)
+    assert worst.predictor.regret[-1] == pytest.approx(max(accuracies.values()) - min(accuracies.values()))
+
+
+def test_interval_covers_the_value_and_the_seed_decides(accuracies):
+    rng = random.Random(2)
+    scores = {a: v + rng.gauss(0, 8) for a, v in accuracies.items()}
+    first, second = (rank(accuracies, scores, SPACE, resamples=200, seed=3) for _ in range(2))
+    assert first == second
+    estimate = first.predictor.kendall
+    assert estimate.low < estimate.value < estimate.high
+    # the standard error of tau on about 290 architectures is a few hundredths
+    assert 0.04 < estimate.high - estimate.low < 0.3
+
+
+def test_within_depth_is_the_pair_weighted_mean(accuracies):
+    rng = random.Random(4)
+    scores = {a: rng.random() for a in accuracies}
+    report = rank(accuracies, scores, SPACE, resamples=10)
+    total = pairs = 0
+    for d, tau in report.predictor.kendall_by_depth.items():
+        group = [a for a in accuracies if depth(a) == d]
+        assert report.depth_counts[d] == len(group)
+        if len(group) > 1:
+            expected = stats.kendalltau([scores[a] for a in group], [accuracies[a] for a in group]).statistic
+            assert tau == pytest.approx(expected)
+            total += tau * len(group) * (len(group) - 1)
+            pairs += len(group) * (len(group) - 1)
+        else:
+            assert tau is None
+    assert report.predictor.kendall_within_depth.value == pytest.approx(total / pairs)
+
+
+def test_a_depth_counter_is_exposed(accuracies):
+    report = rank(accuracies, {a: depth(a) for a in accuracies}, SPACE, resamples=20)
+    assert report.predictor.kendall == report.baselines[0].kendall
+    assert report.predictor.kendall_within_depth.value is None
+    assert "does not beat depth" in report.verdict
+    assert "undefined" in str(report)
+
+
+def test_a_constant_predictor_is_reported_not_fatal(accuracies):
+    report = rank(accuracies, dict.fromkeys(accuracies, 0.5), SPACE, resamples=20)
+    assert report.predictor.constant
+    assert "ranks nothing" in report.verdict
+    form = json.loads(report.to_json())
+    assert form["predictor"]["kendall"] == {"value": None, "low": None, "high": None}
+    # with every architecture a favourite, the expected pick is the mean
+    assert report.predictor.regret[-1] == pytest.approx(max(accuracies.values()) - np.mean(list(accuracies.values())))
+
+
+def test_untrained_indicators_with_layer_indicators_rank_nothing(accuracies):
+    """All gammas are equal before training; the identity then scores as every other choice of a normal layer does."""
+    block = tuple({c: 1.0 for c in u.options if c != u.indicator_choice} for u in SPACE.layers)
+    layer = tuple(None if u.indicator_choice is None else 0.1 for u in SPACE.layers)
+    assert rank(accuracies, IndicatorTable(SPACE, block, layer), SPACE, resamples=10).predictor.constant
+
+
+def test_sums_that_differ_only_by_rounding_are_ties(accuracies):
+    scores = {a: 0.7 + 1e-16 * i for i, a in enumerate(accuracies)}
+    assert rank(accuracies, scores, SPACE, resamples=10).predictor.constant
+
+
+def test_baselines_rank_by_cost(accuracies):
+    report = rank(accuracies, accuracies, SPACE, resamples=10)
+    truth = list(accuracies.values())
+    for row, values in zip(
+        report.baselines,
+        (
+            [depth(a) for a in accuracies],
+            [SPACE.cost(a).macs for a in accuracies],
+            [SPACE.cost(a).params for a in accuracies],
+        ),
+        strict=True,
+    ):
+        assert row.kendall.value == pytest.approx(stats.kendalltau(values, truth).statistic)
+
+
+def test_architectures_without_a_score_are_counted(accuracies, archs):
+    report = rank(accuracies, {a: accuracies[a] for a in archs[:50]}, SPACE, resamples=10)
+    assert (report.architectures, report.unscored) == (50, len(archs) - 50)
+    with pytest.raises(AccuracyError, match="same space"):
+        rank(accuracies, {}, SPACE)
+
+
+def test_reads_every_published_form(tmp_path):
+    path = tmp_path / "acc.json"
+    entries = {
+        "00000011": {"mean_acc": 67.69, "std": 0.1, "params": 1195306, "flops": 20517376},
+        "00000100": {"test_acc": [70.0, 71.0]},
+        "0 0 0 0 0 1 1 0": 79.5,
+        "00000122": [82.0, 83.0],
+    }
+    path.write_text(json.dumps(entries))
+    read = read_accuracies(path, SPACE)
+    assert list(read.values()) == [67.69, 70.5, 79.5, 82.5]
+    assert format_arch(next(iter(read))) == "0 0 0 0 0 0 1 1"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "expected a mapping"),
+        ('{"0000001": 1.0}', "'0000001'.*must have 8 values, got 7"),
+        ('{"00000019": 1.0}', "layer 7.*9 is not one of 0, 1, 2"),
+        ('{"00000011": {"flops": 3}}', "'00000011': no accuracy; expected one of mean_acc.*got flops"),
+        ('{"00000011": "high"}', "number or a list of numbers, got 'high'"),
+        ('{"00000011": NaN}', "got nan"),
+        ('{"00000011": []}', r"got \[\]"),
+    ],
+)
+def test_file_errors_name_the_entry(tmp_path, content, message):
+    path = tmp_path / "acc.json"
+    path.write_text(content)
+    with pytest.raises(AccuracyError, match=message):
+        read_accuracies(path, SPACE)
+
+
+def test_scores_file(tmp_path):
+    path = tmp_path / "scores.json"
+    path.write_text('{"00000011": 1, "00000100": 2.5}')
+    assert list(read_scores(path, SPACE).values()) == [1.0, 2.5]
+    path.write_text('{"00000011": null}')
+    with pytest.raises(AccuracyError, match="finite number, got None"):
+        read_scores(path, SPACE)
+    with pytest.raises(AccuracyError, match="cannot read"):
+        read_scores(tmp_path / "absent.json", SPACE)

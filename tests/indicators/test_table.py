@@ -1,0 +1,89 @@
+"""Combined scores of Algorithm 2, the JSON form, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.spaces import SKIP, ArchError, mobilenet_v2, nas_bench_macro
+
+
+def macro_table(*, layer_indicators: bool) -> IndicatorTable:
+    """Layer i, choice c scores 10 i + c; layer i's indicator scores 2 + i / 10."""
+    space = nas_bench_macro()
+    block = tuple({c: 10.0 * i + c for c in u.options if c != u.indicator_choice} for i, u in enumerate(space.layers))
+    layer = tuple(
+        2 + i / 10 if layer_indicators and u.indicator_choice is not None else None for i, u in enumerate(space.layers)
+    )
+    return IndicatorTable(space, block, layer, {"step": 5})
+
+
+def test_combined_scores_follow_algorithm_2():
+    scores = macro_table(layer_indicators=True).scores
+    # layers 0, 2 and 5 are reductions: the block score, the identity being a strided convolution with its own BN
+    assert scores[2] == {0: 20.0, 1: 21.0, 2: 22.0}
+    # a normal layer: S_v * S_u, and the identity is the layer indicator alone
+    assert scores[3] == {0: 2.3, 1: 31 * 2.3, 2: 32 * 2.3}
+
+
+def test_without_layer_indicators_the_identity_scores_zero():
+    scores = macro_table(layer_indicators=False).scores
+    assert scores[2] == {0: 20.0, 1: 21.0, 2: 22.0}
+    assert scores[3] == {0: 0.0, 1: 31.0, 2: 32.0}
+
+
+def test_pinned_layers_score_zero():
+    space = mobilenet_v2(variant="bnnas")
+    block = tuple({c: 1.0 for c in u.options if c != SKIP} for u in space.layers)
+    table = IndicatorTable(space, block, (None,) * len(space))
+    assert table.scores[1] == {SKIP: 0.0}
+    assert table.score(table.argmax()) == 17.0
+
+
+def test_score_sums_layers_and_checks_the_architecture():
+    table = macro_table(layer_indicators=True)
+    arch = (1, 0, 2, 1, 0, 0, 2, 1)
+    assert table.score(arch) == pytest.approx(sum(row[c] for row, c in zip(table.scores, arch, strict=True)))
+    with pytest.raises(ArchError, match="must have 8 values"):
+        table.score(arch[:7])
+
+
+def test_argmax_takes_the_lower_index_of_a_tie():
+    space = nas_bench_macro()
+    table = IndicatorTable(
+        space, tuple({c: 1.0 for c in u.options if c != u.indicator_choice} for u in space.layers), (None,) * 8
+    )
+    assert table.argmax() == (0, 1, 0, 1, 1, 0, 1, 1)
+
+
+def test_json_round_trip(tmp_path):
+    table, path = macro_table(layer_indicators=True), tmp_path / "indicators.json"
+    table.save(path)
+    assert IndicatorTable.load(path) == table
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda form: form.update(format="other/1"), "'other/1'"),
+        (lambda form: form["layers"].pop(), "must have 8 layers, got 7"),
+        (lambda form: form["layers"][1]["block"].pop("2"), "layer 1: scores for choices"),
+        (lambda form: form["layers"][0]["block"].update({"1": float("nan")}), "layer 0, choice 1: score is nan"),
+        (lambda form: form["layers"][0]["block"].update({"1": None}), "not an indicator table"),
+        (lambda form: form.pop("space"), "not an indicator table"),
+    ],
+    ids=["format", "layers", "choices", "nan", "null", "no_space"],
+)
+def test_unusable_files_are_refused(change, message):
+    form = json.loads(macro_table(layer_indicators=True).to_json())
+    change(form)
+    with pytest.raises(TableError, match=message):
+        IndicatorTable.from_json(json.dumps(form))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{"])
+def test_other_json_is_refused(text):
+    with pytest.raises(TableError):
+        IndicatorTable.from_json(text)

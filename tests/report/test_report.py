@@ -1,0 +1,155 @@
+"""The report of finished, unfinished and damaged runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from nasfast.report import plots, write_report
+from nasfast.spaces import digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
+
+HOSTILE = '<script>alert("x")</script> $\\frac{$ & \'"'
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails on unbalanced sections."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.sources, self.text, self.open = [], [], "", []
+        self.feed(text)
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.sources += [value for key, value in attrs if key in ("src", "href")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def page_of(folder) -> Page:
+    return Page(write_report(folder).read_text())
+
+
+def test_finished_run(finished_run):
+    page = page_of(finished_run)
+    assert "Not run yet" not in page.text
+    assert "cannot be read" not in page.text
+    assert page.tags.count("img") == 5
+    figures = {p.name for p in (finished_run / "report").glob("*.png")}
+    assert figures == {"architecture.png", "indicators.png", "pareto.png", "retrain.png", "supernet.png"}
+    archs = json.loads((finished_run / "archs.json").read_text())
+    assert f"{archs['candidates'][0]['macs'] / 1e6:.2f} M" in page.text
+    for expected in (
+        "75.12 %",
+        "71.03 %",
+        "4.09 percentage points above",
+        "optimal (gap",
+        "Kendall",
+        "max_macs",
+        "avx2",
+    ):
+        assert expected in page.text
+
+
+def test_nothing_is_loaded_from_outside_the_page(finished_run):
+    assert all(source.startswith(("data:image/png;base64,", "#")) for source in page_of(finished_run).sources)
+
+
+def test_empty_run_names_what_is_missing(tmp_path):
+    page = page_of(tmp_path)
+    assert page.text.count("Not run yet") == 10
+    for command in ("supernet", "score", "search", "retrain", "rank"):
+        assert f"nasfast {command}" in page.text
+    assert page.tags.count("img") == 0
+
+
+@pytest.mark.parametrize(
+    ("missing", "figures"),
+    [("archs.json", 3), ("indicators.json", 3), ("metrics.jsonl", 3), ("space.yaml", 4), ("rank.json", 5)],
+)
+def test_each_missing_file_costs_only_its_sections(finished_run, tmp_path, missing, figures):
+    shutil.copytree(finished_run, tmp_path / "run")
+    (tmp_path / "run" / missing).unlink()
+    page = page_of(tmp_path / "run")
+    assert page.tags.count("img") == figures
+    assert "Not run yet" in page.text
+
+
+def test_run_without_retraining_says_so(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "retrain")
+    assert "Not retrained yet" in page_of(tmp_path / "run").text
+
+
+def test_torn_last_line_is_tolerated(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-30])
+    assert page_of(tmp_path / "run").tags.count("img") == 5
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format": 1}'])
+def test_damaged_files_are_named_not_fatal(finished_run, tmp_path, content):
+    shutil.copytree(finished_run, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    for name in ("archs.json", "indicators.json", "rank.json", "space.yaml", "retrain/best/result.json"):
+        (tmp_path / "run" / name).write_text(content)
+    # summary, strip, top K, Pareto front, heat map, retraining, rank
+    assert page_of(tmp_path / "run").text.count("cannot be read") == 7
+
+
+def test_hostile_strings_are_shown_not_obeyed(tmp_path, make_run):
+    make_run(tmp_path, digits_mini().replace(name=HOSTILE), max_macs=5e6)
+    (tmp_path / "config.yaml").write_text(f"note: {HOSTILE}\n")
+    (tmp_path / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    (tmp_path / "retrain" / "best").rename(tmp_path / "retrain" / "<b>$x$ &")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"stage": "retrain/" + HOSTILE, "step": 1, "loss": 1.0, "top1": 0.1}) + "\n")
+    page = page_of(tmp_path)
+    assert "script" not in page.tags
+    assert "b" in page.tags  # of the cards only
+    assert page.text.count(HOSTILE) >= 3
+    assert "<b>$x$ &" in page.text
+    assert page.tags.count("img") == 5
+
+
+def test_run_dir_must_exist(tmp_path):
+    with pytest.raises(FileNotFoundError, match="run_dir must be the directory of a run"):
+        write_report(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("space", "arch"),
+    [
+        (mobilenet_v2(variant="bnnas"), "3 -1 0 4 0 -1 -1 0 4 -1 4 4 1 4 2 0 0 4 0 2 2"),
+        (nas_bench_macro(), "01202112"),
+        (shufflenet_v2(), "01230123012301230123"),
+    ],
+    ids=lambda v: getattr(v, "name", None),
+)
+def test_strip_shows_every_layer(tmp_path, space, arch):
+    figure = plots.architecture_strip(space, parse_arch(arch))
+    strip, bars = figure.axes
+    assert len(strip.patches) == len(bars.patches) == len(space)
+    total = sum(bar.get_height() for bar in bars.patches) * 1e6 + space.fixed_cost.macs
+    assert total == pytest.approx(space.cost(parse_arch(arch)).macs)
+    figure.savefig(tmp_path / "strip.png")
+
+
+def test_curves_average_long_runs_and_skip_gaps():
+    metrics = [{"stage": "s", "step": i, "loss": float(i % 2), "top1": None} for i in range(8000)]
+    loss, accuracy = plots.training_curves(metrics, ["s"]).axes
+    (line,) = loss.lines
+    assert len(line.get_xdata()) == 400
+    assert set(line.get_ydata()) == {0.5}
+    assert len(accuracy.lines[0].get_xdata()) == 0

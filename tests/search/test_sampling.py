@@ -1,0 +1,110 @@
+"""Sampling under limits: always feasible, uniform, never endless."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from nasfast.search import InfeasibleConstraintError, Limits, equal_cost_random, sample_under
+from nasfast.search import sampling as module
+from nasfast.spaces import mobilenet_v2, nas_bench_macro, shufflenet_v2
+
+SPACES = {"mobilenet_v2": mobilenet_v2(), "bnnas": mobilenet_v2(variant="bnnas"), "shufflenet_v2": shufflenet_v2()}
+
+
+def ends(space, field):
+    rows = [[getattr(c, field) for c in row.values()] for row in space.cost_table]
+    fixed = getattr(space.fixed_cost, field)
+    return fixed + sum(map(min, rows)), fixed + sum(map(max, rows))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SPACES)),
+    macs=st.floats(0, 1.2),
+    params=st.none() | st.floats(0.3, 1.2),
+    seed=st.integers(0, 99),
+)
+def test_always_feasible(name, macs, params, seed):
+    space, rng = SPACES[name], random.Random(seed)
+    low, high = ends(space, "macs")
+    given_limits = {"max_macs": low + macs * (high - low)}
+    if params is not None:
+        low, high = ends(space, "params")
+        given_limits["max_params"] = low + params * (high - low)
+    limits = Limits(**given_limits)
+    try:
+        limits.check(space)
+    except InfeasibleConstraintError:
+        return
+    for _ in range(5):
+        assert limits.admits(space.cost(sample_under(space, rng, limits)))
+
+
+@pytest.mark.parametrize("bins", [None, 64], ids=["exact_count", "coarse_bins"])
+@pytest.mark.parametrize("quantile", [{}, {"max_macs": 0.1}, {"max_macs": 0.3, "max_params": 0.2}], ids=str)
+def test_uniform_over_the_feasible_set(small_space, all_archs, monkeypatch, bins, quantile):
+    if bins:
+        monkeypatch.setattr(module, "_MAX_BINS", {0: 1, 1: bins, 2: bins})
+    module._completions.cache_clear()
+    costs = [small_space.cost(a) for a in all_archs]
+    at = {"max_macs": sorted(c.macs for c in costs), "max_params": sorted(c.params for c in costs)}
+    limits = Limits(**{name: at[name][int(q * len(costs))] for name, q in quantile.items()})
+    feasible = [a for a in all_archs if limits.admits(small_space.cost(a))]
+    rng, draws = random.Random(0), 25 * len(feasible)
+    counts = Counter(sample_under(small_space, rng, limits) for _ in range(draws))
+    module._completions.cache_clear()
+    assert set(counts) <= set(feasible)
+    assert stats.chisquare([counts[a] for a in feasible]).pvalue > 1e-3
+
+
+def test_limit_equal_to_the_minimum_gives_the_one_architecture():
+    space = mobilenet_v2()
+    assert sample_under(space, random.Random(0), Limits(max_macs=ends(space, "macs")[0])) == (0,) * 20
+
+
+def test_two_limits_that_leave_a_handful():
+    space, rng = shufflenet_v2(), random.Random(0)
+    least_params = ends(space, "params")[0]
+    with pytest.raises(InfeasibleConstraintError) as caught:
+        Limits(max_macs=ends(space, "macs")[0], max_params=least_params).check(space)
+    words = str(caught.value).split("the smallest is ")[1].split()[0]
+    tight = Limits(max_macs=int(words.replace(",", "")), max_params=least_params)
+    assert tight.admits(space.cost(sample_under(space, rng, tight)))
+
+
+def test_seed_decides():
+    space, limits = mobilenet_v2(), Limits(max_macs=475e6)
+    first, second = ([sample_under(space, random.Random(7), limits) for _ in range(3)] for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("tolerance", [0.002, 0.05])
+def test_equal_cost_random_is_near_and_different(tolerance):
+    space, rng = mobilenet_v2(), random.Random(0)
+    arch = (0, 2, 0, 0, 1, 0, 3, 0, 2, 0, 0, 5, 4, 0, 0, 1, 0, 0, 2, 0)
+    target = space.cost(arch).macs
+    for _ in range(20):
+        other = equal_cost_random(space, rng, arch, tolerance=tolerance)
+        assert other != arch
+        assert abs(space.cost(other).macs - target) <= tolerance * target
+
+
+def test_equal_cost_random_is_uniform_within_the_tolerance(small_space, all_archs):
+    arch, rng = (1, 0, 2, 1, 0, 2), random.Random(0)
+    target = small_space.cost(arch).macs
+    near = [a for a in all_archs if a != arch and abs(small_space.cost(a).macs - target) <= 0.02 * target]
+    counts = Counter(equal_cost_random(small_space, rng, arch, tolerance=0.02) for _ in range(30 * len(near)))
+    assert set(counts) <= set(near)
+    assert stats.chisquare([counts[a] for a in near]).pvalue > 1e-3
+
+
+def test_equal_cost_random_of_a_singular_cost_ends_with_an_error():
+    space = nas_bench_macro()
+    with pytest.raises(InfeasibleConstraintError, match="raise tolerance"):
+        equal_cost_random(space, random.Random(0), (0,) * 8, tolerance=0.0)

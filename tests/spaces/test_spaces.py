@@ -1,0 +1,225 @@
+"""Golden costs, architectures, and the written form of spaces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nasfast.config import ConfigError
+from nasfast.spaces import (
+    BUILDERS,
+    SKIP,
+    ArchError,
+    Block,
+    Cost,
+    FixedLayer,
+    SearchSpace,
+    Stage,
+    arch_from_json,
+    arch_to_json,
+    format_arch,
+    from_dict,
+    from_yaml,
+    get_space,
+    load_arch,
+    mobilenet_v2,
+    nas_bench_macro,
+    parse_arch,
+    shufflenet_v2,
+)
+
+SPACES = {name: build() for name, build in BUILDERS.items()} | {"bnnas": mobilenet_v2(variant="bnnas")}
+
+# Published rows of NAS-Bench-Macro: architecture, parameters, MACs (its "flops").
+MACRO_ROWS = [
+    ("00000011", 1195306, 20517376),
+    ("00000100", 507562, 11962880),
+    ("00000110", 911274, 18364928),
+    ("00000122", 2170538, 38357504),
+    ("00001002", 1322922, 27423232),
+    ("00001011", 1298858, 27030016),
+    ("00001022", 2154410, 40620544),
+]
+
+
+@pytest.fixture(params=sorted(SPACES))
+def space(request) -> SearchSpace:
+    return SPACES[request.param]
+
+
+def test_released_bnnas_architecture():
+    """Convolutions and classifier; BN-NAS's own table prints 473,549,240, counting the classifier as 2 in out - out."""
+    arch = parse_arch("3 -1 0 4 0 -1 -1 0 4 -1 4 4 1 4 2 0 0 4 0 2 2")
+    cost = mobilenet_v2(variant="bnnas").cost(arch)
+    assert cost == Cost(macs=471_822_240, params=5_228_536)
+    assert cost.macs + 1728 * 1000 - 1000 == 473_549_240
+
+
+@pytest.mark.parametrize(("arch", "params", "macs"), MACRO_ROWS, ids=[row[0] for row in MACRO_ROWS])
+def test_nas_bench_macro_rows(arch, params, macs):
+    assert nas_bench_macro().cost(parse_arch(arch)) == Cost(macs=macs, params=params)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "cardinality"),
+    [("mobilenet_v2", 20, 6**20), ("bnnas", 21, 6**17), ("shufflenet_v2", 20, 4**20), ("nas_bench_macro", 8, 3**8)],
+)
+def test_sizes(name, layers, cardinality):
+    assert (len(SPACES[name]), SPACES[name].cardinality) == (layers, cardinality)
+
+
+def test_reduction_layers_have_no_indicator():
+    reductions = [i for i, layer in enumerate(mobilenet_v2().layers) if layer.indicator_choice is None]
+    # the first layer of every stage, the stride-1 stage of 128 channels included
+    assert reductions == [0, 4, 8, 12, 16]
+    assert [layer.indicator_choice for layer in nas_bench_macro().layers] == [None, 0, None, 0, 0, None, 0, 0]
+
+
+def test_costs_scale_with_the_input():
+    small, large = (mobilenet_v2(resolution=r).cost((0,) * 20) for r in (224, 448))
+    classifier = 1728 * 1000
+    assert large.macs - classifier == 4 * (small.macs - classifier)
+    assert large.params == small.params
+
+
+def test_cost_is_the_sum_of_its_table(space):
+    arch = tuple(layer.options[-1] for layer in space.layers)
+    total = sum((row[c] for row, c in zip(space.cost_table, arch, strict=True)), space.fixed_cost)
+    assert space.cost(arch) == total
+
+
+def test_yaml_and_json_round_trips(space, tmp_path):
+    space.save(tmp_path / "space.yaml")
+    (tmp_path / "space.json").write_text(json.dumps(space.to_dict()))
+    for name in ("space.yaml", "space.json"):
+        read = from_yaml(tmp_path / name)
+        assert read == space
+        assert read.fingerprint == space.fingerprint
+    assert from_dict(space.to_dict()) == space
+
+
+def test_fingerprint_ignores_only_the_name(space):
+    assert space.replace(name="other").fingerprint == space.fingerprint
+    assert space.replace(num_classes=7).fingerprint != space.fingerprint
+    assert len({s.fingerprint for s in SPACES.values()}) == len(SPACES)
+
+
+CUSTOM = """
+name: mine
+resolution: 64
+num_classes: 7
+stem:
+  - {block: {kind: conv, kernel: 3}, out: 8, stride: 2}
+stages:
+  - out: 12
+    layers: 2
+    stride: 2
+    choices:
+      - {kind: mbconv, kernel: 3, expand: 2}
+      - {kind: mbconv, kernel: 5}
+    pinned: [1]
+head: []
+"""
+
+
+def test_custom_space_from_yaml(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(CUSTOM)
+    space = get_space(str(path), num_classes=3)
+    assert (space.name, len(space), space.cardinality, space.num_classes) == ("mine", 2, 2, 3)
+    # stem 3 -> 8 at 32^2; 8 -> 16 at 32^2, depthwise and 16 -> 12 at 16^2; linear 12 -> 3
+    macs = 27 * 8 * 32**2 + 8 * 16 * 32**2 + 9 * 16 * 16**2 + 16 * 12 * 16**2 + 12 * 3
+    params = (27 * 8 + 16) + (8 * 16 + 32) + (9 * 16 + 32) + (16 * 12 + 24) + (12 * 3 + 3)
+    assert space.cost((0, SKIP)) == Cost(macs, params)
+    assert space.describe((1, SKIP)) == ["k5 e1", "skip"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("resolution", "resolutoin", "unknown config key 'resolutoin'; did you mean 'resolution'"),
+        ("expand: 2", "expands: 2", r"'stages\[0\].choices\[0\].expands'; did you mean 'expand'"),
+        ("kind: mbconv, kernel: 5", "kind: mbcomv, kernel: 5", "did you mean 'mbconv'"),
+        ("kernel: 5", "kernel: 4", "kernel must be odd"),
+        ("pinned: [1]", "pinned: [0]", "layer 0 changes shape and cannot be pinned"),
+        ("out: 12", "out: twelve", r"'stages\[0\].out': expected int, got 'twelve'"),
+        ("layers: 2", "layers: 0", "out, layers and stride must be positive"),
+        ("name: mine", "", "'name' is required"),
+        ("kernel: 5}", "kernel: 3, expand: 2}", "lists the same choice twice"),
+    ],
+)
+def test_errors_of_a_custom_space_name_the_key(tmp_path, old, new, message):
+    path = tmp_path / "mine.yaml"
+    assert old in CUSTOM
+    path.write_text(CUSTOM.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        from_yaml(path)
+
+
+def test_unknown_space_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'mobilenet_v2'"):
+        get_space("mobilnet_v2")
+    with pytest.raises(ConfigError, match="only mobilenet_v2 has variants"):
+        get_space("shufflenet_v2", variant="bnnas")
+
+
+def test_shuffle_units_need_even_channels():
+    stage = Stage(7, 1, 2, (Block("shuffle"),))
+    with pytest.raises(ValueError, match="even number of channels"):
+        shufflenet_v2().replace(stages=(stage,))
+
+
+def test_a_stage_without_choices_is_refused():
+    with pytest.raises(ValueError, match="stage 0 has no choices"):
+        SearchSpace("x", 8, 2, (FixedLayer(Block("conv"), 4),), (Stage(4, 1, 1, ()),), ())
+
+
+@given(st.lists(st.integers(-1, 12), min_size=2, max_size=30).map(tuple))
+def test_arch_text_round_trip(arch):
+    assert parse_arch(format_arch(arch)) == arch
+    assert parse_arch(format_arch(arch).replace(" ", ",")) == arch
+
+
+def test_arch_forms():
+    assert parse_arch("01220122") == (0, 1, 2, 2, 0, 1, 2, 2)
+    assert parse_arch([1, "2"]) == (1, 2)
+    with pytest.raises(ArchError, match="must be integers"):
+        parse_arch("1 two 3")
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ((0,) * 7, "must have 8 values, got 7"),
+        ((0, 1, 2, 3, 0, 0, 0, 0), "layer 3 of space 'nas_bench_macro': choice 3 is not one of 0, 1, 2"),
+        ((0, 1, 2, SKIP, 0, 0, 0, 0), "layer 3.*choice -1"),
+    ],
+)
+def test_arch_errors_name_the_layer(arch, message):
+    with pytest.raises(ArchError, match=message):
+        nas_bench_macro().check(arch)
+    with pytest.raises(ArchError, match=message):
+        nas_bench_macro().cost(arch)
+
+
+def test_paths_may_take_the_layer_indicator_only_where_there_is_one():
+    space = mobilenet_v2()
+    space.check((0, SKIP, *(0,) * 18))
+    with pytest.raises(ArchError, match="layer 4"):
+        space.check((0, 0, 0, 0, SKIP, *(0,) * 15))
+    with pytest.raises(ArchError, match="must have 20 values"):
+        space.check((0,) * 21)
+
+
+def test_arch_json_round_trip(tmp_path):
+    space, arch = nas_bench_macro(), (0, 1, 2, 2, 1, 0, 1, 2)
+    path = tmp_path / "arch.json"
+    path.write_text(arch_to_json(arch, space))
+    assert load_arch(path, space) == arch
+    with pytest.raises(ArchError, match="written for space 'nas_bench_macro'"):
+        load_arch(path, nas_bench_macro(num_classes=100))
+    with pytest.raises(ArchError, match="not an arch.json"):
+        arch_from_json("[0, 1]", space)

@@ -1,0 +1,87 @@
+"""The base of the config dataclasses: round trips, conversions, errors that name the key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from nasfast.config import ConfigBase, ConfigError
+
+
+@dataclass(frozen=True)
+class Inner(ConfigBase):
+    rate: float = 0.1
+    sizes: tuple[int, ...] = (1, 2)
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ValueError(f"rate must not be negative, got {self.rate}")
+
+
+@dataclass(frozen=True)
+class Outer(ConfigBase):
+    name: str
+    mode: Literal["fast", "slow"] = "fast"
+    limit: float | None = None
+    flag: bool = False
+    count: int = 3
+    inner: Inner = field(default_factory=Inner)
+    several: tuple[Inner, ...] = ()
+
+
+def test_round_trip(tmp_path):
+    config = Outer("x", limit=2.5, inner=Inner(sizes=()), several=(Inner(), Inner(rate=1.0)))
+    config.save(tmp_path / "c.yaml")
+    assert Outer.load(tmp_path / "c.yaml") == config
+    assert Outer.from_dict(config.to_dict()) == config
+
+
+def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("name: x\nlimit: 475e6\ncount: 4.0\ninner: {rate: 4e-5}\n")
+    config = Outer.load(path)
+    assert (config.limit, config.inner.rate, config.count) == (475e6, 4e-5, 4)
+    assert isinstance(config.count, int)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"name": "x", "mod": "fast"}, "unknown config key 'mod'; did you mean 'mode'"),
+        ({"name": "x", "inner": {"rte": 1}}, "unknown config key 'inner.rte'; did you mean 'rate'"),
+        ({"name": "x", "several": [{}, {"sizs": []}]}, r"'several\[1\].sizs'"),
+        ({}, "'name' is required"),
+        ({"name": 3}, "'name': expected str, got 3"),
+        ({"name": "x", "mode": "medium"}, "'mode': got 'medium', allowed: 'fast', 'slow'"),
+        ({"name": "x", "limit": "many"}, "'limit': expected float, got 'many'"),
+        ({"name": "x", "flag": 1}, "'flag': expected bool, got 1"),
+        ({"name": "x", "count": True}, "'count': expected int, got True"),
+        ({"name": "x", "count": 1.5}, "'count': expected int, got 1.5"),
+        ({"name": "x", "inner": {"sizes": 3}}, "'inner.sizes': expected a list, got 3"),
+        ({"name": "x", "inner": {"rate": -1}}, "inner: rate must not be negative"),
+        ({"name": "x", "inner": 3}, "inner: expected a mapping of keys, got 3"),
+        ([], "Outer: expected a mapping of keys"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_errors_name_the_key(form, message):
+    with pytest.raises(ConfigError, match=message):
+        Outer.from_dict(form)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read config file .*absent.yaml"):
+        Outer.load(tmp_path / "absent.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="bad.yaml is not valid YAML"):
+        Outer.load(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="expected a mapping at the top level, got list"):
+        Outer.load(tmp_path / "list.yaml")
+
+
+def test_replace_checks_again():
+    with pytest.raises(ValueError, match="rate must not be negative"):
+        Inner().replace(rate=-1.0)
