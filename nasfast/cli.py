@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jsonargparse
 
 from nasfast import pipeline
-from nasfast.config import load_yaml, nearest
+from nasfast.config import ConfigError, load_yaml, nearest
 from nasfast.doctor import doctor
 from nasfast.indicators.rank import rank, read_accuracies, read_scores
 from nasfast.indicators.table import IndicatorTable, TableError
@@ -35,6 +35,20 @@ class _Parser(jsonargparse.ArgumentParser):
             message += f"; {nearest(match[1], flags).split('valid:')[0]}"
         print(f"{self.prog}: {message}\nall flags: {self.prog} --help", file=sys.stderr)
         sys.exit(2)
+
+
+_RECIPES = Path(__file__).parent / "recipes"
+
+
+def _recipe(name: str) -> Path:
+    """The file of a --config argument: a path, or the name of a recipe of this package."""
+    recipe = _RECIPES / f"{name}.yaml"
+    if not Path(name).exists() and Path(name).suffix == "":
+        names = [path.stem for path in _RECIPES.glob("*.yaml")]
+        if name not in names:
+            raise ConfigError(f"--config {name!r} is neither a file nor a recipe; {nearest(name, names)}")
+        return recipe
+    return Path(name)
 
 
 def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -58,13 +72,18 @@ def _run_config(command: str, argv: Sequence[str], *, resumable: bool) -> tuple[
     saved = Path(known.out) / CONFIG_FILE
     continues = known.resume or command not in ("run", "supernet")
     files = [saved] if continues and saved.exists() else []
+    files += [_recipe(name) for name in known.config]
 
     parser = _Parser(prog=f"nasfast {command}", description=_COMMANDS[command][1], default_env=False)
-    parser.add_argument("--config", action="append", metavar="FILE", help="YAML with any of the settings below; repeatable")
+    parser.add_argument(
+        "--config", action="append", metavar="FILE",
+        help=f"YAML with any of the settings below, or a recipe: {', '.join(sorted(p.stem for p in _RECIPES.glob('*.yaml')))}; "
+        "repeatable",
+    )  # fmt: skip
     if resumable:
         parser.add_argument("--resume", action="store_true", help="continue from the newest good checkpoints in --out")
     parser.add_class_arguments(RunConfig)
-    for file in [*files, *known.config]:
+    for file in files:
         given = load_yaml(file)
         checked = _flatten(RunConfig.from_dict(given).to_dict())
         parser.set_defaults({key: checked[key] for key in _flatten(given)})

@@ -38,7 +38,7 @@ from nasfast.spaces import SearchSpace, get_space
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
 from nasfast.train.checkpoint import CheckpointFolder, write_atomic
-from nasfast.train.supernet import METHODS, SupernetConfig, make_supernet, train_supernet
+from nasfast.train.supernet import METHODS, SupernetConfig, default_lr, make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,6 +91,12 @@ class RunConfig(ConfigBase):
     recalibration_batches: int = 20
     search: SearchConfig = SearchConfig()
     retrain: RetrainConfig = RetrainConfig()
+
+    def resolved(self) -> RunConfig:
+        """Every setting that was left to the method's preset made explicit."""
+        chosen = self.supernet.resolved(self.method)
+        lr = default_lr(chosen.trainable) if self.train.lr is None else self.train.lr
+        return self.replace(supernet=chosen, train=self.train.replace(lr=lr))
 
     @property
     def run_dir(self) -> Path:
@@ -150,7 +156,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
     run_dir = cfg.run_dir
     if not resume and CheckpointFolder(run_dir / "checkpoints", "supernet").paths():
         raise FileExistsError(f"{run_dir} holds a supernet run already: add --resume, or choose another --out")
-    write_atomic(run_dir / CONFIG_FILE, _yaml(cfg))
+    write_atomic(run_dir / CONFIG_FILE, _yaml(cfg.resolved()))
     write_atomic(run_dir / SPACE_FILE, _yaml(space))
     write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)

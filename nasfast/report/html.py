@@ -302,7 +302,7 @@ def _config(run: _Run) -> str:
 
 def _environment(run: _Run) -> str:
     form = run.form("environment.json", "nasfast run")
-    rows = [[key, value if isinstance(value, str) else json.dumps(value)] for key, value in form.items()]
+    rows = [[key, "; ".join(value) if isinstance(value, list) else str(value)] for key, value in form.items()]
     return _table(["", ""], rows, text_columns=(0, 1))
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from nasfast.spaces import SearchSpace, arch_to_json, from_yaml, load_arch
 from nasfast.supernet import StandaloneNetwork, build
-from nasfast.train.checkpoint import write_atomic
+from nasfast.train.checkpoint import storable, write_atomic
 
 MODEL_FILE, ARCH_FILE, SPACE_FILE = "model.safetensors", "arch.json", "space.yaml"
 
@@ -22,12 +22,11 @@ _ONNX_TOLERANCE = 1e-3
 def save_model(network: StandaloneNetwork, path: str | Path) -> None:
     """Write weights to `path`, and arch.json and space.yaml beside it: all that `load_model` needs."""
     path = Path(path)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     space = network.space
     files = {
         path.parent / SPACE_FILE: yaml.safe_dump(space.to_dict(), sort_keys=False).encode(),
         path.parent / ARCH_FILE: (arch_to_json(network.arch, space) + "\n").encode(),
-        path: save(tensors, metadata={"activation": network.activation}),
+        path: save(storable(network.state_dict()), metadata={"activation": network.activation}),
     }
     for file, data in files.items():
         write_atomic(file, data)

@@ -15,6 +15,7 @@ from nasfast.supernet import StandaloneNetwork, Supernet, build, inherit
 from nasfast.train import Evaluation, TrainConfig, evaluate, recalibrate_bn
 from nasfast.train.checkpoint import load_checkpoint, write_atomic
 from nasfast.train.loop import train
+from nasfast.train.supernet import default_lr
 
 RESULT_FILE = "result.json"
 
@@ -33,7 +34,7 @@ class RetrainConfig(ConfigBase):
     init: Literal["orthogonal", "delta_orthogonal", "gaussian", "he", "inherit"] = "orthogonal"
     top_k: int = 1
     random_baseline: bool = True
-    train: TrainConfig = TrainConfig(epochs=20)
+    train: TrainConfig = TrainConfig(epochs=20, lr=0.1)
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -92,6 +93,7 @@ def retrain(
         TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
     """
     arch = space.check(arch)
+    settings = cfg.train if cfg.train.lr is not None else cfg.train.replace(lr=default_lr("all"))
     if cfg.init == "inherit":
         if supernet is None:
             raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
@@ -107,7 +109,7 @@ def retrain(
 
     started = time.monotonic()
     final = train(
-        network, train_loader, cfg.train,
+        network, train_loader, settings,
         stage=f"retrain/{name}", run_dir=run_dir, fingerprint=f"{space.fingerprint}/{arch}",
         evaluate=evaluation, resume=resume, device=device,
     )  # fmt: skip
@@ -115,7 +117,7 @@ def retrain(
     measured, cost = evaluation(network), space.cost(arch)
     result = RetrainResult(
         arch=arch, macs=cost.macs, params=cost.params, top1=measured.top1, top5=measured.top5, loss=measured.loss,
-        epochs=cfg.train.epochs, seconds=time.monotonic() - started,
+        epochs=settings.epochs, seconds=time.monotonic() - started,
     )  # fmt: skip
     folder = Path(run_dir) / "retrain" / name
     save_model(network, folder / MODEL_FILE)

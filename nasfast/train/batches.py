@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,12 +29,29 @@ class _IterableLoader:
         return len(self._batches)
 
     def epoch(self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
-        # a DataLoader shuffles with the global generator: the epoch number makes its order repeatable
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(epoch)
-            iterator = iter(self._batches)
-        for x, y in islice(iterator, start, None):
+        for x, y in islice(_with_own_generator(self._batches, seed=epoch), start, None):
             yield x.to(device, memory_format=torch.channels_last), y.to(device)
+
+
+def _with_own_generator(batches: Iterable[Any], *, seed: int) -> Iterator[Any]:
+    """`batches`, made while the global CPU generator is swapped for one that starts from `seed`.
+
+    A DataLoader shuffles and its data set augments with the global generator, the shuffling one not before the first batch
+    is asked for. So an epoch repeats from any position, whatever else draws numbers.
+    """
+    iterator, state = None, None
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            if iterator is None:
+                torch.manual_seed(seed)
+                iterator = iter(batches)
+            else:
+                torch.set_rng_state(state)
+            batch = next(iterator, None)
+            state = torch.get_rng_state()
+        if batch is None:
+            return
+        yield batch
 
 
 def as_epochs(loader: object) -> EpochLoader:

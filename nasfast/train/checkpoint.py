@@ -63,13 +63,25 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors, names sorted; of tensors that share memory (a module known by two names) the later are copies."""
+    result, seen = {}, set()
+    for name, tensor in sorted(tensors.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.numel() and tensor.data_ptr() in seen:
+            tensor = tensor.clone()  # safetensors refuses shared memory
+        seen.add(tensor.data_ptr())
+        result[name] = tensor
+    return result
+
+
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write one checkpoint; equal content gives equal bytes.
 
     Raises:
         CheckpointError: the disk is full or the folder not writable; older checkpoints are intact.
     """
-    tensors = {name: t.detach().cpu().contiguous() for name, t in sorted(checkpoint.tensors.items())}
+    tensors = storable(checkpoint.tensors)
     header = json.dumps({"digest": _digest(tensors, checkpoint.state), "state": checkpoint.state}, sort_keys=True)
     try:
         # one metadata key: safetensors writes several in no fixed order

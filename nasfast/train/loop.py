@@ -36,7 +36,7 @@ class TrainConfig(ConfigBase):
 
     Attributes:
         epochs: passes over the training images.
-        lr: peak learning rate.
+        lr: peak learning rate; null takes 0.5 where only indicators train and 0.1 elsewhere.
         momentum: of SGD.
         nesterov: Nesterov momentum.
         weight_decay: of SGD; none on BatchNorm parameters and biases.
@@ -51,7 +51,7 @@ class TrainConfig(ConfigBase):
     """
 
     epochs: int = 10
-    lr: float = 0.1
+    lr: float | None = None
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 4e-5
@@ -66,8 +66,8 @@ class TrainConfig(ConfigBase):
 
     def __post_init__(self) -> None:
         for name in ("epochs", "lr", "log_every", "keep_checkpoints", "eval_every"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
         for name in ("momentum", "weight_decay", "warmup_epochs", "clip_norm", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -202,6 +202,8 @@ def train(
         FileExistsError: checkpoints of this stage exist and `resume` is off.
     """
     loader, run_dir = as_epochs(loader), Path(run_dir)
+    if cfg.lr is None:
+        raise ValueError("train: cfg.lr is not set; train_supernet and retrain choose it when it is null")
     model.to(device=device, memory_format=torch.channels_last).train()
     optimizer = make_optimizer(model, cfg)
     state = _State(model, optimizer, sampler, fingerprint)

@@ -62,6 +62,26 @@ class SupernetConfig(ConfigBase):
     sampler: Literal["uniform", "fair", "strict_fair"] | None = None
     activation: Literal["identity", "relu", "relu6", "tanh"] | None = None
 
+    def resolved(self, method: str) -> SupernetConfig:
+        """Every null but the activation replaced by the method's preset.
+
+        Raises:
+            ValueError: unknown method.
+        """
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
+        preset, names = METHODS[method], ("init", "layer_indicators", "trainable", "sampler")
+        return self.replace(**{name: getattr(preset, name) for name in names if getattr(self, name) is None})
+
+
+def default_lr(trainable: Trainable) -> float:
+    """Peak learning rate where none is given.
+
+    Gradients of indicators alone are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand steps;
+    0.5 is the supernet rate of the Single Path One-Shot and BN-NAS settings.
+    """
+    return 0.5 if trainable == "indicators" else 0.1
+
 
 def make_supernet(
     space: SearchSpace, method: str, cfg: SupernetConfig = SupernetConfig(), *, seed: int = 0
@@ -71,15 +91,10 @@ def make_supernet(
     Raises:
         ValueError: unknown method.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-    preset = METHODS[method]
-    layer_indicators = preset.layer_indicators if cfg.layer_indicators is None else cfg.layer_indicators
-    net = Supernet(
-        space, init=cfg.init or preset.init, activation=cfg.activation, layer_indicators=layer_indicators, seed=seed
-    )
-    net.freeze(cfg.trainable or preset.trainable, classifier=cfg.classifier)
-    return net, SAMPLERS[cfg.sampler or preset.sampler](space, seed=seed, layer_indicators=layer_indicators)
+    cfg = cfg.resolved(method)
+    net = Supernet(space, init=cfg.init, activation=cfg.activation, layer_indicators=cfg.layer_indicators, seed=seed)
+    net.freeze(cfg.trainable, classifier=cfg.classifier)
+    return net, SAMPLERS[cfg.sampler](space, seed=seed, layer_indicators=cfg.layer_indicators)
 
 
 def train_supernet(
@@ -114,6 +129,8 @@ def train_supernet(
         raise ValueError(f"sampler draws from space {sampler.space.name!r}, the supernet is of {net.space.name!r}")
     if sampler.layer_indicators and not net.layer_indicators:
         raise ValueError("sampler draws layer-indicator paths, the supernet has none: build it with layer_indicators=True")
+    if cfg.lr is None:
+        cfg = cfg.replace(lr=default_lr(net.summary.trainable))
     return train(
         net, loader, cfg,
         stage="supernet", run_dir=run_dir, fingerprint=net.space.fingerprint,
