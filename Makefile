@@ -13,7 +13,7 @@ install: $(VENV)/installed  ## .venv with nasfast (editable) and everything its 
 
 $(VENV)/installed: pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch torchvision pybind11 ninja cmake setuptools wheel
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,demo]'
 	touch $@
 

@@ -1,0 +1,193 @@
+// A vector of floats as wide as the instruction set this file is compiled for, and its loads and stores.
+//
+// Included only by kernel files, which CMake compiles once per instruction set with NASFAST_ISA naming the namespace.
+// Everything here lives in that namespace, and kernel files use no templates of the standard library: a function shared
+// between two instruction sets would be merged by the linker, and the wrong one could run on an old processor.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace nasfast::cpu::NASFAST_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;  // SSE2 and NEON
+#endif
+
+typedef float VecF __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t VecI __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint32_t VecU __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef uint16_t VecH __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// tag of a load or store of kLanes elements; an int in its place means the first few lanes only
+struct AllLanes {};
+
+inline VecF broadcast(float value) { return value - VecF{}; }
+
+inline VecF as_float(VecU bits) {
+  VecF v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+inline VecU as_bits(VecF v) {
+  VecU bits;
+  memcpy(&bits, &v, sizeof bits);
+  return bits;
+}
+
+inline VecF widen(VecH h) { return as_float(__builtin_convertvector(h, VecU) << 16); }
+
+inline VecH narrow(VecF v) {
+#if defined(__AVX512BF16__)
+  const __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+  VecH result;
+  memcpy(&result, &h, sizeof result);
+  return result;
+#else
+  const VecU bits = as_bits(v);
+  const VecU even = bits + 0x7fff + ((bits >> 16) & 1);  // round to nearest, ties to even
+  const VecU quiet = (bits | 0x400000);                  // rounding must not turn a NaN into an infinity or a zero
+  return __builtin_convertvector((v == v ? even : quiet) >> 16, VecH);
+#endif
+}
+
+inline VecF load(const float* p, AllLanes) {
+  VecF v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline VecF load(const BFloat16* p, AllLanes) {
+  VecH h;
+  memcpy(&h, p, sizeof h);
+  return widen(h);
+}
+
+inline void store(float* p, VecF v, AllLanes) { memcpy(p, &v, sizeof v); }
+
+inline void store(BFloat16* p, VecF v, AllLanes) {
+  const VecH h = narrow(v);
+  memcpy(p, &h, sizeof h);
+}
+
+#if defined(__AVX512F__)
+
+inline VecF load(const float* p, int lanes) {
+  return (VecF)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << lanes) - 1), p);
+}
+
+inline VecF load(const BFloat16* p, int lanes) {
+  return widen((VecH)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << lanes) - 1), p));
+}
+
+inline void store(float* p, VecF v, int lanes) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << lanes) - 1), (__m512)v);
+}
+
+inline void store(BFloat16* p, VecF v, int lanes) {
+  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << lanes) - 1), (__m256i)narrow(v));
+}
+
+#else
+
+template <typename T>
+inline VecF load(const T* p, int lanes) {
+  T padded[kLanes] = {};
+  for (int i = 0; i < lanes; ++i) padded[i] = p[i];
+  return load(padded, AllLanes{});
+}
+
+template <typename T>
+inline void store(T* p, VecF v, int lanes) {
+  T padded[kLanes];
+  store(padded, v, AllLanes{});
+  for (int i = 0; i < lanes; ++i) p[i] = padded[i];
+}
+
+#endif
+
+// The larger (smaller) of two numbers, and the second argument when either is NaN: one instruction on x86.
+#if defined(__AVX512F__)
+inline VecF maximum(VecF a, VecF b) { return (VecF)_mm512_max_ps((__m512)a, (__m512)b); }
+inline VecF minimum(VecF a, VecF b) { return (VecF)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+inline VecF maximum(VecF a, VecF b) { return (VecF)_mm256_max_ps((__m256)a, (__m256)b); }
+inline VecF minimum(VecF a, VecF b) { return (VecF)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
+inline VecF maximum(VecF a, VecF b) { return a > b ? a : b; }
+inline VecF minimum(VecF a, VecF b) { return a < b ? a : b; }
+#endif
+
+// Calls body(index, AllLanes{}) for every whole vector of count elements, then body(index, rest) for what is left.
+template <typename Body>
+inline void for_each_vector(int64_t count, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) body(i, AllLanes{});
+  if (i < count) body(i, static_cast<int>(count - i));
+}
+
+// Adds the lanes in pairs, a fixed order.
+inline float sum_lanes(VecF v) {
+  float lanes[kLanes];
+  memcpy(lanes, &v, sizeof v);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+// lanes < count ? v : 0, for sums over a partly loaded vector
+inline VecF keep_lanes(VecF v, AllLanes) { return v; }
+
+inline VecF keep_lanes(VecF v, int lanes) {
+  VecI index;
+  for (int i = 0; i < kLanes; ++i) index[i] = i;
+  return index < lanes ? v : VecF{};
+}
+
+// tanh with a relative error below 4e-7 everywhere
+inline VecF tanh(VecF z) {
+  const VecF square = z * z;
+  // tanh(z) / z - 1 = square * polynomial, a Chebyshev fit on |z| <= 0.55
+  VecF near = broadcast(-0.00661576f);
+  near = near * square + 0.02131275f;
+  near = near * square - 0.05391007f;
+  near = near * square + 0.13333118f;
+  near = near * square - 0.33333332f;
+  near = z + z * square * near;
+  // beyond it 1 - 2 / (exp(2|z|) + 1); at 9.1 tanh is 1 in float32, so the exponential cannot overflow
+  const VecF magnitude = z < 0.0f ? -z : z;
+  const VecF y = 2.0f * (magnitude < 9.1f ? magnitude : broadcast(9.1f));
+  const VecF kRound = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
+  const VecF shifted = y * 1.44269504f + kRound;
+  const VecF power = shifted - kRound;
+  const VecF r = (y - power * 0.693359375f) + power * 2.12194440e-4f;  // ln 2 in two parts
+  VecF e = broadcast(1.0f / 5040);
+  e = e * r + 1.0f / 720;
+  e = e * r + 1.0f / 120;
+  e = e * r + 1.0f / 24;
+  e = e * r + 1.0f / 6;
+  e = e * r + 0.5f;
+  e = e * r + 1.0f;
+  e = e * r + 1.0f;
+  e = as_float(as_bits(e) + (as_bits(shifted) << 23));
+  const VecF far = 1.0f - 2.0f / (e + 1.0f);
+  const VecF signed_far = z < 0.0f ? -far : far;
+  const VecF result = magnitude < 0.55f ? near : signed_far;
+  return z == z ? result : z;
+}
+
+}  // namespace nasfast::cpu::NASFAST_ISA

@@ -1,0 +1,62 @@
+// nasfast._C: what this build is and how it runs here. Loading it also registers the operators (library.cpp, cpu/*.cpp).
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <torch/csrc/stable/ops.h>
+
+#include "cpu/isa.h"
+
+#ifdef NASFAST_WITH_CUDA
+#include "../kernels/cuda/device_info.h"
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["compiler"] = NASFAST_COMPILER;
+  info["flags"] = NASFAST_FLAGS;
+  info["torch_version"] = NASFAST_TORCH_VERSION;
+  info["torch_target"] = NASFAST_TORCH_TARGET;
+  info["isas"] = nasfast::cpu::compiled_isas();
+#ifdef NASFAST_WITH_CUDA
+  info["cuda"] = true;
+  info["cuda_version"] = NASFAST_CUDA_VERSION;
+  info["cuda_archs"] = NASFAST_CUDA_ARCHS;
+#else
+  info["cuda"] = false;
+  info["cuda_version"] = py::none();
+  info["cuda_archs"] = py::none();
+#endif
+  return info;
+}
+
+py::dict cuda_device_info() {
+  py::dict result;
+#ifdef NASFAST_WITH_CUDA
+  const auto info = nasfast::cuda::device_info();
+  result["count"] = info.count;
+  result["kernels_run"] = info.kernels_run;
+  result["binary_version"] = info.binary_version;
+  result["error"] = info.error;
+#else
+  result["count"] = 0;
+  result["kernels_run"] = false;
+  result["binary_version"] = 0;
+  result["error"] = "built without CUDA";
+#endif
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", &build_info);
+  m.def("isa", [] { return nasfast::cpu::isa_name(nasfast::cpu::current_isa()); });
+  m.def("usable_isas", &nasfast::cpu::usable_isas);
+  m.def("num_threads", [] { return torch::stable::get_num_threads(); });
+  m.def("cuda_device_info", &cuda_device_info);
+}

@@ -1,0 +1,38 @@
+"""nasfast._C: what this build is and how it runs here. Importing it registers `torch.ops.nasfast`."""
+
+from typing import TypedDict
+
+class BuildInfo(TypedDict):
+    compiler: str
+    flags: str
+    torch_version: str
+    torch_target: str
+    isas: list[str]
+    cuda: bool
+    cuda_version: str | None
+    cuda_archs: str | None
+
+class CudaDeviceInfo(TypedDict):
+    count: int
+    kernels_run: bool
+    binary_version: int
+    error: str
+
+def build_info() -> BuildInfo:
+    """Compiler, its flags, the torch compiled against and the oldest one served, instruction sets, CUDA."""
+
+def isa() -> str:
+    """The instruction set the CPU kernels use: the best usable one, or NASFAST_ISA.
+
+    Raises:
+        RuntimeError: NASFAST_ISA names none that is usable here.
+    """
+
+def usable_isas() -> list[str]:
+    """The compiled instruction sets this processor runs, ascending."""
+
+def num_threads() -> int:
+    """Threads of torch's pool, which the CPU kernels share."""
+
+def cuda_device_info() -> CudaDeviceInfo:
+    """GPUs the driver offers, and whether the compiled kernels run on the current one; needs neither GPU nor driver."""

@@ -1,0 +1,101 @@
+"""What this installation is, what it found on this machine, and which backend each operator uses and why."""
+
+import importlib.metadata
+import platform
+
+import torch
+
+from nasfast.ops import _native, backends
+
+_PACKAGES = ("nasfast", "torch", "torchvision", "triton", "nvidia-dali-cuda130", "timm", "onnx", "numpy", "scipy")
+
+
+def environment() -> dict[str, list[str]]:
+    """Lines on versions, CPU, GPU, build, and the dispatch table, by title; a run keeps them as environment.json.
+
+    Wrong environment variables are reported as lines of the text, not raised.
+    """
+    return {
+        "versions": _versions(),
+        "cpu": _cpu(),
+        "gpu": _gpu(),
+        "native build": _build(),
+        "operators": _operators(),
+    }
+
+
+def doctor() -> str:
+    """`environment` as text for a terminal or a bug report."""
+    lines = []
+    for title, section in environment().items():
+        lines += [title, *(f"  {line}" for line in section), ""]
+    return "\n".join(lines)
+
+
+def _versions() -> list[str]:
+    lines = [f"python {platform.python_version()} on {platform.platform()}"]
+    for package in _PACKAGES:
+        try:
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{package} not installed")
+    return lines
+
+
+def _cpu() -> list[str]:
+    lines = [f"{torch.get_num_threads()} threads, torch uses {torch.backends.cpu.get_cpu_capability()}"]
+    if _native.extension is not None:
+        try:
+            lines.append(
+                f"nasfast uses {_native.extension.isa()} (usable here: {', '.join(_native.extension.usable_isas())})"
+            )
+        except RuntimeError as error:
+            lines.append(str(error))
+    return lines
+
+
+def _gpu() -> list[str]:
+    lines = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            lines.append(f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}")
+    else:
+        lines.append("torch sees none")
+    if _native.extension is not None:
+        info = _native.extension.cuda_device_info()
+        if info["kernels_run"]:
+            lines.append(f"compiled CUDA kernels run here (image sm_{info['binary_version']})")
+        else:
+            lines.append(f"compiled CUDA kernels do not run here: {info['error'] or 'no GPU'}")
+    return lines
+
+
+def _build() -> list[str]:
+    if _native.extension is None:
+        return [_native.why_missing()]
+    info = _native.extension.build_info()
+    cuda = f"CUDA {info['cuda_version']} for {info['cuda_archs']}" if info["cuda"] else "no CUDA"
+    return [
+        f"{info['compiler']} {info['flags']}",
+        f"compiled with torch {info['torch_version']}, runs with torch {info['torch_target']} and later",
+        f"instruction sets {', '.join(info['isas'])}",
+        cuda,
+    ]
+
+
+def _operators() -> list[str]:
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    lines = []
+    for device in devices:
+        try:
+            rows = backends.explain(device)
+        except ValueError as error:
+            return [str(error)]
+        for op in dict.fromkeys(row.op for row in rows):
+            chosen = [row.backend for row in rows if row.op == op and row.chosen]
+            lines.append(f"{op} on {device}: {chosen[0] if chosen else 'nothing, the named backend cannot serve'}")
+            for row in rows:
+                if row.op == op and not row.chosen:
+                    lines.append(f"  not {row.backend}: {row.reason or 'another one comes first'}")
+    return lines

@@ -1,0 +1,19 @@
+"""Functional operators of frozen-weight supernets, each with a reference and faster backends behind one contract."""
+
+from nasfast.ops import modules, reference
+from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
+from nasfast.ops.bn import bn_act
+from nasfast.ops.conv import conv_bn_act, inverted_residual
+from nasfast.ops.reference import ConvBNParams
+
+__all__ = [
+    "BACKENDS",
+    "ConvBNParams",
+    "bn_act",
+    "conv_bn_act",
+    "inverted_residual",
+    "modules",
+    "reference",
+    "resolve_backend",
+    "use_backend",
+]

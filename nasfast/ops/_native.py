@@ -1,0 +1,34 @@
+"""Load the compiled extension, or keep the reason why it is not there.
+
+Importing `nasfast._C` registers the schemas and CPU kernels of `torch.ops.nasfast`.
+"""
+
+import json
+from pathlib import Path
+
+import torch  # noqa: F401  (its libraries must be loaded before the extension that uses them)
+
+_BUILD_RECORD = Path(__file__).parent.parent / "_build.json"
+
+try:
+    from nasfast import _C as extension
+except ImportError as error:
+    extension = None
+    _import_error = str(error)
+
+
+def build_record() -> dict | None:
+    """What setup.py wrote about the last build, or None in a checkout that was never installed."""
+    return json.loads(_BUILD_RECORD.read_text()) if _BUILD_RECORD.exists() else None
+
+
+def why_missing() -> str | None:
+    """Why `nasfast._C` is not loaded and what to do about it; None when it is loaded."""
+    if extension is not None:
+        return None
+    record = build_record()
+    if record is None:
+        return f"not built ({_import_error}): run pip install --no-build-isolation -e ."
+    if not record["native"]:
+        return f"not built: {record['reason']}"
+    return f"built, but could not be loaded ({_import_error}): reinstall with pip install --no-build-isolation -e ."

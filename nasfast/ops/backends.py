@@ -1,0 +1,163 @@
+"""Which backend runs an operator: one table that can explain itself.
+
+Order of choice: the `backend` argument, `with use_backend(name)`, the environment variable NASFAST_BACKEND, then the
+first backend of the operator's row that can serve. A backend that was named and cannot serve raises with its reason;
+the automatic choice falls back to the reference and logs that once.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import _native
+
+BACKENDS = ("cpu", "triton", "cuda", "reference")
+
+_logger = logging.getLogger(__name__)
+_logged: set[tuple[str, str]] = set()
+_scoped_name: ContextVar[str | None] = ContextVar("nasfast_backend", default=None)
+_native_missing = _native.why_missing()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One entry of the table.
+
+    Attributes:
+        op: operator it serves.
+        name: one of BACKENDS.
+        can_use: takes the input of the operator, returns (ok, reason); the reason is empty when ok.
+    """
+
+    op: str
+    name: str
+    can_use: Callable[[Tensor], tuple[bool, str]]
+
+
+class Row(NamedTuple):
+    """One line of `explain`: an operator, a backend, whether it can serve, whether it is chosen, and why not."""
+
+    op: str
+    backend: str
+    available: bool
+    chosen: bool
+    reason: str
+
+
+def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
+    if _native_missing is not None:
+        return False, _native_missing
+    if x.device.type != "cpu":
+        return False, f"serves CPU tensors, got one on {x.device}"
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return False, f"serves float32 and bfloat16, got {x.dtype}"
+    return True, ""
+
+
+def _can_use_reference(x: Tensor) -> tuple[bool, str]:
+    return True, ""
+
+
+# preference order within an operator; the reference is last because it serves everything
+_TABLE: dict[str, tuple[Backend, ...]] = {
+    op: (Backend(op, "cpu", _can_use_cpu), Backend(op, "reference", _can_use_reference))
+    for op in ("bn_act", "conv_bn_act", "inverted_residual")
+}
+
+
+def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend:
+    """Choose the backend of one call.
+
+    Args:
+        op: operator name, a row of the table.
+        x: the operator's input; only its device and dtype are read.
+        requested: a name from BACKENDS, or None to ask the context, the environment and the device in this order.
+
+    Raises:
+        ValueError: a name that is not in BACKENDS, from whichever source.
+        RuntimeError: a named backend cannot serve this call; the message says why.
+    """
+    name, source = requested, "backend"
+    if name is None:
+        name, source = _scoped_name.get(), "use_backend"
+    if name is None:
+        name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
+    if name is not None:
+        return _named(op, x, name, source)
+    skipped = []
+    for backend in _TABLE[op]:
+        ok, reason = backend.can_use(x)
+        if ok:
+            if skipped and not torch.compiler.is_compiling():
+                _log_once(op, backend.name, skipped)
+            return backend
+        skipped.append(f"{backend.name}: {reason}")
+    raise AssertionError(f"{op} has no reference backend")
+
+
+def _named(op: str, x: Tensor, name: str, source: str) -> Backend:
+    _check_name(name, source)
+    for backend in _TABLE[op]:
+        if backend.name == name:
+            ok, reason = backend.can_use(x)
+            if not ok:
+                raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {reason}")
+            return backend
+    raise RuntimeError(
+        f"{op}: backend {name!r} (from {source}) cannot serve: this version has no {name} kernel for {op}; "
+        f"choose from {', '.join(b.name for b in _TABLE[op])}"
+    )
+
+
+def _check_name(name: str, source: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"{source}: unknown backend {name!r}; valid names are {', '.join(BACKENDS)}")
+
+
+def _log_once(op: str, chosen: str, skipped: list[str]) -> None:
+    message = f"{op} runs on the {chosen} backend ({'; '.join(skipped)})"
+    if (op, message) not in _logged:
+        _logged.add((op, message))
+        _logger.info(message)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Make name the backend of every operator called in this context (and thread) without a backend argument.
+
+    Raises:
+        ValueError: unknown name, on entry.
+    """
+    _check_name(name, "use_backend")
+    token = _scoped_name.set(name)
+    try:
+        yield
+    finally:
+        _scoped_name.reset(token)
+
+
+def explain(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Row]:
+    """Say for every operator and backend whether it can serve tensors of this kind, and which one is chosen.
+
+    The choice follows `use_backend` and NASFAST_BACKEND as a call would; where that choice raises, no row is chosen and
+    the reason of the named backend says why.
+    """
+    probe = torch.empty(0, device=device, dtype=dtype)
+    rows = []
+    for op, backends in _TABLE.items():
+        try:
+            chosen = resolve_backend(op, probe).name
+        except RuntimeError:
+            chosen = None
+        served = {backend.name: backend.can_use(probe) for backend in backends}
+        for name in BACKENDS:
+            ok, reason = served.get(name, (False, f"this version has no {name} kernel for {op}"))
+            rows.append(Row(op, name, ok, name == chosen, reason))
+    return rows

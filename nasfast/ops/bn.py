@@ -1,0 +1,159 @@
+"""bn_act: BatchNorm, activation and residual in one operator; fake and autograd of the native kernels."""
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import _native, checks, reference
+from nasfast.ops.backends import resolve_backend
+
+
+def bn_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: str = "relu6",
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    backend: str | None = None,
+) -> Tensor:
+    """Normalise each channel, scale, shift, activate, and add the residual.
+
+    y[n,c,h,w] = act((x[n,c,h,w] - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]) + residual[n,c,h,w]
+
+    In training mean and var (biased) are those of the batch, and given running statistics move by
+    running = (1 - momentum) * running + momentum * batch, with the unbiased variance. Otherwise they are the running
+    ones.
+    Only x is saved for backward, with two numbers per channel; nothing is saved when no gradient is asked for.
+
+    Args:
+        x: (N, C, H, W), contiguous or channels_last (other strides are copied); float32 or bfloat16, and float16 or
+            float64 on the reference.
+        weight, bias, running_mean, running_var: (C,), float32 (float64 allowed with a float64 x).
+        residual: (N, C, H, W), added after the activation; the result has the promoted type of x and residual.
+        act: identity, relu, relu6 or tanh.
+        training: batch statistics (True) or running statistics (False).
+        momentum: weight of the new batch in the running statistics.
+        eps: added to the variance, positive.
+        backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
+
+    Returns:
+        (N, C, H, W), in the memory format of x.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
+        RuntimeError: the named backend cannot serve.
+    """
+    checks.check_bn_act(
+        x, weight, bias,
+        running_mean=running_mean, running_var=running_var, residual=residual, act=act, training=training, eps=eps,
+    )  # fmt: skip
+    if resolve_backend("bn_act", x, backend).name == "cpu":
+        run = _bn_act_native
+    else:
+        run = reference.bn_act
+    return run(
+        x, weight, bias,
+        running_mean=running_mean, running_var=running_var, residual=residual,
+        act=act, training=training, momentum=momentum, eps=eps,
+    )  # fmt: skip
+
+
+def _bn_act_native(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """`bn_act` on the compiled operator, for arguments that are already checked."""
+    x = _dense(x)
+    # one storage type per kernel: a residual of another type is added by PyTorch, with its promotion rules
+    fused = residual if residual is not None and residual.dtype == x.dtype else None
+    y, mean, var = torch.ops.nasfast.bn_act_fwd(
+        x,
+        weight.contiguous(),
+        bias.contiguous(),
+        None if fused is None else _same_layout(fused, x),
+        None if training else running_mean.contiguous(),
+        None if training else running_var.contiguous(),
+        eps,
+        act,
+    )
+    if training and running_mean is not None:
+        reference.update_running(running_mean, running_var, mean, var, x.numel() // x.shape[1], momentum)
+    return y if residual is fused else y + residual
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x itself when contiguous or channels_last, else a channels_last copy."""
+    if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
+        return x
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _same_layout(tensor: Tensor, like: Tensor) -> Tensor:
+    """tensor in the memory format of the dense tensor like."""
+    if like.is_contiguous():
+        return tensor.contiguous()
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def _fwd_fake(x, weight, bias, residual, running_mean, running_var, eps, act):
+    statistics = x.shape[1] if running_mean is None else 0
+    mean = x.new_empty(statistics, dtype=torch.float64)
+    return torch.empty_like(x), mean, torch.empty_like(mean)
+
+
+def _bwd_fake(grad, x, weight, bias, mean, var, eps, act, batch_statistics, want_x, want_weight, want_bias):
+    channels = x.shape[1]
+    return (
+        torch.empty_like(x) if want_x else x.new_empty(0),
+        weight.new_empty(channels if want_weight else 0),
+        bias.new_empty(channels if want_bias else 0),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, _, running_mean, running_var, ctx.eps, ctx.act = inputs
+    _, mean, var = output
+    ctx.mark_non_differentiable(mean, var)
+    ctx.set_materialize_grads(False)
+    ctx.batch_statistics = running_mean is None
+    if any(ctx.needs_input_grad[:3]):
+        statistics = (mean, var) if ctx.batch_statistics else (running_mean, running_var)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+
+
+def _backward(ctx, grad, grad_mean, grad_var):
+    want_x, want_weight, want_bias, want_residual = ctx.needs_input_grad[:4]
+    dx = dweight = dbias = None
+    if grad is not None and (want_x or want_weight or want_bias):
+        x, weight, bias, mean, var = ctx.saved_tensors
+        dx, dweight, dbias = torch.ops.nasfast.bn_act_bwd(
+            _same_layout(grad, x), x, weight, bias, mean, var,
+            ctx.eps, ctx.act, ctx.batch_statistics, want_x, want_weight, want_bias,
+        )  # fmt: skip
+    return (
+        dx if want_x else None,
+        dweight if want_weight else None,
+        dbias if want_bias else None,
+        grad if want_residual else None,
+        None, None, None, None,
+    )  # fmt: skip
+
+
+if _native.extension is not None:
+    torch.library.register_fake("nasfast::bn_act_fwd", _fwd_fake)
+    torch.library.register_fake("nasfast::bn_act_bwd", _bwd_fake)
+    torch.library.register_autograd("nasfast::bn_act_fwd", _backward, setup_context=_setup_context)

@@ -1,0 +1,225 @@
+"""Argument checks of the public operators, done once for all backends.
+
+Every message names the operator, the argument, what was expected, what came, and where it helps the remedy.
+Wrong types raise TypeError, wrong values and shapes ValueError.
+"""
+
+import torch
+from torch import Tensor
+
+from nasfast.ops.reference import ACTIVATIONS, ConvBNParams
+
+_ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_bn_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+    training: bool,
+    eps: float,
+) -> None:
+    """Check the arguments of `nasfast.ops.bn_act`.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    op = "bn_act"
+    _check_input(op, x)
+    _check_settings(op, act, eps)
+    _check_bn(op, "", x, x.shape[1], weight, bias, running_mean, running_var, training)
+    _check_result(op, x, tuple(x.shape), residual, training)
+
+
+def check_conv_bn_act(
+    x: Tensor,
+    conv_weight: Tensor,
+    bn_weight: Tensor,
+    bn_bias: Tensor,
+    *,
+    stride: int,
+    padding: int,
+    groups: int,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+    training: bool,
+    eps: float,
+) -> None:
+    """Check the arguments of `nasfast.ops.conv_bn_act`.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    op = "conv_bn_act"
+    _check_input(op, x)
+    _check_settings(op, act, eps)
+    shape = _check_conv(op, "conv_weight", x, tuple(x.shape), conv_weight, stride, padding, groups)
+    _check_bn(op, "bn_", x, shape[1], bn_weight, bn_bias, running_mean, running_var, training)
+    _check_result(op, x, shape, residual, training)
+
+
+def check_inverted_residual(
+    x: Tensor,
+    expand: ConvBNParams | None,
+    depthwise: ConvBNParams,
+    project: ConvBNParams,
+    *,
+    stride: int,
+    act: str,
+    residual: bool,
+    training: bool,
+    eps: float,
+) -> None:
+    """Check the arguments of `nasfast.ops.inverted_residual`: its three units and how they fit together.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    op = "inverted_residual"
+    _check_input(op, x)
+    _check_settings(op, act, eps)
+    shape = tuple(x.shape)
+    if expand is not None:
+        shape = _check_unit(op, "expand", x, shape, expand, 1, training)
+    shape = _check_unit(op, "depthwise", x, shape, depthwise, stride, training)
+    shape = _check_unit(op, "project", x, shape, project, 1, training)
+    if residual and shape != tuple(x.shape):
+        raise ValueError(
+            f"{op}: residual=True adds x of shape {tuple(x.shape)} to a result of shape {shape}; "
+            "it needs stride 1 and as many output as input channels"
+        )
+
+
+def _check_unit(
+    op: str, name: str, x: Tensor, shape: tuple[int, ...], unit: ConvBNParams, stride: int, training: bool
+) -> tuple[int, ...]:
+    if not isinstance(unit, ConvBNParams):
+        raise TypeError(f"{op}: {name} must be a ConvBNParams, got {type(unit).__name__}")
+    weight = unit.conv_weight
+    if weight.ndim != 4:
+        raise ValueError(
+            f"{op}: {name}.conv_weight must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}"
+        )
+    if name == "depthwise":
+        if weight.shape[2] != weight.shape[3] or weight.shape[2] % 2 == 0:
+            raise ValueError(
+                f"{op}: depthwise.conv_weight must have an odd square kernel, got shape {tuple(weight.shape)}"
+            )
+    elif weight.shape[2:] != (1, 1):
+        raise ValueError(f"{op}: {name}.conv_weight must be pointwise (out, in, 1, 1), got shape {tuple(weight.shape)}")
+    groups = shape[1] if name == "depthwise" else 1
+    shape = _check_conv(op, f"{name}.conv_weight", x, shape, weight, stride, weight.shape[-1] // 2, groups)
+    _check_bn(
+        op, f"{name}.bn_", x, shape[1], unit.bn_weight, unit.bn_bias, unit.running_mean, unit.running_var, training
+    )
+    _check_result(op, x, shape, None, training)
+    return shape
+
+
+def _check_input(op: str, x: Tensor) -> None:
+    if x.ndim != 4:
+        raise ValueError(f"{op}: x must be 4-d (N, C, H, W), got shape {tuple(x.shape)}")
+    if x.dtype not in _ACTIVATION_DTYPES:
+        raise TypeError(
+            f"{op}: x must be float32, bfloat16, float16 or float64, got {x.dtype}; convert it with x.float()"
+        )
+
+
+def _check_settings(op: str, act: str, eps: float) -> None:
+    if act not in ACTIVATIONS:
+        raise ValueError(f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    if not eps > 0:
+        raise ValueError(f"{op}: eps must be positive, got {eps}")
+
+
+def _check_conv(
+    op: str, name: str, x: Tensor, shape: tuple[int, ...], weight: Tensor, stride: int, padding: int, groups: int
+) -> tuple[int, ...]:
+    """Check one convolution of a tensor of this shape on the device of x; return the shape of its result."""
+    if weight.ndim != 4:
+        raise ValueError(f"{op}: {name} must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
+    if stride < 1 or padding < 0 or groups < 1:
+        raise ValueError(
+            f"{op}: stride and groups must be at least 1 and padding at least 0, "
+            f"got stride={stride}, padding={padding}, groups={groups}"
+        )
+    out_channels, per_group, *kernel = weight.shape
+    if per_group * groups != shape[1] or out_channels % groups:
+        raise ValueError(
+            f"{op}: {name} of shape {tuple(weight.shape)} with groups={groups} takes {per_group * groups} channels "
+            f"and gives a multiple of {groups}, got an input of {shape[1]} channels"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"{op}: {name} must be on {x.device} like x, got {weight.device}")
+    height, width = ((size + 2 * padding - k) // stride + 1 for size, k in zip(shape[2:], kernel, strict=True))
+    if height < 1 or width < 1:
+        raise ValueError(
+            f"{op}: a {kernel[0]}x{kernel[1]} kernel with padding={padding} does not fit into an input of shape {shape}"
+        )
+    return shape[0], out_channels, height, width
+
+
+def _check_bn(
+    op: str,
+    prefix: str,
+    x: Tensor,
+    channels: int,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+) -> None:
+    _check_vector(op, f"{prefix}weight", weight, channels, x)
+    _check_vector(op, f"{prefix}bias", bias, channels, x)
+    if (running_mean is None) != (running_var is None):
+        missing = "running_mean" if running_mean is None else "running_var"
+        raise ValueError(f"{op}: running_mean and running_var come together, but {missing} is None")
+    if running_mean is not None:
+        _check_vector(op, "running_mean", running_mean, channels, x)
+        _check_vector(op, "running_var", running_var, channels, x)
+    elif not training:
+        raise ValueError(
+            f"{op}: training=False normalises with running statistics, but running_mean and running_var are None; "
+            "pass both, or use training=True for batch statistics"
+        )
+
+
+def _check_vector(op: str, name: str, vector: Tensor, channels: int, x: Tensor) -> None:
+    if vector.shape != (channels,):
+        raise ValueError(f"{op}: {name} must have shape ({channels},), got {tuple(vector.shape)}")
+    if vector.dtype != torch.float32 and not (vector.dtype == x.dtype == torch.float64):
+        raise TypeError(
+            f"{op}: {name} must be float32 (float64 only with a float64 x), got {vector.dtype}; "
+            "keep BatchNorm parameters and statistics in float32"
+        )
+    if vector.device != x.device:
+        raise ValueError(f"{op}: {name} must be on {x.device} like x, got {vector.device}")
+
+
+def _check_result(op: str, x: Tensor, shape: tuple[int, ...], residual: Tensor | None, training: bool) -> None:
+    """Check the residual against the normalised shape, and that batch statistics of that shape exist if needed."""
+    if residual is not None:
+        if tuple(residual.shape) != shape:
+            raise ValueError(f"{op}: residual must have the shape of the result, {shape}, got {tuple(residual.shape)}")
+        if residual.device != x.device:
+            raise ValueError(f"{op}: residual must be on {x.device} like x, got {residual.device}")
+    if training:
+        count = shape[0] * shape[2] * shape[3]
+        if count == 0:
+            raise ValueError(
+                f"{op}: cannot take batch statistics of an empty batch (shape {shape}); "
+                "skip it, or use training=False with running statistics"
+            )
+        if count == 1:
+            raise ValueError(
+                f"{op}: cannot take batch statistics of a single value per channel (shape {shape}): its variance is "
+                "always 0; use a larger batch, or training=False with running statistics"
+            )

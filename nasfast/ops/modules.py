@@ -1,0 +1,220 @@
+"""Convolution-BatchNorm-activation units and MobileNetV2 blocks: plain PyTorch modules and their fused twins.
+
+A plain module runs only PyTorch operators (export, ONNX, reading); its fused twin has the same submodules, hence the
+same state_dict, and overrides `forward` alone to call the operators of `nasfast.ops`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.ops.bn import bn_act
+from nasfast.ops.conv import conv_bn_act, inverted_residual
+from nasfast.ops.reference import ConvBNParams
+
+_ACTIVATION_MODULES = {"identity": nn.Identity, "relu": nn.ReLU, "relu6": nn.ReLU6, "tanh": nn.Tanh}
+
+
+class ConvBNAct(nn.Module):
+    """A bias-free convolution (padding k // 2), BatchNorm and an activation: (N, Cin, H, W) -> (N, Cout, Ho, Wo).
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, groups: of the convolution.
+        act: identity, relu, relu6 or tanh.
+        eps, momentum, track_running_stats: of the BatchNorm. Without tracking it always uses batch statistics and has
+            no buffers.
+
+    Raises:
+        ValueError: unknown act.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        *,
+        stride: int = 1,
+        groups: int = 1,
+        act: str = "relu6",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, kernel_size // 2, groups=groups, bias=False
+        )
+        self.bn = nn.BatchNorm2d(out_channels, eps, momentum, track_running_stats=track_running_stats)
+        self.act = _activation_module(act)
+        self.act_name = act
+
+    @property
+    def last_bn(self) -> nn.BatchNorm2d:
+        """The BatchNorm that writes the unit's output."""
+        return self.bn
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self.act(self.bn(self.conv(x)))
+        return y if residual is None else y + residual
+
+
+class FusedConvBNAct(ConvBNAct):
+    """ConvBNAct as one call of `nasfast.ops.conv_bn_act`."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return conv_bn_act(
+            x, self.conv.weight, self.bn.weight, self.bn.bias,
+            stride=self.conv.stride[0], padding=self.conv.padding[0], groups=self.conv.groups,
+            residual=residual, act=self.act_name, **_running(self.bn), **_settings(self.bn),
+        )  # fmt: skip
+
+
+class InvertedResidual(nn.Module):
+    """The MobileNetV2 block: (N, Cin, H, W) -> (N, Cout, ceil(H / stride), ceil(W / stride)).
+
+    Submodules are the units expand (None when expand is 1), depthwise, and project (no activation). x is added when
+    stride is 1 and Cin == Cout.
+
+    Args:
+        in_channels, out_channels: Cin, Cout.
+        kernel_size: of the depthwise convolution, odd.
+        stride: of the depthwise convolution.
+        expand: hidden channels per input channel, at least 1.
+        act: identity, relu, relu6 or tanh.
+        track_running_stats: as in ConvBNAct.
+
+    Raises:
+        ValueError: even kernel_size, expand below 1, unknown act.
+    """
+
+    unit_class: type[ConvBNAct] = ConvBNAct
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        kernel_size: int,
+        stride: int,
+        expand: int,
+        act: str = "relu6",
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__()
+        if kernel_size % 2 == 0:
+            raise ValueError(f"{type(self).__name__}: kernel_size must be odd, got {kernel_size}")
+        if expand < 1:
+            raise ValueError(f"{type(self).__name__}: expand must be at least 1, got {expand}")
+        unit = self.unit_class
+        self.hidden_channels = in_channels * expand
+        self.stride = stride
+        self.has_residual = stride == 1 and in_channels == out_channels
+        self.expand = None
+        if expand > 1:
+            self.expand = unit(in_channels, self.hidden_channels, 1, act=act, track_running_stats=track_running_stats)
+        self.depthwise = unit(
+            self.hidden_channels, self.hidden_channels, kernel_size,
+            stride=stride, groups=self.hidden_channels, act=act, track_running_stats=track_running_stats,
+        )  # fmt: skip
+        self.project = unit(
+            self.hidden_channels, out_channels, 1, act="identity", track_running_stats=track_running_stats
+        )
+
+    @property
+    def last_bn(self) -> nn.BatchNorm2d:
+        """The BatchNorm that writes the block's branch: the one behind the projection, before the residual."""
+        return self.project.bn
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x if self.expand is None else self.expand(x)
+        return self.project(self.depthwise(hidden), x if self.has_residual else None)
+
+
+class FusedInvertedResidual(InvertedResidual):
+    """InvertedResidual as one call of `nasfast.ops.inverted_residual`.
+
+    When its BatchNorms differ in mode, momentum or eps (one of them frozen by hand, say) the block runs unit by unit,
+    each a FusedConvBNAct, because the operator has one setting for all three.
+    """
+
+    unit_class = FusedConvBNAct
+
+    def forward(self, x: Tensor) -> Tensor:
+        units = [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]
+        if len({_mode(unit.bn) for unit in units}) > 1:
+            return super().forward(x)
+        # one call per unit, because each moves the counter of its own BatchNorm
+        settings = [_settings(unit.bn) for unit in units]
+        return inverted_residual(
+            x, None if self.expand is None else _parameters(self.expand),
+            _parameters(self.depthwise), _parameters(self.project),
+            stride=self.stride, act=self.depthwise.act_name, residual=self.has_residual, **settings[0],
+        )  # fmt: skip
+
+
+class BNAct2d(nn.BatchNorm2d):
+    """nn.BatchNorm2d followed by an activation, as one call of `nasfast.ops.bn_act`; same state_dict as nn.BatchNorm2d.
+
+    Args:
+        num_features: C.
+        act: identity, relu, relu6 or tanh.
+        eps, momentum, track_running_stats: as in nn.BatchNorm2d; the affine parameters are always there.
+
+    Raises:
+        ValueError: unknown act.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        act: str = "relu6",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, track_running_stats=track_running_stats)
+        _activation_module(act)
+        self.act_name = act
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return bn_act(
+            x, self.weight, self.bias, residual=residual, act=self.act_name, **_running(self), **_settings(self)
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, act={self.act_name}"
+
+
+def _activation_module(act: str) -> nn.Module:
+    if act not in _ACTIVATION_MODULES:
+        raise ValueError(f"act must be one of {', '.join(_ACTIVATION_MODULES)}, got {act!r}")
+    return _ACTIVATION_MODULES[act]()
+
+
+def _parameters(unit: ConvBNAct) -> ConvBNParams:
+    return ConvBNParams(unit.conv.weight, unit.bn.weight, unit.bn.bias, **_running(unit.bn))
+
+
+def _running(bn: nn.BatchNorm2d) -> dict[str, Tensor | None]:
+    """The buffers this forward of bn reads or moves, as nn.BatchNorm2d chooses them."""
+    if bn.training and not bn.track_running_stats:
+        return {"running_mean": None, "running_var": None}
+    return {"running_mean": bn.running_mean, "running_var": bn.running_var}
+
+
+def _settings(bn: nn.BatchNorm2d) -> dict:
+    """training, momentum and eps of this forward of bn; counts the batch as nn.BatchNorm2d does."""
+    momentum = 0.0 if bn.momentum is None else bn.momentum
+    if bn.training and bn.track_running_stats and bn.num_batches_tracked is not None:
+        with torch.no_grad():
+            bn.num_batches_tracked.add_(1)
+        if bn.momentum is None:
+            momentum = 1.0 / float(bn.num_batches_tracked)
+    return {"training": bn.training or bn.running_mean is None, "momentum": momentum, "eps": bn.eps}
+
+
+def _mode(bn: nn.BatchNorm2d) -> tuple:
+    """Equal for two BatchNorms whose `_settings` are equal."""
+    cumulative = bn.momentum is None and bn.num_batches_tracked is not None
+    return bn.training, bn.track_running_stats, bn.momentum, bn.eps, int(bn.num_batches_tracked) if cumulative else None

@@ -1,0 +1,202 @@
+"""Every operator once in plain PyTorch: the specification, the test oracle, the benchmark baseline and the fallback.
+
+Arithmetic is done in float32 (float64 when the input is float64) whatever the storage type, and the result is cast once
+at the end. A faster backend is compared with these functions in float64 and never the other way round; in float32 they are
+as accurate as the PyTorch functions they call.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = {
+    "identity": lambda z: z,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "tanh": torch.tanh,
+}
+
+
+class ConvBNParams(NamedTuple):
+    """Parameters of one bias-free convolution and the BatchNorm behind it.
+
+    conv_weight is (out, in / groups, k, k) and the other four are (out,); running statistics may be None in training.
+    """
+
+    conv_weight: Tensor
+    bn_weight: Tensor
+    bn_bias: Tensor
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+
+
+def bn_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: str = "relu6",
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalise each channel, scale, shift, activate, and add the residual.
+
+    y[n,c,h,w] = act((x[n,c,h,w] - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]) + residual[n,c,h,w]
+
+    In training mean and var (biased) are those of the batch, and given running statistics move by
+    running = (1 - momentum) * running + momentum * batch, with the unbiased variance. Otherwise they are the running
+    ones.
+
+    Args:
+        x: (N, C, H, W), any floating type.
+        weight, bias, running_mean, running_var: (C,).
+        residual: (N, C, H, W); the result has the promoted type of x and residual.
+        act: a key of ACTIVATIONS.
+
+    Returns:
+        (N, C, H, W).
+    """
+    channels = (1, -1, 1, 1)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    # PyTorch wants statistics and parameters of one type with x; it moves the running statistics in place
+    mean, var = (None if given is None else given.to(dtype) for given in (running_mean, running_var))
+    z = F.batch_norm(x.to(dtype), mean, var, weight.to(dtype), bias.to(dtype), training, momentum, eps)
+    if training:
+        _copy_back(running_mean, mean)
+        _copy_back(running_var, var)
+    y = ACTIVATIONS[act](z)
+    if residual is None:
+        return y.to(x.dtype)
+    return (y + residual).to(torch.promote_types(x.dtype, residual.dtype))
+
+
+@torch.no_grad()
+def _copy_back(given: Tensor | None, moved: Tensor | None) -> None:
+    if given is not moved:
+        given.copy_(moved)
+
+
+@torch.no_grad()
+def update_running(
+    running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, var: Tensor, count: int, momentum: float
+) -> None:
+    """Move the running statistics in place towards a batch with (C,) mean and biased var over count values."""
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+
+
+def conv_bn_act(
+    x: Tensor,
+    conv_weight: Tensor,
+    bn_weight: Tensor,
+    bn_bias: Tensor,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    groups: int = 1,
+    residual: Tensor | None = None,
+    act: str = "relu6",
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Convolve without bias, then bn_act.
+
+    out = bn_act(conv2d(x, conv_weight; stride, padding, groups), bn_weight, bn_bias) + residual
+
+    Args:
+        x: (N, Cin, H, W).
+        conv_weight: (Cout, Cin / groups, k, k).
+        bn_weight, bn_bias, running_mean, running_var: (Cout,).
+        residual: (N, Cout, Ho, Wo).
+
+    Returns:
+        (N, Cout, Ho, Wo).
+    """
+    y = F.conv2d(x, conv_weight, None, stride, padding, 1, groups)
+    return bn_act(
+        y, bn_weight, bn_bias,
+        running_mean=running_mean, running_var=running_var, residual=residual,
+        act=act, training=training, momentum=momentum, eps=eps,
+    )  # fmt: skip
+
+
+def inverted_residual(
+    x: Tensor,
+    expand: ConvBNParams | None,
+    depthwise: ConvBNParams,
+    project: ConvBNParams,
+    *,
+    stride: int = 1,
+    act: str = "relu6",
+    residual: bool = False,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Pointwise expansion, depthwise k x k, linear pointwise projection, each with its BatchNorm.
+
+    a1 = act(bn1(W1 x)) (or x without expand);  a2 = act(bn2(dw(a1; stride, k // 2)));  out = bn3(W3 a2) (+ x)
+
+    Args:
+        x: (N, Cin, H, W).
+        expand: conv_weight (hidden, Cin, 1, 1), or None for hidden = Cin.
+        depthwise: conv_weight (hidden, 1, k, k).
+        project: conv_weight (Cout, hidden, 1, 1).
+        residual: add x; needs stride 1 and Cin == Cout.
+
+    Returns:
+        (N, Cout, ceil(H / stride), ceil(W / stride)) for odd k.
+    """
+    settings = {"training": training, "momentum": momentum, "eps": eps}
+    hidden = x if expand is None else conv_bn_act(x, *expand[:3], **_running(expand), act=act, **settings)
+    hidden = conv_bn_act(
+        hidden, *depthwise[:3], **_running(depthwise),
+        stride=stride, padding=depthwise.conv_weight.shape[-1] // 2, groups=hidden.shape[1], act=act, **settings,
+    )  # fmt: skip
+    return conv_bn_act(
+        hidden, *project[:3], **_running(project), residual=x if residual else None, act="identity", **settings
+    )
+
+
+def _running(params: ConvBNParams) -> dict[str, Tensor | None]:
+    return {"running_mean": params.running_mean, "running_var": params.running_var}
+
+
+def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Turn Gaussian matrices into Haar-distributed (semi-)orthogonal ones.
+
+    Z = Q R (reduced QR, in float64), result Q diag(s), s_k = sign(R_kk), sign(0) = +1. Without the sign fix the result
+    would not be Haar: LAPACK's R has a diagonal of fixed sign. A wide matrix is treated through its transpose.
+
+    Args:
+        matrices: (..., m_i, n_i) floating tensors of any mixture of shapes, batches and empty ones included.
+
+    Returns:
+        One tensor per input, same shape, dtype and device: orthonormal columns if m_i >= n_i, else orthonormal rows.
+
+    Raises:
+        ValueError: if an entry has fewer than two dimensions.
+    """
+    results = []
+    for i_matrix, z in enumerate(matrices):
+        if z.ndim < 2:
+            raise ValueError(
+                f"orthogonalize: matrices[{i_matrix}] must be (..., rows, columns), got shape {tuple(z.shape)}"
+            )
+        tall = z if z.shape[-2] >= z.shape[-1] else z.mT
+        q, r = torch.linalg.qr(tall.to(torch.float64))
+        q = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
+        results.append((q if tall is z else q.mT).to(z.dtype).contiguous())
+    return results

@@ -1,0 +1,104 @@
+"""Builds nasfast._C with CMake and Ninja, and records how that went; everything else is in pyproject.toml.
+
+CMakeLists.txt is the only list of sources. Without a C++ compiler the package installs all the same, in pure Python,
+and `nasfast doctor` repeats the reason written here. Environment variables: ENVS.md.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+# the scripts folder too: pip's cmake and ninja are there even when the environment is not activated
+SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
+
+
+def native_mode() -> str:
+    """NASFAST_NATIVE, checked."""
+    mode = os.environ.get("NASFAST_NATIVE", "AUTO")
+    if mode not in ("AUTO", "ON", "OFF"):
+        raise SystemExit(f"NASFAST_NATIVE must be AUTO, ON or OFF, got {mode!r}")
+    return mode
+
+
+def find_tool(name: str) -> str | None:
+    """Path of an executable, or None."""
+    return shutil.which(name, path=SEARCH_PATH)
+
+
+def missing_tools() -> str | None:
+    """What the native build lacks and how to get it, or None when everything is there."""
+    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    if not any(find_tool(compiler) for compiler in compilers):
+        return (
+            f"no C++ compiler found (looked for {', '.join(compilers)}): install one "
+            "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), reinstall"
+        )
+    for tool in ("cmake", "ninja"):
+        if find_tool(tool) is None:
+            return f"{tool} not found: pip install {tool} and reinstall"
+    for module in ("torch", "pybind11"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed: pip install {module} and reinstall with --no-build-isolation"
+    return None
+
+
+class CMakeBuild(build_ext):
+    """build_ext that leaves the compiling to CMake."""
+
+    def run(self) -> None:
+        in_source = self.inplace or getattr(self, "editable_mode", False)
+        package = (ROOT if in_source else Path(self.build_lib).resolve()) / "nasfast"
+        # in a checkout the build folder stays, so that a second install compiles only what changed
+        build = (
+            ROOT / "build" / f"native-{sys.implementation.cache_tag}" if in_source else Path(self.build_temp).resolve()
+        )
+        package.mkdir(parents=True, exist_ok=True)
+        for stale in package.glob("_C.*" + sysconfig.get_config_var("SHLIB_SUFFIX")):
+            stale.unlink()
+        self.written = [package / "_build.json"]
+
+        mode = native_mode()
+        reason = "NASFAST_NATIVE=OFF when it was installed: reinstall without it" if mode == "OFF" else missing_tools()
+        if mode == "ON" and reason is not None:
+            raise SystemExit(f"NASFAST_NATIVE=ON, but the native part cannot be built: {reason}")
+        if reason is None:
+            self.compile(build, package)
+            self.written += package.glob("_C.*" + sysconfig.get_config_var("SHLIB_SUFFIX"))
+        else:
+            print(f"nasfast: installing without native kernels: {reason}", file=sys.stderr)
+        (package / "_build.json").write_text(json.dumps({"native": reason is None, "reason": reason}) + "\n")
+
+    def compile(self, build: Path, package: Path) -> None:
+        """Configure, build, and put the extension into the package. A compiler error ends the installation."""
+        cmake = find_tool("cmake")
+        configure = [
+            cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build),
+            f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DNASFAST_CUDA={os.environ.get('NASFAST_CUDA', 'AUTO')}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
+        ]  # fmt: skip
+        for command in (configure, [cmake, "--build", str(build)]):
+            if subprocess.run(command, check=False).returncode != 0:
+                raise SystemExit(
+                    "nasfast: the native build failed (see the messages above). Mend it, or install without native "
+                    "kernels: NASFAST_NATIVE=OFF pip install --no-build-isolation ."
+                )
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in self.written]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+setup(ext_modules=[Extension("nasfast._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

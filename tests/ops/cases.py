@@ -1,0 +1,96 @@
+"""Inputs shared by the operator tests."""
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import reference
+
+# Distance from a kink of the activation below which rounding may choose the other slope; there the incoming gradient is
+# zero. PyTorch's batch_norm rounds terms as large as the mean, hence the second margin, per unit of it.
+KINK_MARGIN = 1e-3
+KINK_MARGIN_OF_MEAN = 4e-7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input of bn_act: shape (N, C, H, W), memory layout, type, and mean of x (its standard deviation is 1)."""
+
+    shape: tuple[int, int, int, int]
+    layout: str = "nhwc"
+    dtype: torch.dtype = torch.float32
+    mean: float = 0.5
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{'x'.join(map(str, self.shape))}-{self.layout}-{dtype}-mean{self.mean:g}"
+
+    def inputs(self, act: str, *, residual: bool) -> dict[str, Tensor]:
+        """x, weight, bias, running_mean, running_var, grad, and residual when asked for."""
+        generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        channels = self.shape[1]
+        tensors = {
+            "x": normal(*self.shape) + self.mean,
+            "weight": normal(channels) + 2,
+            "bias": normal(channels) + 1,
+            "running_mean": normal(channels) + self.mean,
+            "running_var": normal(channels).abs() + 0.5,
+            "grad": normal(*self.shape),
+        }
+        if residual:
+            tensors["residual"] = normal(*self.shape)
+        for name in ("x", "grad", "residual"):
+            if name in tensors:
+                tensors[name] = with_layout(tensors[name].to(self.dtype), self.layout)
+        for training in (True, False):
+            z = reference.bn_act(
+                *(tensors[n].double() for n in ("x", "weight", "bias")),
+                running_mean=tensors["running_mean"].double(), running_var=tensors["running_var"].double(),
+                act="identity", training=training, momentum=0.0,
+            )  # fmt: skip
+            for kink in {"relu": (0,), "relu6": (0, 6)}.get(act, ()):
+                tensors["grad"][(z - kink).abs() < KINK_MARGIN + KINK_MARGIN_OF_MEAN * abs(self.mean)] = 0
+        return tensors
+
+
+def with_layout(x: Tensor, layout: str) -> Tensor:
+    """x as contiguous (nchw), channels_last (nhwc), or a slice of a larger tensor that is neither (strided)."""
+    if layout == "nchw":
+        return x.contiguous()
+    if layout == "nhwc":
+        return x.contiguous(memory_format=torch.channels_last)
+    larger = torch.full((x.shape[0], x.shape[1] + 1, x.shape[2] + 2, x.shape[3] + 3), torch.nan, dtype=x.dtype)
+    view = larger[:, 1:, 1:-1, 2:-1]
+    view.copy_(x)
+    return view
+
+
+CASES = [
+    Case((1, 1, 2, 2)),
+    Case((1, 3, 5, 7)),
+    Case((1, 3, 5, 7), "nchw"),
+    Case((2, 17, 1, 1)),
+    Case((2, 17, 9, 5)),
+    Case((2, 17, 9, 5), "nchw"),
+    Case((2, 17, 9, 5), "strided"),
+    Case((3, 1, 8, 11)),
+    Case((4, 72, 14, 14)),
+    Case((2, 5, 37, 41), "nchw"),
+    # more rows than work items, so that an item has several tiles
+    Case((4, 9, 60, 61)),
+    Case((2, 24, 12, 12), mean=1e3),
+    Case((2, 24, 12, 12), mean=1e4),
+    Case((2, 24, 12, 12), "nchw", mean=1e4),
+    Case((2, 24, 12, 12), "strided", mean=-1e4),
+    Case((2, 17, 9, 5), dtype=torch.bfloat16),
+    Case((2, 17, 9, 5), "nchw", dtype=torch.bfloat16),
+    Case((2, 17, 9, 5), "strided", dtype=torch.bfloat16),
+    Case((4, 72, 14, 14), dtype=torch.bfloat16),
+    Case((2, 24, 12, 12), dtype=torch.bfloat16, mean=100),
+]

@@ -1,0 +1,121 @@
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from nasfast import ops
+from nasfast.ops import backends
+
+X = torch.randn(2, 3, 4, 4)
+OPS = ("bn_act", "conv_bn_act", "inverted_residual")
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    monkeypatch.delenv("NASFAST_BACKEND", raising=False)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_order_is_argument_context_environment_device(op, native, monkeypatch):
+    assert ops.resolve_backend(op, X).name == "cpu"
+    monkeypatch.setenv("NASFAST_BACKEND", "reference")
+    assert ops.resolve_backend(op, X).name == "reference"
+    with ops.use_backend("cpu"):
+        assert ops.resolve_backend(op, X).name == "cpu"
+        assert ops.resolve_backend(op, X, "reference").name == "reference"
+    assert ops.resolve_backend(op, X).name == "reference"
+
+
+def test_public_operator_runs_the_chosen_backend(native, monkeypatch):
+    called = []
+    for module, name in (
+        (ops.reference, "bn_act"),
+        (ops.reference, "conv_bn_act"),
+        (ops.reference, "inverted_residual"),
+    ):
+        monkeypatch.setattr(module, name, lambda *a, _n=name, **kw: called.append(_n))
+    unit = ops.ConvBNParams(torch.ones(3, 3, 1, 1), torch.ones(3), torch.zeros(3))
+    depthwise = unit._replace(conv_weight=torch.ones(3, 1, 1, 1))
+
+    def run(backend):
+        ops.bn_act(X, unit.bn_weight, unit.bn_bias, backend=backend)
+        ops.conv_bn_act(X, *unit[:3], backend=backend)
+        ops.inverted_residual(X, unit, depthwise, unit, backend=backend)
+
+    run("cpu")
+    assert called == []
+    run("reference")
+    assert called == list(OPS)
+
+
+def test_context_does_not_leak():
+    seen = []
+    with ops.use_backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(backends._scoped_name.get()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    with pytest.raises(ZeroDivisionError), ops.use_backend("reference"):
+        1 / 0  # noqa: B018
+    assert backends._scoped_name.get() is None
+
+
+def test_unknown_names_list_the_valid_ones(monkeypatch):
+    valid = "valid names are cpu, triton, cuda, reference"
+    with pytest.raises(ValueError, match=f"backend: unknown backend 'gpu'; {valid}"):
+        ops.resolve_backend("bn_act", X, "gpu")
+    with pytest.raises(ValueError, match=f"use_backend: unknown backend 'gpu'; {valid}"), ops.use_backend("gpu"):
+        pass
+    monkeypatch.setenv("NASFAST_BACKEND", "gpu")
+    with pytest.raises(ValueError, match=f"NASFAST_BACKEND: unknown backend 'gpu'; {valid}"):
+        ops.bn_act(X, torch.ones(3), torch.zeros(3))
+
+
+def test_named_backend_that_cannot_serve_raises_with_its_reason(native):
+    with pytest.raises(RuntimeError, match="'cpu' .from backend. cannot serve: serves float32 and bfloat16, got"):
+        ops.resolve_backend("bn_act", X.double(), "cpu")
+    with pytest.raises(RuntimeError, match="'cpu'.*serves CPU tensors, got one on meta"):
+        ops.resolve_backend("bn_act", X.to("meta"), "cpu")
+    with pytest.raises(RuntimeError, match="this version has no cuda kernel for bn_act; choose from cpu, reference"):
+        ops.resolve_backend("bn_act", X, "cuda")
+
+
+def test_automatic_fallback_is_logged_once(native, caplog):
+    backends._logged.clear()
+    with caplog.at_level(logging.INFO, logger=backends.__name__):
+        for _ in range(3):
+            assert ops.resolve_backend("bn_act", X.double()).name == "reference"
+    (record,) = caplog.records
+    assert "bn_act runs on the reference backend (cpu: serves float32 and bfloat16" in record.message
+
+
+def test_explain_covers_every_operator_and_backend(native):
+    rows = backends.explain()
+    assert {(row.op, row.backend) for row in rows} == {(op, name) for op in OPS for name in ops.BACKENDS}
+    assert [row.backend for row in rows if row.chosen] == ["cpu"] * len(OPS)
+    assert all(bool(row.reason) != row.available for row in rows)
+    with ops.use_backend("cuda"):
+        assert not any(row.chosen for row in backends.explain())
+
+
+def test_works_without_the_extension():
+    code = """
+import sys
+sys.modules["nasfast._C"] = None
+import torch
+from nasfast import ops
+x = torch.randn(2, 3, 4, 4)
+assert ops.resolve_backend("bn_act", x).name == "reference"
+ops.bn_act(x, torch.ones(3), torch.zeros(3))
+try:
+    ops.bn_act(x, torch.ones(3), torch.zeros(3), backend="cpu")
+except RuntimeError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "backend 'cpu' (from backend) cannot serve" in result.stdout
+    assert "install" in result.stdout

@@ -1,0 +1,98 @@
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import with_layout
+from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
+
+from nasfast import ops
+from nasfast.ops import reference
+
+# in, out, kernel, stride, groups
+CONVS = {
+    "pointwise": (8, 12, 1, 1, 1),
+    "depthwise3": (8, 8, 3, 1, 8),
+    "depthwise5s2": (9, 9, 5, 2, 9),
+    "depthwise7": (5, 5, 7, 1, 5),
+    "dense3s2": (3, 10, 3, 2, 1),
+}
+CHAINS = {torch.float32: FLOAT32_CHAIN, torch.bfloat16: BFLOAT16_CHAIN}
+
+
+def make(conv, *, layout="nhwc", dtype=torch.float32):
+    in_channels, out_channels, kernel, stride, groups = conv
+    padding = kernel // 2
+    tensors = {
+        "x": with_layout(torch.randn(3, in_channels, 9, 7), layout).to(dtype),
+        "conv_weight": (torch.randn(out_channels, in_channels // groups, kernel, kernel) / kernel).to(dtype),
+        "bn_weight": torch.rand(out_channels) + 0.5,
+        "bn_bias": torch.randn(out_channels),
+        "running_mean": torch.randn(out_channels),
+        "running_var": torch.rand(out_channels) + 0.5,
+    }
+    shape = F.conv2d(tensors["x"], tensors["conv_weight"], None, stride, padding, 1, groups).shape
+    tensors["residual"] = torch.randn(shape).to(dtype)
+    tensors["grad"] = torch.randn(shape).to(dtype)
+    return tensors, {"stride": stride, "padding": padding, "groups": groups}
+
+
+def run(function, tensors, geometry, *, frozen, training, act):
+    names = ("x", "conv_weight", "bn_weight", "bn_bias", "residual")
+    leaves = {name: tensors[name].detach().requires_grad_(not (frozen and name == "conv_weight")) for name in names}
+    running = {name: tensors[name].clone() for name in ("running_mean", "running_var")}
+    y = function(**leaves, **running, **geometry, training=training, act=act)
+    y.backward(tensors["grad"])
+    assert (leaves["conv_weight"].grad is None) == frozen
+    return {"y": y, **running, **{f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
+@pytest.mark.parametrize(("layout", "dtype"), list(product(("nhwc", "nchw", "strided"), CHAINS)), ids=str)
+@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+def test_matches_float64_reference(conv, layout, dtype, frozen, training, backend):
+    tensors, geometry = make(conv, layout=layout, dtype=dtype)
+    # tanh has no kink at which the rounding of the convolution could choose another slope
+    settings = {"frozen": frozen, "training": training, "act": "tanh"}
+    got = run(lambda **kw: ops.conv_bn_act(**kw, backend=backend), tensors, geometry, **settings)
+    widened = {name: tensor.double() for name, tensor in tensors.items()}
+    want = run(reference.conv_bn_act, widened, geometry, **settings)
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name], CHAINS[dtype], floor=4.0 if name.startswith("d") else 0.0)
+
+
+def test_autocast_normalises_the_bfloat16_convolution(backend):
+    tensors, geometry = make(CONVS["pointwise"])
+    arguments = [tensors[name] for name in ("x", "conv_weight", "bn_weight", "bn_bias")]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.conv_bn_act(*arguments, **geometry, backend=backend)
+        expected = reference.bn_act(F.conv2d(*arguments[:2]), *arguments[2:])
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
+
+
+X, W, ONES = torch.ones(2, 4, 5, 5), torch.ones(6, 4, 3, 3), torch.ones(6)
+WRONG = {
+    "3-d weight": (ValueError, r"conv_weight must be 4-d \(out, in / groups, k, k\)", {"conv_weight": W[0]}),
+    "channels": (ValueError, "with groups=1 takes 3 channels.*got an input of 4 channels", {"conv_weight": W[:, :3]}),
+    "groups": (
+        ValueError,
+        "with groups=4 takes 4 channels and gives a multiple of 4",
+        {"groups": 4, "conv_weight": W[:, :1]},
+    ),
+    "stride": (ValueError, "stride and groups must be at least 1.*got stride=0", {"stride": 0}),
+    "too small": (ValueError, "3x3 kernel with padding=0 does not fit", {"x": X[:, :, :2]}),
+    "weight device": (ValueError, "conv_weight must be on cpu like x, got meta", {"conv_weight": W.to("meta")}),
+    "bn weight": (ValueError, r"conv_bn_act: bn_weight must have shape \(6,\)", {"bn_weight": ONES[:2]}),
+    "residual": (ValueError, r"residual must have the shape of the result, \(2, 6, 3, 3\)", {"residual": X}),
+    "one value": (ValueError, r"single value per channel \(shape \(1, 6, 1, 1\)\)", {"x": X[:1, :, :3, :3]}),
+    "eval": (ValueError, "conv_bn_act: training=False normalises with running", {"training": False}),
+    "act": (ValueError, "conv_bn_act: act must be one of", {"act": "swish"}),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "change"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_say_what_is_wrong(error, message, change):
+    with pytest.raises(error, match=message):
+        ops.conv_bn_act(**{"x": X, "conv_weight": W, "bn_weight": ONES, "bn_bias": ONES, **change})

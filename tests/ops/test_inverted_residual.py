@@ -1,0 +1,127 @@
+from itertools import product
+
+import pytest
+import torch
+from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
+
+from nasfast import ops
+from nasfast.ops import ConvBNParams, reference
+from nasfast.ops.modules import FusedInvertedResidual, InvertedResidual
+
+BLOCKS = [
+    {"in_channels": cin, "out_channels": cout, "kernel_size": k, "stride": s, "expand": e}
+    for (cin, cout), k, s, e in product([(6, 6), (6, 10)], (3, 5, 7), (1, 2), (1, 3))
+]
+
+
+def block_id(block):
+    return "{in_channels}to{out_channels}-k{kernel_size}-s{stride}-e{expand}".format(**block)
+
+
+def randomised(block, **settings):
+    """A plain block with BatchNorm parameters away from their defaults."""
+    module = InvertedResidual(**block, **settings)
+    for name, parameter in module.named_parameters():
+        if ".bn." in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return module
+
+
+def results(module, x, grad):
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.backward(grad)
+    gradients = {f"d{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {"y": y, "dx": x.grad, **gradients, **{n: b for n, b in module.named_buffers() if b.is_floating_point()}}
+
+
+def twin(module, block, backend_class=FusedInvertedResidual, **settings):
+    fused = backend_class(**block, **settings)
+    fused.load_state_dict(module.state_dict())
+    for p, q in zip(module.parameters(), fused.parameters(), strict=True):
+        q.requires_grad_(p.requires_grad)
+    return fused
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("block", BLOCKS, ids=block_id)
+def test_fused_matches_plain_in_float64(block, frozen, training, backend):
+    plain = randomised(block, act="tanh").train(training)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not frozen or ".bn." in name)
+    fused = twin(plain, block, act="tanh").train(training)
+    x = torch.randn(3, block["in_channels"], 9, 8).contiguous(memory_format=torch.channels_last)
+    grad = torch.randn_like(plain(x))
+    # the forward above moved the statistics of plain only
+    plain.load_state_dict(fused.state_dict())
+    want = results(plain.double(), x.double(), grad.double())
+    with ops.use_backend(backend):
+        got = results(fused, x, grad)
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name], FLOAT32_CHAIN, floor=8.0 if name.startswith("d") else 0.0)
+
+
+@pytest.mark.parametrize("block", BLOCKS[:2], ids=block_id)
+def test_autocast_is_no_worse_than_eager(block, backend):
+    plain = randomised(block, act="tanh")
+    fused = twin(plain, block, act="tanh")
+    exact = InvertedResidual(**block, act="tanh").double()
+    exact.load_state_dict(plain.state_dict())
+    x = torch.randn(4, block["in_channels"], 12, 12).contiguous(memory_format=torch.channels_last)
+    grad = torch.randn_like(plain(x))
+    plain.load_state_dict(fused.state_dict())
+    want = results(exact, x.double(), grad.double())
+    with torch.autocast("cpu", torch.bfloat16), ops.use_backend(backend):
+        ours, eager = results(fused, x, grad), results(plain, x, grad)
+    for name in ("y", "dx"):
+        assert_close(name, ours[name], want[name], BFLOAT16_CHAIN)
+        # 10 %: both round at random, in other places
+        assert (ours[name] - want[name]).norm() <= 1.1 * (eager[name] - want[name]).norm(), name
+
+
+def params(in_channels, out_channels, kernel=1, groups=1):
+    weight = torch.randn(out_channels, in_channels // groups, kernel, kernel)
+    return ConvBNParams(weight, torch.ones(out_channels), torch.zeros(out_channels))
+
+
+@pytest.mark.parametrize("act", ["relu", "relu6", "identity"])
+def test_function_matches_reference(act, backend):
+    x = torch.randn(2, 4, 6, 6)
+    units = params(4, 12), params(12, 12, 3, 12), params(12, 4)
+    got = ops.inverted_residual(x, *units, act=act, residual=True, backend=backend)
+    wide = [ConvBNParams(*(None if t is None else t.double() for t in unit)) for unit in units]
+    assert_close("y", got, reference.inverted_residual(x.double(), *wide, act=act, residual=True), FLOAT32_CHAIN)
+
+
+X = torch.ones(2, 4, 5, 5)
+GOOD = {"expand": params(4, 8), "depthwise": params(8, 8, 3, 8), "project": params(8, 4)}
+WRONG = {
+    "no project": (TypeError, "project must be a ConvBNParams, got NoneType", {"project": None}),
+    "tuple": (TypeError, "expand must be a ConvBNParams, got tuple", {"expand": tuple(GOOD["expand"])}),
+    "even kernel": (
+        ValueError,
+        "depthwise.conv_weight must have an odd square kernel",
+        {"depthwise": params(8, 8, 2, 8)},
+    ),
+    "dense": (ValueError, r"expand.conv_weight must be pointwise \(out, in, 1, 1\)", {"expand": params(4, 8, 3)}),
+    "width": (ValueError, "depthwise.conv_weight of shape .* got an input of 8", {"depthwise": params(8, 8, 3, 4)}),
+    "project width": (ValueError, "project.conv_weight of shape .* takes 6 channels", {"project": params(6, 4)}),
+    "bn": (
+        ValueError,
+        "project.bn_weight must have shape",
+        {"project": GOOD["project"]._replace(bn_weight=torch.ones(3))},
+    ),
+    "residual": (ValueError, "residual=True adds x of shape.*it needs stride 1", {"residual": True, "stride": 2}),
+    "residual width": (ValueError, "residual=True adds x", {"residual": True, "project": params(8, 6)}),
+    "eval": (ValueError, "inverted_residual: training=False normalises with running", {"training": False}),
+    "one value": (ValueError, "single value per channel", {"x": X[:1, :, :1, :1]}),
+    "empty": (ValueError, "an empty batch", {"x": X[:0]}),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "change"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_say_what_is_wrong(error, message, change):
+    with pytest.raises(error, match=message):
+        ops.inverted_residual(**{"x": X, **GOOD, **change})

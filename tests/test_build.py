@@ -1,0 +1,108 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ARCHS = ("80", "86", "89", "90")
+
+
+def build(folder, **environment):
+    """Run setup.py's build step into folder; returns the finished process and the folder of the package."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("NASFAST_") and k not in ("CXX", "CUDACXX")}
+    result = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"],
+        cwd=ROOT, env={**inherited, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+    return result, folder / "lib" / "nasfast"
+
+
+def record(package):
+    return json.loads((package / "_build.json").read_text())
+
+
+def has_compiler():
+    return any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+
+
+def test_without_a_compiler_it_installs_and_says_why(tmp_path):
+    result, package = build(tmp_path, PATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert list(package.iterdir()) == [package / "_build.json"]
+    assert not record(package)["native"]
+    assert "no C++ compiler found" in record(package)["reason"] and "apt install" in record(package)["reason"]
+    assert record(package)["reason"] in result.stderr
+
+
+def test_native_on_without_a_compiler_fails(tmp_path):
+    result, _ = build(tmp_path, PATH=str(tmp_path), NASFAST_NATIVE="ON")
+    assert result.returncode != 0
+    assert "NASFAST_NATIVE=ON, but the native part cannot be built: no C++ compiler" in result.stderr
+
+
+def test_native_off_is_recorded(tmp_path):
+    result, package = build(tmp_path, NASFAST_NATIVE="OFF")
+    assert result.returncode == 0, result.stderr
+    assert "NASFAST_NATIVE=OFF" in record(package)["reason"]
+
+
+@pytest.mark.parametrize("name", ["NASFAST_NATIVE", "NASFAST_CUDA"])
+def test_wrong_switch_values_are_named(tmp_path, name):
+    if name == "NASFAST_CUDA" and not has_compiler():
+        pytest.skip("no C++ compiler, so CMake is not reached")
+    result, _ = build(tmp_path, **{name: "MAYBE"})
+    assert result.returncode != 0
+    assert f"{name} must be AUTO, ON or OFF, got" in result.stderr
+
+
+def test_a_broken_compiler_fails_loudly(tmp_path):
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    result, package = build(tmp_path, CXX=str(broken))
+    assert result.returncode != 0
+    assert "the native build failed" in result.stderr and "NASFAST_NATIVE=OFF" in result.stderr
+    assert not (package / "_build.json").exists()
+
+
+@pytest.mark.slow
+def test_builds_and_runs_without_cuda(tmp_path):
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    result, package = build(tmp_path, NASFAST_CUDA="OFF")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert record(package) == {"native": True, "reason": None}
+    (library,) = package.glob("_C.*")
+    code = (
+        "import importlib.util, torch\n"
+        f"spec = importlib.util.spec_from_file_location('_C', {str(library)!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "assert module.build_info()['cuda'] is False and module.cuda_device_info()['count'] == 0\n"
+        "x = torch.randn(2, 3, 4, 4)\n"
+        "y, mean, var = torch.ops.nasfast.bn_act_fwd(\n"
+        "    x, torch.ones(3), torch.zeros(3), None, None, None, 1e-5, 'identity')\n"
+        "torch.testing.assert_close(mean, x.double().mean((0, 2, 3)))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_nvcc_compiles_every_cuda_source(tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc on PATH")
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
+    targets.append(f"-gencode=arch=compute_{ARCHS[-1]},code=compute_{ARCHS[-1]}")
+    sources = sorted((ROOT / "kernels" / "cuda").glob("*.cu"))
+    assert sources
+    for source in sources:
+        target = tmp_path / f"{source.stem}.o"
+        command = [nvcc, "-std=c++17", "-O3", *targets, "-c", source, "-o", target]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        assert target.stat().st_size > 0

@@ -1,0 +1,50 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nasfast.doctor import doctor
+from nasfast.ops import _native, backends
+
+
+def test_names_versions_machine_and_every_operator():
+    text = doctor()
+    assert f"torch {torch.__version__.split('+')[0]}" in text
+    assert f"{torch.get_num_threads()} threads" in text
+    for row in backends.explain():
+        assert f"{row.op} on cpu" in text
+        if not row.available:
+            assert f"not {row.backend}: {row.reason}" in text
+
+
+def test_native_build_is_described():
+    if _native.extension is None:
+        pytest.skip(_native.why_missing())
+    text = doctor()
+    assert _native.extension.build_info()["compiler"] in text
+    assert f"nasfast uses {_native.extension.isa()}" in text
+    assert "bn_act on cpu: cpu" in text
+
+
+def test_missing_extension_is_explained():
+    code = "import sys; sys.modules['nasfast._C'] = None; from nasfast.doctor import doctor; print(doctor())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "bn_act on cpu: reference" in result.stdout
+    assert "pip install" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("gpu", "NASFAST_BACKEND: unknown backend 'gpu'; valid names are"),
+        ("cuda", "bn_act on cpu: nothing, the named backend cannot serve"),
+        ("reference", "not cpu: another one comes first"),
+    ],
+)
+def test_environment_is_reported(monkeypatch, value, line):
+    if value == "reference" and _native.extension is None:
+        pytest.skip(_native.why_missing())
+    monkeypatch.setenv("NASFAST_BACKEND", value)
+    assert line in doctor()
