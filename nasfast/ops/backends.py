@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +21,8 @@ BACKENDS = ("cpu", "triton", "cuda", "reference")
 
 _logger = logging.getLogger(__name__)
 _logged: set[tuple[str, str]] = set()
-_scoped_name: ContextVar[str | None] = ContextVar("nasfast_backend", default=None)
+# a plain global: torch.compile guards on it, and in torch 2.11 it cannot trace a ContextVar
+_scoped_name: str | None = None
 _native_missing = _native.why_missing()
 
 
@@ -86,7 +86,7 @@ def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend
     """
     name, source = requested, "backend"
     if name is None:
-        name, source = _scoped_name.get(), "use_backend"
+        name, source = _scoped_name, "use_backend"
     if name is None:
         name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
     if name is not None:
@@ -130,17 +130,18 @@ def _log_once(op: str, chosen: str, skipped: list[str]) -> None:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Make name the backend of every operator called in this context (and thread) without a backend argument.
+    """Make name the backend of every operator called within, in any thread, without a backend argument.
 
     Raises:
         ValueError: unknown name, on entry.
     """
+    global _scoped_name
     _check_name(name, "use_backend")
-    token = _scoped_name.set(name)
+    outer, _scoped_name = _scoped_name, name
     try:
         yield
     finally:
-        _scoped_name.reset(token)
+        _scoped_name = outer
 
 
 def explain(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Row]:

@@ -208,13 +208,13 @@ def _top_k(run: _Run) -> str:
     for place, c in enumerate(run.result.candidates, 1):
         proof = f"optimal (gap {c.gap:.1e})" if c.optimal else "not proven"
         rows.append(
-            [place, f"{c.score:.6g}", _millions(c.macs), _millions(c.params), proof, c.status, format_arch(c.arch)]
+            [place, f"{c.score:.6g}", _millions(c.macs), _millions(c.params), format_arch(c.arch), proof, c.status]
         )
     note = (
         "Optimal: no architecture within the limits that is not listed above it scores higher; "
         "gap is the distance between its score and the proven bound."
     )
-    header = ["#", "score", "MACs", "parameters", "proof", "status", "architecture"]
+    header = ["#", "score", "MACs", "parameters", "architecture", "proof", "status"]
     return _table(header, rows, text_columns=(4, 5, 6)) + f'<p class="soft">{note}</p>'
 
 

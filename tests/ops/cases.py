@@ -11,7 +11,7 @@ from nasfast.ops import reference
 # Distance from a kink of the activation below which rounding may choose the other slope; there the incoming gradient is
 # zero. PyTorch's batch_norm rounds terms as large as the mean, hence the second margin, per unit of it.
 KINK_MARGIN = 1e-3
-KINK_MARGIN_OF_MEAN = 4e-7
+KINK_MARGIN_OF_MEAN = 1e-6
 
 
 @dataclass(frozen=True)
