@@ -26,7 +26,12 @@ from nasfast.train.checkpoint import write_atomic
 
 
 class _Parser(jsonargparse.ArgumentParser):
-    """An argument parser whose complaint about an unknown flag names the nearest one."""
+    """A command's argument parser: no abbreviations, and a complaint about an unknown flag names the nearest one."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(
+            prog=f"nasfast {command}", description=_COMMANDS[command][1], default_env=False, allow_abbrev=False
+        )
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         match = re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
@@ -64,17 +69,18 @@ def _run_config(command: str, argv: Sequence[str], *, resumable: bool) -> tuple[
     Defaults come from RunConfig, then from the run directory's config.yaml where the command continues a run, then from
     every --config file in order, then from flags.
     """
-    early = argparse.ArgumentParser(add_help=False)
-    early.add_argument("--out", default=RunConfig.out)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--out")
     early.add_argument("--config", action="append", default=[])
     early.add_argument("--resume", action="store_true")
     known, _ = early.parse_known_args(argv)
-    saved = Path(known.out) / CONFIG_FILE
-    continues = known.resume or command not in ("run", "supernet")
-    files = [saved] if continues and saved.exists() else []
-    files += [_recipe(name) for name in known.config]
+    files = [_recipe(name) for name in known.config]
+    out = known.out or next((o for f in reversed(files) if (o := load_yaml(f).get("out"))), RunConfig.out)
+    saved = Path(out) / CONFIG_FILE
+    if (known.resume or command not in ("run", "supernet")) and saved.exists():
+        files.insert(0, saved)
 
-    parser = _Parser(prog=f"nasfast {command}", description=_COMMANDS[command][1], default_env=False)
+    parser = _Parser(command)
     parser.add_argument(
         "--config", action="append", metavar="FILE",
         help=f"YAML with any of the settings below, or a recipe: {', '.join(sorted(p.stem for p in _RECIPES.glob('*.yaml')))}; "
@@ -187,7 +193,7 @@ def _doctor(argv: Sequence[str]) -> None:
 
 
 def _parser(command: str) -> _Parser:
-    return _Parser(prog=f"nasfast {command}", description=_COMMANDS[command][1], default_env=False)
+    return _Parser(command)
 
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {

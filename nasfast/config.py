@@ -105,6 +105,18 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return loaded
 
 
+def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
+    """The keys in which two nested settings differ, with both values; empty if they are equal."""
+    parts = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            parts += [text for text in [difference(before, after, f"{prefix}{key}.")] if text]
+        elif before != after:
+            parts.append(f"{prefix}{key} was {before!r}, now {after!r}")
+    return "; ".join(parts)
+
+
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import yaml
 
-from nasfast.config import ConfigBase, ConfigError
+from nasfast.config import ConfigBase, ConfigError, difference
 from nasfast.data import DataConfig, Loader, make_loaders
 from nasfast.doctor import environment
 from nasfast.indicators.accuracy import path_accuracy
@@ -37,12 +37,16 @@ from nasfast.search import (
 from nasfast.spaces import SearchSpace, get_space
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
-from nasfast.train.checkpoint import CheckpointFolder, write_atomic
+from nasfast.train.checkpoint import CheckpointError, CheckpointFolder, write_atomic
 from nasfast.train.supernet import METHODS, SupernetConfig, default_lr, make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
 
 CONFIG_FILE, SPACE_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "space.yaml", "indicators.json", "archs.json"
+
+_LATER = ("out", "device", "threads", "search", "retrain", "recalibration_batches")
+_LATER_DATA = ("train", "val", "workers", "max_bad_files")
+"""Settings, and those of `data`, that may change when a supernet resumes: of later stages, or of the machine."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +120,15 @@ class RunConfig(ConfigBase):
         return self.device
 
 
-def _loaders(cfg: RunConfig, *, hold_out: bool) -> tuple[SearchSpace, Loader, Loader]:
-    """The space with the data's number of classes, training and validation loader.
+def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool) -> tuple[Loader, Loader]:
+    """Training and validation loader.
 
     Args:
         hold_out: validate on training images that are held out, so that the search never sees those of `data.val`.
     """
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
-    train, val = make_loaders(cfg.data, resolution=space.resolution, seed=cfg.seed, hold_out=hold_out)
-    return space.replace(num_classes=len(train.source.classes)), train, val
+    return make_loaders(cfg.data, resolution=space.resolution, seed=cfg.seed, hold_out=hold_out)
 
 
 def _scored_by_accuracy(cfg: RunConfig) -> bool:
@@ -150,23 +152,52 @@ def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
         ConfigError, DataError: the settings or images cannot be used.
         TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
     """
-    space, loader, _ = _loaders(cfg, hold_out=_scored_by_accuracy(cfg))
+    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
+    loader, _ = _loaders(cfg, space, hold_out=_scored_by_accuracy(cfg))
+    space = space.replace(num_classes=len(loader.source.classes))
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    _check_limits(cfg, space)
+    _check_search(cfg, space)
     run_dir = cfg.run_dir
-    if not resume and CheckpointFolder(run_dir / "checkpoints", "supernet").paths():
-        raise FileExistsError(f"{run_dir} holds a supernet run already: add --resume, or choose another --out")
+    if CheckpointFolder(run_dir / "checkpoints", "supernet").paths():
+        if not resume:
+            raise FileExistsError(f"{run_dir} holds a supernet run already: add --resume, or choose another --out")
+        _check_same_run(cfg, space)
     write_atomic(run_dir / CONFIG_FILE, _yaml(cfg.resolved()))
     write_atomic(run_dir / SPACE_FILE, _yaml(space))
     write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
     _LOG.info("%s", net.summary)
+    torch.manual_seed(cfg.seed)  # the state of the global generator becomes part of the checkpoints
     return train_supernet(net, loader, sampler, cfg.train, run_dir=run_dir, resume=resume, device=cfg.torch_device)
 
 
-def _check_limits(cfg: RunConfig, space: SearchSpace) -> None:
-    """Refuse an unreachable limit before hours of training, not after."""
+def _check_search(cfg: RunConfig, space: SearchSpace) -> None:
+    """Refuse what the search would refuse, before hours of training."""
+    if _scored_by_accuracy(cfg) and cfg.search.method == "exact":
+        raise ConfigError(f"search.method='exact' needs additive scores; {cfg.method} scores whole paths: use 'evolution'")
     cfg.search.limits.check(space, allow_identity=cfg.search.allow_identity)
+
+
+def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
+    """Refuse to resume a supernet with settings that its first part did not have, before its files are replaced."""
+    path = cfg.run_dir / CONFIG_FILE
+    if not path.exists():
+        return
+    if (saved := _saved_space(cfg)).fingerprint != space.fingerprint:
+        changes = difference(saved.to_dict(), space.to_dict())
+        raise CheckpointError(
+            f"{cfg.run_dir / SPACE_FILE} differs from the space of this run: {changes}; "
+            "resume with the same space and images, or choose another --out"
+        )
+    forms = [config.resolved().to_dict() for config in (RunConfig.load(path), cfg)]
+    for form in forms:
+        for mapping, keys in ((form, _LATER), (form["data"], _LATER_DATA)):
+            for key in keys:
+                mapping.pop(key)
+    if forms[0] != forms[1]:
+        raise CheckpointError(
+            f"{path} has other settings: {difference(*forms)}; resume with those of the run, or choose another --out"
+        )
 
 
 def _yaml(config: ConfigBase) -> bytes:
@@ -213,12 +244,11 @@ def search(cfg: RunConfig) -> list[Candidate]:
     space, run_dir, front = _saved_space(cfg), cfg.run_dir, []
     settings = cfg.search.replace(seed=cfg.seed)
     if _scored_by_accuracy(cfg):
-        if settings.method == "exact":
-            raise ConfigError(f"search.method='exact' needs additive scores; {cfg.method} scores whole paths: use 'evolution'")
-        _check_limits(cfg, space)
-        _, train, val = _loaders(cfg, hold_out=True)
+        _check_search(cfg, space)
+        train, val = _loaders(cfg, space, hold_out=True)
         net = load_supernet(cfg)
-        history = History(run_dir / "history.jsonl", space, scorer=f"accuracy {cfg.method} seed {cfg.seed}")
+        scorer = f"accuracy {cfg.method} seed {cfg.seed} recalibration {cfg.recalibration_batches}"
+        history = History(run_dir / "history.jsonl", space, scorer=scorer)
 
         def accuracy(arch: tuple[int, ...]) -> float:
             return path_accuracy(
@@ -249,10 +279,14 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainRe
         FileNotFoundError: the search has not run.
         TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
     """
-    space, train, val = _loaders(cfg, hold_out=False)
-    path = cfg.run_dir / ARCHS_FILE
+    space, path = _saved_space(cfg), cfg.run_dir / ARCHS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")
+    train, val = _loaders(cfg, space, hold_out=False)
+    if len(train.source.classes) != space.num_classes:
+        raise ConfigError(
+            f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}"
+        )
     candidates = load_candidates(path, space).candidates[: cfg.retrain.top_k]
     chosen = {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(candidates)}
     if cfg.retrain.random_baseline:

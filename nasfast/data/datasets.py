@@ -96,8 +96,12 @@ class FolderSource(ImageSource):
         return images
 
     def image(self, index: int) -> Image.Image:
-        with Image.open(self._paths[index]) as opened:
-            return opened.convert("RGB")
+        try:
+            with Image.open(self._paths[index]) as opened:
+                return opened.convert("RGB")
+        except Exception as error:
+            # damaged files make PIL's decoders raise anything: ValueError, SyntaxError, DecompressionBombError, ...
+            raise OSError(f"{self._paths[index]}: {type(error).__name__}: {error}") from error
 
     def name(self, index: int) -> str:
         return self._paths[index]

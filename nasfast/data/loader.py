@@ -76,7 +76,8 @@ class _Samples(Dataset):
                 except OSError:
                     bad.append(self._source.name(index))
                     continue
-                torch.manual_seed(_derive_seed(self._seed, epoch, index))
+                # torch.manual_seed would also seed every GPU kind there may be, a millisecond per image
+                torch.default_generator.manual_seed(_derive_seed(self._seed, epoch, index))
                 images.append(self._transform(image))
                 labels.append(int(self._source.labels[index]))
         stacked = torch.stack(images) if images else torch.empty(0)

@@ -9,7 +9,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from nasfast.spaces import SearchSpace, arch_to_json, from_yaml, load_arch
+from nasfast.spaces import arch_to_json, from_yaml, load_arch
 from nasfast.supernet import StandaloneNetwork, build
 from nasfast.train.checkpoint import storable, write_atomic
 

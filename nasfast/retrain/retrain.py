@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from nasfast.config import ConfigBase
 from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.spaces import Arch, SearchSpace
@@ -86,6 +88,7 @@ def retrain(
         name: of the sub-folder and of the stage in metrics.
         supernet: whose weights `cfg.init == "inherit"` takes.
         activation: of the blocks; None takes the space's.
+        seed: of fresh weights, and of torch's global generator, which becomes part of the checkpoints.
 
     Raises:
         ArchError: `arch` does not belong to `space`.
@@ -107,6 +110,7 @@ def retrain(
     def evaluation(model: StandaloneNetwork) -> Evaluation:
         return evaluate(model, val_loader, device=device)
 
+    torch.manual_seed(seed)
     started = time.monotonic()
     final = train(
         network, train_loader, settings,

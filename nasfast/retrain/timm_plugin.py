@@ -10,20 +10,27 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nasfast.retrain.export import ARCH_FILE, SPACE_FILE, load_model
-from nasfast.spaces import from_yaml, load_arch
+from nasfast.retrain.export import load_model
 from nasfast.supernet import build
 
 try:
     from timm.models import register_model
 except ImportError as error:
     raise RuntimeError("the timm plug-in needs timm: pip install 'nasfast[timm]'") from error
+
+
+if __name__ == "__main__":
+    # the wrapper below imports this file under its own name, which is where it registers
+
+    def register_model(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        return function
 
 
 class TimmNetwork(nn.Module):
@@ -86,12 +93,10 @@ def nasfast(pretrained: bool = False, **kwargs: Any) -> TimmNetwork:
     ignored = sorted(k for k, v in kwargs.items() if v and k not in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"))
     if ignored:
         raise ValueError(f"timm model 'nasfast' has no {', '.join(ignored)}; allowed: arch, num_classes")
-    folder = Path(folder)
-    if pretrained:
-        network = load_model(folder).train()
-    else:
-        space = from_yaml(folder / SPACE_FILE)
-        network = build(space, load_arch(folder / ARCH_FILE, space), seed=torch.initial_seed() % 2**63)
+    network = load_model(folder).train()
+    if not pretrained:
+        seed = torch.initial_seed() % 2**63
+        network = build(network.space, network.arch, activation=network.activation, seed=seed)
     if in_chans not in (None, network.space.in_channels):
         raise ValueError(f"timm model 'nasfast': the space has {network.space.in_channels} input channels, got in_chans={in_chans}")
     model = TimmNetwork(network)
@@ -103,8 +108,8 @@ def nasfast(pretrained: bool = False, **kwargs: Any) -> TimmNetwork:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("usage: python -m nasfast.retrain.timm_plugin SCRIPT [ARGUMENTS OF THE SCRIPT]")
-    # this file runs as __main__; the import is what registers the model under its real module name
     import nasfast.retrain.timm_plugin  # noqa: F401
 
     sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # as python SCRIPT would, for the script's own imports
     runpy.run_path(sys.argv[0], run_name="__main__")

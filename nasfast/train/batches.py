@@ -36,8 +36,8 @@ class _IterableLoader:
 def _with_own_generator(batches: Iterable[Any], *, seed: int) -> Iterator[Any]:
     """`batches`, made while the global CPU generator is swapped for one that starts from `seed`.
 
-    A DataLoader shuffles and its data set augments with the global generator, the shuffling one not before the first batch
-    is asked for. So an epoch repeats from any position, whatever else draws numbers.
+    A DataLoader shuffles and its data set augments with the global generator, the first not before a batch is asked for.
+    So an epoch repeats from any position, whatever else draws numbers.
     """
     iterator, state = None, None
     while True:

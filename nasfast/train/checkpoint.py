@@ -64,7 +64,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors, names sorted; of tensors that share memory (a module known by two names) the later are copies."""
+    """Contiguous CPU tensors, names sorted; where tensors share memory (a module with two names) the later are copies."""
     result, seen = {}, set()
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.config import ConfigBase
+from nasfast.config import ConfigBase, difference
 from nasfast.spaces import Sampler
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
@@ -217,7 +217,7 @@ def train(
             path, checkpoint = found
             if checkpoint.state["settings"] != settings:
                 raise CheckpointError(
-                    f"{path} was written with other settings: {_difference(checkpoint.state['settings'], settings)}; "
+                    f"{path} was written with other settings: {difference(checkpoint.state['settings'], settings)}; "
                     "resume with the config.yaml of the run"
                 )
             step, sums = state.restore(checkpoint)
@@ -262,15 +262,3 @@ def train(
             if step < total and step % per_epoch:
                 raise RuntimeError(f"loader has length {per_epoch} but epoch {epoch} ended after {step % per_epoch} batches")
     return folder.paths()[-1]
-
-
-def _difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """The keys in which two nested settings differ, with both values."""
-    parts = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            parts += [text for text in [_difference(before, after, f"{prefix}{key}.")] if text]
-        elif before != after:
-            parts.append(f"{prefix}{key} was {before!r}, now {after!r}")
-    return "; ".join(parts)

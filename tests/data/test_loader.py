@@ -1,0 +1,266 @@
+"""Batches: their content depends on (seed, epoch, position) alone; unreadable files; the choices of `make_loaders`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny import write_folder
+
+from nasfast.config import ConfigError
+from nasfast.data import DataConfig, DataError, DigitsSource, FolderSource, Loader, make_loaders
+from nasfast.data.transforms import eval_transform, train_transform
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "images", {"a": 9, "b": 7, "c": 7})
+
+
+def loader(folder, *, augment: str = "cifar", shuffle: bool = True, **settings) -> Loader:
+    settings = {"batch_size": 5, "seed": 3, **settings}
+    return Loader(FolderSource(folder), train_transform(augment, 12), shuffle=shuffle, **settings)
+
+
+def same(one, other) -> bool:
+    one, other = list(one), list(other)
+    return len(one) == len(other) and all(
+        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.slow
+def test_batches_do_not_depend_on_the_number_of_workers(folder):
+    want = list(loader(folder).epoch(2))
+    for workers in (1, 2):
+        assert same(loader(folder, workers=workers).epoch(2), want)
+    assert same(loader(folder, workers=2).epoch(2, start=2), want[2:])
+
+
+def test_start_continues_the_epoch(folder):
+    want = list(loader(folder).epoch(1))
+    for start in range(len(want) + 1):
+        assert same(loader(folder).epoch(1, start=start), want[start:])
+
+
+def test_the_global_generator_neither_matters_nor_moves(folder):
+    torch.manual_seed(1)
+    want = list(loader(folder).epoch(0))
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    assert same(loader(folder).epoch(0), want)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_epochs_and_seeds_differ_in_order_and_augmentation(folder):
+    def order(seed: int, epoch: int):
+        return torch.cat([y for _, y in loader(folder, seed=seed, augment="none").epoch(epoch)])
+
+    assert not torch.equal(order(3, 0), order(3, 1))
+    assert not torch.equal(order(3, 0), order(4, 0))
+
+    def images(seed: int, epoch: int):
+        return torch.cat([x for x, _ in loader(folder, seed=seed, shuffle=False).epoch(epoch)])
+
+    first = images(3, 0)
+    assert torch.equal(first, images(3, 0))
+    assert not torch.equal(first, images(3, 1))
+    assert not torch.equal(first, images(4, 0))
+
+
+def test_every_image_with_its_label(folder):
+    """Without shuffling: the source's order. Each image has its own colours, so the pairs show mistakes."""
+    source = FolderSource(folder)
+    pixels = {np.asarray(source.image(i)).tobytes(): int(source.labels[i]) for i in range(23)}
+    assert len(pixels) == 23
+    for shuffle in (False, True):
+        seen = []
+        for x, y in loader(folder, augment="none", shuffle=shuffle).epoch(0):
+            for image, label in zip(x, y.tolist(), strict=True):
+                key = (image * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy().tobytes()
+                assert pixels[key] == label
+                seen.append(key)
+        assert len(seen) == len(set(seen)) == (20 if shuffle else 23)
+        if not shuffle:
+            assert seen == list(pixels)
+
+
+@pytest.mark.parametrize(
+    ("images", "shuffle", "sizes"),
+    [
+        (23, True, [5] * 4),
+        (23, False, [5, 5, 5, 5, 3]),
+        (20, True, [5] * 4),
+        (20, False, [5] * 4),
+        (3, True, [3]),
+        (3, False, [3]),
+    ],
+)
+def test_the_last_smaller_batch(tmp_path, images, shuffle, sizes):
+    """Dropped when shuffling, unless it is the only one."""
+    made = loader(write_folder(tmp_path, {"a": images - 1, "b": 1}), shuffle=shuffle)
+    assert [len(y) for _, y in made.epoch(0)] == sizes
+    assert len(made) == len(sizes)
+    assert made.num_images == images
+
+
+def test_normalisation_type_and_layout(folder):
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 2.0)
+    raw = next(loader(folder, shuffle=False, augment="none").epoch(0))[0]
+    x, y = next(loader(folder, shuffle=False, augment="none", mean=mean, std=std).epoch(0))
+    want = (raw - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
+    torch.testing.assert_close(x, want)
+    assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert raw.min() >= 0
+    assert raw.max() <= 1
+    assert raw.max() > 0.9
+
+
+def spoil(folder, *names: str) -> list[str]:
+    paths = [folder / name for name in names]
+    for i, path in enumerate(paths):
+        path.write_bytes((b"not an image", path.read_bytes()[:60], b"")[i % 3])
+    return [str(path) for path in paths]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_files_are_skipped_counted_and_named(folder, caplog, workers):
+    bad = spoil(folder, "a/003.png", "b/010.png")
+    made = loader(folder, shuffle=False, augment="none", max_bad_files=2, workers=workers)
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        labels = torch.cat([y for _, y in made.epoch(0)]).tolist()
+    assert labels == [0] * 8 + [1] * 6 + [2] * 7
+    assert made.bad_files == set(bad)
+    assert all(name in caplog.text for name in bad)
+    assert "2 so far" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        list(made.epoch(1))
+    assert not caplog.records, "each file is named once"
+
+
+def test_more_unreadable_files_than_allowed_stop_the_run(folder):
+    bad = spoil(folder, "a/003.png", "b/010.png", "c/020.png")
+    with pytest.raises(DataError, match="3 images could not be read, more than data.max_bad_files=2") as error:
+        list(loader(folder, shuffle=False, max_bad_files=2).epoch(0))
+    assert all(name in str(error.value) for name in bad)
+    assert "raise the limit" in str(error.value)
+
+
+def test_a_long_list_of_unreadable_files_is_shortened(folder):
+    spoil(folder, *(f"a/{i:03d}.png" for i in range(8)))
+    with pytest.raises(DataError, match="and 3 more"):
+        list(loader(folder, shuffle=False, batch_size=9, max_bad_files=7).epoch(0))
+
+
+def test_a_batch_without_a_readable_image_is_an_error(folder):
+    spoil(folder, *(f"a/{i:03d}.png" for i in range(5)))
+    with pytest.raises(DataError, match="none of the 5 images of a batch could be read"):
+        list(loader(folder, shuffle=False, max_bad_files=10).epoch(0))
+
+
+def test_augmentation_of_the_rest_does_not_depend_on_a_bad_file(folder):
+    clean = list(loader(folder, shuffle=False).epoch(0))
+    spoil(folder, "a/001.png")
+    first = next(loader(folder, shuffle=False, max_bad_files=1).epoch(0))[0]
+    keep = torch.tensor([0, 2, 3, 4])
+    assert torch.equal(first, clean[0][0][keep])
+
+
+# make_loaders
+
+
+def test_digits_loaders():
+    train, val = make_loaders(DataConfig(source="digits", batch_size=32, workers=0), resolution=16)
+    assert (train.num_images, val.num_images) == (1442, 355)
+    x, y = next(train.epoch(0))
+    assert x.shape == (32, 3, 16, 16)
+    assert y.unique().numel() > 4
+
+
+def test_hold_out_never_shows_the_validation_images():
+    cfg = DataConfig(source="digits", workers=0, val_fraction=0.2)
+    train, held = make_loaders(cfg, resolution=16, hold_out=True)
+    val = DigitsSource("val")
+    judged = {val.name(i) for i in range(355)}
+    parts = [{s.source.name(i) for i in range(s.num_images)} for s in (train, held)]
+    assert not parts[0] & parts[1]
+    assert not (parts[0] | parts[1]) & judged
+    assert len(parts[0] | parts[1]) == 1442
+    assert len(parts[1]) == pytest.approx(0.2 * 1442, abs=10)
+
+
+def test_folders_with_and_without_a_validation_folder(tmp_path):
+    a, b = write_folder(tmp_path / "t", {"x": 10, "y": 10}), write_folder(tmp_path / "v", {"x": 3, "y": 4})
+    common = {"train": str(a), "batch_size": 4, "workers": 0, "val_fraction": 0.3}
+    train, val = make_loaders(DataConfig(**common), resolution=12)
+    assert (train.num_images, val.num_images) == (14, 6)
+    train, val = make_loaders(DataConfig(**common, val=str(b)), resolution=12)
+    assert (train.num_images, val.num_images) == (20, 7)
+    train, held = make_loaders(DataConfig(**common, val=str(b)), resolution=12, hold_out=True)
+    assert (train.num_images, held.num_images) == (14, 6)
+    train, val = make_loaders(DataConfig(**common), resolution=12)
+    search, held = make_loaders(DataConfig(**common), resolution=12, hold_out=True)
+    names = lambda made: {made.source.name(i) for i in range(made.num_images)}  # noqa: E731
+    assert names(search) | names(held) == names(train)
+    assert not names(held) & names(val)
+
+
+def test_the_training_folder_is_required():
+    with pytest.raises(ConfigError, match="data.train is not set"):
+        make_loaders(DataConfig(), resolution=32)
+
+
+@pytest.mark.parametrize(
+    ("augment", "source", "resolution", "flips", "noise"),
+    [
+        ("auto", "digits", 32, False, False),
+        ("auto", "folder", 64, True, False),
+        ("auto", "folder", 65, True, True),
+        ("shift", "folder", 96, False, False),
+        ("none", "folder", 32, False, False),
+        ("imagenet", "folder", 32, True, True),
+        ("cifar", "digits", 32, True, False),
+    ],
+)
+def test_augment_choices(tmp_path, augment, source, resolution, flips, noise):
+    write_folder(tmp_path, {"a": 2, "b": 2})
+    cfg = DataConfig(source=source, train=str(tmp_path), augment=augment, workers=0, batch_size=2)
+    train, val = make_loaders(cfg, resolution=resolution)
+    steps = [type(t).__name__ for t in train._samples._transform.transforms]
+    assert ("RandomHorizontalFlip" in steps) == flips
+    assert ("Lighting" in steps) == noise
+    evaluation = [type(t).__name__ for t in val._samples._transform.transforms]
+    assert evaluation == [type(t).__name__ for t in eval_transform(resolution).transforms]
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"batch_size": 1}, "batch_size must be at least 2"),
+        ({"val_fraction": 0.0}, "val_fraction must be between 0 and 1"),
+        ({"workers": -1}, "must not be negative"),
+        ({"augment": "imagnet"}, "'imagnet', allowed: 'auto', 'imagenet'"),
+        ({"mean": [0.5, 0.5]}, "expected 3 values, got 2"),
+    ],
+)
+def test_settings_that_cannot_be(form, message):
+    with pytest.raises(ConfigError, match=message):
+        DataConfig.from_dict(form)
+
+
+def test_large_images_are_cropped_to_the_resolution(tmp_path):
+    for name, size in itertools.product("ab", [(90, 40), (30, 120)]):
+        (tmp_path / name).mkdir(exist_ok=True)
+        Image.new("RGB", size, (255, 0, 0)).save(tmp_path / name / f"{size[0]}.jpg")
+    cfg = DataConfig(train=str(tmp_path), workers=0, batch_size=2, val_fraction=0.5, mean=(0, 0, 0), std=(1, 1, 1))
+    train, val = make_loaders(cfg, resolution=80)
+    for made in (train, val):
+        x, _ = next(made.epoch(0))
+        assert x.shape == (2, 3, 80, 80)
+        assert x[:, 0].mean() > 0.8

@@ -1,0 +1,191 @@
+"""Image folders, the digits, and the held-out split."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+from tiny import write_folder
+
+from nasfast.data import DataError, DigitsSource, FolderSource
+from nasfast.data.datasets import SubsetSource, split_source
+
+
+def test_labels_follow_the_sorted_class_names(tmp_path):
+    write_folder(tmp_path, {"zebra": 2, "ant": 3, "10": 1, "9": 1})
+    source = FolderSource(tmp_path)
+    assert source.classes == ("10", "9", "ant", "zebra")
+    assert source.labels.tolist() == [0, 1, 2, 2, 2, 3, 3]
+    for index, label in enumerate(source.labels):
+        assert source.name(index).startswith(str(tmp_path / source.classes[label]))
+
+
+def test_images_are_found_in_sub_folders_and_hidden_files_are_not(tmp_path):
+    write_folder(tmp_path, {"a": 1, "b": 1, "a/deep/deeper": 2, ".cache": 1})
+    (tmp_path / "a" / ".DS_Store").write_text("x")
+    (tmp_path / "a" / "._hidden.png").write_text("x")
+    source = FolderSource(tmp_path)
+    assert source.classes == ("a", "b")
+    assert source.labels.tolist() == [0, 0, 0, 1]
+    assert source.not_images == []
+
+
+def test_files_that_are_not_images_are_passed_over_and_named(tmp_path, caplog):
+    write_folder(tmp_path, {"a": 2, "b": 2})
+    (tmp_path / "a" / "notes.txt").write_text("x")
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        source = FolderSource(tmp_path)
+    assert source.not_images == [str(tmp_path / "a" / "notes.txt")]
+    assert "passed over 1 files" in caplog.text
+    assert "notes.txt" in caplog.text
+    assert len(source) == 4
+
+
+def test_pixels_are_those_of_the_file(tmp_path):
+    write_folder(tmp_path, {"a": 1, "b": 1})
+    source = FolderSource(tmp_path)
+    expected = np.random.default_rng(1).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    assert np.array_equal(np.asarray(source.image(1)), expected)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "LA"])
+def test_every_colour_mode_becomes_rgb(tmp_path, mode):
+    write_folder(tmp_path, {"a": 1, "b": 1}, mode=mode)
+    image = FolderSource(tmp_path).image(0)
+    assert (image.mode, image.size) == ("RGB", (12, 12))
+    if mode == "L":
+        channels = np.asarray(image)
+        assert (channels[..., 0] == channels[..., 1]).all()
+        assert len(np.unique(channels)) > 2
+
+
+def test_a_cmyk_jpeg_becomes_rgb(tmp_path):
+    write_folder(tmp_path, {"a": 1, "b": 1}, mode="CMYK", ending=".JPEG")
+    assert FolderSource(tmp_path).image(0).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (None, "does not exist: give a folder with one sub-folder per class"),
+        ({}, "has no class sub-folder"),
+        ({"only": 3}, r"has one class only \('only'\)"),
+        ({"a": 2, "b": 0}, "class folder .*b holds no image"),
+    ],
+    ids=["missing", "empty", "one class", "empty class"],
+)
+def test_folders_that_cannot_be_used(tmp_path, counts, message):
+    root = tmp_path / "images"
+    if counts is not None:
+        root.mkdir()
+        write_folder(root, counts)
+    with pytest.raises(DataError, match=message):
+        FolderSource(root)
+
+
+def test_a_file_is_not_a_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match="does not exist"):
+        FolderSource(tmp_path / "file")
+
+
+def test_classes_unlike_the_training_folder(tmp_path):
+    train, val = write_folder(tmp_path / "t", {"a": 1, "b": 1}), write_folder(tmp_path / "v", {"a": 1, "c": 1})
+    with pytest.raises(DataError, match=r"missing \['b'\], extra \['c'\]"):
+        FolderSource(val, classes=FolderSource(train).classes)
+    assert FolderSource(train, classes=("a", "b")).classes == ("a", "b")
+
+
+def damage(path, kind: str) -> None:
+    data = path.read_bytes()
+    if kind == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("<html>404</html>")
+    elif kind == "bomb":
+        # a bitmap header that claims 60000 x 60000 pixels: PIL raises DecompressionBombError, which is no OSError
+        path.write_bytes(data[:18] + (60000).to_bytes(4, "little") * 2 + data[26:])
+    elif kind == "header":
+        # not a number where the width should be: PIL raises ValueError
+        path.write_bytes(data.replace(b"12 12", b"1x 12"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [
+        ("truncated", ".png"),
+        ("truncated", ".jpg"),
+        ("empty", ".jpg"),
+        ("text", ".jpeg"),
+        ("bomb", ".bmp"),
+        ("header", ".ppm"),
+    ],
+)
+def test_a_damaged_file_is_an_oserror(tmp_path, kind, ending):
+    write_folder(tmp_path, {"a": 1, "b": 1}, ending=ending, side=12)
+    source = FolderSource(tmp_path)
+    damage(tmp_path / "a" / f"000{ending}", kind)
+    with pytest.raises(OSError):
+        source.image(0)
+    source.image(1)
+
+
+def test_digits_are_split_into_disjoint_parts_of_every_class():
+    train, val = DigitsSource("train"), DigitsSource("val")
+    assert (len(train), len(val)) == (1797 - len(val), 355)
+    names = [{s.name(i) for i in range(len(s))} for s in (train, val)]
+    assert not names[0] & names[1]
+    assert len(names[0] | names[1]) == 1797
+    for label in range(10):
+        total = int((load_digits().target == label).sum())
+        assert int((val.labels == label).sum()) == total // 5
+
+
+def test_digits_are_their_pixels_with_their_labels():
+    source, digits = DigitsSource("val"), load_digits()
+    assert source.classes == tuple("0123456789")
+    for index in (0, 100, 354):
+        original = int(source.name(index).split()[1])
+        assert source.labels[index] == digits.target[original]
+        image = source.image(index)
+        assert (image.mode, image.size) == ("RGB", (32, 32))
+        small = np.asarray(image.convert("L").resize((8, 8), Image.Resampling.BOX)) / 255 * 16
+        assert np.abs(small - digits.images[original]).mean() < 1.0
+
+
+class _Labels(SubsetSource):
+    """A source of labels alone, for the split."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.classes = tuple(counts)
+        self.labels = np.repeat(np.arange(len(counts)), list(counts.values()))
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
+def test_the_hold_out_is_stratified_and_disjoint(fraction):
+    counts = {"a": 50, "b": 20, "c": 2}
+    source = _Labels(counts)
+    train, val = split_source(source, fraction, seed=1)
+    indices = [set(part._indices.tolist()) for part in (train, val)]
+    assert not indices[0] & indices[1]
+    assert indices[0] | indices[1] == set(range(72))
+    for label, count in enumerate(counts.values()):
+        held_out = int((val.labels == label).sum())
+        assert held_out == min(max(1, round(count * fraction)), count - 1)
+    assert train.labels.tolist() == source.labels[train._indices].tolist()
+
+
+def test_the_hold_out_depends_on_the_seed_only():
+    source = _Labels({"a": 40, "b": 40})
+    parts = [split_source(source, 0.25, seed)[1]._indices.tolist() for seed in (1, 1, 2)]
+    assert parts[0] == parts[1] != parts[2]
+
+
+def test_a_class_with_one_image_cannot_be_split():
+    with pytest.raises(DataError, match="class 'b' has 1 image"):
+        split_source(_Labels({"a": 5, "b": 1}), 0.2, 0)

@@ -1,0 +1,57 @@
+"""Validation accuracy of a path: what it computes, and that it leaves the supernet alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import batches, tiny_space
+
+from nasfast.indicators.accuracy import path_accuracy
+from nasfast.spaces import ArchError, UniformSampler
+from nasfast.supernet import Supernet, inherit
+from nasfast.train import TrainConfig, evaluate, recalibrate_bn, train_supernet
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Supernet:
+    net = Supernet(tiny_space(), init="he", layer_indicators=False)
+    net.freeze("all")
+    sampler = UniformSampler(net.space, seed=1)
+    train_supernet(net, batches(12), sampler, TrainConfig(epochs=10, lr=0.1), run_dir=tmp_path_factory.mktemp("spos"))
+    return net
+
+
+def test_a_trained_path_is_better_than_chance(trained):
+    train, val = batches(6), batches(6, seed=1)
+    accuracies = [path_accuracy(trained, a, train_loader=train, val_loader=val) for a in ((0,) * 4, (2, 1, 0, 2))]
+    assert min(accuracies) > 0.6
+    # 48 images: an accuracy is a count of them
+    assert all(round(a * 48) == pytest.approx(a * 48) for a in accuracies)
+
+
+def test_it_is_the_recalibrated_standalone_network(trained):
+    train, val, arch = batches(6), batches(3, seed=1), (1, 0, 2, 1)
+    network = inherit(trained, arch)
+    recalibrate_bn(network, train, batches=2)
+    want = evaluate(network, val).top1
+    assert path_accuracy(trained, arch, train_loader=train, val_loader=val, recalibration_batches=2) == want
+    # the images must be normalised by the statistics of the path: without any the network guesses
+    raw = evaluate(inherit(trained, arch).eval(), val).top1
+    assert raw != want
+
+
+def test_the_supernet_is_left_as_it_was(trained):
+    before = {n: t.clone() for n, t in trained.state_dict().items()}
+    flags = {n: p.requires_grad for n, p in trained.named_parameters()}
+    trained.train()
+    path_accuracy(trained, (0, 1, 2, 0), train_loader=batches(2), val_loader=batches(2))
+    after = trained.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert flags == {n: p.requires_grad for n, p in trained.named_parameters()}
+    assert trained.training
+
+
+def test_an_illegal_architecture_is_refused(trained):
+    with pytest.raises(ArchError, match="layer 1"):
+        path_accuracy(trained, (0, 7, 0, 0), train_loader=batches(1), val_loader=batches(1))

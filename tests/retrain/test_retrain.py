@@ -1,0 +1,128 @@
+"""Retraining from fresh and from inherited weights, and the files it leaves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny import batches, tiny_space
+
+from nasfast.config import ConfigError
+from nasfast.retrain import RetrainConfig, RetrainResult, load_model, retrain
+from nasfast.spaces import SKIP, ArchError, load_arch, mobilenet_v2
+from nasfast.supernet import Supernet, build
+from nasfast.train import CheckpointError, TrainConfig, evaluate
+from nasfast.train.checkpoint import load_checkpoint
+from nasfast.train.log import read_metrics
+
+ONE_STEP = TrainConfig(epochs=1, lr=1e-9, momentum=0.0, weight_decay=0.0)
+
+
+def test_it_learns_and_reports_what_it_measured(retrained):
+    result, network = retrained.result, load_model(retrained.folder)
+    assert result.top1 > 0.7
+    found = evaluate(network, retrained.val)
+    assert (result.top1, result.top5) == (found.top1, found.top5)
+    assert result.loss == pytest.approx(found.loss, rel=1e-5)
+    cost = tiny_space().cost(retrained.arch)
+    assert (result.macs, result.params) == (cost.macs, cost.params)
+    assert sum(p.numel() for p in network.parameters()) == cost.params
+    assert (result.arch, result.epochs) == (retrained.arch, 8)
+    assert result.seconds > 0
+
+
+def test_result_json_is_the_result(retrained):
+    assert RetrainResult.from_dict(json.loads((retrained.folder / "result.json").read_text())) == retrained.result
+
+
+def test_files(retrained):
+    assert {p.name for p in retrained.folder.iterdir()} >= {
+        "model.safetensors",
+        "arch.json",
+        "space.yaml",
+        "result.json",
+    }
+    assert load_arch(retrained.folder / "arch.json", tiny_space()) == retrained.arch
+    stages = {m["stage"] for m in read_metrics(retrained.run_dir)}
+    assert stages == {"retrain/best"}
+    evaluations = [m["step"] for m in read_metrics(retrained.run_dir) if "eval_top1" in m]
+    assert evaluations == [8 * epoch for epoch in range(1, 9)]
+
+
+def test_the_activation_is_kept(retrained):
+    network = load_model(retrained.folder)
+    assert network.activation == "tanh"
+    assert {m.act_name for m in network.modules() if hasattr(m, "conv")} == {"tanh", "identity"}
+
+
+def test_fresh_weights_are_those_of_the_seed_and_nothing_is_frozen(tmp_path):
+    """At a vanishing rate the weights stay what they were at the start."""
+    cfg = RetrainConfig(init="gaussian", train=ONE_STEP)
+    retrain(tiny_space(), (0, 1, 2, 0), batches(2), batches(1), cfg, run_dir=tmp_path, seed=5)
+    trained = load_model(tmp_path / "retrain" / "best")
+    for (name, got), want in zip(
+        trained.named_parameters(), build(tiny_space(), (0, 1, 2, 0), init="gaussian", seed=5).parameters(), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert got.requires_grad
+    momentum = load_checkpoint(next((tmp_path / "checkpoints").iterdir())).tensors
+    assert sum(n.startswith("model.") for n in momentum) == len(trained.state_dict())
+
+
+@pytest.mark.parametrize("init", ["inherit", "orthogonal"])
+def test_inherited_weights_are_the_supernets(tmp_path, init):
+    net = Supernet(tiny_space(), init="he", seed=3)
+    cfg = RetrainConfig(init=init, train=ONE_STEP)
+    retrain(tiny_space(), (0, 1, 2, SKIP), batches(2), batches(1), cfg, run_dir=tmp_path, supernet=net)
+    got = load_model(tmp_path / "retrain" / "best")
+    same = torch.allclose(got.blocks[2].project.conv.weight, net.layers[2].candidates[2].project.conv.weight, atol=1e-6)
+    assert same == (init == "inherit")
+    assert isinstance(got.blocks[3], torch.nn.Identity)
+    assert all(not p.requires_grad for p in net.roles()["convolutions"])
+
+
+def test_all_inherited_weights_train(tmp_path):
+    net = Supernet(tiny_space(), seed=3)
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    cfg = RetrainConfig(init="inherit", train=TrainConfig(epochs=1, lr=0.1))
+    retrain(tiny_space(), (0, 1, 2, 0), batches(2), batches(1), cfg, run_dir=tmp_path, supernet=net)
+    got = load_model(tmp_path / "retrain" / "best")
+    assert not torch.equal(got.stem[0].conv.weight, before["stem.0.conv.weight"])
+    assert not torch.equal(got.classifier.weight, before["classifier.weight"])
+    assert all(torch.equal(p, before[n]) for n, p in net.named_parameters()), "the supernet itself was trained"
+
+
+def test_inherit_needs_a_supernet(tmp_path):
+    with pytest.raises(ValueError, match="retrain.init='inherit' needs the trained supernet"):
+        retrain(tiny_space(), (0,) * 4, batches(1), batches(1), RetrainConfig(init="inherit"), run_dir=tmp_path)
+
+
+def test_illegal_architecture(tmp_path):
+    with pytest.raises(ArchError, match="must have 4 values"):
+        retrain(tiny_space(), (0,), batches(1), batches(1), run_dir=tmp_path)
+
+
+def test_another_architecture_does_not_resume_this_one(retrained, tmp_path):
+    cfg = RetrainConfig(train=ONE_STEP)
+    retrain(tiny_space(), (0, 0, 0, 0), batches(1), batches(1), cfg, run_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"\(0, 0, 0, 0\).*\(0, 0, 0, 1\)"):
+        retrain(tiny_space(), (0, 0, 0, 1), batches(1), batches(1), cfg, run_dir=tmp_path, resume=True)
+    with pytest.raises(FileExistsError, match="retrain/best"):
+        retrain(tiny_space(), (0, 0, 0, 0), batches(1), batches(1), cfg, run_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"), [({"top_k": 0}, "top_k must be at least 1"), ({"init": "kaiming"}, "'kaiming', allowed")]
+)
+def test_settings_that_cannot_be(form, message):
+    with pytest.raises(ConfigError, match=message):
+        RetrainConfig.from_dict(form)
+
+
+def test_a_network_of_another_space_is_refused(retrained, tmp_path):
+    for name in ("model.safetensors", "arch.json"):
+        (tmp_path / name).write_bytes((retrained.folder / name).read_bytes())
+    mobilenet_v2().save(tmp_path / "space.yaml")
+    with pytest.raises(ArchError, match="written for space 'tiny'"):
+        load_model(tmp_path)

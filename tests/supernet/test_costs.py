@@ -1,0 +1,80 @@
+"""Closed-form costs against what the modules do: multiply-accumulates counted by torch, and parameters."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nasfast.spaces import BUILDERS, SKIP, Cost, mobilenet_v2, parse_arch
+from nasfast.supernet import StandaloneNetwork, Supernet, UnitFactory
+from nasfast.supernet.blocks import build_block
+
+SPACES = {name: build() for name, build in BUILDERS.items()} | {"bnnas": mobilenet_v2(variant="bnnas")}
+
+
+def measured(module: nn.Module, *shape: int) -> tuple[Cost, torch.Size]:
+    """MACs and parameters of a module on one image, and the shape of its output; nothing is computed on `meta`."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        out = module(torch.empty(1, *shape, device="meta"))
+    flops = counter.get_total_flops()
+    assert flops % 2 == 0
+    return Cost(flops // 2, sum(p.numel() for p in module.parameters())), out.shape
+
+
+@pytest.fixture(params=sorted(SPACES))
+def space(request):
+    return SPACES[request.param]
+
+
+def test_every_candidate_costs_what_the_table_says(space):
+    units = UnitFactory(act=space.activation, fused=False, track_running_stats=True)
+    seen = set()
+    for layer in (*space.stem_layers, *space.layers, *space.head_layers):
+        for choice, block in enumerate(layer.choices):
+            shapes = (layer.in_channels, layer.out_channels, layer.stride, layer.size)
+            if (block, shapes) in seen:
+                continue
+            seen.add((block, shapes))
+            with torch.device("meta"):
+                module = build_block(block, layer, units).eval()
+            cost, out = measured(module, layer.in_channels, layer.size, layer.size)
+            assert cost == layer.cost(choice), (block, shapes)
+            side = -(-layer.size // layer.stride)
+            assert out == (1, layer.out_channels, side, side), (block, shapes)
+    assert len(seen) > len(space.stages)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whole_networks_cost_the_sum(space, seed):
+    rng = random.Random(seed)
+    arch = tuple(rng.choice(layer.options) for layer in space.layers)
+    with torch.device("meta"):
+        network = StandaloneNetwork(space, arch).eval()
+    cost, out = measured(network, space.in_channels, space.resolution, space.resolution)
+    assert cost == space.cost(arch)
+    assert out == (1, space.num_classes)
+
+
+def test_released_bnnas_architecture_as_a_module():
+    """The golden values of BN-NAS's released configuration, through a network that runs."""
+    space = mobilenet_v2(variant="bnnas")
+    network = StandaloneNetwork(space, parse_arch("3 -1 0 4 0 -1 -1 0 4 -1 4 4 1 4 2 0 0 4 0 2 2")).eval()
+    assert sum(p.numel() for p in network.parameters()) == 5_228_536
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        logits = network(torch.randn(1, 3, 224, 224))
+    assert counter.get_total_flops() == 2 * 471_822_240
+    assert logits.shape == (1, 1000)
+    assert logits.isfinite().all()
+
+
+def test_a_supernet_holds_every_candidate_once(small_space):
+    """Parameters of the supernet: the fixed part, every candidate, and two per channel of every layer indicator."""
+    net = Supernet(small_space)
+    candidates = sum(layer.cost(c).params for layer in small_space.layers for c in layer.options if c != SKIP)
+    indicators = sum(2 * u.in_channels for u in small_space.layers if u.indicator_choice is not None)
+    total = sum(p.numel() for p in net.parameters())
+    assert total == small_space.fixed_cost.params + candidates + indicators

@@ -1,0 +1,217 @@
+"""Every initialisation against isometry.md, section 3."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from tiny import tiny_space
+from torch import nn
+
+from nasfast.ops.modules import ConvBNAct
+from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, digits_mini
+from nasfast.supernet import Supernet, initialize
+
+GAIN = {"identity": 1.0, "tanh": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2)}
+
+
+def units(net: nn.Module):
+    """(name, convolution, gain of the activation behind it) of every unit."""
+    for name, module in net.named_modules():
+        if isinstance(module, ConvBNAct):
+            yield name, module.conv, GAIN[module.act_name]
+
+
+def gram(weight: torch.Tensor) -> torch.Tensor:
+    """W W^T of the shorter side of the flattened weight, float64."""
+    matrix = weight.detach().double().flatten(1)
+    return matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+
+
+def assert_scaled_identity(matrix: torch.Tensor, scale: float) -> None:
+    torch.testing.assert_close(matrix, scale * torch.eye(len(matrix), dtype=torch.float64), rtol=0, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("activation", ["relu6", "relu", "tanh", "identity"])
+def test_orthogonal_matrices_and_filters(activation):
+    net = Supernet(tiny_space(), init="orthogonal", activation=activation)
+    kinds = set()
+    for _, conv, gain in units(net):
+        out, fan_in, k = conv.out_channels, conv.weight[0].numel(), conv.kernel_size[0]
+        if conv.groups > 1:
+            kinds.add("depthwise")
+            for filter_ in conv.weight.detach().double()[:, 0]:
+                assert_scaled_identity(filter_ @ filter_.T, gain**2 / k)
+        else:
+            kinds.add("wide" if out <= fan_in else "tall")
+            # semi-orthogonal under the scale rule: the mean squared row norm is gain^2
+            assert_scaled_identity(gram(conv.weight), gain**2 * max(1.0, out / fan_in))
+        rows = conv.weight.detach().double().flatten(1).square().sum(1).mean()
+        assert rows.item() == pytest.approx(gain**2, rel=1e-6)
+    assert kinds == {"depthwise", "wide", "tall"}
+    assert_scaled_identity(gram(net.classifier.weight), 1.0)
+    assert not net.classifier.bias.any()
+
+
+def test_gain_follows_the_activation_behind_the_convolution():
+    """MobileNetV2: expansion and depthwise are followed by ReLU6, the projection by nothing."""
+    block = Supernet(tiny_space()).layers[0].candidates[2]
+    for unit, gain in ((block.expand, math.sqrt(2)), (block.depthwise, math.sqrt(2)), (block.project, 1.0)):
+        assert unit.conv.weight.detach().double().flatten(1).square().sum(1).mean().sqrt().item() == pytest.approx(
+            gain, rel=1e-6
+        )
+
+
+def test_pointwise_convolutions_are_not_sign_matrices():
+    """The paper's literal reading, QR of every 1x1 slice, would make every weight +-1."""
+    weight = Supernet(tiny_space()).layers[0].candidates[0].expand.conv.weight
+    assert weight.abs().unique().numel() > weight.numel() // 2
+
+
+@pytest.mark.parametrize("activation", ["relu6", "identity"])
+def test_delta_keeps_the_centre_tap_only(activation):
+    net = Supernet(tiny_space(), init="delta_orthogonal", activation=activation)
+    for _, conv, gain in units(net):
+        k = conv.kernel_size[0]
+        weight = conv.weight.detach().double()
+        centre = weight[:, :, k // 2, k // 2]
+        assert torch.equal(weight.square().sum((2, 3)), centre.square())
+        if conv.groups > 1:
+            torch.testing.assert_close(centre.abs(), torch.full_like(centre, gain), rtol=1e-6, atol=0)
+        else:
+            assert_scaled_identity(gram(centre), gain**2 * max(1.0, conv.out_channels / conv.in_channels))
+    signs = torch.cat([c.weight.detach().sum((1, 2, 3)).sign() for _, c, _ in units(net) if c.groups > 1])
+    assert 0.3 < (signs > 0).double().mean() < 0.7
+
+
+# standard error of a sample variance of n values is sqrt(2 / n) of it; five of them
+def assert_normal(weight: torch.Tensor, std: float) -> None:
+    weight, n = weight.detach().double(), weight.numel()
+    assert weight.mean().abs().item() < 5 * std / math.sqrt(n)
+    assert weight.var().item() == pytest.approx(std**2, rel=5 * math.sqrt(2 / n))
+    # a uniform or two-point distribution has a smaller fourth moment than 3
+    assert (weight / std).pow(4).mean().item() == pytest.approx(3, abs=5 * math.sqrt(96 / n))
+
+
+@pytest.mark.parametrize("activation", ["relu6", "tanh"])
+def test_gaussian_variance_is_gain_over_fan_in(activation):
+    net = Supernet(digits_mini(), init="gaussian", activation=activation)
+    for _, conv, gain in units(net):
+        if conv.weight.numel() > 500:
+            assert_normal(conv.weight, gain / math.sqrt(conv.weight[0].numel()))
+    assert_normal(net.classifier.weight, 1 / math.sqrt(160))
+
+
+def test_he_is_fan_out_without_gain():
+    net = Supernet(digits_mini(), init="he")
+    for _, conv, _ in units(net):
+        if conv.weight.numel() > 500:
+            assert_normal(conv.weight, math.sqrt(2 / (conv.kernel_size[0] ** 2 * conv.out_channels)))
+    assert_normal(net.classifier.weight, 0.01)
+
+
+@pytest.mark.parametrize("scheme", ["orthogonal", "delta_orthogonal", "gaussian", "he"])
+def test_batch_norms_start_at_one_and_zero(scheme):
+    net = Supernet(tiny_space())
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(3.0)
+    initialize(net, scheme)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert (module.weight == 1).all()
+            assert (module.bias == 0).all()
+    assert not (net.classifier.weight == 3).any()
+    assert not net.classifier.bias.any()
+
+
+@pytest.mark.parametrize("scheme", ["orthogonal", "delta_orthogonal", "gaussian", "he"])
+def test_seeds_decide_and_the_global_generator_does_not(scheme):
+    state = lambda seed: Supernet(tiny_space(), init=scheme, seed=seed).state_dict()  # noqa: E731
+    torch.manual_seed(1)
+    first = state(0)
+    torch.manual_seed(2)
+    again, other = state(0), state(1)
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert all(not torch.equal(first[n], other[n]) for n in first if n.endswith("conv.weight") and "depthwise" not in n)
+    before = torch.get_rng_state()
+    initialize(nn.Conv2d(4, 4, 3), scheme)
+    torch.manual_seed(2)
+    assert torch.equal(first["classifier.weight"], state(0)["classifier.weight"])
+    torch.set_rng_state(before)
+    module = nn.Conv2d(4, 4, 3)
+    drawn = torch.get_rng_state()
+    initialize(module, scheme)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_weights_do_not_depend_on_module_order():
+    def network(names: str) -> nn.ModuleDict:
+        layers = {"a": nn.Conv2d(3, 5, 3), "b": nn.Conv2d(5, 5, 3, groups=5), "c": nn.Linear(4, 6)}
+        return nn.ModuleDict({name: layers[name] for name in names})
+
+    first, second = network("abc"), network("cab")
+    initialize(first, "orthogonal", seed=7)
+    initialize(second, "orthogonal", seed=7)
+    for name in "abc":
+        assert torch.equal(first[name].weight, second[name].weight)
+
+
+def test_weights_do_not_depend_on_other_candidates():
+    space = tiny_space()
+    stages = tuple(stage.replace(choices=(*stage.choices, Block("mbconv", 7, 2))) for stage in space.stages)
+    small, large = Supernet(space, seed=3).state_dict(), Supernet(space.replace(stages=stages), seed=3).state_dict()
+    assert len(large) > len(small)
+    for name, tensor in small.items():
+        assert torch.equal(tensor, large[name]), name
+
+
+def test_equal_shapes_of_different_names_differ():
+    net = Supernet(tiny_space())
+    first, second = (net.layers[i].candidates[0].depthwise.conv.weight for i in (0, 1))
+    assert first.shape == second.shape
+    assert not torch.equal(first, second)
+
+
+def test_delta_warns_where_kernel_sizes_coincide(caplog):
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        Supernet(tiny_space(), init="delta_orthogonal")
+    assert "cannot rank kernel sizes" in caplog.text
+    assert "3, 5" in caplog.text
+    caplog.clear()
+    one_size = tuple(s.replace(choices=(Block("mbconv", 3, 2), Block("mbconv", 3, 3))) for s in tiny_space().stages)
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        Supernet(tiny_space(stages=one_size), init="delta_orthogonal")
+        Supernet(tiny_space(), init="orthogonal")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("scheme", ["orthogonal", "delta_orthogonal"])
+def test_the_stem_of_a_grey_scale_network_is_dense(scheme):
+    space = SearchSpace(
+        "grey", 8, 2, (FixedLayer(Block("conv", 3), 8),), (Stage(8, 1, 1, (Block("mbconv", 3, 2),)),), (), in_channels=1
+    )
+    stem = Supernet(space, init=scheme).stem[0].conv
+    assert stem.weight.shape == (8, 1, 3, 3)
+    if scheme == "orthogonal":
+        # 8 of 9 dimensions: the rows are orthogonal across channels, which separate filters would not be
+        assert_scaled_identity(gram(stem.weight), 2.0)
+    else:
+        assert_scaled_identity(gram(stem.weight[:, :, 1, 1]), 2.0 * 8)
+
+
+def test_orthogonal_weights_are_haar_signed():
+    """Without the sign fix of the QR the first entry of every matrix would have one sign."""
+    signs = []
+    for seed in range(40):
+        layer = nn.Linear(4, 4)
+        initialize(layer, "orthogonal", seed=seed)
+        signs.append(layer.weight[0, 0].item() > 0)
+    assert 8 <= sum(signs) <= 32
+
+
+def test_unknown_scheme_names_the_nearest():
+    with pytest.raises(ValueError, match="unknown scheme 'ortogonal'; did you mean 'orthogonal'"):
+        Supernet(tiny_space(), init="ortogonal")

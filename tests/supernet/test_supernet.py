@@ -1,0 +1,277 @@
+"""Freezing by role, paths, and agreement of a path with its standalone network."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from tiny import tiny_space
+from torch.nn import functional as F
+
+from nasfast.spaces import SKIP, ArchError, FairSampler, mobilenet_v2
+from nasfast.supernet import Supernet, build, inherit
+
+
+def images(space, count: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    x = torch.randn(
+        count, space.in_channels, space.resolution, space.resolution, generator=torch.Generator().manual_seed(3)
+    )
+    return x.to(dtype).contiguous(memory_format=torch.channels_last)
+
+
+def trainable_names(net) -> set[str]:
+    return {name for name, p in net.named_parameters() if p.requires_grad}
+
+
+def affine(*names: str) -> set[str]:
+    return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
+
+
+# by hand: the last BN of every candidate, and the layer indicators of the normal layers
+INDICATOR_BNS = {
+    "mbconv": [f"layers.{i}.candidates.{j}.project.bn" for i in range(4) for j in range(3)]
+    + ["layers.1.layer_indicator", "layers.3.layer_indicator"],
+    "shuffle": [f"layers.{i}.candidates.{j}.main.{2 if j < 2 else 5}.bn" for i in range(4) for j in range(3)]
+    + ["layers.1.layer_indicator", "layers.3.layer_indicator"],
+    "macro": [f"layers.{i}.candidates.{j}.project.bn" for i in range(4) for j in (1, 2)]
+    + ["layers.0.candidates.0.unit.bn", "layers.2.candidates.0.unit.bn"]
+    + ["layers.1.layer_indicator", "layers.3.layer_indicator"],
+}
+
+
+def names_of(space) -> set[str]:
+    key = {"tiny": "mbconv", "small_shuffle": "shuffle", "small_macro": "macro"}[space.name]
+    return affine(*INDICATOR_BNS[key])
+
+
+def test_indicators_train_by_default(small_space):
+    net = Supernet(small_space)
+    assert trainable_names(net) == names_of(small_space)
+    net.freeze("all")
+    net.freeze()
+    assert trainable_names(net) == names_of(small_space)
+
+
+def test_freeze_bn_is_every_batch_norm_and_nothing_else(small_space):
+    net = Supernet(small_space)
+    net.freeze("bn")
+    expected = {
+        f"{n}.{part}"
+        for n, m in net.named_modules()
+        if isinstance(m, torch.nn.BatchNorm2d)
+        for part in ("weight", "bias")
+    }
+    assert trainable_names(net) == expected
+    assert expected > names_of(small_space)
+
+
+def test_freeze_all_is_every_parameter(small_space):
+    net = Supernet(small_space)
+    net.freeze("all")
+    assert trainable_names(net) == {name for name, _ in net.named_parameters()}
+
+
+def test_the_classifier_is_an_option(small_space):
+    net = Supernet(small_space)
+    net.freeze(classifier=True)
+    classifier = affine("classifier") if small_space.classifier_bias else {"classifier.weight"}
+    assert trainable_names(net) == names_of(small_space) | classifier
+
+
+def test_without_layer_indicators_only_blocks_train():
+    net = Supernet(tiny_space(), layer_indicators=False)
+    assert trainable_names(net) == affine(*(n for n in INDICATOR_BNS["mbconv"] if "layer_indicator" not in n))
+    assert not net.layer_indicators
+
+
+def test_roles_are_a_partition(small_space):
+    net = Supernet(small_space)
+    parameters = [id(p) for role in net.roles().values() for p in role]
+    assert len(parameters) == len(set(parameters))
+    assert set(parameters) == {id(p) for p in net.parameters()}
+    assert all(p.ndim == 4 for p in net.roles()["convolutions"])
+
+
+def test_summary_numbers_and_text():
+    """Block indicators of 3 x (8, 8, 12, 12) channels, layer indicators of 8 and 12; classifier 16 x 4 + 4."""
+    net = Supernet(tiny_space())
+    block, layer = 2 * 3 * (8 + 8 + 12 + 12), 2 * (8 + 12)
+    assert net.summary.by_role == {"block_indicators": (24, block), "layer_indicators": (4, layer)}
+    assert net.summary.elements == block + layer == 280
+    assert net.summary.total_elements == sum(p.numel() for p in net.parameters())
+    text = str(net.summary)
+    assert text.startswith(f"trainable='indicators': 280 of {net.summary.total_elements:,} parameters (")
+    assert text.endswith("block_indicators 24 tensors / 240, layer_indicators 4 tensors / 40")
+    summary = net.freeze("indicators", classifier=True)
+    assert summary is net.summary
+    assert summary.by_role["classifier"] == (2, 68)
+
+
+def test_unknown_trainable_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'indicators'"):
+        Supernet(tiny_space()).freeze("indicator")
+
+
+@pytest.mark.parametrize("trainable", ["indicators", "all"])
+def test_only_the_path_gets_gradients(small_space, trainable):
+    net = Supernet(small_space)
+    net.freeze(trainable)
+    path = FairSampler(small_space, seed=5).step()[0]
+    net(images(small_space), path).square().mean().backward()
+    got = {name for name, p in net.named_parameters() if p.grad is not None}
+    on_path = set()
+    for name, p in net.named_parameters():
+        parts = name.split(".")
+        if parts[0] != "layers":
+            used = True
+        else:
+            layer, choice = small_space.layers[int(parts[1])], path[int(parts[1])]
+            indicated = choice == layer.indicator_choice
+            used = indicated if parts[2] == "layer_indicator" else not indicated and int(parts[3]) == choice
+        if used and p.requires_grad:
+            on_path.add(name)
+    assert got == on_path
+    assert got
+
+
+def test_a_path_equals_its_inherited_network(small_space):
+    """fp32 through the fused operators; the plain network sums in another order."""
+    net = Supernet(small_space, seed=1)
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.ndim == 1:
+                p.add_(0.2 * torch.randn(p.shape))
+    x, rng = images(small_space, 6), random.Random(0)
+    for _ in range(4):
+        arch = tuple(rng.choice([c for c in u.options if c != u.indicator_choice]) for u in small_space.layers)
+        torch.testing.assert_close(net(x, arch), inherit(net, arch).train()(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_path_equals_its_inherited_network_in_double_precision(small_space):
+    net = Supernet(small_space, seed=1).double()
+    arch = tuple(u.options[-1] for u in small_space.layers)
+    x = images(small_space, dtype=torch.float64)
+    torch.testing.assert_close(net(x, arch), inherit(net, arch).double().train()(x), rtol=1e-10, atol=1e-10)
+
+
+def test_inherited_weights_are_copies():
+    net = Supernet(tiny_space())
+    network = inherit(net, (0, 1, 2, 0))
+    with torch.no_grad():
+        for p in network.parameters():
+            p.fill_(7.0)
+    assert not any((p == 7.0).all() for p in net.parameters())
+    assert [type(b).__name__ for b in network.blocks] == ["InvertedResidual"] * 4
+
+
+def test_evaluation_uses_batch_statistics_too():
+    net, x = Supernet(tiny_space()), images(tiny_space())
+    torch.testing.assert_close(net.train()(x, (0,) * 4), net.eval()(x, (0,) * 4), rtol=0, atol=0)
+    assert not list(net.buffers())
+
+
+def test_layer_indicator_path_is_identity_and_batch_norm(small_space):
+    net, x = Supernet(small_space), images(small_space)
+    skip = small_space.layers[1].indicator_choice
+    indicator = net.layers[1].layer_indicator
+    with torch.no_grad():
+        indicator.weight.uniform_(0.5, 2)
+        indicator.bias.normal_()
+    first, third, fourth = 1, 1, 1
+    hidden = net.layers[0](net.stem(x), first)
+    hidden = F.batch_norm(hidden, None, None, indicator.weight, indicator.bias, training=True, eps=indicator.eps)
+    hidden = net.layers[3](net.layers[2](hidden, third), fourth)
+    want = net.classifier(net.head(hidden).mean((2, 3)))
+    torch.testing.assert_close(net(x, (first, skip, third, fourth)), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_skipped_layer_without_indicator_passes_its_input_on():
+    space = tiny_space()
+    net, x = Supernet(space, layer_indicators=False), images(space)
+    want = net.classifier(net.head(net.layers[2](net.layers[0](net.stem(x), 1), 2)).mean((2, 3)))
+    torch.testing.assert_close(net(x, (1, SKIP, 2, SKIP)), want, rtol=0, atol=0)
+    network = inherit(net, (1, SKIP, 2, SKIP))
+    torch.testing.assert_close(network.train()(x), want, rtol=1e-4, atol=1e-4)
+    assert sum(p.numel() for p in network.parameters()) == space.cost((1, SKIP, 2, SKIP)).params
+
+
+def test_pinned_layers_pass_their_input_on():
+    space = tiny_space()
+    pinned = space.replace(stages=(space.stages[0].replace(pinned=(1,)), space.stages[1]))
+    net, x = Supernet(pinned), images(pinned)
+    hidden = net.layers[0](net.stem(x), 2)
+    want = net.classifier(net.head(net.layers[3](net.layers[2](hidden, 0), 1)).mean((2, 3)))
+    torch.testing.assert_close(net(x, (2, SKIP, 0, 1)), want, rtol=0, atol=0)
+    assert isinstance(build(pinned, (2, SKIP, 0, 1)).blocks[1], torch.nn.Identity)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ((0, 0, 0), "must have 4 values, got 3"),
+        ((0, 0, 0, 0, 0), "must have 4 values, got 5"),
+        ((SKIP, 0, 0, 0), "layer 0 of space 'tiny': choice -1 is not one of 0, 1, 2"),
+        ((0, 3, 0, 0), "layer 1 .* choice 3"),
+        ((0, -2, 0, 0), "layer 1 .* choice -2"),
+    ],
+)
+def test_illegal_paths_are_refused(path, message):
+    net = Supernet(tiny_space())
+    with pytest.raises(ArchError, match=message):
+        net(images(tiny_space()), path)
+
+
+def test_illegal_architectures_are_refused():
+    space = tiny_space()
+    with pytest.raises(ArchError, match="layer 2 .* choice -1"):
+        build(space, (0, 0, SKIP, 0))
+    with pytest.raises(ArchError, match="must have 4 values"):
+        inherit(Supernet(space), (0, 0))
+
+
+def test_every_path_of_a_layer_has_one_shape(small_space):
+    net, x = Supernet(small_space).eval(), images(small_space, 2)
+    with torch.no_grad():
+        hidden = net.stem(x)
+        for layer, sampled in zip(net.layers, FairSampler(small_space).candidates, strict=True):
+            shapes = {layer(hidden, choice).shape for choice in sampled}
+            assert len(shapes) == 1
+            hidden = layer(hidden, sampled[0])
+
+
+def test_activation_and_classifier_bias_reach_the_modules():
+    net = Supernet(tiny_space(), activation="tanh")
+    acts = {m.act_name for m in net.modules() if hasattr(m, "conv")}
+    assert acts == {"tanh", "identity"}
+    assert inherit(net, (0,) * 4).activation == "tanh"
+    assert Supernet(tiny_space(classifier_bias=False)).classifier.bias is None
+
+
+def test_candidates_compute_different_functions():
+    """Otherwise a search could not rank them."""
+    net, x = Supernet(tiny_space()), images(tiny_space())
+    with torch.no_grad():
+        outputs = [net(x, path) for path in itertools.product(range(3), repeat=4)]
+    for a, b in itertools.combinations(outputs, 2):
+        assert (a - b).abs().max() > 1e-3
+
+
+def test_parameters_do_not_depend_on_the_layer_indicators():
+    with_u, without = Supernet(mini := tiny_space(), seed=4), Supernet(mini, seed=4, layer_indicators=False)
+    ours = with_u.state_dict()
+    for name, tensor in without.state_dict().items():
+        assert torch.equal(tensor, ours[name]), name
+    assert {n for n in ours if n not in without.state_dict()} == affine(
+        "layers.1.layer_indicator", "layers.3.layer_indicator"
+    )
+
+
+@pytest.mark.slow
+def test_the_full_space_runs_a_fair_step():
+    space = mobilenet_v2(num_classes=10, resolution=32)
+    net = Supernet(space, init="gaussian")
+    logits = net(images(space, 2), FairSampler(space, seed=0).step()[0])
+    assert logits.shape == (2, 10)
+    assert logits.isfinite().all()

@@ -1,0 +1,321 @@
+"""The command line: help, precedence of settings, and errors that name the nearest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny import tiny_space
+
+from nasfast import cli, pipeline
+from nasfast.cli import main
+from nasfast.pipeline import RunConfig
+from nasfast.retrain import save_model
+from nasfast.spaces import format_arch, nas_bench_macro
+from nasfast.supernet import build
+
+STAGES = ("run", "supernet", "score", "search", "retrain")
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list:
+    """Stages replaced by ones that note their arguments."""
+    calls = []
+    for name in ("supernet", "score"):
+        monkeypatch.setattr(pipeline, name, lambda cfg, _name=name, **k: calls.append((_name, cfg, k)))
+    return calls
+
+
+def config_of(seen, *argv: str) -> RunConfig:
+    assert main(["supernet", *argv]) == 0
+    return seen.pop()[1]
+
+
+def test_defaults_are_those_of_the_config(seen):
+    assert config_of(seen) == RunConfig()
+
+
+def test_flags_reach_every_level(seen):
+    cfg = config_of(
+        seen, "--out", "x", "--seed=7", "--train.lr", "2.5e-1", "--search.max_macs", "475e6",
+        "--retrain.train.epochs", "3",
+        "--data.mean", "[0.1, 0.2, 0.3]", "--supernet.layer_indicators", "false", "--space.name", "digits_mini",
+    )  # fmt: skip
+    assert (cfg.out, cfg.seed, cfg.train.lr, cfg.search.max_macs) == ("x", 7, 0.25, 475e6)
+    assert (cfg.retrain.train.epochs, cfg.data.mean, cfg.supernet.layer_indicators) == (3, (0.1, 0.2, 0.3), False)
+    assert cfg.retrain.train.lr == RunConfig().retrain.train.lr
+    assert cfg.space.name == "digits_mini"
+
+
+def test_later_files_and_flags_win(seen, tmp_path):
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("seed: 1\ntrain: {epochs: 11, lr: 4e-2}\nsearch: {max_macs: 475e6}\n")
+    two.write_text("train: {epochs: 22}\nmethod: bnnas\n")
+    cfg = config_of(seen, "--config", str(one), "--config", str(two), "--search.max_macs", "3e6")
+    assert (cfg.seed, cfg.train.epochs, cfg.train.lr, cfg.method, cfg.search.max_macs) == (1, 22, 0.04, "bnnas", 3e6)
+    cfg = config_of(seen, "--train.epochs", "33", "--config", str(two), "--config", str(one))
+    assert (cfg.train.epochs, cfg.method) == (33, "bnnas")
+    cfg = config_of(seen, "--config", str(two), "--config", str(one))
+    assert cfg.train.epochs == 11
+
+
+def test_stages_that_continue_a_run_start_from_its_config(seen, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    RunConfig(out=str(out), seed=5, method="bnnas").save(out / "config.yaml")
+    for argv in (["score", "--out", str(out)], ["supernet", "--out", str(out), "--resume"]):
+        assert main(argv) == 0
+        assert (seen[-1][1].seed, seen[-1][1].method) == (5, "bnnas")
+    assert config_of(seen, "--out", str(out)).seed == 0
+    assert main(["score", "--out", str(out), "--seed", "6"]) == 0
+    assert (seen[-1][1].seed, seen[-1][1].method) == (6, "bnnas")
+    (tmp_path / "c.yaml").write_text("seed: 7\n")
+    assert main(["score", "--out", str(out), "--config", str(tmp_path / "c.yaml")]) == 0
+    assert (seen[-1][1].seed, seen[-1][1].method) == (7, "bnnas")
+
+
+def test_the_run_directory_may_be_named_in_a_config_file(seen, tmp_path, monkeypatch):
+    """The saved settings are those of that directory, not those of the default one."""
+    monkeypatch.chdir(tmp_path)
+    for name, seed in ((RunConfig().out, 8), ("mine", 9)):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        RunConfig(out=name, seed=seed).save(folder / "config.yaml")
+    (tmp_path / "c.yaml").write_text("out: mine\n")
+    assert main(["score", "--config", "c.yaml"]) == 0
+    assert (seen[-1][1].out, seen[-1][1].seed) == ("mine", 9)
+    assert main(["score"]) == 0
+    assert (seen[-1][1].out, seen[-1][1].seed) == (RunConfig().out, 8)
+
+
+def test_resume_reaches_the_stage(seen):
+    assert main(["supernet", "--resume"]) == 0
+    assert main(["supernet"]) == 0
+    assert [call[2] for call in seen] == [{"resume": True}, {"resume": False}]
+
+
+# what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trian: {epochs: 3}\n", "unknown config key 'trian'; did you mean 'train'"),
+        ("train: {epoch: 3}\n", "unknown config key 'train.epoch'; did you mean 'epochs'"),
+        ("method: dina\n", "'method': got 'dina', allowed: 'dinas', 'bnnas', 'fairnas', 'spos'"),
+        ("train: {epochs: many}\n", "'train.epochs': expected int, got 'many'"),
+        ("train: {epochs: 0}\n", "epochs must be positive, got 0"),
+        ("- a\n", "expected a mapping at the top level"),
+        ("a: [\n", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_config_file_is_named(tmp_path, capsys, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert main(["run", "--config", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_an_absent_config_file(tmp_path, capsys):
+    assert main(["run", "--config", str(tmp_path / "absent.yaml")]) == 1
+    assert "absent.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train.epoch", "3"], "did you mean 'train.epochs'"),
+        (["--sed", "3"], "did you mean 'seed'"),
+        (["--search.max_mac", "3"], "did you mean 'search.max_macs'"),
+        (["--method", "dina"], "dina"),
+        (["--train.epochs", "many"], "train.epochs"),
+        (["--train.precision", "fp8"], "precision"),
+    ],
+)
+def test_a_wrong_flag_exits_with_2(capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", *flags])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "all flags: nasfast run --help" in error
+
+
+def test_out_of_range_flags_are_refused(capsys):
+    assert main(["run", "--data.batch_size", "1"]) == 1
+    assert "data: batch_size must be at least 2" in capsys.readouterr().err
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    assert main(["serach"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown command 'serach'; did you mean 'search'" in error
+
+
+def test_the_traceback_is_optional(tmp_path, capsys, monkeypatch):
+    argv = ["report", "--out", str(tmp_path / "absent")]
+    code = main(argv)
+    assert "Traceback" not in capsys.readouterr().err
+    if code == 1:
+        monkeypatch.setenv("NASFAST_TRACEBACK", "1")
+        assert main(argv) == 1
+        assert "Traceback" in capsys.readouterr().err
+
+
+# help
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_usage_lists_every_command(capsys, argv):
+    assert main(argv) == (0 if argv else 2)
+    out = capsys.readouterr().out
+    for name, (_, text) in cli._COMMANDS.items():
+        assert f"  {name}" in out
+        assert text in out
+
+
+def help_of(capsys, command: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", sorted(cli._COMMANDS))
+def test_help_of_every_command(capsys, command):
+    text = " ".join(help_of(capsys, command).split())
+    assert f"nasfast {command}" in text
+    assert " ".join(cli._COMMANDS[command][1].split()) in text
+
+
+@pytest.mark.parametrize("command", STAGES)
+def test_help_of_stages_explains_every_setting(capsys, command):
+    """Each flag with its text from the docstring of its config."""
+    text = " ".join(help_of(capsys, command).split())
+    for flag, words in {
+        "--out": "run directory",
+        "--seed": "of weights, paths, data order, augmentation and search",
+        "--config": "YAML with any of the settings below",
+        "--method": "dinas",
+        "--space.name": "or the path of a YAML file",
+        "--data.batch_size": "images per batch",
+        "--supernet.sampler": "strict_fair",
+        "--train.lr": "peak learning rate",
+        "--train.keep_checkpoints": "the one before the newest is the fallback",
+        "--search.max_macs": "largest MACs per image of the standalone network",
+        "--retrain.init": "inherit",
+        "--retrain.train.epochs": "passes over the training images",
+    }.items():
+        assert flag in text, flag
+        assert words in text, (flag, words)
+    assert ("--resume" in text) == (command in ("run", "supernet", "retrain"))
+
+
+def test_every_flag_has_a_help_text():
+    parser = cli._Parser("run")
+    parser.add_class_arguments(RunConfig)
+    flags = [a for a in parser._actions if a.option_strings]
+    assert len(flags) > 50
+    assert not [a.option_strings for a in flags if not (a.help or "").split("(type:")[0].strip()]
+
+
+# other commands
+
+
+def test_doctor(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "torch" in out
+    for op in ("bn_act", "conv_bn_act", "inverted_residual"):
+        assert op in out
+
+
+def macro_table(path) -> dict[tuple[int, ...], float]:
+    """Made-up accuracies of 40 architectures that grow with the sum of their choices."""
+    archs = [tuple((i * 7 + j * (i % 5 + 1)) % 3 for j in range(8)) for i in range(40)]
+    table = {arch: 60.0 + sum(arch) for arch in archs}
+    form = {"".join(map(str, a)): {"val_acc": [v, v], "test_acc": [v, v], "mean_acc": v} for a, v in table.items()}
+    path.write_text(json.dumps(form))
+    return table
+
+
+def test_rank_of_a_score_file(tmp_path, capsys):
+    table = macro_table(tmp_path / "table.json")
+    scores = {"".join(map(str, arch)): 2 * value for arch, value in table.items()}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    argv = [
+        "rank",
+        "--table",
+        str(tmp_path / "table.json"),
+        "--predictor",
+        str(tmp_path / "scores.json"),
+        "--resamples",
+        "20",
+    ]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "1.000" in out, out
+    (tmp_path / "scores.json").write_text(json.dumps({k: -v for k, v in scores.items()}))
+    assert main(argv) == 0
+    assert "-1.000" in capsys.readouterr().out
+
+
+def test_rank_of_a_run_writes_rank_json(tmp_path, capsys):
+    from nasfast.indicators.bn_gamma import score
+    from nasfast.supernet import Supernet
+
+    macro_table(tmp_path / "table.json")
+    score(Supernet(nas_bench_macro(), init="gaussian")).save(tmp_path / "indicators.json")
+    argv = ["rank", "--table", str(tmp_path / "table.json"), "--out", str(tmp_path), "--resamples", "20"]
+    assert main(argv) == 0
+    json.loads((tmp_path / "rank.json").read_text())
+    assert "rank.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("extra", [[], ["--out", "a", "--predictor", "b"]])
+def test_rank_needs_one_predictor(tmp_path, capsys, extra):
+    with pytest.raises(SystemExit) as stopped:
+        main(["rank", "--table", "t.json", *extra])
+    assert stopped.value.code == 2
+    assert "give either --out RUN or --predictor FILE" in capsys.readouterr().err
+
+
+@pytest.fixture
+def exported(tmp_path):
+    arch = (1, 0, 2, 1)
+    network = build(tiny_space(), arch)
+    folder = tmp_path / "retrain" / "best-2"
+    save_model(network, folder / "model.safetensors")
+    return tmp_path, format_arch(arch)
+
+
+def test_export_without_onnx(exported, capsys):
+    out, _ = exported
+    assert main(["export", "--out", str(out), "--name", "best-2", "--onnx", "false"]) == 0
+    names = [line.rsplit("/", 1)[-1] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["model.safetensors", "arch.json", "space.yaml"]
+    assert not (out / "retrain/best-2/model.onnx").exists()
+
+
+@pytest.mark.slow
+def test_export_with_onnx(exported, capsys):
+    out, _ = exported
+    assert main(["export", "--out", str(out), "--name", "best-2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("model.onnx")
+    assert (out / "retrain/best-2/model.onnx").stat().st_size > 1000
+
+
+def test_export_of_nothing(tmp_path, capsys):
+    assert main(["export", "--out", str(tmp_path)]) == 1
+    assert "is missing: an exported model is model.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_module_is_a_program():
+    done = subprocess.run([sys.executable, "-m", "nasfast.cli", "nothing"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "unknown command 'nothing'" in done.stderr

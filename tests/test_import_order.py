@@ -1,0 +1,298 @@
+"""Arrows point one way: who may import whom inside nasfast, read from the sources.
+
+The order is that of the design: `spaces -> supernet -> ops`, and `train -> indicators -> search -> retrain` joined by
+files, so search knows a table and no network. A room is a package or module of nasfast; `indicators` is three, because
+its table and its ranking must work without torch and its readers of a supernet may not be seen by the search.
+
+Checked besides: no cycle between modules, no import of nasfast inside a function, function-level imports only of
+optional packages, `_C` and `_triton` only in `ops`, torch not at all where a search must run without it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import nasfast
+
+ROOT = Path(nasfast.__file__).parent
+
+# room -> rooms it may import; a room not named here must be given its arrows when it is made
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "spaces": {"config"},
+    "ops": set(),
+    "supernet": {"config", "spaces", "ops"},
+    "data": {"config"},
+    "train": {"config", "spaces", "supernet"},
+    "indicators.table": {"spaces"},
+    "indicators.rank": {"spaces", "indicators.table"},
+    "indicators": {"spaces", "supernet", "train", "indicators.table"},
+    "search": {"config", "spaces", "indicators.table"},
+    "retrain": {"config", "spaces", "supernet", "train"},
+    "report": {"config", "spaces", "indicators.table", "indicators.rank", "search"},
+    "doctor": {"ops"},
+    "pipeline": {
+        "config", "spaces", "supernet", "data", "train", "indicators", "indicators.table", "search", "retrain",
+        "report", "doctor",
+    },
+    "cli": {"config", "spaces", "train", "indicators.table", "indicators.rank", "report", "doctor", "pipeline"},
+    # names the others only while a type checker reads it
+    "": set(),
+}  # fmt: skip
+
+TORCH_FREE = {"config", "spaces", "indicators.table", "indicators.rank", "search"}
+OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
+NATIVE = {"nasfast._C", "nasfast._triton"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, as written in `module`, line `line`."""
+
+    module: str
+    target: str
+    line: int
+    in_function: bool
+
+
+def _typing_only(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _as_program(test: ast.expr) -> bool:
+    return ast.unparse(test) == "__name__ == '__main__'"
+
+
+def _walk(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Nodes that run, with whether they run inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and (_typing_only(child.test) or _as_program(child.test)):
+            for other in child.orelse:
+                yield other, in_function
+                yield from _walk(other, in_function)
+            continue
+        inside = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield child, inside
+        yield from _walk(child, inside)
+
+
+def imports_of(module: str, source: str, modules: set[str]) -> list[Import]:
+    """What a module imports; `from package import name` is the module of that name where there is one."""
+    found = []
+    package = module if f"{module}.__init__" in modules else module.rpartition(".")[0]
+    for node, inside in _walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [Import(module, alias.name, node.lineno, inside) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                is_module = name in modules or name in NATIVE or f"{name}.__init__" in modules
+                found.append(Import(module, name if is_module else base, node.lineno, inside))
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
+            and node.args
+        ):
+            target = node.args[0]
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                # a module-level call does what an import statement does
+                found.append(Import(module, target.value, node.lineno, inside))
+    return found
+
+
+def room_of(module: str) -> str:
+    """`nasfast.train.loop` -> `train`; `nasfast.indicators.table` is a room of its own."""
+    parts = module.split(".")[1:]
+    if ".".join(parts[:2]) in ALLOWED and len(parts) > 1:
+        return ".".join(parts[:2])
+    return parts[0] if parts else ""
+
+
+def violations(sources: Mapping[str, str]) -> list[str]:
+    """Everything that breaks the rules; `sources` maps module names to source texts.
+
+    A package stands under its own name and as `package.__init__`, which marks it as one.
+    """
+    names = {name.removesuffix(".__init__") for name in sources}
+    modules = names | {name for name in sources if name.endswith(".__init__")}
+    imports = [i for name, text in sources.items() for i in imports_of(name.removesuffix(".__init__"), text, modules)]
+    problems = []
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for found in imports:
+        where = f"{found.module}:{found.line}"
+        room, top = room_of(found.module), found.target.split(".")[0]
+        if found.target in NATIVE or any(found.target.startswith(f"{n}.") for n in NATIVE):
+            if room != "ops":
+                problems.append(f"{where} imports {found.target}: only ops may")
+            continue
+        if top == "torch" and room in TORCH_FREE:
+            problems.append(f"{where} imports torch: {room} must run without it")
+        if top != "nasfast":
+            if found.in_function and top not in OPTIONAL:
+                problems.append(f"{where} imports {found.target} inside a function: only optional packages may be")
+            continue
+        if found.in_function:
+            problems.append(f"{where} imports {found.target} inside a function: an import that dodges a cycle")
+        if found.target not in names:
+            problems.append(f"{where} imports {found.target}, which does not exist")
+            continue
+        graph[found.module].add(found.target)
+        target = room_of(found.target)
+        if target == room:
+            continue
+        if room not in ALLOWED:
+            problems.append(f"{where}: room {room!r} has no arrows yet: add it to ALLOWED")
+        elif target not in ALLOWED[room]:
+            problems.append(
+                f"{where} imports {found.target}: {room or 'nasfast'} may not import {target or 'nasfast itself'}"
+            )
+    return problems + [f"cycle: {' -> '.join(cycle)}" for cycle in _cycles(graph)]
+
+
+def _cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """One cycle per entry point, found depth first; module level, so a package importing its parts is none."""
+    done: set[str] = set()
+    found = []
+
+    def visit(node: str, path: list[str]) -> None:
+        if node in path:
+            found.append([*path[path.index(node) :], node])
+            return
+        if node in done:
+            return
+        for target in sorted(graph.get(node, ())):
+            visit(target, [*path, node])
+        done.add(node)
+
+    for node in sorted(graph):
+        visit(node, [])
+    return found
+
+
+def read_sources() -> dict[str, str]:
+    sources = {}
+    for path in ROOT.rglob("*.py"):
+        parts = ("nasfast", *path.relative_to(ROOT).with_suffix("").parts)
+        if parts[1] == "_triton":  # the installed form of kernels/, part of the operators
+            continue
+        sources[".".join(parts)] = path.read_text()
+    return sources
+
+
+def test_the_package_keeps_the_order():
+    assert violations(read_sources()) == []
+
+
+def test_the_reader_sees_the_imports():
+    """Not vacuous: the arrows that are known to be there are found."""
+    sources = read_sources()
+    modules = {n.removesuffix(".__init__") for n in sources} | set(sources)
+    seen = {
+        (room_of(i.module), room_of(i.target))
+        for name, text in sources.items()
+        for i in imports_of(name.removesuffix(".__init__"), text, modules)
+        if i.target.startswith("nasfast")
+    }
+    assert {("train", "supernet"), ("supernet", "ops"), ("search", "indicators.table"), ("cli", "pipeline")} <= seen
+    assert {room for room in ALLOWED if room} == {room_of(n.removesuffix(".__init__")) for n in sources} - {""}
+
+
+def test_the_arrows_themselves_have_no_cycle():
+    assert _cycles(ALLOWED) == []
+    assert ALLOWED["search"] == {"config", "spaces", "indicators.table"}
+
+
+FAKE = {
+    "nasfast.__init__": "",
+    "nasfast.config": "",
+    "nasfast.spaces.__init__": "from nasfast.spaces.arch import Arch\n",
+    "nasfast.spaces.arch": "from nasfast.config import ConfigBase\n",
+    "nasfast.ops.__init__": "import torch\nfrom nasfast import _C\n",
+    "nasfast.supernet.__init__": "import torch\nfrom nasfast.ops import bn_act\nfrom nasfast.spaces import Arch\n",
+    "nasfast.train.__init__": "from nasfast.supernet import Supernet\n",
+    "nasfast.indicators.__init__": "from nasfast.indicators.table import IndicatorTable\n",
+    "nasfast.indicators.table": "from nasfast.spaces import Arch\n",
+    "nasfast.search.__init__": "from nasfast.indicators.table import IndicatorTable\nimport numpy\n",
+}
+
+
+def test_a_good_fake_passes():
+    assert violations(FAKE) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "message"),
+    [
+        ("nasfast.spaces.arch", "from nasfast.supernet import Supernet", "spaces may not import supernet"),
+        ("nasfast.spaces.arch", "from ..supernet import Supernet", "spaces may not import supernet"),
+        ("nasfast.config", "import nasfast.spaces", "config may not import spaces"),
+        ("nasfast.search.__init__", "from nasfast.train import train", "search may not import train"),
+        ("nasfast.search.__init__", "from nasfast.indicators import accuracy", "search may not import indicators"),
+        ("nasfast.search.__init__", "import torch.nn as nn", "search must run without it"),
+        ("nasfast.spaces.arch", "if True:\n    import torch", "spaces must run without it"),
+        ("nasfast.supernet.__init__", "from nasfast import _C", "imports nasfast._C: only ops may"),
+        ("nasfast.supernet.__init__", "from nasfast._triton import bn", "imports nasfast._triton: only ops may"),
+        ("nasfast.train.__init__", "import importlib\nimportlib.import_module('nasfast._C')", "only ops may"),
+        ("nasfast.train.__init__", "def f():\n    from nasfast.supernet import x", "inside a function"),
+        ("nasfast.train.__init__", "def f():\n    import json", "imports json inside a function"),
+        ("nasfast.train.__init__", "import nasfast", "train may not import nasfast itself"),
+        ("nasfast.train.__init__", "import nasfast.suprnet", "which does not exist"),
+        ("nasfast.spaces.arch", "from nasfast.spaces import Arch", "nasfast.spaces.arch -> nasfast.spaces"),
+        ("nasfast.attic", "from nasfast.config import ConfigBase", "room 'attic' has no arrows yet"),
+    ],
+)  # fmt: skip
+def test_a_violation_is_found(module, source, message):
+    problems = violations({**FAKE, module: source})
+    assert any(message in problem for problem in problems), problems
+
+
+def test_what_is_allowed_inside_functions_and_for_type_checkers():
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nasfast.train import train\n"
+    assert violations({**FAKE, "nasfast.spaces.arch": typed}) == []
+    assert violations({**FAKE, "nasfast.spaces.arch": "def f():\n    import sklearn\n"}) == []
+    program = 'if __name__ == "__main__":\n    import nasfast.train\n'
+    assert violations({**FAKE, "nasfast.spaces.arch": program}) == []
+
+
+TORCH_FREE_USE = """
+import sys
+import nasfast
+{use}
+loaded = sorted(m for m in sys.modules if m.split(".")[0] in ("torch", "torchvision"))
+sys.exit(f"torch was imported: {{loaded[:3]}}" if loaded else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "nasfast.__version__; dir(nasfast)",
+        "nasfast.spaces.FairSampler(nasfast.spaces.mobilenet_v2()).step()",
+        "s = nasfast.spaces.digits_mini()\n"
+        "t = nasfast.IndicatorTable(s, tuple({c: 1.0 + c for c in u.options} for u in s.layers), (None,) * 6)\n"
+        "assert nasfast.search(t, s, top_k=1)[0].arch == (5,) * 6\n"
+        "nasfast.rank",
+    ],
+    ids=["import nasfast", "nasfast.spaces", "nasfast.search"],
+)
+def test_torch_stays_unloaded(use):
+    environment = {"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH_FREE_USE.format(use=use)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

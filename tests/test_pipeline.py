@@ -1,0 +1,415 @@
+"""Whole runs on the digits through the command line: files, resuming, stages alone, the baselines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import tiny_space
+
+import nasfast.train.loop as loop
+from nasfast import pipeline
+from nasfast.cli import main
+from nasfast.config import ConfigError
+from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline import RunConfig
+from nasfast.search import InfeasibleConstraintError, load_candidates
+from nasfast.spaces import SKIP, SearchSpace, load_arch
+from nasfast.train import CheckpointError
+from nasfast.train.log import read_metrics
+
+LIMIT = 200_000
+SETTINGS = {
+    "data": {"source": "digits", "batch_size": 128, "workers": 0},
+    "train": {"epochs": 2, "lr": 0.1, "log_every": 5, "checkpoint_every": 4},
+    "search": {"max_macs": LIMIT, "top_k": 3},
+    "retrain": {"top_k": 1, "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4}},
+    "threads": 1,
+}
+
+
+def write_config(folder: Path, **changes) -> Path:
+    """A config file with a tiny space of its own beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_space(num_classes=10).save(folder / "tiny.yaml")
+    path = folder / "settings.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, "space": {"name": str(folder / "tiny.yaml")}, **changes}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_config(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory, config) -> Path:
+    """A finished run; tests must not change it."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert main(["run", "--out", str(out), "--config", str(config)]) == 0
+    return out
+
+
+def contents(run_dir: Path) -> dict[str, object]:
+    """Everything a repeated run must reproduce."""
+    names = ["space.yaml", "indicators.json", "archs.json"]
+    names += [f"retrain/{n}/{f}" for n in ("best", "random") for f in ("model.safetensors", "arch.json", "space.yaml")]
+    result = {name: (run_dir / name).read_bytes() for name in names}
+    result |= {str(p.name): p.read_bytes() for p in (run_dir / "checkpoints").iterdir()}
+    result["metrics"] = [{k: v for k, v in m.items() if k != "images_per_s"} for m in read_metrics(run_dir)]
+    return result
+
+
+def test_every_file_of_a_run(run_dir):
+    names = {str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file()}
+    expected = {
+        "config.yaml",
+        "space.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "indicators.json",
+        "archs.json",
+        "report.html",
+    }
+    expected |= {
+        f"retrain/{name}/{file}"
+        for name in ("best", "random")
+        for file in ("model.safetensors", "arch.json", "space.yaml", "result.json")
+    }
+    expected |= {f"checkpoints/supernet-{s:08d}.safetensors" for s in (20, 22)}
+    expected |= {f"checkpoints/retrain-{n}-{s:08d}.safetensors" for n in ("best", "random") for s in (8, 11)}
+    boards = {n for n in names if n.startswith("tensorboard/")}
+    figures = {n for n in names if n.startswith("report/")}
+    assert names - boards - figures == expected
+    assert {str(Path(n).parent) for n in boards} == {
+        f"tensorboard/{s}" for s in ("supernet", "retrain/best", "retrain/random")
+    }
+
+
+def test_the_results_belong_together(run_dir):
+    space = SearchSpace.load(run_dir / "space.yaml")
+    assert space == tiny_space(num_classes=10)
+    table = IndicatorTable.load(run_dir / "indicators.json")
+    assert (table.space, table.meta["method"]) == (space, "dinas")
+    assert all(v != 1.0 for row in table.block for v in row.values())
+    found = load_candidates(run_dir / "archs.json", space)
+    assert found.max_macs == LIMIT
+    assert len(found.candidates) == 3
+    for candidate in found.candidates:
+        assert candidate.optimal
+        assert candidate.macs == space.cost(candidate.arch).macs <= LIMIT
+        assert candidate.score == pytest.approx(table.score(candidate.arch))
+    assert len(found.pareto) > 1
+    best = load_arch(run_dir / "retrain/best/arch.json", space)
+    assert best == found.candidates[0].arch
+    random = load_arch(run_dir / "retrain/random/arch.json", space)
+    assert random != best
+    result = json.loads((run_dir / "retrain/best/result.json").read_text())
+    assert result["macs"] == found.candidates[0].macs
+    assert 0.1 <= result["top1"] <= result["top5"] <= 1
+
+
+def test_the_saved_config_is_complete_and_repeats_the_run(run_dir, config, tmp_path):
+    saved = RunConfig.load(run_dir / "config.yaml")
+    assert saved.resolved() == saved
+    assert saved.supernet.init == "orthogonal"
+    assert (saved.train.epochs, saved.retrain.train.epochs, saved.data.batch_size) == (2, 1, 128)
+    assert main(["run", "--config", str(run_dir / "config.yaml"), "--out", str(tmp_path / "again")]) == 0
+    assert contents(tmp_path / "again") == contents(run_dir)
+
+
+def test_the_report_shows_the_run(run_dir):
+    page = (run_dir / "report.html").read_text()
+    best = load_candidates(run_dir / "archs.json").candidates[0]
+    assert "<img" in page
+    assert " ".join(map(str, best.arch)) in page
+    assert "top-1" in page
+
+
+def interrupt(monkeypatch, at: int) -> None:
+    """Ctrl-C in the middle of step `at`, counted over all stages."""
+    step, count = loop._step, 0
+
+    def counted(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == at:
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_step", counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "at", [3, 15, 31, 40], ids=["before a checkpoint", "supernet", "retrain best", "retrain random"]
+)
+def test_an_interrupted_run_resumes_to_the_same_files(run_dir, config, tmp_path, monkeypatch, capsys, at):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        interrupt(patched, at)
+        assert main(["run", "--out", str(out), "--config", str(config)]) == 130
+    assert "interrupted; the last checkpoint is kept, --resume continues" in capsys.readouterr().err
+    assert not (out / "report.html").exists()
+    # the settings come from the run directory
+    assert main(["run", "--out", str(out), "--resume"]) == 0
+    assert contents(out) == contents(run_dir)
+    assert (out / "report.html").exists()
+
+
+def test_a_finished_run_resumes_to_nothing(run_dir, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    interrupt(monkeypatch, 1)
+    assert main(["run", "--out", str(out), "--resume"]) == 0
+    assert contents(out) == contents(run_dir)
+
+
+def test_stages_alone_give_what_the_run_gives(run_dir, config, tmp_path):
+    out = tmp_path / "stages"
+    assert main(["supernet", "--out", str(out), "--config", str(config)]) == 0
+    assert not (out / "indicators.json").exists()
+    for stage in ("score", "search", "retrain"):
+        assert main([stage, "--out", str(out)]) == 0
+    assert contents(out) == contents(run_dir)
+    assert main(["report", "--out", str(out)]) == 0
+    assert (out / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("score", "space.yaml is missing: run `nasfast supernet"),
+        ("search", "space.yaml is missing: run `nasfast supernet"),
+        ("retrain", "space.yaml is missing: run `nasfast supernet"),
+    ],
+)
+def test_a_stage_without_the_one_before(tmp_path, capsys, config, stage, message):
+    assert main([stage, "--out", str(tmp_path / "empty"), "--config", str(config)]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stage", "missing", "message"),
+    [("search", "indicators.json", "run `nasfast score"), ("retrain", "archs.json", "run `nasfast search")],
+)
+def test_a_missing_file_names_the_stage_that_writes_it(run_dir, tmp_path, capsys, stage, missing, message):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    (out / missing).unlink()
+    assert main([stage, "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert missing in error
+
+
+def test_later_stages_need_neither_the_space_file_nor_the_old_settings(run_dir, tmp_path):
+    """The user's YAML space may be gone, and a search may be repeated with other limits."""
+    out = tmp_path / "moved"
+    shutil.copytree(run_dir, out)
+    saved = yaml.safe_load((out / "config.yaml").read_text())
+    saved["space"]["name"] = str(tmp_path / "gone.yaml")
+    (out / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert main(["score", "--out", str(out)]) == 0
+    assert main(["search", "--out", str(out), "--search.max_macs", "190000", "--search.top_k", "1"]) == 0
+    found = load_candidates(out / "archs.json")
+    assert (found.max_macs, len(found.candidates)) == (190_000, 1)
+    shutil.rmtree(out / "checkpoints")
+    assert main(["retrain", "--out", str(out), "--retrain.random_baseline", "false"]) == 0
+
+
+def test_an_identity_in_the_answer_can_be_retrained(run_dir, tmp_path):
+    """Under a limit that only skipping meets."""
+    out = tmp_path / "skip"
+    shutil.copytree(run_dir, out)
+    space = SearchSpace.load(out / "space.yaml")
+    least = min(space.cost((a, SKIP, b, SKIP)).macs for a in range(3) for b in range(3))
+    assert main(["search", "--out", str(out), "--search.allow_identity", "true", "--search.max_macs", str(least)]) == 0
+    shutil.rmtree(out / "checkpoints")
+    assert (
+        main(["retrain", "--out", str(out), "--retrain.random_baseline", "false", "--search.allow_identity", "true"])
+        == 0
+    )
+    assert load_arch(out / "retrain/best/arch.json", space)[1::2] == (SKIP, SKIP)
+
+
+def test_inherited_retraining(run_dir, tmp_path):
+    out = tmp_path / "inherit"
+    shutil.copytree(run_dir, out)
+    for path in (out / "checkpoints").glob("retrain*"):
+        path.unlink()
+    flags = ["--retrain.init", "inherit", "--retrain.random_baseline", "false", "--retrain.top_k", "2"]
+    assert main(["retrain", "--out", str(out), *flags]) == 0
+    assert (out / "retrain/best-2/result.json").exists()
+    assert (out / "retrain/best/model.safetensors").read_bytes() != (
+        run_dir / "retrain/best/model.safetensors"
+    ).read_bytes()
+
+
+# refusals before training
+
+
+def run_fails(out: Path, config: Path, *flags: str, monkeypatch) -> None:
+    """The command must fail before the first step of training."""
+
+    def trained(*_, **__):
+        raise AssertionError("training began")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_step", trained)
+        assert main(["run", "--out", str(out), "--config", str(config), *flags]) == 1
+
+
+def test_an_unreachable_limit_is_refused_before_training(config, tmp_path, monkeypatch, capsys):
+    space = tiny_space(num_classes=10)
+    least = sum(min(c.macs for c in row.values()) for row in space.cost_table) + space.fixed_cost.macs
+    run_fails(tmp_path / "run", config, "--search.max_macs", "1000", monkeypatch=monkeypatch)
+    assert f"the smallest architecture of space 'tiny' has {least:,} MACs" in capsys.readouterr().err
+    with pytest.raises(InfeasibleConstraintError):
+        pipeline.supernet(
+            RunConfig.load(config).replace(out=str(tmp_path), search=RunConfig().search.replace(max_params=10))
+        )
+
+
+def test_exact_search_over_accuracies_is_refused_before_training(config, tmp_path, monkeypatch, capsys):
+    run_fails(tmp_path / "run", config, "--method", "spos", "--search.method", "exact", monkeypatch=monkeypatch)
+    assert (
+        "search.method='exact' needs additive scores; spos scores whole paths: use 'evolution'"
+        in capsys.readouterr().err
+    )
+
+
+def test_an_existing_run_is_not_overwritten(run_dir, config, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    run_fails(out, config, monkeypatch=monkeypatch)
+    assert "holds a supernet run already: add --resume, or choose another --out" in capsys.readouterr().err
+    assert contents(out) == contents(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--seed", "1"], "seed was 0, now 1"),
+        (["--train.lr", "0.3"], "train.lr was 0.1, now 0.3"),
+        (["--method", "bnnas"], "method was 'dinas', now 'bnnas'"),
+        (["--data.augment", "none"], "data.augment was 'auto', now 'none'"),
+        (["--supernet.trainable", "bn"], "supernet.trainable was 'indicators', now 'bn'"),
+    ],
+)
+def test_other_settings_are_refused_on_resume_and_leave_the_run_alone(
+    run_dir, tmp_path, monkeypatch, capsys, flags, named
+):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    before = (out / "config.yaml").read_bytes()
+    run_fails(out, run_dir / "config.yaml", "--resume", "--out", str(out), *flags, monkeypatch=monkeypatch)
+    assert named in capsys.readouterr().err
+    assert (out / "config.yaml").read_bytes() == before
+    assert main(["supernet", "--out", str(out), "--resume"]) == 0
+
+
+def test_another_space_is_refused_on_resume_and_leaves_the_run_alone(run_dir, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    before = (out / "space.yaml").read_bytes()
+    tiny_space(num_classes=10, activation="relu").save(tmp_path / "other.yaml")
+    cfg = RunConfig.load(out / "config.yaml")
+    cfg = cfg.replace(out=str(out), space=cfg.space.replace(name=str(tmp_path / "other.yaml")))
+    with pytest.raises(CheckpointError, match="activation was 'relu6', now 'relu'"):
+        pipeline.supernet(cfg, resume=True)
+    assert (out / "space.yaml").read_bytes() == before
+
+
+def test_settings_of_later_stages_may_change_on_resume(run_dir, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    assert main(["supernet", "--out", str(out), "--resume", "--search.top_k", "2", "--data.workers", "1"]) == 0
+    assert RunConfig.load(out / "config.yaml").search.top_k == 2
+
+
+def test_images_of_other_classes_cannot_retrain(run_dir, tmp_path):
+    from tiny import write_folder
+
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    folder = write_folder(tmp_path / "images", {"a": 10, "b": 10})
+    cfg = RunConfig.load(out / "config.yaml")
+    cfg = cfg.replace(out=str(out), data=cfg.data.replace(source="folder", train=str(folder)))
+    with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
+        pipeline.retrain_best(cfg)
+
+
+# baselines
+
+
+EVOLUTION = {
+    "method": "evolution", "population": 4, "generations": 2, "parents": 2, "crossovers": 1, "mutations": 1,
+    "max_macs": LIMIT, "top_k": 2,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spos", "fairnas"])
+def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
+    settings = write_config(
+        tmp_path / "config", method=method, recalibration_batches=2, search=EVOLUTION,
+        train={"epochs": 1, "log_every": 5}, retrain={"random_baseline": False, "train": {"epochs": 1}},
+    )  # fmt: skip
+    out = tmp_path / "run"
+    assert main(["run", "--out", str(out), "--config", str(settings)]) == 0
+    assert not (out / "indicators.json").exists()
+    space = SearchSpace.load(out / "space.yaml")
+    found = load_candidates(out / "archs.json", space).candidates
+    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    header, evaluated = history[0], history[1:]
+    assert method in header["scorer"]
+    assert len(evaluated) == 8
+    assert found[0].score == max(e["score"] for e in evaluated)
+    assert all(c.macs <= LIMIT and not c.optimal and 0 <= c.score <= 1 for c in found)
+    assert (out / "retrain/best/result.json").exists()
+    # searching again takes every score from the history
+    before = (out / "history.jsonl").read_bytes()
+    assert main(["search", "--out", str(out)]) == 0
+    assert (out / "history.jsonl").read_bytes() == before
+    # the accuracies were of images that are not judged later
+    _, held = pipeline._loaders(RunConfig.load(out / "config.yaml"), space, hold_out=True)
+    counts = [e["score"] * held.num_images for e in evaluated]
+    assert counts == pytest.approx([round(c) for c in counts], abs=1e-6)
+
+
+def test_evolution_over_a_table_has_a_history_too(run_dir, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    flags = [f"--search.{key}={value}" for key, value in EVOLUTION.items()]
+    assert main(["search", "--out", str(out), *flags]) == 0
+    exact, found = load_candidates(run_dir / "archs.json").candidates, load_candidates(out / "archs.json").candidates
+    assert found[0].score <= exact[0].score + 1e-12
+    assert (out / "history.jsonl").exists()
+
+
+def test_bnnas_runs_without_layer_indicators(tmp_path):
+    settings = write_config(
+        tmp_path / "config",
+        method="bnnas",
+        train={"epochs": 1},
+        retrain={"random_baseline": False, "train": {"epochs": 1}},
+    )
+    out = tmp_path / "run"
+    assert main(["run", "--out", str(out), "--config", str(settings)]) == 0
+    table = IndicatorTable.load(out / "indicators.json")
+    assert table.layer == (None,) * 4
+    assert RunConfig.load(out / "config.yaml").supernet.sampler == "uniform"
+
+
+def test_the_device_must_exist():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert RunConfig().torch_device == "cpu"
+    with pytest.raises(ConfigError, match="device='cuda', but torch sees no GPU: use --device cpu"):
+        _ = RunConfig(device="cuda").torch_device

@@ -1,0 +1,157 @@
+"""The names and arguments users rely on, and a docstring on everything public."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import nasfast
+
+ROOT = Path(nasfast.__file__).parent
+
+NAMES = [
+    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "inherit", "ops", "rank", "retrain", "run",
+    "score", "search", "spaces", "train_supernet", "use_backend",
+]  # fmt: skip
+
+# positional arguments, then keyword-only ones; a trailing = marks one that may be left out
+SIGNATURES = {
+    "nasfast.supernet:Supernet": ("space", "init= activation= layer_indicators= seed="),
+    "nasfast.supernet:Supernet.forward": ("self x path", ""),
+    "nasfast.supernet:Supernet.freeze": ("self trainable=", "classifier="),
+    "nasfast.supernet:build": ("space arch", "activation= init= seed="),
+    "nasfast.supernet:inherit": ("net arch", ""),
+    "nasfast.supernet:initialize": ("module scheme", "seed="),
+    "nasfast.train:train_supernet": ("net loader sampler cfg=", "run_dir= resume= device="),
+    "nasfast.train:train": (
+        "model loader cfg", "stage run_dir fingerprint sampler= evaluate= resume= device=",
+    ),
+    "nasfast.train:evaluate": ("forward loader", "device="),
+    "nasfast.train:recalibrate_bn": ("network loader", "batches= device="),
+    "nasfast.data:make_loaders": ("cfg", "resolution seed= hold_out="),
+    "nasfast.indicators.bn_gamma:score": ("net", "meta="),
+    "nasfast.indicators.accuracy:path_accuracy": ("net arch", "train_loader val_loader recalibration_batches= device="),
+    "nasfast.indicators.rank:rank": ("accuracies predictor space", None),
+    "nasfast.search:search": (
+        "table space", "max_macs= max_params= top_k= method= allow_identity= seed= history=",
+    ),
+    "nasfast.retrain:retrain": (
+        "space arch train_loader val_loader cfg=", "run_dir name= supernet= activation= seed= resume= device=",
+    ),
+    "nasfast.retrain:save_model": ("network path", ""),
+    "nasfast.retrain:load_model": ("path", ""),
+    "nasfast.retrain:export_onnx": ("network path", ""),
+    "nasfast.pipeline:run": ("cfg", "resume="),
+    "nasfast.spaces:mobilenet_v2": ("", "num_classes= resolution= variant="),
+    "nasfast.spaces:shufflenet_v2": ("", "num_classes= resolution="),
+    "nasfast.spaces:nas_bench_macro": ("", "num_classes= resolution="),
+    "nasfast.spaces:from_yaml": ("path", ""),
+    "nasfast.spaces:FairSampler": ("space", "seed= layer_indicators="),
+    "nasfast.spaces:StrictFairSampler": ("space", "seed= layer_indicators="),
+    "nasfast.spaces:UniformSampler": ("space", "seed= layer_indicators="),
+    "nasfast.ops:use_backend": ("name", ""),
+    "nasfast.doctor:doctor": ("", ""),
+    "nasfast.doctor:environment": ("", ""),
+}  # fmt: skip
+
+
+def test_names():
+    assert sorted(nasfast.__all__) == sorted(NAMES)
+    assert dir(nasfast) == nasfast.__all__
+    for name in NAMES:
+        assert getattr(nasfast, name) is not None
+
+
+def test_names_are_what_they_say():
+    from nasfast.indicators.bn_gamma import score
+    from nasfast.pipeline import run
+    from nasfast.supernet import Supernet
+
+    assert (nasfast.score, nasfast.run, nasfast.Supernet) == (score, run, Supernet)
+    assert nasfast.search.top_k is importlib.import_module("nasfast.search").top_k
+    assert callable(nasfast.search)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(AttributeError, match="has no attribute 'supernett'; it exports IndicatorTable, RunConfig"):
+        _ = nasfast.supernett
+
+
+def find(path: str):
+    module, _, names = path.partition(":")
+    found = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signatures(path):
+    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: [], inspect.Parameter.KEYWORD_ONLY: []}
+    for name, parameter in inspect.signature(find(path)).parameters.items():
+        kinds[parameter.kind].append(name + ("=" if parameter.default is not inspect.Parameter.empty else ""))
+    positional, keywords = (" ".join(names) for names in kinds.values())
+    wanted_positional, wanted_keywords = SIGNATURES[path]
+    assert positional == wanted_positional
+    if wanted_keywords is not None:
+        assert keywords == wanted_keywords
+
+
+def operators() -> list[str]:
+    """The functions that take a backend."""
+    functions = [n for n in nasfast.ops.__all__ if inspect.isfunction(getattr(nasfast.ops, n))]
+    return [n for n in functions if "backend" in inspect.signature(getattr(nasfast.ops, n)).parameters]
+
+
+@pytest.mark.parametrize("name", operators())
+def test_everything_behind_the_tensors_of_an_operator_is_keyword_only(name):
+    for p in inspect.signature(getattr(nasfast.ops, name)).parameters.values():
+        tensors = "Tensor" in str(p.annotation) or "ConvBNParams" in str(p.annotation)
+        if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            assert tensors, p.name
+            assert p.default is inspect.Parameter.empty, p.name
+        else:
+            assert p.kind is inspect.Parameter.KEYWORD_ONLY, p.name
+
+
+@pytest.mark.parametrize(
+    "package", ["config", "data", "indicators", "ops", "report", "retrain", "search", "spaces", "supernet", "train"]
+)
+def test_every_exported_name_exists(package):
+    module = importlib.import_module(f"nasfast.{package}")
+    names = getattr(module, "__all__", [])
+    assert len(names) == len(set(names))
+    assert not [name for name in names if not hasattr(module, name)]
+    if package not in ("config", "report"):
+        assert names
+
+
+def undocumented(path: Path) -> list[str]:
+    """Public functions, classes and modules without a docstring."""
+    tree = ast.parse(path.read_text())
+    found = [] if ast.get_docstring(tree) or not tree.body else [f"{path.name}"]
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            if not ast.get_docstring(node):
+                found.append(f"{path.name}: {node.name}")
+    return found
+
+
+SOURCES = sorted(p for p in ROOT.rglob("*.py") if "_triton" not in p.parts)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_public_things_have_docstrings(path):
+    assert undocumented(path) == []
+
+
+def test_a_missing_docstring_is_found(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text('"""Doc."""\ndef f():\n    pass\nclass C:\n    """Doc."""\ndef _g():\n    pass\n')
+    assert undocumented(path) == ["x.py: f"]
+    path.write_text("x = 1\n")
+    assert undocumented(path) == ["x.py"]

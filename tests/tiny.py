@@ -1,0 +1,54 @@
+"""Spaces, batches and image folders small enough for tests of whole stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage
+
+CHOICES = (Block("mbconv", 3, 2), Block("mbconv", 5, 1), Block("mbconv", 3, 3))
+
+
+def tiny_space(*, num_classes: int = 4, resolution: int = 16, **changes) -> SearchSpace:
+    """Four mbconv layers of three choices; layers 0 and 2 are reductions, 1 and 3 are normal."""
+    form = {
+        "name": "tiny",
+        "resolution": resolution,
+        "num_classes": num_classes,
+        "stem": (FixedLayer(Block("conv", 3), 8, stride=2),),
+        "stages": (Stage(8, 2, 2, CHOICES), Stage(12, 2, 1, CHOICES)),
+        "head": (FixedLayer(Block("conv", 1), 16),),
+    }
+    return SearchSpace(**{**form, **changes})
+
+
+def batches(count: int, *, size: int = 8, num_classes: int = 4, resolution: int = 16, seed: int = 0) -> list:
+    """`count` batches of (images, labels): noise on a colour by which up to four labels can be told."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for _ in range(count):
+        labels = torch.randint(num_classes, (size,), generator=generator)
+        images = torch.randn(size, 3, resolution, resolution, generator=generator) * 0.5
+        for image, label in zip(images, labels.tolist(), strict=True):
+            image[0] += 2 * (label % 2)
+            image[1] += 2 * (label // 2 % 2)
+        result.append((images.contiguous(memory_format=torch.channels_last), labels))
+    return result
+
+
+def write_folder(
+    root: Path, counts: dict[str, int], *, side: int = 12, ending: str = ".png", mode: str = "RGB"
+) -> Path:
+    """`root/CLASS/NUMBER.ending`, every image of its own colours."""
+    number = 0
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for _ in range(count):
+            pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
+            Image.fromarray(pixels).convert(mode).save(root / name / f"{number:03d}{ending}")
+            number += 1
+    return root

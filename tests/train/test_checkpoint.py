@@ -1,0 +1,184 @@
+"""Checkpoint files: round trip, damage, fall-back, refusal, full disks."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+
+import pytest
+import torch
+
+from nasfast.train import checkpoint as module
+from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, load_checkpoint, save_checkpoint
+
+
+def sample(step: int = 1, fingerprint: str = "abc") -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    tensors = {
+        "model.weight": torch.randn(3, 4, 3, 3, generator=generator).contiguous(memory_format=torch.channels_last),
+        "model.half": torch.randn(5, generator=generator).bfloat16(),
+        "model.count": torch.tensor(7),
+        "model.mask": torch.tensor([True, False]),
+        "model.none": torch.empty(0, 3),
+        "momentum.weight": torch.randn(3, 4, 3, 3, generator=generator),
+        "rng.cpu": torch.get_rng_state(),
+    }
+    return Checkpoint(tensors, {"fingerprint": fingerprint, "step": step, "sums": {"loss": 0.1}, "name": "ü"})
+
+
+def test_round_trip(tmp_path):
+    path, saved = tmp_path / "c.safetensors", sample()
+    save_checkpoint(path, saved)
+    loaded = load_checkpoint(path)
+    assert loaded.state == saved.state
+    assert loaded.tensors.keys() == saved.tensors.keys()
+    for name, tensor in saved.tensors.items():
+        got = loaded.tensors[name]
+        assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(got, tensor), name
+    save_checkpoint(tmp_path / "again.safetensors", loaded)
+    assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_part_cuts_the_prefix():
+    assert set(sample().part("model.")) == {"weight", "half", "count", "mask", "none"}
+
+
+def test_order_of_names_does_not_matter(tmp_path):
+    saved = sample()
+    turned = Checkpoint(dict(reversed(saved.tensors.items())), dict(reversed(saved.state.items())))
+    save_checkpoint(tmp_path / "a", saved)
+    save_checkpoint(tmp_path / "b", turned)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_tensor_known_by_two_names_is_saved_under_both(tmp_path):
+    shared = torch.randn(4)
+    save_checkpoint(tmp_path / "c", Checkpoint({"a": shared, "b": shared, "c": shared[:2]}, {}))
+    loaded = load_checkpoint(tmp_path / "c").tensors
+    assert torch.equal(loaded["a"], shared)
+    assert torch.equal(loaded["b"], shared)
+    assert torch.equal(loaded["c"], shared[:2])
+
+
+def test_any_flipped_byte_is_noticed(tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_checkpoint(path, Checkpoint({"w": torch.randn(40), "v": torch.arange(5)}, {"step": 3}))
+    data = path.read_bytes()
+    for position in range(len(data)):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(CheckpointError, match=r"c\.safetensors"):
+            load_checkpoint(path)
+    path.write_bytes(data)
+    load_checkpoint(path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999])
+def test_a_truncated_file_is_noticed(tmp_path, share):
+    path = tmp_path / "c.safetensors"
+    save_checkpoint(path, sample())
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
+        load_checkpoint(path)
+
+
+def test_a_file_of_someone_else_is_refused(tmp_path):
+    from safetensors.torch import save
+
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(save({"w": torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
+        load_checkpoint(path)
+    with pytest.raises(CheckpointError, match="absent.safetensors is not a readable checkpoint"):
+        load_checkpoint(tmp_path / "absent.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path) -> CheckpointFolder:
+    made = CheckpointFolder(tmp_path / "checkpoints", "supernet", keep=3)
+    for step in (5, 10, 15):
+        made.save(step, sample(step))
+    return made
+
+
+def test_only_the_newest_are_kept(folder):
+    folder.save(20, sample(20))
+    assert [p.name for p in folder.paths()] == [f"supernet-{s:08d}.safetensors" for s in (10, 15, 20)]
+    assert folder.latest(fingerprint="abc")[1].state["step"] == 20
+
+
+def test_prefixes_do_not_mix(folder):
+    other = CheckpointFolder(folder.folder, "supernet-2", keep=1)
+    assert other.paths() == []
+    other.save(99, sample(99))
+    assert len(folder.paths()) == 3
+    assert folder.latest(fingerprint="abc")[1].state["step"] == 15
+
+
+def test_the_one_before_is_the_fall_back(folder, caplog):
+    newest = folder.paths()[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        path, found = folder.latest(fingerprint="abc")
+    assert (path, found.state["step"]) == (folder.paths()[1], 10)
+    assert str(newest) in caplog.text
+    assert "trying the one before" in caplog.text
+
+
+def test_another_space_is_refused(folder):
+    with pytest.raises(CheckpointError, match=r"belongs to another .*abc.*xyz") as error:
+        folder.latest(fingerprint="xyz")
+    assert "no usable supernet checkpoint" in str(error.value)
+
+
+def test_all_damaged(folder):
+    for path in folder.paths():
+        path.write_bytes(b"x" * 100)
+    with pytest.raises(CheckpointError, match="no usable supernet checkpoint") as error:
+        folder.latest(fingerprint="abc")
+    assert all(str(path) in str(error.value) for path in folder.paths())
+    assert "Start again in another --out folder" in str(error.value)
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    assert CheckpointFolder(tmp_path / "absent", "supernet").latest(fingerprint="abc") is None
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_ones(folder, monkeypatch, call):
+    before = {path: path.read_bytes() for path in folder.paths()}
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.os, call, full)
+    with pytest.raises(CheckpointError, match="No space left on device; the checkpoints already in .* are intact"):
+        folder.save(20, sample(20))
+    monkeypatch.undo()
+    assert {path: path.read_bytes() for path in folder.paths()} == before
+    assert sorted(os.listdir(folder.folder)) == [p.name for p in folder.paths()], "a temporary file was left"
+    assert folder.latest(fingerprint="abc")[1].state["step"] == 15
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    with pytest.raises(CheckpointError, match="could not save .*: File exists"):
+        CheckpointFolder(tmp_path / "checkpoints", "supernet").save(20, sample(20))
+
+
+def test_write_atomic_replaces_or_leaves(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "file"
+    module.write_atomic(path, b"old")
+    module.write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module.os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        module.write_atomic(path, b"newer")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(path.parent) == ["file"]

@@ -1,0 +1,549 @@
+"""The training loop: what a step does, what is logged, when it stops, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny import batches, tiny_space
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from nasfast.config import ConfigError
+from nasfast.spaces import FairSampler, Sampler, StrictFairSampler, UniformSampler, digits_mini
+from nasfast.supernet import Supernet, build
+from nasfast.train import CheckpointError, Evaluation, TrainConfig, TrainingDivergedError, train, train_supernet
+from nasfast.train.checkpoint import load_checkpoint
+from nasfast.train.log import TrainLog, read_metrics
+from nasfast.train.loop import make_optimizer
+from nasfast.train.schedule import lr_at
+
+PLAIN = TrainConfig(epochs=1, lr=1.0, momentum=0.0, weight_decay=0.0, label_smoothing=0.0, clip_norm=0.0)
+
+
+class Fixed(Sampler):
+    """The same paths at every step."""
+
+    def __init__(self, space, *paths) -> None:
+        super().__init__(space, layer_indicators=True)
+        self.paths = list(paths)
+
+    def step(self):
+        return self.paths
+
+
+def net_and_sampler(*paths, trainable: str = "indicators", seed: int = 0):
+    space = tiny_space()
+    net = Supernet(space, seed=seed)
+    net.freeze(trainable)
+    return net, Fixed(space, *paths) if paths else FairSampler(space, seed=seed)
+
+
+def values(net) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def gradients(net, path, x, y, **loss) -> dict[str, torch.Tensor]:
+    """Of one path; zero off it."""
+    net.zero_grad()
+    F.cross_entropy(net(x, path), y, **loss).backward()
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
+    net.zero_grad()
+    return found
+
+
+def moved(net, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: before[name] - p.detach() for name, p in net.named_parameters()}
+
+
+# a step
+
+
+def test_gradients_of_several_paths_add_up(tmp_path):
+    net, sampler = net_and_sampler((0, 1, 2, -1), (1, -1, 2, 0), (2, 0, 0, 1))
+    before, (loader) = values(net), batches(1)
+    each = [gradients(net, path, *loader[0]) for path in sampler.paths]
+    train_supernet(net, loader, sampler, PLAIN, run_dir=tmp_path)
+    for name, change in moved(net, before).items():
+        torch.testing.assert_close(
+            change, sum(g[name] for g in each), rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    # candidate 2 of layer 2 is on two paths: its change is neither gradient alone
+    name = "layers.2.candidates.2.project.bn.weight"
+    assert not torch.allclose(moved(net, before)[name], each[0][name], rtol=0.05)
+
+
+def test_strict_fairness_updates_every_candidate_once_a_step(tmp_path):
+    space = tiny_space()
+    net = Supernet(space, layer_indicators=False)
+    before = values(net)
+    train_supernet(net, batches(1), StrictFairSampler(space), PLAIN, run_dir=tmp_path)
+    changed = {n for n, d in moved(net, before).items() if d.any()}
+    assert changed == {n for n, p in net.named_parameters() if p.requires_grad}
+
+
+def test_parameters_off_the_path_keep_their_value_despite_momentum_and_decay(tmp_path):
+    net, sampler = net_and_sampler((0, 1, 2, 0), trainable="all")
+    cfg = TrainConfig(epochs=3, lr=0.1, weight_decay=0.1)
+    before = values(net)
+    train_supernet(net, batches(2), sampler, cfg, run_dir=tmp_path)
+    for name, change in moved(net, before).items():
+        parts = name.split(".")
+        on_path = parts[0] != "layers" or parts[2:4] == ["candidates", str((0, 1, 2, 0)[int(parts[1])])]
+        assert change.any() == on_path, name
+
+
+def test_momentum_does_not_carry_a_candidate_through_the_steps_of_others(tmp_path):
+    """A candidate sampled at the first step only keeps the value that step gave it."""
+    net, _ = net_and_sampler(trainable="all")
+    seen = []
+
+    class Changing(Fixed):
+        def step(self):
+            seen.append(values(net))
+            return [(0, 0, 0, 0) if len(seen) == 1 else (1, 1, 1, 1)]
+
+    train_supernet(
+        net, batches(3), Changing(net.space), TrainConfig(epochs=1, lr=0.1, weight_decay=0.1), run_dir=tmp_path
+    )
+    once = [name for name in seen[0] if ".candidates.0." in name]
+    assert any((seen[1][name] != seen[0][name]).any() for name in once)
+    final = values(net)
+    assert all(torch.equal(final[name], seen[1][name]) for name in once)
+    assert not torch.equal(final["stem.0.conv.weight"], seen[1]["stem.0.conv.weight"])
+
+
+def test_frozen_parameters_do_not_move(tmp_path):
+    net, sampler = net_and_sampler()
+    before = values(net)
+    train_supernet(net, batches(4), sampler, TrainConfig(epochs=2, lr=0.5), run_dir=tmp_path)
+    for name, change in moved(net, before).items():
+        frozen = not dict(net.named_parameters())[name].requires_grad
+        assert change.any() != frozen, name
+
+
+def test_clipping_shortens_the_whole_gradient(tmp_path):
+    path = (0, 1, 2, 0)
+    net, sampler = net_and_sampler(path)
+    loader = batches(1)
+    gradient = gradients(net, path, *loader[0])
+    norm = math.sqrt(sum(g.double().square().sum().item() for n, g in gradient.items() if "bn" in n and "project" in n))
+    limit = norm / 10
+    before = values(net)
+    train_supernet(net, loader, sampler, PLAIN.replace(clip_norm=limit), run_dir=tmp_path)
+    for name, p in net.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(before[name] - p.detach(), gradient[name] / 10, rtol=1e-3, atol=1e-6)
+
+
+def test_label_smoothing_is_that_of_cross_entropy(tmp_path):
+    path = (0, 1, 2, 0)
+    net, sampler = net_and_sampler(path)
+    loader, before = batches(1), values(net)
+    smooth, hard = (gradients(net, path, *loader[0], label_smoothing=s) for s in (0.3, 0.0))
+    train_supernet(net, loader, sampler, PLAIN.replace(label_smoothing=0.3), run_dir=tmp_path)
+    name = "layers.3.candidates.0.project.bn.bias"
+    torch.testing.assert_close(moved(net, before)[name], smooth[name], rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(smooth[name], hard[name], rtol=0.05)
+
+
+def test_no_decay_on_one_dimensional_parameters():
+    net = build(tiny_space(), (0, 1, 2, 0))
+    cfg = TrainConfig(lr=0.2, weight_decay=0.01, momentum=0.8, nesterov=True)
+    optimizer = make_optimizer(net, cfg)
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
+    assert all(p.ndim > 1 for p in decayed["params"])
+    assert {id(p) for p in plain["params"]} == {id(p) for p in net.parameters() if p.ndim == 1}
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(net.parameters()))
+    assert all(g["momentum"] == 0.8 and g["nesterov"] and g["lr"] == 0.2 for g in optimizer.param_groups)
+
+
+def test_decay_pulls_weights_only(tmp_path):
+    """Zero images give zero gradients to the classifier's weight: decay alone moves it."""
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    before = values(network)
+    images, labels = torch.zeros(8, 3, 2, 2), torch.arange(8) % 4
+    cfg = PLAIN.replace(lr=0.5, weight_decay=0.1)
+    train(network, [(images, labels)], cfg, stage="x", run_dir=tmp_path, fingerprint="f")
+    torch.testing.assert_close(network[1].weight.detach(), before["1.weight"] * (1 - 0.5 * 0.1))
+    bias = before["1.bias"].requires_grad_()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(bias.expand(8, 4), labels), bias)
+    torch.testing.assert_close(network[1].bias.detach(), bias.detach() - 0.5 * gradient)
+
+
+def test_only_what_requires_grad_gets_an_optimiser():
+    net = Supernet(tiny_space())
+    (group,) = make_optimizer(net, TrainConfig(lr=0.1)).param_groups
+    assert {id(p) for p in group["params"]} == {id(p) for p in net.parameters() if p.requires_grad}
+    for p in net.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        make_optimizer(net, TrainConfig(lr=0.1))
+
+
+def test_a_path_without_trainable_parameters_is_a_step_without_change(tmp_path):
+    space = tiny_space()
+    net = Supernet(space, layer_indicators=False)
+    for role, parameters in net.roles().items():
+        for p in parameters:
+            p.requires_grad_(role == "block_indicators" and p is parameters[0])
+    before = values(net)
+    train_supernet(net, batches(1), _unmarked(space), PLAIN, run_dir=tmp_path)
+    assert not any(d.any() for d in moved(net, before).values())
+
+
+def _unmarked(space):
+    sampler = Fixed(space, (1, 1, 1, 1))
+    sampler.layer_indicators = False
+    return sampler
+
+
+def test_bf16_runs_and_stays_near_fp32(tmp_path):
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        net, sampler = net_and_sampler()
+        cfg = TrainConfig(epochs=2, lr=0.1, precision=precision, log_every=1)
+        train_supernet(net, batches(5), sampler, cfg, run_dir=tmp_path / precision)
+        losses[precision] = [m["loss"] for m in read_metrics(tmp_path / precision)]
+        assert all(p.dtype == torch.float32 for p in net.parameters())
+    # bfloat16 has 8 significant bits; some ten roundings on the way to a loss of about 1.5
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.05)
+    assert losses["bf16"] != losses["fp32"]
+
+
+@pytest.mark.slow
+def test_a_supernet_learns(tmp_path):
+    space = tiny_space()
+    net, sampler = Supernet(space), UniformSampler(space)
+    net.freeze("all")
+    train_supernet(net, batches(12, size=16), sampler, TrainConfig(epochs=10, lr=0.1), run_dir=tmp_path)
+    lines = read_metrics(tmp_path)
+    assert lines[-1]["top1"] > 0.7
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+# metrics
+
+
+def test_metrics_of_every_step_by_hand(tmp_path):
+    """The loss before any update, its accuracy and the learning rate; then averages over the window."""
+    path, loader = (0, 1, 2, 0), batches(4)
+    net, sampler = net_and_sampler(path)
+    logits = net(loader[0][0], path)
+    cfg = TrainConfig(epochs=2, lr=0.3, log_every=1, warmup_epochs=0.5)
+    train_supernet(net, loader, sampler, cfg, run_dir=tmp_path / "one")
+    lines = read_metrics(tmp_path / "one")
+    assert [m["step"] for m in lines] == list(range(1, 9))
+    assert [m["epoch"] for m in lines] == [0] * 4 + [1] * 4
+    assert [m["lr"] for m in lines] == [lr_at(s, total=8, peak=0.3, warmup=2) for s in range(8)]
+    assert all(m["stage"] == "supernet" and m["images_per_s"] > 0 for m in lines)
+    assert lines[0]["loss"] == pytest.approx(
+        F.cross_entropy(logits, loader[0][1], label_smoothing=0.1).item(), rel=1e-5
+    )
+    assert lines[0]["top1"] == (logits.argmax(1) == loader[0][1]).float().mean().item()
+
+    net, sampler = net_and_sampler(path)
+    train_supernet(net, loader, sampler, cfg.replace(log_every=3), run_dir=tmp_path / "three")
+    windows = read_metrics(tmp_path / "three")
+    assert [m["step"] for m in windows] == [3, 4, 6, 8]
+    for window, steps in zip(windows, ([0, 1, 2], [3], [4, 5], [6, 7]), strict=True):
+        for key in ("loss", "top1"):
+            assert window[key] == pytest.approx(sum(lines[s][key] for s in steps) / len(steps), rel=1e-6)
+
+
+def test_evaluation_lines(tmp_path):
+    seen = []
+
+    def evaluate(model) -> Evaluation:
+        seen.append(model.training)
+        return Evaluation(0.5, 0.75, 1.25, 8)
+
+    cfg = TrainConfig(epochs=5, lr=0.1, eval_every=2)
+    network = build(tiny_space(), (0, 1, 2, 0))
+    train(network, batches(2), cfg, stage="retrain/best", run_dir=tmp_path, fingerprint="f", evaluate=evaluate)
+    lines = [m for m in read_metrics(tmp_path) if "eval_top1" in m]
+    assert [m["step"] for m in lines] == [4, 8, 10]
+    assert lines[0] == {"stage": "retrain/best", "step": 4, "eval_top1": 0.5, "eval_top5": 0.75, "eval_loss": 1.25}
+    assert len(seen) == 3
+    assert list((tmp_path / "tensorboard" / "retrain" / "best").glob("events.*"))
+    assert (tmp_path / "checkpoints" / "retrain-best-00000010.safetensors").exists()
+
+
+def test_a_log_forgets_what_came_after_its_step(tmp_path):
+    for stage in ("a", "b"):
+        with TrainLog(tmp_path, stage, step=0, total=9) as log:
+            for step in (3, 6, 9):
+                log.write(step, loss=float(step))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"stage": "b", "st')
+    with TrainLog(tmp_path, "a", step=6, total=9):
+        pass
+    assert [(m["stage"], m["step"]) for m in read_metrics(tmp_path)] == [
+        ("a", 3),
+        ("a", 6),
+        ("b", 3),
+        ("b", 6),
+        ("b", 9),
+    ]
+
+
+# stopping
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_poisoned_batch_stops_and_keeps_the_last_good_checkpoint(tmp_path, poison):
+    net, sampler = net_and_sampler()
+    loader = batches(8)
+    loader[5] = (torch.full_like(loader[5][0], poison), loader[5][1])
+    cfg = TrainConfig(epochs=1, lr=0.1, checkpoint_every=2, log_every=1)
+    with pytest.raises(TrainingDivergedError, match="loss nan.*at step 6 of 8") as error:
+        train_supernet(net, loader, sampler, cfg, run_dir=tmp_path)
+    last = tmp_path / "checkpoints" / "supernet-00000004.safetensors"
+    assert str(last) in str(error.value)
+    assert "Lower lr (0.1) or clip_norm (5.0)" in str(error.value)
+    assert max((tmp_path / "checkpoints").iterdir()) == last
+    assert all(t.isfinite().all() for t in load_checkpoint(last).part("model.").values())
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+
+    net, sampler = net_and_sampler()
+    final = train_supernet(net, batches(8), sampler, cfg, run_dir=tmp_path, resume=True)
+    assert final.name == "supernet-00000008.safetensors"
+
+
+def test_a_huge_rate_diverges_before_any_checkpoint(tmp_path):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    images, labels = torch.randn(8, 3, 2, 2) * 100, torch.arange(8) % 4
+    cfg = TrainConfig(epochs=5, lr=1e36, clip_norm=0.0)
+    with pytest.raises(TrainingDivergedError, match="Last good checkpoint: none yet"):
+        train(network, [(images, labels)] * 9, cfg, stage="x", run_dir=tmp_path, fingerprint="f")
+
+
+def test_a_loader_shorter_than_its_length(tmp_path):
+    class Short:
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            return iter(batches(3))
+
+    net, sampler = net_and_sampler()
+    with pytest.raises(RuntimeError, match="loader has length 4 but epoch 0 ended after 3 batches"):
+        train_supernet(net, Short(), sampler, TrainConfig(epochs=1, lr=0.1), run_dir=tmp_path)
+
+
+# resuming
+
+
+CFG = TrainConfig(epochs=2, lr=0.2, checkpoint_every=3, log_every=2)
+
+
+def finished(tmp_path, **changes):
+    torch.manual_seed(0)  # the state of the global generator is in the checkpoints
+    net, sampler = net_and_sampler()
+    return train_supernet(net, batches(4), sampler, CFG.replace(**changes), run_dir=tmp_path)
+
+
+def test_checkpoints_at_their_steps(tmp_path):
+    finished(tmp_path, keep_checkpoints=9)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        f"supernet-{s:08d}.safetensors" for s in (3, 6, 8)
+    ]
+
+
+@pytest.mark.parametrize(("keep", "steps"), [(1, [8]), (2, [6, 8])])
+def test_keep_checkpoints(tmp_path, keep, steps):
+    finished(tmp_path, keep_checkpoints=keep)
+    assert sorted(int(p.stem[-8:]) for p in (tmp_path / "checkpoints").iterdir()) == steps
+
+
+def test_one_checkpoint_an_epoch_by_default(tmp_path):
+    finished(tmp_path, checkpoint_every=0, keep_checkpoints=9)
+    assert sorted(int(p.stem[-8:]) for p in (tmp_path / "checkpoints").iterdir()) == [4, 8]
+
+
+def test_a_finished_stage_resumes_to_nothing(tmp_path):
+    final = finished(tmp_path)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "checkpoints").iterdir()}, read_metrics(tmp_path)
+    net, sampler = net_and_sampler(seed=5)
+
+    class Untouched:
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            raise AssertionError("a finished stage asked for data")
+
+    sampler = FairSampler(tiny_space(), seed=0)
+    assert train_supernet(net, Untouched(), sampler, CFG, run_dir=tmp_path, resume=True) == final
+    assert ({p.name: p.read_bytes() for p in (tmp_path / "checkpoints").iterdir()}, read_metrics(tmp_path)) == before
+    weights = load_checkpoint(final).part("model.")
+    assert all(torch.equal(t, weights[n]) for n, t in net.state_dict().items())
+
+
+def test_starting_over_an_existing_run_needs_resume(tmp_path):
+    finished(tmp_path)
+    with pytest.raises(FileExistsError, match="holds checkpoints of 'supernet': add --resume"):
+        finished(tmp_path)
+
+
+def test_resume_without_checkpoints_starts(tmp_path):
+    net, sampler = net_and_sampler()
+    assert train_supernet(net, batches(4), sampler, CFG, run_dir=tmp_path, resume=True).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lr": 0.3}, "train.lr was 0.2, now 0.3"),
+        ({"epochs": 3, "momentum": 0.5}, "train.epochs was 2, now 3; train.momentum was 0.9, now 0.5"),
+    ],
+)
+def test_changed_settings_are_refused_and_named(tmp_path, changes, named):
+    finished(tmp_path)
+    net, sampler = net_and_sampler()
+    with pytest.raises(CheckpointError, match="was written with other settings") as error:
+        train_supernet(net, batches(4), sampler, CFG.replace(**changes), run_dir=tmp_path, resume=True)
+    assert named in str(error.value)
+
+
+def test_another_number_of_batches_is_refused(tmp_path):
+    finished(tmp_path)
+    net, sampler = net_and_sampler()
+    with pytest.raises(CheckpointError, match="batches_per_epoch was 4, now 5"):
+        train_supernet(net, batches(5), sampler, CFG, run_dir=tmp_path, resume=True)
+
+
+def test_the_checkpoint_of_another_space_is_refused(tmp_path):
+    finished(tmp_path)
+    space = digits_mini(num_classes=4, resolution=16)
+    net = Supernet(space)
+    with pytest.raises(CheckpointError, match=f"{tiny_space().fingerprint}.*{space.fingerprint}"):
+        train_supernet(net, batches(4), FairSampler(space), CFG, run_dir=tmp_path, resume=True)
+
+
+def test_another_kind_of_sampler_or_network_is_refused(tmp_path):
+    finished(tmp_path)
+    net, _ = net_and_sampler()
+    with pytest.raises(CheckpointError, match="does not fit this run: sampler state is of a FairSampler"):
+        train_supernet(
+            net, batches(4), UniformSampler(tiny_space(), layer_indicators=True), CFG, run_dir=tmp_path, resume=True
+        )
+    bare = Supernet(tiny_space(), layer_indicators=False)
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        sampler = FairSampler(tiny_space(), layer_indicators=False)
+        train_supernet(bare, batches(4), sampler, CFG, run_dir=tmp_path, resume=True)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_same_end(tmp_path, caplog):
+    expected = finished(tmp_path / "good").read_bytes()
+    final = finished(tmp_path / "bad")
+    final.write_bytes(final.read_bytes()[:-3])
+    net, sampler = net_and_sampler(seed=7)
+    torch.manual_seed(99)
+    sampler = FairSampler(tiny_space(), seed=7)
+    again = train_supernet(net, batches(4), sampler, CFG, run_dir=tmp_path / "bad", resume=True)
+    assert again == final
+    assert again.read_bytes() == expected
+    assert "trying the one before" in caplog.text
+
+
+class Noisy(Dataset):
+    """Augments with the global generator, as torchvision's transforms do."""
+
+    def __init__(self) -> None:
+        self.images = torch.cat([x for x, _ in batches(4)])
+        self.labels = torch.cat([y for _, y in batches(4)])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.images[index] + 0.3 * torch.randn(3, 16, 16), self.labels[index]
+
+
+def data_loader(workers: int = 0) -> DataLoader:
+    return DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=workers, drop_last=True)
+
+
+class Interrupted:
+    """A loader that is interrupted at a step, as by Ctrl-C."""
+
+    def __init__(self, loader, at: int) -> None:
+        self.loader, self.left = loader, at
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        for batch in self.loader:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            yield batch
+
+
+@pytest.mark.parametrize("at", [3, 5, 7])
+def test_a_shuffling_augmenting_data_loader_resumes_to_the_same_bytes(tmp_path, at):
+    torch.manual_seed(0)
+    net, sampler = net_and_sampler()
+    want = train_supernet(net, data_loader(), sampler, CFG, run_dir=tmp_path / "whole").read_bytes()
+    torch.manual_seed(0)
+    net, sampler = net_and_sampler()
+    with pytest.raises(KeyboardInterrupt):
+        train_supernet(net, Interrupted(data_loader(), at), sampler, CFG, run_dir=tmp_path / "broken")
+    torch.manual_seed(1)
+    net, sampler = net_and_sampler()
+    got = train_supernet(net, data_loader(), sampler, CFG, run_dir=tmp_path / "broken", resume=True).read_bytes()
+    assert got == want
+
+
+def test_epochs_of_a_data_loader_differ_and_repeat():
+    from nasfast.train.batches import as_epochs
+
+    made = as_epochs(data_loader())
+    orders = []
+    for seed, epoch in ((1, 0), (2, 0), (1, 1)):
+        torch.manual_seed(seed)
+        orders.append(torch.cat([x for x, _ in made.epoch(epoch)]))
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+    rest = torch.cat([x for x, _ in made.epoch(0, start=2)])
+    assert torch.equal(rest, orders[0][16:])
+
+
+def test_a_repeated_run_gives_the_same_bytes(tmp_path):
+    finals = []
+    for name in "ab":
+        finals.append(finished(tmp_path / name).read_bytes())
+    assert finals[0] == finals[1]
+
+
+# arguments
+
+
+def test_sampler_and_supernet_must_agree(tmp_path):
+    net = Supernet(tiny_space(), layer_indicators=False)
+    with pytest.raises(ValueError, match="sampler draws layer-indicator paths, the supernet has none"):
+        train_supernet(net, batches(1), FairSampler(tiny_space()), PLAIN, run_dir=tmp_path)
+    with pytest.raises(ValueError, match="sampler draws from space 'digits_mini', the supernet is of 'tiny'"):
+        train_supernet(net, batches(1), FairSampler(digits_mini()), PLAIN, run_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"epochs": 0}, "epochs must be positive"),
+        ({"lr": -1}, "lr must be positive"),
+        ({"momentum": -0.1}, "momentum must not be negative"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\)"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints must be positive"),
+        ({"precision": "fp16"}, "'fp16', allowed: 'fp32', 'bf16'"),
+        ({"warmup": 1}, "did you mean 'warmup_epochs'"),
+    ],
+)
+def test_settings_that_cannot_be(form, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.from_dict(form)
