@@ -1,4 +1,4 @@
-"""`nasfast COMMAND`: thin, one function per stage. Flags are the fields of `RunConfig`; files are YAML of the same form."""
+"""`nasfast COMMAND`: thin, one function per stage. Flags are fields of `RunConfig`; files are YAML of the same form."""
 
 from __future__ import annotations
 
@@ -63,6 +63,15 @@ def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Overwrite `base` by `changes`, mapping by mapping."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
 def _run_config(command: str, argv: Sequence[str], *, resumable: bool) -> tuple[RunConfig, bool]:
     """The resolved config of a stage command, and whether to resume.
 
@@ -81,18 +90,20 @@ def _run_config(command: str, argv: Sequence[str], *, resumable: bool) -> tuple[
         files.insert(0, saved)
 
     parser = _Parser(command)
-    parser.add_argument(
-        "--config", action="append", metavar="FILE",
-        help=f"YAML with any of the settings below, or a recipe: {', '.join(sorted(p.stem for p in _RECIPES.glob('*.yaml')))}; "
-        "repeatable",
-    )  # fmt: skip
+    recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
+    text = f"YAML with any of the settings below, or a recipe ({recipes}); repeatable, later ones win"
+    parser.add_argument("--config", action="append", metavar="FILE", help=text)
     if resumable:
         parser.add_argument("--resume", action="store_true", help="continue from the newest good checkpoints in --out")
     parser.add_class_arguments(RunConfig)
+    given: dict[str, Any] = {}
     for file in files:
-        given = load_yaml(file)
+        _merge(given, load_yaml(file))
+    try:
         checked = _flatten(RunConfig.from_dict(given).to_dict())
-        parser.set_defaults({key: checked[key] for key in _flatten(given)})
+    except ConfigError as error:
+        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
+    parser.set_defaults({key: checked[key] for key in _flatten(given)})
     parsed = parser.parse_args(list(argv)).as_dict()
     parsed.pop("config")
     resume = parsed.pop("resume", False)

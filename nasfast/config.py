@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ConfigError(ValueError):
-    """A configuration file or mapping that cannot be used; the text says which key, what was given and what is allowed."""
+    """A configuration that cannot be used; the text says which key, what was given and what is allowed."""
 
 
 def nearest(key: str, valid: typing.Iterable[str]) -> str:
@@ -32,8 +32,8 @@ def nearest(key: str, valid: typing.Iterable[str]) -> str:
 class ConfigBase:
     """Base of every frozen config dataclass.
 
-    A field that is itself a config dataclass is written as a nested mapping. Values are checked against the annotated type
-    when they come from a mapping; a dataclass's own `__post_init__` checks ranges, so both ways in meet the same checks.
+    A field that is itself a config dataclass is written as a nested mapping. Values from a mapping are checked against
+    the annotated type; a dataclass's own `__post_init__` checks ranges, so both ways in meet the same checks.
     """
 
     @classmethod

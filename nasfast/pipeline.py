@@ -1,6 +1,6 @@
 """A run as functions: each stage reads the files of the one before from the run directory and writes its own.
 
-    supernet -> checkpoints/   score -> indicators.json   search -> archs.json   retrain -> retrain/   report -> report.html
+supernet -> checkpoints/   score -> indicators.json   search -> archs.json   retrain -> retrain/   report -> report.html
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from nasfast.retrain import RetrainConfig, RetrainResult, export_onnx, load_mode
 from nasfast.search import (
     Candidate,
     History,
+    InfeasibleConstraintError,
     SearchConfig,
     equal_cost_random,
     evolve,
@@ -37,7 +38,7 @@ from nasfast.search import (
 from nasfast.spaces import SearchSpace, get_space
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
-from nasfast.train.checkpoint import CheckpointError, CheckpointFolder, write_atomic
+from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, write_atomic
 from nasfast.train.supernet import METHODS, SupernetConfig, default_lr, make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
@@ -100,7 +101,10 @@ class RunConfig(ConfigBase):
         """Every setting that was left to the method's preset made explicit."""
         chosen = self.supernet.resolved(self.method)
         lr = default_lr(chosen.trainable) if self.train.lr is None else self.train.lr
-        return self.replace(supernet=chosen, train=self.train.replace(lr=lr))
+        search_seed = self.seed if self.search.seed is None else self.search.seed
+        return self.replace(
+            supernet=chosen, train=self.train.replace(lr=lr), search=self.search.replace(seed=search_seed)
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -116,7 +120,9 @@ class RunConfig(ConfigBase):
         if self.device == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"device={self.device!r}, but torch sees no GPU: use --device cpu, or see `nasfast doctor`")
+            raise ConfigError(
+                f"device={self.device!r}, but torch sees no GPU: use --device cpu, or see `nasfast doctor`"
+            )
         return self.device
 
 
@@ -162,7 +168,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
         if not resume:
             raise FileExistsError(f"{run_dir} holds a supernet run already: add --resume, or choose another --out")
         _check_same_run(cfg, space)
-    write_atomic(run_dir / CONFIG_FILE, _yaml(cfg.resolved()))
+    _save_config(cfg)
     write_atomic(run_dir / SPACE_FILE, _yaml(space))
     write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
@@ -174,7 +180,9 @@ def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
 def _check_search(cfg: RunConfig, space: SearchSpace) -> None:
     """Refuse what the search would refuse, before hours of training."""
     if _scored_by_accuracy(cfg) and cfg.search.method == "exact":
-        raise ConfigError(f"search.method='exact' needs additive scores; {cfg.method} scores whole paths: use 'evolution'")
+        raise ConfigError(
+            f"search.method='exact' needs additive scores; {cfg.method} scores whole paths: use 'evolution'"
+        )
     cfg.search.limits.check(space, allow_identity=cfg.search.allow_identity)
 
 
@@ -200,6 +208,11 @@ def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
         )
 
 
+def _save_config(cfg: RunConfig) -> None:
+    """Keep config.yaml true: every stage that takes settings of its own writes them back."""
+    write_atomic(cfg.run_dir / CONFIG_FILE, _yaml(cfg.resolved()))
+
+
 def _yaml(config: ConfigBase) -> bytes:
     return yaml.safe_dump(config.to_dict(), sort_keys=False).encode()
 
@@ -211,13 +224,19 @@ def load_supernet(cfg: RunConfig) -> Supernet:
         FileNotFoundError: nothing was trained there.
         CheckpointError: no checkpoint is usable.
     """
-    space = _saved_space(cfg)
-    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    found = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
-    if found is None:
-        raise FileNotFoundError(f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first")
-    net.load_state_dict(found[1].part("model."))
+    net, _ = make_supernet(_saved_space(cfg), cfg.method, cfg.supernet, seed=cfg.seed)
+    net.load_state_dict(_supernet_checkpoint(cfg).part("model."))
     return net.to(device=cfg.torch_device, memory_format=torch.channels_last)
+
+
+def _supernet_checkpoint(cfg: RunConfig) -> Checkpoint:
+    folder = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet")
+    found = folder.latest(fingerprint=_saved_space(cfg).fingerprint)
+    if found is None:
+        raise FileNotFoundError(
+            f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first"
+        )
+    return found[1]
 
 
 def score(cfg: RunConfig) -> IndicatorTable | None:
@@ -229,7 +248,9 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     if _scored_by_accuracy(cfg):
         _LOG.info("%s scores paths by validation accuracy during the search: no indicator table", cfg.method)
         return None
-    table = score_supernet(load_supernet(cfg), meta={"method": cfg.method, "seed": cfg.seed, "epochs": cfg.train.epochs})
+    table = score_supernet(
+        load_supernet(cfg), meta={"method": cfg.method, "seed": cfg.seed, "epochs": cfg.train.epochs}
+    )
     write_atomic(cfg.run_dir / TABLE_FILE, (table.to_json() + "\n").encode())
     return table
 
@@ -242,12 +263,13 @@ def search(cfg: RunConfig) -> list[Candidate]:
         InfeasibleConstraintError: an unreachable limit, with the smallest attainable value.
     """
     space, run_dir, front = _saved_space(cfg), cfg.run_dir, []
-    settings = cfg.search.replace(seed=cfg.seed)
+    settings = cfg.resolved().search
     if _scored_by_accuracy(cfg):
         _check_search(cfg, space)
         train, val = _loaders(cfg, space, hold_out=True)
         net = load_supernet(cfg)
-        scorer = f"accuracy {cfg.method} seed {cfg.seed} recalibration {cfg.recalibration_batches}"
+        # everything an accuracy depends on: a score of another supernet must not be taken for this one's
+        scorer = f"accuracy of {_supernet_checkpoint(cfg).digest}, recalibration {cfg.recalibration_batches}"
         history = History(run_dir / "history.jsonl", space, scorer=scorer)
 
         def accuracy(arch: tuple[int, ...]) -> float:
@@ -266,6 +288,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
         found = run_search(table, space, settings, history=history)
         front = pareto_front(table, space, allow_identity=settings.allow_identity)
     save_candidates(run_dir / ARCHS_FILE, space, found, limits=settings.limits, pareto=front)
+    _save_config(cfg)
     return found
 
 
@@ -290,7 +313,13 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainRe
     candidates = load_candidates(path, space).candidates[: cfg.retrain.top_k]
     chosen = {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(candidates)}
     if cfg.retrain.random_baseline:
-        chosen["random"] = equal_cost_random(space, random.Random(cfg.seed), candidates[0].arch)
+        try:
+            chosen["random"] = equal_cost_random(
+                space, random.Random(cfg.seed), candidates[0].arch, allow_identity=cfg.search.allow_identity
+            )
+        except InfeasibleConstraintError as error:
+            _LOG.warning("no random baseline: %s", error)
+    _save_config(cfg)
     net = load_supernet(cfg) if cfg.retrain.init == "inherit" else None
     return {
         name: retrain(

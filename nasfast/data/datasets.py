@@ -61,14 +61,20 @@ class FolderSource(ImageSource):
         self.root = Path(root)
         if not self.root.is_dir():
             raise DataError(f"image folder {self.root} does not exist: give a folder with one sub-folder per class")
-        found = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir() and not entry.name.startswith("."))
+        found = sorted(
+            entry.name for entry in os.scandir(self.root) if entry.is_dir() and not entry.name.startswith(".")
+        )
         if not found:
             raise DataError(f"image folder {self.root} has no class sub-folder: expected {self.root}/CLASS/IMAGE.jpg")
         if classes is not None and list(classes) != found:
             missing, extra = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
-            raise DataError(f"classes of {self.root} differ from the training folder's: missing {missing}, extra {extra}")
+            raise DataError(
+                f"classes of {self.root} differ from the training folder's: missing {missing}, extra {extra}"
+            )
         if len(found) == 1:
-            raise DataError(f"image folder {self.root} has one class only ({found[0]!r}): a classifier needs two or more")
+            raise DataError(
+                f"image folder {self.root} has one class only ({found[0]!r}): a classifier needs two or more"
+            )
         self.classes = tuple(found)
         self.not_images: list[str] = []
         self._paths: list[str] = []
@@ -167,7 +173,9 @@ def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[S
     for label, name in enumerate(source.classes):
         members = rng.permutation(np.nonzero(source.labels == label)[0])
         if len(members) < 2:
-            raise DataError(f"class {name!r} has {len(members)} image: at least 2 are needed to hold some out for validation")
+            raise DataError(
+                f"class {name!r} has {len(members)} image: at least 2 are needed to hold some out for validation"
+            )
         held_out = min(max(1, round(len(members) * val_fraction)), len(members) - 1)
         val.append(members[:held_out])
         train.append(members[held_out:])

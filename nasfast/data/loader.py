@@ -1,4 +1,4 @@
-"""`make_loaders(cfg)`: batches whose content depends only on (seed, epoch, position), whatever the number of workers."""
+"""`make_loaders(cfg)`: batches that depend only on (seed, epoch, position), whatever the number of workers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class DataConfig(ConfigBase):
         val: validation folder of the same classes; without it `val_fraction` of the training images is held out.
         val_fraction: held-out share per class when `val` is not given.
         batch_size: images per batch.
-        augment: `imagenet` (random resized crop, flip, lighting), `cifar` (pad, crop, flip), `shift` (pad, crop), `none`,
-            or `auto`: `shift` for digits, else `cifar` up to 64 pixels and `imagenet` above.
+        augment: `imagenet` (random resized crop, flip, lighting), `cifar` (pad, crop, flip), `shift` (pad, crop),
+            `none`, or `auto`: `shift` for digits, else `cifar` up to 64 pixels and `imagenet` above.
         workers: decoding processes; 0 decodes in the training process. Results do not depend on it.
         max_bad_files: unreadable images are skipped and named; more than this many stop the run.
         mean: per channel, subtracted from images scaled to [0, 1].
@@ -53,11 +53,15 @@ class DataConfig(ConfigBase):
 
     def __post_init__(self) -> None:
         if self.batch_size < 2:
-            raise ValueError(f"batch_size must be at least 2 (BatchNorm needs more than one image), got {self.batch_size}")
+            raise ValueError(
+                f"batch_size must be at least 2 (BatchNorm needs more than one image), got {self.batch_size}"
+            )
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
         if min(self.workers, self.max_bad_files) < 0:
-            raise ValueError(f"workers and max_bad_files must not be negative, got {self.workers}, {self.max_bad_files}")
+            raise ValueError(
+                f"workers and max_bad_files must not be negative, got {self.workers}, {self.max_bad_files}"
+            )
 
 
 class _Samples(Dataset):
@@ -135,7 +139,9 @@ class Loader:
         size = self._batch_size
         return [[(epoch, i) for i in order[b * size : (b + 1) * size]] for b in range(len(self))]
 
-    def epoch(self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(
+        self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches `start`, `start + 1`, ... of an epoch: normalised fp32 channels_last images and int64 labels.
 
         Yields:
@@ -189,9 +195,7 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_FILES]) + more
 
 
-def make_loaders(
-    cfg: DataConfig, *, resolution: int, seed: int = 0, hold_out: bool = False
-) -> tuple[Loader, Loader]:
+def make_loaders(cfg: DataConfig, *, resolution: int, seed: int = 0, hold_out: bool = False) -> tuple[Loader, Loader]:
     """Training loader (shuffled, augmented) and validation loader (in order, centre crop).
 
     Args:

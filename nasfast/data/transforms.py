@@ -19,14 +19,12 @@ _SMALL = 64
 class Lighting(v2.Transform):
     """AlexNet's colour noise: adds sum_k alpha_k lambda_k p_k to every pixel, alpha_k ~ N(0, std^2) per image.
 
-    lambda and p are the eigenvalues and eigenvectors of ImageNet's RGB covariance (Krizhevsky et al. 2012, section 4.1).
+    lambda and p are the eigenvalues and eigenvectors of ImageNet's RGB covariance (Krizhevsky et al. 2012, 4.1).
     Takes and returns a uint8 (3, H, W) tensor.
     """
 
     _EIGENVALUES = torch.tensor([0.2175, 0.0188, 0.0045])
-    _EIGENVECTORS = torch.tensor(
-        [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
-    )
+    _EIGENVECTORS = torch.tensor([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 
     def __init__(self, std: float = 0.1) -> None:
         super().__init__()
@@ -44,8 +42,8 @@ def train_transform(augment: str, resolution: int) -> Callable[[Any], Tensor]:
     """PIL image -> augmented uint8 (3, resolution, resolution).
 
     Args:
-        augment: `imagenet` (the paper's: random resized crop, flip, lighting), `cifar` (pad 4, crop, flip), `shift` (pad
-            2, crop: for digits, which a flip would change) or `none`.
+        augment: `imagenet` (the paper's: random resized crop, flip, lighting), `cifar` (pad 4, crop, flip), `shift`
+            (pad 2, crop: for digits, which a flip would change) or `none`.
     """
     fit = [v2.Resize((resolution, resolution), antialias=True)]
     steps = {

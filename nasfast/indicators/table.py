@@ -37,21 +37,25 @@ class IndicatorTable:
 
     def __post_init__(self) -> None:
         if len(self.block) != len(self.space) or len(self.layer) != len(self.space):
-            raise TableError(f"table of space {self.space.name!r} must have {len(self.space)} layers, got {len(self.block)}")
+            raise TableError(
+                f"table of space {self.space.name!r} must have {len(self.space)} layers, got {len(self.block)}"
+            )
         for i, (scores, layer) in enumerate(zip(self.block, self.space.layers, strict=True)):
             expected = set(layer.options) - {layer.indicator_choice, SKIP}
             if set(scores) != expected:
                 raise TableError(f"layer {i}: scores for choices {sorted(scores)}, the space has {sorted(expected)}")
             for choice, score in scores.items():
                 if not math.isfinite(score):
-                    raise TableError(f"layer {i}, choice {choice}: score is {score}: the supernet diverged before scoring")
+                    raise TableError(
+                        f"layer {i}, choice {choice}: score is {score}: the supernet diverged before scoring"
+                    )
 
     @property
     def scores(self) -> tuple[dict[int, float], ...]:
         """Per layer, combined score S[l, a] of Algorithm 2 for every option (isometry.md 7).
 
-        S_v on reduction layers, S_v * S_u on normal layers. An identity candidate is the layer-indicator path itself and
-        scores S_u; without layer indicators it has no BN and scores 0, as does a pinned layer.
+        S_v on reduction layers, S_v * S_u on normal layers. An identity candidate is the layer-indicator path itself
+        and scores S_u; without layer indicators it has no BN and scores 0, as does a pinned layer.
         """
         table = []
         for scores, layer_score, layer in zip(self.block, self.layer, self.space.layers, strict=True):

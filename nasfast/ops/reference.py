@@ -1,8 +1,8 @@
 """Every operator once in plain PyTorch: the specification, the test oracle, the benchmark baseline and the fallback.
 
 Arithmetic is done in float32 (float64 when the input is float64) whatever the storage type, and the result is cast once
-at the end. A faster backend is compared with these functions in float64 and never the other way round; in float32 they are
-as accurate as the PyTorch functions they call.
+at the end. A faster backend is compared with these functions in float64 and never the other way round; in float32 they
+are as accurate as the PyTorch functions they call.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,6 @@ def bn_act(
     Returns:
         (N, C, H, W).
     """
-    channels = (1, -1, 1, 1)
     dtype = torch.promote_types(x.dtype, torch.float32)
     # PyTorch wants statistics and parameters of one type with x; it moves the running statistics in place
     mean, var = (None if given is None else given.to(dtype) for given in (running_mean, running_var))

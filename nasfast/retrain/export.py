@@ -44,7 +44,9 @@ def load_model(path: str | Path) -> StandaloneNetwork:
         path = path / MODEL_FILE
     for file in (path, path.parent / ARCH_FILE, path.parent / SPACE_FILE):
         if not file.exists():
-            raise FileNotFoundError(f"{file} is missing: an exported model is {MODEL_FILE}, {ARCH_FILE} and {SPACE_FILE}")
+            raise FileNotFoundError(
+                f"{file} is missing: an exported model is {MODEL_FILE}, {ARCH_FILE} and {SPACE_FILE}"
+            )
     space = from_yaml(path.parent / SPACE_FILE)
     arch = load_arch(path.parent / ARCH_FILE, space)
     try:
@@ -77,7 +79,9 @@ def export_onnx(network: StandaloneNetwork, path: str | Path) -> float:
         raise RuntimeError(f"ONNX export needs {error.name}: pip install 'nasfast[onnx]'") from error
     path, space = Path(path), network.space
     network = network.eval().cpu()
-    images = torch.randn(4, space.in_channels, space.resolution, space.resolution, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(
+        4, space.in_channels, space.resolution, space.resolution, generator=torch.Generator().manual_seed(0)
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.onnx.export(
         network, (images,), str(path),

@@ -1,17 +1,12 @@
 """timm plug-in: a searched architecture as the timm model `nasfast`.
 
 Importing this module registers it; `timm.create_model("nasfast", arch="retrain/best")` builds it from the folder of an
-exported model. timm finds models only in modules that were imported, so to use an unmodified timm `train.py`:
-
-    python -m nasfast.retrain.timm_plugin train.py DATA --model nasfast --model-kwargs arch=runs/x/retrain/best
+exported model. timm finds models only in modules that were imported; `nasfast.retrain.timm_train` imports this one for
+an unmodified timm `train.py`.
 """
 
 from __future__ import annotations
 
-import runpy
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +19,6 @@ try:
     from timm.models import register_model
 except ImportError as error:
     raise RuntimeError("the timm plug-in needs timm: pip install 'nasfast[timm]'") from error
-
-
-if __name__ == "__main__":
-    # the wrapper below imports this file under its own name, which is where it registers
-
-    def register_model(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        return function
 
 
 class TimmNetwork(nn.Module):
@@ -80,17 +68,21 @@ def nasfast(pretrained: bool = False, **kwargs: Any) -> TimmNetwork:
 
     Args:
         pretrained: load the weights beside arch.json; otherwise fresh orthogonal ones.
-        kwargs: `arch`, the folder of an exported model, is required; `num_classes` and `in_chans` are honoured; what else
-            timm's scripts pass (drop rates and the like) has no counterpart in these networks and must be unset.
+        kwargs: `arch`, the folder of an exported model, is required; `num_classes` and `in_chans` are honoured; what
+            else timm's scripts pass (drop rates and the like) has no counterpart here and must be unset.
 
     Raises:
         ValueError: no `arch`, or an argument that would be ignored.
     """
     folder = kwargs.pop("arch", None)
     if folder is None:
-        raise ValueError("timm model 'nasfast' needs the folder of an exported model: --model-kwargs arch=RUN/retrain/best")
+        raise ValueError(
+            "timm model 'nasfast' needs the folder of an exported model: --model-kwargs arch=RUN/retrain/best"
+        )
     num_classes, in_chans = kwargs.pop("num_classes", None), kwargs.pop("in_chans", None)
-    ignored = sorted(k for k, v in kwargs.items() if v and k not in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"))
+    ignored = sorted(
+        k for k, v in kwargs.items() if v and k not in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+    )
     if ignored:
         raise ValueError(f"timm model 'nasfast' has no {', '.join(ignored)}; allowed: arch, num_classes")
     network = load_model(folder).train()
@@ -98,18 +90,10 @@ def nasfast(pretrained: bool = False, **kwargs: Any) -> TimmNetwork:
         seed = torch.initial_seed() % 2**63
         network = build(network.space, network.arch, activation=network.activation, seed=seed)
     if in_chans not in (None, network.space.in_channels):
-        raise ValueError(f"timm model 'nasfast': the space has {network.space.in_channels} input channels, got in_chans={in_chans}")
+        raise ValueError(
+            f"timm model 'nasfast': the space has {network.space.in_channels} input channels, got in_chans={in_chans}"
+        )
     model = TimmNetwork(network)
     if num_classes is not None and num_classes != model.num_classes:
         model.reset_classifier(num_classes)
     return model
-
-
-if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m nasfast.retrain.timm_plugin SCRIPT [ARGUMENTS OF THE SCRIPT]")
-    import nasfast.retrain.timm_plugin  # noqa: F401
-
-    sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # as python SCRIPT would, for the script's own imports
-    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -25,7 +25,7 @@ class SearchConfig(ConfigBase):
         crossovers: children per generation that mix two parents; random architectures fill up the population.
         mutations: children per generation that change one parent.
         mutation_prob: probability with which a mutation redraws a layer.
-        seed: of the evolution.
+        seed: of the evolution; None takes the run's, or 0.
         allow_identity: whether normal layers may be skipped in the answer, scoring their layer indicator alone.
     """
 
@@ -39,7 +39,7 @@ class SearchConfig(ConfigBase):
     crossovers: int = 25
     mutations: int = 25
     mutation_prob: float = 0.1
-    seed: int = 0
+    seed: int | None = None
     allow_identity: bool = False
 
     def __post_init__(self) -> None:

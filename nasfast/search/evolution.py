@@ -77,7 +77,7 @@ class _Evolution:
     """What has been evaluated, and the next population made from it."""
 
     def __init__(self, space: SearchSpace, config: SearchConfig) -> None:
-        self.space, self.config, self.rng = space, config, random.Random(config.seed)
+        self.space, self.config, self.rng = space, config, random.Random(config.seed or 0)
         self.options = [tuple(row) for row in option_costs(space, allow_identity=config.allow_identity)]
         self.evaluated: dict[Arch, Candidate] = {}
 

@@ -22,7 +22,9 @@ class ArchError(ValueError):
 
 def arch_to_json(arch: Arch, space: SearchSpace) -> str:
     """JSON form of an architecture: `{"space": name, "fingerprint": ..., "arch": [...]}`."""
-    return json.dumps({"space": space.name, "fingerprint": space.fingerprint, "arch": list(space.check(arch))}, indent=1)
+    return json.dumps(
+        {"space": space.name, "fingerprint": space.fingerprint, "arch": list(space.check(arch))}, indent=1
+    )
 
 
 def arch_from_json(text: str, space: SearchSpace) -> Arch:
@@ -50,7 +52,7 @@ def load_arch(path: str | Path, space: SearchSpace) -> Arch:
 
 
 def parse_arch(form: str | Iterable[int]) -> Arch:
-    """Tuple from any written form: `"3 -1 0"`, `"3,-1,0"`, a string of digits such as `"01220122"`, or a sequence of ints.
+    """Tuple from any written form: `"3 -1 0"`, `"3,-1,0"`, a string of digits like `"01220122"`, or a sequence of ints.
 
     Raises:
         ArchError: something in it is not an integer.

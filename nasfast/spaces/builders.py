@@ -15,7 +15,7 @@ _SHUFFLE_CHOICES = (*(Block("shuffle", kernel=k) for k in (3, 5, 7)), Block("shu
 def mobilenet_v2(
     *, num_classes: int = 1000, resolution: int = 224, variant: Literal["default", "bnnas"] = "default"
 ) -> SearchSpace:
-    """The 6^20 MobileNetV2 space of BN-NAS: k in {3, 5, 7} x e in {3, 6}, k-major (0 = k3 e3, 1 = k3 e6, 2 = k5 e3, ...).
+    """The 6^20 MobileNetV2 space of BN-NAS: k in {3, 5, 7} x e in {3, 6}, k-major (0 = k3 e3, 1 = k3 e6, 2 = k5 e3).
 
     `variant="bnnas"` is the released configuration: 21 slots (the 432-channel layer is searched too), of which 1, 5, 6
     and 9 are pinned to the identity.

@@ -1,4 +1,4 @@
-"""Closed-form costs of blocks: MACs (multiply-accumulates of convolutions and the classifier, per image) and parameters.
+"""Closed-form costs of blocks: MACs (multiply-accumulates of convolutions and classifier, per image) and parameters.
 
 One MAC is one multiply and one add; `torch.utils.flop_counter` reports exactly twice these numbers. BatchNorm,
 activations, pooling and additions are not counted as MACs (as in the papers' tables); BatchNorm's gamma and beta are

@@ -1,4 +1,4 @@
-"""A search space as data: stem, stages of searchable layers, head. No torch here; `nasfast.supernet` builds the modules."""
+"""A search space as data: stem, stages of searchable layers, head. No torch: `nasfast.supernet` builds the modules."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Layer:
 
     @property
     def indicator_choice(self) -> int | None:
-        """The path value that means "the layer indicator": `SKIP`, or the index of `identity` where that is a candidate.
+        """The value that means "the layer indicator": `SKIP`, or the index of `identity` where that is a candidate.
 
         None on reduction and on pinned layers, which have no layer indicator.
         """
@@ -159,7 +159,9 @@ class SearchSpace(ConfigBase):
         for i, stage in enumerate(self.stages):
             where = f"space {self.name!r}, stage {i}"
             if min(stage.out, stage.layers, stage.stride) < 1:
-                raise ValueError(f"{where}: out, layers and stride must be positive, got {stage.out}, {stage.layers}, {stage.stride}")
+                raise ValueError(
+                    f"{where}: out, layers and stride must be positive, got {stage.out}, {stage.layers}, {stage.stride}"
+                )
             if not stage.choices:
                 raise ValueError(f"{where} has no choices")
             if len(set(stage.choices)) != len(stage.choices):
@@ -171,7 +173,9 @@ class SearchSpace(ConfigBase):
                 raise ValueError(f"space {self.name!r}: layer {i} changes shape and cannot be pinned to the identity")
             for block in layer.choices:
                 if block.kind.startswith("shuffle") and layer.stride == 1 and not layer.normal:
-                    raise ValueError(f"space {self.name!r}: layer {i}: a stride-1 ShuffleNetV2 unit cannot change channels")
+                    raise ValueError(
+                        f"space {self.name!r}: layer {i}: a stride-1 ShuffleNetV2 unit cannot change channels"
+                    )
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -223,7 +227,9 @@ class SearchSpace(ConfigBase):
         """
         arch = tuple(arch)
         if len(arch) != len(self):
-            raise ArchError(f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}")
+            raise ArchError(
+                f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}"
+            )
         for i, (choice, layer) in enumerate(zip(arch, self.layers, strict=True)):
             if choice not in layer.legal:
                 allowed = ", ".join(map(str, layer.legal))

@@ -30,7 +30,14 @@ class UnitFactory:
     track_running_stats: bool
 
     def conv_bn_act(
-        self, in_channels: int, out_channels: int, kernel: int, *, stride: int = 1, groups: int = 1, linear: bool = False
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: int,
+        *,
+        stride: int = 1,
+        groups: int = 1,
+        linear: bool = False,
     ) -> ConvBNAct:
         unit = FusedConvBNAct if self.fused else ConvBNAct
         return unit(

@@ -51,7 +51,7 @@ def _haar(rows: int, cols: int, generator: torch.Generator) -> Tensor:
 
 def _is_depthwise(layer: nn.Module) -> bool:
     # in / groups == 1 alone would also catch the stem of a grey-scale network
-    return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1 and layer.kernel_size != (1, 1)
+    return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1
 
 
 def _orthogonal(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
@@ -137,7 +137,7 @@ def _warn_if_kernels_coincide(modules: dict[str, nn.Module]) -> None:
     sizes = {m.kernel_size[0] for m in modules.values() if _is_depthwise(m)}
     if len(sizes) > 1:
         _LOG.warning(
-            "init='delta_orthogonal': depthwise kernels of sizes %s all become one signed tap, the same frozen function; "
+            "init='delta_orthogonal': depthwise kernels of sizes %s all become one signed tap, the same function; "
             "a search over them cannot rank kernel sizes. Use init='orthogonal'.",
             ", ".join(map(str, sorted(sizes))),
         )

@@ -50,9 +50,12 @@ class TrainableSummary:
         return sum(elements for _, elements in self.by_role.values())
 
     def __str__(self) -> str:
-        roles = ", ".join(f"{role} {tensors} tensors / {elements:,}" for role, (tensors, elements) in self.by_role.items())
+        roles = ", ".join(
+            f"{role} {tensors} tensors / {elements:,}" for role, (tensors, elements) in self.by_role.items()
+        )
         share = 100 * self.elements / self.total_elements
-        return f"trainable={self.trainable!r}: {self.elements:,} of {self.total_elements:,} parameters ({share:.3g} %): {roles}"
+        counts = f"{self.elements:,} of {self.total_elements:,} parameters ({share:.3g} %)"
+        return f"trainable={self.trainable!r}: {counts}: {roles}"
 
 
 class Supernet(nn.Module):
@@ -86,7 +89,9 @@ class Supernet(nn.Module):
         self.activation = activation or space.activation
         units = UnitFactory(act=self.activation, fused=True, track_running_stats=False)
         self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
-        self.layers = nn.ModuleList(ChoiceLayer(layer, units, layer_indicator=layer_indicators) for layer in space.layers)
+        self.layers = nn.ModuleList(
+            ChoiceLayer(layer, units, layer_indicator=layer_indicators) for layer in space.layers
+        )
         self.head = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.head_layers))
         self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
         initialize(self, init, seed=seed)

@@ -16,7 +16,9 @@ class EpochLoader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def epoch(self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]: ...
+    def epoch(
+        self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 class _IterableLoader:
@@ -28,7 +30,9 @@ class _IterableLoader:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def epoch(self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(
+        self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in islice(_with_own_generator(self._batches, seed=epoch), start, None):
             yield x.to(device, memory_format=torch.channels_last), y.to(device)
 
@@ -36,8 +40,8 @@ class _IterableLoader:
 def _with_own_generator(batches: Iterable[Any], *, seed: int) -> Iterator[Any]:
     """`batches`, made while the global CPU generator is swapped for one that starts from `seed`.
 
-    A DataLoader shuffles and its data set augments with the global generator, the first not before a batch is asked for.
-    So an epoch repeats from any position, whatever else draws numbers.
+    A DataLoader shuffles and its data set augments with the global generator, and not before a batch is asked for. So
+    an epoch repeats from any position, whatever else draws numbers.
     """
     iterator, state = None, None
     while True:
@@ -64,4 +68,6 @@ def as_epochs(loader: object) -> EpochLoader:
         return loader
     if isinstance(loader, Iterable) and hasattr(loader, "__len__"):
         return _IterableLoader(loader)
-    raise TypeError(f"loader must be a nasfast Loader or a sized iterable of (images, labels), got {type(loader).__name__}")
+    raise TypeError(
+        f"loader must be a nasfast Loader or a sized iterable of (images, labels), got {type(loader).__name__}"
+    )

@@ -38,6 +38,15 @@ class Checkpoint:
         """The tensors whose names start with `prefix`, the prefix cut off."""
         return {name[len(prefix) :]: t for name, t in self.tensors.items() if name.startswith(prefix)}
 
+    @property
+    def digest(self) -> str:
+        """Changes with any byte of the content; of contiguous CPU tensors, as `storable` makes and loading gives."""
+        hasher = hashlib.blake2b(json.dumps(self.state, sort_keys=True).encode(), digest_size=16)
+        for name, tensor in sorted(self.tensors.items()):
+            hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        return hasher.hexdigest()
+
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data` so that a crash or a full disk leaves either the old file or the new one.
@@ -64,7 +73,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors, names sorted; where tensors share memory (a module with two names) the later are copies."""
+    """Contiguous CPU tensors, names sorted; where two share memory (a module with two names) the later is a copy."""
     result, seen = {}, set()
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()
@@ -81,11 +90,11 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: the disk is full or the folder not writable; older checkpoints are intact.
     """
-    tensors = storable(checkpoint.tensors)
-    header = json.dumps({"digest": _digest(tensors, checkpoint.state), "state": checkpoint.state}, sort_keys=True)
+    stored = Checkpoint(storable(checkpoint.tensors), checkpoint.state)
+    header = json.dumps({"digest": stored.digest, "state": stored.state}, sort_keys=True)
     try:
         # one metadata key: safetensors writes several in no fixed order
-        write_atomic(path, save_bytes(tensors, metadata={_KEY: header}))
+        write_atomic(path, save_bytes(stored.tensors, metadata={_KEY: header}))
     except OSError as error:
         raise CheckpointError(
             f"could not save {path}: {error.strerror}; the checkpoints already in {path.parent} are intact. "
@@ -104,20 +113,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
         tensors = load_bytes(data)
         length = int.from_bytes(data[:8], "little")
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
-        state, digest = header["state"], header["digest"]
+        checkpoint, digest = Checkpoint(tensors, header["state"]), header["digest"]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a readable checkpoint ({type(error).__name__}: {error})") from error
-    if _digest(dict(sorted(tensors.items())), state) != digest:
+    if checkpoint.digest != digest:
         raise CheckpointError(f"{path} is corrupt: its content does not match its digest")
-    return Checkpoint(tensors, state)
-
-
-def _digest(tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
-    hasher = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16)
-    for name, tensor in tensors.items():
-        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return hasher.hexdigest()
+    return checkpoint
 
 
 class CheckpointFolder:
@@ -162,7 +163,9 @@ class CheckpointFolder:
                 checkpoint = load_checkpoint(path)
                 found = checkpoint.state.get("fingerprint")
                 if found != fingerprint:
-                    raise CheckpointError(f"{path} belongs to another search space ({found}, this one is {fingerprint})")
+                    raise CheckpointError(
+                        f"{path} belongs to another search space ({found}, this one is {fingerprint})"
+                    )
                 return path, checkpoint
             except CheckpointError as error:
                 refused.append(str(error))

@@ -41,16 +41,18 @@ def evaluate(forward: nn.Module | Callable[[Tensor], Tensor], loader: object, *,
         ValueError: the loader is empty.
     """
     training = isinstance(forward, nn.Module) and forward.training
-    if training:
-        forward.eval()
     totals, images = torch.zeros(3, dtype=torch.float64), 0
-    for x, y in as_epochs(loader).epoch(0, device=device):
-        logits = forward(x).float()
-        loss = F.cross_entropy(logits, y, reduction="sum")
-        totals += torch.stack([count_correct(logits, y, 1), count_correct(logits, y, 5), loss]).double().cpu()
-        images += len(y)
-    if training:
-        forward.train()
+    try:
+        if training:
+            forward.eval()
+        for x, y in as_epochs(loader).epoch(0, device=device):
+            logits = forward(x).float()
+            loss = F.cross_entropy(logits, y, reduction="sum")
+            totals += torch.stack([count_correct(logits, y, 1), count_correct(logits, y, 5), loss]).double().cpu()
+            images += len(y)
+    finally:
+        if training:
+            forward.train()
     if not images:
         raise ValueError("evaluate: the loader gave no image")
     top1, top5, loss = (totals / images).tolist()
@@ -70,12 +72,14 @@ def recalibrate_bn(network: nn.Module, loader: object, *, batches: int = 50, dev
     norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d) and m.track_running_stats]
     momenta = [bn.momentum for bn in norms]
     training = network.training
-    for bn in norms:
-        bn.reset_running_stats()
-        bn.momentum = None  # cumulative average
-    network.train()
-    for x, _ in islice(as_epochs(loader).epoch(0, device=device), batches):
-        network(x)
-    network.train(training)
-    for bn, momentum in zip(norms, momenta, strict=True):
-        bn.momentum = momentum
+    try:
+        for bn in norms:
+            bn.reset_running_stats()
+            bn.momentum = None  # cumulative average
+        network.train()
+        for x, _ in islice(as_epochs(loader).epoch(0, device=device), batches):
+            network(x)
+    finally:
+        network.train(training)
+        for bn, momentum in zip(norms, momenta, strict=True):
+            bn.momentum = momentum

@@ -18,22 +18,22 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line torn by a kill is dropped."""
+    """The lines of metrics.jsonl but for those torn by a kill."""
     path = Path(run_dir) / METRICS_FILE
     lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             lines.append(json.loads(line))
         except ValueError:
-            break
+            continue
     return lines
 
 
 class TrainLog:
     """Sink of a stage's metrics.
 
-    Lines after `step` that an interrupted run wrote are removed, so a resumed run leaves the same file as an unbroken one
-    (but for times).
+    Lines after `step` that an interrupted run wrote are removed, so a resumed run leaves the same file as an unbroken
+    one (but for times).
 
     Args:
         run_dir: gets metrics.jsonl and tensorboard/STAGE.
@@ -52,8 +52,8 @@ class TrainLog:
         self._bar = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[metrics]}"),
-                TimeRemainingColumn(), console=console,
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                TextColumn("{task.fields[metrics]}"), TimeRemainingColumn(), console=console,
             )  # fmt: skip
             self._task = self._bar.add_task(stage, total=total, completed=step, metrics="")
             self._bar.start()

@@ -96,9 +96,7 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
         raise ValueError("nothing to train: no parameter has requires_grad=True; see Supernet.freeze")
     decayed, plain = [p for p in trainable if p.ndim > 1], [p for p in trainable if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.SGD(
-        [g for g in groups if g["params"]], lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov
-    )
+    return torch.optim.SGD([g for g in groups if g["params"]], lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov)
 
 
 class _State:
@@ -222,7 +220,10 @@ def train(
                 )
             step, sums = state.restore(checkpoint)
     elif folder.paths():
-        raise FileExistsError(f"{folder.folder} holds checkpoints of {stage!r}: add --resume, or choose another --out")
+        raise FileExistsError(
+            f"{folder.folder} holds checkpoints of {stage!r}: add --resume to continue them, delete them "
+            f"({folder.prefix}-*.safetensors), or choose another --out"
+        )
 
     with TrainLog(run_dir, stage, step=step, total=total) as log:
         clock, seen = time.monotonic(), 0
@@ -260,5 +261,7 @@ def train(
                 if step == total or (step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends):
                     folder.save(step, state.capture(step, sums, settings))
             if step < total and step % per_epoch:
-                raise RuntimeError(f"loader has length {per_epoch} but epoch {epoch} ended after {step % per_epoch} batches")
+                raise RuntimeError(
+                    f"loader has length {per_epoch} but epoch {epoch} ended after {step % per_epoch} batches"
+                )
     return folder.paths()[-1]

@@ -39,7 +39,7 @@ METHODS = {
     "fairnas": Method("he", False, "all", "strict_fair", "accuracy"),
     "spos": Method("he", False, "all", "uniform", "accuracy"),
 }
-"""`dinas` is this package's method; the others are its baselines as published (BN-NAS, FairNAS, Single Path One-Shot)."""
+"""`dinas` is this package's method, the others its baselines as published: BN-NAS, FairNAS, Single Path One-Shot."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class SupernetConfig(ConfigBase):
 def default_lr(trainable: Trainable) -> float:
     """Peak learning rate where none is given.
 
-    Gradients of indicators alone are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand steps;
-    0.5 is the supernet rate of the Single Path One-Shot and BN-NAS settings.
+    Gradients of indicators alone are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand
+    steps; 0.5 is the supernet rate of the Single Path One-Shot and BN-NAS settings.
     """
     return 0.5 if trainable == "indicators" else 0.1
 
@@ -101,7 +101,7 @@ def train_supernet(
     net: Supernet,
     loader: object,
     sampler: Sampler,
-    cfg: TrainConfig = TrainConfig(),
+    cfg: TrainConfig | None = None,
     *,
     run_dir: str | Path = "runs/supernet",
     resume: bool = False,
@@ -113,7 +113,7 @@ def train_supernet(
         net: the supernet; moved to `device`.
         loader: a `nasfast.data.Loader`, or any sized iterable of (images (N, C, H, W), labels (N,)).
         sampler: draws the paths of every step; its candidates must be those of `net`.
-        cfg: the stage's settings.
+        cfg: the stage's settings; None for the defaults.
         run_dir: gets checkpoints/, metrics.jsonl and tensorboard/.
         resume: continue from the newest good checkpoint of `run_dir`.
         device: where to train.
@@ -128,7 +128,10 @@ def train_supernet(
     if sampler.space.fingerprint != net.space.fingerprint:
         raise ValueError(f"sampler draws from space {sampler.space.name!r}, the supernet is of {net.space.name!r}")
     if sampler.layer_indicators and not net.layer_indicators:
-        raise ValueError("sampler draws layer-indicator paths, the supernet has none: build it with layer_indicators=True")
+        raise ValueError(
+            "sampler draws layer-indicator paths, the supernet has none: build it with layer_indicators=True"
+        )
+    cfg = cfg or TrainConfig()
     if cfg.lr is None:
         cfg = cfg.replace(lr=default_lr(net.summary.trainable))
     return train(

@@ -39,8 +39,8 @@ def check_case(case, act, residual, training, backend):
     assert got["y"].dtype == got["dx"].dtype == case.dtype
     # of a gradient, dz and its projections on 1 and xhat may cancel: their size is that of grad * weight / std
     floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))
-    # the native kernel subtracts the mean from x; PyTorch's batch_norm, which the reference calls, subtracts products of
-    # both with weight / std, as large as this, and rounds a bfloat16 x's statistics with it
+    # the native kernel subtracts the mean from x; PyTorch's batch_norm, which the reference calls, subtracts products
+    # of both with weight / std, as large as this
     terms = 0.0
     if backend == "reference":
         std = rstd(tensors["x"]) if training else (tensors["running_var"].double() + EPS).rsqrt()

@@ -1,0 +1,17 @@
+"""Run an unmodified timm script with the model `nasfast` registered:
+
+python -m nasfast.retrain.timm_train train.py DATA --model nasfast --model-kwargs arch=runs/x/retrain/best
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import nasfast.retrain.timm_plugin  # noqa: F401  registers the model
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m nasfast.retrain.timm_train SCRIPT [ARGUMENTS OF THE SCRIPT]")
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # as python SCRIPT would, for the script's own imports
+    runpy.run_path(sys.argv[0], run_name="__main__")
