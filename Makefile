@@ -32,8 +32,8 @@ check: install  ## lint and format
 	$(BIN)/ruff format --check .
 
 bench: install  ## every benchmark that runs here
-	$(BIN)/python benchmarks/bench_bn_act.py
-	$(BIN)/python benchmarks/bench_search.py
+	$(BIN)/python benchmarks/bench_bn_act.py --out benchmarks/results/bn_act.json
+	$(BIN)/python benchmarks/bench_search.py --out benchmarks/results/search.json
 
 clean:  ## remove what was built
 	rm -rf build dist *.egg-info nasfast/_C.*.so nasfast/_build.json

@@ -7,6 +7,7 @@ and `nasfast doctor` repeats the reason written here. Environment variables: ENV
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def find_tool(name: str) -> str | None:
 
 def missing_tools() -> str | None:
     """What the native build lacks and how to get it, or None when everything is there."""
-    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    # CXX may hold a launcher and options, as in "ccache g++"
+    compilers = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
     if not any(find_tool(compiler) for compiler in compilers):
         return (
             f"no C++ compiler found (looked for {', '.join(compilers)}): install one "

@@ -8,10 +8,7 @@ Prints JSON: seconds per call (median, 20 % and 80 % quantile over repeats with 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import random
 import statistics
 import time
@@ -19,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import scipy
+from harness import summarise, write_json
 
 from nasfast.indicators.table import IndicatorTable
 from nasfast.search import Limits, SearchConfig, pareto_front, run_search, sample_under, top_k
@@ -50,13 +46,8 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def quantiles(seconds: list[float]) -> dict[str, float]:
-    low, high = np.quantile(seconds, (0.2, 0.8))
-    return {"median_s": statistics.median(seconds), "q20_s": float(low), "q80_s": float(high)}
-
-
 def bench(space: SearchSpace, limits: Limits, repeats: int) -> dict[str, Any]:
-    """One row: every search on one space and limit, interleaved over the repeats."""
+    """One row: every search on one space and limit, interleaved over `repeats` tables."""
     times: dict[str, list[float]] = {"top_10": [], "pareto": [], "pareto_unlimited": [], "evolution": [], "sample": []}
     front_sizes, shortfalls, proven = [], [], True
     sample_under(space, random.Random(0), limits)  # builds the counts, once per space and limit
@@ -80,12 +71,13 @@ def bench(space: SearchSpace, limits: Limits, repeats: int) -> dict[str, Any]:
         times["sample"].append(seconds / _SAMPLES)
     return {
         "space": space.name,
+        "repeats": repeats,
         "architectures": space.cardinality,
         **limits.given,
         "all_proven_optimal": proven,
         "front_points_median": statistics.median(front_sizes),
         "evolution_score_below_exact_median": statistics.median(shortfalls),
-        **{name: quantiles(values) for name, values in times.items()},
+        **{name: summarise(values, "s") for name, values in times.items()},
     }
 
 
@@ -94,21 +86,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
-    report = {
-        "benchmark": "search",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "scipy": scipy.__version__,
-        "repeats": args.repeats,
-        "rows": [bench(space, limits, args.repeats) for space, limits in CASES],
-    }
-    text = json.dumps(report, indent=1)
-    print(text)
+    rows = [bench(space, limits, args.repeats) for space, limits in CASES]
+    print(json.dumps(rows, indent=1))
     if args.out:
-        args.out.write_text(text + "\n")
+        write_json(args.out, rows)
 
 
 if __name__ == "__main__":

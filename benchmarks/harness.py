@@ -8,12 +8,13 @@ import datetime
 import json
 import os
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import scipy
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -38,12 +39,15 @@ def measure(variants: dict[str, Callable[[], dict[str, float]]], *, rounds: int,
             for phase, seconds in variants[name]().items():
                 if i_round >= warmup:
                     times[name].setdefault(phase, []).append(seconds * 1e3)
-    return {name: {phase: _summary(samples) for phase, samples in phases.items()} for name, phases in times.items()}
+    return {
+        name: {phase: summarise(samples, "ms") for phase, samples in phases.items()} for name, phases in times.items()
+    }
 
 
-def _summary(samples: list[float]) -> dict[str, float]:
-    fifths = statistics.quantiles(samples, n=5, method="inclusive")
-    return {"median_ms": statistics.median(samples), "q20_ms": fifths[0], "q80_ms": fifths[-1]}
+def summarise(samples: list[float], unit: str) -> dict[str, float]:
+    """Median, 20 % and 80 % quantile, keyed `median_UNIT` and so on."""
+    names = (f"median_{unit}", f"q20_{unit}", f"q80_{unit}")
+    return dict(zip(names, map(float, np.quantile(samples, (0.5, 0.2, 0.8))), strict=True))
 
 
 def forward_backward(
@@ -97,6 +101,7 @@ def provenance() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "scipy": scipy.__version__,
     }
 
 
@@ -115,6 +120,6 @@ def _cpu_name() -> str:
 
 
 def write_json(path: Path, rows: list[dict]) -> None:
-    """Write rows with their provenance."""
+    """Write rows with their provenance, making the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nasfast import ops, retrain, search, spaces
+    from nasfast import data, ops, retrain, search, spaces, supernet, train
     from nasfast.indicators.bn_gamma import score
     from nasfast.indicators.rank import rank
     from nasfast.indicators.table import IndicatorTable
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from nasfast.supernet import Supernet, build, inherit
     from nasfast.train import train_supernet
 
-_MODULES = ("ops", "retrain", "search", "spaces")  # the module `nasfast.search` is also the function of that name
+_MODULES = (
+    "data",
+    "ops",
+    "retrain",
+    "search",
+    "spaces",
+    "supernet",
+    "train",
+)  # the module `nasfast.search` is also the function of that name
 _HOMES = {
     "IndicatorTable": "nasfast.indicators.table",
     "RunConfig": "nasfast.pipeline",
@@ -40,6 +48,7 @@ __all__ = [
     "Supernet",
     "__version__",
     "build",
+    "data",
     "inherit",
     "ops",
     "rank",
@@ -48,6 +57,8 @@ __all__ = [
     "score",
     "search",
     "spaces",
+    "supernet",
+    "train",
     "train_supernet",
     "use_backend",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import re
@@ -22,7 +23,6 @@ from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.report import write_report
 from nasfast.spaces import format_arch, get_space
-from nasfast.train.checkpoint import write_atomic
 
 
 class _Parser(jsonargparse.ArgumentParser):
@@ -37,7 +37,8 @@ class _Parser(jsonargparse.ArgumentParser):
         match = re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
         if match:
             flags = [s[2:] for action in self._actions for s in action.option_strings if s.startswith("--")]
-            message += f"; {nearest(match[1], flags).split('valid:')[0]}"
+            close = difflib.get_close_matches(match[1], flags, n=1, cutoff=0.5)
+            message += f"; did you mean --{close[0]}?" if close else ""
         print(f"{self.prog}: {message}\nall flags: {self.prog} --help", file=sys.stderr)
         sys.exit(2)
 
@@ -188,7 +189,7 @@ def _rank(argv: Sequence[str]) -> None:
     report = rank(read_accuracies(args.table, space), predictor, space, resamples=args.resamples, seed=args.seed)
     print(report)
     if args.out is not None:
-        write_atomic(Path(args.out) / "rank.json", (report.to_json() + "\n").encode())
+        report.save(Path(args.out) / "rank.json")
         print(f"written: {Path(args.out) / 'rank.json'}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ import yaml
 from nasfast.config import ConfigBase, ConfigError, difference
 from nasfast.data import DataConfig, Loader, make_loaders
 from nasfast.doctor import environment
+from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.accuracy import path_accuracy
 from nasfast.indicators.bn_gamma import score as score_supernet
 from nasfast.indicators.table import IndicatorTable
@@ -38,12 +40,15 @@ from nasfast.search import (
 from nasfast.spaces import SearchSpace, get_space
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
-from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, write_atomic
+from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
 from nasfast.train.supernet import METHODS, SupernetConfig, default_lr, make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
 
 CONFIG_FILE, SPACE_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "space.yaml", "indicators.json", "archs.json"
+
+_CHANCE_MARGIN = 0.02
+"""Training accuracy within this of 1 / classes counts as chance."""
 
 _LATER = ("out", "device", "threads", "search", "retrain", "recalibration_batches")
 _LATER_DATA = ("train", "val", "workers", "max_bad_files")
@@ -97,6 +102,14 @@ class RunConfig(ConfigBase):
     search: SearchConfig = SearchConfig()
     retrain: RetrainConfig = RetrainConfig()
 
+    def __post_init__(self) -> None:
+        if self.threads < 0 or self.seed < 0:
+            raise ValueError(f"threads and seed must not be negative, got {self.threads} and {self.seed}")
+        if self.recalibration_batches < 1:
+            raise ValueError(f"recalibration_batches must be at least 1, got {self.recalibration_batches}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
     def resolved(self) -> RunConfig:
         """Every setting that was left to the method's preset made explicit."""
         chosen = self.supernet.resolved(self.method)
@@ -134,7 +147,9 @@ def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool) -> tuple[Loa
     """
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    return make_loaders(cfg.data, resolution=space.resolution, seed=cfg.seed, hold_out=hold_out)
+    return make_loaders(
+        cfg.data, resolution=space.resolution, in_channels=space.in_channels, seed=cfg.seed, hold_out=hold_out
+    )
 
 
 def _scored_by_accuracy(cfg: RunConfig) -> bool:
@@ -167,14 +182,30 @@ def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
     if CheckpointFolder(run_dir / "checkpoints", "supernet").paths():
         if not resume:
             raise FileExistsError(f"{run_dir} holds a supernet run already: add --resume, or choose another --out")
-        _check_same_run(cfg, space)
+        _check_same_space(cfg, space)
+        _check_same_run(cfg)
+    elif resume:
+        _LOG.warning("nothing to resume in %s: starting from the beginning", run_dir)
     _save_config(cfg)
     write_atomic(run_dir / SPACE_FILE, _yaml(space))
     write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
     _LOG.info("%s", net.summary)
     torch.manual_seed(cfg.seed)  # the state of the global generator becomes part of the checkpoints
-    return train_supernet(net, loader, sampler, cfg.train, run_dir=run_dir, resume=resume, device=cfg.torch_device)
+    final = train_supernet(net, loader, sampler, cfg.train, run_dir=run_dir, resume=resume, device=cfg.torch_device)
+    _note_chance(cfg, space)
+    return final
+
+
+def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
+    """Say so when the supernet has learnt nothing: a ranking by its indicators is then unproven."""
+    top1 = [m["top1"] for m in read_metrics(cfg.run_dir) if m["stage"] == "supernet" and "top1" in m]
+    if top1 and top1[-1] < 1 / space.num_classes + _CHANCE_MARGIN:
+        _LOG.warning(
+            "the supernet's training accuracy is at chance (%.1f %%, 1 of %d classes): its indicators may rank "
+            "nothing. Compare with `nasfast rank` or the random baseline, or let more train (supernet.trainable)",
+            100 * top1[-1], space.num_classes,
+        )  # fmt: skip
 
 
 def _check_search(cfg: RunConfig, space: SearchSpace) -> None:
@@ -186,17 +217,23 @@ def _check_search(cfg: RunConfig, space: SearchSpace) -> None:
     cfg.search.limits.check(space, allow_identity=cfg.search.allow_identity)
 
 
-def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
-    """Refuse to resume a supernet with settings that its first part did not have, before its files are replaced."""
-    path = cfg.run_dir / CONFIG_FILE
-    if not path.exists():
-        return
+def _check_same_space(cfg: RunConfig, space: SearchSpace) -> None:
     if (saved := _saved_space(cfg)).fingerprint != space.fingerprint:
         changes = difference(saved.to_dict(), space.to_dict())
         raise CheckpointError(
             f"{cfg.run_dir / SPACE_FILE} differs from the space of this run: {changes}; "
             "resume with the same space and images, or choose another --out"
         )
+
+
+def _check_same_run(cfg: RunConfig) -> None:
+    """Refuse settings that the supernet of the run directory was not trained with, before any file is replaced.
+
+    Every stage may change the settings of the stages after the supernet's and those of the machine.
+    """
+    path = cfg.run_dir / CONFIG_FILE
+    if not path.exists():
+        return
     forms = [config.resolved().to_dict() for config in (RunConfig.load(path), cfg)]
     for form in forms:
         for mapping, keys in ((form, _LATER), (form["data"], _LATER_DATA)):
@@ -204,12 +241,12 @@ def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
                 mapping.pop(key)
     if forms[0] != forms[1]:
         raise CheckpointError(
-            f"{path} has other settings: {difference(*forms)}; resume with those of the run, or choose another --out"
+            f"{path} has other settings: {difference(*forms)}; keep those of the run, or choose another --out"
         )
 
 
 def _save_config(cfg: RunConfig) -> None:
-    """Keep config.yaml true: every stage that takes settings of its own writes them back."""
+    """Keep config.yaml true: a stage that takes settings of its own writes them back once it has used them."""
     write_atomic(cfg.run_dir / CONFIG_FILE, _yaml(cfg.resolved()))
 
 
@@ -236,7 +273,12 @@ def _supernet_checkpoint(cfg: RunConfig) -> Checkpoint:
         raise FileNotFoundError(
             f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first"
         )
-    return found[1]
+    path, checkpoint = found
+    step, settings = checkpoint.state["step"], checkpoint.state["settings"]
+    total = settings["train"]["epochs"] * settings["batches_per_epoch"]
+    if step < total:
+        _LOG.warning("%s is of step %d of %d: the supernet is not trained to its end", path, step, total)
+    return checkpoint
 
 
 def score(cfg: RunConfig) -> IndicatorTable | None:
@@ -245,13 +287,13 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     Raises:
         FileNotFoundError, CheckpointError: see `load_supernet`.
     """
+    _check_same_run(cfg)
     if _scored_by_accuracy(cfg):
         _LOG.info("%s scores paths by validation accuracy during the search: no indicator table", cfg.method)
         return None
-    table = score_supernet(
-        load_supernet(cfg), meta={"method": cfg.method, "seed": cfg.seed, "epochs": cfg.train.epochs}
-    )
-    write_atomic(cfg.run_dir / TABLE_FILE, (table.to_json() + "\n").encode())
+    step = _supernet_checkpoint(cfg).state["step"]
+    table = score_supernet(load_supernet(cfg), meta={"method": cfg.method, "seed": cfg.seed, "step": step})
+    table.save(cfg.run_dir / TABLE_FILE)
     return table
 
 
@@ -262,6 +304,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
         FileNotFoundError: the stage before has not run.
         InfeasibleConstraintError: an unreachable limit, with the smallest attainable value.
     """
+    _check_same_run(cfg)
     space, run_dir, front = _saved_space(cfg), cfg.run_dir, []
     settings = cfg.resolved().search
     if _scored_by_accuracy(cfg):
@@ -302,6 +345,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainRe
         FileNotFoundError: the search has not run.
         TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
     """
+    _check_same_run(cfg)
     space, path = _saved_space(cfg), cfg.run_dir / ARCHS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")
@@ -315,13 +359,15 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainRe
     if cfg.retrain.random_baseline:
         try:
             chosen["random"] = equal_cost_random(
-                space, random.Random(cfg.seed), candidates[0].arch, allow_identity=cfg.search.allow_identity
-            )
+                space, random.Random(cfg.seed), candidates[0].arch,
+                limits=cfg.search.limits, allow_identity=cfg.search.allow_identity,
+            )  # fmt: skip
         except InfeasibleConstraintError as error:
             _LOG.warning("no random baseline: %s", error)
-    _save_config(cfg)
+    if len(candidates) < cfg.retrain.top_k:
+        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(candidates))
     net = load_supernet(cfg) if cfg.retrain.init == "inherit" else None
-    return {
+    results = {
         name: retrain(
             space, arch, train, val, cfg.retrain,
             run_dir=cfg.run_dir, name=name, supernet=net, activation=cfg.supernet.activation, seed=cfg.seed,
@@ -329,6 +375,8 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainRe
         )
         for name, arch in chosen.items()
     }  # fmt: skip
+    _save_config(cfg)
+    return results
 
 
 def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> list[Path]:

@@ -81,7 +81,10 @@ def test_every_file_of_a_run(run_dir):
         for file in ("model.safetensors", "arch.json", "space.yaml", "result.json")
     }
     expected |= {f"checkpoints/supernet-{s:08d}.safetensors" for s in (20, 22)}
-    expected |= {f"checkpoints/retrain-{n}-{s:08d}.safetensors" for n in ("best", "random") for s in (8, 11)}
+    space = SearchSpace.load(run_dir / "space.yaml")
+    for name in ("best", "random"):
+        arch = "_".join(map(str, load_arch(run_dir / "retrain" / name / "arch.json", space)))
+        expected |= {f"checkpoints/retrain-{name}-{arch}-{s:08d}.safetensors" for s in (8, 11)}
     boards = {n for n in names if n.startswith("tensorboard/")}
     figures = {n for n in names if n.startswith("report/")}
     assert names - boards - figures == expected
@@ -340,6 +343,7 @@ def test_images_of_other_classes_cannot_retrain(run_dir, tmp_path):
     folder = write_folder(tmp_path / "images", {"a": 10, "b": 10})
     cfg = RunConfig.load(out / "config.yaml")
     cfg = cfg.replace(out=str(out), data=cfg.data.replace(source="folder", train=str(folder)))
+    cfg.save(out / "config.yaml")
     with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
         pipeline.retrain_best(cfg)
 
@@ -415,3 +419,70 @@ def test_the_device_must_exist():
     assert RunConfig().torch_device == "cpu"
     with pytest.raises(ConfigError, match="device='cuda', but torch sees no GPU: use --device cpu"):
         _ = RunConfig(device="cuda").torch_device
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "message"),
+    [
+        ("score", ["--method", "bnnas"], "method was 'dinas', now 'bnnas'"),
+        ("search", ["--seed", "9"], "seed was 0, now 9"),
+        ("retrain", ["--train.epochs", "77"], "train.epochs was 2, now 77"),
+    ],
+)
+def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(
+    run_dir, tmp_path, capsys, stage, flags, message
+):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    before = (out / "config.yaml").read_bytes()
+    assert main([stage, "--out", str(out), *flags]) == 1
+    assert message in capsys.readouterr().err
+    assert (out / "config.yaml").read_bytes() == before
+
+
+def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    space = SearchSpace.load(out / "space.yaml")
+    earlier, weights = (
+        load_arch(out / "retrain/best/arch.json", space),
+        (out / "retrain/best/model.safetensors").read_bytes(),
+    )
+    smaller = space.cost(earlier).macs - 1
+    assert main(["search", "--out", str(out), "--search.max_macs", str(smaller)]) == 0
+    assert RunConfig.load(out / "config.yaml").search.max_macs == smaller
+    assert main(["retrain", "--out", str(out), "--retrain.random_baseline", "false"]) == 0
+    best = load_candidates(out / "archs.json", space).candidates[0].arch
+    assert load_arch(out / "retrain/best/arch.json", space) == best != earlier
+    (kept,) = (out / "retrain-superseded").iterdir()
+    assert (kept / "model.safetensors").read_bytes() == weights
+
+
+def test_a_retraining_resumes_only_with_its_own_start(run_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    assert main(["retrain", "--out", str(out), "--resume", "--retrain.init", "he"]) == 1
+    assert "init was 'orthogonal', now 'he'" in capsys.readouterr().err
+
+
+def test_a_supernet_that_is_not_trained_to_its_end_is_named(run_dir, tmp_path, caplog):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    (out / "checkpoints/supernet-00000022.safetensors").unlink()
+    table = pipeline.score(RunConfig.load(out / "config.yaml").replace(out=str(out)))
+    assert "step 20 of 22" in caplog.text
+    assert table.meta["step"] == 20
+
+
+def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
+    flags = ["--train.epochs", "1", "--train.lr", "1e-6", "--train.checkpoint_every", "0"]
+    assert main(["supernet", "--out", str(tmp_path / "run"), "--config", str(config), *flags]) == 0
+    assert "at chance" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("threads", -3), ("seed", -1), ("recalibration_batches", 0), ("device", "banana")]
+)
+def test_settings_of_the_run_are_checked(field, value):
+    with pytest.raises(ConfigError, match=field):
+        RunConfig.from_dict({field: value})

@@ -14,8 +14,8 @@ import nasfast
 ROOT = Path(nasfast.__file__).parent
 
 NAMES = [
-    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "inherit", "ops", "rank", "retrain", "run",
-    "score", "search", "spaces", "train_supernet", "use_backend",
+    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "data", "inherit", "ops", "rank", "retrain",
+    "run", "score", "search", "spaces", "supernet", "train", "train_supernet", "use_backend",
 ]  # fmt: skip
 
 # positional arguments, then keyword-only ones; a trailing = marks one that may be left out
@@ -28,11 +28,11 @@ SIGNATURES = {
     "nasfast.supernet:initialize": ("module scheme", "seed="),
     "nasfast.train:train_supernet": ("net loader sampler cfg=", "run_dir= resume= device="),
     "nasfast.train:train": (
-        "model loader cfg", "stage run_dir fingerprint sampler= evaluate= resume= device=",
+        "model loader cfg", "stage run_dir fingerprint sampler= evaluate= settings= prefix= resume= device=",
     ),
     "nasfast.train:evaluate": ("forward loader", "device="),
     "nasfast.train:recalibrate_bn": ("network loader", "batches= device="),
-    "nasfast.data:make_loaders": ("cfg", "resolution seed= hold_out="),
+    "nasfast.data:make_loaders": ("cfg", "resolution in_channels= seed= hold_out="),
     "nasfast.indicators.bn_gamma:score": ("net", "meta="),
     "nasfast.indicators.accuracy:path_accuracy": ("net arch", "train_loader val_loader recalibration_batches= device="),
     "nasfast.indicators.rank:rank": ("accuracies predictor space", None),

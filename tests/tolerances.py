@@ -24,9 +24,9 @@ TOLERANCES = {
     torch.float16: Tolerance(5.3e-4, 1e-5),
 }
 
-# chains of bfloat16 convolutions round between every two operators; the bound of spec/fused_block.md
+# chains of bfloat16 convolutions round between every two operators
 BFLOAT16_CHAIN = Tolerance(2e-2, 2e-2)
-# float32 convolutions sum in another order than float64 ones; the bound of spec/fused_block.md
+# float32 convolutions sum in another order than float64 ones
 FLOAT32_CHAIN = Tolerance(1e-5, 1e-5)
 
 

@@ -15,9 +15,21 @@ _LOG = logging.getLogger(__name__)
 
 _EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"))
 
+_SIXTEEN_BIT_FORMATS = ("PNG", "PPM")
+"""Formats whose mode `I` is 16-bit grey; any other's may hold whatever 32 bits can."""
+
 
 class DataError(ValueError):
     """Images that cannot be used: missing, empty or one-class folder, or too many unreadable files."""
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    # convert() does not scale but cut off above 255: 16-bit grey would come out white
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BIT_FORMATS):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode!r} have no fixed range: save the image with 8 or 16 bits")
+    return image.convert("RGB")
 
 
 class ImageSource(ABC):
@@ -104,7 +116,7 @@ class FolderSource(ImageSource):
     def image(self, index: int) -> Image.Image:
         try:
             with Image.open(self._paths[index]) as opened:
-                return opened.convert("RGB")
+                return _to_rgb(opened)
         except Exception as error:
             # damaged files make PIL's decoders raise anything: ValueError, SyntaxError, DecompressionBombError, ...
             raise OSError(f"{self._paths[index]}: {type(error).__name__}: {error}") from error

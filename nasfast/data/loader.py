@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,8 +37,8 @@ class DataConfig(ConfigBase):
             `none`, or `auto`: `shift` for digits, else `cifar` up to 64 pixels and `imagenet` above.
         workers: decoding processes; 0 decodes in the training process. Results do not depend on it.
         max_bad_files: unreadable images are skipped and named; more than this many stop the run.
-        mean: per channel, subtracted from images scaled to [0, 1].
-        std: per channel, divided by.
+        mean: per channel, finite, subtracted from images scaled to [0, 1]; grey images take its average.
+        std: per channel, positive, divided by; grey images take its average.
     """
 
     source: Literal["folder", "digits"] = "folder"
@@ -62,6 +63,10 @@ class DataConfig(ConfigBase):
             raise ValueError(
                 f"workers and max_bad_files must not be negative, got {self.workers}, {self.max_bad_files}"
             )
+        if not all(map(math.isfinite, self.mean)):
+            raise ValueError(f"mean must be finite, got {self.mean}")
+        if not all(math.isfinite(value) and value > 0 for value in self.std):
+            raise ValueError(f"std must be positive and finite, got {self.std}: 1 leaves a channel unscaled")
 
 
 class _Samples(Dataset):
@@ -93,7 +98,7 @@ class Loader:
 
     Args:
         source: the images.
-        transform: PIL image -> uint8 (3, H, W).
+        transform: PIL image -> uint8 (C, H, W); C is the length of `mean` and `std`, or those have one value.
         batch_size: images per batch; the last, smaller one of an epoch is dropped when shuffling.
         shuffle: a new order each epoch, from (seed, epoch); otherwise the source's order.
         seed: of order and augmentation.
@@ -145,7 +150,7 @@ class Loader:
         """Batches `start`, `start + 1`, ... of an epoch: normalised fp32 channels_last images and int64 labels.
 
         Yields:
-            images (N, 3, H, W) and labels (N,) on `device`.
+            images (N, C, H, W) and labels (N,) on `device`.
 
         Raises:
             DataError: more than `max_bad_files` images could not be read, or none of a batch.
@@ -195,21 +200,29 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_FILES]) + more
 
 
-def make_loaders(cfg: DataConfig, *, resolution: int, seed: int = 0, hold_out: bool = False) -> tuple[Loader, Loader]:
+def make_loaders(
+    cfg: DataConfig, *, resolution: int, in_channels: int = 3, seed: int = 0, hold_out: bool = False
+) -> tuple[Loader, Loader]:
     """Training loader (shuffled, augmented) and validation loader (in order, centre crop).
 
     Args:
         cfg: what to load.
         resolution: height and width of the images in pixels.
+        in_channels: 3 for RGB or 1 for grey images.
         seed: of the order, the augmentation and the held-out split.
         hold_out: validate on `val_fraction` of the training images instead of the validation images, for a search that
             must not see those.
 
     Raises:
-        ConfigError: `data.train` is needed and was not given.
+        ConfigError: `data.train` is needed and was not given, or `in_channels` is neither 3 nor 1.
         DataError: the folders cannot be used.
         RuntimeError: an optional package is missing.
     """
+    if in_channels not in (1, 3):
+        raise ConfigError(
+            f"in_channels must be 3 (RGB) or 1 (grey) for images from files, got {in_channels}: change the space, or "
+            "train from Python with a loader of your own"
+        )
     if cfg.source == "digits":
         train, val = DigitsSource("train"), DigitsSource("val")
     else:
@@ -226,8 +239,9 @@ def make_loaders(cfg: DataConfig, *, resolution: int, seed: int = 0, hold_out: b
     if augment == "auto":
         augment = "shift" if cfg.source == "digits" else "cifar" if resolution <= 64 else "imagenet"
     common = {"batch_size": cfg.batch_size, "seed": seed, "workers": cfg.workers, "max_bad_files": cfg.max_bad_files}
-    common |= {"mean": cfg.mean, "std": cfg.std}
+    grey = in_channels == 1
+    common |= {k: (sum(v) / len(v),) if grey else v for k, v in (("mean", cfg.mean), ("std", cfg.std))}
     return (
-        Loader(train, train_transform(augment, resolution), shuffle=True, **common),
-        Loader(val, eval_transform(resolution), shuffle=False, **common),
+        Loader(train, train_transform(augment, resolution, grey=grey), shuffle=True, **common),
+        Loader(val, eval_transform(resolution, grey=grey), shuffle=False, **common),
     )

@@ -38,12 +38,13 @@ class Lighting(v2.Transform):
         return (inpt + params["shift"].view(3, 1, 1)).round_().clamp_(0, 255).to(torch.uint8)
 
 
-def train_transform(augment: str, resolution: int) -> Callable[[Any], Tensor]:
-    """PIL image -> augmented uint8 (3, resolution, resolution).
+def train_transform(augment: str, resolution: int, *, grey: bool = False) -> Callable[[Any], Tensor]:
+    """PIL image -> augmented uint8 (3, resolution, resolution), or (1, resolution, resolution) when grey.
 
     Args:
         augment: `imagenet` (the paper's: random resized crop, flip, lighting), `cifar` (pad 4, crop, flip), `shift`
             (pad 2, crop: for digits, which a flip would change) or `none`.
+        grey: convert to grey first; without lighting, which is noise of colours.
     """
     fit = [v2.Resize((resolution, resolution), antialias=True)]
     steps = {
@@ -52,10 +53,16 @@ def train_transform(augment: str, resolution: int) -> Callable[[Any], Tensor]:
         "shift": [*fit, v2.RandomCrop(resolution, padding=2)],
         "none": fit,
     }[augment]
-    return v2.Compose([*steps, v2.PILToTensor(), *([Lighting()] if augment == "imagenet" else [])])
+    lighting = [Lighting()] if augment == "imagenet" and not grey else []
+    return v2.Compose([*_to_grey(grey), *steps, v2.PILToTensor(), *lighting])
 
 
-def eval_transform(resolution: int) -> Callable[[Any], Tensor]:
-    """PIL image -> uint8 (3, resolution, resolution): resize the short side, centre crop."""
+def eval_transform(resolution: int, *, grey: bool = False) -> Callable[[Any], Tensor]:
+    """PIL image -> uint8 (3 or, when grey, 1, resolution, resolution): resize the short side, centre crop."""
     side = resolution if resolution <= _SMALL else round(resolution / _EVAL_CROP)
-    return v2.Compose([v2.Resize(side, antialias=True), v2.CenterCrop(resolution), v2.PILToTensor()])
+    crop = [v2.Resize(side, antialias=True), v2.CenterCrop(resolution)]
+    return v2.Compose([*_to_grey(grey), *crop, v2.PILToTensor()])
+
+
+def _to_grey(grey: bool) -> list[v2.Transform]:
+    return [v2.Grayscale()] if grey else []

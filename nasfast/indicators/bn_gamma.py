@@ -1,7 +1,7 @@
 """The BN indicators of a trained supernet (BN-NAS; layer indicators and the combined score: DI-NAS, Algorithm 2).
 
 "A large gamma means a good module" is an empirical score: the paper's Theorem 1 does not imply it, because its relative
-deviation does not depend on gamma (isometry.md 5).
+deviation does not depend on gamma (docs/method.md 2).
 """
 
 from __future__ import annotations

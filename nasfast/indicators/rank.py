@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from nasfast.indicators.table import IndicatorTable
+from nasfast.files import write_atomic
+from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.spaces import SKIP, Arch, ArchError, SearchSpace, parse_arch
 
 # Names under which published files give one architecture's accuracy, in order of preference.
 _ACCURACY_KEYS = ("mean_acc", "accuracy", "acc", "test_acc", "val_acc")
 _BUDGET_QUANTILES = (0.10, 0.25, 0.50, 0.75, 1.00)
 _INTERVAL = (0.025, 0.975)
+# Fewer have no quantiles worth the name.
+_MIN_RESAMPLES = 10
 # Rows of the sign matrices held at once: 256 x 2187 in float32 are 2 MB.
 _CHUNK = 256
 
@@ -80,6 +83,8 @@ class RankReport:
         best_accuracy: per budget, the best trained accuracy under it, in the accuracies' own unit.
         predictor: the report of the predictor.
         baselines: the same for depth (layers that are not the identity), MACs and parameters.
+        above_depth: tau-b of the predictor minus that of depth; both are of the same resamples, so what they share
+            cancels and the interval is narrower than their own two suggest.
         resamples: number of bootstrap resamples.
         seed: of the bootstrap.
         meta: where the predictor comes from (`IndicatorTable.meta`).
@@ -92,6 +97,7 @@ class RankReport:
     best_accuracy: tuple[float, ...]
     predictor: PredictorReport
     baselines: tuple[PredictorReport, ...]
+    above_depth: Estimate
     resamples: int
     seed: int
     meta: dict[str, Any] = field(default_factory=dict)
@@ -110,10 +116,10 @@ class RankReport:
                 f"The predictor does not beat depth: its tau is {mine.value:+.3f}, counting the layers that are not "
                 f"the identity gives {theirs.value:+.3f}."
             )
-        if mine.low <= theirs.high:
+        if self.above_depth.low <= 0:
             return (
-                f"The predictor's tau {mine.value:+.3f} is above that of depth, {theirs.value:+.3f}, but the intervals "
-                "overlap."
+                f"The predictor's tau {mine.value:+.3f} is above that of depth, {theirs.value:+.3f}, but not by more "
+                "than chance allows."
             )
         return f"The predictor beats depth: its tau is {mine.value:+.3f} against {theirs.value:+.3f}."
 
@@ -123,7 +129,7 @@ class RankReport:
         return json.dumps(form, indent=1)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        write_atomic(Path(path), (self.to_json() + "\n").encode())
 
     def __str__(self) -> str:
         """The report as a text table."""
@@ -184,12 +190,22 @@ def rank(
         accuracies: architecture -> trained accuracy, in any unit; regrets have the same unit.
         predictor: a table of indicators, or architecture -> score.
         space: to which the architectures belong; gives depth, MACs and parameters.
-        resamples: bootstrap resamples.
+        resamples: bootstrap resamples, at least 10.
         seed: of the bootstrap.
 
     Raises:
         AccuracyError: fewer than two architectures have both an accuracy and a score.
+        ArchError: an architecture is not of `space`.
+        TableError: the table belongs to another space.
+        ValueError: too few resamples.
     """
+    if resamples < _MIN_RESAMPLES:
+        raise ValueError(f"rank: resamples must be at least {_MIN_RESAMPLES}, got {resamples}; 1000 is usual")
+    if isinstance(predictor, IndicatorTable) and predictor.space.fingerprint != space.fingerprint:
+        raise TableError(
+            f"the table was scored in space {predictor.space.name!r} ({predictor.space.fingerprint}), the accuracies "
+            f"are of {space.name!r} ({space.fingerprint}): give accuracies of the space it was scored in"
+        )
     if isinstance(predictor, IndicatorTable):
         scores, meta = {arch: predictor.score(arch) for arch in accuracies}, dict(predictor.meta)
     else:
@@ -221,7 +237,8 @@ def rank(
         row[:] = np.bincount(pick, minlength=len(archs))
 
     budgets = np.quantile(macs, _BUDGET_QUANTILES, method="inverted_cdf")
-    reports = [_report(name, x, truth, depth, macs, budgets, weights) for name, x in columns.items()]
+    taus = {name: kendall_tau(x, truth, weights) for name, x in columns.items()}
+    reports = [_report(name, x, taus[name], truth, depth, macs, budgets, weights) for name, x in columns.items()]
     return RankReport(
         architectures=len(archs),
         unscored=len(accuracies) - len(archs),
@@ -230,6 +247,7 @@ def rank(
         best_accuracy=tuple(float(truth[macs <= b].max()) for b in budgets),
         predictor=reports[0],
         baselines=tuple(reports[1:]),
+        above_depth=_estimate(taus["predictor"] - taus["depth"]),
         resamples=resamples,
         seed=seed,
         meta=meta,
@@ -274,6 +292,7 @@ def spearman_rho(x: Sequence[float], y: Sequence[float], weights: np.ndarray) ->
 def _report(
     name: str,
     x: np.ndarray,
+    tau_all: np.ndarray,
     truth: np.ndarray,
     depth: np.ndarray,
     macs: np.ndarray,
@@ -299,7 +318,7 @@ def _report(
         regret.append(float(truth[under].max() - truth[favourites].mean()))
     return PredictorReport(
         name=name,
-        kendall=_estimate(kendall_tau(x, truth, weights)),
+        kendall=_estimate(tau_all),
         spearman=_estimate(spearman_rho(x, truth, weights)),
         kendall_within_depth=_estimate(within),
         kendall_by_depth=by_depth,

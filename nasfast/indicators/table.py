@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nasfast.files import write_atomic
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
 _FORMAT = "nasfast.indicator_table/1"
@@ -50,9 +52,9 @@ class IndicatorTable:
                         f"layer {i}, choice {choice}: score is {score}: the supernet diverged before scoring"
                     )
 
-    @property
+    @cached_property
     def scores(self) -> tuple[dict[int, float], ...]:
-        """Per layer, combined score S[l, a] of Algorithm 2 for every option (isometry.md 7).
+        """Per layer, combined score S[l, a] of Algorithm 2 for every option (docs/method.md 2).
 
         S_v on reduction layers, S_v * S_u on normal layers. An identity candidate is the layer-indicator path itself
         and scores S_u; without layer indicators it has no BN and scores 0, as does a pinned layer.
@@ -107,7 +109,7 @@ class IndicatorTable:
             raise TableError(f"not an indicator table ({type(error).__name__}: {error})") from error
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        write_atomic(Path(path), (self.to_json() + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path) -> IndicatorTable:

@@ -28,7 +28,8 @@ def bn_act(
     In training mean and var (biased) are those of the batch, and given running statistics move by
     running = (1 - momentum) * running + momentum * batch, with the unbiased variance. Otherwise they are the running
     ones.
-    Only x is saved for backward, with two numbers per channel; nothing is saved when no gradient is asked for.
+    The native backend saves only x for backward, with two numbers per channel, and nothing when no gradient is asked
+    for; it has no second derivatives, the reference has.
 
     Args:
         x: (N, C, H, W), contiguous or channels_last (other strides are copied); float32 or bfloat16, and float16 or
@@ -124,6 +125,23 @@ def _bwd_fake(grad, x, weight, bias, mean, var, eps, act, batch_statistics, want
     )
 
 
+class _NoSecondDerivative(torch.autograd.Function):
+    """Passes the gradients on as functions of grad, x, weight and bias, not as constants, and refuses their derivative.
+
+    Without it a second derivative would be silently wrong.
+    """
+
+    @staticmethod
+    def forward(ctx, dx, dweight, dbias, grad, x, weight, bias):
+        return dx, dweight, dbias
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "bn_act: second derivatives are not implemented in the native bn_act: use backend='reference'"
+        )
+
+
 def _setup_context(ctx, inputs, output):
     x, weight, bias, _, running_mean, running_var, ctx.eps, ctx.act = inputs
     _, mean, var = output
@@ -144,6 +162,9 @@ def _backward(ctx, grad, grad_mean, grad_var):
             _same_layout(grad, x), x, weight, bias, mean, var,
             ctx.eps, ctx.act, ctx.batch_statistics, want_x, want_weight, want_bias,
         )  # fmt: skip
+        # only under create_graph; an autograd of bn_act_bwd itself would cost 30 us in every backward pass
+        if torch.is_grad_enabled():
+            dx, dweight, dbias = _NoSecondDerivative.apply(dx, dweight, dbias, grad, x, weight, bias)
     return (
         dx if want_x else None,
         dweight if want_weight else None,

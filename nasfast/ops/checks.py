@@ -102,24 +102,20 @@ def _check_unit(
 ) -> tuple[int, ...]:
     if not isinstance(unit, ConvBNParams):
         raise TypeError(f"{op}: {name} must be a ConvBNParams, got {type(unit).__name__}")
+    # every message about a unit says which of the three it is
+    where = f"{op}, {name}"
     weight = unit.conv_weight
     if weight.ndim != 4:
-        raise ValueError(
-            f"{op}: {name}.conv_weight must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}"
-        )
+        raise ValueError(f"{where}: conv_weight must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
     if name == "depthwise":
         if weight.shape[2] != weight.shape[3] or weight.shape[2] % 2 == 0:
-            raise ValueError(
-                f"{op}: depthwise.conv_weight must have an odd square kernel, got shape {tuple(weight.shape)}"
-            )
+            raise ValueError(f"{where}: conv_weight must have an odd square kernel, got shape {tuple(weight.shape)}")
     elif weight.shape[2:] != (1, 1):
-        raise ValueError(f"{op}: {name}.conv_weight must be pointwise (out, in, 1, 1), got shape {tuple(weight.shape)}")
+        raise ValueError(f"{where}: conv_weight must be pointwise (out, in, 1, 1), got shape {tuple(weight.shape)}")
     groups = shape[1] if name == "depthwise" else 1
-    shape = _check_conv(op, f"{name}.conv_weight", x, shape, weight, stride, weight.shape[-1] // 2, groups)
-    _check_bn(
-        op, f"{name}.bn_", x, shape[1], unit.bn_weight, unit.bn_bias, unit.running_mean, unit.running_var, training
-    )
-    _check_result(op, x, shape, None, training)
+    shape = _check_conv(where, "conv_weight", x, shape, weight, stride, weight.shape[-1] // 2, groups)
+    _check_bn(where, "bn_", x, shape[1], unit.bn_weight, unit.bn_bias, unit.running_mean, unit.running_var, training)
+    _check_result(where, x, shape, None, training)
     return shape
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +13,21 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from nasfast.config import load_yaml
+from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import plots
 from nasfast.search import SearchResult, load_candidates, pareto_front, sample_under
+from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.spaces import SearchSpace, format_arch, from_yaml
 
 # Random architectures in the score-MACs figure.
 _CLOUD = 1000
+# A training accuracy no more than this above guessing shows no learning: at 10 classes the accuracy over 1000 images
+# scatters by 0.01.
+_CHANCE_MARGIN = 0.02
+# Methods that rank by the validation accuracy of whole paths.
+_ACCURACY_METHODS = ("spos", "fairnas")
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #ffffff; --fg: #1c2024; --soft: #5b6470; --line: #d9dee4; --card: #f5f7f9;
@@ -27,6 +36,7 @@ _STYLE = """
   --card: #1e2329; --accent: #58b4e8; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); margin: 0 auto; padding: 1.5rem;
   max-width: 68rem; }
+.note { border-left: 4px solid #d55e00; background: var(--card); padding: .5rem .9rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem;
   border-bottom: 1px solid var(--line); padding-bottom: .2rem; }
 p { margin: .4rem 0; } .soft { color: var(--soft); } nav a { margin-right: .9rem; color: var(--accent); }
@@ -43,6 +53,14 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: .5r
 """
 
 
+_STALE = "Retraining is of another architecture than the present search's best: run <code>nasfast retrain</code> again."
+_AT_CHANCE = (
+    "The supernet's own accuracy is at chance: with frozen convolutions and sampled paths this is usual, and it means "
+    "that the ranking is not supported by what the supernet learned. Judge it by <code>nasfast rank</code> or by the "
+    "comparison with the random architecture."
+)
+
+
 class _NotRun(Exception):
     """The file a section needs does not exist; the argument is what writes it."""
 
@@ -57,7 +75,10 @@ class _Run:
         path = self.folder / name
         if not path.exists():
             raise _NotRun(f"`{command}` writes {name}")
-        return path.read_text()
+        try:
+            return path.read_text()
+        except OSError as error:
+            raise ValueError(f"cannot read {name}: {error.strerror}") from error
 
     def form(self, name: str, command: str) -> dict[str, Any]:
         form = json.loads(self.text(name, command))
@@ -82,14 +103,7 @@ class _Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl, none if it is absent; a last line torn by a kill is left out."""
-        path, lines = self.folder / "metrics.jsonl", []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-        return lines
+        return read_metrics(self.folder)
 
     @property
     def retrained(self) -> dict[str, dict[str, Any]]:
@@ -101,10 +115,10 @@ class _Run:
 
     def figure(self, name: str, figure: Figure, caption: str) -> str:
         """Write `report/NAME.png` and return it as an embedded image."""
-        path = self.folder / "report" / f"{name}.png"
-        path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, format="png")
-        data = base64.b64encode(path.read_bytes()).decode()
+        image = io.BytesIO()
+        figure.savefig(image, format="png")
+        write_atomic(self.folder / "report" / f"{name}.png", image.getvalue())
+        data = base64.b64encode(image.getvalue()).decode()
         return (
             f'<img alt="{_escape(caption)}" src="data:image/png;base64,{data}"><p class="soft">{_escape(caption)}</p>'
         )
@@ -116,7 +130,7 @@ def write_report(run_dir: str | Path) -> Path:
     A section whose file is absent says which command writes it; one whose file is damaged says so.
 
     Args:
-        run_dir: directory of a run, see DESIGN.md section 2.
+        run_dir: directory of a run.
 
     Returns:
         Path of report.html.
@@ -151,7 +165,7 @@ def write_report(run_dir: str | Path) -> Path:
         f"<style>{_STYLE}</style></head>\n<body><h1>{name}</h1><nav>{links}</nav>\n{body}\n</body></html>\n"
     )
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_atomic(path, page.encode())
     return path
 
 
@@ -160,7 +174,7 @@ def _section(run: _Run, build: Callable[[_Run], str]) -> str:
         return build(run)
     except _NotRun as missing:
         return f'<p class="soft">Not run yet: {_escape(missing)}.</p>'
-    except (ValueError, KeyError) as error:
+    except (ValueError, LookupError) as error:
         return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {_escape(error)}</p>'
 
 
@@ -174,27 +188,43 @@ def _summary(run: _Run) -> str:
         (_millions(best.params), "parameters"),
     ]
     retrained = run.retrained
-    if "best" in retrained:
-        cards.append((_percent(retrained["best"]["top1"]), "top-1, retrained"))
-    if "random" in retrained:
-        cards.append((_percent(retrained["random"]["top1"]), "top-1, random architecture of equal cost"))
+    trained, peer = retrained.get("best"), retrained.get("random")
+    current = trained is not None and trained["arch"] == list(best.arch)
+    comparable = current and peer is not None and _same_terms(trained, peer)
+    if current:
+        cards.append((_percent(trained["top1"]), "top-1, retrained"))
+    if comparable:
+        cards.append((_percent(peer["top1"]), "top-1, random architecture of equal cost"))
     sentences = [
         f"Space {_escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
         f"Limits: {' and '.join(limits) or 'none'}.",
         f"Best architecture: <code>{_escape(format_arch(best.arch))}</code>",
     ]
-    if "best" in retrained and "random" in retrained:
-        gain = 100 * (retrained["best"]["top1"] - retrained["random"]["top1"])
+    if trained is None:
+        sentences.append("Not retrained yet: <code>nasfast retrain</code>.")
+    elif not current:
+        sentences.append(_STALE)
+    elif comparable:
+        gain = 100 * (trained["top1"] - peer["top1"])
         word = "above" if gain > 0 else "below" if gain < 0 else "away from"
         sentences.append(
             f"Retrained, it is {abs(gain):.2f} percentage points {word} a random architecture of equal cost "
-            f"({_millions(retrained['random']['macs'])} MACs)."
+            f"({_millions(peer['macs'])} MACs)."
         )
-    elif "best" not in retrained:
-        sentences.append("Not retrained yet: <code>nasfast retrain</code>.")
+    elif peer is not None:
+        sentences.append(
+            "The retrained random architecture is not of equal cost and training, so the two are not compared: run "
+            "<code>nasfast retrain</code> again."
+        )
     html_cards = "".join(f'<div class="card"><b>{_escape(v)}</b><span>{_escape(k)}</span></div>' for v, k in cards)
     return f'<div class="cards">{html_cards}</div>' + "".join(f"<p>{s}</p>" for s in sentences)
+
+
+def _same_terms(trained: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:
+    """Whether a random architecture's result is a baseline of the other: equal cost, trained as long."""
+    near = abs(peer["macs"] - trained["macs"]) <= EQUAL_COST_TOLERANCE * trained["macs"]
+    return near and peer["epochs"] == trained["epochs"]
 
 
 def _strip(run: _Run) -> str:
@@ -218,6 +248,20 @@ def _top_k(run: _Run) -> str:
     return _table(header, rows, text_columns=(4, 5, 6)) + f'<p class="soft">{note}</p>'
 
 
+def _needs_indicators(build: Callable[[_Run], str]) -> Callable[[_Run], str]:
+    """The section, or the reason why a method without indicators does not have it."""
+
+    def section(run: _Run) -> str:
+        if not (run.folder / "indicators.json").exists() and (run.folder / "config.yaml").exists():
+            method = load_yaml(run.folder / "config.yaml").get("method")
+            if method in _ACCURACY_METHODS:
+                return f"<p>Method {method} has no indicators: it scores whole paths by their validation accuracy.</p>"
+        return build(run)
+
+    return section
+
+
+@_needs_indicators
 def _pareto(run: _Run) -> str:
     result, table = run.result, run.table
     front = result.pareto or pareto_front(table, table.space)
@@ -232,6 +276,7 @@ def _pareto(run: _Run) -> str:
     return run.figure("pareto", figure, "The front is exact: no architecture lies above and left of it.")
 
 
+@_needs_indicators
 def _heatmap(run: _Run) -> str:
     table = run.table
     arch = run.result.candidates[0].arch if (run.folder / "archs.json").exists() else None
@@ -240,7 +285,12 @@ def _heatmap(run: _Run) -> str:
 
 
 def _supernet_curves(run: _Run) -> str:
-    return _curves(run, "supernet", ["supernet"], "nasfast supernet")
+    curves = _curves(run, "supernet", ["supernet"], "nasfast supernet")
+    accuracies = [m["top1"] for m in run.metrics if m["stage"] == "supernet" and m.get("top1") is not None]
+    if not accuracies or not (run.folder / "space.yaml").exists():
+        return curves
+    at_chance = accuracies[-1] <= 1 / run.space.num_classes + _CHANCE_MARGIN
+    return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance else curves
 
 
 def _retrain(run: _Run) -> str:
@@ -263,6 +313,14 @@ def _retrain(run: _Run) -> str:
     if not results and not stages:
         raise _NotRun("`nasfast retrain` writes retrain/*/result.json")
     table = _table(header, rows, text_columns=(0, 7)) if rows else ""
+    if "best" in results and (run.folder / "archs.json").exists():
+        # a damaged archs.json is the summary's to report
+        try:
+            current = results["best"]["arch"] == list(run.result.candidates[0].arch)
+        except ValueError:
+            current = True
+        if not current:
+            table = f'<p class="note">{_STALE}</p>{table}'
     return table + (_curves(run, "retrain", stages, "nasfast retrain") if stages else "")
 
 

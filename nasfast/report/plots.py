@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import SKIP, Arch, SearchSpace
@@ -26,6 +26,8 @@ _SERIES = (_BLUE, _RED, _GREEN, _PURPLE, _ORANGE)
 _KERNEL_COLOURS = {1: _PURPLE, 3: _BLUE, 5: _ORANGE, 7: _GREEN}
 # Points of a training curve that are drawn; longer ones are averaged in windows.
 _CURVE_POINTS = 400
+# Scores of a heat map that spread less than this would print alike with two decimals.
+_FINE_SPREAD = 0.05
 
 
 def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> Figure:
@@ -212,14 +214,21 @@ def _heat(figure: Figure, ax: Axes, grid: np.ndarray, title: str, colours: str, 
     cmap = colormaps[colours].with_extremes(bad="#e3e3e3")
     image = ax.imshow(np.ma.masked_invalid(grid), aspect="auto", cmap=cmap)
     low, high = image.get_clim()
+    digits = 3 if high - low < _FINE_SPREAD else 2
     for (i, j), value in np.ndenumerate(grid):
         if not math.isnan(value):
             bright = high > low and (value - low) / (high - low) > 0.6
-            ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="black" if bright else "white")
+            ax.text(
+                j, i, f"{value:.{digits}f}", ha="center", va="center", fontsize=7, color="black" if bright else "white"
+            )
     ax.set_title(title, fontsize=10)
     ax.tick_params(length=0)
     if show_bar:
-        figure.colorbar(image, ax=ax, pad=0.02, aspect=40).ax.tick_params(labelsize=8)
+        bar = figure.colorbar(image, ax=ax, pad=0.02, aspect=40)
+        # "+1" over ticks of thousandths hides that all scores are near 1
+        bar.formatter = ScalarFormatter(useOffset=False)
+        bar.update_ticks()
+        bar.ax.tick_params(labelsize=8)
 
 
 def _literal(text: str) -> str:

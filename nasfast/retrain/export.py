@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,9 +10,10 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from nasfast.files import temporary_beside, write_atomic
 from nasfast.spaces import arch_to_json, from_yaml, load_arch
-from nasfast.supernet import StandaloneNetwork, build
-from nasfast.train.checkpoint import storable, write_atomic
+from nasfast.supernet import StandaloneNetwork
+from nasfast.train.checkpoint import storable
 
 MODEL_FILE, ARCH_FILE, SPACE_FILE = "model.safetensors", "arch.json", "space.yaml"
 
@@ -51,7 +53,7 @@ def load_model(path: str | Path) -> StandaloneNetwork:
     arch = load_arch(path.parent / ARCH_FILE, space)
     try:
         with safe_open(path, "pt") as file:
-            network = build(space, arch, activation=file.metadata()["activation"])
+            network = StandaloneNetwork(space, arch, activation=file.metadata()["activation"])
             network.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
     except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
         raise ValueError(f"{path} does not hold the weights of {path.parent / ARCH_FILE}: {error}") from error
@@ -60,6 +62,8 @@ def load_model(path: str | Path) -> StandaloneNetwork:
 
 def export_onnx(network: StandaloneNetwork, path: str | Path) -> float:
     """Write ONNX with a free batch size and check it with onnxruntime against PyTorch.
+
+    An older file is replaced only by one that passed the check.
 
     Args:
         network: put into eval mode.
@@ -83,16 +87,24 @@ def export_onnx(network: StandaloneNetwork, path: str | Path) -> float:
         4, space.in_channels, space.resolution, space.resolution, generator=torch.Generator().manual_seed(0)
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.onnx.export(
-        network, (images,), str(path),
-        input_names=["images"], output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("batch")},),
-        dynamo=True, external_data=False, verbose=False,
-    )  # fmt: skip
     with torch.no_grad():
         expected = network(images)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (got,) = session.run(["logits"], {"images": images.numpy()})
-    difference = ((torch.from_numpy(got) - expected).abs().max() / expected.abs().max()).item()
-    if not difference <= _ONNX_TOLERANCE:
-        raise RuntimeError(f"{path}: onnxruntime differs from PyTorch by {difference:.2g} of the largest logit")
+    unchecked = temporary_beside(path)
+    try:
+        torch.onnx.export(
+            network, (images,), str(unchecked),
+            input_names=["images"], output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamo=True, external_data=False, verbose=False,
+        )  # fmt: skip
+        session = onnxruntime.InferenceSession(str(unchecked), providers=["CPUExecutionProvider"])
+        (got,) = session.run(["logits"], {"images": images.numpy()})
+        difference = ((torch.from_numpy(got) - expected).abs().max() / expected.abs().max()).item()
+        if not difference <= _ONNX_TOLERANCE:
+            raise RuntimeError(
+                f"{path} is not written: onnxruntime differs from PyTorch by {difference:.2g} of the largest logit, "
+                f"expected at most {_ONNX_TOLERANCE:g}; export again with another version of onnxruntime or torch"
+            )
+        os.replace(unchecked, path)
+    finally:
+        unchecked.unlink(missing_ok=True)
     return difference

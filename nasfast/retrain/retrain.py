@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import Literal
 import torch
 
 from nasfast.config import ConfigBase
+from nasfast.files import write_atomic
 from nasfast.retrain.export import MODEL_FILE, save_model
-from nasfast.spaces import Arch, SearchSpace
+from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import StandaloneNetwork, Supernet, build, inherit
 from nasfast.train import Evaluation, TrainConfig, evaluate, recalibrate_bn
-from nasfast.train.checkpoint import load_checkpoint, write_atomic
+from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.loop import train
 from nasfast.train.supernet import default_lr
+
+_LOG = logging.getLogger(__name__)
 
 RESULT_FILE = "result.json"
 
@@ -110,12 +114,15 @@ def retrain(
     def evaluation(model: StandaloneNetwork) -> Evaluation:
         return evaluate(model, val_loader, device=device)
 
+    folder = Path(run_dir) / "retrain" / name
+    earlier = _earlier_result(folder, arch)
     torch.manual_seed(seed)
     started = time.monotonic()
     final = train(
         network, train_loader, settings,
         stage=f"retrain/{name}", run_dir=run_dir, fingerprint=f"{space.fingerprint}/{arch}",
-        evaluate=evaluation, resume=resume, device=device,
+        evaluate=evaluation, settings={"init": cfg.init, "seed": seed, "activation": network.activation},
+        prefix=f"retrain-{name}-{_file_text(arch)}", resume=resume, device=device,
     )  # fmt: skip
     network.load_state_dict(load_checkpoint(final).part("model."))
     measured, cost = evaluation(network), space.cost(arch)
@@ -123,7 +130,30 @@ def retrain(
         arch=arch, macs=cost.macs, params=cost.params, top1=measured.top1, top5=measured.top5, loss=measured.loss,
         epochs=settings.epochs, seconds=time.monotonic() - started,
     )  # fmt: skip
-    folder = Path(run_dir) / "retrain" / name
+    if earlier is not None and result.replace(seconds=earlier.seconds) == earlier:
+        return earlier  # a finished retraining was resumed
     save_model(network, folder / MODEL_FILE)
     write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
     return result
+
+
+def _earlier_result(folder: Path, arch: Arch) -> RetrainResult | None:
+    """What `folder` holds of the same architecture; a network of another one is moved to retrain-superseded/ first."""
+    path = folder / RESULT_FILE
+    if not path.exists():
+        return None
+    earlier = RetrainResult.load(path)
+    if earlier.arch == arch:
+        return earlier
+    superseded = folder.parent.with_name("retrain-superseded")
+    target = superseded / f"{folder.name}-{_file_text(earlier.arch)}"
+    while target.exists():
+        target = target.with_name(target.name + "+")
+    superseded.mkdir(exist_ok=True)
+    folder.rename(target)
+    _LOG.info("%s holds another architecture now; the earlier network is in %s", folder, target)
+    return None
+
+
+def _file_text(arch: Arch) -> str:
+    return format_arch(arch).replace(" ", "_")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nasfast.config import ConfigBase, ConfigError
+from nasfast.files import write_atomic
 from nasfast.search.limits import Limits
 from nasfast.spaces import Arch, SearchSpace
 
@@ -89,10 +89,7 @@ def save_candidates(
     result = SearchResult(
         space.name, space.fingerprint, limits.max_macs, limits.max_params, tuple(candidates), tuple(pareto)
     )
-    path = Path(path)
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
-    os.replace(partial, path)
+    write_atomic(Path(path), (json.dumps(result.to_dict(), indent=1) + "\n").encode())
 
 
 def load_candidates(path: str | Path, space: SearchSpace | None = None) -> SearchResult:
@@ -103,13 +100,18 @@ def load_candidates(path: str | Path, space: SearchSpace | None = None) -> Searc
         space: if given, the space the file must belong to.
 
     Raises:
-        ConfigError: not that file, or written for another space.
+        ConfigError: unreadable, not that file, or written for another space; the file is named.
     """
     try:
         form = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    result = SearchResult.from_dict(form)
+    try:
+        result = SearchResult.from_dict(form)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     if space is not None and result.fingerprint != space.fingerprint:
         raise ConfigError(
             f"{path} was written for space {result.space!r} ({result.fingerprint}), this is {space.name!r} "

@@ -5,6 +5,7 @@ Works for any score, also one that is not a sum over layers (the validation accu
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from nasfast.search.history import History
 from nasfast.search.limits import option_costs
 from nasfast.search.sampling import sample_under
 from nasfast.spaces import Arch, SearchSpace
+
+_LOG = logging.getLogger(__name__)
 
 # An operator may propose this many times as many architectures as are wanted of it.
 _TRIES_PER_WANTED = 10
@@ -69,6 +72,10 @@ def evolve(
                 if history is not None:
                     history.add(arch, value, macs=cost.macs, params=cost.params, generation=generation, origin=origin)
             evolution.evaluated[arch] = Candidate(arch, value, cost.macs, cost.params)
+        _LOG.info(
+            "evolution: generation %d of %d, %d architectures evaluated, best score %.6g",
+            generation + 1, config.generations, len(evolution.evaluated), evolution.best(1)[0].score,
+        )  # fmt: skip
     status = f"evolution, {len(evolution.evaluated)} architectures evaluated"
     return [candidate.replace(status=status) for candidate in evolution.best(config.top_k)]
 

@@ -19,7 +19,7 @@ _MAX_DIGIT_WEIGHT = 1000
 def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tuple[dict[int, float], ...]:
     """Per layer: value -> combined score, values ascending.
 
-    With `allow_identity` a normal layer may also be skipped, which scores the layer indicator alone (isometry.md 7).
+    With `allow_identity` a normal layer may also be skipped, which scores the layer indicator alone (docs/method.md 2).
 
     Raises:
         TableError: `allow_identity` with a table that has no layer indicators.

@@ -21,6 +21,10 @@ from nasfast.spaces import Arch, Cost, SearchSpace
 _MAX_BINS = {0: 1, 1: 1 << 17, 2: 512}
 # Proposals are accepted with probability 1 (exact count) to about 0.2 (20 layers, coarse bins, tight limits).
 _MAX_TRIES = 200
+# Of equal_cost_random, whose proposals know the MACs but not the parameters; a try takes about 0.1 ms.
+_EQUAL_COST_TRIES = 2000
+# How near in MACs a random architecture is to the one it is compared with, as a fraction.
+EQUAL_COST_TOLERANCE = 0.01
 
 
 class _Completions:
@@ -139,38 +143,54 @@ def equal_cost_random(
     rng: random.Random,
     arch: Sequence[int],
     *,
-    tolerance: float = 0.01,
+    tolerance: float = EQUAL_COST_TOLERANCE,
+    limits: Limits | None = None,
     allow_identity: bool = False,
 ) -> Arch:
     """A random architecture of about the MACs of `arch`: the baseline a search result is compared with.
 
-    Uniform over the architectures other than `arch` whose MACs differ from its by at most `tolerance`.
+    Uniform over the architectures within the limits, other than `arch`, whose MACs differ from its by at most
+    `tolerance`.
 
     Args:
         space: where to sample.
         rng: source of randomness.
         arch: the architecture to match.
         tolerance: largest difference, as a fraction of the MACs of `arch`.
+        limits: of the search that found `arch`; None for none.
         allow_identity: whether normal layers may be skipped.
 
     Raises:
-        InfeasibleConstraintError: no other architecture is that close.
+        InfeasibleConstraintError: none was found in 2000 tries, or no architecture meets the limits.
+        ValueError: negative tolerance.
     """
-    arch = tuple(arch)
+    arch, limits = tuple(arch), limits or Limits()
     if tolerance < 0:
         raise ValueError(f"equal_cost_random: tolerance must not be negative, got {tolerance}")
+    limits.check(space, allow_identity=allow_identity)
     target = space.cost(arch).macs
     low, high = math.ceil(target * (1 - tolerance)), math.floor(target * (1 + tolerance))
+    if limits.max_macs is not None:
+        high = min(high, math.floor(limits.max_macs))
+    if high < low:
+        raise InfeasibleConstraintError(
+            f"the given architecture has {target:,} MACs, which within {tolerance:.2%} is above max_macs="
+            f"{limits.max_macs:,.0f}: raise max_macs or tolerance"
+        )
+    # a count under both limits has too few bins to meet a narrow range of MACs: parameters are tried instead
     completions = _completions(space, Limits(max_macs=high), allow_identity)
     least = math.ceil((low - space.fixed_cost.macs - completions.floors[0]) / completions.units[0])
     if not completions.exact:
         # each layer's excess lost less than one bin to rounding
         least -= len(space)
-    for _ in range(_MAX_TRIES):
+    for _ in range(_EQUAL_COST_TRIES):
         other = completions.draw(rng, at_least=least)
-        if other is not None and other != arch and low <= completions.cost(other).macs <= high:
+        if other is None or other == arch:
+            continue
+        cost = completions.cost(other)
+        if low <= cost.macs <= high and limits.admits(cost):
             return other
     raise InfeasibleConstraintError(
-        f"no architecture of space {space.name!r} other than the given one has {target:,} MACs within "
-        f"{tolerance:.2%}: raise tolerance"
+        f"{_EQUAL_COST_TRIES} tries found no architecture of space {space.name!r} within the limits, other than the "
+        f"given one, that has {target:,} MACs within {tolerance:.2%}: raise tolerance or the limits"
     )

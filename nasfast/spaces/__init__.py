@@ -4,7 +4,7 @@ from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_from_json, arch_to_j
 from nasfast.spaces.builders import BUILDERS, digits_mini, get_space, mobilenet_v2, nas_bench_macro, shufflenet_v2
 from nasfast.spaces.cost import Cost, block_cost
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler
-from nasfast.spaces.space import Block, FixedLayer, Layer, SearchSpace, Stage, from_dict, from_yaml
+from nasfast.spaces.space import Block, FixedLayer, Layer, SearchSpace, Stage, from_yaml
 
 __all__ = [
     "BUILDERS",
@@ -27,7 +27,6 @@ __all__ = [
     "block_cost",
     "digits_mini",
     "format_arch",
-    "from_dict",
     "from_yaml",
     "get_space",
     "load_arch",

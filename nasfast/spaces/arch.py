@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +62,8 @@ def parse_arch(form: str | Iterable[int]) -> Arch:
         text = form.replace(",", " ").split()
         form = list(text[0]) if len(text) == 1 and text[0].isdigit() else text
     try:
-        return tuple(int(v) for v in form)
+        # int() alone would cut 0.9 down to 0
+        return tuple(int(v) if isinstance(v, str) else operator.index(v) for v in form)
     except (TypeError, ValueError) as error:
         raise ArchError(f"architecture must be integers such as '3 -1 0', got {form!r}") from error
 

@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nasfast.config import ConfigBase
 from nasfast.spaces.arch import SKIP, Arch, ArchError
-from nasfast.spaces.cost import Cost, check_kind, cost_of, output_size
+from nasfast.spaces.cost import Cost, check_kind, cost_of, output_size, shuffle_branches
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Layer:
 
     @property
     def normal(self) -> bool:
-        """Stride 1 and equal input and output shape: only such a layer can be skipped (isometry.md 7)."""
+        """Stride 1 and equal input and output shape: only such a layer can be skipped (docs/method.md 2)."""
         return self.stride == 1 and self.in_channels == self.out_channels
 
     @property
@@ -162,20 +163,27 @@ class SearchSpace(ConfigBase):
                 raise ValueError(
                     f"{where}: out, layers and stride must be positive, got {stage.out}, {stage.layers}, {stage.stride}"
                 )
+            outside = [p for p in stage.pinned if not 0 <= p < stage.layers]
+            if outside:
+                raise ValueError(f"{where}: pinned must be indices from 0 to {stage.layers - 1}, got {outside}")
             if not stage.choices:
                 raise ValueError(f"{where} has no choices")
             if len(set(stage.choices)) != len(stage.choices):
                 raise ValueError(f"{where} lists the same choice twice")
-            if any(b.kind.startswith("shuffle") for b in stage.choices) and stage.out % 2:
-                raise ValueError(f"{where}: ShuffleNetV2 units need an even number of channels, got {stage.out}")
+        for part in ("stem", "head"):
+            for i, fixed in enumerate(getattr(self, part)):
+                if min(fixed.out, fixed.stride) < 1:
+                    raise ValueError(
+                        f"space {self.name!r}, {part} layer {i}: out and stride must be positive, "
+                        f"got {fixed.out}, {fixed.stride}"
+                    )
         for i, layer in enumerate(self.layers):
             if not layer.choices and not layer.normal:
                 raise ValueError(f"space {self.name!r}: layer {i} changes shape and cannot be pinned to the identity")
-            for block in layer.choices:
-                if block.kind.startswith("shuffle") and layer.stride == 1 and not layer.normal:
-                    raise ValueError(
-                        f"space {self.name!r}: layer {i}: a stride-1 ShuffleNetV2 unit cannot change channels"
-                    )
+        for part, layers in (("stem ", self.stem_layers), ("", self.layers), ("head ", self.head_layers)):
+            for i, layer in enumerate(layers):
+                if any(block.kind.startswith("shuffle") for block in layer.choices):
+                    _check_shuffle(f"space {self.name!r}, {part}layer {i}", layer)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -223,7 +231,7 @@ class SearchSpace(ConfigBase):
         """Return `arch` as a tuple of ints if it belongs to this space.
 
         Raises:
-            ArchError: wrong length, or an illegal choice, with the layer and its legal values named.
+            ArchError: wrong length, or a choice that is illegal or no integer; the text names the layer and its values.
         """
         arch = tuple(arch)
         if len(arch) != len(self):
@@ -231,10 +239,11 @@ class SearchSpace(ConfigBase):
                 f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}"
             )
         for i, (choice, layer) in enumerate(zip(arch, self.layers, strict=True)):
-            if choice not in layer.legal:
+            # 0.0 equals 0, and would pass for it; numpy's integers are integers
+            if not isinstance(choice, Integral) or choice not in layer.legal:
                 allowed = ", ".join(map(str, layer.legal))
                 raise ArchError(f"layer {i} of space {self.name!r}: choice {choice!r} is not one of {allowed}")
-        return tuple(int(choice) for choice in arch)
+        return tuple(map(int, arch))
 
     @cached_property
     def fixed_cost(self) -> Cost:
@@ -267,6 +276,23 @@ def _output_of(layers: Sequence[Layer], empty: tuple[int, int] = (0, 0)) -> tupl
     return (layers[-1].out_channels, output_size(layers[-1].size, layers[-1].stride)) if layers else empty
 
 
+def _check_shuffle(where: str, layer: Layer) -> None:
+    """Raise ValueError unless a ShuffleNetV2 unit can have the shapes of `layer`."""
+    if layer.out_channels % 2:
+        raise ValueError(f"{where}: ShuffleNetV2 units need an even number of channels, got {layer.out_channels}")
+    if layer.stride == 1 and not layer.normal:
+        raise ValueError(
+            f"{where}: a stride-1 ShuffleNetV2 unit cannot change channels, got {layer.in_channels} in and "
+            f"{layer.out_channels} out: give the layer a stride of 2"
+        )
+    branch_in, _, branch_out = shuffle_branches(layer.in_channels, layer.out_channels, layer.stride)
+    if branch_out < 1:
+        raise ValueError(
+            f"{where}: a stride-{layer.stride} ShuffleNetV2 unit keeps its {branch_in} input channels beside those of "
+            f"its main branch: out must be more than {branch_in}, got {layer.out_channels}"
+        )
+
+
 def _resolve(fixed: Sequence[FixedLayer], channels: int, size: int) -> tuple[Layer, ...]:
     layers: list[Layer] = []
     for layer in fixed:
@@ -282,8 +308,3 @@ def from_yaml(path: str | Path) -> SearchSpace:
         ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
     """
     return SearchSpace.load(path)
-
-
-def from_dict(form: dict[str, Any]) -> SearchSpace:
-    """The space of a plain mapping with the keys of its YAML form."""
-    return SearchSpace.from_dict(form)

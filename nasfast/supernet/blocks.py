@@ -81,7 +81,7 @@ class ShuffleUnit(nn.Module):
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
-        """Last BN of the main branch (isometry.md 7)."""
+        """Last BN of the main branch (docs/method.md 2)."""
         return self.main[-1].last_bn
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,10 +131,22 @@ def block_builder(kind: str) -> Callable[[BlockBuilder], BlockBuilder]:
 
 
 def build_block(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
-    """The module of one candidate."""
+    """The module of one candidate.
+
+    Raises:
+        ValueError: the kind has no builder, or its module has no `last_bn`.
+    """
     if block.kind not in _BLOCK_BUILDERS:
         raise ValueError(f"block kind {block.kind!r} has a cost but no module; {nearest(block.kind, _BLOCK_BUILDERS)}")
-    return _BLOCK_BUILDERS[block.kind](block, layer, units)
+    module = _BLOCK_BUILDERS[block.kind](block, layer, units)
+    last_bn = getattr(module, "last_bn", None)
+    # the identity of a normal layer is scored by the layer indicator
+    if block.kind != "identity" and not isinstance(last_bn, nn.BatchNorm2d):
+        raise ValueError(
+            f"block kind {block.kind!r}: the last_bn of its module must be an nn.BatchNorm2d, got "
+            f"{type(last_bn).__name__}: set it to the BatchNorm that scores the block"
+        )
+    return module
 
 
 @block_builder("conv")

@@ -1,4 +1,4 @@
-"""Weight initialisation by role: orthogonal, delta-orthogonal and the Gaussian baselines (isometry.md 2 and 3).
+"""Weight initialisation by role: orthogonal, delta-orthogonal and the Gaussian baselines (docs/method.md 1).
 
 Scale rule: the mean squared row norm of the flattened (out x fan_in) weight is g^2, so that white inputs keep their
 per-channel variance times g^2. Every tensor has its own seed made from its qualified name, so results do not depend on
@@ -28,13 +28,13 @@ Init = Literal["orthogonal", "delta_orthogonal", "gaussian", "he"]
 _LOG = logging.getLogger(__name__)
 
 GAINS = {"identity": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2), "tanh": 1.0}
-"""g of a convolution by the activation behind it; tanh at its critical point (isometry.md 3)."""
+"""g of a convolution by the activation behind it; tanh at its critical point (docs/method.md 1)."""
 
 _ACTIVATION_NAMES = {nn.Identity: "identity", nn.ReLU: "relu", nn.ReLU6: "relu6", nn.Tanh: "tanh"}
 
 
 def tensor_generator(name: str, seed: int) -> torch.Generator:
-    """CPU generator of one tensor: the first 8 bytes of SHA-256("di-init|seed|name") (isometry.md 2.5)."""
+    """CPU generator of one tensor: the first 8 bytes of SHA-256("di-init|seed|name")."""
     digest = hashlib.sha256(f"di-init|{seed}|{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 

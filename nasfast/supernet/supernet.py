@@ -72,7 +72,7 @@ class Supernet(nn.Module):
         seed: of the initialisation.
 
     Raises:
-        ValueError: unknown init.
+        ValueError: unknown init or activation, or a block kind without a module or without its `last_bn`.
     """
 
     def __init__(
@@ -87,6 +87,8 @@ class Supernet(nn.Module):
         super().__init__()
         self.space = space
         self.activation = activation or space.activation
+        # as asked for: a space of reduction layers has no indicator, and still agrees with a sampler that would draw it
+        self.layer_indicators = layer_indicators
         units = UnitFactory(act=self.activation, fused=True, track_running_stats=False)
         self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
         self.layers = nn.ModuleList(
@@ -96,11 +98,6 @@ class Supernet(nn.Module):
         self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
         initialize(self, init, seed=seed)
         self.summary = self.freeze()
-
-    @property
-    def layer_indicators(self) -> bool:
-        """Whether any layer has a layer indicator."""
-        return any(layer.layer_indicator is not None for layer in self.layers)
 
     def forward(self, x: Tensor, path: Iterable[int]) -> Tensor:
         """Logits (N, num_classes) of images (N, in_channels, resolution, resolution) through one path.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -22,10 +23,18 @@ class EpochLoader(Protocol):
 
 
 class _IterableLoader:
-    """Adapter of e.g. a `torch.utils.data.DataLoader`; skipping to a position iterates over what comes before it."""
+    """Adapter of e.g. a `torch.utils.data.DataLoader`; skipping to a position iterates over what comes before it.
+
+    The numbers of an epoch depend on (seed, epoch): the seed is what `torch.manual_seed` was given before the adapter
+    was made, or for a `generator` of the DataLoader or of its sampler, what that one was given.
+    """
 
     def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._batches = batches
+        owners = (batches, getattr(batches, "sampler", None))
+        own = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+        # a dict, because a DataLoader that shuffles hands its generator to its sampler
+        self._seeds = {generator: generator.initial_seed() for generator in (torch.default_generator, *own)}
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -33,29 +42,38 @@ class _IterableLoader:
     def epoch(
         self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        for x, y in islice(_with_own_generator(self._batches, seed=epoch), start, None):
+        for x, y in islice(self._reseeded(epoch), start, None):
             yield x.to(device, memory_format=torch.channels_last), y.to(device)
 
+    def _reseeded(self, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch, made while each generator is in a state of its own.
 
-def _with_own_generator(batches: Iterable[Any], *, seed: int) -> Iterator[Any]:
-    """`batches`, made while the global CPU generator is swapped for one that starts from `seed`.
+        A DataLoader shuffles and its data set augments with these generators, and not before a batch is asked for. So
+        an epoch repeats from any position, whatever else draws numbers. In between the generators are as they were.
+        """
+        iterator, states = None, []
+        while True:
+            before = [generator.get_state() for generator in self._seeds]
+            try:
+                if iterator is None:
+                    for generator, seed in self._seeds.items():
+                        # a string, which Python hashes to the same number in every process
+                        generator.manual_seed(random.Random(f"{seed} {epoch}").getrandbits(63))
+                    iterator = iter(self._batches)
+                else:
+                    _set_states(self._seeds, states)
+                batch = next(iterator, None)
+                states = [generator.get_state() for generator in self._seeds]
+            finally:
+                _set_states(self._seeds, before)
+            if batch is None:
+                return
+            yield batch
 
-    A DataLoader shuffles and its data set augments with the global generator, and not before a batch is asked for. So
-    an epoch repeats from any position, whatever else draws numbers.
-    """
-    iterator, state = None, None
-    while True:
-        with torch.random.fork_rng(devices=[]):
-            if iterator is None:
-                torch.manual_seed(seed)
-                iterator = iter(batches)
-            else:
-                torch.set_rng_state(state)
-            batch = next(iterator, None)
-            state = torch.get_rng_state()
-        if batch is None:
-            return
-        yield batch
+
+def _set_states(generators: Iterable[torch.Generator], states: list[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def as_epochs(loader: object) -> EpochLoader:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
+
+from nasfast.files import write_atomic
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,30 +47,6 @@ class Checkpoint:
             hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
         return hasher.hexdigest()
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a crash or a full disk leaves either the old file or the new one.
-
-    Raises:
-        OSError: the write failed; the old file is intact.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

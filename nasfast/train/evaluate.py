@@ -35,10 +35,11 @@ def evaluate(forward: nn.Module | Callable[[Tensor], Tensor], loader: object, *,
 
     Args:
         forward: a module (put into eval mode for the duration) or any function of (N, C, H, W) images giving logits.
-        loader: a `nasfast.data.Loader`, or any iterable of (images, labels).
+        loader: a `nasfast.data.Loader`, or any iterable of (images, labels) with a length.
 
     Raises:
         ValueError: the loader is empty.
+        TypeError: it has no length or is no iterable.
     """
     training = isinstance(forward, nn.Module) and forward.training
     totals, images = torch.zeros(3, dtype=torch.float64), 0

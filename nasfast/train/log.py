@@ -6,27 +6,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from nasfast.train.checkpoint import write_atomic
-
-METRICS_FILE = "metrics.jsonl"
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl but for those torn by a kill."""
-    path = Path(run_dir) / METRICS_FILE
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
+from nasfast.files import METRICS_FILE, read_metrics, write_atomic
 
 
 class TrainLog:

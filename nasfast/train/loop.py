@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,11 +65,12 @@ class TrainConfig(ConfigBase):
     eval_every: int = 1
 
     def __post_init__(self) -> None:
+        # written so that NaN fails too
         for name in ("epochs", "lr", "log_every", "keep_checkpoints", "eval_every"):
-            if (value := getattr(self, name)) is not None and value <= 0:
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}")
         for name in ("momentum", "weight_decay", "warmup_epochs", "clip_norm", "checkpoint_every"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
@@ -178,6 +179,8 @@ def train(
     fingerprint: str,
     sampler: Sampler | None = None,
     evaluate: Callable[[nn.Module], Evaluation] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    prefix: str | None = None,
     resume: bool = False,
     device: str = "cpu",
 ) -> Path:
@@ -191,6 +194,8 @@ def train(
         fingerprint: of what is trained; a checkpoint with another is refused.
         sampler: paths of each step; its state is part of the checkpoint.
         evaluate: called every `cfg.eval_every` epochs, and after the last.
+        settings: what else the result depends on, as JSON; a checkpoint with other settings is refused.
+        prefix: of the checkpoint files; None makes it from `stage`.
         resume: continue from the newest good checkpoint in `run_dir`; otherwise older ones of the stage must not exist.
         device: where to train; the model is moved there in channels_last.
 
@@ -205,8 +210,8 @@ def train(
     model.to(device=device, memory_format=torch.channels_last).train()
     optimizer = make_optimizer(model, cfg)
     state = _State(model, optimizer, sampler, fingerprint)
-    folder = CheckpointFolder(run_dir / "checkpoints", stage.replace("/", "-"), keep=cfg.keep_checkpoints)
-    settings = {"stage": stage, "train": cfg.to_dict(), "batches_per_epoch": len(loader)}
+    folder = CheckpointFolder(run_dir / "checkpoints", prefix or stage.replace("/", "-"), keep=cfg.keep_checkpoints)
+    settings = {"stage": stage, "train": cfg.to_dict(), "batches_per_epoch": len(loader), **(settings or {})}
     per_epoch, total = len(loader), cfg.epochs * len(loader)
     step, sums = 0, _Sums()
     if resume:
@@ -221,8 +226,8 @@ def train(
             step, sums = state.restore(checkpoint)
     elif folder.paths():
         raise FileExistsError(
-            f"{folder.folder} holds checkpoints of {stage!r}: add --resume to continue them, delete them "
-            f"({folder.prefix}-*.safetensors), or choose another --out"
+            f"{folder.folder} holds checkpoints of {stage!r}: continue them (--resume, resume=True), delete them "
+            f"({folder.prefix}-*.safetensors), or choose another run directory (--out, run_dir)"
         )
 
     with TrainLog(run_dir, stage, step=step, total=total) as log:

@@ -137,5 +137,6 @@ def train_supernet(
     return train(
         net, loader, cfg,
         stage="supernet", run_dir=run_dir, fingerprint=net.space.fingerprint,
-        sampler=sampler, resume=resume, device=device,
+        sampler=sampler, settings={"trainable": net.summary.trainable, "roles": list(net.summary.by_role)},
+        resume=resume, device=device,
     )  # fmt: skip

@@ -247,11 +247,39 @@ def test_augment_choices(tmp_path, augment, source, resolution, flips, noise):
         ({"workers": -1}, "must not be negative"),
         ({"augment": "imagnet"}, "'imagnet', allowed: 'auto', 'imagenet'"),
         ({"mean": [0.5, 0.5]}, "expected 3 values, got 2"),
+        ({"mean": [0.5, float("nan"), 0.5]}, "mean must be finite, got .*nan"),
+        ({"std": [0.5, 0.0, 0.5]}, r"std must be positive and finite, got \(0.5, 0.0, 0.5\)"),
+        ({"std": [0.5, -1.0, 0.5]}, "std must be positive"),
+        ({"std": [0.5, float("inf"), 0.5]}, "std must be positive and finite"),
     ],
 )
 def test_settings_that_cannot_be(form, message):
     with pytest.raises(ConfigError, match=message):
         DataConfig.from_dict(form)
+
+
+@pytest.mark.parametrize("augment", ["imagenet", "cifar", "shift", "none"])
+def test_grey_images_for_a_space_of_one_channel(tmp_path, augment):
+    for name, colour in (("a", (255, 0, 0)), ("b", (0, 255, 0))):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (8, 8), colour).save(tmp_path / name / f"{number}.png")
+    cfg = DataConfig(
+        train=str(tmp_path), augment=augment, workers=0, batch_size=2, val_fraction=0.5,
+        mean=(0.2, 0.3, 0.4), std=(0.1, 0.2, 0.6),
+    )  # fmt: skip
+    for made in make_loaders(cfg, resolution=8, in_channels=1):
+        x, y = next(made.epoch(0))
+        assert x.shape == (2, 1, 8, 8)
+        # luma of red and green (ITU-R 601), then the averages of mean and std
+        for image, label in zip(x, y.tolist(), strict=True):
+            assert image[0, 4, 4].item() == pytest.approx(((76, 150)[label] / 255 - 0.3) / 0.3, abs=1e-4)
+
+
+@pytest.mark.parametrize("in_channels", [2, 4])
+def test_other_numbers_of_channels_are_refused(in_channels):
+    with pytest.raises(ConfigError, match=rf"in_channels must be 3 \(RGB\) or 1 \(grey\).*got {in_channels}"):
+        make_loaders(DataConfig(source="digits"), resolution=32, in_channels=in_channels)
 
 
 def test_large_images_are_cropped_to_the_resolution(tmp_path):

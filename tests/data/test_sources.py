@@ -62,6 +62,26 @@ def test_every_colour_mode_becomes_rgb(tmp_path, mode):
         assert len(np.unique(channels)) > 2
 
 
+@pytest.mark.parametrize("ending", [".png", ".tif", ".pgm"])
+def test_sixteen_bit_grey_keeps_its_upper_eight_bits(tmp_path, ending):
+    write_folder(tmp_path, {"a": 1, "b": 1})
+    pixels = np.array([[0, 255, 256, 513], [32768, 40000, 65279, 65535]], dtype=np.uint16)
+    Image.fromarray(pixels).save(tmp_path / "a" / f"000{ending}")
+    if ending != ".png":
+        (tmp_path / "a" / "000.png").unlink()
+    image = FolderSource(tmp_path).image(0)
+    assert image.mode == "RGB"
+    assert np.asarray(image)[..., 0].tolist() == [[0, 0, 1, 2], [128, 156, 254, 255]]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_without_a_fixed_range_are_unreadable(tmp_path, mode):
+    write_folder(tmp_path, {"a": 1, "b": 1}, ending=".tif")
+    Image.new(mode, (4, 4), 70000).save(tmp_path / "a" / "000.tif")
+    with pytest.raises(OSError, match=f"000.tif: ValueError: pixels of mode '{mode}' have no fixed range: save"):
+        FolderSource(tmp_path).image(0)
+
+
 def test_a_cmyk_jpeg_becomes_rgb(tmp_path):
     write_folder(tmp_path, {"a": 1, "b": 1}, mode="CMYK", ending=".JPEG")
     assert FolderSource(tmp_path).image(0).mode == "RGB"

@@ -17,8 +17,8 @@ from nasfast.indicators.rank import (
     read_scores,
     spearman_rho,
 )
-from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import format_arch, nas_bench_macro
+from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.spaces import digits_mini, format_arch, nas_bench_macro
 
 SPACE = nas_bench_macro()
 
@@ -186,3 +186,37 @@ def test_scores_file(tmp_path):
         read_scores(path, SPACE)
     with pytest.raises(AccuracyError, match="cannot read"):
         read_scores(tmp_path / "absent.json", SPACE)
+
+
+def test_file_that_is_not_text(tmp_path):
+    path = tmp_path / "acc.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(AccuracyError, match="acc.json is not JSON"):
+        read_accuracies(path, SPACE)
+
+
+@pytest.mark.parametrize("resamples", [0, 9, -1])
+def test_too_few_resamples_are_refused(accuracies, resamples):
+    with pytest.raises(ValueError, match=f"resamples must be at least 10, got {resamples}"):
+        rank(accuracies, accuracies, SPACE, resamples=resamples)
+
+
+def test_a_table_of_another_space_is_refused(accuracies):
+    space = digits_mini()
+    block = tuple({c: 1.0 for c in u.options if c != u.indicator_choice} for u in space.layers)
+    table = IndicatorTable(space, block, (None,) * len(space))
+    with pytest.raises(TableError, match="scored in space 'digits_mini'.*'nas_bench_macro'"):
+        rank(accuracies, table, SPACE)
+
+
+def test_beating_depth_is_decided_by_the_paired_difference(accuracies):
+    """A predictor that is depth and a little more: its interval overlaps depth's, the difference is above 0."""
+    rng = random.Random(5)
+    report = rank(accuracies, {a: 4 * depth(a) + 0.2 * (v - 4 * depth(a)) for a, v in accuracies.items()}, SPACE)
+    assert report.above_depth.value == pytest.approx(report.predictor.kendall.value - report.baselines[0].kendall.value)
+    assert report.above_depth.low > 0
+    assert "beats depth" in report.verdict
+    # depth with its ties broken by chance
+    noise = rank(accuracies, {a: depth(a) + 0.001 * rng.random() for a in accuracies}, SPACE, resamples=200)
+    assert noise.above_depth.low <= 0
+    assert "beats depth" not in noise.verdict

@@ -42,6 +42,11 @@ def test_pinned_layers_score_zero():
     assert table.score(table.argmax()) == 17.0
 
 
+def test_scores_are_computed_once():
+    table = macro_table(layer_indicators=True)
+    assert table.scores is table.scores
+
+
 def test_score_sums_layers_and_checks_the_architecture():
     table = macro_table(layer_indicators=True)
     arch = (1, 0, 2, 1, 0, 0, 2, 1)

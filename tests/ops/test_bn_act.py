@@ -189,6 +189,17 @@ def test_opcheck(native):
         torch.library.opcheck(torch.ops.nasfast.bn_act_bwd.default, arguments)
 
 
+def test_second_derivatives_are_refused_by_the_native_backend_only(backend):
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    y = ops.bn_act(x, torch.ones(3), torch.zeros(3), act="tanh", backend=backend)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    if backend == "reference":
+        assert torch.autograd.grad(gradient.square().sum(), x)[0].isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="second derivatives are not implemented in the native bn_act: use"):
+            torch.autograd.grad(gradient.square().sum(), x)
+
+
 @pytest.mark.parametrize("act", ACTS)
 def test_reference_gradcheck(act):
     tensors = widened(Case((2, 3, 3, 2)).inputs(act, residual=True))

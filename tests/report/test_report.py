@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from html.parser import HTMLParser
 
 import pytest
 
+from nasfast.indicators.table import IndicatorTable
 from nasfast.report import plots, write_report
 from nasfast.spaces import digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
 
@@ -91,6 +93,64 @@ def test_run_without_retraining_says_so(finished_run, tmp_path):
     assert "Not retrained yet" in page_of(tmp_path / "run").text
 
 
+def change_result(folder, name, **changes):
+    path = folder / "retrain" / name / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    other = json.loads((finished_run / "retrain" / "random" / "result.json").read_text())["arch"]
+    change_result(tmp_path / "run", "best", arch=other)
+    text = page_of(tmp_path / "run").text
+    assert text.count("Retraining is of another architecture than the present search's best") == 2
+    assert "percentage points" not in text
+    assert "top-1, r" not in text.split("Best architecture:")[0]
+
+
+@pytest.mark.parametrize("changes", [{"macs": 300_000_000}, {"epochs": 1}])
+def test_a_random_architecture_on_other_terms_is_not_compared(finished_run, tmp_path, changes):
+    shutil.copytree(finished_run, tmp_path / "run")
+    change_result(tmp_path / "run", "random", **changes)
+    text = page_of(tmp_path / "run").text
+    assert "the two are not compared" in text
+    assert "percentage points" not in text
+    assert "top-1, random" not in text
+
+
+@pytest.mark.parametrize(("top1", "noted"), [(0.019, True), (0.03, False)])
+def test_a_supernet_at_chance_is_said_to_be(finished_run, tmp_path, top1, noted):
+    shutil.copytree(finished_run, tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"stage": "supernet", "step": 900, "loss": 6.9, "top1": top1}) + "\n")
+    assert ("accuracy is at chance" in page_of(tmp_path / "run").text) == noted
+    (tmp_path / "run" / "space.yaml").unlink()
+    assert "accuracy is at chance" not in page_of(tmp_path / "run").text
+
+
+@pytest.mark.parametrize("method", ["spos", "fairnas"])
+def test_a_method_without_indicators_says_so(tmp_path, method):
+    (tmp_path / "config.yaml").write_text(f"method: {method}\n")
+    page = page_of(tmp_path)
+    # the Pareto front and the heat map
+    assert page.text.count(f"Method {method} has no indicators: it scores whole paths") == 2
+    assert "nasfast score" not in page.text
+
+
+def test_a_failed_write_leaves_the_older_report(finished_run, tmp_path, monkeypatch):
+    shutil.copytree(finished_run, tmp_path / "run")
+    before = write_report(tmp_path / "run").read_bytes()
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nasfast.files.os.replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(tmp_path / "run")
+    assert (tmp_path / "run" / "report.html").read_bytes() == before
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
 def test_torn_last_line_is_tolerated(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -153,3 +213,17 @@ def test_curves_average_long_runs_and_skip_gaps():
     assert len(line.get_xdata()) == 400
     assert set(line.get_ydata()) == {0.5}
     assert len(accuracy.lines[0].get_xdata()) == 0
+
+
+@pytest.mark.parametrize(("spread", "digits"), [(0.004, 3), (0.4, 2)])
+def test_heat_map_prints_digits_that_differ(tmp_path, spread, digits):
+    space = nas_bench_macro()
+    block = tuple(
+        {c: 1 + spread * c / 2 for c in layer.options if c != layer.indicator_choice} for layer in space.layers
+    )
+    figure = plots.indicator_heatmap(IndicatorTable(space, block, (None,) * len(space)))
+    figure.savefig(tmp_path / "map.png")
+    heat, bar = figure.axes
+    assert {len(text.get_text().split(".")[1]) for text in heat.texts} == {digits}
+    assert bar.yaxis.get_offset_text().get_text() == ""
+    assert all(math.isclose(float(t.get_text()), t.get_position()[1]) for t in bar.get_yticklabels())

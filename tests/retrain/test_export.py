@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,14 @@ def test_reloaded_logits_are_equal(network, folder):
         assert (again.arch, again.space) == (ARCH, SPACE)
         assert torch.equal(again(x), network(x))
     assert sorted(p.name for p in folder.iterdir()) == ["arch.json", "model.safetensors", "space.yaml"]
+
+
+def test_loading_draws_no_weights(folder, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("an orthogonal init of weights that are overwritten takes seconds")
+
+    monkeypatch.setattr(torch.linalg, "qr", fail)
+    load_model(folder)
 
 
 def test_saving_again_gives_the_same_bytes(network, folder, tmp_path_factory):
@@ -97,6 +106,7 @@ def onnx_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("onnx") / "deep" / "model.onnx"
     difference = export_onnx(network, path)
     assert not network.training
+    assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]
     return network, path, difference
 
 
@@ -118,6 +128,9 @@ def test_a_network_that_computes_something_else_is_refused(network, tmp_path, mo
             return [network(torch.from_numpy(inputs["images"])).detach().numpy() * 1.01]
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Wrong)
-    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: None)
+    monkeypatch.setattr(torch.onnx, "export", lambda _, __, path, **___: Path(path).write_bytes(b"wrong"))
+    (tmp_path / "model.onnx").write_bytes(b"an earlier export")
     with pytest.raises(RuntimeError, match="onnxruntime differs from PyTorch by 0.01"):
         export_onnx(network, tmp_path / "model.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    assert (tmp_path / "model.onnx").read_bytes() == b"an earlier export"

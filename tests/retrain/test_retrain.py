@@ -12,7 +12,7 @@ from nasfast.config import ConfigError
 from nasfast.retrain import RetrainConfig, RetrainResult, load_model, retrain
 from nasfast.spaces import SKIP, ArchError, load_arch, mobilenet_v2
 from nasfast.supernet import Supernet, build
-from nasfast.train import CheckpointError, TrainConfig, evaluate
+from nasfast.train import TrainConfig, evaluate
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
 
@@ -106,10 +106,12 @@ def test_illegal_architecture(tmp_path):
 def test_another_architecture_does_not_resume_this_one(retrained, tmp_path):
     cfg = RetrainConfig(train=ONE_STEP)
     retrain(tiny_space(), (0, 0, 0, 0), batches(1), batches(1), cfg, run_dir=tmp_path)
-    with pytest.raises(CheckpointError, match=r"\(0, 0, 0, 0\).*\(0, 0, 0, 1\)"):
-        retrain(tiny_space(), (0, 0, 0, 1), batches(1), batches(1), cfg, run_dir=tmp_path, resume=True)
     with pytest.raises(FileExistsError, match="retrain/best"):
         retrain(tiny_space(), (0, 0, 0, 0), batches(1), batches(1), cfg, run_dir=tmp_path)
+    before = (tmp_path / "retrain/best/model.safetensors").read_bytes()
+    other = retrain(tiny_space(), (0, 0, 0, 1), batches(1), batches(1), cfg, run_dir=tmp_path, resume=True)
+    assert other.arch == load_model(tmp_path / "retrain/best").arch == (0, 0, 0, 1)
+    assert (tmp_path / "retrain-superseded/best-0_0_0_0/model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 
 import pytest
@@ -156,3 +157,11 @@ def test_nan_score_is_an_error(small_space, config):
 def test_config_errors(changes, message):
     with pytest.raises(ConfigError, match=message):
         SearchConfig.from_dict(changes)
+
+
+def test_each_generation_is_logged(small_space, make_table, config, caplog):
+    with caplog.at_level(logging.INFO, logger="nasfast"):
+        found = evolve(small_space, make_table(small_space, 0).score, config)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == config.generations
+    assert lines[-1] == f"evolution: generation 5 of 5, 100 architectures evaluated, best score {found[0].score:.6g}"

@@ -106,5 +106,23 @@ def test_equal_cost_random_is_uniform_within_the_tolerance(small_space, all_arch
 
 def test_equal_cost_random_of_a_singular_cost_ends_with_an_error():
     space = nas_bench_macro()
-    with pytest.raises(InfeasibleConstraintError, match="raise tolerance"):
+    with pytest.raises(InfeasibleConstraintError, match="2000 tries found no .*raise tolerance"):
         equal_cost_random(space, random.Random(0), (0,) * 8, tolerance=0.0)
+
+
+def test_equal_cost_random_keeps_the_limits(small_space, all_archs):
+    arch, rng = (1, 0, 2, 1, 0, 2), random.Random(0)
+    cost = small_space.cost(arch)
+    limits = Limits(max_macs=cost.macs, max_params=cost.params)
+    near = {
+        a
+        for a in all_archs
+        if a != arch and small_space.cost(a).macs >= 0.98 * cost.macs and limits.admits(small_space.cost(a))
+    }
+    assert near
+    found = {equal_cost_random(small_space, rng, arch, tolerance=0.02, limits=limits) for _ in range(30 * len(near))}
+    assert found == near
+    with pytest.raises(InfeasibleConstraintError, match="raise max_macs or tolerance"):
+        equal_cost_random(small_space, rng, arch, limits=Limits(max_macs=0.98 * cost.macs))
+    with pytest.raises(InfeasibleConstraintError, match="max_params=1 cannot be met"):
+        equal_cost_random(small_space, rng, arch, limits=Limits(max_params=1))

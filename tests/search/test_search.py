@@ -64,3 +64,15 @@ def test_runs_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=path, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "(5, 5, 5, 5, 5, 5)"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot read .*archs.json: No such file"), (b"\xff", "archs.json is not JSON"), (b"{}", "archs.json: ")],
+)
+def test_an_unusable_file_is_named(tmp_path, content, message):
+    path = tmp_path / "archs.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_candidates(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from nasfast.spaces import (
     arch_from_json,
     arch_to_json,
     format_arch,
-    from_dict,
     from_yaml,
     get_space,
     load_arch,
@@ -98,7 +98,7 @@ def test_yaml_and_json_round_trips(space, tmp_path):
         read = from_yaml(tmp_path / name)
         assert read == space
         assert read.fingerprint == space.fingerprint
-    assert from_dict(space.to_dict()) == space
+    assert SearchSpace.from_dict(space.to_dict()) == space
 
 
 def test_fingerprint_ignores_only_the_name(space):
@@ -144,6 +144,11 @@ def test_custom_space_from_yaml(tmp_path):
         ("expand: 2", "expands: 2", r"'stages\[0\].choices\[0\].expands'; did you mean 'expand'"),
         ("kind: mbconv, kernel: 5", "kind: mbcomv, kernel: 5", "did you mean 'mbconv'"),
         ("kernel: 5", "kernel: 4", "kernel must be odd"),
+        ("pinned: [1]", "pinned: [1, 2]", r"stage 0: pinned must be indices from 0 to 1, got \[2\]"),
+        ("pinned: [1]", "pinned: [-1]", r"stage 0: pinned must be indices from 0 to 1, got \[-1\]"),
+        ("out: 8, stride: 2", "out: 0", "stem layer 0: out and stride must be positive, got 0, 1"),
+        ("out: 8, stride: 2", "out: 8, stride: 0", "stem layer 0: out and stride must be positive, got 8, 0"),
+        ("head: []", "head: [{block: {kind: conv}, out: -4}]", "head layer 0: out and stride must be positive"),
         ("pinned: [1]", "pinned: [0]", "layer 0 changes shape and cannot be pinned"),
         ("out: 12", "out: twelve", r"'stages\[0\].out': expected int, got 'twelve'"),
         ("layers: 2", "layers: 0", "out, layers and stride must be positive"),
@@ -172,6 +177,21 @@ def test_shuffle_units_need_even_channels():
         shufflenet_v2().replace(stages=(stage,))
 
 
+@pytest.mark.parametrize("out", [12, 16])
+def test_a_shuffle_unit_must_add_channels_to_those_it_keeps(out):
+    message = rf"'shufflenet_v2', layer 0: a stride-2 .* out must be more than 16, got {out}"
+    with pytest.raises(ValueError, match=message):
+        shufflenet_v2().replace(stages=(Stage(out, 1, 2, (Block("shuffle"),)),))
+
+
+def test_shuffle_units_outside_the_search_are_checked_too():
+    fixed = FixedLayer(Block("shuffle"), 20)
+    with pytest.raises(ValueError, match="head layer 0: a stride-1 ShuffleNetV2 unit cannot change channels"):
+        shufflenet_v2().replace(head=(fixed,))
+    with pytest.raises(ValueError, match="stem layer 0: ShuffleNetV2 units need an even number of channels, got 21"):
+        shufflenet_v2().replace(stem=(fixed.replace(out=21, stride=2),))
+
+
 def test_a_stage_without_choices_is_refused():
     with pytest.raises(ValueError, match="stage 0 has no choices"):
         SearchSpace("x", 8, 2, (FixedLayer(Block("conv"), 4),), (Stage(4, 1, 1, ()),), ())
@@ -187,6 +207,8 @@ def test_arch_forms():
     assert parse_arch("01220122") == (0, 1, 2, 2, 0, 1, 2, 2)
     assert parse_arch([1, "2"]) == (1, 2)
     with pytest.raises(ArchError, match="must be integers"):
+        parse_arch([0.9, 1])
+    with pytest.raises(ArchError, match="must be integers"):
         parse_arch("1 two 3")
 
 
@@ -196,6 +218,8 @@ def test_arch_forms():
         ((0,) * 7, "must have 8 values, got 7"),
         ((0, 1, 2, 3, 0, 0, 0, 0), "layer 3 of space 'nas_bench_macro': choice 3 is not one of 0, 1, 2"),
         ((0, 1, 2, SKIP, 0, 0, 0, 0), "layer 3.*choice -1"),
+        ((0, 1, 2.0, 0, 0, 0, 0, 0), "layer 2 .*: choice 2.0 is not one of 0, 1, 2"),
+        ((0, 1, 2, "1", 0, 0, 0, 0), "layer 3 .*: choice '1' is not"),
     ],
 )
 def test_arch_errors_name_the_layer(arch, message):
@@ -203,6 +227,12 @@ def test_arch_errors_name_the_layer(arch, message):
         nas_bench_macro().check(arch)
     with pytest.raises(ArchError, match=message):
         nas_bench_macro().cost(arch)
+
+
+def test_integers_of_numpy_become_plain_ones():
+    arch = nas_bench_macro().check(np.array([0, 1, 2, 2, 1, 0, 1, 2]))
+    assert arch == (0, 1, 2, 2, 1, 0, 1, 2)
+    assert {type(choice) for choice in arch} == {int}
 
 
 def test_paths_may_take_the_layer_indicator_only_where_there_is_one():

@@ -128,6 +128,22 @@ def test_a_kind_is_registered_once(own_kinds):
         block_builder("mbconv")(lambda *_: nn.Identity())
 
 
+@pytest.mark.parametrize("last_bn", [None, "bn"])
+def test_a_kind_without_its_last_bn_is_refused(own_kinds, last_bn):
+    block_cost("pool")(lambda *_: Cost())
+
+    @block_builder("pool")
+    def _(block, layer, units):
+        module = nn.MaxPool2d(3, layer.stride, 1)
+        if last_bn is not None:
+            module.last_bn = last_bn
+        return module
+
+    space = SearchSpace("own", 16, 4, (), (Stage(3, 1, 2, (Block("pool"),)),), ())
+    with pytest.raises(ValueError, match="kind 'pool': the last_bn of its module must be an nn.BatchNorm2d, got"):
+        Supernet(space)
+
+
 def test_a_cost_without_a_module_is_named(own_kinds):
     block_cost("poooled")(lambda *_: Cost())
     block_builder("pooled")(lambda *_: nn.Identity())

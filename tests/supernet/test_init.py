@@ -1,4 +1,4 @@
-"""Every initialisation against isometry.md, section 3."""
+"""Every initialisation against docs/method.md, section 1."""
 
 from __future__ import annotations
 

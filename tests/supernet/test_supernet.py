@@ -7,10 +7,10 @@ import random
 
 import pytest
 import torch
-from tiny import tiny_space
+from tiny import CHOICES, tiny_space
 from torch.nn import functional as F
 
-from nasfast.spaces import SKIP, ArchError, FairSampler, mobilenet_v2
+from nasfast.spaces import SKIP, ArchError, FairSampler, Stage, mobilenet_v2
 from nasfast.supernet import Supernet, build, inherit
 
 
@@ -84,6 +84,20 @@ def test_without_layer_indicators_only_blocks_train():
     net = Supernet(tiny_space(), layer_indicators=False)
     assert trainable_names(net) == affine(*(n for n in INDICATOR_BNS["mbconv"] if "layer_indicator" not in n))
     assert not net.layer_indicators
+
+
+def test_a_space_of_reduction_layers_remembers_that_indicators_were_asked_for():
+    space = tiny_space(stages=(Stage(12, 1, 2, CHOICES),))
+    assert Supernet(space, layer_indicators=True).layer_indicators
+    assert not Supernet(space, layer_indicators=False).layer_indicators
+    net = Supernet(space)
+    assert net.roles()["layer_indicators"] == []
+    assert net(images(space), FairSampler(space).step()[0]).shape == (4, 4)
+
+
+def test_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="act must be one of .*, got 'gelu'"):
+        Supernet(tiny_space(), activation="gelu")
 
 
 def test_roles_are_a_partition(small_space):

@@ -9,7 +9,6 @@ import os
 import pytest
 import torch
 
-from nasfast.train import checkpoint as module
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, load_checkpoint, save_checkpoint
 
 
@@ -153,7 +152,7 @@ def test_a_full_disk_leaves_the_old_ones(folder, monkeypatch, call):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module.os, call, full)
+    monkeypatch.setattr(os, call, full)
     with pytest.raises(CheckpointError, match="No space left on device; the checkpoints already in .* are intact"):
         folder.save(20, sample(20))
     monkeypatch.undo()
@@ -166,19 +165,3 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match="could not save .*: File exists"):
         CheckpointFolder(tmp_path / "checkpoints", "supernet").save(20, sample(20))
-
-
-def test_write_atomic_replaces_or_leaves(tmp_path, monkeypatch):
-    path = tmp_path / "deep" / "file"
-    module.write_atomic(path, b"old")
-    module.write_atomic(path, b"new")
-    assert path.read_bytes() == b"new"
-
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(module.os, "replace", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        module.write_atomic(path, b"newer")
-    assert path.read_bytes() == b"new"
-    assert os.listdir(path.parent) == ["file"]
