@@ -67,7 +67,9 @@ def _gpu() -> list[str]:
         if info["kernels_run"]:
             lines.append(f"compiled CUDA kernels run here (image sm_{info['binary_version']})")
         else:
-            lines.append(f"compiled CUDA kernels do not run here: {info['error'] or 'no GPU'}")
+            # without a driver CUDA calls its version insufficient, which sends people after the wrong remedy
+            reason = info["error"] if torch.cuda.is_available() else "no GPU or no driver"
+            lines.append(f"compiled CUDA kernels do not run here: {reason or 'no GPU'}")
     return lines
 
 
