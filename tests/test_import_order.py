@@ -43,14 +43,17 @@ ALLOWED: dict[str, set[str]] = {
         "config", "files", "spaces", "supernet", "data", "train", "indicators", "indicators.table", "search", "retrain",
         "report", "doctor",
     },
-    "cli": {
-        "config", "files", "spaces", "train", "indicators.table", "indicators.rank", "report", "doctor", "pipeline",
+    "commands": {
+        "config", "spaces", "indicators.table", "indicators.rank", "report", "doctor", "pipeline",
     },
+    "cli": {"config", "commands"},
     # names the others only while a type checker reads it
     "": set(),
 }  # fmt: skip
 
-TORCH_FREE = {"config", "files", "spaces", "indicators.table", "indicators.rank", "search"}
+# `cli` imports `commands` only when it is to run one: usage must not wait for torch
+LATE = {("nasfast.cli", "nasfast.commands")}
+TORCH_FREE = {"cli", "config", "files", "spaces", "indicators.table", "indicators.rank", "search"}
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 NATIVE = {"nasfast._C", "nasfast._triton"}
 
@@ -145,7 +148,7 @@ def violations(sources: Mapping[str, str]) -> list[str]:
             if found.in_function and top not in OPTIONAL:
                 problems.append(f"{where} imports {found.target} inside a function: only optional packages may be")
             continue
-        if found.in_function:
+        if found.in_function and (found.module, found.target) not in LATE:
             problems.append(f"{where} imports {found.target} inside a function: an import that dodges a cycle")
         if found.target not in names:
             problems.append(f"{where} imports {found.target}, which does not exist")
@@ -207,7 +210,12 @@ def test_the_reader_sees_the_imports():
         for i in imports_of(name.removesuffix(".__init__"), text, modules)
         if i.target.startswith("nasfast")
     }
-    assert {("train", "supernet"), ("supernet", "ops"), ("search", "indicators.table"), ("cli", "pipeline")} <= seen
+    assert {
+        ("train", "supernet"),
+        ("supernet", "ops"),
+        ("search", "indicators.table"),
+        ("commands", "pipeline"),
+    } <= seen
     assert {room for room in ALLOWED if room} == {room_of(n.removesuffix(".__init__")) for n in sources} - {""}
 
 

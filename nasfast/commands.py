@@ -1,0 +1,220 @@
+"""What `nasfast COMMAND` does: thin, one function per stage. Flags and YAML keys are fields of `RunConfig`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+
+from nasfast import pipeline
+from nasfast.config import ConfigError, load_yaml, nearest
+from nasfast.doctor import doctor
+from nasfast.indicators.rank import rank, read_accuracies, read_scores
+from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.pipeline import CONFIG_FILE, RunConfig
+from nasfast.report import write_report
+from nasfast.spaces import format_arch, get_space
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """A command's argument parser: no abbreviations, and a complaint about an unknown flag names the nearest one."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"nasfast {command}", description=description, default_env=False, allow_abbrev=False)
+        self.command = command
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        match = re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
+        if match:
+            flags = [s[2:] for action in self._actions for s in action.option_strings if s.startswith("--")]
+            close = difflib.get_close_matches(match[1], flags, n=1, cutoff=0.5)
+            message += f"; did you mean --{close[0]}?" if close else ""
+        print(f"{self.prog}: {message}\nall flags: {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+_RECIPES = Path(__file__).parent / "recipes"
+
+
+def _recipe(name: str) -> Path:
+    """The file of a --config argument: a path, or the name of a recipe of this package."""
+    recipe = _RECIPES / f"{name}.yaml"
+    if not Path(name).exists() and Path(name).suffix == "":
+        names = [path.stem for path in _RECIPES.glob("*.yaml")]
+        if name not in names:
+            raise ConfigError(f"--config {name!r} is neither a file nor a recipe; {nearest(name, names)}")
+        return recipe
+    return Path(name)
+
+
+def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in mapping.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Overwrite `base` by `changes`, mapping by mapping."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _run_config(parser: _Parser, argv: Sequence[str], *, resumable: bool) -> tuple[RunConfig, bool]:
+    """The resolved config of a stage command, and whether to resume.
+
+    Defaults come from RunConfig, then from the run directory's config.yaml where the command continues a run, then from
+    every --config file in order, then from flags.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--out")
+    early.add_argument("--config", action="append", default=[])
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(argv)
+    files = [_recipe(name) for name in known.config]
+    out = known.out or next((o for f in reversed(files) if (o := load_yaml(f).get("out"))), RunConfig.out)
+    saved = Path(out) / CONFIG_FILE
+    if (known.resume or parser.command not in ("run", "supernet")) and saved.exists():
+        files.insert(0, saved)
+
+    recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
+    text = f"YAML with any of the settings below, or a recipe ({recipes}); repeatable, later ones win"
+    parser.add_argument("--config", action="append", metavar="FILE", help=text)
+    if resumable:
+        parser.add_argument("--resume", action="store_true", help="continue from the newest good checkpoints in --out")
+    parser.add_class_arguments(RunConfig)
+    given: dict[str, Any] = {}
+    for file in files:
+        _merge(given, load_yaml(file))
+    try:
+        checked = _flatten(RunConfig.from_dict(given).to_dict())
+    except ConfigError as error:
+        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
+    parser.set_defaults({key: checked[key] for key in _flatten(given)})
+    parsed = parser.parse_args(list(argv)).as_dict()
+    parsed.pop("config")
+    resume = parsed.pop("resume", False)
+    return RunConfig.from_dict(parsed), resume
+
+
+def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
+    for place, c in enumerate(found, start=1):
+        proof = "proven optimal" if c.optimal else c.status
+        print(f"{place}. [{format_arch(c.arch)}]  score {c.score:.6g}  {c.macs:,} MACs  {c.params:,} params  ({proof})")
+    print(f"written: {cfg.run_dir / pipeline.ARCHS_FILE}")
+
+
+def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
+    for name, result in results.items():
+        print(
+            f"{name:>8}: top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  {result.macs:,} MACs  "
+            f"{result.params:,} params  [{format_arch(result.arch)}]"
+        )
+    print(f"written: {cfg.run_dir / 'retrain'}")
+
+
+def _run(parser: _Parser, argv: Sequence[str]) -> None:
+    cfg, resume = _run_config(parser, argv, resumable=True)
+    result = pipeline.run(cfg, resume=resume)
+    _show_candidates(cfg, result.candidates)
+    _show_retrained(cfg, result.retrained)
+    print(f"report: {result.report}")
+
+
+def _supernet(parser: _Parser, argv: Sequence[str]) -> None:
+    cfg, resume = _run_config(parser, argv, resumable=True)
+    print(f"checkpoint: {pipeline.supernet(cfg, resume=resume)}")
+
+
+def _score(parser: _Parser, argv: Sequence[str]) -> None:
+    cfg, _ = _run_config(parser, argv, resumable=False)
+    if pipeline.score(cfg) is not None:
+        print(f"written: {cfg.run_dir / pipeline.TABLE_FILE}")
+
+
+def _search(parser: _Parser, argv: Sequence[str]) -> None:
+    cfg, _ = _run_config(parser, argv, resumable=False)
+    _show_candidates(cfg, pipeline.search(cfg))
+
+
+def _retrain(parser: _Parser, argv: Sequence[str]) -> None:
+    cfg, resume = _run_config(parser, argv, resumable=True)
+    _show_retrained(cfg, pipeline.retrain_best(cfg, resume=resume))
+
+
+def _export(parser: _Parser, argv: Sequence[str]) -> None:
+    parser.add_argument("--out", required=True, help="run directory")
+    parser.add_argument("--name", default="best", help="which retrained network: best, best-2, ..., random")
+    parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
+    args = parser.parse_args(list(argv))
+    for file in pipeline.export(args.out, name=args.name, onnx=args.onnx):
+        print(file)
+
+
+def _rank(parser: _Parser, argv: Sequence[str]) -> None:
+    parser.add_argument("--table", required=True, help="trained accuracies, JSON as of NAS-Bench-Macro")
+    parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
+    parser.add_argument("--predictor", help="instead: an indicators.json, or a JSON mapping of architecture to score")
+    parser.add_argument("--space", default="nas_bench_macro", help="space of a score mapping: a name or a YAML file")
+    parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    args = parser.parse_args(list(argv))
+    if (args.out is None) == (args.predictor is None):
+        parser.error("give either --out RUN or --predictor FILE")
+    path = Path(args.predictor) if args.predictor else Path(args.out) / pipeline.TABLE_FILE
+    try:
+        predictor = IndicatorTable.load(path)
+        space = predictor.space
+    except TableError:
+        if args.out is not None:
+            raise
+        space = get_space(args.space)
+        predictor = read_scores(path, space)
+    report = rank(read_accuracies(args.table, space), predictor, space, resamples=args.resamples, seed=args.seed)
+    print(report)
+    if args.out is not None:
+        report.save(Path(args.out) / "rank.json")
+        print(f"written: {Path(args.out) / 'rank.json'}")
+
+
+def _report(parser: _Parser, argv: Sequence[str]) -> None:
+    parser.add_argument("--out", required=True, help="run directory")
+    print(write_report(Path(parser.parse_args(list(argv)).out)))
+
+
+def _doctor(parser: _Parser, argv: Sequence[str]) -> None:
+    parser.parse_args(list(argv))
+    print(doctor())
+
+
+_COMMANDS: dict[str, Callable[[_Parser, Sequence[str]], None]] = {
+    "run": _run,
+    "supernet": _supernet,
+    "score": _score,
+    "search": _search,
+    "retrain": _retrain,
+    "export": _export,
+    "rank": _rank,
+    "report": _report,
+    "doctor": _doctor,
+}
+
+
+def execute(command: str, description: str, argv: Sequence[str]) -> None:
+    """Carry out one command; its errors are the caller's to show.
+
+    Args:
+        command: `run`, `supernet`, ...
+        description: head of its help.
+        argv: its flags.
+    """
+    _COMMANDS[command](_Parser(command, description), argv)
