@@ -78,9 +78,13 @@ class ConfigBase:
         """
         return cls.from_dict(load_yaml(path))
 
+    def to_yaml(self) -> str:
+        """Every field, defaults included, as YAML; `load` reads it back from a file."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
     def save(self, path: str | Path) -> None:
-        """Write every field, defaults included, as YAML."""
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        """Write `to_yaml` to a file."""
+        Path(path).write_text(self.to_yaml())
 
     def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)

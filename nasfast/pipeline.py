@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import yaml
 
 from nasfast.config import ConfigBase, ConfigError, difference
 from nasfast.data import DataConfig, Loader, make_loaders
@@ -23,8 +22,9 @@ from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.accuracy import path_accuracy
 from nasfast.indicators.bn_gamma import score as score_supernet
 from nasfast.indicators.table import IndicatorTable
-from nasfast.report import write_report
+from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainConfig, RetrainResult, export_onnx, load_model, retrain
+from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE
 from nasfast.search import (
     Candidate,
     History,
@@ -45,10 +45,7 @@ from nasfast.train.supernet import METHODS, SupernetConfig, default_lr, make_sup
 
 _LOG = logging.getLogger(__name__)
 
-CONFIG_FILE, SPACE_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "space.yaml", "indicators.json", "archs.json"
-
-_CHANCE_MARGIN = 0.02
-"""Training accuracy within this of 1 / classes counts as chance."""
+CONFIG_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "indicators.json", "archs.json"
 
 _LATER = ("out", "device", "threads", "search", "retrain", "recalibration_batches")
 _LATER_DATA = ("train", "val", "workers", "max_bad_files")
@@ -187,7 +184,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
     elif resume:
         _LOG.warning("nothing to resume in %s: starting from the beginning", run_dir)
     _save_config(cfg)
-    write_atomic(run_dir / SPACE_FILE, _yaml(space))
+    write_atomic(run_dir / SPACE_FILE, space.to_yaml().encode())
     write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
     _LOG.info("%s", net.summary)
@@ -200,7 +197,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
 def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
     """Say so when the supernet has learnt nothing: a ranking by its indicators is then unproven."""
     top1 = [m["top1"] for m in read_metrics(cfg.run_dir) if m["stage"] == "supernet" and "top1" in m]
-    if top1 and top1[-1] < 1 / space.num_classes + _CHANCE_MARGIN:
+    if top1 and at_chance(top1[-1], space.num_classes):
         _LOG.warning(
             "the supernet's training accuracy is at chance (%.1f %%, 1 of %d classes): its indicators may rank "
             "nothing. Compare with `nasfast rank` or the random baseline, or let more train (supernet.trainable)",
@@ -247,28 +244,18 @@ def _check_same_run(cfg: RunConfig) -> None:
 
 def _save_config(cfg: RunConfig) -> None:
     """Keep config.yaml true: a stage that takes settings of its own writes them back once it has used them."""
-    write_atomic(cfg.run_dir / CONFIG_FILE, _yaml(cfg.resolved()))
+    write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
 
 
-def _yaml(config: ConfigBase) -> bytes:
-    return yaml.safe_dump(config.to_dict(), sort_keys=False).encode()
-
-
-def load_supernet(cfg: RunConfig) -> Supernet:
-    """The trained supernet of a run directory.
+def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
+    """The trained supernet of a run directory, and the checkpoint it is from.
 
     Raises:
         FileNotFoundError: nothing was trained there.
         CheckpointError: no checkpoint is usable.
     """
-    net, _ = make_supernet(_saved_space(cfg), cfg.method, cfg.supernet, seed=cfg.seed)
-    net.load_state_dict(_supernet_checkpoint(cfg).part("model."))
-    return net.to(device=cfg.torch_device, memory_format=torch.channels_last)
-
-
-def _supernet_checkpoint(cfg: RunConfig) -> Checkpoint:
-    folder = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet")
-    found = folder.latest(fingerprint=_saved_space(cfg).fingerprint)
+    space = _saved_space(cfg)
+    found = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
     if found is None:
         raise FileNotFoundError(
             f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first"
@@ -278,7 +265,9 @@ def _supernet_checkpoint(cfg: RunConfig) -> Checkpoint:
     total = settings["train"]["epochs"] * settings["batches_per_epoch"]
     if step < total:
         _LOG.warning("%s is of step %d of %d: the supernet is not trained to its end", path, step, total)
-    return checkpoint
+    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    net.load_state_dict(checkpoint.part("model."))
+    return net.to(device=cfg.torch_device, memory_format=torch.channels_last), checkpoint
 
 
 def score(cfg: RunConfig) -> IndicatorTable | None:
@@ -291,8 +280,8 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     if _scored_by_accuracy(cfg):
         _LOG.info("%s scores paths by validation accuracy during the search: no indicator table", cfg.method)
         return None
-    step = _supernet_checkpoint(cfg).state["step"]
-    table = score_supernet(load_supernet(cfg), meta={"method": cfg.method, "seed": cfg.seed, "step": step})
+    net, checkpoint = load_supernet(cfg)
+    table = score_supernet(net, meta={"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"]})
     table.save(cfg.run_dir / TABLE_FILE)
     return table
 
@@ -310,9 +299,9 @@ def search(cfg: RunConfig) -> list[Candidate]:
     if _scored_by_accuracy(cfg):
         _check_search(cfg, space)
         train, val = _loaders(cfg, space, hold_out=True)
-        net = load_supernet(cfg)
+        net, checkpoint = load_supernet(cfg)
         # everything an accuracy depends on: a score of another supernet must not be taken for this one's
-        scorer = f"accuracy of {_supernet_checkpoint(cfg).digest}, recalibration {cfg.recalibration_batches}"
+        scorer = f"accuracy of {checkpoint.digest}, recalibration {cfg.recalibration_batches}"
         history = History(run_dir / "history.jsonl", space, scorer=scorer)
 
         def accuracy(arch: tuple[int, ...]) -> float:
@@ -366,7 +355,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainRe
             _LOG.warning("no random baseline: %s", error)
     if len(candidates) < cfg.retrain.top_k:
         _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(candidates))
-    net = load_supernet(cfg) if cfg.retrain.init == "inherit" else None
+    net = load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None
     results = {
         name: retrain(
             space, arch, train, val, cfg.retrain,
@@ -388,7 +377,7 @@ def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> lis
     """
     folder = Path(run_dir) / "retrain" / name
     network = load_model(folder)
-    files = [folder / file for file in ("model.safetensors", "arch.json", "space.yaml")]
+    files = [folder / file for file in (MODEL_FILE, ARCH_FILE, SPACE_FILE)]
     if onnx:
         difference = export_onnx(network, folder / "model.onnx")
         _LOG.info("model.onnx agrees with PyTorch to %.1e of the largest logit", difference)

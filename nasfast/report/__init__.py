@@ -1,5 +1,5 @@
 """Figures and the one-page HTML report of a run directory."""
 
-from nasfast.report.html import write_report
+from nasfast.report.html import at_chance, write_report
 
-__all__ = ["write_report"]
+__all__ = ["at_chance", "write_report"]

@@ -124,6 +124,11 @@ class _Run:
         )
 
 
+def at_chance(top1: float, num_classes: int) -> bool:
+    """Whether an accuracy in [0, 1] is that of guessing: within 0.02 of 1 / num_classes, or below it."""
+    return top1 <= 1 / num_classes + _CHANCE_MARGIN
+
+
 def write_report(run_dir: str | Path) -> Path:
     """Write `report.html` and the figures under `report/` from whatever files the run directory holds.
 
@@ -289,8 +294,7 @@ def _supernet_curves(run: _Run) -> str:
     accuracies = [m["top1"] for m in run.metrics if m["stage"] == "supernet" and m.get("top1") is not None]
     if not accuracies or not (run.folder / "space.yaml").exists():
         return curves
-    at_chance = accuracies[-1] <= 1 / run.space.num_classes + _CHANCE_MARGIN
-    return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance else curves
+    return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance(accuracies[-1], run.space.num_classes) else curves
 
 
 def _retrain(run: _Run) -> str:

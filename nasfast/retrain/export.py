@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -26,7 +25,7 @@ def save_model(network: StandaloneNetwork, path: str | Path) -> None:
     path = Path(path)
     space = network.space
     files = {
-        path.parent / SPACE_FILE: yaml.safe_dump(space.to_dict(), sort_keys=False).encode(),
+        path.parent / SPACE_FILE: space.to_yaml().encode(),
         path.parent / ARCH_FILE: (arch_to_json(network.arch, space) + "\n").encode(),
         path: save(storable(network.state_dict()), metadata={"activation": network.activation}),
     }

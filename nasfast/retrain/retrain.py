@@ -17,7 +17,6 @@ from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import StandaloneNetwork, Supernet, build, inherit
 from nasfast.train import Evaluation, TrainConfig, evaluate, recalibrate_bn
-from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.loop import train
 from nasfast.train.supernet import default_lr
 
@@ -105,8 +104,6 @@ def retrain(
         if supernet is None:
             raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
         network = inherit(supernet, arch).to(device)
-        for parameter in network.parameters():
-            parameter.requires_grad_(True)
         recalibrate_bn(network, train_loader, device=device)
     else:
         network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
@@ -118,13 +115,12 @@ def retrain(
     earlier = _earlier_result(folder, arch)
     torch.manual_seed(seed)
     started = time.monotonic()
-    final = train(
+    train(
         network, train_loader, settings,
         stage=f"retrain/{name}", run_dir=run_dir, fingerprint=f"{space.fingerprint}/{arch}",
         evaluate=evaluation, settings={"init": cfg.init, "seed": seed, "activation": network.activation},
         prefix=f"retrain-{name}-{_file_text(arch)}", resume=resume, device=device,
     )  # fmt: skip
-    network.load_state_dict(load_checkpoint(final).part("model."))
     measured, cost = evaluation(network), space.cost(arch)
     result = RetrainResult(
         arch=arch, macs=cost.macs, params=cost.params, top1=measured.top1, top5=measured.top5, loss=measured.loss,
