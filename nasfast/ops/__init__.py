@@ -3,14 +3,16 @@
 from nasfast.ops import modules, reference
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
-from nasfast.ops.conv import conv_bn_act, inverted_residual
-from nasfast.ops.reference import ConvBNParams
+from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain, inverted_residual
+from nasfast.ops.reference import ConvBNParams, Stage
 
 __all__ = [
     "BACKENDS",
     "ConvBNParams",
+    "Stage",
     "bn_act",
     "conv_bn_act",
+    "conv_bn_act_chain",
     "inverted_residual",
     "modules",
     "reference",

@@ -68,7 +68,7 @@ def _can_use_reference(x: Tensor) -> tuple[bool, str]:
 # preference order within an operator; the reference is last because it serves everything
 _TABLE: dict[str, tuple[Backend, ...]] = {
     op: (Backend(op, "cpu", _can_use_cpu), Backend(op, "reference", _can_use_reference))
-    for op in ("bn_act", "conv_bn_act", "inverted_residual")
+    for op in ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain")
 }
 
 

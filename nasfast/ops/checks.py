@@ -4,10 +4,12 @@ Every message names the operator, the argument, what was expected, what came, an
 Wrong types raise TypeError, wrong values and shapes ValueError.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from nasfast.ops.reference import ACTIVATIONS, ConvBNParams
+from nasfast.ops.reference import ACTIVATIONS, ConvBNParams, Stage
 
 _ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -36,33 +38,33 @@ def check_bn_act(
     _check_result(op, x, tuple(x.shape), residual, training)
 
 
-def check_conv_bn_act(
-    x: Tensor,
-    conv_weight: Tensor,
-    bn_weight: Tensor,
-    bn_bias: Tensor,
-    *,
-    stride: int,
-    padding: int,
-    groups: int,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-    training: bool,
-    eps: float,
-) -> None:
+def check_conv_bn_act(op: str, x: Tensor, stage: Stage, residual: Tensor | None) -> None:
     """Check the arguments of `nasfast.ops.conv_bn_act`.
 
     Raises:
         TypeError, ValueError: as described in the module docstring.
     """
-    op = "conv_bn_act"
     _check_input(op, x)
-    _check_settings(op, act, eps)
-    shape = _check_conv(op, "conv_weight", x, tuple(x.shape), conv_weight, stride, padding, groups)
-    _check_bn(op, "bn_", x, shape[1], bn_weight, bn_bias, running_mean, running_var, training)
-    _check_result(op, x, shape, residual, training)
+    shape = _check_stage(op, x, tuple(x.shape), stage)
+    _check_result(op, x, shape, residual, stage.training)
+
+
+def check_chain(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> None:
+    """Check the arguments of `nasfast.ops.conv_bn_act_chain`: every stage and how they fit together.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    if not stages:
+        raise ValueError(f"{op}: needs at least one stage, got none")
+    _check_input(op, x)
+    shape = tuple(x.shape)
+    for i_stage, stage in enumerate(stages):
+        where = f"{op}, stages[{i_stage}]"
+        if not isinstance(stage, Stage):
+            raise TypeError(f"{where}: must be a Stage, got {type(stage).__name__}")
+        shape = _check_stage(where, x, shape, stage)
+        _check_result(where, x, shape, residual if i_stage == len(stages) - 1 else None, stage.training)
 
 
 def check_inverted_residual(
@@ -95,6 +97,15 @@ def check_inverted_residual(
             f"{op}: residual=True adds x of shape {tuple(x.shape)} to a result of shape {shape}; "
             "it needs stride 1 and as many output as input channels"
         )
+
+
+def _check_stage(op: str, x: Tensor, shape: tuple[int, ...], stage: Stage) -> tuple[int, ...]:
+    """Check one stage against the shape of its input; return the shape of its result."""
+    conv_weight, bn_weight, bn_bias, running_mean, running_var = stage.params
+    _check_settings(op, stage.act, stage.eps)
+    shape = _check_conv(op, "conv_weight", x, shape, conv_weight, stage.stride, stage.padding, stage.groups)
+    _check_bn(op, "bn_", x, shape[1], bn_weight, bn_bias, running_mean, running_var, stage.training)
+    return shape
 
 
 def _check_unit(

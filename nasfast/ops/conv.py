@@ -1,4 +1,6 @@
-"""conv_bn_act and inverted_residual: convolutions with their BatchNorm as one operator each."""
+"""Chains of convolution, BatchNorm and activation; conv_bn_act and inverted_residual are such chains."""
+
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -6,7 +8,7 @@ from torch import Tensor
 from nasfast.ops import checks, reference
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act
-from nasfast.ops.reference import ConvBNParams
+from nasfast.ops.reference import ConvBNParams, Stage
 
 
 def conv_bn_act(
@@ -48,20 +50,10 @@ def conv_bn_act(
         TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
         RuntimeError: the named backend cannot serve.
     """
-    settings = {
-        "running_mean": running_mean, "running_var": running_var, "residual": residual,
-        "act": act, "training": training, "eps": eps,
-    }  # fmt: skip
-    checks.check_conv_bn_act(
-        x, conv_weight, bn_weight, bn_bias, stride=stride, padding=padding, groups=groups, **settings
-    )
-    settings["momentum"] = momentum
-    if resolve_backend("conv_bn_act", x, backend).name == "reference":
-        return reference.conv_bn_act(
-            x, conv_weight, bn_weight, bn_bias, stride=stride, padding=padding, groups=groups, **settings
-        )
-    y = F.conv2d(x, conv_weight, None, stride, padding, 1, groups)
-    return bn_act(y, bn_weight, bn_bias, backend=backend, **settings)
+    params = ConvBNParams(conv_weight, bn_weight, bn_bias, running_mean, running_var)
+    stage = Stage(params, stride, padding, groups, act, training, momentum, eps)
+    checks.check_conv_bn_act("conv_bn_act", x, stage, residual)
+    return _run("conv_bn_act", x, [stage], residual, backend)
 
 
 def inverted_residual(
@@ -101,20 +93,51 @@ def inverted_residual(
     checks.check_inverted_residual(
         x, expand, depthwise, project, stride=stride, act=act, residual=residual, training=training, eps=eps
     )
-    settings = {"act": act, "training": training, "momentum": momentum, "eps": eps}
-    if resolve_backend("inverted_residual", x, backend).name == "reference":
-        return reference.inverted_residual(x, expand, depthwise, project, stride=stride, residual=residual, **settings)
-    hidden = x
-    if expand is not None:
-        hidden = _unit(x, expand, backend=backend, **settings)
-    hidden = _unit(hidden, depthwise, stride=stride, groups=hidden.shape[1], backend=backend, **settings)
-    settings["act"] = "identity"
-    return _unit(hidden, project, residual=x if residual else None, backend=backend, **settings)
+    stages = reference.block_stages(
+        expand, depthwise, project, stride=stride, act=act, training=training, momentum=momentum, eps=eps
+    )
+    return _run("inverted_residual", x, stages, x if residual else None, backend)
 
 
-def _unit(x: Tensor, params: ConvBNParams, **settings) -> Tensor:
-    return conv_bn_act(
-        x, params.conv_weight, params.bn_weight, params.bn_bias,
-        padding=params.conv_weight.shape[-1] // 2,
-        running_mean=params.running_mean, running_var=params.running_var, **settings,
+def conv_bn_act_chain(
+    x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None = None, backend: str | None = None
+) -> Tensor:
+    """Run conv_bn_act stages one after another, and add the residual to the result of the last.
+
+    The native backend normalises and activates the result of each stage while the next one reads it, so that every
+    convolution's output is written once, and nothing else between the stages is.
+
+    Args:
+        x: (N, C, H, W), the input of the first stage; types and layouts as in `nasfast.ops.bn_act`.
+        stages: at least one; each says its parameters, stride, padding, groups, act, training, momentum and eps.
+        residual: of the shape of the result, added after the last activation.
+        backend: as in `nasfast.ops.bn_act`.
+
+    Returns:
+        The result of the last stage.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message says which stage.
+        RuntimeError: the named backend cannot serve.
+    """
+    checks.check_chain("conv_bn_act_chain", x, stages, residual)
+    return _run("conv_bn_act_chain", x, stages, residual, backend)
+
+
+def _run(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | None, backend: str | None) -> Tensor:
+    if resolve_backend(op, x, backend).name == "reference":
+        return reference.conv_bn_act_chain(x, stages, residual=residual)
+    for i_stage, stage in enumerate(stages):
+        x = _vendor(x, stage, residual if i_stage == len(stages) - 1 else None, backend)
+    return x
+
+
+def _vendor(x: Tensor, stage: Stage, residual: Tensor | None, backend: str | None) -> Tensor:
+    """One stage by PyTorch's convolution and `bn_act`."""
+    params = stage.params
+    y = F.conv2d(x, params.conv_weight, None, stage.stride, stage.padding, 1, stage.groups)
+    return bn_act(
+        y, params.bn_weight, params.bn_bias,
+        running_mean=params.running_mean, running_var=params.running_var, residual=residual,
+        act=stage.act, training=stage.training, momentum=stage.momentum, eps=stage.eps, backend=backend,
     )  # fmt: skip

@@ -33,6 +33,19 @@ class ConvBNParams(NamedTuple):
     running_var: Tensor | None = None
 
 
+class Stage(NamedTuple):
+    """One convolution -> BatchNorm -> activation of a chain; settings as in `conv_bn_act`."""
+
+    params: ConvBNParams
+    stride: int = 1
+    padding: int = 0
+    groups: int = 1
+    act: str = "relu6"
+    training: bool = True
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
 def bn_act(
     x: Tensor,
     weight: Tensor,
@@ -158,19 +171,49 @@ def inverted_residual(
     Returns:
         (N, Cout, ceil(H / stride), ceil(W / stride)) for odd k.
     """
-    settings = {"training": training, "momentum": momentum, "eps": eps}
-    hidden = x if expand is None else conv_bn_act(x, *expand[:3], **_running(expand), act=act, **settings)
-    hidden = conv_bn_act(
-        hidden, *depthwise[:3], **_running(depthwise),
-        stride=stride, padding=depthwise.conv_weight.shape[-1] // 2, groups=hidden.shape[1], act=act, **settings,
-    )  # fmt: skip
-    return conv_bn_act(
-        hidden, *project[:3], **_running(project), residual=x if residual else None, act="identity", **settings
+    stages = block_stages(
+        expand, depthwise, project, stride=stride, act=act, training=training, momentum=momentum, eps=eps
     )
+    return conv_bn_act_chain(x, stages, residual=x if residual else None)
 
 
-def _running(params: ConvBNParams) -> dict[str, Tensor | None]:
-    return {"running_mean": params.running_mean, "running_var": params.running_var}
+def block_stages(
+    expand: ConvBNParams | None,
+    depthwise: ConvBNParams,
+    project: ConvBNParams,
+    *,
+    stride: int,
+    act: str,
+    **settings: bool | float,
+) -> list[Stage]:
+    """The inverted residual block as stages of a chain; arguments as in `inverted_residual`."""
+    hidden, _, kernel, _ = depthwise.conv_weight.shape
+    stages = [] if expand is None else [Stage(expand, act=act, **settings)]
+    stages.append(Stage(depthwise, stride, kernel // 2, hidden, act, **settings))
+    return [*stages, Stage(project, act="identity", **settings)]
+
+
+def conv_bn_act_chain(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None = None) -> Tensor:
+    """Run conv_bn_act stages one after another, and add the residual to the result of the last.
+
+    Args:
+        x: (N, C, H, W), the input of the first stage.
+        stages: at least one.
+        residual: of the shape of the result.
+
+    Returns:
+        The result of the last stage.
+    """
+    for i_stage, stage in enumerate(stages):
+        params, *settings = stage
+        stride, padding, groups, act, training, momentum, eps = settings
+        x = conv_bn_act(
+            x, params.conv_weight, params.bn_weight, params.bn_bias,
+            stride=stride, padding=padding, groups=groups, act=act, training=training, momentum=momentum, eps=eps,
+            running_mean=params.running_mean, running_var=params.running_var,
+            residual=residual if i_stage == len(stages) - 1 else None,
+        )  # fmt: skip
+    return x
 
 
 def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:

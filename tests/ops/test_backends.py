@@ -9,7 +9,7 @@ from nasfast import ops
 from nasfast.ops import backends
 
 X = torch.randn(2, 3, 4, 4)
-OPS = ("bn_act", "conv_bn_act", "inverted_residual")
+OPS = ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain")
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +30,8 @@ def test_order_is_argument_context_environment_device(op, native, monkeypatch):
 
 def test_public_operator_runs_the_chosen_backend(native, monkeypatch):
     called = []
-    for module, name in (
-        (ops.reference, "bn_act"),
-        (ops.reference, "conv_bn_act"),
-        (ops.reference, "inverted_residual"),
-    ):
-        monkeypatch.setattr(module, name, lambda *a, _n=name, **kw: called.append(_n))
+    for name in ("bn_act", "conv_bn_act_chain"):
+        monkeypatch.setattr(ops.reference, name, lambda *a, _n=name, **kw: called.append(_n))
     unit = ops.ConvBNParams(torch.ones(3, 3, 1, 1), torch.ones(3), torch.zeros(3))
     depthwise = unit._replace(conv_weight=torch.ones(3, 1, 1, 1))
 
@@ -43,11 +39,12 @@ def test_public_operator_runs_the_chosen_backend(native, monkeypatch):
         ops.bn_act(X, unit.bn_weight, unit.bn_bias, backend=backend)
         ops.conv_bn_act(X, *unit[:3], backend=backend)
         ops.inverted_residual(X, unit, depthwise, unit, backend=backend)
+        ops.conv_bn_act_chain(X, [ops.Stage(unit)], backend=backend)
 
     run("cpu")
     assert called == []
     run("reference")
-    assert called == list(OPS)
+    assert called == ["bn_act"] + ["conv_bn_act_chain"] * 3
 
 
 def test_context_nests_and_ends_with_an_error_too():
