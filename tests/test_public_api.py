@@ -110,7 +110,7 @@ def operators() -> list[str]:
 @pytest.mark.parametrize("name", operators())
 def test_everything_behind_the_tensors_of_an_operator_is_keyword_only(name):
     for p in inspect.signature(getattr(nasfast.ops, name)).parameters.values():
-        tensors = "Tensor" in str(p.annotation) or "ConvBNParams" in str(p.annotation)
+        tensors = any(kind in str(p.annotation) for kind in ("Tensor", "ConvBNParams", "Stage"))
         if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             assert tensors, p.name
             assert p.default is inspect.Parameter.empty, p.name
