@@ -3,19 +3,17 @@
 
 #include <cstdint>
 
+#include "params.h"
+
 namespace nasfast::cpu {
 
-enum class Act { kIdentity, kRelu, kRelu6, kTanh };
-
 // Work is cut into items that do not depend on the number of threads. NHWC: an item is a block of `item_rows` rows (a row is
-// the C channels of one pixel). NCHW: an item is one plane, item = n * C + c. Partial sums are [group][channel][2] with one
+// the C channels of one pixel). NCHW: an item is one plane, item = n * C + c. Partial sums are [group][2][channel] with one
 // group per row block or per image, and are added over groups afterwards, always in the same order.
 struct BnActParams {
   bool bfloat16;       // type of x, y, residual, grad and dx: bfloat16 or float
   bool channels_last;  // NHWC or NCHW, for all five
-  Act act;
   int64_t channels;
-  int64_t stride;     // distance between per-channel arrays in floats: channels rounded up to a vector
   int64_t rows;       // N * H * W
   int64_t plane;      // H * W
   int64_t item_rows;  // NHWC only
@@ -24,20 +22,13 @@ struct BnActParams {
   const void* grad;
   void* y;
   void* dx;
-  // y = act((x - center) * scale + shift); all (channels,). center is the mean rounded to float, and the rest of the mean
-  // is in shift: so inputs far from zero keep their digits
-  const float* center;
-  const float* scale;
-  const float* shift;
-  // dx = dz * scale + (x - center) * slope + offset with dz = grad * act'(z)
-  const float* slope;
-  const float* offset;
+  BnFold bn;
   // bn_stats: mean and sum of squared distances to it of the group; bn_act_bwd_reduce: sum dz and sum dz * (x - center)
   double* partial;
 };
 
-// Each phase does items [begin, end); scratch holds 3 * stride floats and belongs to the calling thread.
-using BnActPhase = void (*)(const BnActParams& params, int64_t begin, int64_t end, float* scratch);
+// Each phase does items [begin, end).
+using BnActPhase = void (*)(const BnActParams& params, int64_t begin, int64_t end);
 
 struct BnActKernels {
   BnActPhase bn_stats;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #if defined(__AVX2__)
@@ -138,6 +139,38 @@ inline void for_each_vector(int64_t count, const Body& body) {
   for (; i + kLanes <= count; i += kLanes) body(i, AllLanes{});
   if (i < count) body(i, static_cast<int>(count - i));
 }
+
+// Memory of one thread for the time of one phase: zeros, aligned to cache lines. Given up to the owner in pieces.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes)
+      : data_(static_cast<char*>(aligned_alloc(kLine, round_up(bytes)))), at_(data_), end_(data_ + round_up(bytes)) {
+    if (data_ == nullptr) abort();  // as an allocation inside a parallel region cannot throw
+    memset(data_, 0, end_ - data_);
+  }
+  ~Scratch() { free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(at_);
+    at_ += round_up(count * sizeof(T));
+    if (at_ > end_) abort();
+    return piece;
+  }
+
+  // bytes that take<T>(count) uses
+  template <typename T>
+  static size_t size(int64_t count) {
+    return round_up(count * sizeof(T));
+  }
+
+ private:
+  static constexpr size_t kLine = 64;
+  static size_t round_up(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+  char *data_, *at_, *end_;
+};
 
 // Adds the lanes in pairs, a fixed order.
 inline float sum_lanes(VecF v) {

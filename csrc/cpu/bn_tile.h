@@ -1,0 +1,178 @@
+// The phases of BatchNorm on a tile: rows x channels elements in row-major order, a row being the channels of one pixel.
+// Coefficients and sums of a few vectors of channels stay in registers while the rows go by.
+#pragma once
+
+#include "activation.h"
+#include "params.h"
+#include "simd.h"
+
+namespace nasfast::cpu::NASFAST_ISA {
+
+// Sums run in float inside a tile and in double between tiles. 64 terms per float sum keep its error near 1e-7, and make
+// the double arithmetic per tile an eighth of the float work.
+constexpr int64_t kTileRows = 64;
+
+// Vectors of channels held in registers; backward needs five registers for each.
+#if defined(__AVX512F__)
+constexpr int kGroup = 4;
+#else
+constexpr int kGroup = 2;
+#endif
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Calls body(c, Count<n>{}, lanes) until all channels are covered: n whole vectors from c on, or one partial one.
+template <typename Body>
+inline void for_each_group(int64_t channels, const Body& body) {
+  int64_t c = 0;
+  for (; c + kGroup * kLanes <= channels; c += kGroup * kLanes) body(c, Count<kGroup>{}, AllLanes{});
+  for (; c + kLanes <= channels; c += kLanes) body(c, Count<1>{}, AllLanes{});
+  if (c < channels) body(c, Count<1>{}, static_cast<int>(channels - c));
+}
+
+// y = act(bn(x)) (+ residual, which is laid out as x), x and y of any storage types
+template <typename A, bool kResidual, typename T, typename U>
+inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t ldx, U* y, int64_t ldy, int64_t rows,
+                        int64_t channels) {
+  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
+    constexpr int n = decltype(count)::value;
+    VecF center[n], scale[n], shift[n];
+    for (int j = 0; j < n; ++j) {
+      center[j] = load(bn.center + c + j * kLanes, lanes);
+      scale[j] = load(bn.scale + c + j * kLanes, lanes);
+      shift[j] = load(bn.shift + c + j * kLanes, lanes);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int j = 0; j < n; ++j) {
+        const int64_t at = r * ldx + c + j * kLanes;
+        VecF out = A::value((load(x + at, lanes) - center[j]) * scale[j] + shift[j]);
+        if constexpr (kResidual) out += load(residual + at, lanes);
+        store(y + r * ldy + c + j * kLanes, out, lanes);
+      }
+    }
+  });
+}
+
+// y = x, for tiles that change their type or leading dimension
+template <typename T, typename U>
+inline void copy_tile(const T* x, int64_t ldx, U* y, int64_t ldy, int64_t rows, int64_t channels) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for_each_vector(channels, [&](int64_t c, auto lanes) { store(y + r * ldy + c, load(x + r * ldx + c, lanes), lanes); });
+  }
+}
+
+// dy = gradient behind BatchNorm's input; dz = grad * act'(z)
+template <typename A, typename T, typename U>
+inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, const T* y, int64_t ld, U* dy, int64_t lddy, int64_t rows,
+                            int64_t channels) {
+  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
+    constexpr int n = decltype(count)::value;
+    VecF center[n], scale[n], shift[n], slope[n], offset[n];
+    for (int j = 0; j < n; ++j) {
+      center[j] = load(bn.center + c + j * kLanes, lanes);
+      scale[j] = load(bn.scale + c + j * kLanes, lanes);
+      shift[j] = load(bn.shift + c + j * kLanes, lanes);
+      slope[j] = load(bn.slope + c + j * kLanes, lanes);
+      offset[j] = load(bn.offset + c + j * kLanes, lanes);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int j = 0; j < n; ++j) {
+        const int64_t at = r * ld + c + j * kLanes;
+        const VecF d = load(y + at, lanes) - center[j];
+        const VecF dz = A::backward(load(grad + at, lanes), d * scale[j] + shift[j]);
+        store(dy + r * lddy + c + j * kLanes, dz * scale[j] + (d * slope[j] + offset[j]), lanes);
+      }
+    }
+  });
+}
+
+// Adds sum dz and sum dz * (y - center) to the two double arrays; with Store also writes dz. At most 2 * kTileRows rows.
+template <typename A, bool kStore, typename G, typename T>
+inline void bn_act_bwd_reduce_tile(const BnFold& bn, const G* grad, int64_t ldgrad, const T* y, int64_t ld, T* dz,
+                                   int64_t rows, int64_t channels, double* sum, double* moment) {
+  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
+    constexpr int n = decltype(count)::value;
+    VecF center[n], scale[n], shift[n], s[n], m[n];
+    for (int j = 0; j < n; ++j) {
+      center[j] = load(bn.center + c + j * kLanes, lanes);
+      scale[j] = load(bn.scale + c + j * kLanes, lanes);
+      shift[j] = load(bn.shift + c + j * kLanes, lanes);
+      s[j] = m[j] = VecF{};
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int j = 0; j < n; ++j) {
+        const int64_t at = r * ld + c + j * kLanes;
+        const VecF d = load(y + at, lanes) - center[j];
+        const VecF g = A::backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
+        if constexpr (kStore) store(dz + at, g, lanes);
+        s[j] += g;
+        m[j] += g * d;
+      }
+    }
+    float sums[n * kLanes], moments[n * kLanes];
+    for (int j = 0; j < n; ++j) {
+      store(sums + j * kLanes, s[j], AllLanes{});
+      store(moments + j * kLanes, m[j], AllLanes{});
+    }
+    const int64_t width = lesser(n * kLanes, channels - c);
+    for (int64_t i = 0; i < width; ++i) sum[c + i] += sums[i];
+    for (int64_t i = 0; i < width; ++i) moment[c + i] += moments[i];
+  });
+}
+
+// Merges a tile of `rows` values per channel into their mean and squared distance to it (m2), of which `before` rows have
+// been seen (Chan et al.). The values are summed relative to the pivot, which is the mean so far, or for the first tile its
+// own: the squares are never a small difference of large numbers, whatever the mean and wherever the outliers.
+template <typename T>
+inline void bn_stats_tile(const T* x, int64_t ld, int64_t rows, int64_t channels, int64_t before, float* pivot, double* mean,
+                          double* m2) {
+  const double inverse = 1.0 / static_cast<double>(rows);
+  const double share = static_cast<double>(rows) / static_cast<double>(before + rows);
+  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
+    constexpr int n = decltype(count)::value;
+    VecF k[n], s[n], q[n];
+    for (int j = 0; j < n; ++j) s[j] = q[j] = VecF{};
+    if (before == 0) {
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int j = 0; j < n; ++j) s[j] += load(x + r * ld + c + j * kLanes, lanes);
+      }
+      for (int j = 0; j < n; ++j) {
+        k[j] = s[j] * static_cast<float>(inverse);
+        store(pivot + c + j * kLanes, k[j], lanes);
+        s[j] = VecF{};
+      }
+    } else {
+      for (int j = 0; j < n; ++j) k[j] = load(pivot + c + j * kLanes, lanes);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int j = 0; j < n; ++j) {
+        const VecF d = load(x + r * ld + c + j * kLanes, lanes) - k[j];
+        s[j] += d;
+        q[j] += d * d;
+      }
+    }
+    float sums[n * kLanes], squares[n * kLanes];
+    for (int j = 0; j < n; ++j) {
+      store(sums + j * kLanes, s[j], AllLanes{});
+      store(squares + j * kLanes, q[j], AllLanes{});
+    }
+    const int64_t width = lesser(n * kLanes, channels - c);
+    for (int64_t i = 0; i < width; ++i) {
+      const double sum = sums[i];
+      const double tile_m2 = squares[i] - sum * sum * inverse;
+      const double delta = pivot[c + i] + sum * inverse - (before == 0 ? 0.0 : mean[c + i]);
+      const double old_mean = before == 0 ? 0.0 : mean[c + i];
+      const double old_m2 = before == 0 ? 0.0 : m2[c + i];
+      mean[c + i] = old_mean + delta * share;
+      m2[c + i] = old_m2 + (tile_m2 > 0 ? tile_m2 : 0.0) + delta * delta * static_cast<double>(before) * share;
+      pivot[c + i] = static_cast<float>(mean[c + i]);
+    }
+  });
+}
+
+}  // namespace nasfast::cpu::NASFAST_ISA

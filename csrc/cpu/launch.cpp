@@ -1,0 +1,78 @@
+#include "launch.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace nasfast::cpu {
+namespace {
+
+Act parse_act(const std::string& op, const std::string& act) {
+  if (act == "identity") return Act::kIdentity;
+  if (act == "relu") return Act::kRelu;
+  if (act == "relu6") return Act::kRelu6;
+  if (act == "tanh") return Act::kTanh;
+  STD_TORCH_CHECK(false, op, ": act must be identity, relu, relu6 or tanh, got ", act);
+}
+
+}  // namespace
+
+RowItems::RowItems(int64_t total) : rows(total) {
+  item_rows = round_up(std::max(kMinItemRows, (rows + kMaxItems - 1) / kMaxItems), kMinItemRows);
+  items = (rows + item_rows - 1) / item_rows;
+}
+
+BatchNorm::BatchNorm(const std::string& op, const std::string& act, int64_t channels)
+    : channels_(channels), storage_(5 * round_up(channels, kAlignment)), rest_(channels), rstd_(channels), scale_(channels) {
+  const int64_t stride = round_up(channels, kAlignment);
+  const float* start = storage_.data();
+  fold_ = {start, start + stride, start + 2 * stride, start + 3 * stride, start + 4 * stride, parse_act(op, act)};
+}
+
+void BatchNorm::set_channel(int64_t c, double mean, double var, double eps, double weight, double bias) {
+  const int64_t stride = fold_.scale - fold_.center;
+  float* center = storage_.data() + c;
+  rstd_[c] = 1 / std::sqrt(var + eps);
+  scale_[c] = weight * rstd_[c];
+  *center = static_cast<float>(mean);
+  rest_[c] = mean - *center;
+  center[stride] = static_cast<float>(scale_[c]);
+  center[2 * stride] = static_cast<float>(bias - rest_[c] * scale_[c]);
+}
+
+void BatchNorm::set_gradient_sums(std::vector<double>& partial, int64_t groups, int64_t rows, bool batch_statistics,
+                                  float* dweight, float* dbias) {
+  for (int64_t group = 1; group < groups; ++group) {
+    for (int64_t i = 0; i < 2 * channels_; ++i) partial[i] += partial[group * 2 * channels_ + i];
+  }
+  const int64_t stride = fold_.scale - fold_.center;
+  float* slope = storage_.data() + 3 * stride;
+  float* offset = slope + stride;
+  const double count = static_cast<double>(rows);
+  for (int64_t c = 0; c < channels_; ++c) {
+    const double sum_dz = partial[c];
+    const double sum_dz_xhat = (partial[channels_ + c] - rest_[c] * sum_dz) * rstd_[c];
+    if (dbias) dbias[c] = static_cast<float>(sum_dz);
+    if (dweight) dweight[c] = static_cast<float>(sum_dz_xhat);
+    if (!batch_statistics) continue;
+    // dx = scale * (dz - mean(dz) - xhat * mean(dz * xhat)), xhat = (x - center - rest) * rstd
+    const double full_slope = -scale_[c] * rstd_[c] * sum_dz_xhat / count;
+    slope[c] = static_cast<float>(full_slope);
+    offset[c] = static_cast<float>(-scale_[c] * sum_dz / count - full_slope * rest_[c]);
+  }
+}
+
+bool is_channels_last(const Tensor& x) {
+  int64_t expected = 1;
+  for (int64_t dim : {1, 3, 2, 0}) {
+    if (x.size(dim) != 1 && x.stride(dim) != expected) return false;
+    expected *= x.size(dim);
+  }
+  return true;
+}
+
+void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type) {
+  STD_TORCH_CHECK(vector.dim() == 1 && vector.size(0) == channels && vector.is_contiguous() && vector.scalar_type() == type,
+                  op, ": ", name, " must be a contiguous vector of ", channels, " elements of the documented type");
+}
+
+}  // namespace nasfast::cpu

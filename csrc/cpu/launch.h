@@ -1,0 +1,136 @@
+// What the launchers of all operators share: checks, aligned memory, parallel items, and one BatchNorm's arithmetic between
+// the phases.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+namespace nasfast::cpu {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Row blocks per NHWC tensor: enough for the cores of a large machine to share evenly, few enough that their partial sums
+// are small beside the tensor.
+constexpr int64_t kMaxItems = 128;
+// Rows per block at least: one tile of the kernels.
+constexpr int64_t kMinItemRows = 64;
+// Elements below which a second thread costs more than it saves.
+constexpr int64_t kParallelElements = 16384;
+// Floats in the widest vector. Per-channel arrays start at such a multiple, because they are read once per vector of data
+// and a load across two cache lines costs double.
+constexpr int64_t kAlignment = 16;
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// An array of zeros aligned to kAlignment floats.
+class AlignedFloats {
+ public:
+  explicit AlignedFloats(int64_t size) : storage_(size + kAlignment) {
+    void* start = storage_.data();
+    size_t space = storage_.size() * sizeof(float);
+    data_ = static_cast<float*>(std::align(kAlignment * sizeof(float), size * sizeof(float), start, space));
+  }
+  AlignedFloats(const AlignedFloats&) = delete;
+  AlignedFloats& operator=(const AlignedFloats&) = delete;
+  AlignedFloats(AlignedFloats&&) = default;
+  float* data() const { return data_; }
+
+ private:
+  std::vector<float> storage_;
+  float* data_;
+};
+
+// How rows (pixels in NHWC) are cut into items of work; the same whatever the number of threads.
+struct RowItems {
+  int64_t rows;
+  int64_t item_rows;
+  int64_t items;
+  explicit RowItems(int64_t rows);
+  int64_t count(int64_t item) const { return std::min(item_rows, rows - item * item_rows); }
+};
+
+// phase(begin, end) over items of about item_elements elements each
+template <typename Phase>
+void run_items(int64_t items, int64_t item_elements, const Phase& phase) {
+  const int64_t grain = std::max<int64_t>(1, kParallelElements / std::max<int64_t>(1, item_elements));
+  torch::stable::parallel_for(0, items, grain, phase);
+}
+
+// One BatchNorm between the phases.
+class BatchNorm {
+ public:
+  BatchNorm(const std::string& op, const std::string& act, int64_t channels);
+
+  const BnFold& fold() const { return fold_; }
+  int64_t channels() const { return channels_; }
+
+  // Joins the partial statistics [group][2][channel] of groups of count(group) values: mean and biased variance.
+  template <typename GroupCount>
+  static void join(const double* partial, int64_t groups, int64_t channels, const GroupCount& count, double* mean,
+                   double* var) {
+    std::fill(mean, mean + channels, 0.0);
+    std::fill(var, var + channels, 0.0);
+    double before = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+      const double here = static_cast<double>(count(group));
+      const double share = here / (before + here);
+      const double* group_mean = partial + group * 2 * channels;
+      const double* group_m2 = group_mean + channels;
+      for (int64_t c = 0; c < channels; ++c) {
+        const double delta = group_mean[c] - mean[c];
+        mean[c] += delta * share;
+        var[c] += group_m2[c] + delta * delta * before * share;
+      }
+      before += here;
+    }
+    for (int64_t c = 0; c < channels; ++c) var[c] /= before;
+  }
+
+  // Fixes center, scale and shift. S is float or double.
+  template <typename S>
+  void set_statistics(const S* mean, const S* var, double eps, const float* weight, const float* bias) {
+    for (int64_t c = 0; c < channels_; ++c) set_channel(c, mean[c], var[c], eps, weight[c], bias[c]);
+  }
+
+  // Adds up partial [group][2][channel] of sum dz and sum dz * (y - center), writes the affine gradients wanted (null: not)
+  // and, when the statistics are those of a batch of `rows` values, fixes slope and offset.
+  void set_gradient_sums(std::vector<double>& partial, int64_t groups, int64_t rows, bool batch_statistics, float* dweight,
+                         float* dbias);
+
+  // sum dz * xhat per channel, after set_gradient_sums
+  const std::vector<double>& rstd() const { return rstd_; }
+
+ private:
+  void set_channel(int64_t c, double mean, double var, double eps, double weight, double bias);
+
+  int64_t channels_;
+  AlignedFloats storage_;
+  BnFold fold_;
+  std::vector<double> rest_;   // mean - center
+  std::vector<double> rstd_;   // 1 / sqrt(var + eps)
+  std::vector<double> scale_;  // weight * rstd
+};
+
+// Whether memory order is N, H, W, C; dimensions of size 1 may have any stride.
+bool is_channels_last(const Tensor& x);
+
+// The following guard what would corrupt memory; nasfast/ops/checks.py has the explanations.
+void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type);
+
+inline const float* float_data(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
+
+inline Tensor empty_vector(const Tensor& like, int64_t size, ScalarType type) {
+  return torch::stable::new_empty(like, {size}, type);
+}
+
+}  // namespace nasfast::cpu

@@ -1,0 +1,22 @@
+// What launchers and kernels of all operators share.
+#pragma once
+
+#include <cstdint>
+
+namespace nasfast::cpu {
+
+enum class Act { kIdentity, kRelu, kRelu6, kTanh };
+
+// One BatchNorm as the kernels use it; arrays of one float per channel, padded to whole vectors.
+// z = (y - center) * scale + shift. center is the mean rounded to float and the rest of the mean is in shift, so that
+// values far from zero keep their digits. Backward: dy = dz * scale + (y - center) * slope + offset.
+struct BnFold {
+  const float* center;
+  const float* scale;
+  const float* shift;
+  const float* slope;
+  const float* offset;
+  Act act;
+};
+
+}  // namespace nasfast::cpu
