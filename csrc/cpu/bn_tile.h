@@ -125,14 +125,31 @@ inline void bn_act_bwd_reduce_tile(const BnFold& bn, const G* grad, int64_t ldgr
   });
 }
 
-// Merges a tile of `rows` values per channel into their mean and squared distance to it (m2), of which `before` rows have
-// been seen (Chan et al.). The values are summed relative to the pivot, which is the mean so far, or for the first tile its
-// own: the squares are never a small difference of large numbers, whatever the mean and wherever the outliers.
+// Merges `rows` values of `width` channels, given as sums and sums of squares relative to the pivot, into the mean and squared
+// distance to it (m2) of the `before` rows seen so far (Chan et al.), and moves the pivot to the new mean. The pivot is the
+// mean so far, or for the first rows one of their own size: the squares are never a small difference of large numbers.
+inline void merge_sums(const float* sums, const float* squares, int64_t width, int64_t rows, int64_t before, float* pivot,
+                       double* mean, double* m2) {
+  const double inverse = 1.0 / static_cast<double>(rows);
+  const double share = static_cast<double>(rows) / static_cast<double>(before + rows);
+  const double between = static_cast<double>(before) * share;
+  if (before == 0) {
+    for (int64_t i = 0; i < width; ++i) mean[i] = m2[i] = 0;
+  }
+  for (int64_t i = 0; i < width; ++i) {
+    const double sum = sums[i];
+    const double tile_m2 = squares[i] - sum * sum * inverse;
+    const double delta = pivot[i] + sum * inverse - mean[i];
+    mean[i] += delta * share;
+    m2[i] += (tile_m2 > 0 ? tile_m2 : 0.0) + delta * delta * between;
+    pivot[i] = static_cast<float>(mean[i]);
+  }
+}
+
+// merge_sums of a tile of x, of whose channels `before` rows have been seen
 template <typename T>
 inline void bn_stats_tile(const T* x, int64_t ld, int64_t rows, int64_t channels, int64_t before, float* pivot, double* mean,
                           double* m2) {
-  const double inverse = 1.0 / static_cast<double>(rows);
-  const double share = static_cast<double>(rows) / static_cast<double>(before + rows);
   for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
     constexpr int n = decltype(count)::value;
     VecF k[n], s[n], q[n];
@@ -142,7 +159,7 @@ inline void bn_stats_tile(const T* x, int64_t ld, int64_t rows, int64_t channels
         for (int j = 0; j < n; ++j) s[j] += load(x + r * ld + c + j * kLanes, lanes);
       }
       for (int j = 0; j < n; ++j) {
-        k[j] = s[j] * static_cast<float>(inverse);
+        k[j] = s[j] * (1.0f / static_cast<float>(rows));
         store(pivot + c + j * kLanes, k[j], lanes);
         s[j] = VecF{};
       }
@@ -161,17 +178,7 @@ inline void bn_stats_tile(const T* x, int64_t ld, int64_t rows, int64_t channels
       store(sums + j * kLanes, s[j], AllLanes{});
       store(squares + j * kLanes, q[j], AllLanes{});
     }
-    const int64_t width = lesser(n * kLanes, channels - c);
-    for (int64_t i = 0; i < width; ++i) {
-      const double sum = sums[i];
-      const double tile_m2 = squares[i] - sum * sum * inverse;
-      const double delta = pivot[c + i] + sum * inverse - (before == 0 ? 0.0 : mean[c + i]);
-      const double old_mean = before == 0 ? 0.0 : mean[c + i];
-      const double old_m2 = before == 0 ? 0.0 : m2[c + i];
-      mean[c + i] = old_mean + delta * share;
-      m2[c + i] = old_m2 + (tile_m2 > 0 ? tile_m2 : 0.0) + delta * delta * static_cast<double>(before) * share;
-      pivot[c + i] = static_cast<float>(mean[c + i]);
-    }
+    merge_sums(sums, squares, lesser(n * kLanes, channels - c), rows, before, pivot + c, mean + c, m2 + c);
   });
 }
 

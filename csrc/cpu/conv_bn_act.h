@@ -1,0 +1,135 @@
+// What the launcher of conv_bn_act chains (conv_bn_act.cpp) and its kernels (pointwise_kernels.cpp, depthwise_kernels.cpp,
+// once per instruction set) share. All tensors are NHWC. Formulas: docs/method.md 6 and nasfast/ops/reference.py.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace nasfast::cpu {
+
+// Input of a stage: a tensor, seen through the BatchNorm and activation of the stage before it.
+struct StageInput {
+  const void* data;
+  bool folded;  // whether bn applies; the input of the chain is read as it is
+  BnFold bn;
+};
+
+// Where the gradient of a stage's input goes: dz of the stage before (through that one's activation, with its sums), or the
+// gradient of the chain's input.
+struct StageInputGrad {
+  void* data;
+  bool folded;
+  const void* y;  // folded: output of the stage before's convolution
+  BnFold bn;
+  double* partial;   // folded: [item][2][channel], sum dz and sum dz * (y - center)
+  const void* added;  // not folded: gradient of the residual to add, or null
+};
+
+// Gradient behind a stage's BatchNorm, from the gradient of its result (bn.act is the stage's activation) or from dz itself
+// (bn.act is identity).
+struct StageGrad {
+  const void* data;
+  const void* y;
+  BnFold bn;
+};
+
+// Pointwise convolution, or a dense one on gathered patches. Items are blocks of item_rows rows; a row is one output pixel.
+struct PointwiseParams {
+  bool bfloat16;
+  int64_t rows, item_rows;
+  int64_t in_channels, out_channels;
+  int64_t kernel, stride, padding;  // kernel 1: a row of the input is a row of the output
+  int64_t height, width, out_height, out_width;
+  const void* weight;  // packed: in x out forward (patches of a dense one: kernel^2 * in), out x in backward
+  // forward
+  StageInput x;
+  void* y;
+  double* partial;  // [item][2][channel], mean and m2
+  // backward
+  StageGrad grad;
+  StageInputGrad dx;
+};
+
+// The expansion before a depthwise convolution, computed anew wherever its result is read:
+// xhat = weight (x - center) + bias, z = xhat * bn.scale + bn.shift.
+struct Expansion {
+  int64_t in_channels;  // 0: there is none
+  const void* x;
+  const float* center;
+  const void* weight;  // packed in x hidden, times 1 / sqrt(var + eps)
+  const float* bias;
+  BnFold bn;
+  // backward: v = weight_bwd dz
+  const void* weight_bwd;  // packed hidden x in, times gamma / sqrt(var + eps)
+  void* v;
+};
+
+// Depthwise convolution with padding kernel / 2. Items are strips of strip_rows rows of one image, of y forward and of dx
+// backward.
+struct DepthwiseParams {
+  bool bfloat16;
+  int64_t channels, kernel, stride;
+  int64_t height, width, out_height, out_width;
+  int64_t strips, strip_rows;
+  const float* weight;  // [kernel^2][channels padded to vectors]; backward at stride 1: flipped
+  int64_t weight_ld;
+  StageInput x;
+  void* y;
+  double* partial;
+  StageGrad grad;
+  StageInputGrad dx;
+  Expansion expansion;
+};
+
+// Second moments of the rows of x around center: partial [item][in][in] (upper triangle) and [item][in] of first moments.
+struct CovarianceParams {
+  bool bfloat16;
+  int64_t rows, item_rows, channels;
+  const void* x;
+  const float* center;
+  double* second;
+  double* first;
+};
+
+// dx = v + bias - weight (x - center) (+ added), v in place
+struct CorrectionParams {
+  bool bfloat16;
+  int64_t rows, item_rows, channels;
+  const void* x;
+  const float* center;
+  const void* weight;  // packed channels x channels
+  const float* bias;
+  const void* added;
+  void* dx;
+};
+
+struct ConvKernels {
+  int64_t (*packed_bytes)(bool bfloat16, int64_t depth, int64_t columns);
+  void (*pack)(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
+               const float* scale_k, const float* scale_n, void* packed);
+  // whether storage type bfloat16 is multiplied as bfloat16
+  bool multiplies_bfloat16;
+  void (*pointwise_fwd)(const PointwiseParams& params, int64_t begin, int64_t end);
+  void (*pointwise_bwd)(const PointwiseParams& params, int64_t begin, int64_t end);
+  void (*covariance)(const CovarianceParams& params, int64_t begin, int64_t end);
+  void (*correction)(const CorrectionParams& params, int64_t begin, int64_t end);
+};
+
+struct DepthwiseKernels {
+  void (*depthwise_fwd)(const DepthwiseParams& params, int64_t begin, int64_t end);
+  void (*depthwise_bwd)(const DepthwiseParams& params, int64_t begin, int64_t end);
+};
+
+#define NASFAST_DECLARE(isa)                            \
+  namespace isa {                                       \
+  extern const ConvKernels kConvKernels;                \
+  extern const DepthwiseKernels kDepthwiseKernels;      \
+  }
+NASFAST_DECLARE(baseline)
+NASFAST_DECLARE(avx2)
+NASFAST_DECLARE(avx512)
+NASFAST_DECLARE(avx512bf16)
+#undef NASFAST_DECLARE
+
+}  // namespace nasfast::cpu

@@ -1,0 +1,445 @@
+// Kernels of depthwise convolution stages, compiled once per instruction set.
+//
+// Rows of the input are normalised and activated once, as float, into a ring of the last `kernel` rows with zeros on either
+// side; the stencil slides along it with its sums in registers, a vector of channels at a time. Backward runs the same way
+// on rows of dy with the transposed stencil. The rows may also come from an expansion computed on the spot.
+
+#include "bn_tile.h"
+#include "conv_bn_act.h"
+#include "gemm.h"
+
+namespace nasfast::cpu::NASFAST_ISA {
+namespace {
+
+// Bytes of a ring: with the rows of the tensors that are read beside it, it shall stay in a 1 MiB second-level cache.
+constexpr int64_t kRingBytes = 192 * 1024;
+constexpr int kMaxKernel = 7;
+
+// kOut neighbouring outputs of a kK x kK stencil. rows: the taps' rows, from the first column this segment reads on;
+// weights: kK vectors of channels each, ld apart.
+// Forward (and backward at stride 1, with flipped weights): out[j] = sum over kx of row[j * stride + kx] w[kx].
+template <int kK, int kStride, int kOut>
+inline void stencil(const float* const* rows, const float* const* weights, int64_t ld, int64_t ldw, VecF* sum) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kOut; ++j) sum[j] = VecF{};
+  for (int ky = 0; ky < kK; ++ky) {
+    const float* row = rows[ky];
+    VecF w[kK];
+#pragma GCC unroll 7
+    for (int kx = 0; kx < kK; ++kx) w[kx] = load(weights[ky] + kx * ldw, AllLanes{});
+#pragma GCC unroll 32
+    for (int ix = 0; ix < (kOut - 1) * kStride + kK; ++ix) {
+      const VecF v = load(row + ix * ld, AllLanes{});
+#pragma GCC unroll 8
+      for (int j = 0; j < kOut; ++j) {
+        const int kx = ix - j * kStride;
+        if (kx >= 0 && kx < kK) sum[j] += v * w[kx];
+      }
+    }
+  }
+}
+
+// Backward at stride 2, kOut even: out[j] = sum of row[(j + p - kx) / 2] w[kx] over the kx for which that is whole, and over
+// the given rows, those whose ky fits the row of the output. Rows start p / 2 columns before the segment's first.
+template <int kK, int kOut>
+inline void stencil_transposed(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw,
+                               VecF* sum) {
+  constexpr int p = kK / 2;
+#pragma GCC unroll 16
+  for (int j = 0; j < kOut; ++j) sum[j] = VecF{};
+  for (int t = 0; t < taps; ++t) {
+    const float* row = rows[t];
+    VecF w[kK];
+#pragma GCC unroll 7
+    for (int kx = 0; kx < kK; ++kx) w[kx] = load(weights[t] + kx * ldw, AllLanes{});
+#pragma GCC unroll 32
+    for (int o = -(p / 2); o <= (kOut - 1 + p) / 2; ++o) {
+      const VecF v = load(row + (o + p / 2) * ld, AllLanes{});
+#pragma GCC unroll 16
+      for (int j = 0; j < kOut; ++j) {
+        const int kx = j + p - 2 * o;
+        if (kx >= 0 && kx < kK) sum[j] += v * w[kx];
+      }
+    }
+  }
+}
+
+// A row of `segments` segments, kLanes channels wide, into out [segments * kOut][kLanes].
+template <int kK, int kStride, bool kTransposed, int kOut>
+void stencil_row(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw, int64_t segments,
+                 float* out) {
+  const float* from[kK];
+  for (int t = 0; t < taps; ++t) from[t] = rows[t];
+  for (int64_t segment = 0; segment < segments; ++segment) {
+    VecF sum[kOut];
+    if constexpr (kTransposed) {
+      stencil_transposed<kK, kOut>(from, weights, taps, ld, ldw, sum);
+    } else {
+      stencil<kK, kStride, kOut>(from, weights, ld, ldw, sum);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < kOut; ++j) store(out + (segment * kOut + j) * kLanes, sum[j], AllLanes{});
+    const int64_t step = (kTransposed ? kOut / 2 : kOut * kStride) * ld;
+    for (int t = 0; t < taps; ++t) from[t] += step;
+  }
+}
+
+using StencilRow = void (*)(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw,
+                            int64_t segments, float* out);
+
+// One pass of a stencil over an image: from a source of source_height x source_width to a result of height x width.
+struct Pass {
+  int64_t source_height, source_width, height, width;
+  int64_t kernel, stride;
+  bool transposed;   // the stencil of backward at stride 2
+  int64_t outputs;   // per segment
+  int64_t segments;  // per row of the result
+  int64_t halo;      // columns of zeros before the first of a source row
+  int64_t columns;   // of a source row, zeros included
+  StencilRow run;
+
+  // source rows first .. last that row r of the result reads, before clipping to the image
+  int64_t last_source(int64_t r) const { return transposed ? (r + kernel / 2) / 2 : r * stride - kernel / 2 + kernel - 1; }
+  int64_t first_source(int64_t r) const {
+    // the smallest row s with r + kernel / 2 - 2 s < kernel
+    return transposed ? (r < kernel / 2 ? 0 : (r - kernel / 2 + 1) / 2) : r * stride - kernel / 2;
+  }
+};
+
+template <int kK, int kStride, bool kTransposed>
+Pass make_pass(Pass pass) {
+  // maps of 224 x 224 images are multiples of 7 wide, those of 32 x 32 images multiples of 4
+  constexpr int a = kTransposed ? 14 : 7;
+  constexpr int b = kTransposed ? 8 : 4;
+  const bool first = divide_up(pass.width, a) * a <= divide_up(pass.width, b) * b;
+  pass.outputs = first ? a : b;
+  pass.run = first ? stencil_row<kK, kStride, kTransposed, a> : stencil_row<kK, kStride, kTransposed, b>;
+  return pass;
+}
+
+template <int kK>
+Pass make_pass(const Pass& pass) {
+  if (pass.transposed) return make_pass<kK, 2, true>(pass);
+  return pass.stride == 1 ? make_pass<kK, 1, false>(pass) : make_pass<kK, 2, false>(pass);
+}
+
+Pass make_pass(const DepthwiseParams& p, bool backward) {
+  Pass pass{};
+  pass.kernel = p.kernel;
+  // backward at stride 1 is forward with flipped weights
+  pass.stride = p.stride;
+  pass.transposed = backward && p.stride == 2;
+  pass.source_height = backward ? p.out_height : p.height;
+  pass.source_width = backward ? p.out_width : p.width;
+  pass.height = backward ? p.height : p.out_height;
+  pass.width = backward ? p.width : p.out_width;
+  pass = p.kernel == 3 ? make_pass<3>(pass) : p.kernel == 5 ? make_pass<5>(pass) : make_pass<7>(pass);
+  pass.segments = divide_up(pass.width, pass.outputs);
+  const int64_t half = p.kernel / 2;
+  pass.halo = pass.transposed ? half / 2 : half;
+  const int64_t last = pass.segments * pass.outputs - 1;  // column of the result, surplus ones included
+  const int64_t read = pass.transposed ? (last + half) / 2 + half / 2 + 1 : last * pass.stride + p.kernel;
+  const int64_t held = pass.source_width + 2 * pass.halo;
+  pass.columns = read > held ? read : held;
+  return pass;
+}
+
+// Runs result rows [r0, r1) of one image for `channels` channels.
+//   provide(row, to): writes source row `row`, width x ld, to `to`
+//   consume(r, c, lanes, out): one vector of channels of result row r, [pixel][kLanes]
+//   end_row(r): after all channels of row r
+// ring has `kernel` rows of columns * ld floats, zero before the first call; zeros is one such row; out has
+// segments * outputs vectors.
+template <typename Provide, typename Consume, typename EndRow>
+inline void slide(const Pass& pass, int64_t r0, int64_t r1, int64_t channels, int64_t ld, float* ring, const float* zeros,
+                  const float* weight, int64_t ldw, float* out, const Provide& provide, const Consume& consume,
+                  const EndRow& end_row) {
+  const int64_t slot = pass.columns * ld;
+  int64_t next = pass.first_source(r0) < 0 ? 0 : pass.first_source(r0);
+  for (int64_t r = r0; r < r1; ++r) {
+    const int64_t last = lesser(pass.last_source(r), pass.source_height - 1);
+    for (; next <= last; ++next) provide(next, ring + next % pass.kernel * slot + pass.halo * ld);
+    const float* rows[kMaxKernel];
+    const float* weights[kMaxKernel];
+    int taps = 0;
+    for (int64_t ky = 0; ky < pass.kernel; ++ky) {
+      int64_t source = pass.first_source(r) + ky;
+      if (pass.transposed) {
+        const int64_t doubled = r + pass.kernel / 2 - ky;
+        if (doubled % 2 != 0) continue;
+        source = doubled / 2;
+      }
+      const bool inside = source >= 0 && source < pass.source_height;
+      rows[taps] = inside ? ring + source % pass.kernel * slot : zeros;
+      weights[taps++] = weight + ky * pass.kernel * ldw;
+    }
+    for_each_vector(channels, [&](int64_t c, auto lanes) {
+      pass.run(rows, weights, taps, ld, ldw, pass.segments, out);
+      consume(r, c, lanes, out);
+      for (int t = 0; t < taps; ++t) {
+        rows[t] += kLanes;
+        weights[t] += kLanes;
+      }
+    });
+    end_row(r);
+  }
+}
+
+// Channels per group: whole vectors, as many as keep the ring within kRingBytes.
+inline int64_t group_channels(int64_t channels, int64_t ring_columns) {
+  const int64_t fitting = kRingBytes / (ring_columns * static_cast<int64_t>(sizeof(float))) / kLanes * kLanes;
+  const int64_t all = divide_up(channels, kLanes) * kLanes;
+  if (fitting >= all) return all;
+  const int64_t most = fitting < kLanes ? kLanes : fitting;
+  // groups of equal size
+  return divide_up(divide_up(all, divide_up(all, most)), kLanes) * kLanes;
+}
+
+// xhat (not activated) or act(z) of one row of the expansion
+template <typename A, bool kActivate, typename T, typename C>
+inline void expand_row(const Expansion& e, const T* x, int64_t width, int64_t channels, C* a, int64_t lda, float* to,
+                       int64_t ld) {
+  for (int64_t r = 0; r < width; ++r) {
+    for_each_vector(e.in_channels, [&](int64_t c, auto lanes) {
+      store(a + r * lda + c, load(x + r * e.in_channels + c, lanes) - load(e.center + c, lanes), lanes);
+    });
+  }
+  gemm_tile(a, lda, width, static_cast<const C*>(e.weight), e.in_channels, channels,
+            [&](int64_t r, int64_t c, VecF sum, auto lanes) {
+              VecF out = sum + load(e.bias + c, lanes);
+              if constexpr (kActivate) out = A::value(out * load(e.bn.scale + c, lanes) + load(e.bn.shift + c, lanes));
+              store(to + r * ld + c, out, lanes);
+            });
+}
+
+// dz = da * act'(z), with sum dz and sum dz * xhat added to the double arrays
+template <typename A, typename C>
+inline void expansion_bwd_tile(const Expansion& e, const float* da, const float* xhat, int64_t ld, C* dz, int64_t ldz,
+                               int64_t rows, int64_t channels, double* sum, double* moment) {
+  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
+    constexpr int n = decltype(count)::value;
+    VecF scale[n], shift[n], s[n], m[n];
+    for (int j = 0; j < n; ++j) {
+      scale[j] = load(e.bn.scale + c + j * kLanes, lanes);
+      shift[j] = load(e.bn.shift + c + j * kLanes, lanes);
+      s[j] = m[j] = VecF{};
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int j = 0; j < n; ++j) {
+        const VecF x = load(xhat + r * ld + c + j * kLanes, lanes);
+        const VecF g = A::backward(load(da + r * ld + c + j * kLanes, lanes), x * scale[j] + shift[j]);
+        store(dz + r * ldz + c + j * kLanes, g, lanes);
+        s[j] += g;
+        m[j] += g * x;
+      }
+    }
+    float sums[n * kLanes], moments[n * kLanes];
+    for (int j = 0; j < n; ++j) {
+      store(sums + j * kLanes, s[j], AllLanes{});
+      store(moments + j * kLanes, m[j], AllLanes{});
+    }
+    const int64_t width = lesser(n * kLanes, channels - c);
+    for (int64_t i = 0; i < width; ++i) sum[c + i] += sums[i];
+    for (int64_t i = 0; i < width; ++i) moment[c + i] += moments[i];
+  });
+}
+
+// A is the activation of the stage before (of the expansion, where there is one).
+template <typename T, typename A>
+void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
+  using C = typename Multiplied<T>::Type;
+  const Pass pass = make_pass(p, false);
+  const bool expanded = p.expansion.in_channels > 0;
+  const int64_t all = divide_up(p.channels, kLanes) * kLanes;
+  const int64_t group = expanded ? all : group_channels(p.channels, pass.kernel * pass.columns);
+  const int64_t lda = expanded ? tile_ld<C>(p.expansion.in_channels) : 0;
+  const int64_t a_size = tile_rows(p.width) * lda;
+  const int64_t ring_size = pass.kernel * pass.columns * group;
+  const int64_t out_size = pass.segments * pass.outputs * kLanes;
+  Scratch scratch(Scratch::size<float>(ring_size) + Scratch::size<float>(pass.columns * group) +
+                  3 * Scratch::size<float>(group) + Scratch::size<C>(a_size) + Scratch::size<float>(out_size));
+  float* ring = scratch.take<float>(ring_size);
+  const float* zeros = scratch.take<float>(pass.columns * group);
+  float* pivot = scratch.take<float>(group);
+  float* sums = scratch.take<float>(group);
+  float* squares = scratch.take<float>(group);
+  C* a = scratch.take<C>(a_size);
+  float* out = scratch.take<float>(out_size);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t image = item / p.strips;
+    const int64_t r0 = item % p.strips * p.strip_rows;
+    const int64_t r1 = lesser(r0 + p.strip_rows, p.out_height);
+    for (int64_t c0 = 0; c0 < p.channels; c0 += group) {
+      const int64_t channels = lesser(group, p.channels - c0);
+      int64_t before = 0;  // pixels in the partial statistics
+      int64_t summed = 0;  // pixels in sums and squares
+      const auto provide = [&](int64_t row, float* to) {
+        if (expanded) {
+          const T* x = static_cast<const T*>(p.expansion.x) + (image * p.height + row) * p.width * p.expansion.in_channels;
+          expand_row<A, true>(p.expansion, x, p.width, channels, a, lda, to, group);
+          return;
+        }
+        const T* x = static_cast<const T*>(p.x.data) + (image * p.height + row) * p.width * p.channels + c0;
+        if (p.x.folded) {
+          const BnFold& bn = p.x.bn;
+          const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, nullptr, nullptr, bn.act};
+          bn_act_tile<A, false>(here, x, static_cast<const T*>(nullptr), p.channels, to, group, p.width, channels);
+        } else {
+          copy_tile(x, p.channels, to, group, p.width, channels);
+        }
+      };
+      const auto consume = [&](int64_t r, int64_t c, auto lanes, const float* out) {
+        T* y = static_cast<T*>(p.y) + (image * p.out_height + r) * p.out_width * p.channels + c0 + c;
+        VecF k = load(pivot + c, AllLanes{});
+        VecF s = load(sums + c, AllLanes{});
+        VecF q = load(squares + c, AllLanes{});
+        if (before + summed == 0) {
+          VecF total{};
+          for (int64_t x = 0; x < pass.width; ++x) total += load(out + x * kLanes, AllLanes{});
+          k = total * (1.0f / static_cast<float>(pass.width));
+          store(pivot + c, k, AllLanes{});
+        }
+        for (int64_t x = 0; x < pass.width; ++x) {
+          const VecF sum = load(out + x * kLanes, AllLanes{});
+          store(y + x * p.channels, sum, lanes);
+          const VecF d = sum - k;
+          s += d;
+          q += d * d;
+        }
+        store(sums + c, s, AllLanes{});
+        store(squares + c, q, AllLanes{});
+      };
+      const auto end_row = [&](int64_t r) {
+        summed += pass.width;
+        if (!p.partial || (summed < kTileRows && r + 1 < r1)) return;
+        double* mean = p.partial + item * 2 * p.channels + c0;
+        merge_sums(sums, squares, channels, summed, before, pivot, mean, mean + p.channels);
+        for (int64_t c = 0; c < group; ++c) sums[c] = squares[c] = 0;
+        before += summed;
+        summed = 0;
+      };
+      slide(pass, r0, r1, channels, group, ring, zeros, p.weight + c0, p.weight_ld, out, provide, consume, end_row);
+    }
+  }
+}
+
+// A is the activation of the stage before (of the expansion, where there is one); this stage's is applied already, or is
+// chosen row by row.
+template <typename T, typename A>
+void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
+  using C = typename Multiplied<T>::Type;
+  const Pass pass = make_pass(p, true);
+  const Expansion& e = p.expansion;
+  const bool expanded = e.in_channels > 0;
+  const int64_t all = divide_up(p.channels, kLanes) * kLanes;
+  const int64_t group = expanded ? all : group_channels(p.channels, pass.kernel * pass.columns);
+  const int64_t lda = expanded ? tile_ld<C>(e.in_channels) : 0;
+  const int64_t ldz = expanded ? tile_ld<C>(p.channels) : 0;
+  const int64_t a_rows = tile_rows(p.width);
+  const int64_t row_size = expanded ? p.width * group : 0;
+  const int64_t ring_size = pass.kernel * pass.columns * group;
+  const int64_t out_size = pass.segments * pass.outputs * kLanes;
+  Scratch scratch(Scratch::size<float>(ring_size) + Scratch::size<float>(pass.columns * group) +
+                  2 * Scratch::size<float>(group) + 2 * Scratch::size<float>(row_size) + Scratch::size<C>(a_rows * lda) +
+                  Scratch::size<C>(a_rows * ldz) + Scratch::size<float>(out_size));
+  float* ring = scratch.take<float>(ring_size);
+  const float* zeros = scratch.take<float>(pass.columns * group);
+  float* sums = scratch.take<float>(group);
+  float* moments = scratch.take<float>(group);
+  float* da = scratch.take<float>(row_size);
+  float* xhat = scratch.take<float>(row_size);
+  C* a = scratch.take<C>(a_rows * lda);
+  C* dz = scratch.take<C>(a_rows * ldz);
+  float* out = scratch.take<float>(out_size);
+  const StageInputGrad& dx = p.dx;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t image = item / p.strips;
+    const int64_t r0 = item % p.strips * p.strip_rows;
+    const int64_t r1 = lesser(r0 + p.strip_rows, p.height);
+    double* partial = dx.partial + item * 2 * p.channels;
+    for (int64_t i = 0; dx.partial && i < 2 * p.channels; ++i) partial[i] = 0;
+    for (int64_t c0 = 0; c0 < p.channels; c0 += group) {
+      const int64_t channels = lesser(group, p.channels - c0);
+      int64_t summed = 0;  // pixels in sums and moments
+      const auto provide = [&](int64_t row, float* to) {
+        const int64_t at = (image * p.out_height + row) * p.out_width * p.channels + c0;
+        const BnFold& bn = p.grad.bn;
+        const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, bn.slope + c0, bn.offset + c0, bn.act};
+        by_act(bn.act, [&](auto act) {
+          bn_act_bwd_tile<decltype(act)>(here, static_cast<const T*>(p.grad.data) + at, static_cast<const T*>(p.grad.y) + at,
+                                         p.channels, to, group, p.out_width, channels);
+          return 0;
+        });
+      };
+      const auto consume = [&](int64_t r, int64_t c, auto lanes, const float* out) {
+        const int64_t at = (image * p.height + r) * p.width * p.channels + c0 + c;
+        VecF s = load(sums + c, AllLanes{});
+        VecF m = load(moments + c, AllLanes{});
+        VecF center{}, scale{}, shift{};
+        if (dx.folded) {
+          center = load(dx.bn.center + c0 + c, lanes);
+          scale = load(dx.bn.scale + c0 + c, lanes);
+          shift = load(dx.bn.shift + c0 + c, lanes);
+        }
+        for (int64_t x = 0; x < pass.width; ++x) {
+          const VecF sum = load(out + x * kLanes, AllLanes{});
+          const int64_t i = at + x * p.channels;
+          if (expanded) {
+            store(da + x * group + c, sum, AllLanes{});
+          } else if (dx.folded) {
+            const VecF d = load(static_cast<const T*>(dx.y) + i, lanes) - center;
+            const VecF g = A::backward(sum, d * scale + shift);
+            store(static_cast<T*>(dx.data) + i, g, lanes);
+            s += g;
+            m += g * d;
+          } else {
+            const VecF added = dx.added ? load(static_cast<const T*>(dx.added) + i, lanes) : VecF{};
+            store(static_cast<T*>(dx.data) + i, sum + added, lanes);
+          }
+        }
+        store(sums + c, s, AllLanes{});
+        store(moments + c, m, AllLanes{});
+      };
+      const auto end_row = [&](int64_t r) {
+        if (expanded) {
+          const int64_t at = (image * p.height + r) * p.width;
+          expand_row<A, false>(e, static_cast<const T*>(e.x) + at * e.in_channels, p.width, p.channels, a, lda, xhat, group);
+          for (int64_t r2 = 0; r2 < p.width; r2 += kTileRows) {
+            expansion_bwd_tile<A>(e, da + r2 * group, xhat + r2 * group, group, dz + r2 * ldz, ldz,
+                                  lesser(kTileRows, p.width - r2), p.channels, partial, partial + p.channels);
+          }
+          T* v = static_cast<T*>(e.v) + at * e.in_channels;
+          gemm_tile(dz, ldz, p.width, static_cast<const C*>(e.weight_bwd), p.channels, e.in_channels,
+                    [&](int64_t i, int64_t c, VecF sum, auto lanes) { store(v + i * e.in_channels + c, sum, lanes); });
+          return;
+        }
+        summed += p.width;
+        if (!dx.folded || (summed < kTileRows && r + 1 < r1)) return;
+        double* to = partial + c0;
+        for (int64_t c = 0; c < channels; ++c) {
+          to[c] += sums[c];
+          to[p.channels + c] += moments[c];
+        }
+        for (int64_t c = 0; c < group; ++c) sums[c] = moments[c] = 0;
+        summed = 0;
+      };
+      slide(pass, r0, r1, channels, group, ring, zeros, p.weight + c0, p.weight_ld, out, provide, consume, end_row);
+    }
+  }
+}
+
+void depthwise_fwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
+  const Act act = p.expansion.in_channels ? p.expansion.bn.act : p.x.folded ? p.x.bn.act : Act::kIdentity;
+  by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_fwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+}
+
+void depthwise_bwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
+  const Act act = p.expansion.in_channels ? p.expansion.bn.act : p.dx.folded ? p.dx.bn.act : Act::kIdentity;
+  by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_bwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+}
+
+}  // namespace
+
+extern const DepthwiseKernels kDepthwiseKernels = {depthwise_fwd, depthwise_bwd};
+
+}  // namespace nasfast::cpu::NASFAST_ISA

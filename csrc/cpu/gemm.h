@@ -1,0 +1,185 @@
+// Matrix products on a tile of rows: C = A B with A (rows x depth) in this thread's cache and B (depth x columns) a
+// convolution weight packed once per call.
+//
+// A block of kBlockRows x (1 to kPanelVectors vectors) of C stays in registers while it runs through the depth. Storage
+// bfloat16 is multiplied as bfloat16 with float sums where the processor has a dot product for it, else as float.
+#pragma once
+
+#include "bn_tile.h"
+#include "simd.h"
+
+namespace nasfast::cpu::NASFAST_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kBlockRows = 8;  // 8 x 3 sums, 3 of B, 1 of A: 28 of 32 registers
+#else
+constexpr int kBlockRows = 4;  // 4 x 3 sums, 3 of B, 1 of A: all 16 registers
+#endif
+constexpr int kPanelVectors = 3;
+
+// The type tensors of storage type T are multiplied in.
+template <typename T>
+struct Multiplied {
+  using Type = float;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Multiplied<BFloat16> {
+  using Type = BFloat16;
+};
+#endif
+
+// Elements of depth per multiply-add instruction.
+template <typename C>
+constexpr int kDepthStep = 1;
+template <>
+constexpr int kDepthStep<BFloat16> = 2;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Leading dimension of a tile of A: whole vectors, and not a multiple of 4096 bytes, which would map the rows of a block to
+// one cache set.
+template <typename C>
+inline int64_t tile_ld(int64_t depth) {
+  const int64_t ld = divide_up(depth, 32) * 32;
+  return ld * static_cast<int64_t>(sizeof(C)) % 2048 ? ld : ld + 32;
+}
+
+// Rows of memory a tile of A needs: blocks read whole rows of it beyond its end.
+inline int64_t tile_rows(int64_t rows) { return divide_up(rows, kBlockRows) * kBlockRows; }
+
+// Vectors of the next panel when this many are left: 3 where possible, but no panel of 1 where 2 + 2 will do.
+inline int panel_width(int64_t vectors) { return static_cast<int>(vectors == 4 ? 2 : lesser(vectors, kPanelVectors)); }
+
+// Elements of a packed B.
+template <typename C>
+inline int64_t packed_size(int64_t depth, int64_t columns) {
+  return divide_up(depth, kDepthStep<C>) * kDepthStep<C> * divide_up(columns, kLanes) * kLanes;
+}
+
+// B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n] (null: 1), as panels of [depth][vectors][lanes]; for
+// bfloat16 the two elements of a depth step lie side by side.
+template <typename C>
+void pack(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n, const float* scale_k,
+          const float* scale_n, C* packed) {
+  constexpr int step = kDepthStep<C>;
+  const int64_t vectors = divide_up(columns, kLanes);
+  for (int64_t v = 0; v < vectors;) {
+    const int width = panel_width(vectors - v);
+    for (int64_t k = 0; k < depth; k += step) {
+      for (int64_t n = v * kLanes; n < (v + width) * kLanes; ++n) {
+        for (int64_t s = k; s < k + step; ++s) {
+          float value = 0;
+          if (s < depth && n < columns) {
+            value = w[s * stride_k + n * stride_n];
+            if (scale_k) value *= scale_k[s];
+            if (scale_n) value *= scale_n[n];
+          }
+          if constexpr (step == 1) {
+            *packed++ = value;
+          } else {
+            *packed++ = BFloat16{narrow(broadcast(value))[0]};
+          }
+        }
+      }
+    }
+    v += width;
+  }
+}
+
+// Calls store(i, j, sum) for the rows i < rows and vectors j of one block.
+template <int kWidth, typename Store>
+inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t depth, int64_t rows, const Store& write) {
+  VecF sum[kBlockRows][kWidth];
+#pragma GCC unroll 8
+  for (int i = 0; i < kBlockRows; ++i) {
+#pragma GCC unroll 3
+    for (int j = 0; j < kWidth; ++j) sum[i][j] = VecF{};
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    VecF vb[kWidth];
+#pragma GCC unroll 3
+    for (int j = 0; j < kWidth; ++j) vb[j] = load(b + (k * kWidth + j) * kLanes, AllLanes{});
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlockRows; ++i) {
+      const VecF va = broadcast(a[i * lda + k]);
+#pragma GCC unroll 3
+      for (int j = 0; j < kWidth; ++j) sum[i][j] += va * vb[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kBlockRows; ++i) {
+    if (i >= rows) break;
+#pragma GCC unroll 3
+    for (int j = 0; j < kWidth; ++j) write(i, j, sum[i][j]);
+  }
+}
+
+#if defined(__AVX512BF16__)
+template <int kWidth, typename Store>
+inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_t depth, int64_t rows, const Store& write) {
+  __m512 sum[kBlockRows][kWidth];
+#pragma GCC unroll 8
+  for (int i = 0; i < kBlockRows; ++i) {
+#pragma GCC unroll 3
+    for (int j = 0; j < kWidth; ++j) sum[i][j] = _mm512_setzero_ps();
+  }
+  for (int64_t k = 0; k < depth; k += 2) {
+    __m512i vb[kWidth];
+#pragma GCC unroll 3
+    for (int j = 0; j < kWidth; ++j) vb[j] = _mm512_loadu_si512(b + (k * kWidth + 2 * j) * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlockRows; ++i) {
+      int32_t pair;
+      memcpy(&pair, a + i * lda + k, sizeof pair);
+      const __m512i va = _mm512_set1_epi32(pair);
+#pragma GCC unroll 3
+      for (int j = 0; j < kWidth; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)va, (__m512bh)vb[j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kBlockRows; ++i) {
+    if (i >= rows) break;
+#pragma GCC unroll 3
+    for (int j = 0; j < kWidth; ++j) write(i, j, (VecF)sum[i][j]);
+  }
+}
+#endif
+
+template <int kWidth, typename C, typename Epilogue>
+inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column, int64_t columns,
+                       const Epilogue& epilogue) {
+  for (int64_t row = 0; row < rows; row += kBlockRows) {
+    gemm_block<kWidth>(a + row * lda, lda, b, depth, rows - row, [&](int i, int j, VecF sum) {
+      const int64_t c = column + j * kLanes;
+      if (c + kLanes <= columns) {
+        epilogue(row + i, c, sum, AllLanes{});
+      } else {
+        epilogue(row + i, c, sum, static_cast<int>(columns - c));
+      }
+    });
+  }
+}
+
+// epilogue(row, column, sum, lanes) gets every vector of C = A B. `a` has tile_rows(rows) rows of memory and, for bfloat16,
+// zeros up to an even depth.
+template <typename C, typename Epilogue>
+void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, int64_t depth, int64_t columns,
+               const Epilogue& epilogue) {
+  const int64_t padded = divide_up(depth, kDepthStep<C>) * kDepthStep<C>;
+  const int64_t vectors = divide_up(columns, kLanes);
+  for (int64_t v = 0; v < vectors;) {
+    const int width = panel_width(vectors - v);
+    const C* b = packed + v * kLanes * padded;
+    if (width == 3) {
+      gemm_panel<3>(a, lda, b, depth, rows, v * kLanes, columns, epilogue);
+    } else if (width == 2) {
+      gemm_panel<2>(a, lda, b, depth, rows, v * kLanes, columns, epilogue);
+    } else {
+      gemm_panel<1>(a, lda, b, depth, rows, v * kLanes, columns, epilogue);
+    }
+    v += width;
+  }
+}
+
+}  // namespace nasfast::cpu::NASFAST_ISA

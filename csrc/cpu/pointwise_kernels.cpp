@@ -1,0 +1,255 @@
+// Kernels of pointwise and dense convolution stages, compiled once per instruction set.
+//
+// A tile of kTileRows pixels goes through a stage while it stays in the cache: normalised and activated into A, multiplied,
+// written once, and added to the statistics.
+
+#include "bn_tile.h"
+#include "conv_bn_act.h"
+#include "gemm.h"
+
+namespace nasfast::cpu::NASFAST_ISA {
+namespace {
+
+// Calls body(first row, rows) for every tile of an item.
+template <typename Params, typename Body>
+inline void for_each_tile(const Params& p, int64_t item, const Body& body) {
+  const int64_t first = item * p.item_rows;
+  const int64_t last = lesser(first + p.item_rows, p.rows);
+  for (int64_t tile = first; tile < last; tile += kTileRows) body(tile, lesser(kTileRows, last - tile));
+}
+
+// The patches of output pixels row .. row + rows of a dense convolution, zeros where they leave the image.
+template <typename T, typename C>
+void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, int64_t lda) {
+  const T* x = static_cast<const T*>(p.x.data);
+  const int64_t run = p.kernel * p.in_channels;
+  const int64_t plane = p.out_height * p.out_width;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t image = (row + r) / plane;
+    const int64_t oy = (row + r) % plane / p.out_width;
+    const int64_t ox = (row + r) % p.out_width;
+    const int64_t x0 = ox * p.stride - p.padding;
+    // taps before the left edge, and inside the image
+    const int64_t left = x0 < 0 ? lesser(-x0, p.kernel) : 0;
+    const int64_t inside = lesser(p.kernel, p.width - x0);
+    for (int64_t ky = 0; ky < p.kernel; ++ky) {
+      C* to = a + r * lda + ky * run;
+      const int64_t iy = oy * p.stride - p.padding + ky;
+      const bool outside = iy < 0 || iy >= p.height || inside <= left;
+      const int64_t begin = outside ? run : left * p.in_channels;
+      const int64_t end = outside ? run : inside * p.in_channels;
+      for (int64_t i = 0; i < begin; ++i) to[i] = C{};
+      if (!outside) {
+        const T* from = x + ((image * p.height + iy) * p.width + x0) * p.in_channels;
+        for_each_vector(end - begin, [&](int64_t i, auto lanes) { store(to + begin + i, load(from + begin + i, lanes), lanes); });
+      }
+      for (int64_t i = end; i < run; ++i) to[i] = C{};
+    }
+  }
+}
+
+template <typename T, typename A>
+void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
+  using C = typename Multiplied<T>::Type;
+  const int64_t depth = p.in_channels * p.kernel * p.kernel;
+  const int64_t lda = tile_ld<C>(depth);
+  Scratch scratch(Scratch::size<C>(kTileRows * lda) + Scratch::size<float>(p.out_channels));
+  C* a = scratch.take<C>(kTileRows * lda);
+  float* pivot = scratch.take<float>(p.out_channels);
+  const C* weight = static_cast<const C*>(p.weight);
+  for (int64_t item = begin; item < end; ++item) {
+    double* mean = p.partial ? p.partial + item * 2 * p.out_channels : nullptr;
+    for_each_tile(p, item, [&](int64_t row, int64_t rows) {
+      const T* x = static_cast<const T*>(p.x.data) + row * p.in_channels;
+      if (p.kernel > 1 || p.stride > 1) {
+        gather_patches<T>(p, row, rows, a, lda);
+      } else if (p.x.folded) {
+        bn_act_tile<A, false>(p.x.bn, x, static_cast<const T*>(nullptr), p.in_channels, a, lda, rows, p.in_channels);
+      } else {
+        copy_tile(x, p.in_channels, a, lda, rows, p.in_channels);
+      }
+      T* y = static_cast<T*>(p.y) + row * p.out_channels;
+      gemm_tile(a, lda, rows, weight, depth, p.out_channels, [&](int64_t r, int64_t c, VecF sum, auto lanes) {
+        store(y + r * p.out_channels + c, sum, lanes);
+      });
+      if (mean) {
+        bn_stats_tile(y, p.out_channels, rows, p.out_channels, row - item * p.item_rows, pivot, mean, mean + p.out_channels);
+      }
+    });
+  }
+}
+
+// dx = W^T dy, where A is the activation of this stage. The activation before it is chosen inside, once per tile.
+template <typename T, typename A>
+void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
+  using C = typename Multiplied<T>::Type;
+  const int64_t lda = tile_ld<C>(p.out_channels);
+  const int64_t ldd = tile_ld<float>(p.in_channels);
+  Scratch scratch(Scratch::size<C>(kTileRows * lda) + Scratch::size<float>(kTileRows * ldd));
+  C* a = scratch.take<C>(kTileRows * lda);
+  float* d = scratch.take<float>(kTileRows * ldd);
+  const C* weight = static_cast<const C*>(p.weight);
+  const StageInputGrad& dx = p.dx;
+  for (int64_t item = begin; item < end; ++item) {
+    double* sum = dx.folded ? dx.partial + item * 2 * p.in_channels : nullptr;
+    for (int64_t i = 0; dx.folded && i < 2 * p.in_channels; ++i) sum[i] = 0;
+    for_each_tile(p, item, [&](int64_t row, int64_t rows) {
+      const int64_t at_out = row * p.out_channels;
+      const int64_t at_in = row * p.in_channels;
+      const T* grad = static_cast<const T*>(p.grad.data) + at_out;
+      bn_act_bwd_tile<A>(p.grad.bn, grad, static_cast<const T*>(p.grad.y) + at_out, p.out_channels, a, lda, rows,
+                         p.out_channels);
+      T* to = static_cast<T*>(dx.data) + at_in;
+      if (dx.folded) {
+        gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels,
+                  [&](int64_t r, int64_t c, VecF v, auto lanes) { store(d + r * ldd + c, v, lanes); });
+        by_act(dx.bn.act, [&](auto act) {
+          bn_act_bwd_reduce_tile<decltype(act), true>(dx.bn, d, ldd, static_cast<const T*>(dx.y) + at_in, p.in_channels, to,
+                                                      rows, p.in_channels, sum, sum + p.in_channels);
+          return 0;
+        });
+      } else if (dx.added) {
+        const T* added = static_cast<const T*>(dx.added) + at_in;
+        gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels, [&](int64_t r, int64_t c, VecF v, auto lanes) {
+          store(to + r * p.in_channels + c, v + load(added + r * p.in_channels + c, lanes), lanes);
+        });
+      } else {
+        gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels,
+                  [&](int64_t r, int64_t c, VecF v, auto lanes) { store(to + r * p.in_channels + c, v, lanes); });
+      }
+    });
+  }
+}
+
+// a = x - center, rows x channels
+template <typename T, typename C>
+void centre_tile(const T* x, const float* center, C* a, int64_t lda, int64_t rows, int64_t channels) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for_each_vector(channels, [&](int64_t c, auto lanes) {
+      store(a + r * lda + c, load(x + r * channels + c, lanes) - load(center + c, lanes), lanes);
+    });
+  }
+}
+
+// second += sum over rows of a[r][i] a[r][j] for i in [i0, i0 + kBlockRows) and kWidth vectors of j
+template <int kWidth>
+inline void covariance_block(const float* a, int64_t lda, int64_t rows, int64_t i0, int64_t j0, int64_t channels,
+                             double* second) {
+  VecF sum[kBlockRows][kWidth];
+  for (int i = 0; i < kBlockRows; ++i) {
+    for (int j = 0; j < kWidth; ++j) sum[i][j] = VecF{};
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* row = a + r * lda;
+    VecF v[kWidth];
+    for (int j = 0; j < kWidth; ++j) v[j] = load(row + j0 + j * kLanes, AllLanes{});
+    for (int i = 0; i < kBlockRows; ++i) {
+      const VecF left = broadcast(row[i0 + i]);
+      for (int j = 0; j < kWidth; ++j) sum[i][j] += left * v[j];
+    }
+  }
+  float values[kWidth * kLanes];
+  for (int64_t i = i0; i < lesser(i0 + kBlockRows, channels); ++i) {
+    for (int j = 0; j < kWidth; ++j) store(values + j * kLanes, sum[i - i0][j], AllLanes{});
+    const int64_t width = lesser(kWidth * kLanes, channels - j0);
+    for (int64_t j = 0; j < width; ++j) second[i * channels + j0 + j] += values[j];
+  }
+}
+
+template <typename T>
+void covariance_items(const CovarianceParams& p, int64_t begin, int64_t end) {
+  const int64_t lda = divide_up(p.channels, kPanelVectors * kLanes) * kPanelVectors * kLanes + kBlockRows;
+  Scratch scratch(Scratch::size<float>(kTileRows * lda));
+  float* a = scratch.take<float>(kTileRows * lda);
+  for (int64_t item = begin; item < end; ++item) {
+    double* first = p.first + item * p.channels;
+    double* second = p.second + item * p.channels * p.channels;
+    for (int64_t i = 0; i < p.channels; ++i) first[i] = 0;
+    for (int64_t i = 0; i < p.channels * p.channels; ++i) second[i] = 0;
+    for_each_tile(p, item, [&](int64_t row, int64_t rows) {
+      centre_tile(static_cast<const T*>(p.x) + row * p.channels, p.center, a, lda, rows, p.channels);
+      for_each_vector(p.channels, [&](int64_t c, auto lanes) {
+        VecF sum{};
+        for (int64_t r = 0; r < rows; ++r) sum += load(a + r * lda + c, lanes);
+        float values[kLanes];
+        store(values, sum, AllLanes{});
+        for (int64_t i = 0; i < lesser(kLanes, p.channels - c); ++i) first[c + i] += values[i];
+      });
+      for (int64_t i = 0; i < p.channels; i += kBlockRows) {
+        // the lower triangle is the upper one's mirror image
+        for (int64_t j = i / kLanes * kLanes; j < p.channels;) {
+          const int64_t vectors = divide_up(p.channels - j, kLanes);
+          if (vectors >= 3) {
+            covariance_block<3>(a, lda, rows, i, j, p.channels, second);
+            j += 3 * kLanes;
+          } else {
+            covariance_block<1>(a, lda, rows, i, j, p.channels, second);
+            j += kLanes;
+          }
+        }
+      }
+    });
+  }
+}
+
+template <typename T>
+void correction_items(const CorrectionParams& p, int64_t begin, int64_t end) {
+  using C = typename Multiplied<T>::Type;
+  const int64_t lda = tile_ld<C>(p.channels);
+  Scratch scratch(Scratch::size<C>(kTileRows * lda));
+  C* a = scratch.take<C>(kTileRows * lda);
+  const C* weight = static_cast<const C*>(p.weight);
+  for (int64_t item = begin; item < end; ++item) {
+    for_each_tile(p, item, [&](int64_t row, int64_t rows) {
+      const int64_t at = row * p.channels;
+      centre_tile(static_cast<const T*>(p.x) + at, p.center, a, lda, rows, p.channels);
+      T* dx = static_cast<T*>(p.dx) + at;
+      const T* added = p.added ? static_cast<const T*>(p.added) + at : nullptr;
+      gemm_tile(a, lda, rows, weight, p.channels, p.channels, [&](int64_t r, int64_t c, VecF v, auto lanes) {
+        const int64_t i = r * p.channels + c;
+        VecF out = load(dx + i, lanes) + load(p.bias + c, lanes) - v;
+        if (added) out += load(added + i, lanes);
+        store(dx + i, out, lanes);
+      });
+    });
+  }
+}
+
+int64_t packed_bytes(bool bfloat16, int64_t depth, int64_t columns) {
+  using C = Multiplied<BFloat16>::Type;
+  return bfloat16 ? packed_size<C>(depth, columns) * sizeof(C) : packed_size<float>(depth, columns) * sizeof(float);
+}
+
+void pack_weight(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
+                 const float* scale_k, const float* scale_n, void* packed) {
+  using C = Multiplied<BFloat16>::Type;
+  if (bfloat16) {
+    pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, static_cast<C*>(packed));
+  } else {
+    pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, static_cast<float*>(packed));
+  }
+}
+
+void pointwise_fwd(const PointwiseParams& p, int64_t begin, int64_t end) {
+  const Act act = p.x.folded ? p.x.bn.act : Act::kIdentity;
+  by_type(p.bfloat16, act, [](auto t, auto a) { return pointwise_fwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+}
+
+void pointwise_bwd(const PointwiseParams& p, int64_t begin, int64_t end) {
+  by_type(p.bfloat16, p.grad.bn.act, [](auto t, auto a) { return pointwise_bwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+}
+
+void covariance(const CovarianceParams& p, int64_t begin, int64_t end) {
+  (p.bfloat16 ? covariance_items<BFloat16> : covariance_items<float>)(p, begin, end);
+}
+
+void correction(const CorrectionParams& p, int64_t begin, int64_t end) {
+  (p.bfloat16 ? correction_items<BFloat16> : correction_items<float>)(p, begin, end);
+}
+
+}  // namespace
+
+extern const ConvKernels kConvKernels = {packed_bytes,  pack_weight, sizeof(Multiplied<BFloat16>::Type) == 2,
+                                         pointwise_fwd, pointwise_bwd, covariance, correction};
+
+}  // namespace nasfast::cpu::NASFAST_ISA
