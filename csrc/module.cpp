@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "cpu/isa.h"
+#include "cpu/pool.h"
 
 #ifdef NASFAST_WITH_CUDA
 #include "../kernels/cuda/device_info.h"
@@ -57,6 +58,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.def("isa", [] { return nasfast::cpu::isa_name(nasfast::cpu::current_isa()); });
   m.def("usable_isas", &nasfast::cpu::usable_isas);
+  m.def("empty_cache", &nasfast::cpu::pool_empty_cache);
+  m.def("poison_pool", &nasfast::cpu::pool_poison);
+  m.def("pool_bytes", [] {
+    const auto use = nasfast::cpu::pool_use();
+    return std::make_pair(use.used, use.reached);
+  });
   m.def("num_threads", [] { return torch::stable::get_num_threads(); });
   m.def("cuda_device_info", &cuda_device_info);
 }

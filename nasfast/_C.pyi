@@ -31,6 +31,15 @@ def isa() -> str:
 def usable_isas() -> list[str]:
     """The compiled instruction sets this processor runs, ascending."""
 
+def empty_cache() -> None:
+    """Return the pages of the CPU operators' free memory to the system."""
+
+def poison_pool(on: bool) -> None:
+    """Fill the memory of new tensors with NaN, for tests."""
+
+def pool_bytes() -> tuple[int, int]:
+    """Bytes of the CPU operators' memory in use, and the extent of what was ever used since `empty_cache`."""
+
 def num_threads() -> int:
     """Threads of torch's pool, which the CPU kernels share."""
 

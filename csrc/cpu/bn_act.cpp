@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_fwd_cpu(
 
   Geometry work(x);
   BatchNorm bn("bn_act", act, channels);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = pool_empty_like(x);
   work.params.y = y.mutable_data_ptr();
   if (residual) work.params.residual = residual->const_data_ptr();
 
@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(
                          data(want_bias, dbias));
   }
   if (!want_x) return {empty_vector(x, 0, x.scalar_type()), dweight, dbias};
-  Tensor dx = torch::stable::empty_like(x);
+  Tensor dx = pool_empty_like(x);
   work.params.dx = dx.mutable_data_ptr();
   work.run(kernels().bn_act_bwd);
   return {dx, dweight, dbias};

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -16,6 +17,7 @@
 #include "bn_act.h"
 #include "isa.h"
 #include "launch.h"
+#include "pool.h"
 
 namespace nasfast::cpu {
 namespace {
@@ -172,8 +174,7 @@ struct Chain {
   ScalarType type() const { return bfloat16 ? ScalarType::BFloat16 : ScalarType::Float; }
 
   Tensor empty_image(int64_t c, int64_t h, int64_t w) const {
-    return torch::stable::empty({batch, c, h, w}, type(), std::nullopt, std::nullopt, std::nullopt,
-                                torch::headeronly::MemoryFormat::ChannelsLast);
+    return pool_empty({batch, c, h, w}, {c * h * w, 1, w * c, c}, type());
   }
 
   void check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const {
@@ -393,7 +394,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
   if (add_input) chain.check_image("x, to be added,", x, last.out_channels, last.out_height, last.out_width);
 
   Tensor y = chain.empty_image(last.out_channels, last.out_height, last.out_width);
-  Tensor saved = torch::stable::new_empty(x, {chain.saved_size}, x.scalar_type());
+  Tensor saved = pool_empty({chain.saved_size}, {1}, chain.type());
   Tensor statistics = empty_vector(x, chain.statistics_size, ScalarType::Double);
   double* numbers = static_cast<double*>(statistics.mutable_data_ptr());
 
@@ -555,24 +556,24 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
     finish(count - 1, partial, items.items);
   }
   // dz of the stage at hand; the gradient of the result at first
-  std::optional<Tensor> dz;
+  std::unique_ptr<PoolBlock> dz;
   for (size_t i = count; i-- > stop;) {
     Stage& stage = chain.stages[i];
     const bool first = i == 0;
     if (i == stop && !(first && want_x)) break;
-    StageGrad out{dz ? dz->const_data_ptr() : grad.const_data_ptr(), chain.saved(saved, stage), stage.bn.fold()};
+    StageGrad out{dz ? dz->data() : grad.const_data_ptr(), chain.saved(saved, stage), stage.bn.fold()};
     if (i + 1 < count) out.bn.act = Act::kIdentity;
 
     const bool expanded = i == 1 && recompute;
     StageInputGrad in{};
-    std::optional<Tensor> dz_before;
+    std::unique_ptr<PoolBlock> dz_before;
     const Stage* before = first ? nullptr : &chain.stages[i - 1];
     if (first) {
       in.data = dx.mutable_data_ptr();
       in.added = added;
     } else if (!expanded) {
-      dz_before = torch::stable::new_empty(saved, {before->rows * before->out_channels}, chain.type());
-      in = {dz_before->mutable_data_ptr(), true, chain.saved(saved, *before), before->bn.fold(), nullptr, nullptr};
+      dz_before = std::make_unique<PoolBlock>(before->rows * before->out_channels * chain.element_size());
+      in = {dz_before->data(), true, chain.saved(saved, *before), before->bn.fold(), nullptr, nullptr};
     }
     int64_t groups;
     if (stage.kind == Kind::kDepthwise) {
@@ -600,9 +601,9 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
         p.expansion = numbers.expansion(*before, x->const_data_ptr());
         const Packed weight_bwd(chain.bfloat16, before->weight.data(), hidden, channels, channels, 1, before->bn.fold().scale);
         p.expansion.weight_bwd = weight_bwd.data();
-        std::optional<Tensor> unwanted;
-        if (!want_x) unwanted = torch::stable::new_empty(saved, {before->rows * channels}, chain.type());
-        p.expansion.v = want_x ? dx.mutable_data_ptr() : unwanted->mutable_data_ptr();
+        std::unique_ptr<PoolBlock> unwanted;
+        if (!want_x) unwanted = std::make_unique<PoolBlock>(before->rows * channels * chain.element_size());
+        p.expansion.v = want_x ? dx.mutable_data_ptr() : unwanted->data();
         run_items(groups, item_elements, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
         for (int64_t group = 1; group < groups; ++group) {
           for (int64_t c = 0; c < 2 * hidden; ++c) partial[c] += partial[group * 2 * hidden + c];
@@ -668,7 +669,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
                 [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     }
     if (!first) finish(i - 1, partial, groups);
-    dz = dz_before;
+    dz = std::move(dz_before);
   }
   return {dx, dweights, dbiases};
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "pool.h"
+
 namespace nasfast::cpu {
 namespace {
 
@@ -68,6 +70,23 @@ bool is_channels_last(const Tensor& x) {
     expected *= x.size(dim);
   }
   return true;
+}
+
+Tensor pool_empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type) {
+  int64_t count = 1;
+  for (int64_t size : sizes) count *= size;
+  void* data = pool_allocate(count * (type == ScalarType::BFloat16 ? 2 : 4));
+  return torch::stable::from_blob(data, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU), type,
+                                  pool_free);
+}
+
+Tensor pool_empty_like(const Tensor& x) {
+  std::vector<int64_t> sizes, strides;
+  for (int64_t dim = 0; dim < x.dim(); ++dim) {
+    sizes.push_back(x.size(dim));
+    strides.push_back(x.stride(dim));
+  }
+  return pool_empty(sizes, strides, x.scalar_type());
 }
 
 void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type) {

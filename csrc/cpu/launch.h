@@ -129,6 +129,12 @@ void check_vector(const std::string& op, const char* name, const Tensor& vector,
 
 inline const float* float_data(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
 
+// Uninitialised tensors in recycled memory (pool.h).
+Tensor pool_empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type);
+
+// As x: shape, type and memory format.
+Tensor pool_empty_like(const Tensor& x);
+
 inline Tensor empty_vector(const Tensor& like, int64_t size, ScalarType type) {
   return torch::stable::new_empty(like, {size}, type);
 }
