@@ -144,16 +144,13 @@ Pass make_pass(const DepthwiseParams& p, bool backward) {
   return pass;
 }
 
-// Runs result rows [r0, r1) of one image for `channels` channels.
+// Runs result rows [r0, r1) of one image, for channels that are ld apart in the source.
 //   provide(row, to): writes source row `row`, width x ld, to `to`
-//   consume(r, c, lanes, out): one vector of channels of result row r, [pixel][kLanes]
-//   end_row(r): after all channels of row r
-// ring has `kernel` rows of columns * ld floats, zero before the first call; zeros is one such row; out has
-// segments * outputs vectors.
-template <typename Provide, typename Consume, typename EndRow>
-inline void slide(const Pass& pass, int64_t r0, int64_t r1, int64_t channels, int64_t ld, float* ring, const float* zeros,
-                  const float* weight, int64_t ldw, float* out, const Provide& provide, const Consume& consume,
-                  const EndRow& end_row) {
+//   finish(r, eval): does result row r; eval(c, out) writes the vector of channels at c to out, [pixel][kLanes]
+// ring has `kernel` rows of columns * ld floats, zero before the first call; zeros is one such row.
+template <typename Provide, typename Finish>
+inline void slide(const Pass& pass, int64_t r0, int64_t r1, int64_t ld, float* ring, const float* zeros, const float* weight,
+                  int64_t ldw, const Provide& provide, const Finish& finish) {
   const int64_t slot = pass.columns * ld;
   int64_t next = pass.first_source(r0) < 0 ? 0 : pass.first_source(r0);
   for (int64_t r = r0; r < r1; ++r) {
@@ -173,15 +170,15 @@ inline void slide(const Pass& pass, int64_t r0, int64_t r1, int64_t channels, in
       rows[taps] = inside ? ring + source % pass.kernel * slot : zeros;
       weights[taps++] = weight + ky * pass.kernel * ldw;
     }
-    for_each_vector(channels, [&](int64_t c, auto lanes) {
-      pass.run(rows, weights, taps, ld, ldw, pass.segments, out);
-      consume(r, c, lanes, out);
+    finish(r, [&](int64_t c, float* out) {
+      const float* from[kMaxKernel];
+      const float* with[kMaxKernel];
       for (int t = 0; t < taps; ++t) {
-        rows[t] += kLanes;
-        weights[t] += kLanes;
+        from[t] = rows[t] + c;
+        with[t] = weights[t] + c;
       }
+      pass.run(from, with, taps, ld, ldw, pass.segments, out);
     });
-    end_row(r);
   }
 }
 
@@ -195,53 +192,14 @@ inline int64_t group_channels(int64_t channels, int64_t ring_columns) {
   return divide_up(divide_up(all, divide_up(all, most)), kLanes) * kLanes;
 }
 
-// xhat (not activated) or act(z) of one row of the expansion
-template <typename A, bool kActivate, typename T, typename C>
-inline void expand_row(const Expansion& e, const T* x, int64_t width, int64_t channels, C* a, int64_t lda, float* to,
-                       int64_t ld) {
+// a = x - center for a row of the expansion's input
+template <typename T, typename C>
+inline void centre_row(const Expansion& e, const T* x, int64_t width, C* a, int64_t lda) {
   for (int64_t r = 0; r < width; ++r) {
     for_each_vector(e.in_channels, [&](int64_t c, auto lanes) {
       store(a + r * lda + c, load(x + r * e.in_channels + c, lanes) - load(e.center + c, lanes), lanes);
     });
   }
-  gemm_tile(a, lda, width, static_cast<const C*>(e.weight), e.in_channels, channels,
-            [&](int64_t r, int64_t c, VecF sum, auto lanes) {
-              VecF out = sum + load(e.bias + c, lanes);
-              if constexpr (kActivate) out = A::value(out * load(e.bn.scale + c, lanes) + load(e.bn.shift + c, lanes));
-              store(to + r * ld + c, out, lanes);
-            });
-}
-
-// dz = da * act'(z), with sum dz and sum dz * xhat added to the double arrays
-template <typename A, typename C>
-inline void expansion_bwd_tile(const Expansion& e, const float* da, const float* xhat, int64_t ld, C* dz, int64_t ldz,
-                               int64_t rows, int64_t channels, double* sum, double* moment) {
-  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
-    constexpr int n = decltype(count)::value;
-    VecF scale[n], shift[n], s[n], m[n];
-    for (int j = 0; j < n; ++j) {
-      scale[j] = load(e.bn.scale + c + j * kLanes, lanes);
-      shift[j] = load(e.bn.shift + c + j * kLanes, lanes);
-      s[j] = m[j] = VecF{};
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int j = 0; j < n; ++j) {
-        const VecF x = load(xhat + r * ld + c + j * kLanes, lanes);
-        const VecF g = A::backward(load(da + r * ld + c + j * kLanes, lanes), x * scale[j] + shift[j]);
-        store(dz + r * ldz + c + j * kLanes, g, lanes);
-        s[j] += g;
-        m[j] += g * x;
-      }
-    }
-    float sums[n * kLanes], moments[n * kLanes];
-    for (int j = 0; j < n; ++j) {
-      store(sums + j * kLanes, s[j], AllLanes{});
-      store(moments + j * kLanes, m[j], AllLanes{});
-    }
-    const int64_t width = lesser(n * kLanes, channels - c);
-    for (int64_t i = 0; i < width; ++i) sum[c + i] += sums[i];
-    for (int64_t i = 0; i < width; ++i) moment[c + i] += moments[i];
-  });
 }
 
 // A is the activation of the stage before (of the expansion, where there is one).
@@ -276,7 +234,17 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
       const auto provide = [&](int64_t row, float* to) {
         if (expanded) {
           const T* x = static_cast<const T*>(p.expansion.x) + (image * p.height + row) * p.width * p.expansion.in_channels;
-          expand_row<A, true>(p.expansion, x, p.width, channels, a, lda, to, group);
+          const Expansion& e = p.expansion;
+          centre_row(e, x, p.width, a, lda);
+          gemm_tile(a, lda, p.width, static_cast<const C*>(e.weight), e.in_channels, channels,
+                    [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
+            const VecF bias = load(e.bias + c, lanes);
+            const VecF scale = load(e.bn.scale + c, lanes);
+            const VecF shift = load(e.bn.shift + c, lanes);
+            for_each_row(count, sum, [&](int i, VecF v) {
+              store(to + (r + i) * group + c, A::value((v + bias) * scale + shift), lanes);
+            });
+          });
           return;
         }
         const T* x = static_cast<const T*>(p.x.data) + (image * p.height + row) * p.width * p.channels + c0;
@@ -288,7 +256,9 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
           copy_tile(x, p.channels, to, group, p.width, channels);
         }
       };
-      const auto consume = [&](int64_t r, int64_t c, auto lanes, const float* out) {
+      const auto finish = [&](int64_t r, const auto& eval) {
+        for_each_vector(channels, [&](int64_t c, auto lanes) {
+        eval(c, out);
         T* y = static_cast<T*>(p.y) + (image * p.out_height + r) * p.out_width * p.channels + c0 + c;
         VecF k = load(pivot + c, AllLanes{});
         VecF s = load(sums + c, AllLanes{});
@@ -308,8 +278,7 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
         }
         store(sums + c, s, AllLanes{});
         store(squares + c, q, AllLanes{});
-      };
-      const auto end_row = [&](int64_t r) {
+        });
         summed += pass.width;
         if (!p.partial || (summed < kTileRows && r + 1 < r1)) return;
         double* mean = p.partial + item * 2 * p.channels + c0;
@@ -318,38 +287,47 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
         before += summed;
         summed = 0;
       };
-      slide(pass, r0, r1, channels, group, ring, zeros, p.weight + c0, p.weight_ld, out, provide, consume, end_row);
+      slide(pass, r0, r1, group, ring, zeros, p.weight + c0, p.weight_ld, provide, finish);
     }
   }
 }
 
-// A is the activation of the stage before (of the expansion, where there is one); this stage's is applied already, or is
-// chosen row by row.
-template <typename T, typename A>
+// One row of dy, channels [c0, c0 + channels), into a ring.
+template <typename T>
+inline void provide_dy(const DepthwiseParams& p, int64_t image, int64_t row, int64_t c0, int64_t channels, float* to,
+                       int64_t ld) {
+  const int64_t at = (image * p.out_height + row) * p.out_width * p.channels + c0;
+  const BnFold& bn = p.grad.bn;
+  const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, bn.slope + c0, bn.offset + c0, bn.act};
+  const T* grad = static_cast<const T*>(p.grad.data) + at;
+  const T* y = static_cast<const T*>(p.grad.y) + at;
+  by_act(bn.act, [&](auto act) {
+    bn_act_bwd_tile<decltype(act)>(here, grad, y, p.channels, to, ld, p.out_width, channels);
+    return 0;
+  });
+}
+
+// Adds the float sums of `channels` channels to partial [2][ld], and clears them.
+inline void flush_sums(float* sums, float* moments, int64_t channels, double* partial, int64_t ld) {
+  for (int64_t c = 0; c < channels; ++c) partial[c] += sums[c];
+  for (int64_t c = 0; c < channels; ++c) partial[ld + c] += moments[c];
+  memset(sums, 0, channels * sizeof(float));
+  memset(moments, 0, channels * sizeof(float));
+}
+
+// A is the activation of the stage before, if kFolded.
+template <typename T, typename A, bool kFolded>
 void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
-  using C = typename Multiplied<T>::Type;
   const Pass pass = make_pass(p, true);
-  const Expansion& e = p.expansion;
-  const bool expanded = e.in_channels > 0;
-  const int64_t all = divide_up(p.channels, kLanes) * kLanes;
-  const int64_t group = expanded ? all : group_channels(p.channels, pass.kernel * pass.columns);
-  const int64_t lda = expanded ? tile_ld<C>(e.in_channels) : 0;
-  const int64_t ldz = expanded ? tile_ld<C>(p.channels) : 0;
-  const int64_t a_rows = tile_rows(p.width);
-  const int64_t row_size = expanded ? p.width * group : 0;
+  const int64_t group = group_channels(p.channels, pass.kernel * pass.columns);
   const int64_t ring_size = pass.kernel * pass.columns * group;
   const int64_t out_size = pass.segments * pass.outputs * kLanes;
   Scratch scratch(Scratch::size<float>(ring_size) + Scratch::size<float>(pass.columns * group) +
-                  2 * Scratch::size<float>(group) + 2 * Scratch::size<float>(row_size) + Scratch::size<C>(a_rows * lda) +
-                  Scratch::size<C>(a_rows * ldz) + Scratch::size<float>(out_size));
+                  2 * Scratch::size<float>(group) + Scratch::size<float>(out_size));
   float* ring = scratch.take<float>(ring_size);
   const float* zeros = scratch.take<float>(pass.columns * group);
   float* sums = scratch.take<float>(group);
   float* moments = scratch.take<float>(group);
-  float* da = scratch.take<float>(row_size);
-  float* xhat = scratch.take<float>(row_size);
-  C* a = scratch.take<C>(a_rows * lda);
-  C* dz = scratch.take<C>(a_rows * ldz);
   float* out = scratch.take<float>(out_size);
   const StageInputGrad& dx = p.dx;
   for (int64_t item = begin; item < end; ++item) {
@@ -357,74 +335,123 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
     const int64_t r0 = item % p.strips * p.strip_rows;
     const int64_t r1 = lesser(r0 + p.strip_rows, p.height);
     double* partial = dx.partial + item * 2 * p.channels;
-    for (int64_t i = 0; dx.partial && i < 2 * p.channels; ++i) partial[i] = 0;
+    for (int64_t i = 0; kFolded && i < 2 * p.channels; ++i) partial[i] = 0;
     for (int64_t c0 = 0; c0 < p.channels; c0 += group) {
       const int64_t channels = lesser(group, p.channels - c0);
       int64_t summed = 0;  // pixels in sums and moments
-      const auto provide = [&](int64_t row, float* to) {
-        const int64_t at = (image * p.out_height + row) * p.out_width * p.channels + c0;
-        const BnFold& bn = p.grad.bn;
-        const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, bn.slope + c0, bn.offset + c0, bn.act};
-        by_act(bn.act, [&](auto act) {
-          bn_act_bwd_tile<decltype(act)>(here, static_cast<const T*>(p.grad.data) + at, static_cast<const T*>(p.grad.y) + at,
-                                         p.channels, to, group, p.out_width, channels);
-          return 0;
-        });
-      };
-      const auto consume = [&](int64_t r, int64_t c, auto lanes, const float* out) {
-        const int64_t at = (image * p.height + r) * p.width * p.channels + c0 + c;
-        VecF s = load(sums + c, AllLanes{});
-        VecF m = load(moments + c, AllLanes{});
-        VecF center{}, scale{}, shift{};
-        if (dx.folded) {
-          center = load(dx.bn.center + c0 + c, lanes);
-          scale = load(dx.bn.scale + c0 + c, lanes);
-          shift = load(dx.bn.shift + c0 + c, lanes);
-        }
-        for (int64_t x = 0; x < pass.width; ++x) {
-          const VecF sum = load(out + x * kLanes, AllLanes{});
-          const int64_t i = at + x * p.channels;
-          if (expanded) {
-            store(da + x * group + c, sum, AllLanes{});
-          } else if (dx.folded) {
-            const VecF d = load(static_cast<const T*>(dx.y) + i, lanes) - center;
-            const VecF g = A::backward(sum, d * scale + shift);
-            store(static_cast<T*>(dx.data) + i, g, lanes);
-            s += g;
-            m += g * d;
+      const auto provide = [&](int64_t row, float* to) { provide_dy<T>(p, image, row, c0, channels, to, group); };
+      const auto finish = [&](int64_t r, const auto& eval) {
+        const int64_t row_at = (image * p.height + r) * p.width * p.channels + c0;
+        for_each_vector(channels, [&](int64_t c, auto lanes) {
+          eval(c, out);
+          const int64_t at = row_at + c;
+          T* to = static_cast<T*>(dx.data) + at;
+          if constexpr (kFolded) {
+            const T* y = static_cast<const T*>(dx.y) + at;
+            const VecF center = load(dx.bn.center + c0 + c, lanes);
+            const VecF scale = load(dx.bn.scale + c0 + c, lanes);
+            const VecF shift = load(dx.bn.shift + c0 + c, lanes);
+            VecF s = load(sums + c, AllLanes{});
+            VecF m = load(moments + c, AllLanes{});
+            for (int64_t x = 0; x < pass.width; ++x) {
+              const VecF d = load(y + x * p.channels, lanes) - center;
+              const VecF g = A::backward(load(out + x * kLanes, AllLanes{}), d * scale + shift);
+              store(to + x * p.channels, g, lanes);
+              s += g;
+              m += g * d;
+            }
+            store(sums + c, s, AllLanes{});
+            store(moments + c, m, AllLanes{});
           } else {
-            const VecF added = dx.added ? load(static_cast<const T*>(dx.added) + i, lanes) : VecF{};
-            store(static_cast<T*>(dx.data) + i, sum + added, lanes);
+            const T* added = static_cast<const T*>(dx.added) + (dx.added ? at : 0);
+            for (int64_t x = 0; x < pass.width; ++x) {
+              VecF v = load(out + x * kLanes, AllLanes{});
+              if (added) v += load(added + x * p.channels, lanes);
+              store(to + x * p.channels, v, lanes);
+            }
           }
-        }
-        store(sums + c, s, AllLanes{});
-        store(moments + c, m, AllLanes{});
-      };
-      const auto end_row = [&](int64_t r) {
-        if (expanded) {
-          const int64_t at = (image * p.height + r) * p.width;
-          expand_row<A, false>(e, static_cast<const T*>(e.x) + at * e.in_channels, p.width, p.channels, a, lda, xhat, group);
-          for (int64_t r2 = 0; r2 < p.width; r2 += kTileRows) {
-            expansion_bwd_tile<A>(e, da + r2 * group, xhat + r2 * group, group, dz + r2 * ldz, ldz,
-                                  lesser(kTileRows, p.width - r2), p.channels, partial, partial + p.channels);
-          }
-          T* v = static_cast<T*>(e.v) + at * e.in_channels;
-          gemm_tile(dz, ldz, p.width, static_cast<const C*>(e.weight_bwd), p.channels, e.in_channels,
-                    [&](int64_t i, int64_t c, VecF sum, auto lanes) { store(v + i * e.in_channels + c, sum, lanes); });
-          return;
-        }
+        });
         summed += p.width;
-        if (!dx.folded || (summed < kTileRows && r + 1 < r1)) return;
-        double* to = partial + c0;
-        for (int64_t c = 0; c < channels; ++c) {
-          to[c] += sums[c];
-          to[p.channels + c] += moments[c];
+        if (kFolded && (summed >= kTileRows || r + 1 == r1)) {
+          flush_sums(sums, moments, channels, partial + c0, p.channels);
+          summed = 0;
         }
-        for (int64_t c = 0; c < group; ++c) sums[c] = moments[c] = 0;
-        summed = 0;
       };
-      slide(pass, r0, r1, channels, group, ring, zeros, p.weight + c0, p.weight_ld, out, provide, consume, end_row);
+      slide(pass, r0, r1, group, ring, zeros, p.weight + c0, p.weight_ld, provide, finish);
     }
+  }
+}
+
+// The depthwise convolution's backward and that of the expansion before it, whose activation is A: for a panel of channels
+// the stencil gives da, a product gives xhat again, and dz stays here as the input of the product that gives v.
+template <typename T, typename A>
+void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
+  using C = typename Multiplied<T>::Type;
+  const Pass pass = make_pass(p, true);
+  const Expansion& e = p.expansion;
+  const int64_t ld = divide_up(p.channels, kLanes) * kLanes;
+  const int64_t lda = tile_ld<C>(e.in_channels);
+  const int64_t ldz = tile_ld<C>(p.channels);
+  const int64_t a_rows = tile_rows(p.width);
+  const int64_t ring_size = pass.kernel * pass.columns * ld;
+  // blocks of the product may go beyond the row
+  const int64_t pixels = pass.segments * pass.outputs > a_rows ? pass.segments * pass.outputs : a_rows;
+  const int64_t out_size = pixels * kLanes;
+  Scratch scratch(Scratch::size<float>(ring_size) + Scratch::size<float>(pass.columns * ld) + 2 * Scratch::size<float>(ld) +
+                  Scratch::size<float>(kPanelVectors * out_size) + Scratch::size<C>(a_rows * lda) +
+                  Scratch::size<C>(a_rows * ldz));
+  float* ring = scratch.take<float>(ring_size);
+  const float* zeros = scratch.take<float>(pass.columns * ld);
+  float* sums = scratch.take<float>(ld);
+  float* moments = scratch.take<float>(ld);
+  float* da = scratch.take<float>(kPanelVectors * out_size);
+  C* a = scratch.take<C>(a_rows * lda);
+  C* dz = scratch.take<C>(a_rows * ldz);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t image = item / p.strips;
+    const int64_t r0 = item % p.strips * p.strip_rows;
+    const int64_t r1 = lesser(r0 + p.strip_rows, p.height);
+    double* partial = p.dx.partial + item * 2 * p.channels;
+    for (int64_t i = 0; i < 2 * p.channels; ++i) partial[i] = 0;
+    int64_t summed = 0;
+    const auto provide = [&](int64_t row, float* to) { provide_dy<T>(p, image, row, 0, p.channels, to, ld); };
+    const auto finish = [&](int64_t r, const auto& eval) {
+      const int64_t at = (image * p.height + r) * p.width * e.in_channels;
+      centre_row(e, static_cast<const T*>(e.x) + at, p.width, a, lda);
+      for_each_panel(static_cast<const C*>(e.weight), e.in_channels, p.channels, [&](auto width, int64_t column, const C* b) {
+        constexpr int kWidth = decltype(width)::value;
+        for (int j = 0; j < kWidth; ++j) eval(column + j * kLanes, da + j * out_size);
+        gemm_panel<kWidth>(a, lda, b, e.in_channels, p.width, column, p.channels,
+                           [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
+          const float* from = da + (c - column) / kLanes * out_size + row * kLanes;
+          const VecF bias = load(e.bias + c, lanes);
+          const VecF scale = load(e.bn.scale + c, lanes);
+          const VecF shift = load(e.bn.shift + c, lanes);
+          VecF s = load(sums + c, AllLanes{});
+          VecF m = load(moments + c, AllLanes{});
+          for_each_row(count, sum, [&](int i, VecF v) {
+            const VecF xhat = v + bias;
+            const VecF g = A::backward(load(from + i * kLanes, AllLanes{}), xhat * scale + shift);
+            store(dz + (row + i) * ldz + c, g, lanes);
+            s += g;
+            m += g * xhat;
+          });
+          store(sums + c, s, AllLanes{});
+          store(moments + c, m, AllLanes{});
+        });
+      });
+      T* v = static_cast<T*>(e.v) + at;
+      gemm_tile(dz, ldz, p.width, static_cast<const C*>(e.weight_bwd), p.channels, e.in_channels,
+                [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
+        for_each_row(count, sum, [&](int i, VecF value) { store(v + (row + i) * e.in_channels + c, value, lanes); });
+      });
+      summed += p.width;
+      if (summed >= kTileRows || r + 1 == r1) {
+        flush_sums(sums, moments, p.channels, partial, p.channels);
+        summed = 0;
+      }
+    };
+    slide(pass, r0, r1, ld, ring, zeros, p.weight, p.weight_ld, provide, finish);
   }
 }
 
@@ -434,8 +461,15 @@ void depthwise_fwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
 }
 
 void depthwise_bwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
-  const Act act = p.expansion.in_channels ? p.expansion.bn.act : p.dx.folded ? p.dx.bn.act : Act::kIdentity;
-  by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_bwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+  if (p.expansion.in_channels) {
+    const Act act = p.expansion.bn.act;
+    by_type(p.bfloat16, act, [](auto t, auto a) { return expansion_bwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+  } else if (p.dx.folded) {
+    const Act act = p.dx.bn.act;
+    by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_bwd_items<decltype(t), decltype(a), true>; })(p, begin, end);
+  } else {
+    (p.bfloat16 ? depthwise_bwd_items<BFloat16, Identity, false> : depthwise_bwd_items<float, Identity, false>)(p, begin, end);
+  }
 }
 
 }  // namespace

@@ -87,14 +87,14 @@ void pack(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int6
   }
 }
 
-// Calls store(i, j, sum) for the rows i < rows and vectors j of one block.
-template <int kWidth, typename Store>
-inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t depth, int64_t rows, const Store& write) {
-  VecF sum[kBlockRows][kWidth];
+// Calls finish(j, sums) for the vectors j of one block, sums being those of its kBlockRows rows.
+template <int kWidth, typename Finish>
+inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t depth, const Finish& finish) {
+  VecF sum[kWidth][kBlockRows];
 #pragma GCC unroll 8
   for (int i = 0; i < kBlockRows; ++i) {
 #pragma GCC unroll 3
-    for (int j = 0; j < kWidth; ++j) sum[i][j] = VecF{};
+    for (int j = 0; j < kWidth; ++j) sum[j][i] = VecF{};
   }
   for (int64_t k = 0; k < depth; ++k) {
     VecF vb[kWidth];
@@ -104,25 +104,21 @@ inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t dept
     for (int i = 0; i < kBlockRows; ++i) {
       const VecF va = broadcast(a[i * lda + k]);
 #pragma GCC unroll 3
-      for (int j = 0; j < kWidth; ++j) sum[i][j] += va * vb[j];
+      for (int j = 0; j < kWidth; ++j) sum[j][i] += va * vb[j];
     }
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < kBlockRows; ++i) {
-    if (i >= rows) break;
 #pragma GCC unroll 3
-    for (int j = 0; j < kWidth; ++j) write(i, j, sum[i][j]);
-  }
+  for (int j = 0; j < kWidth; ++j) finish(j, sum[j]);
 }
 
 #if defined(__AVX512BF16__)
-template <int kWidth, typename Store>
-inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_t depth, int64_t rows, const Store& write) {
-  __m512 sum[kBlockRows][kWidth];
+template <int kWidth, typename Finish>
+inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_t depth, const Finish& finish) {
+  VecF sum[kWidth][kBlockRows];
 #pragma GCC unroll 8
   for (int i = 0; i < kBlockRows; ++i) {
 #pragma GCC unroll 3
-    for (int j = 0; j < kWidth; ++j) sum[i][j] = _mm512_setzero_ps();
+    for (int j = 0; j < kWidth; ++j) sum[j][i] = VecF{};
   }
   for (int64_t k = 0; k < depth; k += 2) {
     __m512i vb[kWidth];
@@ -134,15 +130,13 @@ inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_
       memcpy(&pair, a + i * lda + k, sizeof pair);
       const __m512i va = _mm512_set1_epi32(pair);
 #pragma GCC unroll 3
-      for (int j = 0; j < kWidth; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)va, (__m512bh)vb[j]);
+      for (int j = 0; j < kWidth; ++j) {
+        sum[j][i] = (VecF)_mm512_dpbf16_ps((__m512)sum[j][i], (__m512bh)va, (__m512bh)vb[j]);
+      }
     }
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < kBlockRows; ++i) {
-    if (i >= rows) break;
 #pragma GCC unroll 3
-    for (int j = 0; j < kWidth; ++j) write(i, j, (VecF)sum[i][j]);
-  }
+  for (int j = 0; j < kWidth; ++j) finish(j, sum[j]);
 }
 #endif
 
@@ -150,36 +144,55 @@ template <int kWidth, typename C, typename Epilogue>
 inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column, int64_t columns,
                        const Epilogue& epilogue) {
   for (int64_t row = 0; row < rows; row += kBlockRows) {
-    gemm_block<kWidth>(a + row * lda, lda, b, depth, rows - row, [&](int i, int j, VecF sum) {
+    const int count = static_cast<int>(lesser(kBlockRows, rows - row));
+    gemm_block<kWidth>(a + row * lda, lda, b, depth, [&](int j, const VecF* sums) {
       const int64_t c = column + j * kLanes;
       if (c + kLanes <= columns) {
-        epilogue(row + i, c, sum, AllLanes{});
+        epilogue(row, count, c, sums, AllLanes{});
       } else {
-        epilogue(row + i, c, sum, static_cast<int>(columns - c));
+        epilogue(row, count, c, sums, static_cast<int>(columns - c));
       }
     });
   }
 }
 
-// epilogue(row, column, sum, lanes) gets every vector of C = A B. `a` has tile_rows(rows) rows of memory and, for bfloat16,
-// zeros up to an even depth.
-template <typename C, typename Epilogue>
-void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, int64_t depth, int64_t columns,
-               const Epilogue& epilogue) {
+// Calls body(Count<vectors>{}, first column, its part of the packed weight) for every panel.
+template <typename C, typename Body>
+inline void for_each_panel(const C* packed, int64_t depth, int64_t columns, const Body& body) {
   const int64_t padded = divide_up(depth, kDepthStep<C>) * kDepthStep<C>;
   const int64_t vectors = divide_up(columns, kLanes);
   for (int64_t v = 0; v < vectors;) {
     const int width = panel_width(vectors - v);
     const C* b = packed + v * kLanes * padded;
     if (width == 3) {
-      gemm_panel<3>(a, lda, b, depth, rows, v * kLanes, columns, epilogue);
+      body(Count<3>{}, v * kLanes, b);
     } else if (width == 2) {
-      gemm_panel<2>(a, lda, b, depth, rows, v * kLanes, columns, epilogue);
+      body(Count<2>{}, v * kLanes, b);
     } else {
-      gemm_panel<1>(a, lda, b, depth, rows, v * kLanes, columns, epilogue);
+      body(Count<1>{}, v * kLanes, b);
     }
     v += width;
   }
+}
+
+// Calls body(i, sums[i]) for the rows of a block.
+template <typename Body>
+inline void for_each_row(int count, const VecF* sums, const Body& body) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kBlockRows; ++i) {
+    if (i >= count) break;
+    body(i, sums[i]);
+  }
+}
+
+// epilogue(row, count, column, sums, lanes) gets C = A B in pieces of a vector of columns in `count` rows. `a` has
+// tile_rows(rows) rows of memory and, for bfloat16, zeros up to an even depth.
+template <typename C, typename Epilogue>
+inline void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, int64_t depth, int64_t columns,
+                      const Epilogue& epilogue) {
+  for_each_panel(packed, depth, columns, [&](auto width, int64_t column, const C* b) {
+    gemm_panel<decltype(width)::value>(a, lda, b, depth, rows, column, columns, epilogue);
+  });
 }
 
 }  // namespace nasfast::cpu::NASFAST_ISA

@@ -53,12 +53,14 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
   const int64_t depth = p.in_channels * p.kernel * p.kernel;
   const int64_t lda = tile_ld<C>(depth);
-  Scratch scratch(Scratch::size<C>(kTileRows * lda) + Scratch::size<float>(p.out_channels));
+  const int64_t padded = divide_up(p.out_channels, kLanes) * kLanes;
+  Scratch scratch(Scratch::size<C>(kTileRows * lda) + 3 * Scratch::size<float>(padded));
   C* a = scratch.take<C>(kTileRows * lda);
-  float* pivot = scratch.take<float>(p.out_channels);
+  float* pivot = scratch.take<float>(padded);
+  float* sums = scratch.take<float>(padded);
+  float* squares = scratch.take<float>(padded);
   const C* weight = static_cast<const C*>(p.weight);
   for (int64_t item = begin; item < end; ++item) {
-    double* mean = p.partial ? p.partial + item * 2 * p.out_channels : nullptr;
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const T* x = static_cast<const T*>(p.x.data) + row * p.in_channels;
       if (p.kernel > 1 || p.stride > 1) {
@@ -69,53 +71,91 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
         copy_tile(x, p.in_channels, a, lda, rows, p.in_channels);
       }
       T* y = static_cast<T*>(p.y) + row * p.out_channels;
-      gemm_tile(a, lda, rows, weight, depth, p.out_channels, [&](int64_t r, int64_t c, VecF sum, auto lanes) {
-        store(y + r * p.out_channels + c, sum, lanes);
+      const int64_t before = row - item * p.item_rows;
+      gemm_tile(a, lda, rows, weight, depth, p.out_channels, [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
+        T* to = y + r * p.out_channels + c;
+        VecF s = load(sums + c, AllLanes{});
+        VecF q = load(squares + c, AllLanes{});
+        if (before + r == 0) {
+          VecF total{};
+          for_each_row(count, sum, [&](int, VecF v) { total += v; });
+          store(pivot + c, total * (1.0f / static_cast<float>(count)), AllLanes{});
+        }
+        const VecF k = load(pivot + c, AllLanes{});
+        for_each_row(count, sum, [&](int i, VecF v) {
+          store(to + i * p.out_channels, v, lanes);
+          const VecF d = v - k;
+          s += d;
+          q += d * d;
+        });
+        store(sums + c, s, AllLanes{});
+        store(squares + c, q, AllLanes{});
       });
-      if (mean) {
-        bn_stats_tile(y, p.out_channels, rows, p.out_channels, row - item * p.item_rows, pivot, mean, mean + p.out_channels);
+      if (p.partial) {
+        double* mean = p.partial + item * 2 * p.out_channels;
+        merge_sums(sums, squares, p.out_channels, rows, before, pivot, mean, mean + p.out_channels);
+        for (int64_t c = 0; c < padded; ++c) sums[c] = squares[c] = 0;
       }
     });
   }
 }
 
-// dx = W^T dy, where A is the activation of this stage. The activation before it is chosen inside, once per tile.
-template <typename T, typename A>
+// dx = W^T dy. A is the activation of the stage before, if kFolded; this stage's is chosen once per tile.
+template <typename T, typename A, bool kFolded>
 void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
   const int64_t lda = tile_ld<C>(p.out_channels);
-  const int64_t ldd = tile_ld<float>(p.in_channels);
-  Scratch scratch(Scratch::size<C>(kTileRows * lda) + Scratch::size<float>(kTileRows * ldd));
+  const int64_t padded = divide_up(p.in_channels, kLanes) * kLanes;
+  Scratch scratch(Scratch::size<C>(kTileRows * lda) + 2 * Scratch::size<float>(padded));
   C* a = scratch.take<C>(kTileRows * lda);
-  float* d = scratch.take<float>(kTileRows * ldd);
+  float* sums = scratch.take<float>(padded);
+  float* moments = scratch.take<float>(padded);
   const C* weight = static_cast<const C*>(p.weight);
   const StageInputGrad& dx = p.dx;
   for (int64_t item = begin; item < end; ++item) {
-    double* sum = dx.folded ? dx.partial + item * 2 * p.in_channels : nullptr;
-    for (int64_t i = 0; dx.folded && i < 2 * p.in_channels; ++i) sum[i] = 0;
+    for (int64_t i = 0; kFolded && i < 2 * p.in_channels; ++i) dx.partial[item * 2 * p.in_channels + i] = 0;
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at_out = row * p.out_channels;
       const int64_t at_in = row * p.in_channels;
       const T* grad = static_cast<const T*>(p.grad.data) + at_out;
-      bn_act_bwd_tile<A>(p.grad.bn, grad, static_cast<const T*>(p.grad.y) + at_out, p.out_channels, a, lda, rows,
-                         p.out_channels);
-      T* to = static_cast<T*>(dx.data) + at_in;
-      if (dx.folded) {
-        gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels,
-                  [&](int64_t r, int64_t c, VecF v, auto lanes) { store(d + r * ldd + c, v, lanes); });
-        by_act(dx.bn.act, [&](auto act) {
-          bn_act_bwd_reduce_tile<decltype(act), true>(dx.bn, d, ldd, static_cast<const T*>(dx.y) + at_in, p.in_channels, to,
-                                                      rows, p.in_channels, sum, sum + p.in_channels);
-          return 0;
-        });
-      } else if (dx.added) {
-        const T* added = static_cast<const T*>(dx.added) + at_in;
-        gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels, [&](int64_t r, int64_t c, VecF v, auto lanes) {
-          store(to + r * p.in_channels + c, v + load(added + r * p.in_channels + c, lanes), lanes);
-        });
-      } else {
-        gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels,
-                  [&](int64_t r, int64_t c, VecF v, auto lanes) { store(to + r * p.in_channels + c, v, lanes); });
+      by_act(p.grad.bn.act, [&](auto act) {
+        bn_act_bwd_tile<decltype(act)>(p.grad.bn, grad, static_cast<const T*>(p.grad.y) + at_out, p.out_channels, a, lda, rows,
+                                       p.out_channels);
+        return 0;
+      });
+      T* out = static_cast<T*>(dx.data) + at_in;
+      const T* y = static_cast<const T*>(dx.y) + (dx.folded ? at_in : 0);
+      const T* added = static_cast<const T*>(dx.added) + (dx.added ? at_in : 0);
+      gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels,
+                [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
+        const int64_t at = r * p.in_channels + c;
+        if constexpr (kFolded) {
+          const VecF center = load(dx.bn.center + c, lanes);
+          const VecF scale = load(dx.bn.scale + c, lanes);
+          const VecF shift = load(dx.bn.shift + c, lanes);
+          VecF s = load(sums + c, AllLanes{});
+          VecF m = load(moments + c, AllLanes{});
+          for_each_row(count, sum, [&](int i, VecF v) {
+            const VecF d = load(y + at + i * p.in_channels, lanes) - center;
+            const VecF g = A::backward(v, d * scale + shift);
+            store(out + at + i * p.in_channels, g, lanes);
+            s += g;
+            m += g * d;
+          });
+          store(sums + c, s, AllLanes{});
+          store(moments + c, m, AllLanes{});
+        } else {
+          for_each_row(count, sum, [&](int i, VecF v) {
+            if (added) v += load(added + at + i * p.in_channels, lanes);
+            store(out + at + i * p.in_channels, v, lanes);
+          });
+        }
+      });
+      if constexpr (kFolded) {
+        double* to = dx.partial + item * 2 * p.in_channels;
+        for (int64_t c = 0; c < p.in_channels; ++c) to[c] += sums[c];
+        for (int64_t c = 0; c < p.in_channels; ++c) to[p.in_channels + c] += moments[c];
+        for (int64_t c = 0; c < padded; ++c) sums[c] = moments[c] = 0;
       }
     });
   }
@@ -205,11 +245,14 @@ void correction_items(const CorrectionParams& p, int64_t begin, int64_t end) {
       centre_tile(static_cast<const T*>(p.x) + at, p.center, a, lda, rows, p.channels);
       T* dx = static_cast<T*>(p.dx) + at;
       const T* added = p.added ? static_cast<const T*>(p.added) + at : nullptr;
-      gemm_tile(a, lda, rows, weight, p.channels, p.channels, [&](int64_t r, int64_t c, VecF v, auto lanes) {
-        const int64_t i = r * p.channels + c;
-        VecF out = load(dx + i, lanes) + load(p.bias + c, lanes) - v;
-        if (added) out += load(added + i, lanes);
-        store(dx + i, out, lanes);
+      gemm_tile(a, lda, rows, weight, p.channels, p.channels, [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
+        const VecF bias = load(p.bias + c, lanes);
+        for_each_row(count, sum, [&](int i, VecF v) {
+          const int64_t at = (r + i) * p.channels + c;
+          VecF out = load(dx + at, lanes) + bias - v;
+          if (added) out += load(added + at, lanes);
+          store(dx + at, out, lanes);
+        });
       });
     });
   }
@@ -236,7 +279,11 @@ void pointwise_fwd(const PointwiseParams& p, int64_t begin, int64_t end) {
 }
 
 void pointwise_bwd(const PointwiseParams& p, int64_t begin, int64_t end) {
-  by_type(p.bfloat16, p.grad.bn.act, [](auto t, auto a) { return pointwise_bwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+  if (p.dx.folded) {
+    by_type(p.bfloat16, p.dx.bn.act, [](auto t, auto a) { return pointwise_bwd_items<decltype(t), decltype(a), true>; })(p, begin, end);
+  } else {
+    (p.bfloat16 ? pointwise_bwd_items<BFloat16, Identity, false> : pointwise_bwd_items<float, Identity, false>)(p, begin, end);
+  }
 }
 
 void covariance(const CovarianceParams& p, int64_t begin, int64_t end) {
