@@ -57,7 +57,7 @@ struct Geometry {
     params.bfloat16 = x.scalar_type() == ScalarType::BFloat16;
     // with one channel both layouts are the same memory, and planes use whole vectors
     params.channels_last = is_channels_last(x) && x.size(1) > 1;
-    params.channels = x.size(1);
+    params.channels = params.ldy = params.ldgrad = x.size(1);
     params.plane = x.size(2) * x.size(3);
     params.rows = x.size(0) * params.plane;
     params.x = x.const_data_ptr();

@@ -17,6 +17,7 @@ struct BnActParams {
   int64_t rows;       // N * H * W
   int64_t plane;      // H * W
   int64_t item_rows;  // NHWC only
+  int64_t ldy, ldgrad;  // NHWC only: distance between rows of y and of grad, channels unless they lie in a wider tensor
   const void* x;
   const void* residual;  // added after the activation; may be null
   const void* grad;

@@ -83,7 +83,7 @@ void bn_act_fwd_rows(const BnActParams& p, int64_t begin, int64_t end) {
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at = row * channels;
       const T* added = kResidual ? residual + at : nullptr;
-      bn_act_tile<A, kResidual>(p.bn, x + at, added, channels, y + at, channels, rows, channels);
+      bn_act_tile<A, kResidual>(p.bn, x + at, added, channels, y + row * p.ldy, p.ldy, rows, channels);
     });
   }
 }
@@ -116,8 +116,7 @@ void bn_act_bwd_reduce_rows(const BnActParams& p, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < 2 * channels; ++i) sum[i] = 0;
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at = row * channels;
-      bn_act_bwd_reduce_tile<A, false>(p.bn, grad + at, channels, x + at, channels, static_cast<T*>(nullptr), rows, channels,
-                                       sum, sum + channels);
+      bn_act_bwd_reduce_tile<A>(p.bn, grad + row * p.ldgrad, p.ldgrad, x + at, channels, rows, channels, sum, sum + channels);
     });
   }
 }
@@ -161,7 +160,7 @@ void bn_act_bwd_rows(const BnActParams& p, int64_t begin, int64_t end) {
   for (int64_t item = end - 1; item >= begin; --item) {
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at = row * channels;
-      bn_act_bwd_tile<A>(p.bn, grad + at, x + at, channels, dx + at, channels, rows, channels);
+      bn_act_bwd_tile<A>(p.bn, grad + row * p.ldgrad, p.ldgrad, x + at, channels, dx + at, channels, rows, channels);
     });
   }
 }

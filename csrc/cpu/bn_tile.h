@@ -68,8 +68,8 @@ inline void copy_tile(const T* x, int64_t ldx, U* y, int64_t ldy, int64_t rows, 
 
 // dy = gradient behind BatchNorm's input; dz = grad * act'(z)
 template <typename A, typename T, typename U>
-inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, const T* y, int64_t ld, U* dy, int64_t lddy, int64_t rows,
-                            int64_t channels) {
+inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld, U* dy, int64_t lddy,
+                            int64_t rows, int64_t channels) {
   for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n], slope[n], offset[n];
@@ -82,19 +82,18 @@ inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, const T* y, int64_t
     }
     for (int64_t r = 0; r < rows; ++r) {
       for (int j = 0; j < n; ++j) {
-        const int64_t at = r * ld + c + j * kLanes;
-        const VecF d = load(y + at, lanes) - center[j];
-        const VecF dz = A::backward(load(grad + at, lanes), d * scale[j] + shift[j]);
+        const VecF d = load(y + r * ld + c + j * kLanes, lanes) - center[j];
+        const VecF dz = A::backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
         store(dy + r * lddy + c + j * kLanes, dz * scale[j] + (d * slope[j] + offset[j]), lanes);
       }
     }
   });
 }
 
-// Adds sum dz and sum dz * (y - center) to the two double arrays; with Store also writes dz. At most 2 * kTileRows rows.
-template <typename A, bool kStore, typename G, typename T>
-inline void bn_act_bwd_reduce_tile(const BnFold& bn, const G* grad, int64_t ldgrad, const T* y, int64_t ld, T* dz,
-                                   int64_t rows, int64_t channels, double* sum, double* moment) {
+// Adds sum dz and sum dz * (y - center) to the two double arrays.
+template <typename A, typename T>
+inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld, int64_t rows,
+                                   int64_t channels, double* sum, double* moment) {
   for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n], s[n], m[n];
@@ -106,10 +105,8 @@ inline void bn_act_bwd_reduce_tile(const BnFold& bn, const G* grad, int64_t ldgr
     }
     for (int64_t r = 0; r < rows; ++r) {
       for (int j = 0; j < n; ++j) {
-        const int64_t at = r * ld + c + j * kLanes;
-        const VecF d = load(y + at, lanes) - center[j];
+        const VecF d = load(y + r * ld + c + j * kLanes, lanes) - center[j];
         const VecF g = A::backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
-        if constexpr (kStore) store(dz + at, g, lanes);
         s[j] += g;
         m[j] += g * d;
       }

@@ -98,14 +98,14 @@ struct Stage {
 struct Chain {
   bool bfloat16;
   bool recompute;
-  int64_t batch, height, width, channels;
+  int64_t batch, height, width, channels;  // of the input of the first stage
   std::vector<Stage> stages;
   int64_t saved_size = 0;
   int64_t statistics_size = 0;
 
   Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights,
         const std::vector<Tensor>& bn_biases, const std::vector<int64_t>& strides, const std::string& acts, size_t eps_count,
-        bool recompute_first)
+        bool recompute_first, bool shuffle)
       : recompute(recompute_first) {
     STD_TORCH_CHECK(shape.size() == 4, kOp, ": x must be 4-d (N, C, H, W), got ", shape.size(), " dimensions");
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, kOp, ": x must be float32 or bfloat16");
@@ -116,7 +116,8 @@ struct Chain {
                     kOp, ": every stage needs one of each: weight, bn_weight, bn_bias, stride, act, eps");
     bfloat16 = type == ScalarType::BFloat16;
     batch = shape[0];
-    channels = shape[1];
+    STD_TORCH_CHECK(!shuffle || shape[1] % 2 == 0, kOp, ": shuffle splits an even number of channels, got ", shape[1]);
+    channels = shuffle ? shape[1] / 2 : shape[1];
     height = shape[2];
     width = shape[3];
     STD_TORCH_CHECK(batch * height * width > 0 && channels > 0, kOp, ": x is empty");
@@ -159,6 +160,9 @@ struct Chain {
     }
     STD_TORCH_CHECK(!recompute || (count > 1 && stages[0].kind == Kind::kPointwise && stages[1].kind == Kind::kDepthwise), kOp,
                     ": recompute needs a pointwise stage before a depthwise one");
+    STD_TORCH_CHECK(!shuffle || (h == height && w == width && c == channels), kOp,
+                    ": shuffle needs stages that keep the shape of their input");
+    STD_TORCH_CHECK(!shuffle || !recompute, kOp, ": shuffle and recompute exclude each other");
   }
 
   size_t element_size() const { return bfloat16 ? 2 : 4; }
@@ -378,27 +382,57 @@ std::vector<double> expansion_offset(const Stage& stage, const float* center, co
   return offset;
 }
 
+ShuffleParams shuffle_params(const Chain& chain) {
+  ShuffleParams p{};
+  p.bfloat16 = chain.bfloat16;
+  p.channels = chain.channels;
+  const RowItems items(chain.batch * chain.height * chain.width);
+  p.rows = items.rows;
+  p.item_rows = items.item_rows;
+  return p;
+}
+
+void run_shuffle(const ShuffleParams& p, void (*kernel)(const ShuffleParams&, int64_t, int64_t)) {
+  const int64_t items = (p.rows + p.item_rows - 1) / p.item_rows;
+  run_items(items, p.item_rows * 2 * p.channels, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
 const double* double_data(const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); }
 
 std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
     const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, std::vector<Tensor> bn_biases,
     std::vector<Tensor> running_means, std::vector<Tensor> running_vars, const std::optional<Tensor>& residual,
-    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool recompute) {
+    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool recompute,
+    bool shuffle) {
   STD_TORCH_CHECK(x.dim() == 4 && is_channels_last(x), kOp, ": x must be 4-d and channels_last");
   Chain chain({x.size(0), x.size(1), x.size(2), x.size(3)}, x.scalar_type(), conv_weights, bn_weights, bn_biases, strides, acts,
-              eps.size(), recompute);
+              eps.size(), recompute, shuffle);
   STD_TORCH_CHECK(running_means.size() == chain.stages.size() && running_vars.size() == chain.stages.size(), kOp,
                   ": every stage needs running statistics, empty where it uses those of the batch");
   const Stage& last = chain.last();
+  STD_TORCH_CHECK(!shuffle || (!residual && !add_input), kOp, ": shuffle and a residual exclude each other");
   if (residual) chain.check_image("residual", *residual, last.out_channels, last.out_height, last.out_width);
   if (add_input) chain.check_image("x, to be added,", x, last.out_channels, last.out_height, last.out_width);
 
-  Tensor y = chain.empty_image(last.out_channels, last.out_height, last.out_width);
+  const int64_t y_channels = shuffle ? 2 * last.out_channels : last.out_channels;
+  Tensor y = chain.empty_image(y_channels, last.out_height, last.out_width);
   Tensor saved = pool_empty({chain.saved_size}, {1}, chain.type());
   Tensor statistics = empty_vector(x, chain.statistics_size, ScalarType::Double);
   double* numbers = static_cast<double*>(statistics.mutable_data_ptr());
 
   StageInput input{x.const_data_ptr(), false, {}};
+  std::unique_ptr<PoolBlock> odd;
+  if (shuffle) {
+    odd = std::make_unique<PoolBlock>(last.rows * chain.channels * chain.element_size());
+    ShuffleParams p = shuffle_params(chain);
+    p.source_whole = x.const_data_ptr();
+    p.left = y.mutable_data_ptr();
+    p.ld_left = 2 * chain.channels;
+    p.right = odd->data();
+    p.ld_right = chain.channels;
+    run_shuffle(p, kernels().conv.shuffle_split);
+    input.data = odd->data();
+  }
   std::optional<ExpansionNumbers> expansion;
   std::vector<double> partial;
   for (size_t i = 0; i < chain.stages.size(); ++i) {
@@ -489,7 +523,8 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
   p.x = input.data;
   p.bn = input.bn;
   p.residual = add_input ? x.const_data_ptr() : residual ? residual->const_data_ptr() : nullptr;
-  p.y = y.mutable_data_ptr();
+  p.ldy = y_channels;
+  p.y = static_cast<char*>(y.mutable_data_ptr()) + (shuffle ? chain.channels * chain.element_size() : 0);
   const auto kernel = kernels().bn.bn_act_fwd;
   run_items(items.items, items.item_rows * p.channels, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
   return {y, saved, statistics};
@@ -498,15 +533,18 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
 std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu(
     const Tensor& grad, const std::optional<Tensor>& x, std::vector<int64_t> shape, const Tensor& saved, const Tensor& statistics, std::vector<Tensor> conv_weights,
     std::vector<Tensor> bn_weights, std::vector<Tensor> bn_biases, std::vector<bool> batch_statistics,
-    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool recompute,
+    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool recompute, bool shuffle,
     std::vector<bool> wants) {
-  Chain chain(shape, saved.scalar_type(), conv_weights, bn_weights, bn_biases, strides, acts, eps.size(), recompute);
+  Chain chain(shape, saved.scalar_type(), conv_weights, bn_weights, bn_biases, strides, acts, eps.size(), recompute, shuffle);
   const size_t count = chain.stages.size();
   STD_TORCH_CHECK(batch_statistics.size() == count && wants.size() == 1 + 2 * count, kOp, ": wrong number of flags");
   STD_TORCH_CHECK(saved.numel() == chain.saved_size && saved.is_contiguous(), kOp,
                   ": saved does not belong to this chain");
   check_vector(kOp, "statistics", statistics, chain.statistics_size, ScalarType::Double);
-  chain.check_image("grad", grad, chain.last().out_channels, chain.last().out_height, chain.last().out_width);
+  const int64_t ldgrad = shuffle ? 2 * chain.channels : chain.last().out_channels;
+  chain.check_image("grad", grad, ldgrad, chain.last().out_height, chain.last().out_width);
+  // of the last stage's result
+  const char* last_grad = static_cast<const char*>(grad.const_data_ptr()) + (shuffle ? chain.channels * chain.element_size() : 0);
   STD_TORCH_CHECK(x.has_value() == recompute, kOp, ": x is needed exactly when recompute is asked for");
   if (x) chain.check_image("x", *x, chain.channels, chain.height, chain.width);
   const bool want_x = wants[0];
@@ -527,8 +565,11 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
     dweights.push_back(empty_vector(bn_weights[i], wants[1 + 2 * i] ? chain.stages[i].out_channels : 0, ScalarType::Float));
     dbiases.push_back(empty_vector(bn_biases[i], wants[2 + 2 * i] ? chain.stages[i].out_channels : 0, ScalarType::Float));
   }
-  Tensor dx = want_x ? chain.empty_image(chain.channels, chain.height, chain.width)
+  Tensor dx = want_x ? chain.empty_image(shape[1], chain.height, chain.width)
                      : torch::stable::new_empty(saved, {0}, chain.type());
+  std::unique_ptr<PoolBlock> odd;
+  if (want_x && shuffle) odd = std::make_unique<PoolBlock>(chain.last().rows * chain.channels * chain.element_size());
+  void* first_dx = !want_x ? nullptr : shuffle ? odd->data() : dx.mutable_data_ptr();
   const void* added = add_input ? grad.const_data_ptr() : nullptr;
   const auto affine = [](bool wanted, Tensor& t) { return wanted ? static_cast<float*>(t.mutable_data_ptr()) : nullptr; };
   const auto finish = [&](size_t i, std::vector<double>& partial, int64_t groups) {
@@ -547,7 +588,8 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
     p.rows = items.rows;
     p.item_rows = items.item_rows;
     p.x = chain.saved(saved, last);
-    p.grad = grad.const_data_ptr();
+    p.grad = last_grad;
+    p.ldgrad = ldgrad;
     p.bn = last.bn.fold();
     partial.resize(items.items * 2 * p.channels);
     p.partial = partial.data();
@@ -561,7 +603,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
     Stage& stage = chain.stages[i];
     const bool first = i == 0;
     if (i == stop && !(first && want_x)) break;
-    StageGrad out{dz ? dz->data() : grad.const_data_ptr(), chain.saved(saved, stage), stage.bn.fold()};
+    StageGrad out{dz ? dz->data() : last_grad, dz ? stage.out_channels : ldgrad, chain.saved(saved, stage), stage.bn.fold()};
     if (i + 1 < count) out.bn.act = Act::kIdentity;
 
     const bool expanded = i == 1 && recompute;
@@ -569,7 +611,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
     std::unique_ptr<PoolBlock> dz_before;
     const Stage* before = first ? nullptr : &chain.stages[i - 1];
     if (first) {
-      in.data = dx.mutable_data_ptr();
+      in.data = first_dx;
       in.added = added;
     } else if (!expanded) {
       dz_before = std::make_unique<PoolBlock>(before->rows * before->out_channels * chain.element_size());
@@ -670,6 +712,15 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
     }
     if (!first) finish(i - 1, partial, groups);
     dz = std::move(dz_before);
+  }
+  if (want_x && shuffle) {
+    ShuffleParams p = shuffle_params(chain);
+    p.source_left = grad.const_data_ptr();
+    p.ld_left = ldgrad;
+    p.source_right = odd->data();
+    p.ld_right = chain.channels;
+    p.whole = dx.mutable_data_ptr();
+    run_shuffle(p, kernels().conv.shuffle_merge);
   }
   return {dx, dweights, dbiases};
 }

@@ -30,6 +30,7 @@ struct StageInputGrad {
 // (bn.act is identity).
 struct StageGrad {
   const void* data;
+  int64_t ld;  // distance between rows of data: channels, unless it is part of a wider tensor
   const void* y;
   BnFold bn;
 };
@@ -104,6 +105,18 @@ struct CorrectionParams {
   void* dx;
 };
 
+// ShuffleNetV2's channel shuffle and split: even channels of `whole` [rows][2 * channels] on the left, odd ones on the right,
+// both with their own distance between rows. split reads whole, merge writes it.
+struct ShuffleParams {
+  bool bfloat16;
+  int64_t rows, item_rows, channels;
+  int64_t ld_left, ld_right;
+  const void* source_whole;
+  const void *source_left, *source_right;
+  void* whole;
+  void *left, *right;
+};
+
 struct ConvKernels {
   int64_t (*packed_bytes)(bool bfloat16, int64_t depth, int64_t columns);
   void (*pack)(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
@@ -114,6 +127,8 @@ struct ConvKernels {
   void (*pointwise_bwd)(const PointwiseParams& params, int64_t begin, int64_t end);
   void (*covariance)(const CovarianceParams& params, int64_t begin, int64_t end);
   void (*correction)(const CorrectionParams& params, int64_t begin, int64_t end);
+  void (*shuffle_split)(const ShuffleParams& params, int64_t begin, int64_t end);
+  void (*shuffle_merge)(const ShuffleParams& params, int64_t begin, int64_t end);
 };
 
 struct DepthwiseKernels {

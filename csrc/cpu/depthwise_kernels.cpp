@@ -296,13 +296,13 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
 template <typename T>
 inline void provide_dy(const DepthwiseParams& p, int64_t image, int64_t row, int64_t c0, int64_t channels, float* to,
                        int64_t ld) {
-  const int64_t at = (image * p.out_height + row) * p.out_width * p.channels + c0;
+  const int64_t pixel = (image * p.out_height + row) * p.out_width;
   const BnFold& bn = p.grad.bn;
   const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, bn.slope + c0, bn.offset + c0, bn.act};
-  const T* grad = static_cast<const T*>(p.grad.data) + at;
-  const T* y = static_cast<const T*>(p.grad.y) + at;
+  const T* grad = static_cast<const T*>(p.grad.data) + pixel * p.grad.ld + c0;
+  const T* y = static_cast<const T*>(p.grad.y) + pixel * p.channels + c0;
   by_act(bn.act, [&](auto act) {
-    bn_act_bwd_tile<decltype(act)>(here, grad, y, p.channels, to, ld, p.out_width, channels);
+    bn_act_bwd_tile<decltype(act)>(here, grad, p.grad.ld, y, p.channels, to, ld, p.out_width, channels);
     return 0;
   });
 }

@@ -117,10 +117,10 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at_out = row * p.out_channels;
       const int64_t at_in = row * p.in_channels;
-      const T* grad = static_cast<const T*>(p.grad.data) + at_out;
+      const T* grad = static_cast<const T*>(p.grad.data) + row * p.grad.ld;
       by_act(p.grad.bn.act, [&](auto act) {
-        bn_act_bwd_tile<decltype(act)>(p.grad.bn, grad, static_cast<const T*>(p.grad.y) + at_out, p.out_channels, a, lda, rows,
-                                       p.out_channels);
+        bn_act_bwd_tile<decltype(act)>(p.grad.bn, grad, p.grad.ld, static_cast<const T*>(p.grad.y) + at_out, p.out_channels, a,
+                                       lda, rows, p.out_channels);
         return 0;
       });
       T* out = static_cast<T*>(dx.data) + at_in;
@@ -258,6 +258,34 @@ void correction_items(const CorrectionParams& p, int64_t begin, int64_t end) {
   }
 }
 
+template <typename T>
+void shuffle_split_items(const ShuffleParams& p, int64_t begin, int64_t end) {
+  const int64_t last = lesser(end * p.item_rows, p.rows);
+  for (int64_t row = begin * p.item_rows; row < last; ++row) {
+    const T* whole = static_cast<const T*>(p.source_whole) + row * 2 * p.channels;
+    T* left = static_cast<T*>(p.left) + row * p.ld_left;
+    T* right = static_cast<T*>(p.right) + row * p.ld_right;
+    for (int64_t c = 0; c < p.channels; ++c) {
+      left[c] = whole[2 * c];
+      right[c] = whole[2 * c + 1];
+    }
+  }
+}
+
+template <typename T>
+void shuffle_merge_items(const ShuffleParams& p, int64_t begin, int64_t end) {
+  const int64_t last = lesser(end * p.item_rows, p.rows);
+  for (int64_t row = begin * p.item_rows; row < last; ++row) {
+    const T* left = static_cast<const T*>(p.source_left) + row * p.ld_left;
+    const T* right = static_cast<const T*>(p.source_right) + row * p.ld_right;
+    T* whole = static_cast<T*>(p.whole) + row * 2 * p.channels;
+    for (int64_t c = 0; c < p.channels; ++c) {
+      whole[2 * c] = left[c];
+      whole[2 * c + 1] = right[c];
+    }
+  }
+}
+
 int64_t packed_bytes(bool bfloat16, int64_t depth, int64_t columns) {
   using C = Multiplied<BFloat16>::Type;
   return bfloat16 ? packed_size<C>(depth, columns) * sizeof(C) : packed_size<float>(depth, columns) * sizeof(float);
@@ -294,9 +322,18 @@ void correction(const CorrectionParams& p, int64_t begin, int64_t end) {
   (p.bfloat16 ? correction_items<BFloat16> : correction_items<float>)(p, begin, end);
 }
 
+// moving elements needs their size only
+void shuffle_split(const ShuffleParams& p, int64_t begin, int64_t end) {
+  (p.bfloat16 ? shuffle_split_items<uint16_t> : shuffle_split_items<uint32_t>)(p, begin, end);
+}
+
+void shuffle_merge(const ShuffleParams& p, int64_t begin, int64_t end) {
+  (p.bfloat16 ? shuffle_merge_items<uint16_t> : shuffle_merge_items<uint32_t>)(p, begin, end);
+}
+
 }  // namespace
 
 extern const ConvKernels kConvKernels = {packed_bytes,  pack_weight, sizeof(Multiplied<BFloat16>::Type) == 2,
-                                         pointwise_fwd, pointwise_bwd, covariance, correction};
+                                         pointwise_fwd, pointwise_bwd, covariance, correction, shuffle_split, shuffle_merge};
 
 }  // namespace nasfast::cpu::NASFAST_ISA

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, checks, reference
+from nasfast.ops.autograd import NoSecondDerivative
 from nasfast.ops.backends import resolve_backend
 
 
@@ -125,23 +126,6 @@ def _bwd_fake(grad, x, weight, bias, mean, var, eps, act, batch_statistics, want
     )
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Passes the gradients on as functions of grad, x, weight and bias, not as constants, and refuses their derivative.
-
-    Without it a second derivative would be silently wrong.
-    """
-
-    @staticmethod
-    def forward(ctx, dx, dweight, dbias, grad, x, weight, bias):
-        return dx, dweight, dbias
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "bn_act: second derivatives are not implemented in the native bn_act: use backend='reference'"
-        )
-
-
 def _setup_context(ctx, inputs, output):
     x, weight, bias, _, running_mean, running_var, ctx.eps, ctx.act = inputs
     _, mean, var = output
@@ -164,7 +148,7 @@ def _backward(ctx, grad, grad_mean, grad_var):
         )  # fmt: skip
         # only under create_graph; an autograd of bn_act_bwd itself would cost 30 us in every backward pass
         if torch.is_grad_enabled():
-            dx, dweight, dbias = _NoSecondDerivative.apply(dx, dweight, dbias, grad, x, weight, bias)
+            dx, dweight, dbias = NoSecondDerivative.apply("bn_act", 3, dx, dweight, dbias, grad, x, weight, bias)
     return (
         dx if want_x else None,
         dweight if want_weight else None,

@@ -49,7 +49,7 @@ def check_conv_bn_act(op: str, x: Tensor, stage: Stage, residual: Tensor | None)
     _check_result(op, x, shape, residual, stage.training)
 
 
-def check_chain(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> None:
+def check_chain(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | None, shuffle: bool = False) -> None:
     """Check the arguments of `nasfast.ops.conv_bn_act_chain`: every stage and how they fit together.
 
     Raises:
@@ -59,12 +59,21 @@ def check_chain(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | 
         raise ValueError(f"{op}: needs at least one stage, got none")
     _check_input(op, x)
     shape = tuple(x.shape)
+    if shuffle:
+        if shape[1] % 2:
+            raise ValueError(f"{op}: shuffle=True splits an even number of channels, got x of shape {shape}")
+        if residual is not None:
+            raise ValueError(f"{op}: shuffle=True takes no residual; add it to the result")
+        shape = (shape[0], shape[1] // 2, *shape[2:])
+    begin = shape
     for i_stage, stage in enumerate(stages):
         where = f"{op}, stages[{i_stage}]"
         if not isinstance(stage, Stage):
             raise TypeError(f"{where}: must be a Stage, got {type(stage).__name__}")
         shape = _check_stage(where, x, shape, stage)
         _check_result(where, x, shape, residual if i_stage == len(stages) - 1 else None, stage.training)
+    if shuffle and shape != begin:
+        raise ValueError(f"{op}: shuffle=True needs stages that keep the shape of their input, got {begin} -> {shape}")
 
 
 def check_inverted_residual(
@@ -162,6 +171,10 @@ def _check_conv(
         raise ValueError(
             f"{op}: {name} of shape {tuple(weight.shape)} with groups={groups} takes {per_group * groups} channels "
             f"and gives a multiple of {groups}, got an input of {shape[1]} channels"
+        )
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{op}: {name} must have the type of x, {x.dtype}, got {weight.dtype}; convert one, or use autocast"
         )
     if weight.device != x.device:
         raise ValueError(f"{op}: {name} must be on {x.device} like x, got {weight.device}")

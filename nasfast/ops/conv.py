@@ -6,18 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nasfast.ops import _native, checks, reference
+from nasfast.ops import checks, conv_native, reference
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.reference import ConvBNParams, Stage
 
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-# Products per output of a dense convolution that is multiplied as gathered patches (a stem's 3 x 3 x 3): gathering copies
-# every input kernel^2 times, which only a short row of patches makes up for. Beyond it PyTorch's convolution runs.
+# Products per output of a dense convolution that is multiplied as gathered patches (a stem's 3 x 3 x 3). Gathering
+# copies every input kernel^2 times, which is little only for a few channels; beyond it PyTorch's convolution runs.
 _MAX_PATCH = 64
-# Input channels up to which an expansion is computed again wherever it is read instead of being written, kept and read: for
-# each element that costs 2 * Cin operations three times over, against 16 bytes of float32 traffic and as much kept memory.
-_MAX_RECOMPUTED_CHANNELS = 64
+
 
 def conv_bn_act(
     x: Tensor,
@@ -108,9 +105,17 @@ def inverted_residual(
 
 
 def conv_bn_act_chain(
-    x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None = None, backend: str | None = None
+    x: Tensor,
+    stages: Sequence[Stage],
+    *,
+    residual: Tensor | None = None,
+    shuffle: bool = False,
+    backend: str | None = None,
 ) -> Tensor:
     """Run conv_bn_act stages one after another, and add the residual to the result of the last.
+
+    With shuffle the stages see the odd channels of x only, and the even ones go in front of their result: the channel
+    shuffle, split and concatenation of ShuffleNetV2's unit of stride 1.
 
     The native backend normalises and activates the result of each stage while the next one reads it, so that every
     convolution's output is written once, and nothing else between the stages is.
@@ -119,121 +124,80 @@ def conv_bn_act_chain(
         x: (N, C, H, W), the input of the first stage; types and layouts as in `nasfast.ops.bn_act`.
         stages: at least one; each says its parameters, stride, padding, groups, act, training, momentum and eps.
         residual: of the shape of the result, added after the last activation.
+        shuffle: run on the odd channels; the stages must keep the shape of their input, and there is no residual.
         backend: as in `nasfast.ops.bn_act`.
 
     Returns:
-        The result of the last stage.
+        The result of the last stage, with shuffle (N, C, H, W): the even channels of x, then that result.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message says which stage.
         RuntimeError: the named backend cannot serve.
     """
-    checks.check_chain("conv_bn_act_chain", x, stages, residual)
-    return _run("conv_bn_act_chain", x, stages, residual, backend)
+    checks.check_chain("conv_bn_act_chain", x, stages, residual, shuffle)
+    return _run("conv_bn_act_chain", x, stages, residual, backend, shuffle=shuffle)
 
 
-def _run(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | None, backend: str | None) -> Tensor:
+def _run(
+    op: str,
+    x: Tensor,
+    stages: Sequence[Stage],
+    residual: Tensor | None,
+    backend: str | None,
+    *,
+    shuffle: bool = False,
+) -> Tensor:
     if resolve_backend(op, x, backend).name == "reference":
-        return reference.conv_bn_act_chain(x, stages, residual=residual)
-    i_stage = 0
-    while i_stage < len(stages):
-        end = i_stage
-        while end < len(stages) and _is_native(x, stages, i_stage, end):
-            end += 1
-        run = _native_chain if end > i_stage else _vendor
-        end = max(end, i_stage + 1)
-        added = residual if end == len(stages) else None
-        x = run(x, stages[i_stage:end], added)
-        i_stage = end
+        return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
+    if shuffle:
+        odd = x[:, 1::2]
+        if _native_count(odd, stages) == len(stages):
+            return conv_native.conv_bn_act(x, stages, residual=None, shuffle=True)
+        return torch.cat((x[:, 0::2], _run(op, odd, stages, None, backend)), dim=1)
+    while stages:
+        count = _native_count(x, stages)
+        run = conv_native.conv_bn_act if count else _vendor
+        count = max(count, 1)
+        x = run(x, stages[:count], residual=residual if count == len(stages) else None)
+        stages = stages[count:]
     return x
 
 
-def _is_native(x: Tensor, stages: Sequence[Stage], begin: int, i_stage: int) -> bool:
-    """Whether the native operator has stages[i_stage] in a chain that begins with stages[begin] on x."""
-    stage = stages[i_stage]
+def _native_count(x: Tensor, stages: Sequence[Stage]) -> int:
+    """How many of the stages the native operator can run on x as one chain."""
+    if x.numel() == 0:
+        return 0
+    for i_stage, stage in enumerate(stages):
+        if not _is_native(x, stage, first=i_stage == 0):
+            return i_stage
+    return len(stages)
+
+
+def _is_native(x: Tensor, stage: Stage, *, first: bool) -> bool:
+    """Whether the native operator has the stage, as the first of a chain on x or behind others."""
     weight = stage.params.conv_weight
-    if weight.requires_grad and torch.is_grad_enabled():
+    grads = torch.is_grad_enabled()
+    if weight.requires_grad and grads:
         return False
-    if autocast_dtype(x) not in _NATIVE_DTYPES or weight.dtype not in _NATIVE_DTYPES:
+    if not {conv_native.storage_dtype(x), weight.dtype} <= conv_native.DTYPES:
         return False
     out_channels, per_group, kernel, kernel_width = weight.shape
     if kernel != kernel_width or kernel % 2 == 0 or stage.padding != kernel // 2:
         return False
     if stage.groups == 1 and kernel == 1:
-        # a strided one is a chain's first, on the pixels it keeps
-        return stage.stride == 1 or i_stage == begin
+        # a strided one runs on the pixels it keeps
+        return stage.stride == 1 or first
     if stage.groups == out_channels and per_group == 1 and kernel in (3, 5, 7) and stage.stride in (1, 2):
-        return i_stage > begin or stage.groups == x.shape[1]
-    needs_input_grad = x.requires_grad and torch.is_grad_enabled()
-    return stage.groups == 1 and i_stage == begin and not needs_input_grad and weight[0].numel() <= _MAX_PATCH
+        return not first or stage.groups == x.shape[1]
+    # the native dense stage has no input gradient, which a stem does not need
+    return stage.groups == 1 and first and not (x.requires_grad and grads) and weight[0].numel() <= _MAX_PATCH
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type a convolution of x has: that of autocast where it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _native_chain(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
-    """Stages that the native operator has, as one call of it."""
-    strides = [stage.stride for stage in stages]
-    if strides[0] > 1 and stages[0].params.conv_weight.shape[2] == 1:
-        x = x[:, :, :: strides[0], :: strides[0]]
-        strides[0] = 1
-    given = x
-    x = x.to(autocast_dtype(x)).contiguous(memory_format=torch.channels_last)
-    add_input = residual is given and x.dtype == given.dtype
-    # one storage type per kernel: a residual of another type is added by PyTorch, with its promotion rules
-    fused = None
-    if residual is not None and not add_input and residual.dtype == x.dtype:
-        fused = residual.contiguous(memory_format=torch.channels_last)
-    params = [stage.params for stage in stages]
-    empty = x.new_empty(0, dtype=torch.float32)
-    y, _, statistics = torch.ops.nasfast.conv_bn_act_fwd(
-        x,
-        [p.conv_weight.contiguous() for p in params],
-        [p.bn_weight.contiguous() for p in params],
-        [p.bn_bias.contiguous() for p in params],
-        [empty if stage.training else stage.params.running_mean.contiguous() for stage in stages],
-        [empty if stage.training else stage.params.running_var.contiguous() for stage in stages],
-        fused,
-        strides,
-        ",".join(stage.act for stage in stages),
-        [stage.eps for stage in stages],
-        add_input,
-        recomputes_expansion(x, params[0].conv_weight, params[1].conv_weight) if len(params) > 1 else False,
-    )
-    _update_running(stages, strides, statistics, x)
-    return y if residual is None or add_input or fused is not None else y + residual
-
-
-def recomputes_expansion(x: Tensor, first: Tensor, second: Tensor) -> bool:
-    """The plan of a chain whose first two convolutions have these weights: whether the output of the first is not kept."""
-    expands = first.shape[2] == 1 and second.shape[1] == 1 and second.shape[2] > 1
-    return expands and first.shape[1] <= _MAX_RECOMPUTED_CHANNELS
-
-
-def _update_running(stages: Sequence[Stage], strides: Sequence[int], statistics: Tensor, x: Tensor) -> None:
-    count = x.shape[0]
-    height, width = x.shape[2:]
-    at = 0
-    for stage, stride in zip(stages, strides, strict=True):
-        params = stage.params
-        channels = params.bn_weight.shape[0]
-        height, width = (height - 1) // stride + 1, (width - 1) // stride + 1
-        if stage.training and params.running_mean is not None:
-            mean, var = statistics[at : at + 2 * channels].view(2, channels)
-            reference.update_running(
-                params.running_mean, params.running_var, mean, var, count * height * width, stage.momentum
-            )
-        at += 2 * channels
-
-
-def _vendor(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
+def _vendor(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None) -> Tensor:
     """One stage by PyTorch's convolution and `bn_act`."""
     (stage,) = stages
     params = stage.params
-    y = F.conv2d(x, params.conv_weight, None, stage.stride, stage.padding, 1, stage.groups)
+    y = _conv2d(x, stage)
     return bn_act(
         y, params.bn_weight, params.bn_bias,
         running_mean=params.running_mean, running_var=params.running_var, residual=residual,
@@ -241,76 +205,37 @@ def _vendor(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tens
     )  # fmt: skip
 
 
-def _fwd_fake(
-    x, conv_weights, bn_weights, bn_biases, running_means, running_vars, residual, strides, acts, eps, add_input, recompute
-):
-    batch, _, height, width = x.shape
-    saved = 0
-    for i_stage, (weight, stride) in enumerate(zip(conv_weights, strides, strict=True)):
-        height, width = (height - 1) // stride + 1, (width - 1) // stride + 1
-        if i_stage > 0 or not recompute:
-            saved += (batch * height * width * weight.shape[0] + 63) // 64 * 64
-    y = torch.empty(
-        (batch, conv_weights[-1].shape[0], height, width),
-        dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
-    )  # fmt: skip
-    statistics = x.new_empty(sum(2 * w.shape[0] for w in conv_weights), dtype=torch.float64)
-    return y, x.new_empty(saved), statistics
+def _conv2d(x: Tensor, stage: Stage) -> Tensor:
+    weight = stage.params.conv_weight
+    if weight.requires_grad or not (x.requires_grad and torch.is_grad_enabled()):
+        return F.conv2d(x, weight, None, stage.stride, stage.padding, 1, stage.groups)
+    dtype = conv_native.storage_dtype(x)
+    return _FrozenConv2d.apply(x.to(dtype), weight.to(dtype), stage.stride, stage.padding, stage.groups)
 
 
-def _bwd_fake(
-    grad, x, shape, saved, statistics, conv_weights, bn_weights, bn_biases,
-    batch_statistics, strides, acts, eps, add_input, recompute, wants,
-):  # fmt: skip
-    dx = torch.empty(shape, dtype=saved.dtype, device=saved.device).contiguous(memory_format=torch.channels_last)
-    dweights = [w.new_empty(w.shape[0] if want else 0) for w, want in zip(bn_weights, wants[1::2], strict=True)]
-    dbiases = [b.new_empty(b.shape[0] if want else 0) for b, want in zip(bn_biases, wants[2::2], strict=True)]
-    return dx if wants[0] else saved.new_empty(0), dweights, dbiases
+class _FrozenConv2d(torch.autograd.Function):
+    """F.conv2d with a frozen weight, which does not keep its input as PyTorch's does (pytorch issue 133566).
 
+    The gradient of the input is the transposed convolution of the gradient of the result.
+    """
 
-def _setup_context(ctx, inputs, output):
-    x, conv_weights, bn_weights, bn_biases, running_means, _, _, strides, acts, eps, add_input, recompute = inputs
-    _, saved, statistics = output
-    # flat here: x, then the tensors of each list
-    n = len(conv_weights)
-    needs = ctx.needs_input_grad
-    if any(needs[1 : n + 1]):
-        raise RuntimeError(
-            "conv_bn_act_fwd: a convolution weight requires grad, but this operator has no weight gradients: freeze it "
-            "with requires_grad_(False), or call nasfast.ops.conv_bn_act, which then uses PyTorch's convolution"
-        )
-    ctx.mark_non_differentiable(saved, statistics)
-    ctx.set_materialize_grads(False)
-    ctx.shape = list(x.shape)
-    ctx.settings = [m.numel() == 0 for m in running_means], strides, acts, eps, add_input, recompute
-    if needs[0] or any(needs[n + 1 : 3 * n + 1]):
-        kept = (x,) if recompute else ()
-        ctx.n_stages = n
-        ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *kept)
+    @staticmethod
+    def forward(ctx, x, weight, stride, padding, groups):
+        ctx.save_for_backward(weight)
+        ctx.settings = stride, padding, groups
+        ctx.size = x.shape[2:]
+        with torch.autocast(x.device.type, enabled=False):
+            return F.conv2d(x, weight, None, stride, padding, 1, groups)
 
-
-def _backward(ctx, grad, grad_saved, grad_statistics):
-    want_x, _, want_weights, want_biases, _, _, want_residual = ctx.needs_input_grad[:7]
-    nothing = [None] * len(want_weights)
-    dx, dweights, dbiases = None, nothing, nothing
-    if grad is not None and (want_x or any(want_weights) or any(want_biases)):
-        saved, statistics, *tensors = ctx.saved_tensors
-        n = ctx.n_stages
-        wants = [want_x, *(want for pair in zip(want_weights, want_biases, strict=True) for want in pair)]
-        dx, dweights, dbiases = torch.ops.nasfast.conv_bn_act_bwd(
-            grad.contiguous(memory_format=torch.channels_last),
-            tensors[3 * n] if len(tensors) > 3 * n else None,
-            ctx.shape, saved, statistics, tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n], *ctx.settings, wants,
-        )  # fmt: skip
-        dweights = [d if want else None for d, want in zip(dweights, want_weights, strict=True)]
-        dbiases = [d if want else None for d, want in zip(dbiases, want_biases, strict=True)]
-    return (
-        dx if want_x else None, nothing, dweights, dbiases, nothing, nothing, grad if want_residual else None,
-        None, None, None, None, None,
-    )  # fmt: skip
-
-
-if _native.extension is not None:
-    torch.library.register_fake("nasfast::conv_bn_act_fwd", _fwd_fake)
-    torch.library.register_fake("nasfast::conv_bn_act_bwd", _bwd_fake)
-    torch.library.register_autograd("nasfast::conv_bn_act_fwd", _backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        stride, padding, groups = ctx.settings
+        # rows and columns at the far edge that no output of the forward reached by a whole stride
+        missing = [
+            size - ((out - 1) * stride - 2 * padding + kernel)
+            for size, out, kernel in zip(ctx.size, grad.shape[2:], weight.shape[2:], strict=True)
+        ]
+        with torch.autocast(grad.device.type, enabled=False):
+            dx = F.conv_transpose2d(grad, weight, None, stride, padding, missing, groups)
+        return dx, None, None, None, None

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.ops.bn import bn_act
-from nasfast.ops.conv import conv_bn_act, inverted_residual
-from nasfast.ops.reference import ConvBNParams
+from nasfast.ops.conv import conv_bn_act_chain
+from nasfast.ops.reference import ConvBNParams, Stage
 
 _ACTIVATION_MODULES = {"identity": nn.Identity, "relu": nn.ReLU, "relu6": nn.ReLU6, "tanh": nn.Tanh}
 
@@ -59,14 +59,36 @@ class ConvBNAct(nn.Module):
 
 
 class FusedConvBNAct(ConvBNAct):
-    """ConvBNAct as one call of `nasfast.ops.conv_bn_act`."""
+    """ConvBNAct as one call of `nasfast.ops.conv_bn_act_chain`, and a stage of longer chains."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return conv_bn_act(
-            x, self.conv.weight, self.bn.weight, self.bn.bias,
-            stride=self.conv.stride[0], padding=self.conv.padding[0], groups=self.conv.groups,
-            residual=residual, act=self.act_name, **_running(self.bn), **_settings(self.bn),
-        )  # fmt: skip
+        return conv_bn_act_chain(x, [self.stage()], residual=residual)
+
+    def stage(self) -> Stage:
+        """This unit in its present mode, for one forward: its BatchNorm counts the batch now."""
+        params = ConvBNParams(self.conv.weight, self.bn.weight, self.bn.bias, **_running(self.bn))
+        conv = self.conv
+        return Stage(params, conv.stride[0], conv.padding[0], conv.groups, self.act_name, **_settings(self.bn))
+
+
+class ConvBNActSequential(nn.Sequential):
+    """ConvBNAct units one after another.
+
+    With shuffle, which ShuffleNetV2's unit of stride 1 uses, they run on the odd channels of (N, C, H, W) and the even
+    ones go in front of their result.
+    """
+
+    def forward(self, x: Tensor, *, shuffle: bool = False) -> Tensor:
+        if shuffle:
+            return torch.cat((x[:, 0::2], super().forward(x[:, 1::2])), dim=1)
+        return super().forward(x)
+
+
+class FusedConvBNActSequential(ConvBNActSequential):
+    """ConvBNActSequential as one call of `nasfast.ops.conv_bn_act_chain`."""
+
+    def forward(self, x: Tensor, *, shuffle: bool = False) -> Tensor:
+        return conv_bn_act_chain(x, [unit.stage() for unit in self], shuffle=shuffle)
 
 
 class InvertedResidual(nn.Module):
@@ -131,25 +153,13 @@ class InvertedResidual(nn.Module):
 
 
 class FusedInvertedResidual(InvertedResidual):
-    """InvertedResidual as one call of `nasfast.ops.inverted_residual`.
-
-    When its BatchNorms differ in mode, momentum or eps (one of them frozen by hand, say) the block runs unit by unit,
-    each a FusedConvBNAct, because the operator has one setting for all three.
-    """
+    """InvertedResidual as one call of `nasfast.ops.conv_bn_act_chain`; its BatchNorms may differ in mode."""
 
     unit_class = FusedConvBNAct
 
     def forward(self, x: Tensor) -> Tensor:
         units = [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]
-        if len({_mode(unit.bn) for unit in units}) > 1:
-            return super().forward(x)
-        # one call per unit, because each moves the counter of its own BatchNorm
-        settings = [_settings(unit.bn) for unit in units]
-        return inverted_residual(
-            x, None if self.expand is None else _parameters(self.expand),
-            _parameters(self.depthwise), _parameters(self.project),
-            stride=self.stride, act=self.depthwise.act_name, residual=self.has_residual, **settings[0],
-        )  # fmt: skip
+        return conv_bn_act_chain(x, [unit.stage() for unit in units], residual=x if self.has_residual else None)
 
 
 class BNAct2d(nn.BatchNorm2d):
@@ -192,10 +202,6 @@ def _activation_module(act: str) -> nn.Module:
     return _ACTIVATION_MODULES[act]()
 
 
-def _parameters(unit: ConvBNAct) -> ConvBNParams:
-    return ConvBNParams(unit.conv.weight, unit.bn.weight, unit.bn.bias, **_running(unit.bn))
-
-
 def _running(bn: nn.BatchNorm2d) -> dict[str, Tensor | None]:
     """The buffers this forward of bn reads or moves, as nn.BatchNorm2d chooses them."""
     if bn.training and not bn.track_running_stats:
@@ -212,9 +218,3 @@ def _settings(bn: nn.BatchNorm2d) -> dict:
         if bn.momentum is None:
             momentum = 1.0 / float(bn.num_batches_tracked)
     return {"training": bn.training or bn.running_mean is None, "momentum": momentum, "eps": bn.eps}
-
-
-def _mode(bn: nn.BatchNorm2d) -> tuple:
-    """Equal for two BatchNorms whose `_settings` are equal."""
-    cumulative = bn.momentum is None and bn.num_batches_tracked is not None
-    return bn.training, bn.track_running_stats, bn.momentum, bn.eps, int(bn.num_batches_tracked) if cumulative else None

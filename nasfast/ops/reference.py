@@ -193,8 +193,12 @@ def block_stages(
     return [*stages, Stage(project, act="identity", **settings)]
 
 
-def conv_bn_act_chain(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None = None) -> Tensor:
+def conv_bn_act_chain(
+    x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None = None, shuffle: bool = False
+) -> Tensor:
     """Run conv_bn_act stages one after another, and add the residual to the result of the last.
+
+    With shuffle: out = cat(even channels of x, chain(odd channels of x)), as in ShuffleNetV2.
 
     Args:
         x: (N, C, H, W), the input of the first stage.
@@ -204,6 +208,8 @@ def conv_bn_act_chain(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | 
     Returns:
         The result of the last stage.
     """
+    if shuffle:
+        return torch.cat((x[:, 0::2], conv_bn_act_chain(x[:, 1::2], stages)), dim=1)
     for i_stage, stage in enumerate(stages):
         params, *settings = stage
         stride, padding, groups, act, training, momentum, eps = settings

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.config import nearest
-from nasfast.ops.modules import BNAct2d, ConvBNAct, FusedConvBNAct, FusedInvertedResidual, InvertedResidual
+from nasfast.ops.modules import (
+    BNAct2d,
+    ConvBNAct,
+    ConvBNActSequential,
+    FusedConvBNAct,
+    FusedConvBNActSequential,
+    FusedInvertedResidual,
+    InvertedResidual,
+)
 from nasfast.spaces import Block, Layer
 from nasfast.spaces.cost import shuffle_branches
 
@@ -50,6 +58,9 @@ class UnitFactory:
             track_running_stats=self.track_running_stats,
         )
 
+    def sequential(self, *units: ConvBNAct) -> ConvBNActSequential:
+        return FusedConvBNActSequential(*units) if self.fused else ConvBNActSequential(*units)
+
     def inverted_residual(self, layer: Layer, *, kernel: int, expand: int) -> InvertedResidual:
         block = FusedInvertedResidual if self.fused else InvertedResidual
         return block(
@@ -62,7 +73,9 @@ class UnitFactory:
             track_running_stats=self.track_running_stats,
         )
 
-    def layer_indicator(self, channels: int) -> BNAct2d:
+    def layer_indicator(self, channels: int) -> nn.BatchNorm2d:
+        if not self.fused:
+            return nn.BatchNorm2d(channels, track_running_stats=self.track_running_stats)
         return BNAct2d(channels, act="identity", track_running_stats=self.track_running_stats)
 
 
@@ -73,10 +86,9 @@ class ShuffleUnit(nn.Module):
     both branches see the whole input.
     """
 
-    def __init__(self, layer: Layer, depthwise_pointwise: nn.Sequential, projection: nn.Sequential | None) -> None:
+    def __init__(self, main: ConvBNActSequential, projection: ConvBNActSequential | None) -> None:
         super().__init__()
-        self.stride = layer.stride
-        self.main = depthwise_pointwise
+        self.main = main
         self.projection = projection
 
     @property
@@ -85,9 +97,9 @@ class ShuffleUnit(nn.Module):
         return self.main[-1].last_bn
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.projection is not None:
-            return torch.cat((self.projection(x), self.main(x)), dim=1)
-        return torch.cat((x[:, 0::2], self.main(x[:, 1::2])), dim=1)
+        if self.projection is None:
+            return self.main(x, shuffle=True)
+        return torch.cat((self.projection(x), self.main(x)), dim=1)
 
 
 class StridedIdentity(nn.Module):
@@ -168,11 +180,11 @@ def _identity(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
     )
 
 
-def _shuffle_projection(layer: Layer, kernel: int, units: UnitFactory) -> nn.Sequential | None:
+def _shuffle_projection(layer: Layer, kernel: int, units: UnitFactory) -> ConvBNActSequential | None:
     if layer.stride == 1:
         return None
     channels = layer.in_channels
-    return nn.Sequential(
+    return units.sequential(
         units.conv_bn_act(channels, channels, kernel, stride=layer.stride, groups=channels, linear=True),
         units.conv_bn_act(channels, channels, 1),
     )
@@ -181,19 +193,19 @@ def _shuffle_projection(layer: Layer, kernel: int, units: UnitFactory) -> nn.Seq
 @block_builder("shuffle")
 def _shuffle(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
     branch_in, mid, branch_out = shuffle_branches(layer.in_channels, layer.out_channels, layer.stride)
-    main = nn.Sequential(
+    main = units.sequential(
         units.conv_bn_act(branch_in, mid, 1),
         units.conv_bn_act(mid, mid, block.kernel, stride=layer.stride, groups=mid, linear=True),
         units.conv_bn_act(mid, branch_out, 1),
     )
-    return ShuffleUnit(layer, main, _shuffle_projection(layer, block.kernel, units))
+    return ShuffleUnit(main, _shuffle_projection(layer, block.kernel, units))
 
 
 @block_builder("shuffle_xception")
 def _shuffle_xception(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
     branch_in, mid, branch_out = shuffle_branches(layer.in_channels, layer.out_channels, layer.stride)
-    main = nn.Sequential()
+    main = []
     for stride, channels, out in ((layer.stride, branch_in, mid), (1, mid, mid), (1, mid, branch_out)):
         main.append(units.conv_bn_act(channels, channels, block.kernel, stride=stride, groups=channels, linear=True))
         main.append(units.conv_bn_act(channels, out, 1))
-    return ShuffleUnit(layer, main, _shuffle_projection(layer, block.kernel, units))
+    return ShuffleUnit(units.sequential(*main), _shuffle_projection(layer, block.kernel, units))

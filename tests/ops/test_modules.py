@@ -96,7 +96,7 @@ def test_plain_modules_call_no_nasfast_operator(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("a plain module called a nasfast operator")
 
-    for name in ("bn_act", "conv_bn_act", "inverted_residual"):
+    for name in ("bn_act", "conv_bn_act_chain"):
         monkeypatch.setattr(modules, name, forbidden)
     InvertedResidual(6, 6, kernel_size=3, stride=1, expand=3)(torch.randn(2, 6, 5, 5))
     with pytest.raises(AssertionError):
