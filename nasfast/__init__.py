@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nasfast.indicators.bn_gamma import score
     from nasfast.indicators.rank import rank
     from nasfast.indicators.table import IndicatorTable
-    from nasfast.ops import use_backend
+    from nasfast.ops import fuse, unfuse, use_backend
     from nasfast.pipeline import RunConfig, run
     from nasfast.supernet import Supernet, build, inherit
     from nasfast.train import train_supernet
@@ -34,11 +34,13 @@ _HOMES = {
     "RunConfig": "nasfast.pipeline",
     "Supernet": "nasfast.supernet",
     "build": "nasfast.supernet",
+    "fuse": "nasfast.ops",
     "inherit": "nasfast.supernet",
     "rank": "nasfast.indicators.rank",
     "run": "nasfast.pipeline",
     "score": "nasfast.indicators.bn_gamma",
     "train_supernet": "nasfast.train",
+    "unfuse": "nasfast.ops",
     "use_backend": "nasfast.ops",
 }
 
@@ -49,6 +51,7 @@ __all__ = [
     "__version__",
     "build",
     "data",
+    "fuse",
     "inherit",
     "ops",
     "rank",
@@ -60,6 +63,7 @@ __all__ = [
     "supernet",
     "train",
     "train_supernet",
+    "unfuse",
     "use_backend",
 ]
 

@@ -4,18 +4,24 @@ from nasfast.ops import modules, reference
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain, inverted_residual
+from nasfast.ops.fuse import FusedChain, FuseReport, NotFused, fuse, unfuse
 from nasfast.ops.reference import ConvBNParams, Stage
 
 __all__ = [
     "BACKENDS",
     "ConvBNParams",
+    "FuseReport",
+    "FusedChain",
+    "NotFused",
     "Stage",
     "bn_act",
     "conv_bn_act",
     "conv_bn_act_chain",
+    "fuse",
     "inverted_residual",
     "modules",
     "reference",
     "resolve_backend",
+    "unfuse",
     "use_backend",
 ]
