@@ -20,6 +20,8 @@ _COMMANDS = {
     "export": "files of a retrained network, ONNX included",
     "rank": "rank correlation of a predictor with trained accuracies, beside trivial baselines",
     "report": "write report.html of a run directory",
+    "latency": "the latency rows of the paper's Table 2 on this machine, beside the published figures",
+    "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
 }
 

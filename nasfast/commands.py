@@ -17,7 +17,9 @@ from nasfast.config import ConfigError, load_yaml, nearest
 from nasfast.doctor import doctor
 from nasfast.indicators.rank import rank, read_accuracies, read_scores
 from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.latency import LatencyConfig, latency
 from nasfast.pipeline import CONFIG_FILE, RunConfig
+from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
 from nasfast.spaces import format_arch, get_space
 
@@ -191,6 +193,23 @@ def _report(parser: _Parser, argv: Sequence[str]) -> None:
     print(write_report(Path(parser.parse_args(list(argv)).out)))
 
 
+def _latency(parser: _Parser, argv: Sequence[str]) -> None:
+    parser.add_argument("--out", metavar="FILE", help="also write the rows as JSON, with machine, versions and ISA")
+    parser.add_class_arguments(LatencyConfig)
+    settings = parser.parse_args(list(argv)).as_dict()
+    out = settings.pop("out")
+    report = latency(LatencyConfig(**settings))
+    print(report)
+    if out is not None:
+        report.save(out)
+        print(f"written: {out}")
+
+
+def _profile(parser: _Parser, argv: Sequence[str]) -> None:
+    parser.add_class_arguments(ProfileConfig)
+    print(profile(ProfileConfig(**parser.parse_args(list(argv)).as_dict())))
+
+
 def _doctor(parser: _Parser, argv: Sequence[str]) -> None:
     parser.parse_args(list(argv))
     print(doctor())
@@ -205,6 +224,8 @@ _COMMANDS: dict[str, Callable[[_Parser, Sequence[str]], None]] = {
     "export": _export,
     "rank": _rank,
     "report": _report,
+    "latency": _latency,
+    "profile": _profile,
     "doctor": _doctor,
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,7 @@ import torch
 
 from nasfast.config import ConfigBase, ConfigError, difference
 from nasfast.data import DataConfig, Loader, make_loaders
+from nasfast.device import check_device, torch_device
 from nasfast.doctor import environment
 from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.accuracy import path_accuracy
@@ -104,8 +104,7 @@ class RunConfig(ConfigBase):
             raise ValueError(f"threads and seed must not be negative, got {self.threads} and {self.seed}")
         if self.recalibration_batches < 1:
             raise ValueError(f"recalibration_batches must be at least 1, got {self.recalibration_batches}")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        check_device(self.device)
 
     def resolved(self) -> RunConfig:
         """Every setting that was left to the method's preset made explicit."""
@@ -127,13 +126,7 @@ class RunConfig(ConfigBase):
         Raises:
             ConfigError: cuda was asked for and there is none.
         """
-        if self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(
-                f"device={self.device!r}, but torch sees no GPU: use --device cpu, or see `nasfast doctor`"
-            )
-        return self.device
+        return torch_device(self.device)
 
 
 def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool) -> tuple[Loader, Loader]:

@@ -244,6 +244,32 @@ def test_doctor(capsys):
         assert op in out
 
 
+SMALL_STEP = ["--space", "digits_mini", "--batch", "2", "--resolution", "16", "--device", "cpu"]
+
+
+def test_latency(tmp_path, capsys):
+    out = tmp_path / "latency.json"
+    assert main(["latency", *SMALL_STEP, "--rounds", "1", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    for words in ("DI-NAS, nasfast ops", "published: DI-NAS paper, Table 2", "RTX 3080", f"written: {out}"):
+        assert words in text
+    assert len(json.loads(out.read_text())["rows"]) == 4
+
+
+def test_profile(tmp_path, capsys):
+    assert main(["profile", *SMALL_STEP, "--out", str(tmp_path), "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "layers.5" in text
+    assert f"trace: {tmp_path / 'trace.json'}" in text
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+
+
+@pytest.mark.parametrize("command", ["latency", "profile"])
+def test_a_path_of_another_space_is_refused(capsys, command):
+    assert main([command, "--space", "digits_mini", "--path", "0 1"]) == 1
+    assert "must have 6 values, got 2" in capsys.readouterr().err
+
+
 def macro_table(path) -> dict[tuple[int, ...], float]:
     """Made-up accuracies of 40 architectures that grow with the sum of their choices."""
     archs = [tuple((i * 7 + j * (i % 5 + 1)) % 3 for j in range(8)) for i in range(40)]

@@ -38,13 +38,17 @@ ALLOWED: dict[str, set[str]] = {
     "search": {"config", "files", "spaces", "indicators.table"},
     "retrain": {"config", "files", "spaces", "supernet", "train"},
     "report": {"config", "files", "spaces", "indicators.table", "indicators.rank", "search"},
+    "device": {"config"},
+    "timing": {"config", "device", "ops", "spaces"},
     "doctor": {"ops"},
+    "latency": {"files", "spaces", "supernet", "train", "timing", "doctor"},
+    "profile": {"config", "spaces", "supernet", "train", "timing"},
     "pipeline": {
         "config", "files", "spaces", "supernet", "data", "train", "indicators", "indicators.table", "search", "retrain",
-        "report", "doctor",
+        "report", "device", "doctor",
     },
     "commands": {
-        "config", "spaces", "indicators.table", "indicators.rank", "report", "doctor", "pipeline",
+        "config", "spaces", "indicators.table", "indicators.rank", "report", "latency", "profile", "doctor", "pipeline",
     },
     "cli": {"config", "commands"},
     # names the others only while a type checker reads it

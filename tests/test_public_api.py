@@ -14,13 +14,13 @@ import nasfast
 ROOT = Path(nasfast.__file__).parent
 
 NAMES = [
-    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "data", "inherit", "ops", "rank", "retrain",
-    "run", "score", "search", "spaces", "supernet", "train", "train_supernet", "use_backend",
+    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "data", "fuse", "inherit", "ops", "rank",
+    "retrain", "run", "score", "search", "spaces", "supernet", "train", "train_supernet", "unfuse", "use_backend",
 ]  # fmt: skip
 
 # positional arguments, then keyword-only ones; a trailing = marks one that may be left out
 SIGNATURES = {
-    "nasfast.supernet:Supernet": ("space", "init= activation= layer_indicators= seed="),
+    "nasfast.supernet:Supernet": ("space", "init= activation= layer_indicators= fused= seed="),
     "nasfast.supernet:Supernet.forward": ("self x path", ""),
     "nasfast.supernet:Supernet.freeze": ("self trainable=", "classifier="),
     "nasfast.supernet:build": ("space arch", "activation= init= seed="),
@@ -50,10 +50,16 @@ SIGNATURES = {
     "nasfast.spaces:shufflenet_v2": ("", "num_classes= resolution="),
     "nasfast.spaces:nas_bench_macro": ("", "num_classes= resolution="),
     "nasfast.spaces:from_yaml": ("path", ""),
+    "nasfast.spaces:mean_path": ("space", ""),
     "nasfast.spaces:FairSampler": ("space", "seed= layer_indicators="),
     "nasfast.spaces:StrictFairSampler": ("space", "seed= layer_indicators="),
     "nasfast.spaces:UniformSampler": ("space", "seed= layer_indicators="),
+    "nasfast.ops:fuse": ("model", ""),
+    "nasfast.ops:unfuse": ("model", ""),
     "nasfast.ops:use_backend": ("name", ""),
+    "nasfast.latency:latency": ("cfg=", ""),
+    "nasfast.profile:profile": ("cfg=", ""),
+    "nasfast.timing:measure": ("variants", "rounds warmup="),
     "nasfast.doctor:doctor": ("", ""),
     "nasfast.doctor:environment": ("", ""),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_from_json, arch_to_json, format_arch, load_arch, parse_arch
 from nasfast.spaces.builders import BUILDERS, digits_mini, get_space, mobilenet_v2, nas_bench_macro, shufflenet_v2
 from nasfast.spaces.cost import Cost, block_cost
-from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler
+from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import Block, FixedLayer, Layer, SearchSpace, Stage, from_yaml
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "from_yaml",
     "get_space",
     "load_arch",
+    "mean_path",
     "mobilenet_v2",
     "nas_bench_macro",
     "parse_arch",

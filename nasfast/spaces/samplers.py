@@ -118,6 +118,24 @@ class StrictFairSampler(FairSampler):
         return max(len(values) for values in self._candidates)
 
 
+def mean_path(space: SearchSpace) -> Arch:
+    """The fixed path that stands for sampled ones when a step is measured.
+
+    Layer i takes the kernel and the expansion whose turn it is (k3 e3, k5 e6, k7 e3, k3 e6, ...) where its candidates
+    are all pairs of them, and else the candidate whose turn it is, so that everything is taken about equally often.
+    """
+    path = []
+    for i, layer in enumerate(space.layers):
+        kernels = sorted({block.kernel for block in layer.choices})
+        expansions = sorted({block.expand for block in layer.choices})
+        if len({block.kind for block in layer.choices}) == 1 and len(layer.choices) == len(kernels) * len(expansions):
+            turn = (kernels[i % len(kernels)], expansions[i % len(expansions)])
+            path.append([(block.kernel, block.expand) for block in layer.choices].index(turn))
+        else:
+            path.append(layer.options[i % len(layer.options)])
+    return tuple(path)
+
+
 SAMPLERS: dict[str, type[Sampler]] = {
     "uniform": UniformSampler,
     "fair": FairSampler,

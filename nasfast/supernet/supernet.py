@@ -69,6 +69,7 @@ class Supernet(nn.Module):
         init: `orthogonal` (DI-NAS), `delta_orthogonal`, `gaussian`, or `he` as BN-NAS and SPOS publish.
         activation: of the blocks; None takes the space's own.
         layer_indicators: one parallel identity -> BN path on every normal layer.
+        fused: use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
         seed: of the initialisation.
 
     Raises:
@@ -82,6 +83,7 @@ class Supernet(nn.Module):
         init: Init = "orthogonal",
         activation: str | None = None,
         layer_indicators: bool = True,
+        fused: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ class Supernet(nn.Module):
         self.activation = activation or space.activation
         # as asked for: a space of reduction layers has no indicator, and still agrees with a sampler that would draw it
         self.layer_indicators = layer_indicators
-        units = UnitFactory(act=self.activation, fused=True, track_running_stats=False)
+        units = UnitFactory(act=self.activation, fused=fused, track_running_stats=False)
         self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
         self.layers = nn.ModuleList(
             ChoiceLayer(layer, units, layer_indicator=layer_indicators) for layer in space.layers

@@ -170,6 +170,20 @@ def test_a_path_equals_its_inherited_network_in_double_precision(small_space):
     torch.testing.assert_close(net(x, arch), inherit(net, arch).double().train()(x), rtol=1e-10, atol=1e-10)
 
 
+def test_a_plain_supernet_is_the_same_network(small_space):
+    """No operator of nasfast in it, the same state dict, the same result on every layer-indicator path."""
+    fused, plain = Supernet(small_space), Supernet(small_space, fused=False)
+    assert not [
+        m for m in plain.modules() if type(m).__name__ in ("BNAct2d", "FusedConvBNAct", "FusedInvertedResidual")
+    ]
+    state = plain.state_dict()
+    assert state.keys() == fused.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in fused.state_dict().items())
+    x = images(small_space)
+    for path in ([layer.legal[-1] for layer in small_space.layers], [layer.legal[0] for layer in small_space.layers]):
+        torch.testing.assert_close(plain(x, path), fused(x, path), rtol=1e-4, atol=1e-4)
+
+
 def test_inherited_weights_are_copies():
     net = Supernet(tiny_space())
     network = inherit(net, (0, 1, 2, 0))

@@ -1,0 +1,119 @@
+"""A whole training step of a supernet's mean path, convolutions frozen and every BatchNorm training, against PyTorch.
+
+    python benchmarks/bench_supernet_step.py [--quick] [--space NAME ...] [--scaling] [--out FILE]
+
+Peers are the same path as a network of plain modules: eager and torch.compile, contiguous and channels_last, fp32 and
+bf16 autocast. --scaling shows instead how ours and the best eager peer grow with the batch, and with threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from harness import positive, write_json
+from steps import VARIANTS, Variant, Workload, bench, make_step, show, train_batch_norms
+from torch import nn
+
+from nasfast.spaces import Arch, SearchSpace, get_space, mean_path
+from nasfast.supernet import StandaloneNetwork, Supernet, inherit
+from nasfast.timing import measure
+
+# batch, resolution
+SIZES = {"mobilenet_v2": (32, 224), "nas_bench_macro": (128, 32), "shufflenet_v2": (32, 224)}
+QUICK_SIZES = {"mobilenet_v2": (4, 64), "nas_bench_macro": (8, 32), "shufflenet_v2": (4, 64)}
+ROUNDS, QUICK_ROUNDS, SCALING_ROUNDS = 9, 3, 3
+BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4)
+# compiling takes minutes, whatever the size
+QUICK = [name for name, variant in VARIANTS.items() if variant.engine != "compile"]
+# the compiler chooses its own layouts, so one of the two fp32 graphs is enough
+FULL = [name for name in VARIANTS if name != "compile contiguous fp32"]
+SCALED = [name for name in QUICK if name != "eager contiguous fp32"]
+
+
+@dataclass(frozen=True)
+class SupernetWorkload(Workload):
+    """The mean path of a space, or any other."""
+
+    name: str
+    batch: int
+    resolution: int
+    path: Arch
+
+    @property
+    def space(self) -> SearchSpace:
+        return get_space(self.name, resolution=self.resolution)
+
+    @property
+    def num_classes(self) -> int:
+        return self.space.num_classes
+
+    def ours(self) -> tuple[nn.Module, Arch]:
+        # a path without layer indicators is the same work as its standalone network
+        net = Supernet(self.space, init="he", layer_indicators=False)
+        net.freeze("bn")
+        return net.train(), self.path
+
+    def plain(self) -> nn.Module:
+        return train_batch_norms(inherit(self.ours()[0], self.path))
+
+    def skeleton(self) -> nn.Module:
+        return StandaloneNetwork(self.space, self.path)
+
+
+def scaling(workload: SupernetWorkload, variants: list[Variant], batches: tuple[int, ...], threads: int) -> list[dict]:
+    """Median step times by batch, and by threads at the workload's own batch."""
+    sizes = [(batch, threads) for batch in batches] + [(workload.batch, n) for n in range(1, threads)]
+    rows = []
+    print(f"\n{workload.name} {workload.resolution} x {workload.resolution}: step ms (ms per image)")
+    print(f"{'batch':>6} {'threads':>7} " + " ".join(f"{variant.name:>28}" for variant in variants))
+    for batch, count in sizes:
+        torch.set_num_threads(count)
+        sized = SupernetWorkload(workload.name, batch, workload.resolution, workload.path)
+        times = measure({v.name: make_step(sized, v) for v in variants}, rounds=SCALING_ROUNDS, warmup=1)
+        medians = [times[variant.name]["step"]["median_ms"] for variant in variants]
+        cells = " ".join(f"{ms:17.1f} ({ms / batch:8.2f})" for ms in medians)
+        print(f"{batch:6} {count:7} {cells}", flush=True)
+        rows.append({"workload": workload.name, "batch": batch, "threads": count, "times": times})
+    torch.set_num_threads(threads)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small images and batches, few rounds, nothing compiled")
+    parser.add_argument("--space", nargs="+", choices=SIZES, default=list(SIZES), help="default: all three")
+    parser.add_argument("--batch", type=positive, help="images per step")
+    parser.add_argument("--resolution", type=positive, help="of the images in pixels")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    parser.add_argument(
+        "--rounds", type=positive, help=f"timed rounds, default {ROUNDS}, or {QUICK_ROUNDS} with --quick"
+    )
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--scaling", action="store_true", help="tables by batch and threads instead")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
+
+    rows = []
+    for name in args.space:
+        batch, resolution = (QUICK_SIZES if args.quick else SIZES)[name]
+        resolution = args.resolution or resolution
+        path = mean_path(get_space(name))
+        workload = SupernetWorkload(name, args.batch or batch, resolution, path)
+        if args.scaling:
+            variants = [VARIANTS[v] for v in args.only or SCALED]
+            rows += scaling(workload, variants, QUICK_BATCHES if args.quick else BATCHES, args.threads)
+        else:
+            variants = [VARIANTS[v] for v in args.only or (QUICK if args.quick else FULL)]
+            rows.append(bench(workload, variants, rounds=rounds, threads=args.threads, quick=args.quick))
+            show(rows[-1])
+    if args.out:
+        write_json(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()

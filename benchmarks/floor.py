@@ -1,0 +1,224 @@
+"""The least time one training step can take on this machine, from the bytes and MACs of the convolutions it runs.
+
+Schedule: only BatchNorms train; every convolution's output is written once and read once forward, with BatchNorm and
+activation applied while it is read; backward writes each gradient once and makes three reads per convolution: the
+gradient and the output it belongs to, and the input, whose activation decides what passes. The time of a convolution is
+that of its bytes or of its arithmetic, whichever is longer. No cache is credited, and launches, loss and statistics
+cost nothing.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2}
+
+
+class Machine(NamedTuple):
+    """Ceilings per second: bytes copied (reads plus writes), FLOP of matrix products and of plain vector arithmetic."""
+
+    bytes: float
+    matmul: float
+    vector: float
+
+
+@dataclass
+class Conv:
+    """One convolution; counts are elements of the whole batch.
+
+    Attributes:
+        macs: multiply-accumulates of one direction.
+        x, y, weight: elements.
+        depthwise: whether it is vector arithmetic, not a matrix product.
+        skip_read, skip_write: elements of residual sums that are read, and written, with its input.
+        skip_grad: elements of the gradient that goes around the block it begins.
+    """
+
+    macs: int
+    x: int
+    y: int
+    weight: int
+    depthwise: bool
+    skip_read: int = 0
+    skip_write: int = 0
+    skip_grad: int = 0
+
+
+@dataclass
+class Trace:
+    """What one forward runs: its convolutions in order, and the MACs and weights of its matrix products."""
+
+    convs: list[Conv]
+    linear_macs: int = 0
+    linear_weights: int = 0
+
+    @property
+    def macs(self) -> int:
+        return sum(conv.macs for conv in self.convs) + self.linear_macs
+
+
+class Floor(NamedTuple):
+    """Seconds."""
+
+    forward: float
+    backward: float
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes convolutions, matrix products and residual sums as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace([])
+        self._reader: dict[int, Conv] = {}
+        self._sums: set[int] = set()
+        # keeps tensors alive, because they are known by id
+        self._seen: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket
+        self._seen.append((args, result))
+        if name is torch.ops.aten.convolution:
+            self._note_conv(args[0], args[1], result)
+        elif name in (torch.ops.aten.addmm, torch.ops.aten.mm):
+            weight = args[-1]
+            self.trace.linear_macs += result.shape[0] * weight.numel()
+            self.trace.linear_weights += weight.numel()
+        elif name is torch.ops.aten.add and result.ndim == 4:
+            self._note_sum(args[:2], result)
+        return result
+
+    def _note_conv(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        depthwise = weight.shape[1] == 1 and x.shape[1] > 1
+        conv = Conv(y.numel() * weight[0].numel(), x.numel(), y.numel(), weight.numel(), depthwise)
+        if id(x) in self._sums:
+            conv.skip_read = x.numel()
+        self._reader.setdefault(id(x), conv)
+        self.trace.convs.append(conv)
+
+    def _note_sum(self, terms: Iterable[Any], result: Tensor) -> None:
+        self._sums.add(id(result))
+        for term in terms:
+            if id(term) in self._reader:
+                begin = self._reader[id(term)]
+                begin.skip_grad = result.numel()
+                # a sum that is the residual of the next block is needed twice, so it is worth writing
+                begin.skip_write = result.numel() if id(term) in self._sums else 0
+
+
+def trace(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Trace:
+    """Trace the module that `make` builds, in training mode and without memory, on an input of this shape."""
+    with torch.device("meta"), torch.no_grad():
+        module, x = make(), torch.empty(shape)
+        module.train()
+        with _Recorder() as recorder:
+            module(x)
+    return recorder.trace
+
+
+def step_floor(found: Trace, machine: Machine, dtype: torch.dtype) -> Floor:
+    """Floor of the training step of a whole network, from images to loss."""
+    cost = _Cost(machine, _ITEM_BYTES[dtype])
+    convs, last = found.convs, found.convs[-1].y
+    linear = 2 * found.linear_macs
+    forward = sum(map(cost.conv_forward, convs)) + cost(last) + cost(0, found.linear_weights, matmul=linear)
+    backward = cost(0, found.linear_weights, matmul=linear) + cost(last)
+    # the first convolution needs no gradient of the images, the second one only sums that of its input
+    backward += sum(
+        cost.conv_backward(conv, write=i > 1, outer=i == len(convs) - 1) for i, conv in enumerate(convs) if i > 0
+    )
+    return Floor(forward, backward)
+
+
+def alone_floor(found: Trace, machine: Machine, dtype: torch.dtype, *, input_grad: bool = True) -> Floor:
+    """Floor of a few layers by themselves: their result is normalised and written, their input is a finished tensor.
+
+    `input_grad` says whether the gradient of the input is wanted.
+    """
+    cost = _Cost(machine, _ITEM_BYTES[dtype])
+    convs, last = found.convs, found.convs[-1].y
+    forward = sum(map(cost.conv_forward, convs)) + cost(2 * last)
+    # reductions over the gradient and the output it belongs to
+    backward = cost(2 * last)
+    for i, conv in enumerate(convs):
+        if i > 0 or input_grad:
+            backward += cost.conv_backward(conv, write=True, mask=i > 0)
+    return Floor(forward, backward)
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Seconds of one pass over memory."""
+
+    machine: Machine
+    item_bytes: int
+
+    def __call__(self, elements: int, weight: int = 0, *, matmul: float = 0.0, vector: float = 0.0) -> float:
+        memory = (elements + weight) * self.item_bytes / self.machine.bytes
+        return max(memory, matmul / self.machine.matmul + vector / self.machine.vector)
+
+    def conv_forward(self, conv: Conv) -> float:
+        return self(conv.x + conv.y + conv.skip_read + conv.skip_write, conv.weight, **_flops(conv))
+
+    def conv_backward(self, conv: Conv, *, write: bool, mask: bool = True, outer: bool = False) -> float:
+        """From the gradient of y to that of x; `outer`: the gradient comes from a pool and is tiny."""
+        elements = conv.y * (1 if outer else 2) + conv.x * (mask + write) + conv.skip_grad
+        return self(elements, conv.weight, **_flops(conv))
+
+
+def _flops(conv: Conv) -> dict[str, float]:
+    return {"vector" if conv.depthwise else "matmul": 2.0 * conv.macs}
+
+
+def measure_machine(dtype: torch.dtype, *, quick: bool = False) -> Machine:
+    """Measure the ceilings on the threads in use: the best of some copies and matrix products.
+
+    Depthwise convolutions have no matrix product, so their ceiling is that of fp32 in either type.
+    """
+    n, copies, repeats = (512, 1 << 22, 3) if quick else (2048, 1 << 26, 10)
+    source, target = torch.ones(copies), torch.empty(copies)
+    rates = {}
+    for kind in {torch.float32, dtype}:
+        a, b = torch.randn(n, n).to(kind), torch.randn(n, n).to(kind)
+        rates[kind] = 2 * n**3 / _best(lambda a=a, b=b: a @ b, repeats)
+    return Machine(
+        bytes=2 * source.nbytes / _best(lambda: target.copy_(source), repeats),
+        matmul=rates[dtype],
+        vector=rates[torch.float32],
+    )
+
+
+def _best(work: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="print the ceilings of this machine")
+    parser.add_argument("--quick", action="store_true", help="small matrices")
+    args = parser.parse_args()
+    for dtype in _ITEM_BYTES:
+        found = measure_machine(dtype, quick=args.quick)
+        print(
+            f"{dtype}: copy {found.bytes / 1e9:.1f} GB/s, matrix product {found.matmul / 1e9:.0f} GFLOP/s, "
+            f"vector {found.vector / 1e9:.0f} GFLOP/s"
+        )
+
+
+if __name__ == "__main__":
+    main()

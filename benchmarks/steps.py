@@ -1,0 +1,272 @@
+"""Variants of one training step: ours, and plain PyTorch at its best; their times and memory, and the table of both.
+
+Only BatchNorms train. A workload gives the same network twice, on the operators of nasfast and of plain modules, with
+the same weights; no variant is timed whose loss is not that of the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import multiprocessing
+from abc import ABC, abstractmethod
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import floor
+import torch
+from harness import saved_bytes
+from torch import Tensor, nn
+
+from nasfast.spaces import Arch
+from nasfast.timing import TrainingStep, measure
+
+_OURS = "nasfast"
+# a loss of about 7 must agree to this part of it; bf16 rounds activations to 8 bits through some sixty layers
+_LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a step is run.
+
+    Attributes:
+        engine: `nasfast`, `eager` or `compile`.
+        layout: `contiguous` or `channels_last`.
+        dtype: `fp32`, or `bf16` autocast.
+    """
+
+    engine: str
+    layout: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.engine, *([] if self.engine == _OURS else [self.layout]), self.dtype])
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(_OURS, "channels_last", "fp32"),
+        Variant(_OURS, "channels_last", "bf16"),
+        Variant("eager", "contiguous", "fp32"),
+        Variant("eager", "channels_last", "fp32"),
+        Variant("eager", "channels_last", "bf16"),
+        Variant("compile", "contiguous", "fp32"),
+        Variant("compile", "channels_last", "fp32"),
+        Variant("compile", "channels_last", "bf16"),
+    )
+}
+
+
+class Workload(ABC):
+    """A network and its batch; picklable, because memory is measured in processes of their own."""
+
+    name: str
+    batch: int
+    resolution: int
+    num_classes: int
+
+    @abstractmethod
+    def ours(self) -> tuple[nn.Module, Arch | None]:
+        """The network on the operators of nasfast, and the path to run where it is a supernet."""
+
+    @abstractmethod
+    def plain(self) -> nn.Module:
+        """The network of plain modules."""
+
+    @abstractmethod
+    def skeleton(self) -> nn.Module:
+        """The network of plain modules with any weights, to be built without memory."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, 3, self.resolution, self.resolution
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Images and labels, the same at every call."""
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(self.shape, generator=generator)
+        return images, torch.randint(self.num_classes, (self.batch,), generator=generator)
+
+
+def train_batch_norms(network: nn.Module) -> nn.Module:
+    """Freeze everything but the affine parameters of BatchNorms, which then keep no running statistics."""
+    network.requires_grad_(False).train()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(True)
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+    return network
+
+
+def make_step(workload: Workload, variant: Variant) -> TrainingStep:
+    """The step of one variant, not yet warm."""
+    model, path = workload.ours() if variant.engine == _OURS else (workload.plain(), None)
+    images, labels = workload.inputs()
+    memory_format = getattr(torch, f"{variant.layout}_format" if variant.layout == "contiguous" else variant.layout)
+    model, images = model.to(memory_format=memory_format), images.contiguous(memory_format=memory_format)
+    if variant.engine == "compile":
+        model = torch.compile(model, dynamic=False)
+    return TrainingStep(model, images, labels, path=path, bf16=variant.dtype == "bf16")
+
+
+def bench(workload: Workload, variants: list[Variant], *, rounds: int, threads: int, quick: bool) -> dict:
+    """One row of results: times, memory, ratios and fraction of the floor of every variant."""
+    # otherwise every network of one class counts as a recompilation of the same code
+    torch.compiler.reset()
+    steps = {variant.name: make_step(workload, variant) for variant in variants}
+    check_losses(steps, {variant.name: variant.dtype for variant in variants})
+    times = measure(steps, rounds=rounds)
+    del steps
+    found = floor.trace(workload.skeleton, workload.shape)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    used = [name for name in dtypes if any(variant.dtype == name for variant in variants)]
+    machines = {name: floor.measure_machine(dtypes[name], quick=quick) for name in used}
+    floors = {name: floor.step_floor(found, machine, dtypes[name]) for name, machine in machines.items()}
+    return {
+        "workload": workload.name,
+        "batch": workload.batch,
+        "resolution": workload.resolution,
+        "threads": threads,
+        "macs_per_image": found.macs // workload.batch,
+        "ceilings": {name: machine._asdict() for name, machine in machines.items()},
+        "floor_ms": {
+            name: {"forward": 1e3 * f.forward, "backward": 1e3 * f.backward, "step": 1e3 * f.step}
+            for name, f in floors.items()
+        },
+        "variants": {
+            variant.name: {
+                "times": times[variant.name],
+                "per_image_ms": times[variant.name]["step"]["median_ms"] / workload.batch,
+                "fraction_of_floor": 1e3 * floors[variant.dtype].step / times[variant.name]["step"]["median_ms"],
+                "memory": measure_memory(workload, variant, threads),
+            }
+            for variant in variants
+        },
+        "ratios": ratios_to_peers(variants, times),
+    }
+
+
+def check_losses(steps: dict[str, TrainingStep], dtypes: dict[str, str]) -> None:
+    """Refuse to time a variant that computes something else.
+
+    Raises:
+        RuntimeError: a loss differs from that of the first fp32 variant, or of the first one.
+    """
+    losses = {name: float(step.loss().detach()) for name, step in steps.items()}
+    reference = next((name for name in losses if dtypes[name] == "fp32"), next(iter(losses)))
+    for name, loss in losses.items():
+        allowed = _LOSS_TOLERANCE[dtypes[name]] * abs(losses[reference])
+        if not math.isfinite(loss) or abs(loss - losses[reference]) > allowed:
+            raise RuntimeError(f"{name} has loss {loss}, {reference} has {losses[reference]}: not the same work")
+
+
+def ratios_to_peers(variants: list[Variant], times: dict[str, dict]) -> dict[str, dict]:
+    """For each of our variants: its step time over that of the best peer of its number type, and of all peers."""
+    medians = {variant.name: times[variant.name]["step"]["median_ms"] for variant in variants}
+    ratios = {}
+    for ours in (variant for variant in variants if variant.engine == _OURS):
+        peers = [variant for variant in variants if variant.engine != _OURS]
+        groups = {"same_dtype": [p for p in peers if p.dtype == ours.dtype], "all": peers}
+        ratios[ours.name] = {
+            group: {"peer": best.name, "ratio": medians[ours.name] / medians[best.name]}
+            for group, members in groups.items()
+            if members and (best := min(members, key=lambda p: medians[p.name]))
+        }
+    return ratios
+
+
+def measure_memory(workload: Workload, variant: Variant, threads: int) -> dict[str, int]:
+    """Memory of one step in bytes, in a fresh process.
+
+    Returns:
+        "saved": distinct storages that autograd keeps for backward, without parameters;
+        "kept": growth of resident memory from before to behind a forward, which also sees what hooks do not;
+        "peak": growth of resident memory from before a step to its highest point.
+    """
+    # spawned, so that nothing of this process is in it
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_memory_of, workload, variant, threads).result()
+
+
+def _memory_of(workload: Workload, variant: Variant, threads: int) -> dict[str, int]:
+    torch.set_num_threads(threads)
+    step = make_step(workload, variant)
+    step()
+    there = [*step.model.parameters(), *step.model.buffers(), step.images]
+    saved = saved_bytes(step.loss, exclude=there)
+
+    before = _settled_memory(step)
+    Path("/proc/self/clear_refs").write_text("5")  # the highest point starts anew
+    loss = step.loss()
+    loss.backward()
+    del loss
+    peak = _status("VmHWM") - before
+
+    before = _settled_memory(step)
+    loss = step.loss()
+    _trim()  # what forward freed is not kept
+    kept = _status("VmRSS") - before
+    del loss
+    return {"saved": saved, "kept": kept, "peak": peak}
+
+
+def _settled_memory(step: TrainingStep) -> int:
+    """Resident bytes between two steps, when everything free has been given back."""
+    step.model.zero_grad(set_to_none=True)
+    gc.collect()
+    _trim()
+    return _status("VmRSS")
+
+
+def _trim() -> None:
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def show(row: dict) -> None:
+    """Print one row of `bench`."""
+    print(
+        f"\n{row['workload']}: batch {row['batch']}, {row['resolution']} x {row['resolution']}, "
+        f"{row['threads']} threads, {row['macs_per_image'] / 1e6:.0f} million MACs per image; median ms, MiB"
+    )
+    for dtype, ceilings in row["ceilings"].items():
+        print(
+            f"floor {dtype}: {row['floor_ms'][dtype]['step']:.1f} ms (copy {ceilings['bytes'] / 1e9:.1f} GB/s, "
+            f"matrix product {ceilings['matmul'] / 1e9:.0f}, vector {ceilings['vector'] / 1e9:.0f} GFLOP/s)"
+        )
+    print(
+        f"{'':28} {'forward':>9} {'backward':>9} {'step':>9} {'q20 - q80':>17} {'per image':>9} {'of floor':>8} "
+        f"{'saved':>7} {'kept':>7} {'peak':>7}"
+    )
+    for name, result in row["variants"].items():
+        step, memory = result["times"]["step"], result["memory"]
+        sizes = " ".join(f"{memory[kind] / 2**20:7.0f}" for kind in ("saved", "kept", "peak"))
+        print(
+            f"{name:28} {result['times']['forward']['median_ms']:9.1f} {result['times']['backward']['median_ms']:9.1f} "
+            f"{step['median_ms']:9.1f} {step['q20_ms']:8.1f} - {step['q80_ms']:<6.1f} {result['per_image_ms']:9.2f} "
+            f"{result['fraction_of_floor']:8.2f} {sizes}"
+        )
+    for ours, groups in row["ratios"].items():
+        parts = [f"{g['ratio']:.2f} of {g['peer']}" for g in groups.values()]
+        print(f"{ours}: step {', '.join(dict.fromkeys(parts))}{_memory_ratio(row['variants'], ours)}", flush=True)
+
+
+def _memory_ratio(variants: dict[str, dict], ours: str) -> str:
+    eager = f"eager channels_last {ours.split()[-1]}"
+    if eager not in variants:
+        return ""
+    mine, theirs = variants[ours]["memory"], variants[eager]["memory"]
+    shares = [f"{key} {mine[key] / theirs[key]:.2f}" for key in ("saved", "peak")]
+    return f"; memory {', '.join(shares)} of {eager}"

@@ -1,0 +1,161 @@
+"""The latency rows of the paper's Table 2, measured on this machine beside the published figures."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nasfast.doctor import environment
+from nasfast.files import write_atomic
+from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.supernet import Supernet
+from nasfast.timing import StepConfig, TrainingStep, machine, measure, measuring
+from nasfast.train.supernet import METHODS
+
+_LOG = logging.getLogger(__name__)
+
+PUBLISHED_MS = {"spos": 137.4, "bnnas": 96.3, "dinas": 93.1}
+"""ms per step by method: latency column of Table 2, rows SPOS, BNNAS(S), and Ours(F) with layer indicators."""
+
+PUBLISHED = (
+    "published: DI-NAS paper, Table 2; ms of one complete forward and backward propagation, NVIDIA GeForce RTX 3080, "
+    "batch 32;\nits path, resolution and number type are not stated"
+)
+
+# row, method, whether on the operators of nasfast
+_ROWS = (
+    ("SPOS", "spos", False),
+    ("BNNAS", "bnnas", False),
+    ("DI-NAS, reference ops", "dinas", False),
+    ("DI-NAS, nasfast ops", "dinas", True),
+)
+
+
+@dataclass(frozen=True)
+class LatencyConfig(StepConfig):
+    """What `latency` measures: a step, and how often.
+
+    Attributes:
+        rounds: timed steps of every row, after two that are not timed.
+    """
+
+    rounds: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+
+
+@dataclass(frozen=True)
+class LatencyRow:
+    """One method: phases are `forward`, `backward` and `step`, each with `median_ms`, `q20_ms` and `q80_ms`."""
+
+    name: str
+    method: str
+    trainable: str
+    times: dict[str, dict[str, float]]
+    published_ms: float | None
+
+    @property
+    def step_ms(self) -> float:
+        return self.times["step"]["median_ms"]
+
+
+@dataclass(frozen=True)
+class LatencyReport:
+    """The rows, what was measured and on what; `str` of it is a table."""
+
+    config: LatencyConfig
+    space: SearchSpace
+    path: Arch
+    rows: tuple[LatencyRow, ...]
+    machine: dict[str, Any]
+    environment: dict[str, list[str]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON, the published figures with their label."""
+        return {
+            "config": self.config.to_dict(),
+            "space": self.space.name,
+            "resolution": self.space.resolution,
+            "path": format_arch(self.path),
+            "macs_per_image": self.space.cost(self.path).macs,
+            "rows": [asdict(row) for row in self.rows],
+            "published": PUBLISHED,
+            "machine": self.machine,
+            "environment": self.environment,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_dict` to a file."""
+        write_atomic(Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
+
+    def __str__(self) -> str:
+        cfg, first = self.config, self.rows[0]
+        where = self.machine["gpu"] if self.machine["device"].startswith("cuda") else self.machine["cpu"]
+        lines = [
+            f"one training step, forward and backward, in ms: {self.space.name}, batch {cfg.batch}, "
+            f"{self.space.resolution} x {self.space.resolution}, {cfg.dtype}",
+            f"path [{format_arch(self.path)}], {self.space.cost(self.path).macs / 1e6:.0f} million MACs per image",
+            f"machine: {where}, {self.machine['threads']} threads, {self.machine['cpu_capability']}, "
+            f"nasfast {self.machine['nasfast_isa'] or 'without native kernels'}, torch {self.machine['torch']}",
+            "",
+            f"{'':22} {'trains':>10} {'forward':>9} {'backward':>9} {'step':>9} {'q20 - q80':>17} {'per image':>9} "
+            f"{'/ SPOS':>7} | {'published':>9} {'/ SPOS':>7}",
+        ]
+        for row in self.rows:
+            step = row.times["step"]
+            quantiles = f"{step['q20_ms']:.1f} - {step['q80_ms']:.1f}"
+            published = f"{'-':>9} {'-':>7}"
+            if row.published_ms is not None:
+                published = f"{row.published_ms:9.1f} {row.published_ms / PUBLISHED_MS['spos']:7.2f}"
+            lines.append(
+                f"{row.name:22} {row.trainable:>10} {row.times['forward']['median_ms']:9.1f} "
+                f"{row.times['backward']['median_ms']:9.1f} {row.step_ms:9.1f} {quantiles:>17} "
+                f"{row.step_ms / cfg.batch:9.2f} {row.step_ms / first.step_ms:7.2f} | {published}"
+            )
+        return "\n".join([
+            *lines, "", PUBLISHED,
+            "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",
+            "times are medians over interleaved rounds",
+        ])  # fmt: skip
+
+
+def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
+    """Time one training step of SPOS, BN-NAS and DI-NAS on plain PyTorch, and of DI-NAS on the operators of nasfast.
+
+    All four run the same path of the same space on the same images, interleaved in this process. A step is forward,
+    cross entropy and backward, as in the paper, without the optimiser's update.
+
+    Raises:
+        ConfigError: unknown space, or a device that is not there.
+        ArchError: the path does not belong to the space.
+        ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
+    """
+    space, path = cfg.resolve()
+    images, labels = cfg.batch_of(space)
+    steps, trainable = {}, {}
+    with measuring(cfg.threads):
+        for name, method, fused in _ROWS:
+            preset = METHODS[method]
+            net = Supernet(
+                space, init=preset.init, layer_indicators=preset.layer_indicators, fused=fused, seed=cfg.seed
+            )
+            trainable[name] = net.freeze(preset.trainable).trainable
+            net.to(device=images.device, memory_format=torch.channels_last).train()
+            steps[name] = TrainingStep(net, images, labels, path=path, bf16=cfg.dtype == "bf16")
+        _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
+        times = measure(steps, rounds=cfg.rounds)
+        found = {"device": str(images.device), **machine()}
+    # the last row is this package's own, not the paper's
+    rows = tuple(
+        LatencyRow(name, method, trainable[name], times[name], None if fused else PUBLISHED_MS[method])
+        for name, method, fused in _ROWS
+    )
+    return LatencyReport(cfg, space, path, rows, found, environment())

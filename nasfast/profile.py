@@ -1,0 +1,285 @@
+"""One training step under torch.profiler, with a range per layer and phase: tables, a Chrome trace, ranges for nsys."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from nasfast.config import ConfigError
+from nasfast.spaces import Arch
+from nasfast.supernet import Supernet
+from nasfast.timing import StepConfig, TrainingStep, measuring
+from nasfast.train.supernet import METHODS
+
+TRACE_FILE, NSYS_FILE = "trace.json", "nsys"
+
+# a registered operator runs inside an autograd function of this name, and its time is booked there
+_WRAPPER = re.compile(r"GeneratedBackwardFor_(?P<library>[^_]+)_(?P<op>\w+)_default")
+
+# compilation of kernels, memory pools, cuDNN's choice of algorithms
+_WARMUP = 3
+
+
+@dataclass(frozen=True)
+class ProfileConfig(StepConfig):
+    """What `profile` records: a step, and how it is shown.
+
+    Attributes:
+        out: folder of the trace.
+        method: `dinas`, `bnnas`, `fairnas` or `spos`: what trains, and from which weights.
+        tracer: `torch` fills the tables and writes trace.json; `nvtx` only emits the ranges, for a run under nsys.
+        top: rows of the table of operators.
+    """
+
+    out: str = "runs/profile"
+    method: Literal["dinas", "bnnas", "fairnas", "spos"] = "dinas"
+    tracer: Literal["torch", "nvtx"] = "torch"
+    top: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top < 1:
+            raise ValueError(f"top must be at least 1, got {self.top}")
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """An operator: time of its own (without the operators it calls), share of all, and calls."""
+
+    name: str
+    self_ms: float
+    share: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A layer: what it is on the profiled path, and the time of its ranges; 0 where it has no backward."""
+
+    name: str
+    block: str
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """Tables of one step; `str` of it prints them.
+
+    Attributes:
+        title: which step.
+        ops: longest first, by time of their own.
+        layers: in the order of the forward pass; the last row is what belongs to no layer.
+        trace: the Chrome trace; None with the tracer `nvtx`, which fills no table either.
+        nsys: command line that records the same ranges under nsys, on a machine with a GPU.
+    """
+
+    title: str
+    ops: tuple[OpRow, ...]
+    layers: tuple[LayerRow, ...]
+    trace: Path | None
+    nsys: str | None
+
+    def __str__(self) -> str:
+        lines = [self.title, ""]
+        if self.layers:
+            total = sum(row.forward_ms + row.backward_ms for row in self.layers)
+            lines.append(f"{'layer':14} {'block':10} {'forward ms':>11} {'backward ms':>12} {'share':>6}")
+            for row in self.layers:
+                share = (row.forward_ms + row.backward_ms) / total
+                lines.append(
+                    f"{row.name:14} {row.block:10} {row.forward_ms:11.2f} {row.backward_ms:12.2f} {share:6.1%}"
+                )
+            lines += ["", f"{'operator':60} {'self ms':>9} {'share':>6} {'calls':>6}"]
+            lines += [f"{row.name[:60]:60} {row.self_ms:9.2f} {row.share:6.1%} {row.calls:6}" for row in self.ops]
+            lines.append("")
+        if self.trace is not None:
+            lines.append(f"trace: {self.trace} (chrome://tracing, ui.perfetto.dev)")
+        if self.nsys is not None:
+            lines.append(f"the same ranges under nsys: {self.nsys}")
+        return "\n".join(lines)
+
+
+def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
+    """Record one training step of a path: forward, cross entropy, backward.
+
+    Every layer has a range `forward NAME` and `backward NAME` (stem.0, layers.0, ..., head.0, classifier) inside the
+    ranges `forward` and `backward`; they come from hooks, so the operators run as they always do.
+
+    Raises:
+        ConfigError: unknown space, a device that is not there, or the tracer `nvtx` without a GPU.
+        ArchError: the path does not belong to the space.
+        ValueError: nothing on the path trains.
+        OSError: the folder cannot be written.
+    """
+    space, path = cfg.resolve()
+    images, labels = cfg.batch_of(space)
+    on_gpu = images.device.type == "cuda"
+    if cfg.tracer == "nvtx" and not on_gpu:
+        raise ConfigError(f"tracer='nvtx' marks ranges for nsys and needs a GPU, got device={cfg.device!r}")
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    preset = METHODS[cfg.method]
+    net = Supernet(space, init=preset.init, layer_indicators=preset.layer_indicators, seed=cfg.seed)
+    net.freeze(preset.trainable)
+    net.to(device=images.device, memory_format=torch.channels_last).train()
+    step = TrainingStep(net, images, labels, path=path, bf16=cfg.dtype == "bf16")
+    title = (
+        f"one training step: {space.name}, {cfg.method}, batch {cfg.batch}, {space.resolution} x {space.resolution}, "
+        f"{cfg.dtype}, {images.device}"
+    )
+    nsys = _nsys_command(cfg) if torch.cuda.is_available() else None
+    layers = _layers_of(net, path)
+    with measuring(cfg.threads), _Ranges({name: module for name, (module, _) in layers.items()}) as ranges:
+        for _ in range(_WARMUP):
+            _run(step, ranges)
+        if cfg.tracer == "nvtx":
+            # turns every range and operator into an NVTX range of the same name
+            with torch.autograd.profiler.emit_nvtx():
+                torch.cuda.profiler.start()
+                _run(step, ranges)
+                torch.cuda.synchronize(images.device)
+                torch.cuda.profiler.stop()
+            return ProfileReport(title, (), (), None, nsys)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as recorded:
+            _run(step, ranges)
+            if on_gpu:
+                torch.cuda.synchronize(images.device)
+    recorded.export_chrome_trace(str(out / TRACE_FILE))
+    blocks = {name: block for name, (_, block) in layers.items()}
+    ops, rows = _tables(recorded.key_averages(), blocks, top=cfg.top, on_gpu=on_gpu)
+    return ProfileReport(title, ops, rows, out / TRACE_FILE, nsys)
+
+
+def _run(step: TrainingStep, ranges: _Ranges) -> None:
+    step.model.zero_grad(set_to_none=True)
+    with torch.profiler.record_function("forward"):
+        loss = step.loss()
+    with torch.profiler.record_function("backward"):
+        loss.backward()
+    ranges.end_step()
+
+
+def _layers_of(net: Supernet, path: Arch) -> dict[str, tuple[nn.Module, str]]:
+    """Name -> layer and what it is on the path, in the order of the forward pass."""
+    space = net.space
+    parts = [
+        ("stem", net.stem, [layer.label(0) for layer in space.stem_layers]),
+        ("layers", net.layers, space.describe(path)),
+        ("head", net.head, [layer.label(0) for layer in space.head_layers]),
+    ]
+    layers = {
+        f"{part}.{i}": (module, label)
+        for part, modules, labels in parts
+        for i, (module, label) in enumerate(zip(modules, labels, strict=True))
+    }
+    return {**layers, "classifier": (net.classifier, "linear")}
+
+
+class _Ranges:
+    """Ranges around forward and backward of layers that run one after another, by hooks alone, while it is entered.
+
+    A backward range begins in the node that PyTorch puts behind a hooked module, so that the nodes of the layer lie
+    within it, and ends when the gradient of the layer's input is there, or those of its parameters where the input
+    needs none: a module's own hook for the end would not wait for these.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self._open: dict[str, torch.profiler.record_function] = {}
+        self._handles: list[RemovableHandle] = []
+        self._step_handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> _Ranges:
+        for name, module in self._modules.items():
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._before_forward, name)),
+                module.register_forward_hook(lambda *_, name=name: self._close(f"forward {name}")),
+                module.register_full_backward_pre_hook(lambda *_, name=name: self._start(f"backward {name}")),
+            ]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.end_step()
+        for handle in self._handles:
+            handle.remove()
+
+    def end_step(self) -> None:
+        """Close what is open, and forget the hooks of this step."""
+        self._close(*self._open)
+        for handle in self._step_handles:
+            handle.remove()
+        self._step_handles.clear()
+
+    def _before_forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        end_backward = partial(self._close, f"backward {name}")
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda grad: end_backward())
+        elif trained := [p for p in module.parameters() if p.requires_grad]:
+            handle = register_multi_grad_hook(trained, lambda grads: end_backward())
+            self._step_handles.append(handle)
+        self._start(f"forward {name}")
+
+    def _start(self, name: str) -> None:
+        self._open[name] = torch.profiler.record_function(name)
+        self._open[name].__enter__()
+
+    def _close(self, *names: str) -> None:
+        for name in names:
+            opened = self._open.pop(name, None)
+            if opened is not None:
+                opened.__exit__(None, None, None)
+
+
+def _tables(
+    averages: Any, blocks: dict[str, str], *, top: int, on_gpu: bool
+) -> tuple[tuple[OpRow, ...], tuple[LayerRow, ...]]:
+    """Both tables from the profiler's averages by name; times are the device's where it is a GPU."""
+    phases = ("forward", "backward")
+    ranges = {f"{phase} {name}" for phase in phases for name in blocks} | set(phases)
+    total_time, self_time = ("device_time_total", "self_device_time_total") if on_gpu else (
+        "cpu_time_total", "self_cpu_time_total",
+    )  # fmt: skip
+    in_range, ops = dict.fromkeys(ranges, 0.0), {}
+    for event in averages:
+        # a GPU's kernels and ranges are also there as events of the device: the same time again
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            continue
+        if event.key in ranges:
+            in_range[event.key] += getattr(event, total_time) / 1e3
+            continue
+        wrapped = _WRAPPER.fullmatch(event.key)
+        name = f"{wrapped['library']}::{wrapped['op']}" if wrapped else event.key
+        ms, calls = ops.get(name, (0.0, 0))
+        ops[name] = (ms + getattr(event, self_time) / 1e3, calls + (0 if wrapped else event.count))
+    everything = sum(ms for ms, _ in ops.values())
+    longest = sorted(ops.items(), key=lambda op: -op[1][0])[:top]
+    rows = [LayerRow(name, block, *(in_range[f"{phase} {name}"] for phase in phases)) for name, block in blocks.items()]
+    covered = [sum(getattr(row, f"{phase}_ms") for row in rows) for phase in phases]
+    rest = [max(0.0, in_range[phase] - ms) for phase, ms in zip(phases, covered, strict=True)]
+    return (
+        tuple(OpRow(name, ms, ms / everything, calls) for name, (ms, calls) in longest),
+        (*rows, LayerRow("rest", "loss, pool", *rest)),
+    )
+
+
+def _nsys_command(cfg: ProfileConfig) -> str:
+    """nsys around this command with the tracer `nvtx`; only the profiled step is captured."""
+    cfg = cfg.replace(tracer="nvtx", device=cfg.device if cfg.device.startswith("cuda") else "cuda")
+    default = ProfileConfig().to_dict()
+    flags = [f"--{key}={value}" for key, value in cfg.to_dict().items() if value != default[key]]
+    nsys = ["nsys", "profile", "--trace=cuda,nvtx,cudnn,cublas", "--capture-range=cudaProfilerApi"]
+    nsys += ["--capture-range-end=stop", f"--output={Path(cfg.out) / NSYS_FILE}"]
+    return shlex.join([*nsys, "nasfast", "profile", *flags])

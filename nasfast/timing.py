@@ -1,0 +1,216 @@
+"""One training step of a supernet as the unit of measurement, and the timing of variants side by side.
+
+`nasfast latency`, `nasfast profile` and the benchmarks share what is here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast.config import ConfigBase, ConfigError
+from nasfast.device import check_device, torch_device
+from nasfast.ops import _native
+from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
+from nasfast.spaces.cost import output_size
+
+
+@dataclass(frozen=True)
+class StepConfig(ConfigBase):
+    """Which training step is measured.
+
+    Attributes:
+        space: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
+        path: the path through the supernet, such as "0 3 4 1"; null takes `nasfast.spaces.mean_path`.
+        batch: images per step.
+        resolution: of the images in pixels; null takes the space's.
+        dtype: `fp32`, or `bf16` autocast.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        threads: CPU threads, 0 for torch's choice.
+        seed: of weights and images.
+    """
+
+    space: str = "mobilenet_v2"
+    path: str | None = None
+    batch: int = 32
+    resolution: int | None = None
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    device: str = "auto"
+    threads: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, got {self.batch}")
+        if self.threads < 0 or self.seed < 0:
+            raise ValueError(f"threads and seed must not be negative, got {self.threads} and {self.seed}")
+        check_device(self.device)
+
+    def resolve(self) -> tuple[SearchSpace, Arch]:
+        """The space and the path.
+
+        Raises:
+            ConfigError: unknown space, unreadable YAML, or too small a batch of too small images for a BatchNorm.
+            ArchError: the path does not belong to the space.
+        """
+        space = get_space(self.space, resolution=self.resolution)
+        last = [*space.stem_layers, *space.layers, *space.head_layers][-1]
+        side = output_size(last.size, last.stride)
+        if self.batch * side**2 < 2:
+            raise ConfigError(
+                f"batch {self.batch} of {space.resolution} x {space.resolution} images leaves the last BatchNorm one "
+                "value per channel, and it needs two: raise batch or resolution"
+            )
+        return space, mean_path(space) if self.path is None else space.check(parse_arch(self.path))
+
+    def batch_of(self, space: SearchSpace) -> tuple[Tensor, Tensor]:
+        """Random images (batch, C, H, W) in channels_last and labels (batch,) on the device."""
+        return random_batch(space, self.batch, device=torch_device(self.device), seed=self.seed)
+
+
+def random_batch(space: SearchSpace, size: int, *, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Normal images (size, C, H, W) in channels_last and uniform labels (size,), the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, space.in_channels, space.resolution, space.resolution, generator=generator)
+    labels = torch.randint(space.num_classes, (size,), generator=generator)
+    return images.to(device, memory_format=torch.channels_last), labels.to(device)
+
+
+class TrainingStep:
+    """Forward, cross entropy and backward of one batch; every call does the same work.
+
+    The optimiser's update is no part of it: published step times leave it out, and with frozen convolutions it is a
+    few hundred short vectors.
+
+    Args:
+        model: called as `model(images)`, or as `model(images, path)` where there is a path.
+        images: (N, C, H, W).
+        labels: (N,).
+        path: of a supernet.
+        bf16: run the model under bf16 autocast.
+    """
+
+    def __init__(
+        self, model: nn.Module, images: Tensor, labels: Tensor, *, path: Arch | None = None, bf16: bool = False
+    ) -> None:
+        self.model, self.images, self.labels, self.bf16 = model, images, labels, bf16
+        self._arguments = () if path is None else (path,)
+
+    def loss(self) -> Tensor:
+        """Forward alone.
+
+        Raises:
+            ValueError: nothing on the path trains.
+        """
+        with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.bf16):
+            logits = self.model(self.images, *self._arguments)
+        loss = F.cross_entropy(logits.float(), self.labels)
+        if not loss.requires_grad:
+            raise ValueError("no parameter on this path trains: choose another path or method")
+        return loss
+
+    def __call__(self) -> dict[str, float]:
+        """Run the step; seconds of `forward`, `backward` and both together (`step`)."""
+        self.model.zero_grad(set_to_none=True)
+        if self.images.device.type == "cuda":
+            return self._on_cuda()
+        start = time.perf_counter()
+        loss = self.loss()
+        middle = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        return {"forward": middle - start, "backward": end - middle, "step": end - start}
+
+    def _on_cuda(self) -> dict[str, float]:
+        # events, because a synchronisation between the phases would forbid the launches of backward to run ahead
+        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda.synchronize(self.images.device)
+        start.record()
+        loss = self.loss()
+        middle.record()
+        loss.backward()
+        end.record()
+        torch.cuda.synchronize(self.images.device)
+        phases = {"forward": start.elapsed_time(middle), "backward": middle.elapsed_time(end)}
+        return {name: ms / 1e3 for name, ms in {**phases, "step": start.elapsed_time(end)}.items()}
+
+
+def measure(variants: dict[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2) -> dict[str, dict]:
+    """Run every variant in every round and summarise its times.
+
+    Each round runs every variant once, in a rotating order, so that a busy moment of the machine touches all of them.
+
+    Args:
+        variants: name -> function that does the work once and returns {phase: seconds}.
+        rounds: timed rounds.
+        warmup: rounds thrown away (compilation, caches, memory pools).
+
+    Returns:
+        name -> phase -> {"median_ms", "q20_ms", "q80_ms"}, over rounds.
+    """
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
+    names = list(variants)
+    for i_round in range(warmup + rounds):
+        shift = i_round % len(names)
+        for name in names[shift:] + names[:shift]:
+            for phase, seconds in variants[name]().items():
+                if i_round >= warmup:
+                    times[name].setdefault(phase, []).append(seconds * 1e3)
+    return {
+        name: {phase: summarise(samples, "ms") for phase, samples in phases.items()} for name, phases in times.items()
+    }
+
+
+def summarise(samples: list[float], unit: str) -> dict[str, float]:
+    """Median, 20 % and 80 % quantile, keyed `median_UNIT` and so on."""
+    names = (f"median_{unit}", f"q20_{unit}", f"q80_{unit}")
+    return dict(zip(names, map(float, np.quantile(samples, (0.5, 0.2, 0.8))), strict=True))
+
+
+@contextmanager
+def measuring(threads: int = 0) -> Iterator[None]:
+    """Run with this many CPU threads (0: as many as before), and cuDNN's fastest algorithms by trial."""
+    before = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    torch.set_num_threads(threads or before[0])
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def machine() -> dict[str, Any]:
+    """Device, versions and date, for files of results."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "nasfast_isa": None if _native.extension is None else _native.extension.isa(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

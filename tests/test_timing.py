@@ -1,0 +1,137 @@
+"""The measured step and the interleaved timing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_space
+from torch import nn
+
+from nasfast.config import ConfigError
+from nasfast.spaces import ArchError, mean_path
+from nasfast.supernet import Supernet
+from nasfast.timing import StepConfig, TrainingStep, machine, measure, measuring, random_batch, summarise
+
+
+def test_variants_are_interleaved_in_rotating_order():
+    order = []
+
+    def variant(name: str, seconds: float):
+        return lambda: order.append(name) or {"step": seconds}
+
+    found = measure({name: variant(name, s) for name, s in (("a", 1.0), ("b", 2.0), ("c", 3.0))}, rounds=3, warmup=1)
+    assert "".join(order) == "abcbcacababc"
+    assert found["b"] == {"step": {"median_ms": 2000.0, "q20_ms": 2000.0, "q80_ms": 2000.0}}
+
+
+def test_warm_up_rounds_do_not_count():
+    seconds = iter((100.0, 100.0, 1.0, 2.0, 3.0))
+    found = measure({"a": lambda: {"step": next(seconds)}}, rounds=3)
+    assert found["a"]["step"]["median_ms"] == 2000.0
+
+
+def test_quantiles():
+    assert summarise([float(i) for i in range(11)], "s") == {"median_s": 5.0, "q20_s": 2.0, "q80_s": 8.0}
+
+
+def small_step(trainable: str = "bn", **options) -> tuple[TrainingStep, Supernet]:
+    space = tiny_space()
+    net = Supernet(space).train()
+    net.freeze(trainable)
+    images, labels = random_batch(space, 4)
+    return TrainingStep(net, images, labels, path=mean_path(space), **options), net
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_step_times_both_phases_and_leaves_gradients(bf16):
+    step, net = small_step(bf16=bf16)
+    times = step()
+    assert times.keys() == {"forward", "backward", "step"}
+    assert times["step"] == pytest.approx(times["forward"] + times["backward"])
+    first = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    step()
+    again = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    assert first.keys() == again.keys()
+    # every call does the same work: gradients do not add up
+    assert all(torch.equal(grad, again[name]) for name, grad in first.items())
+
+
+def test_bf16_reaches_the_model():
+    space = tiny_space()
+    seen = []
+    head = nn.Conv2d(3, space.num_classes, 1)
+    head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    images, labels = random_batch(space, 2)
+    model = nn.Sequential(head, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    for bf16 in (False, True):
+        TrainingStep(model, images, labels, bf16=bf16)()
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_a_step_without_anything_to_train_is_refused():
+    step, net = small_step()
+    net.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter on this path trains: choose another path or method"):
+        step()
+
+
+def test_batches_repeat():
+    space = tiny_space()
+    one, two, other = random_batch(space, 3), random_batch(space, 3), random_batch(space, 3, seed=1)
+    assert one[0].shape == (3, 3, 16, 16)
+    assert one[0].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+    assert not torch.equal(one[0], other[0])
+
+
+def test_settings_are_restored():
+    before = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    with pytest.raises(KeyError), measuring(1):
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert (torch.get_num_threads(), torch.backends.cudnn.benchmark) == before
+
+
+def test_machine_says_what_it_is():
+    assert {"date", "cpu", "threads", "cpu_capability", "nasfast_isa", "gpu", "torch"} <= machine().keys()
+
+
+def test_the_path_may_be_given():
+    space, path = StepConfig(space="digits_mini", path="0,1,2 3 4 5", resolution=64).resolve()
+    assert (space.resolution, path) == (64, (0, 1, 2, 3, 4, 5))
+    space, path = StepConfig(space="digits_mini").resolve()
+    assert (space.resolution, path) == (32, mean_path(space))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
+        ({"threads": -1}, ValueError, "threads and seed must not be negative, got -1 and 0"),
+        ({"device": "tpu"}, ValueError, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        ({"space": "digits"}, ConfigError, "unknown space 'digits'.*did you mean 'digits_mini'"),
+        ({"path": "0 1"}, ArchError, "must have 6 values, got 2"),
+        ({"path": "9 0 0 0 0 0"}, ArchError, "layer 0 .*choice 9 is not one of 0, 1, 2, 3, 4, 5"),
+        ({"batch": 1, "resolution": 8}, ConfigError, "batch 1 of 8 x 8 images.*raise batch or resolution"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        StepConfig(**{"space": "digits_mini", **changes}).resolve()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_an_absent_gpu_is_named():
+    cfg = StepConfig(space="digits_mini", device="cuda")
+    with pytest.raises(ConfigError, match="torch sees no GPU: use --device cpu"):
+        cfg.batch_of(cfg.resolve()[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_on_a_gpu_is_timed_by_events():
+    space = tiny_space()
+    net = Supernet(space).to("cuda").train()
+    images, labels = random_batch(space, 4, device="cuda")
+    times = TrainingStep(net, images, labels, path=mean_path(space))()
+    assert times["step"] == pytest.approx(times["forward"] + times["backward"], rel=1e-3)
