@@ -28,6 +28,9 @@ constexpr const char* kOp = "conv_bn_act";
 // for the threads to share, and into strips of at least this many rows.
 constexpr int64_t kMinStrips = 16;
 constexpr int64_t kMinStripRows = 8;
+// A result that does not fit beside its inputs in the last-level cache is written past it. Below, the next stage finds it
+// there. Rows must be whole cache lines: others would be written in parts.
+constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
 // Partial second moments are channels^2 numbers per item.
 constexpr int64_t kMaxCovarianceItems = 32;
 // Rows of the sample whose mean the second moments are taken around.
@@ -52,6 +55,11 @@ Kernels kernels() {
     default:
       return {baseline::kConvKernels, baseline::kDepthwiseKernels, baseline::kBnActKernels};
   }
+}
+
+// Whether a result of so many rows goes past the caches.
+bool streams(bool bfloat16, int64_t rows, int64_t channels) {
+  return !bfloat16 && channels % kAlignment == 0 && rows * channels * 4 >= kStreamBytes;
 }
 
 std::vector<std::string> split(const std::string& acts) {
@@ -467,6 +475,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
       p.weight = weight.data();
       p.x = input;
       p.y = chain.saved(saved, stage);
+      p.streams = streams(chain.bfloat16, stage.rows, out);
       if (i == 1 && expansion) p.expansion = expansion->expansion(chain.stages[0], x.const_data_ptr());
       groups = chain.batch * strips.strips;
       if (stage.batch_statistics) partial.assign(groups * 2 * out, 0);
@@ -501,6 +510,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
       p.weight = weight.data();
       p.x = input;
       p.y = chain.saved(saved, stage);
+      p.streams = streams(chain.bfloat16, stage.rows, out);
       if (stage.batch_statistics) partial.assign(items.items * 2 * out, 0);
       p.partial = stage.batch_statistics ? partial.data() : nullptr;
       const auto kernel = kernels().conv.pointwise_fwd;
@@ -625,6 +635,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
       p.weight = weight.data();
       p.grad = out;
       p.dx = in;
+      p.streams = streams(chain.bfloat16, chain.batch * stage.height * stage.width, stage.in_channels);
       groups = chain.batch * strips.strips;
       const int64_t item_elements = strips.strip_rows * stage.width * stage.in_channels;
       partial.assign(first ? 0 : groups * 2 * stage.in_channels, 0);
@@ -703,6 +714,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
       p.weight = weight.data();
       p.grad = out;
       p.dx = in;
+      p.streams = streams(chain.bfloat16, chain.batch * stage.height * stage.width, stage.in_channels);
       groups = items.items;
       partial.assign(first ? 0 : groups * 2 * stage.in_channels, 0);
       p.dx.partial = first ? nullptr : partial.data();

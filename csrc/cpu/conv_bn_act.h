@@ -38,6 +38,7 @@ struct StageGrad {
 // Pointwise convolution, or a dense one on gathered patches. Items are blocks of item_rows rows; a row is one output pixel.
 struct PointwiseParams {
   bool bfloat16;
+  bool streams;  // whether what is written goes past the caches
   int64_t rows, item_rows;
   int64_t in_channels, out_channels;
   int64_t kernel, stride, padding;  // kernel 1: a row of the input is a row of the output
@@ -70,6 +71,7 @@ struct Expansion {
 // backward.
 struct DepthwiseParams {
   bool bfloat16;
+  bool streams;  // as above
   int64_t channels, kernel, stride;
   int64_t height, width, out_height, out_width;
   int64_t strips, strip_rows;

@@ -271,8 +271,8 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
         }
         for (int64_t x = 0; x < pass.width; ++x) {
           const VecF sum = load(out + x * kLanes, AllLanes{});
-          store(y + x * p.channels, sum, lanes);
-          const VecF d = sum - k;
+          put(y + x * p.channels, sum, p.streams, lanes);
+          const VecF d = as_stored<T>(sum) - k;
           s += d;
           q += d * d;
         }
@@ -356,7 +356,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
             for (int64_t x = 0; x < pass.width; ++x) {
               const VecF d = load(y + x * p.channels, lanes) - center;
               const VecF g = A::backward(load(out + x * kLanes, AllLanes{}), d * scale + shift);
-              store(to + x * p.channels, g, lanes);
+              put(to + x * p.channels, g, p.streams, lanes);
               s += g;
               m += g * d;
             }
@@ -367,7 +367,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
             for (int64_t x = 0; x < pass.width; ++x) {
               VecF v = load(out + x * kLanes, AllLanes{});
               if (added) v += load(added + x * p.channels, lanes);
-              store(to + x * p.channels, v, lanes);
+              put(to + x * p.channels, v, p.streams, lanes);
             }
           }
         });

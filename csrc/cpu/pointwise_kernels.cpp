@@ -83,8 +83,8 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
         }
         const VecF k = load(pivot + c, AllLanes{});
         for_each_row(count, sum, [&](int i, VecF v) {
-          store(to + i * p.out_channels, v, lanes);
-          const VecF d = v - k;
+          put(to + i * p.out_channels, v, p.streams, lanes);
+          const VecF d = as_stored<T>(v) - k;
           s += d;
           q += d * d;
         });
@@ -138,7 +138,7 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
           for_each_row(count, sum, [&](int i, VecF v) {
             const VecF d = load(y + at + i * p.in_channels, lanes) - center;
             const VecF g = A::backward(v, d * scale + shift);
-            store(out + at + i * p.in_channels, g, lanes);
+            put(out + at + i * p.in_channels, g, p.streams, lanes);
             s += g;
             m += g * d;
           });
@@ -147,7 +147,7 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
         } else {
           for_each_row(count, sum, [&](int i, VecF v) {
             if (added) v += load(added + at + i * p.in_channels, lanes);
-            store(out + at + i * p.in_channels, v, lanes);
+            put(out + at + i * p.in_channels, v, p.streams, lanes);
           });
         }
       });

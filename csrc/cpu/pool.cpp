@@ -18,6 +18,12 @@ constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = 2 * 1024 * 1024;
 constexpr size_t kAlignment = 64;
 
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kPooled = false;  // every tensor apart, so that the sanitizer sees any access beyond its end
+#else
+constexpr bool kPooled = true;
+#endif
+
 std::atomic<bool> poison{false};
 
 size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
@@ -118,9 +124,8 @@ Pool& pool() {
 }  // namespace
 
 void* pool_allocate(size_t bytes) {
-  void* data = bytes >= kPoolMinBytes ? pool().allocate(bytes) : nullptr;
-  if (data == nullptr) data = aligned_alloc(kAlignment, round_up(bytes ? bytes : 1, kAlignment));
-  if (data == nullptr) throw std::bad_alloc();
+  void* data = kPooled && bytes >= kPoolMinBytes ? pool().allocate(bytes) : nullptr;
+  if (data == nullptr && posix_memalign(&data, kAlignment, bytes ? bytes : 1) != 0) throw std::bad_alloc();
   if (poison) memset(data, 0xff, bytes);  // a NaN in float32 and bfloat16
   return data;
 }

@@ -65,6 +65,16 @@ inline VecH narrow(VecF v) {
 #endif
 }
 
+// v as a tensor of T keeps it
+template <typename T>
+inline VecF as_stored(VecF v) {
+  return v;
+}
+template <>
+inline VecF as_stored<BFloat16>(VecF v) {
+  return widen(narrow(v));
+}
+
 inline VecF load(const float* p, AllLanes) {
   VecF v;
   memcpy(&v, p, sizeof v);
@@ -119,6 +129,33 @@ inline void store(T* p, VecF v, int lanes) {
 }
 
 #endif
+
+// store past the caches: without it, memory is read before it is written. p must be aligned to the vector.
+inline void stream(float* p, VecF v, AllLanes) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX__)
+  _mm256_stream_ps(p, (__m256)v);
+#else
+  store(p, v, AllLanes{});
+#endif
+}
+
+// Vectors of bfloat16 are parts of a cache line, which would be written out one by one; partial ones have no such store.
+template <typename T, typename Lanes>
+inline void stream(T* p, VecF v, Lanes lanes) {
+  store(p, v, lanes);
+}
+
+// stream or store
+template <typename T, typename Lanes>
+inline void put(T* p, VecF v, bool streams, Lanes lanes) {
+  if (streams) {
+    stream(p, v, lanes);
+  } else {
+    store(p, v, lanes);
+  }
+}
 
 // The larger (smaller) of two numbers, and the second argument when either is NaN: one instruction on x86.
 #if defined(__AVX512F__)

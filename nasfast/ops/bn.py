@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, checks, reference
-from nasfast.ops.autograd import NoSecondDerivative
+from nasfast.ops.autograd import check_device, refuse_second_derivatives
 from nasfast.ops.backends import resolve_backend
 
 
@@ -112,12 +112,14 @@ def _same_layout(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _fwd_fake(x, weight, bias, residual, running_mean, running_var, eps, act):
+    check_device(x, weight, bias, residual, running_mean, running_var)
     statistics = x.shape[1] if running_mean is None else 0
     mean = x.new_empty(statistics, dtype=torch.float64)
     return torch.empty_like(x), mean, torch.empty_like(mean)
 
 
 def _bwd_fake(grad, x, weight, bias, mean, var, eps, act, batch_statistics, want_x, want_weight, want_bias):
+    check_device(grad, x, weight, bias, mean, var)
     channels = x.shape[1]
     return (
         torch.empty_like(x) if want_x else x.new_empty(0),
@@ -148,7 +150,7 @@ def _backward(ctx, grad, grad_mean, grad_var):
         )  # fmt: skip
         # only under create_graph; an autograd of bn_act_bwd itself would cost 30 us in every backward pass
         if torch.is_grad_enabled():
-            dx, dweight, dbias = NoSecondDerivative.apply("bn_act", 3, dx, dweight, dbias, grad, x, weight, bias)
+            dx, dweight, dbias = refuse_second_derivatives("bn_act", dx, dweight, dbias)
     return (
         dx if want_x else None,
         dweight if want_weight else None,

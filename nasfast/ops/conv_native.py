@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, reference
-from nasfast.ops.autograd import NoSecondDerivative
+from nasfast.ops.autograd import check_device, refuse_second_derivatives
 from nasfast.ops.reference import Stage
 
 # storage types of activations and weights
@@ -89,6 +89,7 @@ def _fwd_fake(
     x, conv_weights, bn_weights, bn_biases, running_means, running_vars, residual,
     strides, acts, eps, add_input, recompute, shuffle,
 ):  # fmt: skip
+    check_device(x, *conv_weights, *bn_weights, *bn_biases, *running_means, *running_vars, residual)
     batch, _, height, width = x.shape
     saved = 0
     for i_stage, (weight, stride) in enumerate(zip(conv_weights, strides, strict=True)):
@@ -108,6 +109,7 @@ def _bwd_fake(
     grad, x, shape, saved, statistics, conv_weights, bn_weights, bn_biases,
     batch_statistics, strides, acts, eps, add_input, recompute, shuffle, wants,
 ):  # fmt: skip
+    check_device(grad, x, saved, statistics, *conv_weights, *bn_weights, *bn_biases)
     dx = torch.empty(shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
     dweights = [w.new_empty(w.shape[0] if want else 0) for w, want in zip(bn_weights, wants[1::2], strict=True)]
     dbiases = [b.new_empty(b.shape[0] if want else 0) for b, want in zip(bn_biases, wants[2::2], strict=True)]
@@ -153,9 +155,7 @@ def _backward(ctx, grad, grad_saved, grad_statistics):
         dweights = [d if want else None for d, want in zip(dweights, want_weights, strict=True)]
         dbiases = [d if want else None for d, want in zip(dbiases, want_biases, strict=True)]
         if torch.is_grad_enabled():  # only under create_graph
-            dx, *affine = NoSecondDerivative.apply(
-                "conv_bn_act", 1 + 2 * n, dx, *dweights, *dbiases, grad, *tensors[n : 3 * n]
-            )
+            dx, *affine = refuse_second_derivatives("conv_bn_act", dx, *dweights, *dbiases)
             dweights, dbiases = affine[:n], affine[n:]
     return (
         dx, nothing, dweights, dbiases, nothing, nothing, grad if want_residual else None,
