@@ -30,6 +30,14 @@ def native_mode() -> str:
     return mode
 
 
+def sanitize_mode() -> str:
+    """NASFAST_SANITIZE, checked."""
+    mode = os.environ.get("NASFAST_SANITIZE", "OFF")
+    if mode not in ("ON", "OFF"):
+        raise SystemExit(f"NASFAST_SANITIZE must be ON or OFF, got {mode!r}")
+    return mode
+
+
 def find_tool(name: str) -> str | None:
     """Path of an executable, or None."""
     return shutil.which(name, path=SEARCH_PATH)
@@ -87,6 +95,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DNASFAST_CUDA={os.environ.get('NASFAST_CUDA', 'AUTO')}",
+            f"-DNASFAST_SANITIZE={sanitize_mode()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
         ]  # fmt: skip
         for command in (configure, [cmake, "--build", str(build)]):

@@ -50,13 +50,14 @@ def test_native_off_is_recorded(tmp_path):
     assert "NASFAST_NATIVE=OFF" in record(package)["reason"]
 
 
-@pytest.mark.parametrize("name", ["NASFAST_NATIVE", "NASFAST_CUDA"])
+@pytest.mark.parametrize("name", ["NASFAST_NATIVE", "NASFAST_CUDA", "NASFAST_SANITIZE"])
 def test_wrong_switch_values_are_named(tmp_path, name):
-    if name == "NASFAST_CUDA" and not has_compiler():
-        pytest.skip("no C++ compiler, so CMake is not reached")
+    if name != "NASFAST_NATIVE" and not has_compiler():
+        pytest.skip("no C++ compiler, so the build is not reached")
     result, _ = build(tmp_path, **{name: "MAYBE"})
     assert result.returncode != 0
-    assert f"{name} must be AUTO, ON or OFF, got" in result.stderr
+    values = "ON or OFF" if name == "NASFAST_SANITIZE" else "AUTO, ON or OFF"
+    assert f"{name} must be {values}, got" in result.stderr
 
 
 def test_a_broken_compiler_fails_loudly(tmp_path):

@@ -28,6 +28,8 @@ TOLERANCES = {
 BFLOAT16_CHAIN = Tolerance(2e-2, 2e-2)
 # float32 convolutions sum in another order than float64 ones
 FLOAT32_CHAIN = Tolerance(1e-5, 1e-5)
+# the native chains, of six stages at most, measured against the size of the terms of each sum (`floor`): a third of it
+NATIVE_CHAIN = Tolerance(2e-6, 2e-6)
 
 
 def assert_close(

@@ -13,6 +13,10 @@
 #include <immintrin.h>
 #endif
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace nasfast::cpu::NASFAST_ISA {
 
 #if defined(__AVX512F__)
@@ -94,7 +98,8 @@ inline void store(BFloat16* p, VecF v, AllLanes) {
   memcpy(p, &h, sizeof h);
 }
 
-#if defined(__AVX512F__)
+// the sanitizer does not see what masked intrinsics touch
+#if defined(__AVX512F__) && !defined(__SANITIZE_ADDRESS__)
 
 inline VecF load(const float* p, int lanes) {
   return (VecF)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << lanes) - 1), p);
@@ -132,7 +137,9 @@ inline void store(T* p, VecF v, int lanes) {
 
 // store past the caches: without it, memory is read before it is written. p must be aligned to the vector.
 inline void stream(float* p, VecF v, AllLanes) {
-#if defined(__AVX512F__)
+#if defined(__SANITIZE_ADDRESS__)
+  store(p, v, AllLanes{});  // the sanitizer does not see what an intrinsic writes
+#elif defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)v);
 #elif defined(__AVX__)
   _mm256_stream_ps(p, (__m256)v);
@@ -185,26 +192,39 @@ class Scratch {
     if (data_ == nullptr) abort();  // as an allocation inside a parallel region cannot throw
     memset(data_, 0, end_ - data_);
   }
-  ~Scratch() { free(data_); }
+  ~Scratch() {
+#ifdef __SANITIZE_ADDRESS__
+    __asan_unpoison_memory_region(data_, end_ - data_);
+#endif
+    free(data_);
+  }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
   template <typename T>
   T* take(int64_t count) {
     T* piece = reinterpret_cast<T*>(at_);
-    at_ += round_up(count * sizeof(T));
+    at_ += size<T>(count);
     if (at_ > end_) abort();
+#ifdef __SANITIZE_ADDRESS__
+    __asan_poison_memory_region(piece + count, at_ - reinterpret_cast<char*>(piece + count));
+#endif
     return piece;
   }
 
   // bytes that take<T>(count) uses
   template <typename T>
   static size_t size(int64_t count) {
-    return round_up(count * sizeof(T));
+    return round_up(count * sizeof(T)) + kRedZone;
   }
 
  private:
   static constexpr size_t kLine = 64;
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr size_t kRedZone = kLine;  // so that an access beyond a piece is seen
+#else
+  static constexpr size_t kRedZone = 0;
+#endif
   static size_t round_up(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
   char *data_, *at_, *end_;
 };

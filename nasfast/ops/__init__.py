@@ -1,6 +1,7 @@
 """Functional operators of frozen-weight supernets, each with a reference and faster backends behind one contract."""
 
 from nasfast.ops import modules, reference
+from nasfast.ops._native import empty_cache
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain, inverted_residual
@@ -17,6 +18,7 @@ __all__ = [
     "bn_act",
     "conv_bn_act",
     "conv_bn_act_chain",
+    "empty_cache",
     "fuse",
     "inverted_residual",
     "modules",

@@ -32,3 +32,12 @@ def why_missing() -> str | None:
     if not record["native"]:
         return f"not built: {record['reason']}"
     return f"built, but could not be loaded ({_import_error}): reinstall with pip install --no-build-isolation -e ."
+
+
+def empty_cache() -> None:
+    """Return the memory that the CPU operators keep for their next tensors to the system; nothing without the extension.
+
+    The operators recycle what their tensors took, so a process keeps the most that was ever in use at once.
+    """
+    if extension is not None:
+        extension.empty_cache()

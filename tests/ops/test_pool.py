@@ -1,0 +1,233 @@
+"""The memory that the native operators' results come from: poisoned, reused, and safe to free from anywhere."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from cases import ChainCase
+from torch.utils.data import DataLoader, Dataset
+
+from nasfast import ops
+
+# large enough for the pool: 1 MiB
+LARGE = ChainCase((4, 16, 64, 64), "pw16/relu6 dw3/relu6 pw16/identity", "x")
+SMALL = ChainCase((1, 3, 5, 3), "pw5")
+FORWARD = torch.ops.nasfast.conv_bn_act_fwd
+
+
+@pytest.fixture(autouse=True)
+def pool(native):
+    """The extension, unless the sanitizer watches every tensor apart."""
+    if "-fsanitize" in native.build_info()["flags"]:
+        pytest.skip("the sanitizer's build has no pool")
+    gc.collect()
+    native.empty_cache()
+    return native
+
+
+@pytest.fixture
+def others(pool):
+    """Bytes that tensors of earlier tests still use."""
+    return pool.pool_bytes()[0]
+
+
+def run(case):
+    drawn = case.draw_once()
+    return ops.conv_bn_act_chain(drawn.x, drawn.stages, residual=drawn.residual, backend="cpu")
+
+
+def saved_of(case):
+    """The tensor kept for backward: it has gaps between the stages, which nothing writes."""
+    (stage,) = case.draw_once().stages
+    weight, gamma, beta, *_ = stage.params
+    empty = [torch.empty(0)]
+    arguments = ([weight], [gamma], [beta], empty, empty, None, [1], stage.act, [stage.eps], False, False, False)
+    return FORWARD(case.draw_once().x, *arguments)[1]
+
+
+@pytest.mark.parametrize("case", [SMALL, ChainCase((1, 3, 201, 203), "pw5")], ids=["small", "large"])
+def test_poison_reaches_what_the_operators_allocate(case):
+    n, _, height, width = case.shape
+    written = n * height * width * 5
+    saved = saved_of(case)
+    assert saved.numel() > written
+    assert saved[written:].isnan().all() and saved[:written].isfinite().all()
+
+
+def test_results_are_complete_without_poison(pool):
+    want = run(LARGE)
+    pool.poison_pool(False)
+    assert torch.equal(run(LARGE), want)
+
+
+def test_tensors_are_counted_while_they_live(pool, others):
+    y = run(LARGE)
+    used, reached = pool.pool_bytes()
+    assert used - others == y.nbytes == 1 << 20
+    assert reached >= used
+    view = y[0, :1]
+    del y
+    assert pool.pool_bytes()[0] == used
+    del view
+    assert pool.pool_bytes()[0] == others
+
+
+def test_small_tensors_do_not_touch_the_pool(pool):
+    before = pool.pool_bytes()
+    y = run(SMALL)
+    assert pool.pool_bytes() == before and y.isfinite().all()
+
+
+def test_steps_reuse_the_same_memory(pool, others):
+    drawn = LARGE.draw_once()
+
+    def step():
+        x = drawn.x.detach().requires_grad_()
+        ops.conv_bn_act_chain(x, drawn.stages, residual=x, backend="cpu").backward(drawn.grad)
+        return x.grad
+
+    step()
+    used, reached = pool.pool_bytes()
+    for _ in range(5):
+        step()
+        assert pool.pool_bytes() == (used, reached)
+    assert used == others
+    gradient = step()
+    assert pool.pool_bytes()[1] == reached
+    del gradient
+
+
+def test_empty_cache_keeps_what_is_in_use(pool, others):
+    kept, freed = run(LARGE), run(LARGE)
+    want = kept.clone()
+    del freed
+    pool.empty_cache()
+    assert torch.equal(kept, want)
+    used, reached = pool.pool_bytes()
+    assert used == others + kept.nbytes <= reached
+    # pages that were given back come again, and hold what is written
+    assert torch.equal(run(LARGE), want)
+    del kept
+    pool.empty_cache()
+    assert pool.pool_bytes()[0] == others
+    assert others or pool.pool_bytes()[1] == 0
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [0, 2, 1], [1, 0, 2]], ids=str)
+def test_neighbours_are_joined_in_any_order_of_freeing(order):
+    tensors = sorted((run(LARGE) for _ in range(8)), key=torch.Tensor.data_ptr)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    size = tensors[0].nbytes
+    first = next(i for i in range(6) if addresses[i + 2] - addresses[i] == 2 * size)
+    neighbours = tensors[first : first + 3]
+    del tensors[first : first + 3]
+    for i in order:
+        neighbours[i] = None
+    # what needs the room of all three fits where they were
+    assert run(ChainCase((12, 16, 64, 64), "pw16")).data_ptr() <= addresses[first]
+
+
+def test_two_tensors_never_share_memory(pool):
+    generator = torch.Generator().manual_seed(0)
+    alive = []
+    for i in range(60):
+        channels = int(torch.randint(1, 40, (1,), generator=generator))
+        y = run(ChainCase((1, 2, 90, 91), f"pw{channels}"))
+        y.fill_(i)
+        alive.append((i, y))
+        if len(alive) > 8:
+            alive.pop(int(torch.randint(len(alive), (1,), generator=generator)))
+        assert all((tensor == value).all() for value, tensor in alive)
+
+
+def test_tensors_may_be_freed_by_another_thread(pool, others):
+    box = []
+    maker = threading.Thread(target=lambda: box.append(run(LARGE)))
+    maker.start()
+    maker.join()
+    want = box[0].clone()
+    assert torch.equal(box[0], want)
+    freer = threading.Thread(target=box.clear)
+    freer.start()
+    freer.join()
+    assert pool.pool_bytes()[0] == others
+
+
+def test_threads_allocate_and_free_at_once(pool, others):
+    want = run(LARGE)
+    wrong = []
+
+    def work():
+        for _ in range(10):
+            if not torch.equal(run(LARGE), want):
+                wrong.append(1)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    assert pool.pool_bytes()[0] == others + want.nbytes
+
+
+def test_a_result_is_an_ordinary_tensor(tmp_path):
+    y = run(LARGE)
+    torch.save(y, tmp_path / "y.pt")
+    assert torch.equal(torch.load(tmp_path / "y.pt"), y)
+    assert torch.equal(torch.from_dlpack(y), y)
+    assert torch.equal(torch.from_numpy(y.numpy()), y)
+    shared = y.clone().share_memory_()
+    assert shared.is_shared() and torch.equal(shared, y)
+    moved = y.share_memory_()
+    assert moved.is_shared() and torch.equal(moved, shared)
+
+
+class Features(Dataset):
+    """Items made from a tensor of the pool, by an operator that uses the pool, in whichever process asks."""
+
+    def __init__(self, y):
+        self.y = y
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        torch.set_num_threads(1)
+        return float(self.y[i].sum()), float(run(LARGE)[i].sum())
+
+
+def test_workers_that_are_forked_have_their_own(pool, others):
+    # OpenMP's threads do not survive a fork
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    y = run(LARGE)
+    want = y.clone()
+    loader = DataLoader(Features(y), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    for kept, made in loader:
+        assert torch.equal(kept, made)
+    torch.set_num_threads(threads)
+    assert torch.equal(y, want)
+    assert pool.pool_bytes()[0] == others + y.nbytes
+
+
+@pytest.mark.parametrize("limit", [None, 3 << 30], ids=["plain", "little address space"])
+def test_tensors_outlive_the_interpreter(limit):
+    code = (
+        "import resource, torch\n"
+        "from nasfast.ops import _native, conv_bn_act\n"
+        f"if {limit!r}:\n"
+        f"    now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        f"    resource.setrlimit(resource.RLIMIT_AS, (now + {limit}, now + {limit}))\n"
+        "torch.set_num_threads(1)\n"
+        "keep = conv_bn_act(torch.ones(4, 16, 64, 64), torch.ones(16, 16, 1, 1), torch.ones(16), torch.zeros(16))\n"
+        "print(_native.extension.pool_bytes()[0])\n"
+        "torch.keep = keep\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    # without room to reserve, everything comes from malloc
+    assert (int(result.stdout) == 0) == (limit is not None)
