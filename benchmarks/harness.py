@@ -53,7 +53,8 @@ def saved_bytes(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in there:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # itself it would keep the graph alive, and with it all that is counted here
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = function(*inputs)

@@ -20,6 +20,7 @@ import torch
 from harness import saved_bytes
 from torch import Tensor, nn
 
+from nasfast import ops
 from nasfast.spaces import Arch
 from nasfast.timing import TrainingStep, measure
 
@@ -225,6 +226,7 @@ def _settled_memory(step: TrainingStep) -> int:
 
 
 def _trim() -> None:
+    ops.empty_cache()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

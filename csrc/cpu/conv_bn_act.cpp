@@ -272,7 +272,9 @@ DepthwiseParams depthwise_params(const Chain& chain, const Stage& stage, const S
 // The numbers of an expansion that is computed where its result is read:
 // xhat = (W x - mean) rstd = (rstd W)(x - center) + bias.
 struct ExpansionNumbers {
-  AlignedFloats center;  // a mean of x, rounded; any vector near it would do
+  // With the statistics of a batch, a mean of x, rounded; any vector near it would do. Otherwise zero, so that no image of a
+  // batch depends on another.
+  AlignedFloats center;
   AlignedFloats rstd, bias, scale, shift;
   std::optional<Packed> weight;
 
@@ -458,8 +460,8 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
     if (i == 0 && recompute) {
       expansion.emplace(stage.in_channels, out);
       std::vector<double> offset;
-      sample_mean(chain, x.const_data_ptr(), expansion->center.data());
       if (stage.batch_statistics) {
+        sample_mean(chain, x.const_data_ptr(), expansion->center.data());
         expansion_statistics(chain, x.const_data_ptr(), expansion->center.data(), &offset, mean, var);
       } else {
         offset = expansion_offset(stage, expansion->center.data(), mean);
@@ -648,15 +650,13 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
         const int64_t hidden = before->out_channels, channels = before->in_channels;
         const double* mean = double_data(statistics) + before->statistics_at;
         ExpansionNumbers numbers(channels, hidden);
-        sample_mean(chain, x->const_data_ptr(), numbers.center.data());
+        if (before->batch_statistics) sample_mean(chain, x->const_data_ptr(), numbers.center.data());
         numbers.fix(chain.bfloat16, *before, expansion_offset(*before, numbers.center.data(), mean), mean + hidden, eps[0],
                     float_data(bn_weights[0]), float_data(bn_biases[0]));
         p.expansion = numbers.expansion(*before, x->const_data_ptr());
         const Packed weight_bwd(chain.bfloat16, before->weight.data(), hidden, channels, channels, 1, before->bn.fold().scale);
         p.expansion.weight_bwd = weight_bwd.data();
-        std::unique_ptr<PoolBlock> unwanted;
-        if (!want_x) unwanted = std::make_unique<PoolBlock>(before->rows * channels * chain.element_size());
-        p.expansion.v = want_x ? dx.mutable_data_ptr() : unwanted->data();
+        p.expansion.v = want_x ? dx.mutable_data_ptr() : nullptr;
         run_items(groups, item_elements, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
         for (int64_t group = 1; group < groups; ++group) {
           for (int64_t c = 0; c < 2 * hidden; ++c) partial[c] += partial[group * 2 * hidden + c];

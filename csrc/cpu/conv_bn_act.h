@@ -64,7 +64,7 @@ struct Expansion {
   BnFold bn;
   // backward: v = weight_bwd dz
   const void* weight_bwd;  // packed hidden x in, times gamma / sqrt(var + eps)
-  void* v;
+  void* v;                 // null: not wanted
 };
 
 // Depthwise convolution with padding kernel / 2. Items are strips of strip_rows rows of one image, of y forward and of dx
@@ -123,8 +123,6 @@ struct ConvKernels {
   int64_t (*packed_bytes)(bool bfloat16, int64_t depth, int64_t columns);
   void (*pack)(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
                const float* scale_k, const float* scale_n, void* packed);
-  // whether storage type bfloat16 is multiplied as bfloat16
-  bool multiplies_bfloat16;
   void (*pointwise_fwd)(const PointwiseParams& params, int64_t begin, int64_t end);
   void (*pointwise_bwd)(const PointwiseParams& params, int64_t begin, int64_t end);
   void (*covariance)(const CovarianceParams& params, int64_t begin, int64_t end);

@@ -307,12 +307,13 @@ inline void provide_dy(const DepthwiseParams& p, int64_t image, int64_t row, int
   });
 }
 
-// Adds the float sums of `channels` channels to partial [2][ld], and clears them.
-inline void flush_sums(float* sums, float* moments, int64_t channels, double* partial, int64_t ld) {
+// Adds the float sums of `channels` channels to partial [2][ld], and clears all `held`: lanes beyond the channels hold
+// whatever their vectors did, perhaps NaN.
+inline void flush_sums(float* sums, float* moments, int64_t channels, int64_t held, double* partial, int64_t ld) {
   for (int64_t c = 0; c < channels; ++c) partial[c] += sums[c];
   for (int64_t c = 0; c < channels; ++c) partial[ld + c] += moments[c];
-  memset(sums, 0, channels * sizeof(float));
-  memset(moments, 0, channels * sizeof(float));
+  memset(sums, 0, held * sizeof(float));
+  memset(moments, 0, held * sizeof(float));
 }
 
 // A is the activation of the stage before, if kFolded.
@@ -334,7 +335,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
     const int64_t image = item / p.strips;
     const int64_t r0 = item % p.strips * p.strip_rows;
     const int64_t r1 = lesser(r0 + p.strip_rows, p.height);
-    double* partial = dx.partial + item * 2 * p.channels;
+    double* partial = kFolded ? dx.partial + item * 2 * p.channels : nullptr;
     for (int64_t i = 0; kFolded && i < 2 * p.channels; ++i) partial[i] = 0;
     for (int64_t c0 = 0; c0 < p.channels; c0 += group) {
       const int64_t channels = lesser(group, p.channels - c0);
@@ -373,7 +374,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
         });
         summed += p.width;
         if (kFolded && (summed >= kTileRows || r + 1 == r1)) {
-          flush_sums(sums, moments, channels, partial + c0, p.channels);
+          flush_sums(sums, moments, channels, group, partial + c0, p.channels);
           summed = 0;
         }
       };
@@ -440,14 +441,14 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
           store(moments + c, m, AllLanes{});
         });
       });
-      T* v = static_cast<T*>(e.v) + at;
-      gemm_tile(dz, ldz, p.width, static_cast<const C*>(e.weight_bwd), p.channels, e.in_channels,
+      T* v = static_cast<T*>(e.v) + (e.v ? at : 0);
+      if (v) gemm_tile(dz, ldz, p.width, static_cast<const C*>(e.weight_bwd), p.channels, e.in_channels,
                 [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
         for_each_row(count, sum, [&](int i, VecF value) { store(v + (row + i) * e.in_channels + c, value, lanes); });
       });
       summed += p.width;
       if (summed >= kTileRows || r + 1 == r1) {
-        flush_sums(sums, moments, p.channels, partial, p.channels);
+        flush_sums(sums, moments, p.channels, ld, partial, p.channels);
         summed = 0;
       }
     };
@@ -458,6 +459,7 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
 void depthwise_fwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
   const Act act = p.expansion.in_channels ? p.expansion.bn.act : p.x.folded ? p.x.bn.act : Act::kIdentity;
   by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_fwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+  if (p.streams) finish_streams();
 }
 
 void depthwise_bwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
@@ -470,6 +472,7 @@ void depthwise_bwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
   } else {
     (p.bfloat16 ? depthwise_bwd_items<BFloat16, Identity, false> : depthwise_bwd_items<float, Identity, false>)(p, begin, end);
   }
+  if (p.streams) finish_streams();
 }
 
 }  // namespace

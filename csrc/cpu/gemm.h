@@ -37,8 +37,8 @@ constexpr int kDepthStep<BFloat16> = 2;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Leading dimension of a tile of A: whole vectors, and not a multiple of 4096 bytes, which would map the rows of a block to
-// one cache set.
+// Leading dimension of a tile of A: whole vectors, and not a multiple of 2048 bytes, with which the rows of a block would
+// share two sets of the first-level cache.
 template <typename C>
 inline int64_t tile_ld(int64_t depth) {
   const int64_t ld = divide_up(depth, 32) * 32;

@@ -72,7 +72,6 @@ class BatchNorm {
   BatchNorm(const std::string& op, const std::string& act, int64_t channels);
 
   const BnFold& fold() const { return fold_; }
-  int64_t channels() const { return channels_; }
 
   // Joins the partial statistics [group][2][channel] of groups of count(group) values: mean and biased variance.
   template <typename GroupCount>
@@ -106,9 +105,6 @@ class BatchNorm {
   // and, when the statistics are those of a batch of `rows` values, fixes slope and offset.
   void set_gradient_sums(std::vector<double>& partial, int64_t groups, int64_t rows, bool batch_statistics, float* dweight,
                          float* dbias);
-
-  // sum dz * xhat per channel, after set_gradient_sums
-  const std::vector<double>& rstd() const { return rstd_; }
 
  private:
   void set_channel(int64_t c, double mean, double var, double eps, double weight, double bias);

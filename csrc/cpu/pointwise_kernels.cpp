@@ -304,6 +304,7 @@ void pack_weight(bool bfloat16, const float* w, int64_t depth, int64_t columns, 
 void pointwise_fwd(const PointwiseParams& p, int64_t begin, int64_t end) {
   const Act act = p.x.folded ? p.x.bn.act : Act::kIdentity;
   by_type(p.bfloat16, act, [](auto t, auto a) { return pointwise_fwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+  if (p.streams) finish_streams();
 }
 
 void pointwise_bwd(const PointwiseParams& p, int64_t begin, int64_t end) {
@@ -312,6 +313,7 @@ void pointwise_bwd(const PointwiseParams& p, int64_t begin, int64_t end) {
   } else {
     (p.bfloat16 ? pointwise_bwd_items<BFloat16, Identity, false> : pointwise_bwd_items<float, Identity, false>)(p, begin, end);
   }
+  if (p.streams) finish_streams();
 }
 
 void covariance(const CovarianceParams& p, int64_t begin, int64_t end) {
@@ -333,7 +335,6 @@ void shuffle_merge(const ShuffleParams& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
-extern const ConvKernels kConvKernels = {packed_bytes,  pack_weight, sizeof(Multiplied<BFloat16>::Type) == 2,
-                                         pointwise_fwd, pointwise_bwd, covariance, correction, shuffle_split, shuffle_merge};
+extern const ConvKernels kConvKernels = {packed_bytes, pack_weight, pointwise_fwd, pointwise_bwd, covariance, correction, shuffle_split, shuffle_merge};
 
 }  // namespace nasfast::cpu::NASFAST_ISA

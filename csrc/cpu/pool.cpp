@@ -1,11 +1,14 @@
 #include "pool.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -14,7 +17,6 @@
 namespace nasfast::cpu {
 namespace {
 
-constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = 2 * 1024 * 1024;
 constexpr size_t kAlignment = 64;
 
@@ -30,15 +32,14 @@ size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) /
 
 class Pool {
  public:
-  Pool() {
-    const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
-    size_ = round_up(memory, kHugePage);
+  Pool() : page_(static_cast<size_t>(sysconf(_SC_PAGE_SIZE))) {
+    if (!kPooled || !address_space_is_free()) return;
+    const size_t wanted = round_up(static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_, kHugePage);
     // reserved, not taken: pages come when they are first written
-    void* range = mmap(nullptr, size_ + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (range == MAP_FAILED) {  // as under a limit on address space: everything comes from malloc
-      size_ = 0;
-      return;
-    }
+    void* range =
+        mmap(nullptr, wanted + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (range == MAP_FAILED) return;
+    size_ = wanted;
     start_ = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(range), kHugePage));
 #ifdef MADV_HUGEPAGE
     madvise(start_, size_, MADV_HUGEPAGE);
@@ -47,7 +48,7 @@ class Pool {
   }
 
   void* allocate(size_t bytes) {
-    const size_t size = round_up(bytes, kPage);
+    const size_t size = round_up(bytes, page_);
     std::lock_guard<std::mutex> lock(mutex_);
     // first fit: low addresses are reused first, which keeps the range short
     for (auto it = free_.begin(); it != free_.end(); ++it) {
@@ -100,15 +101,30 @@ class Pool {
     reached_ = used_.empty() ? 0 : static_cast<size_t>(used_.rbegin()->first - start_) + used_.rbegin()->second;
   }
 
+  // Around a fork: a child must not inherit a lock that some other thread held.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
   PoolUse use() {
     std::lock_guard<std::mutex> lock(mutex_);
     return {static_cast<int64_t>(in_use_), static_cast<int64_t>(reached_)};
   }
 
  private:
+  // Whether reserving as much address space as there is memory takes nothing from anyone.
+  static bool address_space_is_free() {
+    rlimit limit{};
+    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return false;
+    std::ifstream file("/proc/sys/vm/overcommit_memory");
+    int mode = 0;
+    file >> mode;
+    return mode != 2;  // with strict accounting a reservation counts as memory
+  }
+
   std::mutex mutex_;
+  const size_t page_;
   char* start_ = nullptr;
-  size_t size_ = 0;
+  size_t size_ = 0;  // 0: everything comes from malloc
   size_t in_use_ = 0;
   size_t reached_ = 0;
   std::map<char*, size_t> free_;  // neighbours are joined
@@ -117,7 +133,11 @@ class Pool {
 
 // Never destroyed: tensors may be freed after static destructors have run.
 Pool& pool() {
-  static Pool* instance = new Pool;
+  static Pool* instance = [] {
+    auto* made = new Pool;
+    pthread_atfork([] { pool().lock(); }, [] { pool().unlock(); }, [] { pool().unlock(); });
+    return made;
+  }();
   return *instance;
 }
 

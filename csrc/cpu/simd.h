@@ -154,6 +154,13 @@ inline void stream(T* p, VecF v, Lanes lanes) {
   store(p, v, lanes);
 }
 
+// Makes what was streamed visible to other threads; barriers of a thread pool need not do that.
+inline void finish_streams() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
 // stream or store
 template <typename T, typename Lanes>
 inline void put(T* p, VecF v, bool streams, Lanes lanes) {

@@ -35,7 +35,7 @@ def why_missing() -> str | None:
 
 
 def empty_cache() -> None:
-    """Return the memory that the CPU operators keep for their next tensors to the system; nothing without the extension.
+    """Return the memory that the CPU operators keep for their next tensors to the system.
 
     The operators recycle what their tensors took, so a process keeps the most that was ever in use at once.
     """

@@ -10,6 +10,7 @@ another way than it did at fuse time is slower there and never wrong.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,11 +61,21 @@ class Chain:
 
 
 class ChainForward:
-    """Stands in for the forward of a module that owns chains; an object, so that it copies and pickles with it."""
+    """Stands in for the forward of a module that owns chains; an object, so that it copies and pickles with it.
+
+    It knows the module weakly: a cycle would keep the memory of a dropped model until the next garbage collection.
+    """
 
     def __init__(self, module: nn.Module, chains: Sequence[Chain]) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.chains = tuple(chains)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module()
+
+    def __reduce__(self) -> tuple:
+        return ChainForward, (self.module, self.chains)
 
     @property
     def __signature__(self) -> inspect.Signature:
