@@ -38,7 +38,9 @@ def conv_bn_act(
 
     out = act(bn(conv2d(x, conv_weight; stride, padding, groups))) + residual, bn as in `nasfast.ops.bn_act`.
 
-    Only the gradients asked for are computed: none for a frozen convolution weight.
+    Only the gradients asked for are computed: none for a frozen convolution weight, whose input is not kept either. The
+    native backend has pointwise, depthwise (k 3, 5, 7, stride 1 or 2, padding k // 2) and few-channel stem convolutions
+    of its own; others, and trainable ones, are PyTorch's with the native `bn_act` behind them.
 
     Args:
         x: (N, Cin, H, W); types and layouts as in `nasfast.ops.bn_act`.
