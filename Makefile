@@ -36,7 +36,7 @@ RUNTIMES = $(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$
 sanitize: install  ## the operators' tests with AddressSanitizer and UBSan watching the kernels of every instruction set
 	NASFAST_SANITIZE=ON NASFAST_NATIVE=ON NASFAST_CUDA=OFF CXX="$(CXX)" $(BIN)/python setup.py -q egg_info --egg-base build \
 		build --build-base build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/native
-	PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib LD_PRELOAD="$(RUNTIMES)" UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib LD_PRELOAD="$(RUNTIMES)" OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 		$(BIN)/pytest -q --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_bn_act.py \
 		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_inverted_residual.py

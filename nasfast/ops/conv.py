@@ -158,7 +158,7 @@ def _run(
         return torch.cat((x[:, 0::2], _run(op, odd, stages, None, backend)), dim=1)
     while stages:
         count = _native_count(x, stages)
-        run = conv_native.conv_bn_act if count else _vendor
+        run = conv_native.conv_bn_act if count else _by_torch_conv
         count = max(count, 1)
         x = run(x, stages[:count], residual=residual if count == len(stages) else None)
         stages = stages[count:]
@@ -183,20 +183,30 @@ def _is_native(x: Tensor, stage: Stage, *, first: bool) -> bool:
         return False
     if not {conv_native.storage_dtype(x), weight.dtype} <= conv_native.DTYPES:
         return False
+    place = native_place(weight, stage.stride, stage.padding, stage.groups)
+    if place == "first":
+        # a strided pointwise stage runs on the pixels it keeps; a stem does not need the input gradient that the native
+        # dense one lacks
+        return first and (weight.shape[2] == 1 or not (x.requires_grad and grads))
+    return place == "any"
+
+
+def native_place(weight: Tensor, stride: int, padding: int, groups: int) -> str | None:
+    """Where in a chain the native operator has this convolution: any place, only first, or none (None)."""
     out_channels, per_group, kernel, kernel_width = weight.shape
-    if kernel != kernel_width or kernel % 2 == 0 or stage.padding != kernel // 2:
-        return False
-    if stage.groups == 1 and kernel == 1:
-        # a strided one runs on the pixels it keeps
-        return stage.stride == 1 or first
-    if stage.groups == out_channels and per_group == 1 and kernel in (3, 5, 7) and stage.stride in (1, 2):
-        return not first or stage.groups == x.shape[1]
-    # the native dense stage has no input gradient, which a stem does not need
-    return stage.groups == 1 and first and not (x.requires_grad and grads) and weight[0].numel() <= _MAX_PATCH
+    if kernel != kernel_width or kernel % 2 == 0 or padding != kernel // 2:
+        return None
+    if groups == out_channels and per_group == 1 and (groups > 1 or kernel > 1):
+        return "any" if kernel in (3, 5, 7) and stride in (1, 2) else None
+    if groups > 1:
+        return None
+    if kernel == 1:
+        return "any" if stride == 1 else "first"
+    return "first" if weight[0].numel() <= _MAX_PATCH else None
 
 
-def _vendor(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None) -> Tensor:
-    """One stage by PyTorch's convolution and `bn_act`."""
+def _by_torch_conv(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None) -> Tensor:
+    """One stage on PyTorch's convolution and `bn_act`."""
     (stage,) = stages
     params = stage.params
     y = _conv2d(x, stage)

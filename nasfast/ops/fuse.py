@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from nasfast.ops import chains
 from nasfast.ops.backends import resolve_backend
+from nasfast.ops.conv import native_place
 from nasfast.ops.deferred import ChainForward
 
 # names that one reason lists before it only counts
@@ -210,6 +211,12 @@ def _notes(modules: dict[str, nn.Module], found_chains: list[chains.Found]) -> l
             f"{_count(len(trainable), 'convolution')} in chains trainable: runs, but keeps its input: freeze it with "
             f"requires_grad_(False): {_listed(trainable)}"
         )
+    dense = [n for found in found_chains for n in found.convolutions if _native_place(modules[n]) is None]
+    if dense:
+        notes.append(
+            f"{_count(len(dense), 'convolution')} in chains run on PyTorch's convolution, on a CPU between native "
+            f"stages: {_listed(dense)}"
+        )
     evaluating = [n for found in found_chains for n in found.norms if not modules[n].training]
     if evaluating:
         notes.append(
@@ -227,6 +234,10 @@ def _notes(modules: dict[str, nn.Module], found_chains: list[chains.Found]) -> l
             f"{_listed(hooked)}"
         )
     return notes
+
+
+def _native_place(conv: nn.Conv2d) -> str | None:
+    return native_place(conv.weight, conv.stride[0], conv.padding[0], conv.groups)
 
 
 def _listed(names: list[str]) -> str:
