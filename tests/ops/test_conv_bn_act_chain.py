@@ -342,6 +342,38 @@ def test_not_a_number_stays_in_its_channel(native):
     assert y[:, channel].isnan().all()
 
 
+@pytest.mark.parametrize("act", ["identity", "tanh"])
+def test_not_a_number_in_the_gradient_stays_in_its_channel(act, native):
+    # a wide map has two groups of channels, the second of partial vectors; these activations let NaN through
+    drawn = ChainCase((3, 40, 3, 500), f"pw40/{act} dw5/{act}").draw_once()
+    drawn.grad[1, 24, 1, 1] = torch.nan
+    others = torch.arange(40) != 24
+    affine = {name: t for name, t in run_chain(native_chain, drawn).items() if name.startswith("d") and t.ndim == 1}
+    assert len(affine) == 4
+    for name, tensor in affine.items():
+        assert tensor[others].isfinite().all() and tensor[24].isnan(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_images_do_not_see_each_other_in_eval_mode(dtype, plan, native):
+    drawn = ChainCase((4, 8, 9, 9), "pw24 dw3 pw8/identity", "x").draw_once()
+    x = drawn.x.to(dtype)
+    stages = [
+        s._replace(
+            training=False,
+            params=s.params._replace(
+                conv_weight=s.params.conv_weight.to(dtype),
+                running_mean=torch.zeros_like(s.params.bn_bias), running_var=torch.ones_like(s.params.bn_bias),
+            ),
+        )
+        for s in drawn.stages
+    ]  # fmt: skip
+    want = torch.cat([native_chain(x[i : i + 1], stages) for i in range(4)])
+    x[1], x[2] = torch.nan, 1e20
+    got = native_chain(x, stages)
+    assert torch.equal(got[[0, 3]], want[[0, 3]])
+
+
 @pytest.mark.parametrize("units", ["pw5", "dw3", "pw40 dw3 pw8"])
 def test_not_a_number_spreads_as_far_as_its_sums(units, plan, native):
     drawn = ChainCase((2, 8, 5, 5), units).draw_once()
