@@ -9,14 +9,6 @@ namespace {
 // Vectors per float sum of a plane, as kTileRows.
 constexpr int64_t kTileVectors = 64;
 
-// Calls body(first row, rows) for every tile of an item of rows.
-template <typename Body>
-inline void for_each_tile(const BnActParams& p, int64_t item, const Body& body) {
-  const int64_t first = item * p.item_rows;
-  const int64_t last = lesser(first + p.item_rows, p.rows);
-  for (int64_t tile = first; tile < last; tile += kTileRows) body(tile, lesser(kTileRows, last - tile));
-}
-
 template <typename T>
 void bn_stats_rows(const BnActParams& p, int64_t begin, int64_t end) {
   const int64_t channels = p.channels;

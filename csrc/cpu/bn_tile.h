@@ -26,6 +26,14 @@ struct Count {
 
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Calls body(first row, rows) for every tile of an item of p.item_rows of the p.rows rows.
+template <typename Params, typename Body>
+inline void for_each_tile(const Params& p, int64_t item, const Body& body) {
+  const int64_t first = item * p.item_rows;
+  const int64_t last = lesser(first + p.item_rows, p.rows);
+  for (int64_t tile = first; tile < last; tile += kTileRows) body(tile, lesser(kTileRows, last - tile));
+}
+
 // Calls body(c, Count<n>{}, lanes) until all channels are covered: n whole vectors from c on, or one partial one.
 template <typename Body>
 inline void for_each_group(int64_t channels, const Body& body) {
@@ -63,6 +71,16 @@ template <typename T, typename U>
 inline void copy_tile(const T* x, int64_t ldx, U* y, int64_t ldy, int64_t rows, int64_t channels) {
   for (int64_t r = 0; r < rows; ++r) {
     for_each_vector(channels, [&](int64_t c, auto lanes) { store(y + r * ldy + c, load(x + r * ldx + c, lanes), lanes); });
+  }
+}
+
+// a = x - center, rows x channels
+template <typename T, typename C>
+inline void centre_tile(const T* x, const float* center, C* a, int64_t lda, int64_t rows, int64_t channels) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for_each_vector(channels, [&](int64_t c, auto lanes) {
+      store(a + r * lda + c, load(x + r * channels + c, lanes) - load(center + c, lanes), lanes);
+    });
   }
 }
 

@@ -236,16 +236,13 @@ AlignedFloats depthwise_weight(const Stage& stage, bool flipped) {
   return packed;
 }
 
-PointwiseParams pointwise_params(const Chain& chain, const Stage& stage, const RowItems& items) {
-  PointwiseParams p{};
+// What the parameters of all kinds of stages have in common.
+template <typename Params>
+Params stage_params(const Chain& chain, const Stage& stage) {
+  Params p{};
   p.bfloat16 = chain.bfloat16;
-  p.rows = items.rows;
-  p.item_rows = items.item_rows;
-  p.in_channels = stage.in_channels;
-  p.out_channels = stage.out_channels;
   p.kernel = stage.kernel;
   p.stride = stage.stride;
-  p.padding = stage.padding;
   p.height = stage.height;
   p.width = stage.width;
   p.out_height = stage.out_height;
@@ -253,16 +250,19 @@ PointwiseParams pointwise_params(const Chain& chain, const Stage& stage, const R
   return p;
 }
 
+PointwiseParams pointwise_params(const Chain& chain, const Stage& stage, const RowItems& items) {
+  auto p = stage_params<PointwiseParams>(chain, stage);
+  p.rows = items.rows;
+  p.item_rows = items.item_rows;
+  p.in_channels = stage.in_channels;
+  p.out_channels = stage.out_channels;
+  p.padding = stage.padding;
+  return p;
+}
+
 DepthwiseParams depthwise_params(const Chain& chain, const Stage& stage, const Strips& strips) {
-  DepthwiseParams p{};
-  p.bfloat16 = chain.bfloat16;
+  auto p = stage_params<DepthwiseParams>(chain, stage);
   p.channels = stage.out_channels;
-  p.kernel = stage.kernel;
-  p.stride = stage.stride;
-  p.height = stage.height;
-  p.width = stage.width;
-  p.out_height = stage.out_height;
-  p.out_width = stage.out_width;
   p.strips = strips.strips;
   p.strip_rows = strips.strip_rows;
   p.weight_ld = round_up(stage.out_channels, kAlignment);

@@ -192,16 +192,6 @@ inline int64_t group_channels(int64_t channels, int64_t ring_columns) {
   return divide_up(divide_up(all, divide_up(all, most)), kLanes) * kLanes;
 }
 
-// a = x - center for a row of the expansion's input
-template <typename T, typename C>
-inline void centre_row(const Expansion& e, const T* x, int64_t width, C* a, int64_t lda) {
-  for (int64_t r = 0; r < width; ++r) {
-    for_each_vector(e.in_channels, [&](int64_t c, auto lanes) {
-      store(a + r * lda + c, load(x + r * e.in_channels + c, lanes) - load(e.center + c, lanes), lanes);
-    });
-  }
-}
-
 // A is the activation of the stage before (of the expansion, where there is one).
 template <typename T, typename A>
 void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
@@ -235,7 +225,7 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
         if (expanded) {
           const T* x = static_cast<const T*>(p.expansion.x) + (image * p.height + row) * p.width * p.expansion.in_channels;
           const Expansion& e = p.expansion;
-          centre_row(e, x, p.width, a, lda);
+          centre_tile(x, e.center, a, lda, p.width, e.in_channels);
           gemm_tile(a, lda, p.width, static_cast<const C*>(e.weight), e.in_channels, channels,
                     [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
             const VecF bias = load(e.bias + c, lanes);
@@ -418,7 +408,7 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
     const auto provide = [&](int64_t row, float* to) { provide_dy<T>(p, image, row, 0, p.channels, to, ld); };
     const auto finish = [&](int64_t r, const auto& eval) {
       const int64_t at = (image * p.height + r) * p.width * e.in_channels;
-      centre_row(e, static_cast<const T*>(e.x) + at, p.width, a, lda);
+      centre_tile(static_cast<const T*>(e.x) + at, e.center, a, lda, p.width, e.in_channels);
       for_each_panel(static_cast<const C*>(e.weight), e.in_channels, p.channels, [&](auto width, int64_t column, const C* b) {
         constexpr int kWidth = decltype(width)::value;
         for (int j = 0; j < kWidth; ++j) eval(column + j * kLanes, da + j * out_size);

@@ -10,14 +10,6 @@
 namespace nasfast::cpu::NASFAST_ISA {
 namespace {
 
-// Calls body(first row, rows) for every tile of an item.
-template <typename Params, typename Body>
-inline void for_each_tile(const Params& p, int64_t item, const Body& body) {
-  const int64_t first = item * p.item_rows;
-  const int64_t last = lesser(first + p.item_rows, p.rows);
-  for (int64_t tile = first; tile < last; tile += kTileRows) body(tile, lesser(kTileRows, last - tile));
-}
-
 // The patches of output pixels row .. row + rows of a dense convolution, zeros where they leave the image.
 template <typename T, typename C>
 void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, int64_t lda) {
@@ -157,16 +149,6 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
         for (int64_t c = 0; c < p.in_channels; ++c) to[p.in_channels + c] += moments[c];
         for (int64_t c = 0; c < padded; ++c) sums[c] = moments[c] = 0;
       }
-    });
-  }
-}
-
-// a = x - center, rows x channels
-template <typename T, typename C>
-void centre_tile(const T* x, const float* center, C* a, int64_t lda, int64_t rows, int64_t channels) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for_each_vector(channels, [&](int64_t c, auto lanes) {
-      store(a + r * lda + c, load(x + r * channels + c, lanes) - load(center + c, lanes), lanes);
     });
   }
 }
