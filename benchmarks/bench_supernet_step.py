@@ -111,8 +111,8 @@ def main() -> None:
             variants = [VARIANTS[v] for v in args.only or (QUICK if args.quick else FULL)]
             rows.append(bench(workload, variants, rounds=rounds, threads=args.threads, quick=args.quick))
             show(rows[-1])
-    if args.out:
-        write_json(args.out, rows)
+        if args.out:  # after every space, each of which takes minutes
+            write_json(args.out, rows)
 
 
 if __name__ == "__main__":

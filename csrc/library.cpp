@@ -22,11 +22,11 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // Empty running statistics mean those of the batch. add_input adds x to the result. `recompute`: the first two stages are
   // pointwise and depthwise, and the output of the first is computed again in backward instead of kept. `shuffle`: the stages
   // run on the odd channels of x, and y is the even ones followed by their result.
-  // Returned: y; what backward needs beside x, opaque; mean and biased var of all stages, [stage][2][channel], float64.
+  // Returned: y; what backward needs beside x, opaque, and empty without `keep`; mean and biased var of all stages, [stage][2][channel], float64.
   m.def(
       "conv_bn_act_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, Tensor[] running_means, "
       "Tensor[] running_vars, Tensor? residual, int[] strides, str acts, float[] eps, bool add_input, bool recompute, "
-      "bool shuffle) "
+      "bool shuffle, bool keep) "
       "-> (Tensor y, Tensor saved, Tensor statistics)");
   // shape: of x, which is passed only with `recompute`. wants: of dx, and of each stage's bn_weight and bn_bias; what is not
   // wanted comes back empty.

@@ -10,25 +10,10 @@
 #include <tuple>
 #include <vector>
 
-#include "isa.h"
+#include "kernels.h"
 #include "launch.h"
 
 namespace nasfast::cpu {
-
-const BnActKernels& kernels() {
-  switch (current_isa()) {
-#ifdef NASFAST_X86_ISAS
-    case Isa::kAvx512Bf16:
-      return avx512bf16::kBnActKernels;
-    case Isa::kAvx512:
-      return avx512::kBnActKernels;
-    case Isa::kAvx2:
-      return avx2::kBnActKernels;
-#endif
-    default:
-      return baseline::kBnActKernels;
-  }
-}
 
 namespace {
 
@@ -111,14 +96,14 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_fwd_cpu(
     STD_TORCH_CHECK(work.params.rows > 0, "bn_act: cannot take batch statistics of an empty batch");
     std::vector<double> partial(2 * work.groups * channels);
     work.params.partial = partial.data();
-    work.run(kernels().bn_stats);
+    work.run(kernels().bn.bn_stats);
     double* means = static_cast<double*>(mean.mutable_data_ptr());
     double* vars = static_cast<double*>(var.mutable_data_ptr());
     BatchNorm::join(partial.data(), work.groups, channels, [&](int64_t group) { return work.group_count(group); }, means, vars);
     bn.set_statistics(means, vars, eps, float_data(weight), float_data(bias));
   }
   work.params.bn = bn.fold();
-  work.run(kernels().bn_act_fwd);
+  work.run(kernels().bn.bn_act_fwd);
   return {y, mean, var};
 }
 
@@ -150,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(
   if (want_weight || want_bias || batch_statistics) {
     std::vector<double> partial(2 * work.groups * channels);
     work.params.partial = partial.data();
-    work.run(kernels().bn_act_bwd_reduce);
+    work.run(kernels().bn.bn_act_bwd_reduce);
     const auto data = [](bool wanted, Tensor& t) { return wanted ? static_cast<float*>(t.mutable_data_ptr()) : nullptr; };
     bn.set_gradient_sums(partial, work.groups, work.params.rows, batch_statistics, data(want_weight, dweight),
                          data(want_bias, dbias));
@@ -158,7 +143,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(
   if (!want_x) return {empty_vector(x, 0, x.scalar_type()), dweight, dbias};
   Tensor dx = pool_empty_like(x);
   work.params.dx = dx.mutable_data_ptr();
-  work.run(kernels().bn_act_bwd);
+  work.run(kernels().bn.bn_act_bwd);
   return {dx, dweight, dbias};
 }
 

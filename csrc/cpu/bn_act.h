@@ -38,17 +38,4 @@ struct BnActKernels {
   BnActPhase bn_act_bwd;
 };
 
-namespace baseline {
-extern const BnActKernels kBnActKernels;
-}
-namespace avx2 {
-extern const BnActKernels kBnActKernels;
-}
-namespace avx512 {
-extern const BnActKernels kBnActKernels;
-}
-namespace avx512bf16 {
-extern const BnActKernels kBnActKernels;
-}
-
 }  // namespace nasfast::cpu

@@ -136,15 +136,4 @@ struct DepthwiseKernels {
   void (*depthwise_bwd)(const DepthwiseParams& params, int64_t begin, int64_t end);
 };
 
-#define NASFAST_DECLARE(isa)                            \
-  namespace isa {                                       \
-  extern const ConvKernels kConvKernels;                \
-  extern const DepthwiseKernels kDepthwiseKernels;      \
-  }
-NASFAST_DECLARE(baseline)
-NASFAST_DECLARE(avx2)
-NASFAST_DECLARE(avx512)
-NASFAST_DECLARE(avx512bf16)
-#undef NASFAST_DECLARE
-
 }  // namespace nasfast::cpu

@@ -248,26 +248,32 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
       };
       const auto finish = [&](int64_t r, const auto& eval) {
         for_each_vector(channels, [&](int64_t c, auto lanes) {
-        eval(c, out);
-        T* y = static_cast<T*>(p.y) + (image * p.out_height + r) * p.out_width * p.channels + c0 + c;
-        VecF k = load(pivot + c, AllLanes{});
-        VecF s = load(sums + c, AllLanes{});
-        VecF q = load(squares + c, AllLanes{});
-        if (before + summed == 0) {
-          VecF total{};
-          for (int64_t x = 0; x < pass.width; ++x) total += load(out + x * kLanes, AllLanes{});
-          k = total * (1.0f / static_cast<float>(pass.width));
-          store(pivot + c, k, AllLanes{});
-        }
-        for (int64_t x = 0; x < pass.width; ++x) {
-          const VecF sum = load(out + x * kLanes, AllLanes{});
-          put(y + x * p.channels, sum, p.streams, lanes);
-          const VecF d = as_stored<T>(sum) - k;
-          s += d;
-          q += d * d;
-        }
-        store(sums + c, s, AllLanes{});
-        store(squares + c, q, AllLanes{});
+          eval(c, out);
+          T* y = static_cast<T*>(p.y) + (image * p.out_height + r) * p.out_width * p.channels + c0 + c;
+          if (!p.partial) {
+            for (int64_t x = 0; x < pass.width; ++x) {
+              put(y + x * p.channels, load(out + x * kLanes, AllLanes{}), p.streams, lanes);
+            }
+            return;
+          }
+          VecF k = load(pivot + c, AllLanes{});
+          VecF s = load(sums + c, AllLanes{});
+          VecF q = load(squares + c, AllLanes{});
+          if (before + summed == 0) {
+            VecF total{};
+            for (int64_t x = 0; x < pass.width; ++x) total += load(out + x * kLanes, AllLanes{});
+            k = total * (1.0f / static_cast<float>(pass.width));
+            store(pivot + c, k, AllLanes{});
+          }
+          for (int64_t x = 0; x < pass.width; ++x) {
+            const VecF sum = load(out + x * kLanes, AllLanes{});
+            put(y + x * p.channels, sum, p.streams, lanes);
+            const VecF d = as_stored<T>(sum) - k;
+            s += d;
+            q += d * d;
+          }
+          store(sums + c, s, AllLanes{});
+          store(squares + c, q, AllLanes{});
         });
         summed += pass.width;
         if (!p.partial || (summed < kTileRows && r + 1 < r1)) return;

@@ -23,6 +23,12 @@ RowItems::RowItems(int64_t total) : rows(total) {
   items = (rows + item_rows - 1) / item_rows;
 }
 
+void add_groups(double* partial, int64_t groups, int64_t size) {
+  for (int64_t group = 1; group < groups; ++group) {
+    for (int64_t i = 0; i < size; ++i) partial[i] += partial[group * size + i];
+  }
+}
+
 BatchNorm::BatchNorm(const std::string& op, const std::string& act, int64_t channels)
     : channels_(channels), storage_(5 * round_up(channels, kAlignment)), rest_(channels), rstd_(channels), scale_(channels) {
   const int64_t stride = round_up(channels, kAlignment);
@@ -43,9 +49,7 @@ void BatchNorm::set_channel(int64_t c, double mean, double var, double eps, doub
 
 void BatchNorm::set_gradient_sums(std::vector<double>& partial, int64_t groups, int64_t rows, bool batch_statistics,
                                   float* dweight, float* dbias) {
-  for (int64_t group = 1; group < groups; ++group) {
-    for (int64_t i = 0; i < 2 * channels_; ++i) partial[i] += partial[group * 2 * channels_ + i];
-  }
+  add_groups(partial.data(), groups, 2 * channels_);
   const int64_t stride = fold_.scale - fold_.center;
   float* slope = storage_.data() + 3 * stride;
   float* offset = slope + stride;

@@ -66,6 +66,9 @@ void run_items(int64_t items, int64_t item_elements, const Phase& phase) {
   torch::stable::parallel_for(0, items, grain, phase);
 }
 
+// Adds partial [group][size] over the groups, into the first.
+void add_groups(double* partial, int64_t groups, int64_t size);
+
 // One BatchNorm between the phases.
 class BatchNorm {
  public:

@@ -16,10 +16,10 @@ void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, i
   const T* x = static_cast<const T*>(p.x.data);
   const int64_t run = p.kernel * p.in_channels;
   const int64_t plane = p.out_height * p.out_width;
+  int64_t image = row / plane;
+  int64_t oy = row % plane / p.out_width;
+  int64_t ox = row % p.out_width;
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t image = (row + r) / plane;
-    const int64_t oy = (row + r) % plane / p.out_width;
-    const int64_t ox = (row + r) % p.out_width;
     const int64_t x0 = ox * p.stride - p.padding;
     // taps before the left edge, and inside the image
     const int64_t left = x0 < 0 ? lesser(-x0, p.kernel) : 0;
@@ -36,6 +36,13 @@ void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, i
         for_each_vector(end - begin, [&](int64_t i, auto lanes) { store(to + begin + i, load(from + begin + i, lanes), lanes); });
       }
       for (int64_t i = end; i < run; ++i) to[i] = C{};
+    }
+    if (++ox == p.out_width) {
+      ox = 0;
+      if (++oy == p.out_height) {
+        oy = 0;
+        ++image;
+      }
     }
   }
 }
@@ -66,6 +73,10 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
       const int64_t before = row - item * p.item_rows;
       gemm_tile(a, lda, rows, weight, depth, p.out_channels, [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
         T* to = y + r * p.out_channels + c;
+        if (!p.partial) {
+          for_each_row(count, sum, [&](int i, VecF v) { put(to + i * p.out_channels, v, p.streams, lanes); });
+          return;
+        }
         VecF s = load(sums + c, AllLanes{});
         VecF q = load(squares + c, AllLanes{});
         if (before + r == 0) {

@@ -29,7 +29,7 @@ def conv_bn_act(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, 
     """Stages that the native operator has, as one call of it."""
     strides = [stage.stride for stage in stages]
     if strides[0] > 1 and stages[0].params.conv_weight.shape[2] == 1:
-        x = x[:, :, :: strides[0], :: strides[0]]
+        x = _Subsample.apply(x, strides[0])
         strides[0] = 1
     given = x
     x = x.to(storage_dtype(x)).contiguous(memory_format=torch.channels_last)
@@ -54,9 +54,25 @@ def conv_bn_act(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, 
         add_input,
         not shuffle and recomputes_expansion([p.conv_weight for p in params]),
         shuffle,
+        torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
     )
     _update_running(stages, strides, statistics, x)
     return y if residual is None or add_input or fused is not None else y + residual
+
+
+class _Subsample(torch.autograd.Function):
+    """Every stride-th pixel of x, both ways. The gradient of slices would be contiguous zeros, twice."""
+
+    @staticmethod
+    def forward(ctx, x, stride):
+        ctx.shape, ctx.stride = x.shape, stride
+        return x[:, :, ::stride, ::stride].clone(memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last).zero_()
+        dx[:, :, :: ctx.stride, :: ctx.stride] = grad
+        return dx, None
 
 
 def recomputes_expansion(conv_weights: Sequence[Tensor]) -> bool:
@@ -87,14 +103,14 @@ def _update_running(stages: Sequence[Stage], strides: Sequence[int], statistics:
 
 def _fwd_fake(
     x, conv_weights, bn_weights, bn_biases, running_means, running_vars, residual,
-    strides, acts, eps, add_input, recompute, shuffle,
+    strides, acts, eps, add_input, recompute, shuffle, keep,
 ):  # fmt: skip
     check_device(x, *conv_weights, *bn_weights, *bn_biases, *running_means, *running_vars, residual)
     batch, _, height, width = x.shape
     saved = 0
     for i_stage, (weight, stride) in enumerate(zip(conv_weights, strides, strict=True)):
         height, width = (height - 1) // stride + 1, (width - 1) // stride + 1
-        if i_stage > 0 or not recompute:
+        if keep and (i_stage > 0 or not recompute):
             saved += (batch * height * width * weight.shape[0] + 63) // 64 * 64
     channels = conv_weights[-1].shape[0] * (2 if shuffle else 1)
     y = torch.empty(
@@ -117,7 +133,7 @@ def _bwd_fake(
 
 
 def _setup_context(ctx, inputs, output):
-    x, conv_weights, bn_weights, bn_biases, running_means, _, _, *settings = inputs
+    x, conv_weights, bn_weights, bn_biases, running_means, _, _, *settings, keep = inputs
     _, saved, statistics = output
     # flat here: x, then the tensors of each list
     n = len(conv_weights)
@@ -133,6 +149,8 @@ def _setup_context(ctx, inputs, output):
     ctx.settings = [m.numel() == 0 for m in running_means], *settings
     recompute = settings[-2]
     if needs[0] or any(needs[n + 1 : 3 * n + 1]):
+        if not keep:
+            raise RuntimeError("conv_bn_act_fwd: a gradient is wanted, so `keep` must be true")
         kept = (x,) if recompute else ()
         ctx.n_stages = n
         ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *kept)
@@ -159,7 +177,7 @@ def _backward(ctx, grad, grad_saved, grad_statistics):
             dweights, dbiases = affine[:n], affine[n:]
     return (
         dx, nothing, dweights, dbiases, nothing, nothing, grad if want_residual else None,
-        None, None, None, None, None, None,
+        None, None, None, None, None, None, None,
     )  # fmt: skip
 
 

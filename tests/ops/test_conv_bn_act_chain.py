@@ -610,6 +610,7 @@ def forward_arguments(drawn: Drawn, **changes) -> dict:
         "add_input": drawn.residual is drawn.x,
         "recompute": False,
         "shuffle": drawn.shuffle,
+        "keep": True,
         **changes,
     }
 
@@ -666,6 +667,26 @@ def test_opcheck(case, changes, native):
     }
     for wants in (None, [False, True, False] + [True] * (2 * len(drawn.stages) - 2)):
         torch.library.opcheck(BACKWARD.default, (), detached | ({} if wants is None else {"wants": wants}))
+
+
+@pytest.mark.parametrize("units, shuffle, recompute", [
+    ("dense8k3s2 pw24/relu dw5s2 pw8", False, False),
+    ("pw64/relu6 dw3/tanh pw8", False, True),
+    ("pw8 dw3 pw8 dw7 pw8", True, False),
+])  # fmt: skip
+@pytest.mark.parametrize("training", [True, False])
+def test_without_backward_nothing_is_kept_and_the_result_is_the_same(units, shuffle, recompute, training):
+    units = units if training else " ".join(f"{unit}!" for unit in units.split())
+    drawn = ChainCase((2, 16, 17, 9), units, shuffle=shuffle, x_grad=False).draw_once()
+    assert all(stage.training == training for stage in drawn.stages)
+    arguments = forward_arguments(drawn, recompute=recompute)
+    y, saved, statistics = FORWARD(**arguments)
+    y_alone, nothing, statistics_alone = FORWARD(**arguments | {"keep": False})
+    assert saved.numel() > 0 and nothing.numel() == 0
+    assert torch.equal(y, y_alone) and torch.equal(statistics, statistics_alone)
+    arguments["bn_weights"][-1].requires_grad_()
+    with pytest.raises(RuntimeError, match="`keep` must be true"):
+        FORWARD(**arguments | {"keep": False})
 
 
 def test_a_trainable_convolution_is_refused_by_the_operator_and_served_by_the_function(native):

@@ -44,7 +44,7 @@ def saved_of(case):
     (stage,) = case.draw_once().stages
     weight, gamma, beta, *_ = stage.params
     empty = [torch.empty(0)]
-    arguments = ([weight], [gamma], [beta], empty, empty, None, [1], stage.act, [stage.eps], False, False, False)
+    arguments = ([weight], [gamma], [beta], empty, empty, None, [1], stage.act, [stage.eps], False, False, False, True)
     return FORWARD(case.draw_once().x, *arguments)[1]
 
 

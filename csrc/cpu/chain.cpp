@@ -1,0 +1,195 @@
+#include "chain.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace nasfast::cpu {
+namespace {
+
+// A strip of an image computes the rows at its upper edge anew, so images are cut only when there are fewer than this many
+// for the threads to share, and into strips of at least this many rows.
+constexpr int64_t kMinStrips = 16;
+constexpr int64_t kMinStripRows = 8;
+// A result that does not fit beside its inputs in the last-level cache is written past it. Below, the next stage finds it
+// there. Rows must be whole cache lines: others would be written in parts.
+constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
+
+std::vector<std::string> split(const std::string& acts) {
+  std::vector<std::string> names(1);
+  for (char c : acts) {
+    if (c == ',') {
+      names.emplace_back();
+    } else {
+      names.back() += c;
+    }
+  }
+  return names;
+}
+
+void copy_weight(const Tensor& weight, std::vector<float>* to) {
+  const int64_t count = weight.numel();
+  to->resize(count);
+  if (weight.scalar_type() == ScalarType::Float) {
+    std::memcpy(to->data(), weight.const_data_ptr(), count * sizeof(float));
+    return;
+  }
+  STD_TORCH_CHECK(weight.scalar_type() == ScalarType::BFloat16, kConvOp, ": conv_weight must be float32 or bfloat16");
+  const uint16_t* bits = static_cast<const uint16_t*>(weight.const_data_ptr());
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t wide = static_cast<uint32_t>(bits[i]) << 16;
+    std::memcpy(to->data() + i, &wide, sizeof wide);
+  }
+}
+
+// What the parameters of all kinds of stages have in common.
+template <typename Params>
+Params stage_params(const Chain& chain, const Stage& stage) {
+  Params p{};
+  p.bfloat16 = chain.bfloat16;
+  p.kernel = stage.kernel;
+  p.stride = stage.stride;
+  p.height = stage.height;
+  p.width = stage.width;
+  p.out_height = stage.out_height;
+  p.out_width = stage.out_width;
+  return p;
+}
+
+}  // namespace
+
+Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vector<Tensor>& conv_weights,
+             const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases, const std::vector<int64_t>& strides,
+             const std::string& acts, size_t eps_count, bool recompute_first, bool shuffle)
+    : recompute(recompute_first) {
+  STD_TORCH_CHECK(shape.size() == 4, kConvOp, ": x must be 4-d (N, C, H, W), got ", shape.size(), " dimensions");
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, kConvOp, ": x must be float32 or bfloat16");
+  const std::vector<std::string> names = split(acts);
+  const size_t count = conv_weights.size();
+  STD_TORCH_CHECK(count > 0 && bn_weights.size() == count && bn_biases.size() == count && strides.size() == count &&
+                      names.size() == count && eps_count == count,
+                  kConvOp, ": every stage needs one of each: weight, bn_weight, bn_bias, stride, act, eps");
+  bfloat16 = type == ScalarType::BFloat16;
+  batch = shape[0];
+  STD_TORCH_CHECK(!shuffle || shape[1] % 2 == 0, kConvOp, ": shuffle splits an even number of channels, got ", shape[1]);
+  channels = shuffle ? shape[1] / 2 : shape[1];
+  height = shape[2];
+  width = shape[3];
+  STD_TORCH_CHECK(batch * height * width > 0 && channels > 0, kConvOp, ": x is empty");
+  int64_t c = channels, h = height, w = width;
+  stages.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor& weight = conv_weights[i];
+    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(2) == weight.size(3) && weight.size(2) % 2 == 1, kConvOp, ", stage ", i,
+                    ": conv_weight must be (out, in / groups, k, k) with odd k");
+    STD_TORCH_CHECK(weight.is_contiguous(), kConvOp, ", stage ", i, ": conv_weight must be contiguous");
+    Stage stage{Kind::kDense, c, weight.size(0), weight.size(2), strides[i], weight.size(2) / 2, h, w, 0, 0, 0, {},
+                BatchNorm(kConvOp, names[i], weight.size(0)), true, -1, statistics_size};
+    const bool small = stage.kernel == 3 || stage.kernel == 5 || stage.kernel == 7;
+    if (weight.size(1) == 1 && weight.size(0) == c && small && (stage.stride == 1 || stage.stride == 2)) {
+      stage.kind = Kind::kDepthwise;
+    } else if (weight.size(1) == c && stage.kernel == 1 && stage.stride == 1) {
+      stage.kind = Kind::kPointwise;
+    } else {
+      STD_TORCH_CHECK(weight.size(1) == c && i == 0 && stage.stride >= 1, kConvOp, ", stage ", i,
+                      ": must be pointwise with stride 1, depthwise with kernel 3, 5 or 7 and stride 1 or 2, or, as the "
+                      "first stage, dense; got a weight of shape (",
+                      weight.size(0), ", ", weight.size(1), ", ", weight.size(2), ", ", weight.size(3), ") for ", c,
+                      " channels, stride ", strides[i]);
+    }
+    check_vector(kConvOp, "bn_weight", bn_weights[i], stage.out_channels, ScalarType::Float);
+    check_vector(kConvOp, "bn_bias", bn_biases[i], stage.out_channels, ScalarType::Float);
+    stage.out_height = (h + 2 * stage.padding - stage.kernel) / stage.stride + 1;
+    stage.out_width = (w + 2 * stage.padding - stage.kernel) / stage.stride + 1;
+    stage.rows = batch * stage.out_height * stage.out_width;
+    copy_weight(weight, &stage.weight);
+    statistics_size += 2 * stage.out_channels;
+    if (i > 0 || !recompute) {
+      stage.saved_at = saved_size;
+      saved_size += round_up(stage.rows * stage.out_channels, 64);
+    }
+    c = stage.out_channels;
+    h = stage.out_height;
+    w = stage.out_width;
+    stages.push_back(std::move(stage));
+  }
+  STD_TORCH_CHECK(!recompute || (count > 1 && stages[0].kind == Kind::kPointwise && stages[1].kind == Kind::kDepthwise), kConvOp,
+                  ": recompute needs a pointwise stage before a depthwise one");
+  STD_TORCH_CHECK(!shuffle || (h == height && w == width && c == channels), kConvOp,
+                  ": shuffle needs stages that keep the shape of their input");
+  STD_TORCH_CHECK(!shuffle || !recompute, kConvOp, ": shuffle and recompute exclude each other");
+}
+
+void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const {
+  STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == batch && tensor.size(1) == c && tensor.size(2) == h &&
+                      tensor.size(3) == w && is_channels_last(tensor) &&
+                      tensor.scalar_type() == type(),
+                  kConvOp, ": ", name, " must be channels_last, of the type of x and of shape (", batch, ", ", c, ", ", h, ", ", w,
+                  ")");
+}
+
+Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
+               const float* scale_k, const float* scale_n)
+    : storage_(kernels().conv.packed_bytes(bfloat16, depth, columns) / sizeof(float) + 1) {
+  kernels().conv.pack(bfloat16, w, depth, columns, stride_k, stride_n, scale_k, scale_n, storage_.data());
+}
+
+Strips::Strips(int64_t batch, int64_t height) {
+  const int64_t wanted = (kMinStrips + batch - 1) / batch;
+  const int64_t most = std::max<int64_t>(1, height / kMinStripRows);
+  strip_rows = (height + std::min(wanted, most) - 1) / std::min(wanted, most);
+  strips = (height + strip_rows - 1) / strip_rows;
+}
+
+AlignedFloats depthwise_weight(const Stage& stage, bool flipped) {
+  const int64_t taps = stage.kernel * stage.kernel;
+  const int64_t ld = round_up(stage.out_channels, kAlignment);
+  AlignedFloats packed(taps * ld);
+  for (int64_t c = 0; c < stage.out_channels; ++c) {
+    for (int64_t t = 0; t < taps; ++t) packed.data()[(flipped ? taps - 1 - t : t) * ld + c] = stage.weight[c * taps + t];
+  }
+  return packed;
+}
+
+Packed forward_weight(const Chain& chain, const Stage& stage) {
+  const int64_t taps = stage.kernel * stage.kernel;
+  const int64_t depth = taps * stage.in_channels;
+  if (taps == 1) return Packed(chain.bfloat16, stage.weight.data(), depth, stage.out_channels, 1, depth);
+  // a patch is [ky][kx][channel], a weight (out, channel, ky, kx)
+  std::vector<float> patches(stage.weight.size());
+  for (int64_t o = 0; o < stage.out_channels; ++o) {
+    for (int64_t c = 0; c < stage.in_channels; ++c) {
+      for (int64_t t = 0; t < taps; ++t) {
+        patches[(o * taps + t) * stage.in_channels + c] = stage.weight[(o * stage.in_channels + c) * taps + t];
+      }
+    }
+  }
+  return Packed(chain.bfloat16, patches.data(), depth, stage.out_channels, 1, depth);
+}
+
+bool streams(bool bfloat16, int64_t rows, int64_t channels) {
+  return !bfloat16 && channels % kAlignment == 0 && rows * channels * 4 >= kStreamBytes;
+}
+
+PointwiseParams pointwise_params(const Chain& chain, const Stage& stage, const RowItems& items) {
+  auto p = stage_params<PointwiseParams>(chain, stage);
+  p.rows = items.rows;
+  p.item_rows = items.item_rows;
+  p.in_channels = stage.in_channels;
+  p.out_channels = stage.out_channels;
+  p.padding = stage.padding;
+  return p;
+}
+
+DepthwiseParams depthwise_params(const Chain& chain, const Stage& stage, const Strips& strips) {
+  auto p = stage_params<DepthwiseParams>(chain, stage);
+  p.channels = stage.out_channels;
+  p.strips = strips.strips;
+  p.strip_rows = strips.strip_rows;
+  p.weight_ld = round_up(stage.out_channels, kAlignment);
+  return p;
+}
+
+}  // namespace nasfast::cpu

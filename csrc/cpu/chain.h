@@ -1,0 +1,92 @@
+// The stages of one call of conv_bn_act, checked, with their geometry and weights; and the parts of kernel parameters that
+// follow from them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "conv_bn_act.h"
+#include "launch.h"
+
+namespace nasfast::cpu {
+
+constexpr const char* kConvOp = "conv_bn_act";
+
+enum class Kind { kPointwise, kDepthwise, kDense };
+
+struct Stage {
+  Kind kind;
+  int64_t in_channels, out_channels, kernel, stride, padding;
+  int64_t height, width, out_height, out_width;
+  int64_t rows;  // output pixels
+  std::vector<float> weight;
+  BatchNorm bn;
+  bool batch_statistics;
+  int64_t saved_at;       // element of the saved tensor where y starts, or -1
+  int64_t statistics_at;  // element of the statistics where mean starts
+};
+
+// The stages, with the layout of the saved tensor.
+struct Chain {
+  bool bfloat16;
+  bool recompute;
+  int64_t batch, height, width, channels;  // of the input of the first stage
+  std::vector<Stage> stages;
+  int64_t saved_size = 0;
+  int64_t statistics_size = 0;
+
+  Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vector<Tensor>& conv_weights,
+        const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases, const std::vector<int64_t>& strides,
+        const std::string& acts, size_t eps_count, bool recompute, bool shuffle);
+
+  size_t element_size() const { return bfloat16 ? 2 : 4; }
+  const Stage& last() const { return stages.back(); }
+
+  char* saved(Tensor& tensor, const Stage& stage) const {
+    return static_cast<char*>(tensor.mutable_data_ptr()) + stage.saved_at * element_size();
+  }
+  const char* saved(const Tensor& tensor, const Stage& stage) const {
+    return static_cast<const char*>(tensor.const_data_ptr()) + stage.saved_at * element_size();
+  }
+
+  ScalarType type() const { return bfloat16 ? ScalarType::BFloat16 : ScalarType::Float; }
+
+  Tensor empty_image(int64_t c, int64_t h, int64_t w) const {
+    return pool_empty({batch, c, h, w}, {c * h * w, 1, w * c, c}, type());
+  }
+
+  // Refuses an image tensor that is not channels_last, of this type and shape.
+  void check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const;
+};
+
+// A weight as the matrix products read it.
+class Packed {
+ public:
+  // B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n] (null: 1), depth x columns
+  Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
+         const float* scale_k = nullptr, const float* scale_n = nullptr);
+  const void* data() const { return storage_.data(); }
+
+ private:
+  AlignedFloats storage_;
+};
+
+// Strips of the images of a depthwise stage whose result has `height` rows.
+struct Strips {
+  int64_t strips, strip_rows;
+  Strips(int64_t batch, int64_t height);
+};
+
+// (channels, 1, kernel, kernel) as [kernel^2][ld]
+AlignedFloats depthwise_weight(const Stage& stage, bool flipped);
+
+// The packed weight of a pointwise or dense stage, forward.
+Packed forward_weight(const Chain& chain, const Stage& stage);
+
+// Whether a result of so many rows goes past the caches.
+bool streams(bool bfloat16, int64_t rows, int64_t channels);
+
+PointwiseParams pointwise_params(const Chain& chain, const Stage& stage, const RowItems& items);
+DepthwiseParams depthwise_params(const Chain& chain, const Stage& stage, const Strips& strips);
+
+}  // namespace nasfast::cpu

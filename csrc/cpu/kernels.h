@@ -1,0 +1,17 @@
+// The kernels of the instruction set in use.
+#pragma once
+
+#include "bn_act.h"
+#include "conv_bn_act.h"
+
+namespace nasfast::cpu {
+
+struct Kernels {
+  const BnActKernels& bn;
+  const ConvKernels& conv;
+  const DepthwiseKernels& depthwise;
+};
+
+Kernels kernels();
+
+}  // namespace nasfast::cpu
