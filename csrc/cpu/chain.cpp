@@ -29,19 +29,18 @@ std::vector<std::string> split(const std::string& acts) {
   return names;
 }
 
-void copy_weight(const Tensor& weight, std::vector<float>* to) {
+// The weight's numbers, converted into `to` where they are not float.
+const float* weight_data(const Tensor& weight, std::vector<float>* to) {
+  if (weight.scalar_type() == ScalarType::Float) return float_data(weight);
+  STD_TORCH_CHECK(weight.scalar_type() == ScalarType::BFloat16, kConvOp, ": conv_weight must be float32 or bfloat16");
   const int64_t count = weight.numel();
   to->resize(count);
-  if (weight.scalar_type() == ScalarType::Float) {
-    std::memcpy(to->data(), weight.const_data_ptr(), count * sizeof(float));
-    return;
-  }
-  STD_TORCH_CHECK(weight.scalar_type() == ScalarType::BFloat16, kConvOp, ": conv_weight must be float32 or bfloat16");
   const uint16_t* bits = static_cast<const uint16_t*>(weight.const_data_ptr());
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t wide = static_cast<uint32_t>(bits[i]) << 16;
     std::memcpy(to->data() + i, &wide, sizeof wide);
   }
+  return to->data();
 }
 
 // What the parameters of all kinds of stages have in common.
@@ -85,7 +84,7 @@ Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vect
     STD_TORCH_CHECK(weight.dim() == 4 && weight.size(2) == weight.size(3) && weight.size(2) % 2 == 1, kConvOp, ", stage ", i,
                     ": conv_weight must be (out, in / groups, k, k) with odd k");
     STD_TORCH_CHECK(weight.is_contiguous(), kConvOp, ", stage ", i, ": conv_weight must be contiguous");
-    Stage stage{Kind::kDense, c, weight.size(0), weight.size(2), strides[i], weight.size(2) / 2, h, w, 0, 0, 0, {},
+    Stage stage{Kind::kDense, c, weight.size(0), weight.size(2), strides[i], weight.size(2) / 2, h, w, 0, 0, 0, nullptr, {},
                 BatchNorm(kConvOp, names[i], weight.size(0)), true, -1, statistics_size};
     const bool small = stage.kernel == 3 || stage.kernel == 5 || stage.kernel == 7;
     if (weight.size(1) == 1 && weight.size(0) == c && small && (stage.stride == 1 || stage.stride == 2)) {
@@ -104,7 +103,7 @@ Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vect
     stage.out_height = (h + 2 * stage.padding - stage.kernel) / stage.stride + 1;
     stage.out_width = (w + 2 * stage.padding - stage.kernel) / stage.stride + 1;
     stage.rows = batch * stage.out_height * stage.out_width;
-    copy_weight(weight, &stage.weight);
+    stage.weight = weight_data(weight, &stage.converted);
     statistics_size += 2 * stage.out_channels;
     if (i > 0 || !recompute) {
       stage.saved_at = saved_size;
@@ -132,8 +131,11 @@ void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64
 
 Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
                const float* scale_k, const float* scale_n)
-    : storage_(kernels().conv.packed_bytes(bfloat16, depth, columns) / sizeof(float) + 1) {
-  kernels().conv.pack(bfloat16, w, depth, columns, stride_k, stride_n, scale_k, scale_n, storage_.data());
+    : storage_(std::make_unique<PoolBlock>(kernels().conv.packed_bytes(bfloat16, depth, columns))) {
+  const int64_t panels = kernels().conv.panel_count(columns);
+  run_items(panels, depth * columns / panels, [&](int64_t begin, int64_t end) {
+    kernels().conv.pack(bfloat16, w, depth, columns, stride_k, stride_n, scale_k, scale_n, storage_->data(), begin, end);
+  });
 }
 
 Strips::Strips(int64_t batch, int64_t height) {
@@ -156,9 +158,9 @@ AlignedFloats depthwise_weight(const Stage& stage, bool flipped) {
 Packed forward_weight(const Chain& chain, const Stage& stage) {
   const int64_t taps = stage.kernel * stage.kernel;
   const int64_t depth = taps * stage.in_channels;
-  if (taps == 1) return Packed(chain.bfloat16, stage.weight.data(), depth, stage.out_channels, 1, depth);
+  if (taps == 1) return Packed(chain.bfloat16, stage.weight, depth, stage.out_channels, 1, depth);
   // a patch is [ky][kx][channel], a weight (out, channel, ky, kx)
-  std::vector<float> patches(stage.weight.size());
+  std::vector<float> patches(depth * stage.out_channels);
   for (int64_t o = 0; o < stage.out_channels; ++o) {
     for (int64_t c = 0; c < stage.in_channels; ++c) {
       for (int64_t t = 0; t < taps; ++t) {

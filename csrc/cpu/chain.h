@@ -2,11 +2,13 @@
 // follow from them.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "conv_bn_act.h"
 #include "launch.h"
+#include "pool.h"
 
 namespace nasfast::cpu {
 
@@ -19,7 +21,8 @@ struct Stage {
   int64_t in_channels, out_channels, kernel, stride, padding;
   int64_t height, width, out_height, out_width;
   int64_t rows;  // output pixels
-  std::vector<float> weight;
+  const float* weight;           // as the tensor has it
+  std::vector<float> converted;  // its memory where the tensor is not float
   BatchNorm bn;
   bool batch_statistics;
   int64_t saved_at;       // element of the saved tensor where y starts, or -1
@@ -62,13 +65,13 @@ struct Chain {
 // A weight as the matrix products read it.
 class Packed {
  public:
-  // B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n] (null: 1), depth x columns
+  // B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n] (null: 1), depth x columns; one stride is 1
   Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
          const float* scale_k = nullptr, const float* scale_n = nullptr);
-  const void* data() const { return storage_.data(); }
+  const void* data() const { return storage_->data(); }
 
  private:
-  AlignedFloats storage_;
+  std::unique_ptr<PoolBlock> storage_;
 };
 
 // Strips of the images of a depthwise stage whose result has `height` rows.

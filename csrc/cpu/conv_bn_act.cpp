@@ -273,7 +273,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
       }
     } else {
       const RowItems items(stage.rows);
-      const Packed weight(chain.bfloat16, stage.weight.data(), stage.out_channels, stage.in_channels, stage.in_channels, 1);
+      const Packed weight(chain.bfloat16, stage.weight, stage.out_channels, stage.in_channels, stage.in_channels, 1);
       PointwiseParams p = pointwise_params(chain, stage, items);
       p.weight = weight.data();
       p.grad = out;

@@ -121,8 +121,10 @@ struct ShuffleParams {
 
 struct ConvKernels {
   int64_t (*packed_bytes)(bool bfloat16, int64_t depth, int64_t columns);
+  int64_t (*panel_count)(int64_t columns);
+  // panels [begin, end) of a packed weight
   void (*pack)(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
-               const float* scale_k, const float* scale_n, void* packed);
+               const float* scale_k, const float* scale_n, void* packed, int64_t begin, int64_t end);
   void (*pointwise_fwd)(const PointwiseParams& params, int64_t begin, int64_t end);
   void (*pointwise_bwd)(const PointwiseParams& params, int64_t begin, int64_t end);
   void (*covariance)(const CovarianceParams& params, int64_t begin, int64_t end);

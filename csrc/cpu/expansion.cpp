@@ -77,7 +77,7 @@ void expansion_statistics(const Chain& chain, const void* x, double* mean, doubl
   }
   std::vector<double> row(in);
   for (int64_t c = 0; c < stage.out_channels; ++c) {
-    const float* w = stage.weight.data() + c * in;
+    const float* w = stage.weight + c * in;
     std::fill(row.begin(), row.end(), 0.0);
     for (int64_t i = 0; i < in; ++i) {
       for (int64_t j = 0; j < in; ++j) row[j] += w[i] * second[i * in + j];
@@ -111,7 +111,7 @@ ExpansionNumbers::ExpansionNumbers(const Chain& chain, const void* x, double eps
     scale_.data()[c] = gamma[c];
     shift_.data()[c] = beta[c];
   }
-  weight_.emplace(chain.bfloat16, stage_.weight.data(), stage_.in_channels, stage_.out_channels, 1, stage_.in_channels, nullptr,
+  weight_.emplace(chain.bfloat16, stage_.weight, stage_.in_channels, stage_.out_channels, 1, stage_.in_channels, nullptr,
                   rstd_.data());
 }
 
@@ -127,7 +127,7 @@ Expansion ExpansionNumbers::expansion(const void* x) const {
 }
 
 Packed ExpansionNumbers::backward_weight() const {
-  return Packed(chain_.bfloat16, stage_.weight.data(), stage_.out_channels, stage_.in_channels, stage_.in_channels, 1,
+  return Packed(chain_.bfloat16, stage_.weight, stage_.out_channels, stage_.in_channels, stage_.in_channels, 1,
                 stage_.bn.fold().scale);
 }
 

@@ -57,31 +57,98 @@ inline int64_t packed_size(int64_t depth, int64_t columns) {
   return divide_up(depth, kDepthStep<C>) * kDepthStep<C> * divide_up(columns, kLanes) * kLanes;
 }
 
-// B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n] (null: 1), as panels of [depth][vectors][lanes]; for
-// bfloat16 the two elements of a depth step lie side by side.
+// Stores a pair of vectors that are neighbours in depth: as they are, or their bfloat16 side by side.
+inline void store_pair(BFloat16* packed, VecF low, VecF high) {
+  const VecU pair = __builtin_convertvector(narrow(low), VecU) | __builtin_convertvector(narrow(high), VecU) << 16;
+  memcpy(packed, &pair, sizeof pair);
+}
+
+// One panel of `pack` from a w that is contiguous along the columns.
 template <typename C>
-void pack(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n, const float* scale_k,
-          const float* scale_n, C* packed) {
+void pack_panel_by_rows(const float* w, int64_t depth, int64_t columns, int64_t stride_k, const float* scale_k,
+                        const float* scale_n, int64_t first, int width, C* packed) {
   constexpr int step = kDepthStep<C>;
-  const int64_t vectors = divide_up(columns, kLanes);
-  for (int64_t v = 0; v < vectors;) {
-    const int width = panel_width(vectors - v);
-    for (int64_t k = 0; k < depth; k += step) {
-      for (int64_t n = v * kLanes; n < (v + width) * kLanes; ++n) {
-        for (int64_t s = k; s < k + step; ++s) {
-          float value = 0;
-          if (s < depth && n < columns) {
-            value = w[s * stride_k + n * stride_n];
-            if (scale_k) value *= scale_k[s];
-            if (scale_n) value *= scale_n[n];
-          }
-          if constexpr (step == 1) {
-            *packed++ = value;
-          } else {
-            *packed++ = BFloat16{narrow(broadcast(value))[0]};
-          }
+  for (int64_t k = 0; k < depth; k += step) {
+    for (int j = 0; j < width; ++j) {
+      const int64_t n = first + j * kLanes;
+      const int lanes = static_cast<int>(lesser(kLanes, columns - n));
+      VecF row[step];
+      for (int s = 0; s < step; ++s) {
+        if (k + s >= depth) {
+          row[s] = VecF{};
+          continue;
+        }
+        const float* from = w + (k + s) * stride_k + n;
+        row[s] = lanes == kLanes ? load(from, AllLanes{}) : load(from, lanes);
+        if (scale_k) row[s] *= scale_k[k + s];
+        if (scale_n) row[s] *= load(scale_n + n, lanes);
+      }
+      if constexpr (step == 1) {
+        store(packed, row[0], AllLanes{});
+      } else {
+        store_pair(packed, row[0], row[1]);
+      }
+      packed += step * kLanes;
+    }
+  }
+}
+
+// One panel of `pack` from a w that is contiguous along the depth.
+template <typename C>
+void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns, int64_t stride_n, const float* scale_k,
+                           const float* scale_n, int64_t first, int width, C* packed) {
+  constexpr int step = kDepthStep<C>;
+  // a part of the panel that stays in the first-level cache while columns are scattered over it
+  constexpr int64_t kPart = 4 * kLanes;
+  const int64_t held = width * kLanes;
+  const int64_t padded = divide_up(depth, step) * step;
+  for (int64_t part = 0; part < padded; part += kPart) {
+    const int64_t last = lesser(part + kPart, padded);
+    for (int64_t n = 0; n < held; ++n) {
+      const float* from = w + (first + n) * stride_n;
+      const float scale = scale_n && first + n < columns ? scale_n[first + n] : 1.0f;
+      for (int64_t k = part; k < last; k += kLanes) {
+        const int lanes = static_cast<int>(lesser(kLanes, depth - k));
+        C values[kLanes] = {};
+        if (first + n < columns) {
+          VecF v = lanes == kLanes ? load(from + k, AllLanes{}) : load(from + k, lanes);
+          v *= scale;
+          if (scale_k) v *= load(scale_k + k, lanes);
+          store(values, v, AllLanes{});
+        }
+        const int64_t here = lesser(kLanes, last - k);
+        // element (k, n) of a panel [depth / step][column][step]
+        C* to = packed + k * held + n * step;
+        for (int64_t i = 0; i < here; i += step) {
+          for (int s = 0; s < step; ++s) to[i * held + s] = values[i + s];
         }
       }
+    }
+  }
+}
+
+// Panels of `pack`.
+inline int64_t panel_count(int64_t columns) {
+  int64_t count = 0;
+  for (int64_t v = 0, vectors = divide_up(columns, kLanes); v < vectors; v += panel_width(vectors - v)) ++count;
+  return count;
+}
+
+// B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n] (null: 1), as panels of [depth][vectors][lanes]; for
+// bfloat16 the two elements of a depth step lie side by side. One of the strides is 1. Does panels [begin, end).
+template <typename C>
+void pack(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n, const float* scale_k,
+          const float* scale_n, C* packed, int64_t begin, int64_t end) {
+  const int64_t vectors = divide_up(columns, kLanes);
+  const int64_t padded = divide_up(depth, kDepthStep<C>) * kDepthStep<C>;
+  int64_t v = 0;
+  for (int64_t panel = 0; panel < end; ++panel) {
+    const int width = panel_width(vectors - v);
+    C* to = packed + v * kLanes * padded;
+    if (panel >= begin && stride_n == 1) {
+      pack_panel_by_rows(w, depth, columns, stride_k, scale_k, scale_n, v * kLanes, width, to);
+    } else if (panel >= begin) {
+      pack_panel_by_columns(w, depth, columns, stride_n, scale_k, scale_n, v * kLanes, width, to);
     }
     v += width;
   }

@@ -285,12 +285,12 @@ int64_t packed_bytes(bool bfloat16, int64_t depth, int64_t columns) {
 }
 
 void pack_weight(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
-                 const float* scale_k, const float* scale_n, void* packed) {
+                 const float* scale_k, const float* scale_n, void* packed, int64_t begin, int64_t end) {
   using C = Multiplied<BFloat16>::Type;
   if (bfloat16) {
-    pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, static_cast<C*>(packed));
+    pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, static_cast<C*>(packed), begin, end);
   } else {
-    pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, static_cast<float*>(packed));
+    pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, static_cast<float*>(packed), begin, end);
   }
 }
 
@@ -328,6 +328,7 @@ void shuffle_merge(const ShuffleParams& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
-extern const ConvKernels kConvKernels = {packed_bytes, pack_weight, pointwise_fwd, pointwise_bwd, covariance, correction, shuffle_split, shuffle_merge};
+extern const ConvKernels kConvKernels = {packed_bytes, panel_count,   pack_weight,   pointwise_fwd, pointwise_bwd,
+                                         covariance,   correction,    shuffle_split, shuffle_merge};
 
 }  // namespace nasfast::cpu::NASFAST_ISA
