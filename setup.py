@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -112,4 +112,10 @@ class CMakeBuild(build_ext):
         return {}
 
 
-setup(ext_modules=[Extension("nasfast._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    # kernels/ is what only a GPU runs; a top-level package of that name would be rude to other packages
+    packages=[*find_packages(include=["nasfast*"]), "nasfast._triton"],
+    package_dir={"nasfast._triton": "kernels/triton"},
+    ext_modules=[Extension("nasfast._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import floor
 import torch
 from harness import forward_backward, positive, saved_bytes, write_json
 from torch import nn
 
+from nasfast import floor
 from nasfast.ops.modules import ConvBNAct, FusedConvBNAct
 from nasfast.spaces import Block, Layer, SearchSpace, mean_path, mobilenet_v2, shufflenet_v2
 from nasfast.supernet import UnitFactory

@@ -15,12 +15,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import floor
 import torch
 from harness import saved_bytes
 from torch import Tensor, nn
 
-from nasfast import ops
+from nasfast import floor, ops
 from nasfast.spaces import Arch
 from nasfast.timing import TrainingStep, measure
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+from nasfast.config import ConfigError
 from nasfast.doctor import environment
 from nasfast.files import write_atomic
+from nasfast.floor import measure_machine, trace
+from nasfast.projection import Projection, get_card, kernels_of, passes_of, project
 from nasfast.spaces import Arch, SearchSpace, format_arch
-from nasfast.supernet import Supernet
+from nasfast.supernet import StandaloneNetwork, Supernet
 from nasfast.timing import StepConfig, TrainingStep, machine, measure, measuring
 from nasfast.train.supernet import METHODS
 
@@ -42,12 +45,16 @@ class LatencyConfig(StepConfig):
 
     Attributes:
         rounds: timed steps of every row, after two that are not timed.
+        project: a key of `nasfast.projection.CARDS`, such as `rtx3080`: also what the last row would take there. Needs a GPU.
     """
 
     rounds: int = 10
+    project: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.project is not None:
+            get_card(self.project)
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds}")
 
@@ -77,6 +84,7 @@ class LatencyReport:
     rows: tuple[LatencyRow, ...]
     machine: dict[str, Any]
     environment: dict[str, list[str]]
+    projection: Projection | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON, the published figures with their label."""
@@ -90,6 +98,9 @@ class LatencyReport:
             "published": PUBLISHED,
             "machine": self.machine,
             "environment": self.environment,
+            "projection": None
+            if self.projection is None
+            else {"label": "PROJECTION, not measured", "step_ms": self.projection.step_ms, **asdict(self.projection)},
         }
 
     def save(self, path: str | Path) -> None:
@@ -124,6 +135,7 @@ class LatencyReport:
             *lines, "", PUBLISHED,
             "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",
             "times are medians over interleaved rounds",
+            *([] if self.projection is None else ["", str(self.projection)]),
         ])  # fmt: skip
 
 
@@ -134,12 +146,17 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
     cross entropy and backward, as in the paper, without the optimiser's update.
 
     Raises:
-        ConfigError: unknown space, or a device that is not there.
+        ConfigError: unknown space, a device that is not there, or a projection without a GPU to measure on.
         ArchError: the path does not belong to the space.
         ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
     """
     space, path = cfg.resolve()
     images, labels = cfg.batch_of(space)
+    if cfg.project is not None and images.device.type != "cuda":
+        raise ConfigError(
+            f"project={cfg.project!r} scales kernels measured on a GPU, and this runs on {images.device}: only a machine "
+            "with one can project to another"
+        )
     steps, trainable = {}, {}
     with measuring(cfg.threads):
         for name, method, fused in _ROWS:
@@ -153,9 +170,21 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
         _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
         times = measure(steps, rounds=cfg.rounds)
         found = {"device": str(images.device), **machine()}
+        projection = None if cfg.project is None else _project(cfg, space, path, steps[_ROWS[-1][0]], times)
     # the last row is this package's own, not the paper's
     rows = tuple(
         LatencyRow(name, method, trainable[name], times[name], None if fused else PUBLISHED_MS[method])
         for name, method, fused in _ROWS
     )
-    return LatencyReport(cfg, space, path, rows, found, environment())
+    return LatencyReport(cfg, space, path, rows, found, environment(), projection)
+
+
+def _project(
+    cfg: LatencyConfig, space: SearchSpace, path: Arch, step: TrainingStep, times: dict[str, dict]
+) -> Projection:
+    """The row on the operators of nasfast, on another card."""
+    device = step.images.device
+    traced = trace(lambda: StandaloneNetwork(space, path), tuple(step.images.shape))
+    here = measure_machine(torch.bfloat16 if cfg.dtype == "bf16" else torch.float32, device=device)
+    passes = passes_of(kernels_of(step), traced)
+    return project(passes, times[_ROWS[-1][0]]["step"]["median_ms"], here, get_card(cfg.project), cfg.dtype)

@@ -20,10 +20,10 @@ from nasfast.supernet import Supernet
 from nasfast.timing import StepConfig, TrainingStep, measuring
 from nasfast.train.supernet import METHODS
 
-TRACE_FILE, NSYS_FILE = "trace.json", "nsys"
+TRACE_FILE, NSYS_FILE, NCU_FILE = "trace.json", "nsys", "ncu"
 
 # a registered operator runs inside an autograd function of this name, and its time is booked there
-_WRAPPER = re.compile(r"GeneratedBackwardFor_(?P<library>[^_]+)_(?P<op>\w+)_default")
+_WRAPPER = re.compile(r"GeneratedBackwardFor_(?P<library>nasfast_triton|[^_]+)_(?P<op>\w+)_default")
 
 # compilation of kernels, memory pools, cuDNN's choice of algorithms
 _WARMUP = 3
@@ -80,7 +80,8 @@ class ProfileReport:
         ops: longest first, by time of their own.
         layers: in the order of the forward pass; the last row is what belongs to no layer.
         trace: the Chrome trace; None with the tracer `nvtx`, which fills no table either.
-        nsys: command line that records the same ranges under nsys, on a machine with a GPU.
+        nsys, ncu: command lines that record the same ranges under nsys, and every kernel's counters under ncu, on a machine
+            with a GPU.
     """
 
     title: str
@@ -88,6 +89,7 @@ class ProfileReport:
     layers: tuple[LayerRow, ...]
     trace: Path | None
     nsys: str | None
+    ncu: str | None
 
     def __str__(self) -> str:
         lines = [self.title, ""]
@@ -106,6 +108,8 @@ class ProfileReport:
             lines.append(f"trace: {self.trace} (chrome://tracing, ui.perfetto.dev)")
         if self.nsys is not None:
             lines.append(f"the same ranges under nsys: {self.nsys}")
+        if self.ncu is not None:
+            lines.append(f"counters of every kernel under ncu: {self.ncu}")
         return "\n".join(lines)
 
 
@@ -137,7 +141,7 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
         f"one training step: {space.name}, {cfg.method}, batch {cfg.batch}, {space.resolution} x {space.resolution}, "
         f"{cfg.dtype}, {images.device}"
     )
-    nsys = _nsys_command(cfg) if torch.cuda.is_available() else None
+    nsys, ncu = (_nsys_command(cfg), _ncu_command(cfg)) if torch.cuda.is_available() else (None, None)
     layers = _layers_of(net, path)
     with measuring(cfg.threads), _Ranges({name: module for name, (module, _) in layers.items()}) as ranges:
         for _ in range(_WARMUP):
@@ -149,7 +153,7 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
                 _run(step, ranges)
                 torch.cuda.synchronize(images.device)
                 torch.cuda.profiler.stop()
-            return ProfileReport(title, (), (), None, nsys)
+            return ProfileReport(title, (), (), None, nsys, ncu)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -160,7 +164,7 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
     recorded.export_chrome_trace(str(out / TRACE_FILE))
     blocks = {name: block for name, (_, block) in layers.items()}
     ops, rows = _tables(recorded.key_averages(), blocks, top=cfg.top, on_gpu=on_gpu)
-    return ProfileReport(title, ops, rows, out / TRACE_FILE, nsys)
+    return ProfileReport(title, ops, rows, out / TRACE_FILE, nsys, ncu)
 
 
 def _run(step: TrainingStep, ranges: _Ranges) -> None:
@@ -277,9 +281,20 @@ def _tables(
 
 def _nsys_command(cfg: ProfileConfig) -> str:
     """nsys around this command with the tracer `nvtx`; only the profiled step is captured."""
+    nsys = ["nsys", "profile", "--trace=cuda,nvtx,cudnn,cublas", "--capture-range=cudaProfilerApi"]
+    nsys += ["--capture-range-end=stop", f"--output={Path(cfg.out) / NSYS_FILE}"]
+    return shlex.join([*nsys, *_traced_command(cfg)])
+
+
+def _ncu_command(cfg: ProfileConfig) -> str:
+    """ncu around this command; it runs every kernel of the profiled step several times."""
+    ncu = ["ncu", "--set=full", "--nvtx", "--profile-from-start=off", f"--export={Path(cfg.out) / NCU_FILE}"]
+    return shlex.join([*ncu, *_traced_command(cfg)])
+
+
+def _traced_command(cfg: ProfileConfig) -> list[str]:
+    """This command with the tracer `nvtx`."""
     cfg = cfg.replace(tracer="nvtx", device=cfg.device if cfg.device.startswith("cuda") else "cuda")
     default = ProfileConfig().to_dict()
     flags = [f"--{key}={value}" for key, value in cfg.to_dict().items() if value != default[key]]
-    nsys = ["nsys", "profile", "--trace=cuda,nvtx,cudnn,cublas", "--capture-range=cudaProfilerApi"]
-    nsys += ["--capture-range-end=stop", f"--output={Path(cfg.out) / NSYS_FILE}"]
-    return shlex.join([*nsys, "nasfast", "profile", *flags])
+    return ["nasfast", "profile", *flags]

@@ -1,9 +1,20 @@
 """Fixtures of the whole suite: fixed seeds, and uninitialised memory that shows."""
 
+import os
+
 import pytest
 import torch
 
-from nasfast.ops import _native
+# before the kernels are imported: without a GPU they run under Triton's interpreter
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from interpreter import repair_bfloat16  # noqa: E402
+
+from nasfast.ops import _native, _triton  # noqa: E402
+
+if _triton.interpreted() and _triton.why_missing() is None:
+    repair_bfloat16()
 
 
 @pytest.fixture(autouse=True)

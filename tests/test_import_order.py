@@ -28,10 +28,12 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "files": set(),
     "spaces": {"config"},
-    "ops": set(),
+    "ops": {"files"},
+    "floor": set(),
     "supernet": {"config", "spaces", "ops"},
     "data": {"config"},
-    "train": {"config", "files", "spaces", "supernet"},
+    "engine": {"spaces", "supernet"},
+    "train": {"config", "files", "spaces", "supernet", "engine"},
     "indicators.table": {"files", "spaces"},
     "indicators.rank": {"files", "spaces", "indicators.table"},
     "indicators": {"spaces", "supernet", "train", "indicators.table"},
@@ -41,7 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "device": {"config"},
     "timing": {"config", "device", "ops", "spaces"},
     "doctor": {"ops"},
-    "latency": {"files", "spaces", "supernet", "train", "timing", "doctor"},
+    "projection": {"config", "floor", "timing"},
+    "latency": {"config", "files", "spaces", "supernet", "train", "timing", "doctor", "floor", "projection"},
     "profile": {"config", "spaces", "supernet", "train", "timing"},
     "pipeline": {
         "config", "files", "spaces", "supernet", "data", "train", "indicators", "indicators.table", "search", "retrain",
@@ -56,7 +59,12 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 
 # `cli` imports `commands` only when it is to run one: usage must not wait for torch
-LATE = {("nasfast.cli", "nasfast.commands")}
+# The launchers import Triton and its kernels, which `registry` wants only where they can run.
+LATE = {
+    ("nasfast.cli", "nasfast.commands"),
+    ("nasfast.ops.registry", "nasfast.ops.bn_triton"),
+    ("nasfast.ops.registry", "nasfast.ops.conv_triton"),
+}
 TORCH_FREE = {"cli", "config", "files", "spaces", "indicators.table", "indicators.rank", "search"}
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 NATIVE = {"nasfast._C", "nasfast._triton"}

@@ -145,6 +145,12 @@ def test_the_nsys_command_repeats_the_settings():
     )
 
 
+def test_the_ncu_command_counts_every_kernel_of_the_profiled_step():
+    words = shlex.split(module._ncu_command(ProfileConfig(dtype="bf16", out="runs/p")))
+    assert words[:5] == ["ncu", "--set=full", "--nvtx", "--profile-from-start=off", "--export=runs/p/ncu"]
+    assert set(words[7:]) == {"--dtype=bf16", "--out=runs/p", "--device=cuda", "--tracer=nvtx"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nasfast.ops import _native
+from nasfast.ops import _native, _triton
 
 BACKENDS = ("cpu", "triton", "cuda", "reference")
 
@@ -24,6 +24,7 @@ _logged: set[tuple[str, str]] = set()
 # a plain global: torch.compile guards on it, and in torch 2.11 it cannot trace a ContextVar
 _scoped_name: str | None = None
 _native_missing = _native.why_missing()
+_triton_missing = _triton.why_missing()
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,31 @@ def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
     return True, ""
 
 
+def _can_use_triton(x: Tensor) -> tuple[bool, str]:
+    if _triton_missing is not None:
+        return False, _triton_missing
+    wanted = "cpu" if _triton.interpreted() else "cuda"
+    if x.device.type != wanted:
+        how = "under TRITON_INTERPRET=1 " if wanted == "cpu" else ""
+        return False, f"{how}serves {wanted.upper()} tensors, got one on {x.device}"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False, f"serves float32, bfloat16 and float16, got {x.dtype}"
+    if wanted == "cuda" and (capability := torch.cuda.get_device_capability(x.device)) < (8, 0):
+        return False, f"needs compute capability 8.0 (Ampere) or newer, {x.device} has {capability[0]}.{capability[1]}"
+    return True, ""
+
+
 def _can_use_reference(x: Tensor) -> tuple[bool, str]:
     return True, ""
 
 
 # preference order within an operator; the reference is last because it serves everything
 _TABLE: dict[str, tuple[Backend, ...]] = {
-    op: (Backend(op, "cpu", _can_use_cpu), Backend(op, "reference", _can_use_reference))
+    op: (
+        Backend(op, "cpu", _can_use_cpu),
+        Backend(op, "triton", _can_use_triton),
+        Backend(op, "reference", _can_use_reference),
+    )
     for op in ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain")
 }
 

@@ -1,11 +1,14 @@
 """bn_act: BatchNorm, activation and residual in one operator; fake and autograd of the native kernels."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from nasfast.ops import _native, checks, reference
+from nasfast.ops import checks, reference
 from nasfast.ops.autograd import check_device, refuse_second_derivatives
 from nasfast.ops.backends import resolve_backend
+from nasfast.ops.registry import operators, register
 
 
 def bn_act(
@@ -54,10 +57,8 @@ def bn_act(
         x, weight, bias,
         running_mean=running_mean, running_var=running_var, residual=residual, act=act, training=training, eps=eps,
     )  # fmt: skip
-    if resolve_backend("bn_act", x, backend).name == "cpu":
-        run = _bn_act_native
-    else:
-        run = reference.bn_act
+    name = resolve_backend("bn_act", x, backend).name
+    run = reference.bn_act if name == "reference" else partial(_bn_act_native, name)
     return run(
         x, weight, bias,
         running_mean=running_mean, running_var=running_var, residual=residual,
@@ -66,6 +67,7 @@ def bn_act(
 
 
 def _bn_act_native(
+    backend: str,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -78,11 +80,11 @@ def _bn_act_native(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """`bn_act` on the compiled operator, for arguments that are already checked."""
+    """`bn_act` on the operator of a backend, for arguments that are already checked."""
     x = _dense(x)
     # one storage type per kernel: a residual of another type is added by PyTorch, with its promotion rules
     fused = residual if residual is not None and residual.dtype == x.dtype else None
-    y, mean, var = torch.ops.nasfast.bn_act_fwd(
+    y, mean, var = operators(backend).bn_act_fwd(
         x,
         weight.contiguous(),
         bias.contiguous(),
@@ -139,12 +141,12 @@ def _setup_context(ctx, inputs, output):
         ctx.save_for_backward(x, weight, bias, *statistics)
 
 
-def _backward(ctx, grad, grad_mean, grad_var):
+def _backward(backward_operator, ctx, grad, grad_mean, grad_var):
     want_x, want_weight, want_bias, want_residual = ctx.needs_input_grad[:4]
     dx = dweight = dbias = None
     if grad is not None and (want_x or want_weight or want_bias):
         x, weight, bias, mean, var = ctx.saved_tensors
-        dx, dweight, dbias = torch.ops.nasfast.bn_act_bwd(
+        dx, dweight, dbias = backward_operator(
             _same_layout(grad, x), x, weight, bias, mean, var,
             ctx.eps, ctx.act, ctx.batch_statistics, want_x, want_weight, want_bias,
         )  # fmt: skip
@@ -160,7 +162,10 @@ def _backward(ctx, grad, grad_mean, grad_var):
     )  # fmt: skip
 
 
-if _native.extension is not None:
-    torch.library.register_fake("nasfast::bn_act_fwd", _fwd_fake)
-    torch.library.register_fake("nasfast::bn_act_bwd", _bwd_fake)
-    torch.library.register_autograd("nasfast::bn_act_fwd", _backward, setup_context=_setup_context)
+register(
+    "bn_act",
+    forward_fake=_fwd_fake,
+    backward_fake=_bwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -149,39 +149,40 @@ def _run(
     *,
     shuffle: bool = False,
 ) -> Tensor:
-    if resolve_backend(op, x, backend).name == "reference":
+    name = resolve_backend(op, x, backend).name
+    if name == "reference":
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
     if shuffle:
         odd = x[:, 1::2]
-        if _native_count(odd, stages) == len(stages):
-            return conv_native.conv_bn_act(x, stages, residual=None, shuffle=True)
-        return torch.cat((x[:, 0::2], _run(op, odd, stages, None, backend)), dim=1)
+        if _native_count(name, odd, stages) == len(stages):
+            return conv_native.conv_bn_act(x, stages, residual=None, shuffle=True, backend=name)
+        return torch.cat((x[:, 0::2], _run(op, odd, stages, None, name)), dim=1)
     while stages:
-        count = _native_count(x, stages)
+        count = _native_count(name, x, stages)
         run = conv_native.conv_bn_act if count else _by_torch_conv
         count = max(count, 1)
-        x = run(x, stages[:count], residual=residual if count == len(stages) else None)
+        x = run(x, stages[:count], residual=residual if count == len(stages) else None, backend=name)
         stages = stages[count:]
     return x
 
 
-def _native_count(x: Tensor, stages: Sequence[Stage]) -> int:
-    """How many of the stages the native operator can run on x as one chain."""
+def _native_count(backend: str, x: Tensor, stages: Sequence[Stage]) -> int:
+    """How many of the stages the backend's operator can run on x as one chain."""
     if x.numel() == 0:
         return 0
     for i_stage, stage in enumerate(stages):
-        if not _is_native(x, stage, first=i_stage == 0):
+        if not _is_native(backend, x, stage, first=i_stage == 0):
             return i_stage
     return len(stages)
 
 
-def _is_native(x: Tensor, stage: Stage, *, first: bool) -> bool:
-    """Whether the native operator has the stage, as the first of a chain on x or behind others."""
+def _is_native(backend: str, x: Tensor, stage: Stage, *, first: bool) -> bool:
+    """Whether the backend's operator has the stage, as the first of a chain on x or behind others."""
     weight = stage.params.conv_weight
     grads = torch.is_grad_enabled()
     if weight.requires_grad and grads:
         return False
-    if not {conv_native.storage_dtype(x), weight.dtype} <= conv_native.DTYPES:
+    if not {conv_native.storage_dtype(x), weight.dtype} <= conv_native.DTYPES[backend]:
         return False
     place = native_place(weight, stage.stride, stage.padding, stage.groups)
     if place == "first":
@@ -205,7 +206,7 @@ def native_place(weight: Tensor, stride: int, padding: int, groups: int) -> str 
     return "first" if weight[0].numel() <= _MAX_PATCH else None
 
 
-def _by_torch_conv(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None) -> Tensor:
+def _by_torch_conv(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, backend: str) -> Tensor:
     """One stage on PyTorch's convolution and `bn_act`."""
     (stage,) = stages
     params = stage.params
@@ -213,7 +214,7 @@ def _by_torch_conv(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | Non
     return bn_act(
         y, params.bn_weight, params.bn_bias,
         running_mean=params.running_mean, running_var=params.running_var, residual=residual,
-        act=stage.act, training=stage.training, momentum=stage.momentum, eps=stage.eps,
+        act=stage.act, training=stage.training, momentum=stage.momentum, eps=stage.eps, backend=backend,
     )  # fmt: skip
 
 

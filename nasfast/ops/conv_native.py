@@ -1,16 +1,20 @@
-"""The native operator behind the chains of nasfast.ops.conv: its call, plan, fake and autograd."""
+"""The operator behind the chains of nasfast.ops.conv, in C++ or on Triton: its call, plan, fake and autograd."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nasfast.ops import _native, reference
+from nasfast.ops import reference
 from nasfast.ops.autograd import check_device, refuse_second_derivatives
 from nasfast.ops.reference import Stage
+from nasfast.ops.registry import operators, register
 
-# storage types of activations and weights
-DTYPES = {torch.float32, torch.bfloat16}
+# storage types of activations and weights, by backend
+DTYPES = {
+    "cpu": {torch.float32, torch.bfloat16},
+    "triton": {torch.float32, torch.bfloat16, torch.float16},
+}
 # Input channels up to which an expansion is computed again wherever it is read instead of being written, kept and read:
 # for each of its elements that costs 2 * Cin operations, against 16 bytes of float32 traffic and 4 of kept memory.
 # Measured on two AVX-512 cores: 10 to 25 % faster up to 32 channels, even at 56, 15 % slower at 112.
@@ -25,8 +29,10 @@ def storage_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def conv_bn_act(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, shuffle: bool = False) -> Tensor:
-    """Stages that the native operator has, as one call of it."""
+def conv_bn_act(
+    x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, shuffle: bool = False, backend: str
+) -> Tensor:
+    """Stages that the operator of the backend has, as one call of it."""
     strides = [stage.stride for stage in stages]
     if strides[0] > 1 and stages[0].params.conv_weight.shape[2] == 1:
         x = _Subsample.apply(x, strides[0])
@@ -40,7 +46,7 @@ def conv_bn_act(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, 
         fused = residual.contiguous(memory_format=torch.channels_last)
     params = [stage.params for stage in stages]
     empty = x.new_empty(0, dtype=torch.float32)
-    y, _, statistics = torch.ops.nasfast.conv_bn_act_fwd(
+    y, _, statistics = operators(backend).conv_bn_act_fwd(
         x,
         [p.conv_weight.contiguous() for p in params],
         [p.bn_weight.contiguous() for p in params],
@@ -52,7 +58,8 @@ def conv_bn_act(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, 
         ",".join(stage.act for stage in stages),
         [stage.eps for stage in stages],
         add_input,
-        not shuffle and recomputes_expansion([p.conv_weight for p in params]),
+        # on Triton a stencil cannot read what another product left on the chip
+        backend == "cpu" and not shuffle and recomputes_expansion([p.conv_weight for p in params]),
         shuffle,
         torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
     )
@@ -156,7 +163,7 @@ def _setup_context(ctx, inputs, output):
         ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *kept)
 
 
-def _backward(ctx, grad, grad_saved, grad_statistics):
+def _backward(backward_operator, ctx, grad, grad_saved, grad_statistics):
     want_x, _, want_weights, want_biases, _, _, want_residual = ctx.needs_input_grad[:7]
     nothing = [None] * len(want_weights)
     dx, dweights, dbiases = None, nothing, nothing
@@ -164,7 +171,7 @@ def _backward(ctx, grad, grad_saved, grad_statistics):
         saved, statistics, *tensors = ctx.saved_tensors
         n = ctx.n_stages
         wants = [want_x, *(want for pair in zip(want_weights, want_biases, strict=True) for want in pair)]
-        dx, dweights, dbiases = torch.ops.nasfast.conv_bn_act_bwd(
+        dx, dweights, dbiases = backward_operator(
             grad.contiguous(memory_format=torch.channels_last),
             tensors[3 * n] if len(tensors) > 3 * n else None,
             ctx.shape, saved, statistics, tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n], *ctx.settings, wants,
@@ -181,7 +188,10 @@ def _backward(ctx, grad, grad_saved, grad_statistics):
     )  # fmt: skip
 
 
-if _native.extension is not None:
-    torch.library.register_fake("nasfast::conv_bn_act_fwd", _fwd_fake)
-    torch.library.register_fake("nasfast::conv_bn_act_bwd", _bwd_fake)
-    torch.library.register_autograd("nasfast::conv_bn_act_fwd", _backward, setup_context=_setup_context)
+register(
+    "conv_bn_act",
+    forward_fake=_fwd_fake,
+    backward_fake=_bwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

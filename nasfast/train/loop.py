@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nasfast.config import ConfigBase, difference
+from nasfast.engine import StepResult, make_engine
 from nasfast.spaces import Sampler
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
-from nasfast.train.evaluate import Evaluation, count_correct
+from nasfast.train.evaluate import Evaluation
 from nasfast.train.log import TrainLog
 from nasfast.train.schedule import lr_at
 
@@ -44,6 +44,7 @@ class TrainConfig(ConfigBase):
         label_smoothing: of the cross-entropy.
         clip_norm: largest gradient norm, 0 for no clipping.
         precision: `fp32`, or `bf16` autocast.
+        engine: `eager`, `graphs` (CUDA graphs per candidate of a supernet), or `auto`: graphs where they can be had.
         log_every: optimiser steps between log lines.
         checkpoint_every: optimiser steps between checkpoints, 0 for one per epoch.
         keep_checkpoints: how many of the newest to keep; the one before the newest is the fallback.
@@ -59,6 +60,7 @@ class TrainConfig(ConfigBase):
     label_smoothing: float = 0.1
     clip_norm: float = 5.0
     precision: Literal["fp32", "bf16"] = "fp32"
+    engine: Literal["auto", "eager", "graphs"] = "auto"
     log_every: int = 20
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
@@ -140,33 +142,25 @@ class _State:
         return step, sums
 
 
-def _step(
-    model: nn.Module,
-    optimizer: torch.optim.SGD,
-    x: Tensor,
-    y: Tensor,
-    paths: list[tuple[int, ...]] | None,
-    cfg: TrainConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One optimiser step; the gradients of several paths add up (FairNAS, algorithm 1).
+class _Pending:
+    """Results of steps as they are on the device: read together, because each read waits for the device."""
 
-    Returns:
-        mean loss over paths, correct predictions over all paths, and the gradient norm before clipping.
-    """
-    optimizer.zero_grad(set_to_none=True)  # parameters off the path keep grad None: no momentum or decay step for them
-    losses, correct = [], []
-    for arguments in [(path,) for path in paths] if paths is not None else [()]:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=cfg.precision == "bf16"):
-            logits = model(x, *arguments)
-        loss = F.cross_entropy(logits.float(), y, label_smoothing=cfg.label_smoothing)
-        if loss.requires_grad:  # false on a path of pinned layers only
-            loss.backward()
-        losses.append(loss.detach())
-        correct.append(count_correct(logits.detach(), y, 1))
-    used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(used, cfg.clip_norm or math.inf)
-    optimizer.step()
-    return torch.stack(losses).mean(), torch.stack(correct).sum(), norm
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, int, StepResult, Tensor]] = []
+
+    def add(self, step: int, images: int, result: StepResult, norm: Tensor) -> None:
+        self._steps.append((step, images, result, norm))
+
+    def read(self) -> Iterator[tuple[int, int, float, int, float]]:
+        """(step, images, loss, correct, gradient norm) of every step since the last call."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return
+        values = torch.stack(
+            [torch.stack((r.loss.double(), r.correct.double(), norm.double())) for *_, r, norm in steps]
+        )
+        for (step, images, *_), (loss, correct, norm) in zip(steps, values.tolist(), strict=True):
+            yield step, images, loss, int(correct), norm
 
 
 def train(
@@ -230,6 +224,7 @@ def train(
             f"({folder.prefix}-*.safetensors), or choose another run directory (--out, run_dir)"
         )
 
+    engine, pending = None, _Pending()
     with TrainLog(run_dir, stage, step=step, total=total) as log:
         clock, seen = time.monotonic(), 0
         while step < total:
@@ -239,19 +234,30 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 paths = None if sampler is None else sampler.step()
-                loss, correct, norm = _step(model, optimizer, x, y, paths, cfg)
+                if engine is None:
+                    engine = make_engine(
+                        model, cfg.engine,
+                        batch=tuple(x.shape), label_smoothing=cfg.label_smoothing, bf16=cfg.precision == "bf16",
+                    )  # fmt: skip
+                result = engine.forward_backward(x, y, paths)
+                used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                norm = nn.utils.clip_grad_norm_(used, cfg.clip_norm or math.inf)
+                optimizer.step()
                 step += 1
-                loss, norm = loss.item(), norm.item()
-                if not (math.isfinite(loss) and math.isfinite(norm)):
-                    kept = folder.paths()[-1:] or ["none yet"]
-                    raise TrainingDivergedError(
-                        f"{stage}: loss {loss}, gradient norm {norm} at step {step} of {total}; stopped. "
-                        f"Last good checkpoint: {kept[0]}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
-                    )
-                images = len(y) * (1 if paths is None else len(paths))
-                sums.loss, sums.correct = sums.loss + loss, sums.correct + int(correct)
-                sums.images, sums.steps, seen = sums.images + images, sums.steps + 1, seen + images
+                pending.add(step, len(y) * (1 if paths is None else len(paths)), result, norm)
                 epoch_ends = step % per_epoch == 0
+                saves = step == total or (step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends)
+                # without a device to wait for, every step is looked at when it is made
+                if x.device.type == "cpu" or step % cfg.log_every == 0 or epoch_ends or saves:
+                    for at, images, loss, correct, norm in pending.read():
+                        if not (math.isfinite(loss) and math.isfinite(norm)):
+                            kept = folder.paths()[-1:] or ["none yet"]
+                            raise TrainingDivergedError(
+                                f"{stage}: loss {loss}, gradient norm {norm} at step {at} of {total}; stopped. "
+                                f"Last good checkpoint: {kept[0]}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
+                            )
+                        sums.loss, sums.correct = sums.loss + loss, sums.correct + correct
+                        sums.images, sums.steps, seen = sums.images + images, sums.steps + 1, seen + images
                 if step % cfg.log_every == 0 or epoch_ends:
                     now = time.monotonic()
                     log.write(
@@ -263,7 +269,7 @@ def train(
                     result = evaluate(model)
                     log.write(step, eval_top1=result.top1, eval_top5=result.top5, eval_loss=result.loss)
                     clock = time.monotonic()
-                if step == total or (step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends):
+                if saves:
                     folder.save(step, state.capture(step, sums, settings))
             if step < total and step % per_epoch:
                 raise RuntimeError(

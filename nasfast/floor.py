@@ -7,7 +7,6 @@ that of its bytes or of its arithmetic, whichever is longer. No cache is credite
 cost nothing.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -157,6 +156,12 @@ def alone_floor(found: Trace, machine: Machine, dtype: torch.dtype, *, input_gra
     return Floor(forward, backward)
 
 
+def conv_floor(conv: Conv, machine: Machine, item_bytes: int, *, backward: bool) -> float:
+    """Seconds of one convolution's pass in one direction."""
+    cost = _Cost(machine, item_bytes)
+    return cost.conv_backward(conv, write=True) if backward else cost.conv_forward(conv)
+
+
 @dataclass(frozen=True)
 class _Cost:
     """Seconds of one pass over memory."""
@@ -181,44 +186,37 @@ def _flops(conv: Conv) -> dict[str, float]:
     return {"vector" if conv.depthwise else "matmul": 2.0 * conv.macs}
 
 
-def measure_machine(dtype: torch.dtype, *, quick: bool = False) -> Machine:
-    """Measure the ceilings on the threads in use: the best of some copies and matrix products.
+def measure_machine(dtype: torch.dtype, *, quick: bool = False, device: str | torch.device = "cpu") -> Machine:
+    """Measure the ceilings of a device (of a CPU: on the threads in use): the best of some copies and matrix products.
 
     Depthwise convolutions have no matrix product, so their ceiling is that of fp32 in either type.
     """
+    device = torch.device(device)
     n, copies, repeats = (512, 1 << 22, 3) if quick else (2048, 1 << 26, 10)
-    source, target = torch.ones(copies), torch.empty(copies)
+    if device.type == "cuda":
+        n, copies = 4 * n, 4 * copies  # a GPU needs more to be busy
+    source, target = torch.ones(copies, device=device), torch.empty(copies, device=device)
     rates = {}
     for kind in {torch.float32, dtype}:
-        a, b = torch.randn(n, n).to(kind), torch.randn(n, n).to(kind)
-        rates[kind] = 2 * n**3 / _best(lambda a=a, b=b: a @ b, repeats)
+        a, b = torch.randn(n, n, device=device).to(kind), torch.randn(n, n, device=device).to(kind)
+        rates[kind] = 2 * n**3 / _best(lambda a=a, b=b: a @ b, repeats, device)
     return Machine(
-        bytes=2 * source.nbytes / _best(lambda: target.copy_(source), repeats),
+        bytes=2 * source.nbytes / _best(lambda: target.copy_(source), repeats, device),
         matmul=rates[dtype],
         vector=rates[torch.float32],
     )
 
 
-def _best(work: Callable[[], Any], repeats: int) -> float:
+def _best(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     times = []
     for _ in range(repeats + 1):
+        wait()
         start = time.perf_counter()
         work()
+        wait()
         times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="print the ceilings of this machine")
-    parser.add_argument("--quick", action="store_true", help="small matrices")
-    args = parser.parse_args()
-    for dtype in _ITEM_BYTES:
-        found = measure_machine(dtype, quick=args.quick)
-        print(
-            f"{dtype}: copy {found.bytes / 1e9:.1f} GB/s, matrix product {found.matmul / 1e9:.0f} GFLOP/s, "
-            f"vector {found.vector / 1e9:.0f} GFLOP/s"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,426 @@
+"""A step as replays of CUDA graphs, one pair for every (layer, candidate), over static buffers.
+
+Every candidate of a layer has the same input and output shape. So one buffer per layer boundary, and one for its gradient,
+serve all paths, and what a candidate keeps between forward and backward lies in a memory pool of its layer, which all of its
+candidates share: only one of them runs per path. A step of any path is about two graph launches per layer, with no
+allocation and no Python per kernel. A whole path is never captured: paths change every step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nasfast.engine.eager import EagerEngine, Engine, StepResult, loss_and_correct
+from nasfast.spaces import Arch
+from nasfast.supernet import Supernet
+
+_logger = logging.getLogger(__name__)
+
+# kernels compile, and libraries choose their algorithms, before capture
+_WARMUP = 2
+# of free memory that a plan may take: the allocator's rounding and library workspaces need some too
+_USABLE = 0.9
+
+
+class EngineError(RuntimeError):
+    """Graphs cannot be captured here; the message says why."""
+
+
+Replay = Callable[[], Any]
+
+
+class Capture(Protocol):
+    """Turns functions on static buffers into replays of what they did."""
+
+    def pool(self) -> Any:
+        """Memory that captures may share, if no two of them are in use at once."""
+        ...
+
+    def capture(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:
+        """Replays of functions that are called in this order; each may use what those before it left."""
+        ...
+
+
+class CudaCapture:
+    """CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for _ in range(_WARMUP):
+                    for function in functions:
+                        function()
+            torch.cuda.current_stream().wait_stream(self.stream)
+            replays = []
+            for function in functions:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+                    function()
+                replays.append(graph.replay)
+        return replays
+
+
+class EagerCapture:
+    """Calls the functions again instead of replaying: the engine's buffers and order on any device, for tests."""
+
+    def pool(self) -> None:
+        return None
+
+    def capture(self, functions: Sequence[Replay], pool: None) -> list[Replay]:
+        return list(functions)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a GraphEngine will hold, in bytes, counted on fake tensors before anything is allocated.
+
+    Attributes:
+        boundaries: activations between layers and their gradients.
+        gradients: of the parameters that train.
+        arenas: by layer, the most that one of its candidates keeps from forward to backward; stem first, head last.
+    """
+
+    boundaries: int
+    gradients: int
+    arenas: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.boundaries + self.gradients + sum(self.arenas)
+
+    def __str__(self) -> str:
+        def mib(count: int) -> str:
+            return f"{count / 2**20:.0f} MiB"
+
+        return (
+            f"CUDA graphs: {mib(self.total)} = boundaries {mib(self.boundaries)} + gradients {mib(self.gradients)} + "
+            f"kept activations {mib(sum(self.arenas))} (largest layer {mib(max(self.arenas))})"
+        )
+
+
+@dataclass
+class _Segment:
+    """One candidate of one layer, from its input boundary to its output boundary and back."""
+
+    module: Callable[[Tensor], Tensor]
+    source: Tensor
+    target: Tensor
+    source_grad: Tensor | None
+    target_grad: Tensor | None
+    parameters: list[nn.Parameter]
+    slots: list[Tensor]
+    autocast: Callable[[], Any]
+    forward_replay: Replay | None = None
+    backward_replay: Replay | None = None
+    _x: Tensor | None = None
+    _y: Tensor | None = None
+
+    def forward(self) -> None:
+        self._x = self.source.detach().requires_grad_(self.source_grad is not None)
+        with self.autocast():
+            self._y = self.module(self._x)
+        self.target.copy_(self._y.detach())
+
+    def backward(self) -> None:
+        self.differentiate(self._y, self.target_grad)
+        self.release()
+
+    def differentiate(self, y: Tensor, grad: Tensor | None) -> None:
+        """Gradients of y into the source's gradient and, added, into the slots."""
+        wanted = [*([self._x] if self.source_grad is not None else []), *self.parameters]
+        if not wanted:
+            return
+        if not y.requires_grad:
+            found = [None] * len(wanted)
+        else:
+            found = list(torch.autograd.grad(y, wanted, grad, allow_unused=True))
+        if self.source_grad is not None:
+            dx = found.pop(0)
+            self.source_grad.zero_() if dx is None else self.source_grad.copy_(dx)
+        for slot, gradient in zip(self.slots, found, strict=True):
+            if gradient is not None:
+                slot.add_(gradient)
+
+    def release(self) -> None:
+        self._x = self._y = None
+
+
+@dataclass
+class _Head(_Segment):
+    """The last segment: head, classifier, loss, and its backward, in one graph. target holds the loss."""
+
+    labels: Tensor | None = None
+    correct: Tensor | None = None
+    label_smoothing: float = 0.0
+
+    def forward(self) -> None:
+        self._x = self.source.detach().requires_grad_(self.source_grad is not None)
+        with self.autocast():
+            logits = self.module(self._x)
+        loss, correct = loss_and_correct(logits, self.labels, self.label_smoothing)
+        self.target.copy_(loss.detach())
+        self.correct.copy_(correct)
+        self.differentiate(loss, None)
+        self.release()
+
+
+@dataclass
+class GraphEngine:
+    """Forward and backward of a supernet's sampled paths as replays of graphs captured per (layer, candidate).
+
+    Same kernels in the same order as `EagerEngine`, so the same numbers bit for bit where those are deterministic. Candidates are
+    captured when a step first needs them. The network must not be moved, and what trains must not change, afterwards.
+
+    Args:
+        net: on its device, in training mode.
+        batch: shape (N, C, H, W) of the images.
+        label_smoothing, bf16: as of `EagerEngine`.
+        capture: how to capture; None for CUDA graphs.
+
+    Raises:
+        EngineError: the network is not on a CUDA device (without `capture`), or the plan does not fit its free memory.
+    """
+
+    net: Supernet
+    batch: tuple[int, int, int, int]
+    label_smoothing: float = 0.0
+    bf16: bool = False
+    capture: Capture | None = None
+    plan: MemoryPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameter = next(self.net.parameters())
+        self.device = parameter.device
+        if self.capture is None and self.device.type != "cuda":
+            raise EngineError(f"CUDA graphs need the network on a CUDA device, it is on {self.device}")
+        self._trainable = [p for p in self.net.parameters() if p.requires_grad]
+        boundaries, self.plan = self._make_plan()
+        if self.device.type == "cuda":
+            # what the allocator holds and does not use is free too
+            free = torch.cuda.mem_get_info(self.device)[0]
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            self.check_memory(free=free + unused)
+            _logger.info("%s", self.plan)
+        self.capture = self.capture or CudaCapture(self.device)
+        self._allocate(boundaries)
+
+    def check_memory(self, *, free: int) -> None:
+        """Refuse a plan that does not fit into so many bytes.
+
+        Raises:
+            EngineError: it does not.
+        """
+        if self.plan.total > _USABLE * free:
+            raise EngineError(
+                f"{self.plan}, but only {free / 2**20:.0f} MiB are free: use a smaller batch, or the eager engine"
+            )
+
+    # ---- plan and buffers
+
+    def _modules(self) -> list[tuple[list[nn.Module], dict[int | None, Callable[[Tensor], Tensor]]]]:
+        """By layer, stem first and head last: the modules whose parameters it may use, and a function per choice."""
+        net = self.net
+        layers: list[tuple[list[nn.Module], dict]] = [([net.stem], {None: net.stem})]
+        for layer in net.layers:
+            choices = dict.fromkeys(range(len(layer.candidates)))
+            if layer.layer.indicator_choice is not None:
+                choices[layer.layer.indicator_choice] = None
+            layers.append(([layer], {choice: _Chosen(layer, choice) for choice in choices}))
+        layers.append(([net.head, net.classifier], {None: _classify(net)}))
+        return layers
+
+    def _autocast(self) -> Any:
+        # a cache would hold casts made during another capture
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
+
+    def _make_plan(self) -> tuple[list[tuple[torch.Size, torch.dtype]], MemoryPlan]:
+        """Shapes and types of the boundaries, and the bytes of everything, from a run on fake tensors."""
+        boundaries, arenas = [], []
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            x = torch.empty(self.batch, device=self.device).contiguous(memory_format=torch.channels_last)
+            for i, (_, choices) in enumerate(self._modules()):
+                results, kept = [], []
+                for function in choices.values():
+                    source = x.detach().requires_grad_(i > 0)
+                    with _count_saved() as counted, self._autocast():
+                        results.append(function(source))
+                    kept.append(counted())
+                arenas.append(max(kept))
+                shapes = {(y.shape, y.dtype) for y in results}
+                types = {y.dtype for y in results}
+                if len({y.shape for y in results}) > 1:
+                    raise EngineError(f"candidates of one layer have results of different shapes: {shapes}")
+                # an identity hands on float32 where its siblings make bfloat16
+                widest = torch.float32 if torch.float32 in types and i > 0 and len(types) > 1 else results[0].dtype
+                x = results[0].to(widest)
+                boundaries.append((x.shape, widest))
+            del fake
+        boundaries.pop()  # the logits
+        sizes = sum(2 * math.prod(shape) * dtype.itemsize for shape, dtype in boundaries)
+        gradients = sum(p.numel() * p.element_size() for p in self._trainable)
+        return boundaries, MemoryPlan(sizes, gradients, tuple(arenas))
+
+    def _allocate(self, boundaries: list[tuple[torch.Size, torch.dtype]]) -> None:
+        def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device, memory_format=torch.channels_last)
+
+        self.images = empty(self.batch, torch.float32)
+        self.labels = torch.zeros(self.batch[0], dtype=torch.long, device=self.device)
+        self.loss = torch.empty((), device=self.device)
+        self.correct = torch.empty((), dtype=torch.long, device=self.device)
+        self.gradients = torch.zeros(sum(p.numel() for p in self._trainable), device=self.device)
+        pieces = self.gradients.split([p.numel() for p in self._trainable])
+        self._slots = {p: piece.view_as(p) for p, piece in zip(self._trainable, pieces, strict=True)}
+        layers = self._modules()
+        # a boundary's gradient is needed if something before it trains
+        trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in layers]
+        self._activations = [self.images, *(empty(*b) for b in boundaries)]
+        self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
+        self._segments = [{} for _ in layers]
+        self._pools = [self.capture.pool() for _ in layers]
+        self._layers = layers
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Every static buffer that a step writes before it reads, for tests that fill them with NaN."""
+        yield from (b for b in self._activations[1:] + self._gradients if b is not None)
+        yield self.loss
+
+    # ---- steps
+
+    def _segment(self, i: int, choice: int | None) -> _Segment:
+        """The captured segment of a layer's choice."""
+        if choice in self._segments[i]:
+            return self._segments[i][choice]
+        modules, choices = self._layers[i]
+        function = choices[choice]
+        used = function.parameters() if isinstance(function, _Chosen) else [p for m in modules for p in m.parameters()]
+        parameters = [p for p in used if p.requires_grad]
+        common = dict(
+            module=function,
+            source=self._activations[i],
+            source_grad=self._gradients[i - 1] if i > 0 else None,
+            parameters=parameters,
+            slots=[self._slots[p] for p in parameters],
+            autocast=self._autocast,
+        )
+        if i == len(self._layers) - 1:
+            segment = _Head(
+                **common, target=self.loss, target_grad=None,
+                labels=self.labels, correct=self.correct, label_smoothing=self.label_smoothing,
+            )  # fmt: skip
+            functions = [segment.forward]
+        else:
+            segment = _Segment(**common, target=self._activations[i + 1], target_grad=self._gradients[i])
+            functions = [segment.forward] + [segment.backward] * (segment.target_grad is not None)
+        replays = self.capture.capture(functions, self._pools[i])
+        segment.release()  # what was captured is the pool's now, and the next candidate's
+        segment.forward_replay = replays[0]
+        segment.backward_replay = replays[1] if len(replays) > 1 else None
+        self._segments[i][choice] = segment
+        return segment
+
+    def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
+        """See `Engine`; a batch of another shape than was captured, as the last of an epoch may be, runs eagerly."""
+        if tuple(x.shape) != tuple(self.batch):
+            return EagerEngine(self.net, self.label_smoothing, self.bf16).forward_backward(x, y, paths)
+        checked = [self.net.space.check(path) for path in paths]
+        # capturing runs the segments, so it comes before anything is summed
+        steps = [[self._segment(i, choice) for i, choice in enumerate([None, *path, None])] for path in checked]
+        self.images.copy_(x)
+        self.labels.copy_(y)
+        self.gradients.zero_()
+        losses, correct = [], []
+        for segments in steps:
+            for segment in segments:
+                segment.forward_replay()
+            for segment in reversed(segments[:-1]):
+                if segment.backward_replay is not None:
+                    segment.backward_replay()
+            losses.append(self.loss.clone())
+            correct.append(self.correct.clone())
+        for p in self._trainable:
+            p.grad = None
+        for segment in (s for segments in steps for s in segments):
+            for p in segment.parameters:
+                p.grad = self._slots[p]
+        return StepResult(torch.stack(losses).mean(), torch.stack(correct).sum())
+
+
+class _Chosen:
+    """One choice of a layer as a function."""
+
+    def __init__(self, layer: nn.Module, choice: int) -> None:
+        self.layer, self.choice = layer, choice
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.choice)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the candidate, or of the layer indicator that stands for it."""
+        layer = self.layer
+        if self.choice == layer.layer.indicator_choice and layer.layer_indicator is not None:
+            return list(layer.layer_indicator.parameters())
+        return [] if self.choice < 0 else list(layer.candidates[self.choice].parameters())
+
+
+def _classify(net: Supernet) -> Callable[[Tensor], Tensor]:
+    return lambda x: net.classifier(net.head(x).mean((2, 3)))
+
+
+@contextmanager
+def _count_saved() -> Iterator[Callable[[], int]]:
+    """Bytes of the distinct tensors that autograd saves within."""
+    saved: dict[int, tuple[Tensor, int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        # kept alive, so that no two storages have one address
+        saved[tensor.untyped_storage()._cdata] = (tensor, tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(size for _, size in saved.values())
+
+
+def make_engine(model: nn.Module, name: str, *, batch: tuple[int, ...], label_smoothing: float, bf16: bool) -> Engine:
+    """The engine of a training stage.
+
+    Args:
+        model: on its device, in training mode.
+        name: `eager`, `graphs`, or `auto`: graphs for a supernet on a CUDA device.
+        batch: shape of the images of a step.
+
+    Raises:
+        EngineError: `graphs` was asked for and cannot be had; `auto` says why and falls back to eager.
+    """
+    eager = EagerEngine(model, label_smoothing, bf16)
+    if name == "eager":
+        return eager
+    on_cuda = next(model.parameters()).device.type == "cuda"
+    if name == "auto" and not (isinstance(model, Supernet) and on_cuda):
+        return eager
+    try:
+        if not isinstance(model, Supernet):
+            raise EngineError(f"graphs are captured per candidate of a Supernet, got {type(model).__name__}")
+        return GraphEngine(model, tuple(batch), label_smoothing, bf16)
+    except (EngineError, torch.cuda.OutOfMemoryError) as error:
+        if name == "graphs":
+            raise
+        _logger.warning("runs without CUDA graphs: %s", error)
+        return eager

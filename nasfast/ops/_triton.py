@@ -1,0 +1,24 @@
+"""Load Triton and the kernels written in it, or keep the reason why they are not there."""
+
+import importlib.util
+import os
+
+import torch
+
+
+def interpreted() -> bool:
+    """Whether kernels run on CPU tensors, one NumPy operation after another: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_missing() -> str | None:
+    """Why the Triton backend cannot run in this process; None when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton (Linux, x86-64 or aarch64)"
+    if interpreted():
+        return None
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) was built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device is usable (TRITON_INTERPRET=1 runs the kernels on the CPU, very slowly, for tests)"
+    return None

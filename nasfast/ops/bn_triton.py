@@ -1,0 +1,219 @@
+"""Launchers of the Triton kernels of bn_act, and of BatchNorm between the stages of a chain."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nasfast._triton import bn
+from nasfast._triton.configs import Config
+from nasfast.ops import tuning
+
+
+def rows_of(image: Tensor) -> Tensor:
+    """(N * H * W, C) view of a channels_last image tensor."""
+    n, channels, height, width = image.shape
+    return image.as_strided((n * height * width, channels), (channels, 1))
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _geometry(x: Tensor) -> tuple[int, int, int]:
+    """(R, PIXELS, C) of an image or of rows."""
+    if x.ndim == 2:
+        return x.shape[0], x.shape[0], x.shape[1]
+    return x.shape[0] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[1]
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Of image, pixel and channel; x is rows, or a dense image."""
+    if x.ndim == 2:
+        return 0, x.stride(0), x.stride(1)
+    pixels = x.shape[2] * x.shape[3]
+    if x.is_contiguous():
+        return x.shape[1] * pixels, 1, pixels
+    return x.shape[1] * pixels, x.shape[1], 1
+
+
+def _grid(config: Config, rows: int, channels: int) -> tuple[int, int]:
+    return _cdiv(rows, config.tile["ROWS"]), _cdiv(channels, config.tile["CHANNELS"])
+
+
+def _options(config: Config) -> dict[str, int]:
+    return {**config.tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def statistics_of(x: Tensor) -> Tensor:
+    """Partial statistics (programs, 3, C) of rows or an image."""
+    r, pixels, channels = _geometry(x)
+
+    def launch(config: Config) -> Tensor:
+        grid = _grid(config, r, channels)
+        partial = x.new_empty((grid[0], 3, channels), dtype=torch.float32)
+        bn.bn_statistics_kernel[grid](x, *_strides(x), partial, r, pixels, channels, **_options(config))
+        return partial
+
+    return tuning.run("batch_norm", "bn_statistics", (str(x.dtype), r, channels), x.device, launch)
+
+
+def finalize(
+    statistics: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    *,
+    partial: Tensor | None = None,
+    running: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Mean and variance into statistics (2, C), from partial sums or running ones unless they are there; returns fold (5, C)."""
+    channels = gamma.shape[0]
+    fold = torch.empty((5, channels), dtype=torch.float32, device=gamma.device)
+    source = "partial" if partial is not None else "running" if running is not None else "known"
+    partial = fold if partial is None else partial
+    mean, var = running or (fold, fold)
+
+    def launch(config: Config) -> None:
+        bn.bn_finalize_kernel[(_cdiv(channels, config.tile["CHANNELS"]),)](
+            partial, partial.shape[0], statistics, mean, var, gamma, beta, eps, fold, channels,
+            BATCH=source, **_options(config),
+        )  # fmt: skip
+
+    tuning.run("finalize", "bn_finalize", (channels,), gamma.device, launch)
+    return fold
+
+
+def backward_finalize(
+    partial: Tensor,
+    statistics: Tensor,
+    gamma: Tensor,
+    eps: float,
+    fold: Tensor,
+    rows: int,
+    *,
+    batch_statistics: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Affine gradients (empty if not wanted) from partial (programs, 2, C); completes fold."""
+    channels = gamma.shape[0]
+    dweight = gamma.new_empty(channels if want_weight else 0)
+    dbias = gamma.new_empty(channels if want_bias else 0)
+
+    def launch(config: Config) -> None:
+        bn.bn_backward_finalize_kernel[(_cdiv(channels, config.tile["CHANNELS"]),)](
+            partial, partial.shape[0], statistics, gamma, eps, dweight, dbias, fold, rows, channels,
+            BATCH=batch_statistics, WANT_GAMMA=want_weight, WANT_BETA=want_bias, **_options(config),
+        )  # fmt: skip
+
+    tuning.run("finalize", "bn_backward_finalize", (channels,), gamma.device, launch)
+    return dweight, dbias
+
+
+def apply(
+    y: Tensor, fold: Tensor, act: str, out: Tensor, *, residual: Tensor | None = None, even: Tensor | None = None
+) -> None:
+    """out = act(bn(y)) (+ residual), all rows or all images; even: see bn_act_kernel."""
+    r, pixels, channels = _geometry(y)
+    added = y if residual is None else residual
+
+    def launch(config: Config) -> None:
+        bn.bn_act_kernel[_grid(config, r, channels)](
+            y, *_strides(y), fold, added, *_strides(added), out, *_strides(out), y if even is None else even,
+            r, pixels, channels,
+            ACT=act, RESIDUAL=residual is not None, SHUFFLE=even is not None, **_options(config),
+        )  # fmt: skip
+
+    tuning.run("batch_norm", "bn_act", (str(y.dtype), r, channels), y.device, launch)
+
+
+def reduce_gradient(grad: Tensor, y: Tensor, fold: Tensor, act: str) -> Tensor:
+    """Partial sums (programs, 2, C) of dz and dz * (y - center)."""
+    r, pixels, channels = _geometry(y)
+
+    def launch(config: Config) -> Tensor:
+        grid = _grid(config, r, channels)
+        partial = y.new_empty((grid[0], 2, channels), dtype=torch.float32)
+        bn.bn_act_reduce_kernel[grid](
+            grad, *_strides(grad), y, *_strides(y), fold, partial, r, pixels, channels, ACT=act, **_options(config)
+        )
+        return partial
+
+    return tuning.run("batch_norm", "bn_act_reduce", (str(y.dtype), r, channels), y.device, launch)
+
+
+def _backward_apply(grad: Tensor, y: Tensor, fold: Tensor, act: str, dx: Tensor) -> None:
+    r, pixels, channels = _geometry(y)
+
+    def launch(config: Config) -> None:
+        bn.bn_act_backward_kernel[_grid(config, r, channels)](
+            grad, *_strides(grad), y, *_strides(y), fold, dx, *_strides(dx), r, pixels, channels,
+            ACT=act, **_options(config),
+        )  # fmt: skip
+
+    tuning.run("batch_norm", "bn_act_backward", (str(y.dtype), r, channels), y.device, launch)
+
+
+def merge_shuffled(grad: Tensor, dx: Tensor, channels: int) -> None:
+    """Even channels of the rows dx (R, 2 C) from the first C of grad."""
+    r = dx.shape[0]
+
+    def launch(config: Config) -> None:
+        bn.shuffle_merge_kernel[_grid(config, r, channels)](grad, dx, r, channels, **_options(config))
+
+    tuning.run("batch_norm", "shuffle_merge", (str(dx.dtype), r, channels), dx.device, launch)
+
+
+# ---- the operators of the registry: schemas as in csrc/library.cpp
+
+
+def bn_act_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    act: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean, var; see csrc/library.cpp."""
+    batch = running_mean is None
+    statistics = torch.empty((2, x.shape[1]), dtype=torch.float64, device=x.device)
+    if batch:
+        fold = finalize(statistics, weight, bias, eps, partial=statistics_of(x))
+    else:
+        fold = finalize(statistics, weight, bias, eps, running=(running_mean, running_var))
+    y = torch.empty_like(x)
+    apply(x, fold, act, y, residual=residual)
+    nothing = statistics.new_empty(0)
+    return (y, statistics[0].clone(), statistics[1].clone()) if batch else (y, nothing, nothing.clone())
+
+
+def bn_act_bwd(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    act: str,
+    batch_statistics: bool,
+    want_x: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight, dbias; see csrc/library.cpp."""
+    statistics = torch.stack((mean.double(), var.double()))
+    fold = finalize(statistics, weight, bias, eps)
+    partial = reduce_gradient(grad, x, fold, act)
+    dweight, dbias = backward_finalize(
+        partial, statistics, weight, eps, fold, x.numel() // x.shape[1],
+        batch_statistics=batch_statistics, want_weight=want_weight, want_bias=want_bias,
+    )  # fmt: skip
+    dx = torch.empty_like(x) if want_x else x.new_empty(0)
+    if want_x:
+        _backward_apply(grad, x, fold, act, dx)
+    return dx, dweight, dbias

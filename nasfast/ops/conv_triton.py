@@ -1,0 +1,314 @@
+"""Launcher of chains of convolution, BatchNorm and activation on Triton: the counterpart of csrc/cpu/conv_bn_act.cpp.
+
+Every convolution's output is written once and read once forward. BatchNorm and activation of a stage are applied by the
+next one while it reads, statistics are summed by the stage that writes; backward likewise (schedule b of docs/method.md 6).
+An expansion is always stored: computing it again would need the stencil to read on-chip results, which Triton has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nasfast._triton import depthwise, pointwise
+from nasfast._triton.configs import Config, tile_width
+from nasfast.ops import bn_triton, tuning
+from nasfast.ops.bn_triton import rows_of
+
+
+class _Geometry(NamedTuple):
+    """One stage: what it does to pixels, and where its numbers are."""
+
+    depthwise: bool
+    in_channels: int
+    out_channels: int
+    kernel: int
+    stride: int
+    size: tuple[int, int]  # of the input
+    out_size: tuple[int, int]
+    in_rows: int
+    rows: int
+    saved_at: int  # element of the saved tensor
+    statistics_at: int
+
+
+def _geometries(
+    shape: list[int], weights: list[Tensor], strides: list[int], shuffle: bool
+) -> tuple[list[_Geometry], int]:
+    """The stages, and the number of elements they keep."""
+    batch, channels, *size = shape
+    channels = channels // 2 if shuffle else channels
+    stages, saved, statistics = [], 0, 0
+    for weight, stride in zip(weights, strides, strict=True):
+        out, per_group, kernel, _ = weight.shape
+        out_size = tuple((length - 1) // stride + 1 for length in size)
+        is_depthwise = per_group == 1 and out == channels and kernel > 1
+        in_rows, rows = batch * size[0] * size[1], batch * out_size[0] * out_size[1]
+        stages.append(
+            _Geometry(
+                is_depthwise, channels, out, kernel, stride, tuple(size), out_size, in_rows, rows, saved, statistics
+            )
+        )
+        saved += (rows * out + 63) // 64 * 64
+        statistics += 2 * out
+        channels, size = out, out_size
+    return stages, saved
+
+
+class _Input(NamedTuple):
+    """Rows that a stage reads or whose gradient it makes: a tensor whose rows are `ld` and channels `step` elements apart."""
+
+    data: Tensor
+    ld: int
+    step: int = 1
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _options(config: Config) -> dict[str, int]:
+    return {**config.tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def _precision() -> str:
+    # the same switch as for torch.matmul: float32 products are exact unless it is moved
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _forward_stage(
+    stage: _Geometry, weight: Tensor, x: _Input, fold: Tensor | None, act: str, y: Tensor, *, statistics: bool
+) -> Tensor:
+    """Launch one convolution; returns its partial statistics, empty unless wanted."""
+    some = y if fold is None else fold
+
+    def pointwise_launch(config: Config) -> Tensor:
+        blocks = _cdiv(stage.rows, config.tile["BM"])
+        partial = y.new_empty((blocks if statistics else 0, 3, stage.out_channels), dtype=torch.float32)
+        pointwise.pointwise_forward_kernel[(blocks * _cdiv(stage.out_channels, config.tile["BN"]),)](
+            x.data, x.ld, some, weight, y, partial, stage.rows, weight[0].numel(), stage.out_channels,
+            *stage.size, *stage.out_size,
+            XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
+            STATISTICS=statistics, PRECISION=_precision(), **_options(config),
+        )  # fmt: skip
+        return partial
+
+    def depthwise_launch(config: Config) -> Tensor:
+        tiles, tile = _tiles(stage.rows, stage.out_size, config)
+        partial = y.new_empty((tiles if statistics else 0, 3, stage.out_channels), dtype=torch.float32)
+        depthwise.depthwise_forward_kernel[(tiles * _cdiv(stage.out_channels, config.tile["CB"]),)](
+            x.data, x.ld, some, weight, y, partial, *stage.size, *stage.out_size, stage.out_channels,
+            XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
+            STATISTICS=statistics, TW=tile, **_options(config),
+        )  # fmt: skip
+        return partial
+
+    shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
+    if stage.depthwise:
+        return tuning.run("depthwise", "depthwise_forward", shape, y.device, depthwise_launch)
+    return tuning.run("pointwise", "pointwise_forward", shape, y.device, pointwise_launch)
+
+
+def _backward_stage(
+    stage: _Geometry,
+    weight: Tensor,
+    grad: _Input,
+    y: Tensor,
+    fold: Tensor,
+    act: str,
+    dx: _Input,
+    *,
+    before: tuple[Tensor, Tensor, str] | None,
+    added: Tensor | None,
+) -> Tensor:
+    """Launch the input gradient of one convolution.
+
+    before: convolution output, fold and act of the stage before, of which dx then is dz; returns its partial sums, else empty.
+    """
+    before_y, before_fold, before_act = (y, fold, "identity") if before is None else before
+    other = y if added is None else added
+
+    def pointwise_launch(config: Config) -> Tensor:
+        blocks = _cdiv(stage.rows, config.tile["BM"])
+        partial = y.new_empty((0 if before is None else blocks, 2, stage.in_channels), dtype=torch.float32)
+        pointwise.pointwise_backward_kernel[(blocks * _cdiv(stage.in_channels, config.tile["BN"]),)](
+            grad.data, grad.ld, y, fold, weight, dx.data, dx.ld, before_y, before_fold, partial, other,
+            stage.rows, stage.out_channels, stage.in_channels,
+            XSTEP=dx.step, ACT=act, FOLDED=before is not None, ACT_BEFORE=before_act, ADDED=added is not None,
+            PRECISION=_precision(), **_options(config),
+        )  # fmt: skip
+        return partial
+
+    def depthwise_launch(config: Config) -> Tensor:
+        tiles, tile = _tiles(stage.in_rows, stage.size, config)
+        partial = y.new_empty((0 if before is None else tiles, 2, stage.in_channels), dtype=torch.float32)
+        depthwise.depthwise_backward_kernel[(tiles * _cdiv(stage.in_channels, config.tile["CB"]),)](
+            grad.data, grad.ld, y, fold, weight, dx.data, dx.ld, before_y, before_fold, partial, other,
+            *stage.size, *stage.out_size, stage.in_channels,
+            XSTEP=dx.step, KERNEL=stage.kernel, STRIDE=stage.stride, ACT=act, FOLDED=before is not None,
+            ACT_BEFORE=before_act, ADDED=added is not None, TW=tile, **_options(config),
+        )  # fmt: skip
+        return partial
+
+    shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
+    if stage.depthwise:
+        return tuning.run("depthwise", "depthwise_backward", shape, y.device, depthwise_launch)
+    return tuning.run("pointwise", "pointwise_backward", shape, y.device, pointwise_launch)
+
+
+def _tiles(rows: int, size: tuple[int, int], config: Config) -> tuple[int, int]:
+    """Number of tiles of a batch of maps, and their width."""
+    height, width = size
+    tile = tile_width(width)
+    return rows // (height * width) * _cdiv(height, config.tile["TH"]) * _cdiv(width, tile), tile
+
+
+@contextmanager
+def _on(x: Tensor) -> Iterator[None]:
+    """Triton launches on the current device, whatever its arguments are on."""
+    if x.is_cuda:
+        with torch.cuda.device(x.device):
+            yield
+    else:
+        yield
+
+
+def _piece(saved: Tensor, stage: _Geometry) -> Tensor:
+    return saved[stage.saved_at : stage.saved_at + stage.rows * stage.out_channels]
+
+
+def _statistics(statistics: Tensor, stage: _Geometry) -> Tensor:
+    return statistics[stage.statistics_at : stage.statistics_at + 2 * stage.out_channels]
+
+
+def conv_bn_act_fwd(
+    x: Tensor,
+    conv_weights: list[Tensor],
+    bn_weights: list[Tensor],
+    bn_biases: list[Tensor],
+    running_means: list[Tensor],
+    running_vars: list[Tensor],
+    residual: Tensor | None,
+    strides: list[int],
+    acts: str,
+    eps: list[float],
+    add_input: bool,
+    recompute: bool,
+    shuffle: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, saved, statistics; see csrc/library.cpp. `recompute` must be false."""
+    stages, size = _geometries(list(x.shape), conv_weights, strides, shuffle)
+    last = stages[-1]
+    names = acts.split(",")
+    saved = x.new_empty(size if keep else 0)
+    statistics = torch.empty(sum(2 * s.out_channels for s in stages), dtype=torch.float64, device=x.device)
+    out = torch.empty(
+        (x.shape[0], last.out_channels * (2 if shuffle else 1), *last.out_size),
+        dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
+    )  # fmt: skip
+    rows = rows_of(x)
+    given = _Input(rows[:, 1:], x.shape[1], 2) if shuffle else _Input(rows, x.shape[1])
+    fold, act, y = None, "identity", None
+    with _on(x):
+        for i, stage in enumerate(stages):
+            y = _piece(saved, stage) if keep else x.new_empty(stage.rows * stage.out_channels)
+            batch = running_means[i].numel() == 0
+            partial = _forward_stage(stage, conv_weights[i], given, fold, act, y, statistics=batch)
+            running = None if batch else (running_means[i], running_vars[i])
+            fold = bn_triton.finalize(
+                _statistics(statistics, stage), bn_weights[i], bn_biases[i], eps[i],
+                partial=partial if batch else None, running=running,
+            )  # fmt: skip
+            given, act = _Input(y, stage.out_channels), names[i]
+        added = x if add_input else residual
+        target = rows_of(out)
+        bn_triton.apply(
+            y.view(last.rows, last.out_channels), fold, act, target[:, last.out_channels :] if shuffle else target,
+            residual=None if added is None else rows_of(added), even=rows if shuffle else None,
+        )  # fmt: skip
+    return out, saved, statistics
+
+
+def conv_bn_act_bwd(
+    grad: Tensor,
+    x: Tensor | None,
+    shape: list[int],
+    saved: Tensor,
+    statistics: Tensor,
+    conv_weights: list[Tensor],
+    bn_weights: list[Tensor],
+    bn_biases: list[Tensor],
+    batch_statistics: list[bool],
+    strides: list[int],
+    acts: str,
+    eps: list[float],
+    add_input: bool,
+    recompute: bool,
+    shuffle: bool,
+    wants: list[bool],
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """dx, dweights, dbiases; see csrc/library.cpp. `recompute` must be false."""
+    stages, _ = _geometries(shape, conv_weights, strides, shuffle)
+    names = acts.split(",")
+    want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
+    dx = (
+        torch.empty(shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
+        if want_x
+        else saved.new_empty(0)
+    )
+    dweights = [w.new_empty(0) for w in bn_weights]
+    dbiases = [b.new_empty(0) for b in bn_biases]
+    # the first stage whose BatchNorm backward has to reach
+    reached = [i for i, pair in enumerate(zip(want_weights, want_biases, strict=True)) if any(pair)]
+    stop = 0 if want_x else reached[0] if reached else len(stages)
+    if stop == len(stages):
+        return dx, dweights, dbiases
+    ys = [_piece(saved, stage) for stage in stages]
+    channels = stages[-1].out_channels
+    grads = rows_of(grad)
+
+    def finish(i: int, partial: Tensor, fold: Tensor) -> None:
+        dweights[i], dbiases[i] = bn_triton.backward_finalize(
+            partial, _statistics(statistics, stages[i]), bn_weights[i], eps[i], fold, stages[i].rows,
+            batch_statistics=batch_statistics[i], want_weight=want_weights[i], want_bias=want_biases[i],
+        )  # fmt: skip
+
+    with _on(saved):
+        folds = [
+            bn_triton.finalize(_statistics(statistics, stage), bn_weights[i], bn_biases[i], eps[i])
+            for i, stage in enumerate(stages[stop:], stop)
+        ]
+        folds = [*([None] * stop), *folds]
+        result_grad = grads[:, channels:] if shuffle else grads
+        finish(
+            len(stages) - 1,
+            bn_triton.reduce_gradient(result_grad, ys[-1].view(-1, channels), folds[-1], names[-1]),
+            folds[-1],
+        )
+        gradient, act = _Input(result_grad, grad.shape[1]), names[-1]
+        # the first stage's own convolution is only in the way of x
+        for i in range(len(stages) - 1, -1 if want_x else stop, -1):
+            stage = stages[i]
+            if i == 0:
+                rows = rows_of(dx)
+                target = _Input(rows[:, 1:], shape[1], 2) if shuffle else _Input(rows, shape[1])
+                before = None
+            else:
+                target = _Input(saved.new_empty(stage.in_rows * stage.in_channels), stage.in_channels)
+                before = (ys[i - 1], folds[i - 1], names[i - 1])
+            partial = _backward_stage(
+                stage, conv_weights[i], gradient, ys[i], folds[i], act, target,
+                before=before, added=grads if add_input and i == 0 else None,
+            )  # fmt: skip
+            if before is not None:
+                finish(i - 1, partial, folds[i - 1])
+            # what follows is dz itself
+            gradient, act = target, "identity"
+        if want_x and shuffle:
+            bn_triton.merge_shuffled(grads, rows_of(dx), stages[0].in_channels)
+    return dx, dweights, dbiases

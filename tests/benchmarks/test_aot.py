@@ -1,0 +1,43 @@
+"""Every Triton kernel and configuration compiles for sm_86 and sm_90, without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """The program's own table: kernels that the interpreter holds cannot be compiled in this process."""
+    out = tmp_path_factory.mktemp("aot") / "aot.json"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(out.parent / "cache")}
+    command = [sys.executable, str(ROOT / "benchmarks" / "aot.py"), "--out", str(out)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(out.read_text())["rows"]
+
+
+def test_all_kernels_and_configurations_are_there(table):
+    from nasfast._triton.configs import FAMILIES
+
+    assert {row["arch"] for row in table} == {86, 90}
+    assert len({row["kernel"] for row in table}) == 11
+    assert {row["config"] for row in table} == {name for family in FAMILIES.values() for name in family}
+
+
+def test_no_default_configuration_spills(table):
+    assert [row for row in table if row["default"] and row["spilled_bytes"]] == []
+
+
+def test_every_configuration_fits_the_shared_memory_of_an_rtx_3080(table):
+    assert [row for row in table if row["arch"] == 86 and row["shared_bytes"] > 99 * 1024] == []
+
+
+def test_a_multiprocessor_holds_at_least_one_program(table):
+    assert all(row["programs_per_sm"] >= 1 for row in table)

@@ -1,0 +1,138 @@
+"""The graph engine against the eager one. Without a GPU, captures replay eagerly over the same static buffers."""
+
+import logging
+
+import pytest
+import torch
+
+from nasfast import spaces
+from nasfast.engine import EagerEngine, GraphEngine, make_engine
+from nasfast.engine.graphs import EagerCapture, EngineError
+from nasfast.supernet import Supernet
+from nasfast.timing import random_batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAPTURE = None if DEVICE == "cuda" else EagerCapture
+SPACES = {
+    "digits_mini": spaces.digits_mini,
+    "nas_bench_macro": spaces.nas_bench_macro,
+    "shufflenet_v2": lambda: spaces.shufflenet_v2(resolution=32, num_classes=5),
+}
+
+
+def capture():
+    return None if CAPTURE is None else CAPTURE()
+
+
+def networks(space, trainable, **options):
+    """The same supernet twice."""
+    nets = [Supernet(space, seed=3, **options) for _ in range(2)]
+    for net in nets:
+        net.freeze(trainable, classifier=trainable != "indicators")
+        net.to(device=DEVICE, memory_format=torch.channels_last).train()
+    return nets
+
+
+def gradients(net):
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def compare(space, trainable, steps, *, bf16=False, batch=4, **options):
+    eager_net, net = networks(space, trainable, **options)
+    images, labels = random_batch(space, batch, device=DEVICE)
+    eager = EagerEngine(eager_net, 0.1, bf16)
+    graphs = GraphEngine(net, tuple(images.shape), 0.1, bf16, capture())
+    optimizers = [torch.optim.SGD([p for p in n.parameters() if p.requires_grad], 0.5, 0.9) for n in (eager_net, net)]
+    for i, paths in enumerate(steps):
+        x = images + i
+        want, got = (engine.forward_backward(x, labels, paths) for engine in (eager, graphs))
+        assert torch.equal(want.loss, got.loss) and torch.equal(want.correct, got.correct), (i, want, got)
+        expected, found = gradients(eager_net), gradients(net)
+        assert expected.keys() <= found.keys()
+        for name, gradient in found.items():
+            # a static plan also gives zero to what a path of frozen parts leaves without a gradient
+            assert torch.equal(gradient, expected.get(name, torch.zeros_like(gradient))), (i, name)
+        for optimizer in optimizers:
+            optimizer.step()
+        for buffer in graphs.buffers():
+            buffer.fill_(torch.nan)
+    return graphs
+
+
+@pytest.mark.parametrize("trainable", ["indicators", "bn", "all"])
+@pytest.mark.parametrize("name", SPACES)
+def test_steps_are_those_of_the_eager_engine_bit_for_bit(name, trainable):
+    space = SPACES[name]()
+    sampler = spaces.UniformSampler(space, seed=1)
+    compare(space, trainable, [sampler.step() for _ in range(4)], layer_indicators=False)
+
+
+@pytest.mark.parametrize("sampler", [spaces.FairSampler, spaces.StrictFairSampler])
+def test_gradients_of_several_paths_and_layer_indicators_add_up(sampler):
+    space = spaces.nas_bench_macro()
+    fair = sampler(space, seed=1, layer_indicators=True)
+    compare(space, "indicators", [fair.step() for _ in range(3)], layer_indicators=True)
+
+
+def test_autocast():
+    space = spaces.nas_bench_macro()
+    compare(space, "bn", [[(0, 1, 2, 0, 1, 2, 0, 1)], [(2,) * 8]], bf16=True, layer_indicators=True)
+
+
+def test_candidates_are_captured_once_and_only_when_needed():
+    space = spaces.digits_mini()
+    path = tuple(0 for _ in space.layers)
+    graphs = compare(space, "bn", [[path]] * 3, layer_indicators=False)
+    assert [len(found) for found in graphs._segments] == [1] * (len(space.layers) + 2)
+    segment = graphs._segments[1][0]
+    graphs.forward_backward(*random_batch(space, 4, device=DEVICE), [path])
+    assert graphs._segments[1][0] is segment
+
+
+def test_a_smaller_last_batch_runs_eagerly():
+    space = spaces.digits_mini()
+    _, net = networks(space, "bn")
+    engine = GraphEngine(net, (4, space.in_channels, space.resolution, space.resolution), capture=capture())
+    images, labels = random_batch(space, 3, device=DEVICE)
+    path = tuple(0 for _ in space.layers)
+    result = engine.forward_backward(images, labels, [path])
+    assert torch.equal(result.loss, EagerEngine(net).forward_backward(images, labels, [path]).loss)
+
+
+def test_the_memory_plan_counts_boundaries_gradients_and_what_is_kept():
+    space = spaces.digits_mini()
+    _, net = networks(space, "bn")
+    engine = GraphEngine(net, (4, space.in_channels, space.resolution, space.resolution), capture=capture())
+    plan = engine.plan
+    held = sum(b.numel() * b.element_size() for b in engine._activations[1:])
+    assert plan.boundaries == 2 * held
+    assert plan.gradients == 4 * sum(p.numel() for p in net.parameters() if p.requires_grad)
+    assert len(plan.arenas) == len(space.layers) + 2 and all(plan.arenas[1:])
+    assert plan.total == plan.boundaries + plan.gradients + sum(plan.arenas)
+    assert "CUDA graphs:" in str(plan) and "kept activations" in str(plan)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="has CUDA graphs")
+def test_without_cuda_graphs_are_refused_and_auto_is_eager(caplog):
+    space = spaces.digits_mini()
+    _, net = networks(space, "bn")
+    shape = (4, space.in_channels, space.resolution, space.resolution)
+    with pytest.raises(EngineError, match="need the network on a CUDA device, it is on cpu"):
+        make_engine(net, "graphs", batch=shape, label_smoothing=0.0, bf16=False)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(make_engine(net, "auto", batch=shape, label_smoothing=0.0, bf16=False), EagerEngine)
+    assert not caplog.records
+
+
+def test_graphs_of_another_network_are_refused():
+    with pytest.raises(EngineError, match="captured per candidate of a Supernet, got Linear"):
+        make_engine(torch.nn.Linear(2, 2), "graphs", batch=(1, 2), label_smoothing=0.0, bf16=False)
+
+
+def test_too_little_memory_says_how_much_is_missing(monkeypatch):
+    space = spaces.digits_mini()
+    _, net = networks(space, "bn")
+    shape = (4, space.in_channels, space.resolution, space.resolution)
+    engine = GraphEngine(net, shape, capture=EagerCapture())
+    with pytest.raises(EngineError, match=r"CUDA graphs: .* but only 0 MiB are free: use a smaller batch"):
+        engine.check_memory(free=100)

@@ -1,0 +1,224 @@
+"""The Triton kernels against float64: on the GPU where there is one, else under Triton's interpreter on CPU tensors."""
+
+import functools
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from cases import CASES as BN_CASES
+from cases import ChainCase, Drawn, exact_chain, run_chain
+from test_bn_act import outputs_and_grads, rstd, widened
+from test_conv_bn_act_chain import ACTS, BFLOAT16_CASES, CHAINS, DEPTHWISE, POINTWISE, eager_autocast, relative_errors
+from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
+
+from nasfast import ops
+from nasfast.ops import _triton, backends, reference
+
+DEVICE = "cpu" if _triton.interpreted() else "cuda"
+pytestmark = pytest.mark.skipif(_triton.why_missing() is not None, reason=str(_triton.why_missing()))
+triton_chain = partial(ops.conv_bn_act_chain, backend="triton")
+
+# Under the interpreter every operation of every program is a NumPy call: maps and widths of a few programs, and one stride of
+# the kernels that have their own test of every width.
+SMALL = [
+    case
+    for case in POINTWISE + DEPTHWISE[::2] + CHAINS
+    if case.pixels <= (160 if DEVICE == "cpu" else 10**5) and case.shape[1] <= 200
+]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Under the interpreter, tiles so wide that most cases are one program; the named tiles have a test of their own."""
+    if DEVICE == "cpu":
+        from nasfast._triton.configs import FAMILIES, Config
+
+        monkeypatch.setitem(
+            FAMILIES, "depthwise", {"wide": Config({"TH": 4, "CB": 256}, 4, 1), **FAMILIES["depthwise"]}
+        )
+
+
+def moved(value, device=DEVICE):
+    """Tensors of a nested tuple or list on the device under test, one copy of each."""
+    copies = {}
+
+    def move(item):
+        if torch.is_tensor(item):
+            return copies.setdefault(id(item), item.to(device))
+        if isinstance(item, list):
+            return [move(part) for part in item]
+        if isinstance(item, tuple):
+            parts = [move(part) for part in item]
+            return type(item)(*parts) if hasattr(item, "_fields") else tuple(parts)
+        return item
+
+    return move(value)
+
+
+def run(case: ChainCase, drawn: Drawn, chain=triton_chain) -> dict[str, torch.Tensor]:
+    got = run_chain(chain, moved(drawn), x_grad=case.x_grad)
+    return {name: tensor.cpu() for name, tensor in got.items()}
+
+
+def check(case: ChainCase) -> None:
+    drawn, exact = case.draw()
+    got = run(case, drawn)
+    assert got["y"].dtype == case.dtype
+    for name, want in exact.tensors.items():
+        if name.startswith("running") and not drawn.stages[int(name[-1])].training:
+            assert torch.equal(got[name].double(), want), name
+        assert_close(name, got[name], want, NATIVE_CHAIN, floor=exact.floors[name])
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_matches_float64_reference(case):
+    check(case)
+
+
+@pytest.mark.parametrize(("kernel", "stride"), list(product((3, 5, 7), (1, 2))))
+def test_every_width(kernel, stride):
+    for width in (1, 2, 3, 4, 5, 8, 9, 17):
+        check(ChainCase((1, 3, 2, width), f"dw{kernel}s{stride}"))
+        check(ChainCase((1, 3, width, 1), f"dw{kernel}s{stride}!"))
+
+
+SIXTEEN_BITS = BFLOAT16_CASES + [
+    ChainCase((4, 24, 5, 5), "pw48 dw3 pw24/identity", "x"),
+    ChainCase((4, 24, 5, 5), "pw48/relu6 dw5s2/relu6 pw33/identity"),
+    ChainCase((2, 3, 9, 9), "dense16k3s2 dw3 pw8", x_grad=False),
+    ChainCase((2, 16, 5, 5), "pw8/relu dw7/identity pw8/relu", shuffle=True),
+]
+
+
+@pytest.mark.parametrize("case", [c for c in SIXTEEN_BITS if DEVICE == "cuda" or c.pixels <= 200], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_16_bit_storage_is_no_worse_than_eager(case, dtype):
+    ours, theirs = {}, {}
+    for attempt in range(2):
+        drawn = replace(case, dtype=dtype).draw_once(attempt)
+        exact = exact_chain(drawn, x_grad=case.x_grad)
+        # eager PyTorch rounds every stage to the storage type
+        peer = eager_autocast if dtype == torch.bfloat16 else reference.conv_bn_act_chain
+        for errors, results in (
+            (ours, run(case, drawn)),
+            (theirs, run_chain(peer, drawn, x_grad=case.x_grad)),
+        ):
+            for name, error in relative_errors(results, exact).items():
+                errors[name] = errors.get(name, 0.0) + error / 2
+    assert sum(ours.values()) <= 1.25 * sum(theirs.values()), (ours, theirs)
+    assert ours["y"] <= BFLOAT16_CHAIN.relative
+
+
+# the arithmetic of activations and modes is the chains'; here it is layouts, types and shapes
+@pytest.mark.parametrize(
+    ("case", "act", "training"),
+    [(case, ACTS[i % len(ACTS)], i % 3 > 0) for i, case in enumerate(c for c in BN_CASES if c.dtype != torch.float64)],
+    ids=str,
+)
+def test_bn_act_matches_float64_reference(case, act, training):
+    tensors = case.inputs(act, residual=True)
+    on_device = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    got = outputs_and_grads(partial(ops.bn_act, backend="triton"), on_device, act=act, training=training)
+    want = outputs_and_grads(reference.bn_act, widened(tensors), act=act, training=training)
+    floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))
+    for name, tensor in got.items():
+        assert_close(name, tensor.cpu(), want[name], floor=floor if name.startswith("d") else 0.0)
+
+
+def test_two_runs_are_equal_bit_for_bit():
+    case = ChainCase((3, 24, 9, 9), "pw72 dw5 pw24/identity", "x")
+    first, second = (run(case, case.draw_once()) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_only_what_is_wanted_is_computed_and_kept():
+    case = ChainCase((2, 8, 6, 6), "pw24 dw3 pw8/identity")
+    drawn = moved(case.draw_once())
+    for stage in drawn.stages[:2]:
+        stage.params.bn_weight.requires_grad_(False)
+    gamma = drawn.stages[2].params.bn_weight.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = triton_chain(drawn.x, drawn.stages)
+    rows = 2 * 6 * 6
+    written = sum(-(-rows * c // 64) * 64 for c in (24, 24, 8))
+    assert max(t.numel() for t in kept) == written
+    y.backward(drawn.grad)
+    assert gamma.grad is not None and drawn.x.grad is None
+
+
+def test_works_under_no_grad_autocast_and_compile():
+    case = ChainCase((2, 8, 6, 6), "pw24/relu dw3/relu pw8/identity", "x")
+    drawn = moved(case.draw_once())
+    want = triton_chain(drawn.x, drawn.stages, residual=drawn.x)
+    with torch.no_grad():
+        assert torch.equal(triton_chain(drawn.x, drawn.stages, residual=drawn.x), want)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert triton_chain(drawn.x, drawn.stages).dtype == torch.bfloat16
+    compiled = torch.compile(
+        lambda x: triton_chain(x, drawn.stages, residual=x) * 2, backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(drawn.x), 2 * want)
+
+
+def test_operators_pass_opcheck():
+    case = ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity")
+    drawn = moved(case.draw_once())
+    params = [stage.params for stage in drawn.stages]
+    x = drawn.x.clone(memory_format=torch.channels_last).requires_grad_()
+    gammas = [p.bn_weight.clone().requires_grad_() for p in params]
+    betas = [p.bn_bias.clone().requires_grad_() for p in params]
+    empty = [torch.empty(0, device=DEVICE)] * 3
+    arguments = (
+        x, [p.conv_weight for p in params], gammas, betas, empty, empty, None,
+        [1, 1, 1], "relu6,relu6,identity", [1e-5] * 3, False, False, False, True,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.nasfast_triton.conv_bn_act_fwd.default, arguments)
+    y = torch.randn(2, 5, 4, 4, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.nasfast_triton.bn_act_fwd.default,
+        (y, gammas[0][:5].detach(), betas[0][:5].detach(), None, None, None, 1e-5, "relu6"),
+    )
+
+
+def all_configs():
+    from nasfast._triton.configs import FAMILIES
+
+    return [(family, name) for family in ("pointwise", "depthwise", "batch_norm") for name in FAMILIES[family]]
+
+
+@pytest.mark.parametrize(("family", "name"), all_configs() if _triton.why_missing() is None else [])
+def test_every_configuration_gives_the_result_of_the_default(family, name, monkeypatch):
+    from nasfast.ops import tuning
+
+    case = ChainCase((1, 24, 9, 10), "pw40/relu6 dw5s2/relu6 pw24/identity")
+    drawn = case.draw_once()
+    want = run(case, drawn)
+    configs = tuning.FAMILIES[family]
+    reordered = {name: configs[name], **configs}
+    monkeypatch.setitem(tuning.FAMILIES, family, reordered)
+    used = []
+    monkeypatch.setattr(tuning, "run", functools.partial(_recording, used, tuning.run))
+    got = run(case, drawn)
+    for tensor, expected in zip(got.values(), want.values(), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-4)
+    assert configs[name] in used
+
+
+def _recording(used, run, family, kernel, shape, device, launch):
+    def recorded(config):
+        used.append(config)
+        return launch(config)
+
+    return run(family, kernel, shape, device, recorded)
+
+
+def test_tensors_it_cannot_serve_are_refused_with_the_reason():
+    x = torch.ones(1, 2, 3, 3, device=DEVICE)
+    with pytest.raises(RuntimeError, match="'triton'.*serves float32, bfloat16 and float16, got torch.float64"):
+        ops.resolve_backend("bn_act", x.double(), "triton")
+    with pytest.raises(RuntimeError, match="'triton'.*serves CPU tensors, got one on meta|serves CUDA tensors"):
+        ops.resolve_backend("bn_act", x.to("meta"), "triton")
+    assert backends.explain(DEVICE)
