@@ -2,8 +2,9 @@
 
     python benchmarks/aot.py [--arch 86 90] [--default] [--kernel NAME ...] [--jobs N] [--out FILE]
 
-For every configuration of kernels/triton/configs.py: registers and spilled bytes per thread (ptxas), shared memory per program,
-and how many programs fit a multiprocessor. sm_86 is the RTX 3080, with 99 KB of shared memory per program; sm_90 the H200.
+For every configuration of kernels/triton/configs.py: registers and spilled bytes per thread (ptxas), shared memory per
+program, and how many programs fit a multiprocessor. sm_86 is the RTX 3080, with 99 KB of shared memory per program;
+sm_90 the H200.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 import triton
 from harness import positive, write_json
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from nasfast._triton import bn, depthwise, pointwise
@@ -50,12 +52,14 @@ _BACKWARD = {"XSTEP": 1, "FOLDED": True, "ACT": "identity", "ACT_BEFORE": "relu6
 # kernel, family, and the constants of the cases that are compiled: those of an inverted residual, and of the stem
 CASES = [
     (pointwise.pointwise_forward_kernel, "pointwise", {**_POINTWISE, "STATISTICS": True}),
+    (pointwise.pointwise_forward_kernel, "pointwise_fp32", {**_POINTWISE, "STATISTICS": True}),
     (
         pointwise.pointwise_forward_kernel,
-        "pointwise",
+        "dense",
         {**_POINTWISE, "KERNEL": 3, "STRIDE": 2, "FOLDED": False, "STATISTICS": True},
     ),
     (pointwise.pointwise_backward_kernel, "pointwise", _BACKWARD),
+    (pointwise.pointwise_backward_kernel, "pointwise_fp32", _BACKWARD),
     *(
         (depthwise.depthwise_forward_kernel, "depthwise", {**_DEPTHWISE, "KERNEL": k, "STRIDE": s, "STATISTICS": True})
         for k in (3, 5, 7)
@@ -106,11 +110,12 @@ def jobs(
     for i, (kernel, family, constants) in enumerate(CASES):
         if names and kernel.__name__ not in names:
             continue
+        dtypes = {"pointwise": ["bf16"], "pointwise_fp32": ["fp32"]}.get(family, ["bf16", "fp32"])
         for i_config, config in enumerate(FAMILIES[family]):
             # one depthwise case per kernel stands for the configurations that are not the default
             if i_config and (default_only or (family == "depthwise" and constants["KERNEL"] != 7)):
                 continue
-            for dtype in ("bf16", "fp32"):
+            for dtype in dtypes:
                 for arch in archs:
                     yield i, config, dtype, arch
 
@@ -121,7 +126,7 @@ def compile_job(job: tuple[int, str, str, int]) -> Compiled:
     kernel, family, constants = CASES[index]
     config: Config = FAMILIES[family][name]
     constants = {**constants, **config.tile}
-    if family == "pointwise":
+    if "PRECISION" in kernel.arg_names:
         constants["PRECISION"] = "ieee"
     signature, attributes = {}, {}
     for i, argument in enumerate(kernel.arg_names):
@@ -151,7 +156,7 @@ def ptxas_report(ptx: str, arch: int) -> tuple[int, int]:
     Raises:
         RuntimeError: ptxas refused the code.
     """
-    ptxas = Path(triton.backends.nvidia.__path__[0]) / "bin" / "ptxas"
+    ptxas = get_ptxas(arch).path  # the one that made the kernel: PTX is not portable to older ones
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
@@ -182,13 +187,14 @@ def compile_all(chosen: list[tuple[int, str, str, int]], processes: int) -> list
 def show(rows: list[Compiled]) -> None:
     """Print a table."""
     print(
-        f"{'kernel':28} {'constants':18} {'type':5} {'config':8} {'sm':>3} {'regs':>5} {'spill':>6} {'shared':>7} {'per SM':>6}"
+        f"{'kernel':28} {'constants':18} {'type':5} {'config':8} {'sm':>3} {'regs':>5} {'spill':>6} {'shared':>7} "
+        f"{'per SM':>6}"
     )
     for r in rows:
         mark = "*" if r.default else ""
         print(
-            f"{r.kernel:28} {r.constants:18} {r.dtype:5} {r.config + mark:8} {r.arch:3} {r.registers:5} {r.spilled_bytes:6} "
-            f"{r.shared_bytes:7} {r.programs_per_sm:6}"
+            f"{r.kernel:28} {r.constants:18} {r.dtype:5} {r.config + mark:8} {r.arch:3} {r.registers:5} "
+            f"{r.spilled_bytes:6} {r.shared_bytes:7} {r.programs_per_sm:6}"
         )
 
 

@@ -1,9 +1,9 @@
-"""The training step on a CUDA GPU: the methods of the paper's table, nasfast, and PyTorch at its best; written as one JSON.
+"""The training step on a CUDA GPU: the methods of the paper's table, nasfast, and PyTorch at its best; one JSON file.
 
     python benchmarks/bench_gpu.py [--minutes N] [--space NAME] [--quick] [--out FILE]
 
-Parts run in order of importance until the time is up; what was left out is said in the file. Every variant of a part runs
-in the same process, interleaved. `step` is forward, cross entropy and backward.
+Parts run in order of importance until the time is up; what was left out is said in the file. Every variant of a part
+runs in the same process, interleaved. `step` is forward, cross entropy and backward.
 """
 
 from __future__ import annotations
@@ -317,7 +317,9 @@ def main() -> None:
             if not args.quick:
                 session.part(
                     f"step bf16 batch {more}", 30,
-                    lambda more=more: bench_step(space, path, more, "bf16", compiled=False, rounds=max(3, args.rounds // 4)),
+                    lambda more=more: bench_step(
+                        space, path, more, "bf16", compiled=False, rounds=max(3, args.rounds // 4)
+                    ),
                 )  # fmt: skip
     if args.out:
         write_json(

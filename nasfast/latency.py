@@ -45,7 +45,8 @@ class LatencyConfig(StepConfig):
 
     Attributes:
         rounds: timed steps of every row, after two that are not timed.
-        project: a key of `nasfast.projection.CARDS`, such as `rtx3080`: also what the last row would take there. Needs a GPU.
+        project: a key of `nasfast.projection.CARDS`, such as `rtx3080`: also what the last row would take there. Needs
+            a GPU.
     """
 
     rounds: int = 10
@@ -154,8 +155,8 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
     images, labels = cfg.batch_of(space)
     if cfg.project is not None and images.device.type != "cuda":
         raise ConfigError(
-            f"project={cfg.project!r} scales kernels measured on a GPU, and this runs on {images.device}: only a machine "
-            "with one can project to another"
+            f"project={cfg.project!r} scales kernels measured on a GPU, and this runs on {images.device}: only a "
+            "machine with one can project to another"
         )
     steps, trainable = {}, {}
     with measuring(cfg.threads):

@@ -1,4 +1,4 @@
-"""What a step measured on one GPU would take on another, from the rooflines of both: a projection, not a measurement."""
+"""What a step measured on one GPU would take on another, by the rooflines of both: projected, not measured."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
 
     Args:
         kernels: name and ms, in the order they ran.
-        found: the same network, traced; forward runs its convolutions in order and backward in reverse, perhaps without the
+        found: the same network, traced; forward runs its convolutions in order and backward in reverse, perhaps without
+            the
             first ones.
 
     Raises:
@@ -124,7 +125,8 @@ def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
     backward = [(name, ms) for name, ms in kernels if _KERNELS.get(name) is True]
     if len(forward) != len(found.convs) or len(backward) > len(found.convs):
         raise ConfigError(
-            f"a projection needs every convolution on the Triton kernels: {len(forward)} of {len(found.convs)} ran there"
+            "a projection needs every convolution on the Triton kernels: "
+            f"{len(forward)} of {len(found.convs)} ran there"
         )
     order = [*zip(forward, found.convs, strict=True), *zip(backward, reversed(found.convs), strict=False)]
     return [

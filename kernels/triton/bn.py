@@ -1,7 +1,7 @@
 """BatchNorm on its own: statistics, their finalisation, application, and backward.
 
-A tensor of pixels is addressed as (image, pixel, channel) with three strides, so NHWC, NCHW and every second channel are
-the same code. R = images * pixels.
+A tensor of pixels is addressed as (image, pixel, channel) with three strides, so NHWC, NCHW and every second channel
+are the same code. R = images * pixels.
 """
 
 import triton
@@ -28,11 +28,18 @@ def _tile(R, PIXELS, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def bn_statistics_kernel(x, sxn, sxp, sxc, partial, R, PIXELS, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """partial (row blocks, 3, C) of x."""
+    """partial (row blocks, 4, C) of x."""
     n, p, c, valid = _tile(R, PIXELS, C, ROWS, CHANNELS)
     at = n[:, None] * sxn + p[:, None] * sxp + c[None, :].to(tl.int64) * sxc
     v = tl.load(x + at, mask=valid[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
     store_statistics(partial, tl.program_id(0), v, valid, c, C)
+
+
+@triton.jit
+def _mean_of(at, C, there):
+    """Means of partial statistics, from their two parts."""
+    large = tl.load(at, mask=there, other=0.0).to(tl.float64)
+    return large + tl.load(at + C, mask=there, other=0.0).to(tl.float64)
 
 
 @triton.jit
@@ -42,8 +49,8 @@ def bn_finalize_kernel(
 ):  # fmt: skip
     """Mean and biased variance into statistics (2, C), float64, and the forward rows of fold.
 
-    BATCH is "partial" (from partial (programs, 3, C)), "running" (the running statistics are copied), or "known" (statistics
-    are there already).
+    BATCH is "partial" (from partial (programs, 4, C)), "running" (the running statistics are copied), or "known"
+    (statistics are there already).
     """
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = c < C
@@ -52,21 +59,21 @@ def bn_finalize_kernel(
         total = tl.zeros((CHANNELS,), tl.float64)
         for first in range(0, programs, PROGRAMS):
             index = first + tl.arange(0, PROGRAMS)
-            at = partial + index[:, None] * 3 * C + c[None, :]
+            at = partial + index[:, None] * 4 * C + c[None, :]
             there = (index < programs)[:, None] & exists[None, :]
-            here = tl.load(at + 2 * C, mask=there, other=0.0).to(tl.float64)
-            total += tl.sum(here * tl.load(at, mask=there, other=0.0).to(tl.float64), 0)
+            here = tl.load(at + 3 * C, mask=there, other=0.0).to(tl.float64)
+            total += tl.sum(here * _mean_of(at, C, there), 0)
             count += tl.sum(here, 0)
         count = tl.where(exists, count, 1.0)
         mean = total / count
         squares = tl.zeros((CHANNELS,), tl.float64)
         for first in range(0, programs, PROGRAMS):
             index = first + tl.arange(0, PROGRAMS)
-            at = partial + index[:, None] * 3 * C + c[None, :]
+            at = partial + index[:, None] * 4 * C + c[None, :]
             there = (index < programs)[:, None] & exists[None, :]
-            here = tl.load(at + 2 * C, mask=there, other=0.0).to(tl.float64)
-            distance = tl.load(at, mask=there, other=0.0).to(tl.float64) - mean[None, :]
-            m2 = tl.load(at + C, mask=there, other=0.0).to(tl.float64)
+            here = tl.load(at + 3 * C, mask=there, other=0.0).to(tl.float64)
+            distance = _mean_of(at, C, there) - mean[None, :]
+            m2 = tl.load(at + 2 * C, mask=there, other=0.0).to(tl.float64)
             squares += tl.sum(m2 + tl.where(there, here * distance * distance, 0.0), 0)
         var = squares / count
     elif BATCH == "running":
@@ -132,7 +139,7 @@ def bn_act_kernel(
     y, syn, syp, syc, fold, residual, srn, srp, src, out, son, sop, soc, even, R, PIXELS, C,
     ACT: tl.constexpr, RESIDUAL: tl.constexpr, SHUFFLE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """out = act(bn(y)) (+ residual). SHUFFLE: also the even channels of `even` (rows of 2 C) go C channels before out."""
+    """out = act(bn(y)) (+ residual). SHUFFLE: the even channels of `even` (rows of 2 C) go C channels before out."""
     n, p, c, valid = _tile(R, PIXELS, C, ROWS, CHANNELS)
     mask = valid[:, None] & (c < C)[None, :]
     wide = c[None, :].to(tl.int64)
@@ -182,7 +189,7 @@ def bn_act_backward_kernel(
 
 @triton.jit
 def shuffle_merge_kernel(grad, dx, R, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The even channels of dx (R, 2 C) from the first C of grad (R, 2 C); the odd ones are written by the first stage."""
+    """The even channels of dx (R, 2 C) from the first C of grad (R, 2 C); the first stage writes the odd ones."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = (r < R)[:, None] & (c < C)[None, :]

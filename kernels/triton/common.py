@@ -1,13 +1,13 @@
 """What the kernels share: activations, BatchNorm seen from its producer and its consumer, partial sums.
 
-All tensors of pixels are rows (a pixel of an image of the batch) of channels, as NHWC has them. BatchNorm's numbers come as
-float32 rows of one (5, C) array, `fold`: center, scale, shift, slope, offset. With d = y - center,
+All tensors of pixels are rows (a pixel of an image of the batch) of channels, as NHWC has them. BatchNorm's numbers
+come as float32 rows of one (5, C) array, `fold`: center, scale, shift, slope, offset. With d = y - center,
 
-    z  = d * scale + shift                       normalised and scaled; center is subtracted first, so that the mean may be large
-    dy = dz * scale + d * slope + offset         gradient behind BatchNorm, from dz = grad * act'(z)
+    z  = d * scale + shift                       normalised and scaled; center is subtracted first, so that the mean may
+    be large dy = dz * scale + d * slope + offset         gradient behind BatchNorm, from dz = grad * act'(z)
 
-Only the first three rows are there in forward. A sum over pixels is made of one partial sum per program, in a fixed order
-and without atomics, which bn.py adds: two runs agree bit for bit.
+Only the first three rows are there in forward. A sum over pixels is made of one partial sum per program, in a fixed
+order and without atomics, which bn.py adds: two runs agree bit for bit.
 """
 
 import triton
@@ -100,17 +100,21 @@ def gradient_before(grad, y, fold, c, C, ACT: tl.constexpr):
 
 @triton.jit
 def store_statistics(partial, index, v, valid, c, C):
-    """Row `index` of partial (programs, 3, C): mean, squared distance to it and count of the valid rows of v [rows, channels]."""
+    """Row `index` of partial (programs, 4, C), of the valid rows of v [rows, channels].
+
+    Mean in two parts, whose sum it is, squared distance to it, and count.
+    """
     count = tl.sum(valid.to(tl.float32), 0)
     rows = tl.maximum(count, 1.0)
     mean = tl.sum(tl.where(valid[:, None], v, 0.0), 0) / rows
     d = tl.where(valid[:, None], v - mean[None, :], 0.0)
     # what rounding left of the mean, which shows where it is large beside the deviation
-    rest = tl.sum(d, 0)
-    at = partial + index * 3 * C + c
-    tl.store(at, mean + rest / rows, mask=c < C)
-    tl.store(at + C, tl.maximum(tl.sum(d * d, 0) - rest * rest / rows, 0.0), mask=c < C)
-    tl.store(at + 2 * C, tl.zeros_like(mean) + count, mask=c < C)
+    rest = tl.sum(d, 0) / rows
+    at = partial + index * 4 * C + c
+    tl.store(at, mean, mask=c < C)
+    tl.store(at + C, rest, mask=c < C)
+    tl.store(at + 2 * C, tl.maximum(tl.sum(d * d, 0) - rows * rest * rest, 0.0), mask=c < C)
+    tl.store(at + 3 * C, tl.zeros_like(mean) + count, mask=c < C)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Tile sizes of the kernels: a fixed default for each, and the few others that tuning tries.
 
-A program's shared memory must fit the 99 KB of an RTX 3080 (sm_86) in every configuration here, and no default may spill
-registers; tests/kernels checks both ahead of time.
+A program's shared memory must fit the 99 KB of an RTX 3080 (sm_86) in every configuration here, and no default may
+spill registers; tests/benchmarks/test_aot.py checks both.
 """
 
 from typing import NamedTuple
@@ -15,12 +15,22 @@ class Config(NamedTuple):
     num_stages: int
 
 
-# BM x BN results per program, BK of the depth at a time. The first is the default.
+# BM x BN results per program, BK of the depth at a time, for 16-bit storage. The first of each family is the default.
 POINTWISE = {
-    "wide": Config({"BM": 128, "BN": 64, "BK": 32}, 4, 3),
+    "square": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 3),
+    "wide": Config({"BM": 128, "BN": 64, "BK": 32}, 8, 3),
     "narrow": Config({"BM": 128, "BN": 32, "BK": 32}, 4, 3),
-    "square": Config({"BM": 64, "BN": 64, "BK": 64}, 4, 3),
-    "large": Config({"BM": 128, "BN": 128, "BK": 32}, 8, 3),
+    "large": Config({"BM": 128, "BN": 128, "BK": 32}, 8, 2),
+}
+# float32 without tf32 has no tensor cores: its products live in registers, and its tiles are twice the bytes
+POINTWISE_FP32 = {
+    "square": Config({"BM": 64, "BN": 64, "BK": 16}, 8, 2),
+    "wide": Config({"BM": 128, "BN": 32, "BK": 16}, 8, 2),
+}
+# gathers an element of the image for each element of a patch, with an address of its own
+DENSE = {
+    "small": Config({"BM": 32, "BN": 32, "BK": 32}, 4, 2),
+    "tall": Config({"BM": 64, "BN": 32, "BK": 32}, 8, 2),
 }
 # TH rows of pixels (even, for stride 2) by CB channels; TW follows from the width of the map, see tile_width.
 DEPTHWISE = {
@@ -30,13 +40,20 @@ DEPTHWISE = {
 }
 # ROWS pixels by CHANNELS channels of passes over a tensor
 BATCH_NORM = {
-    "long": Config({"ROWS": 128, "CHANNELS": 64}, 8, 2),
-    "short": Config({"ROWS": 64, "CHANNELS": 64}, 4, 2),
+    "long": Config({"ROWS": 64, "CHANNELS": 64}, 8, 2),
+    "short": Config({"ROWS": 32, "CHANNELS": 64}, 8, 2),
 }
 # PROGRAMS partial sums by CHANNELS channels at a time
-FINALIZE = {"all": Config({"PROGRAMS": 128, "CHANNELS": 16}, 4, 1)}
+FINALIZE = {"all": Config({"PROGRAMS": 64, "CHANNELS": 16}, 4, 1)}
 
-FAMILIES = {"pointwise": POINTWISE, "depthwise": DEPTHWISE, "batch_norm": BATCH_NORM, "finalize": FINALIZE}
+FAMILIES = {
+    "pointwise": POINTWISE,
+    "pointwise_fp32": POINTWISE_FP32,
+    "dense": DENSE,
+    "depthwise": DEPTHWISE,
+    "batch_norm": BATCH_NORM,
+    "finalize": FINALIZE,
+}
 
 TILE_WIDTHS = (16, 8)
 

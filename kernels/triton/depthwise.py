@@ -1,9 +1,9 @@
-"""Depthwise convolutions, kernel 3, 5 or 7, stride 1 or 2, padding KERNEL // 2, with the prologues and epilogues of pointwise.py.
+"""Depthwise convolutions, kernel 3, 5 or 7, stride 1 or 2, with the prologues and epilogues of pointwise.py.
 
-A program makes a tile of TH x TW pixels of CB channels. It goes down the rows of its source: a row is read once for each kx,
-normalised, and multiplied into all rows of the tile at once, with the weight of ky = the distance of the two rows, which is
-zero where the stencil does not reach. So a pixel is read and normalised about KERNEL * (TH + KERNEL - 1) / TH times, from
-the caches, where a program of single outputs would do it KERNEL^2 times.
+A program makes a tile of TH x TW pixels of CB channels. It goes down the rows of its source: a row is read once for
+each kx, normalised, and multiplied into all rows of the tile at once, with the weight of ky = the distance of the two
+rows, which is zero where the stencil does not reach. So a pixel is read and normalised about KERNEL * (TH + KERNEL - 1)
+/ TH times, from the caches, where a program of single outputs would do it KERNEL^2 times.
 """
 
 import triton
@@ -50,7 +50,7 @@ def depthwise_forward_kernel(
     XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, FOLDED: tl.constexpr, ACT: tl.constexpr,
     STATISTICS: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """y (images * OH * OW, C) of act(bn(x)), weight (C, KERNEL^2), and partial (tiles, 3, C) of y."""
+    """y (images * OH * OW, C) of act(bn(x)), weight (C, KERNEL^2), and partial (tiles, 4, C) of y."""
     image, first, columns, c, index = _place(OH, OW, C, TH, TW, CB)
     exists = c < C
     if FOLDED:

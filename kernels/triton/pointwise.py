@@ -1,8 +1,8 @@
 """Pointwise and few-channel dense convolutions as matrix products on rows of pixels.
 
-Forward: BatchNorm and activation of the stage before ride in the prologue, this stage's statistics in the epilogue. Backward
-is the product with the transposed weight: BatchNorm's backward formula in the prologue; the activation's mask and the two
-reductions of the stage before in the epilogue. Products of 16-bit numbers are summed in float32.
+Forward: BatchNorm and activation of the stage before ride in the prologue, this stage's statistics in the epilogue.
+Backward is the product with the transposed weight: BatchNorm's backward formula in the prologue; the activation's mask
+and the two reductions of the stage before in the epilogue. Products of 16-bit numbers are summed in float32.
 """
 
 import triton
@@ -25,7 +25,7 @@ def pointwise_forward_kernel(
     XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, FOLDED: tl.constexpr, ACT: tl.constexpr,
     STATISTICS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """y (M, N) = act(bn(x)) weight^T, weight (N, K), and partial (row blocks, 3, N) of y.
+    """y (M, N) = act(bn(x)) weight^T, weight (N, K), and partial (row blocks, 4, N) of y.
 
     KERNEL 1: row m of x starts at m * ldx, its channels are XSTEP apart. Otherwise the stage is dense, with padding
     KERNEL // 2: K = channels * KERNEL^2, ordered as the weight's (channel, ky, kx), and ldx is the number of channels.

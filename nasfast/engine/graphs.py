@@ -1,9 +1,9 @@
 """A step as replays of CUDA graphs, one pair for every (layer, candidate), over static buffers.
 
-Every candidate of a layer has the same input and output shape. So one buffer per layer boundary, and one for its gradient,
-serve all paths, and what a candidate keeps between forward and backward lies in a memory pool of its layer, which all of its
-candidates share: only one of them runs per path. A step of any path is about two graph launches per layer, with no
-allocation and no Python per kernel. A whole path is never captured: paths change every step.
+Every candidate of a layer has the same input and output shape. So one buffer per layer boundary, and one for its
+gradient, serve all paths, and what a candidate keeps between forward and backward lies in a memory pool of its layer,
+which all of its candidates share: only one of them runs per path. A step of any path is about two graph launches per
+layer, with no allocation and no Python per kernel. A whole path is never captured: paths change every step.
 """
 
 from __future__ import annotations
@@ -185,8 +185,9 @@ class _Head(_Segment):
 class GraphEngine:
     """Forward and backward of a supernet's sampled paths as replays of graphs captured per (layer, candidate).
 
-    Same kernels in the same order as `EagerEngine`, so the same numbers bit for bit where those are deterministic. Candidates are
-    captured when a step first needs them. The network must not be moved, and what trains must not change, afterwards.
+    Same kernels in the same order as `EagerEngine`, so the same numbers bit for bit where those are deterministic.
+    Candidates are captured when a step first needs them. The network must not be moved, and what trains must not
+    change, afterwards.
 
     Args:
         net: on its device, in training mode.

@@ -112,6 +112,8 @@ def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend
         return _named(op, x, name, source)
     skipped = []
     for backend in _TABLE[op]:
+        if backend.name == "triton" and _triton.interpreted():
+            continue  # the interpreter is for those who ask for it
         ok, reason = backend.can_use(x)
         if ok:
             if skipped and not torch.compiler.is_compiling():

@@ -46,12 +46,12 @@ def _options(config: Config) -> dict[str, int]:
 
 
 def statistics_of(x: Tensor) -> Tensor:
-    """Partial statistics (programs, 3, C) of rows or an image."""
+    """Partial statistics (programs, 4, C) of rows or an image."""
     r, pixels, channels = _geometry(x)
 
     def launch(config: Config) -> Tensor:
         grid = _grid(config, r, channels)
-        partial = x.new_empty((grid[0], 3, channels), dtype=torch.float32)
+        partial = x.new_empty((grid[0], 4, channels), dtype=torch.float32)
         bn.bn_statistics_kernel[grid](x, *_strides(x), partial, r, pixels, channels, **_options(config))
         return partial
 
@@ -67,7 +67,7 @@ def finalize(
     partial: Tensor | None = None,
     running: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Mean and variance into statistics (2, C), from partial sums or running ones unless they are there; returns fold (5, C)."""
+    """Mean and variance into statistics (2, C), unless they are there already; returns fold (5, C)."""
     channels = gamma.shape[0]
     fold = torch.empty((5, channels), dtype=torch.float32, device=gamma.device)
     source = "partial" if partial is not None else "running" if running is not None else "known"

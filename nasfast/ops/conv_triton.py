@@ -1,8 +1,9 @@
 """Launcher of chains of convolution, BatchNorm and activation on Triton: the counterpart of csrc/cpu/conv_bn_act.cpp.
 
 Every convolution's output is written once and read once forward. BatchNorm and activation of a stage are applied by the
-next one while it reads, statistics are summed by the stage that writes; backward likewise (schedule b of docs/method.md 6).
-An expansion is always stored: computing it again would need the stencil to read on-chip results, which Triton has not.
+next one while it reads, statistics are summed by the stage that writes; backward likewise (schedule b of docs/method.md
+6). An expansion is always stored: computing it again would need the stencil to read on-chip results, which Triton has
+not.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _geometries(
 
 
 class _Input(NamedTuple):
-    """Rows that a stage reads or whose gradient it makes: a tensor whose rows are `ld` and channels `step` elements apart."""
+    """Rows that a stage reads, or whose gradient it makes: `ld` elements apart, their channels `step`."""
 
     data: Tensor
     ld: int
@@ -80,6 +81,13 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+def _family(stage: _Geometry, y: Tensor) -> str:
+    """Tile sizes of a stage that is a matrix product."""
+    if stage.kernel > 1:
+        return "dense"
+    return "pointwise_fp32" if y.dtype == torch.float32 else "pointwise"
+
+
 def _forward_stage(
     stage: _Geometry, weight: Tensor, x: _Input, fold: Tensor | None, act: str, y: Tensor, *, statistics: bool
 ) -> Tensor:
@@ -88,7 +96,7 @@ def _forward_stage(
 
     def pointwise_launch(config: Config) -> Tensor:
         blocks = _cdiv(stage.rows, config.tile["BM"])
-        partial = y.new_empty((blocks if statistics else 0, 3, stage.out_channels), dtype=torch.float32)
+        partial = y.new_empty((blocks if statistics else 0, 4, stage.out_channels), dtype=torch.float32)
         pointwise.pointwise_forward_kernel[(blocks * _cdiv(stage.out_channels, config.tile["BN"]),)](
             x.data, x.ld, some, weight, y, partial, stage.rows, weight[0].numel(), stage.out_channels,
             *stage.size, *stage.out_size,
@@ -99,7 +107,7 @@ def _forward_stage(
 
     def depthwise_launch(config: Config) -> Tensor:
         tiles, tile = _tiles(stage.rows, stage.out_size, config)
-        partial = y.new_empty((tiles if statistics else 0, 3, stage.out_channels), dtype=torch.float32)
+        partial = y.new_empty((tiles if statistics else 0, 4, stage.out_channels), dtype=torch.float32)
         depthwise.depthwise_forward_kernel[(tiles * _cdiv(stage.out_channels, config.tile["CB"]),)](
             x.data, x.ld, some, weight, y, partial, *stage.size, *stage.out_size, stage.out_channels,
             XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
@@ -110,7 +118,7 @@ def _forward_stage(
     shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
     if stage.depthwise:
         return tuning.run("depthwise", "depthwise_forward", shape, y.device, depthwise_launch)
-    return tuning.run("pointwise", "pointwise_forward", shape, y.device, pointwise_launch)
+    return tuning.run(_family(stage, y), "pointwise_forward", shape, y.device, pointwise_launch)
 
 
 def _backward_stage(
@@ -127,7 +135,8 @@ def _backward_stage(
 ) -> Tensor:
     """Launch the input gradient of one convolution.
 
-    before: convolution output, fold and act of the stage before, of which dx then is dz; returns its partial sums, else empty.
+    before: convolution output, fold and act of the stage before, of which dx then is dz; returns its partial sums, else
+        empty.
     """
     before_y, before_fold, before_act = (y, fold, "identity") if before is None else before
     other = y if added is None else added
@@ -157,7 +166,7 @@ def _backward_stage(
     shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
     if stage.depthwise:
         return tuning.run("depthwise", "depthwise_backward", shape, y.device, depthwise_launch)
-    return tuning.run("pointwise", "pointwise_backward", shape, y.device, pointwise_launch)
+    return tuning.run(_family(stage, y), "pointwise_backward", shape, y.device, pointwise_launch)
 
 
 def _tiles(rows: int, size: tuple[int, int], config: Config) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The registered operators: two namespaces with the same schemas, and one fake kernel and autograd formula for both.
 
-`torch.ops.nasfast` comes with the compiled extension (csrc/library.cpp). `torch.ops.nasfast_triton` is made here where Triton
-can run, and has its schemas from the signatures of the launchers, so that it is there without a compiler too.
+`torch.ops.nasfast` comes with the compiled extension (csrc/library.cpp). `torch.ops.nasfast_triton` is made here where
+Triton can run, and has its schemas from the signatures of the launchers, so that it is there without a compiler too.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Which tile sizes a Triton kernel runs with: the default of its family, or what tuning found on this device.
 
-With NASFAST_TUNE=1 the first call of a kernel for a shape times every configuration of its family (`_triton/configs.py`) and
-keeps the fastest, in memory and in a JSON file per device in the cache folder. Without it that file is still used. Without
-either, and under the interpreter, nothing is timed and the default runs.
+With NASFAST_TUNE=1 the first call of a kernel for a shape times every configuration of its family
+(`_triton/configs.py`) and keeps the fastest, in memory and in a JSON file per device in the cache folder. Without it
+that file is still used. Without either, and under the interpreter, nothing is timed and the default runs.
 """
 
 import json

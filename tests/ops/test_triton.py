@@ -20,8 +20,8 @@ DEVICE = "cpu" if _triton.interpreted() else "cuda"
 pytestmark = pytest.mark.skipif(_triton.why_missing() is not None, reason=str(_triton.why_missing()))
 triton_chain = partial(ops.conv_bn_act_chain, backend="triton")
 
-# Under the interpreter every operation of every program is a NumPy call: maps and widths of a few programs, and one stride of
-# the kernels that have their own test of every width.
+# Under the interpreter every operation of every program is a NumPy call: maps and widths of a few programs, and one
+# stride of the kernels that have their own test of every width.
 SMALL = [
     case
     for case in POINTWISE + DEPTHWISE[::2] + CHAINS
@@ -31,7 +31,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Under the interpreter, tiles so wide that most cases are one program; the named tiles have a test of their own."""
+    """Under the interpreter, tiles so wide that most cases are one program; the named tiles have their own test."""
     if DEVICE == "cpu":
         from nasfast._triton.configs import FAMILIES, Config
 
@@ -78,10 +78,10 @@ def test_matches_float64_reference(case):
 
 
 @pytest.mark.parametrize(("kernel", "stride"), list(product((3, 5, 7), (1, 2))))
-def test_every_width(kernel, stride):
-    for width in (1, 2, 3, 4, 5, 8, 9, 17):
-        check(ChainCase((1, 3, 2, width), f"dw{kernel}s{stride}"))
-        check(ChainCase((1, 3, width, 1), f"dw{kernel}s{stride}!"))
+def test_small_and_odd_maps(kernel, stride):
+    for width in (1, 6, 17):
+        check(ChainCase((2, 3, 2, width), f"dw{kernel}s{stride}"))
+    check(ChainCase((1, 3, 9, 1), f"dw{kernel}s{stride}!"))
 
 
 SIXTEEN_BITS = BFLOAT16_CASES + [
@@ -92,7 +92,7 @@ SIXTEEN_BITS = BFLOAT16_CASES + [
 ]
 
 
-@pytest.mark.parametrize("case", [c for c in SIXTEEN_BITS if DEVICE == "cuda" or c.pixels <= 200], ids=str)
+@pytest.mark.parametrize("case", [c for c in SIXTEEN_BITS if DEVICE == "cuda" or c.pixels <= 150], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_16_bit_storage_is_no_worse_than_eager(case, dtype):
     ours, theirs = {}, {}
@@ -128,7 +128,7 @@ def test_bn_act_matches_float64_reference(case, act, training):
 
 
 def test_two_runs_are_equal_bit_for_bit():
-    case = ChainCase((3, 24, 9, 9), "pw72 dw5 pw24/identity", "x")
+    case = ChainCase((3, 8, 5, 5), "pw24 dw3 pw8/identity", "x")
     first, second = (run(case, case.draw_once()) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -186,24 +186,25 @@ def test_operators_pass_opcheck():
 def all_configs():
     from nasfast._triton.configs import FAMILIES
 
-    return [(family, name) for family in ("pointwise", "depthwise", "batch_norm") for name in FAMILIES[family]]
+    return [(family, name) for family, configs in FAMILIES.items() for name in configs]
 
 
 @pytest.mark.parametrize(("family", "name"), all_configs() if _triton.why_missing() is None else [])
 def test_every_configuration_gives_the_result_of_the_default(family, name, monkeypatch):
     from nasfast.ops import tuning
 
-    case = ChainCase((1, 24, 9, 10), "pw40/relu6 dw5s2/relu6 pw24/identity")
+    dtype = torch.float16 if family == "pointwise" else torch.float32
+    case = ChainCase((1, 3, 9, 10), "dense24k3 pw40/relu6 dw5s2/relu6 pw24/identity", x_grad=False, dtype=dtype)
     drawn = case.draw_once()
     want = run(case, drawn)
     configs = tuning.FAMILIES[family]
-    reordered = {name: configs[name], **configs}
-    monkeypatch.setitem(tuning.FAMILIES, family, reordered)
+    monkeypatch.setitem(tuning.FAMILIES, family, {name: configs[name], **configs})
     used = []
     monkeypatch.setattr(tuning, "run", functools.partial(_recording, used, tuning.run))
     got = run(case, drawn)
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-2}[dtype]
     for tensor, expected in zip(got.values(), want.values(), strict=True):
-        torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=tolerance)
     assert configs[name] in used
 
 
