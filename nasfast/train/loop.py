@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.config import ConfigBase, difference
-from nasfast.engine import StepResult, make_engine
+from nasfast.engine import Engine, StepResult, make_engine
 from nasfast.spaces import Sampler
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
@@ -142,6 +142,26 @@ class _State:
         return step, sums
 
 
+def _step(
+    engine: Engine,
+    optimizer: torch.optim.SGD,
+    x: Tensor,
+    y: Tensor,
+    paths: list[tuple[int, ...]] | None,
+    cfg: TrainConfig,
+) -> tuple[StepResult, Tensor]:
+    """One optimiser step; the gradients of several paths add up (FairNAS, algorithm 1).
+
+    Returns:
+        loss and correct predictions, and the gradient norm before clipping.
+    """
+    result = engine.forward_backward(x, y, paths)
+    used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = nn.utils.clip_grad_norm_(used, cfg.clip_norm or math.inf)
+    optimizer.step()
+    return result, norm.to(result.loss.device)
+
+
 class _Pending:
     """Results of steps as they are on the device: read together, because each read waits for the device."""
 
@@ -239,10 +259,7 @@ def train(
                         model, cfg.engine,
                         batch=tuple(x.shape), label_smoothing=cfg.label_smoothing, bf16=cfg.precision == "bf16",
                     )  # fmt: skip
-                result = engine.forward_backward(x, y, paths)
-                used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-                norm = nn.utils.clip_grad_norm_(used, cfg.clip_norm or math.inf)
-                optimizer.step()
+                result, norm = _step(engine, optimizer, x, y, paths, cfg)
                 step += 1
                 pending.add(step, len(y) * (1 if paths is None else len(paths)), result, norm)
                 epoch_ends = step % per_epoch == 0

@@ -73,7 +73,9 @@ def test_named_backend_that_cannot_serve_raises_with_its_reason(native):
         ops.resolve_backend("bn_act", X.double(), "cpu")
     with pytest.raises(RuntimeError, match="'cpu'.*serves CPU tensors, got one on meta"):
         ops.resolve_backend("bn_act", X.to("meta"), "cpu")
-    with pytest.raises(RuntimeError, match="this version has no cuda kernel for bn_act; choose from cpu, triton, reference"):
+    with pytest.raises(
+        RuntimeError, match="this version has no cuda kernel for bn_act; choose from cpu, triton, reference"
+    ):
         ops.resolve_backend("bn_act", X, "cuda")
 
 
