@@ -22,8 +22,8 @@ import torch
 from harness import positive, provenance, saved_bytes, write_json
 from torch import nn
 
-from nasfast.engine import GraphEngine
-from nasfast.floor import measure_machine, step_floor, trace
+from nasfast.engine import EagerEngine, GraphEngine
+from nasfast.floor import Machine, conv_floor, measure_machine, step_floor, trace
 from nasfast.projection import CARDS, kernels_of, passes_of, project
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet
@@ -155,9 +155,10 @@ def memory_of(variant: Variant, space: SearchSpace, path: Arch, batch: int) -> d
 class Session:
     """Parts with a deadline; a part that fails leaves its error in the file and the others run."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, out: Path | None, head: dict) -> None:
         self.end = time.monotonic() + seconds
-        self.rows: list[dict] = []
+        self.rows: list[dict] = [head]
+        self.out = out
 
     def part(self, name: str, needs: float, work: Callable[[], dict]) -> None:
         """Run `work` unless fewer than `needs` seconds are left."""
@@ -173,6 +174,8 @@ class Session:
             found = {"error": f"{type(error).__name__}: {error}"}
         found = {"part": name, "seconds": round(time.monotonic() - start, 1), **found}
         self.rows.append(found)
+        if self.out:  # after every part: what is cut short keeps what it has
+            write_json(self.out, self.rows)
         gc.collect()
         torch.cuda.empty_cache()
         torch.compiler.reset()
@@ -191,17 +194,22 @@ def show(found: dict) -> None:
 
 def bench_step(space: SearchSpace, path: Arch, batch: int, dtype: str, *, compiled: bool, rounds: int) -> dict:
     """Times of all variants, ratios of ours, and the floor."""
+    machine = measure_machine(DTYPES[dtype], device="cuda")
+    # fp32 is fp32 for all: PyTorch's convolutions would take tf32, ours and its matrix products do not
+    torch.backends.cudnn.allow_tf32 = False
     steps, errors = {}, {}
     for variant in step_variants(dtype, compiled=compiled):
         try:
-            steps[variant.name] = make(variant, space, path, batch)
+            step = make(variant, space, path, batch)
+            step()  # captures and compiles, and allocates what it needs
+            steps[variant.name] = step
         except Exception as error:
+            torch.cuda.empty_cache()
             errors[variant.name] = f"{type(error).__name__}: {error}"
     times = measure(steps, rounds=rounds)
     medians = {name: phases["step"]["median_ms"] for name, phases in times.items()}
     peers = {n: ms for n, ms in medians.items() if n.startswith("torch") and "all weights" not in n}
     best = min(peers, key=peers.get)
-    machine = measure_machine(DTYPES[dtype], device="cuda")
     traced = trace(lambda: StandaloneNetwork(space, path), (batch, 3, space.resolution, space.resolution))
     floor_ms = 1e3 * step_floor(traced, machine, DTYPES[dtype]).step
     ratios = {
@@ -237,14 +245,17 @@ def bench_kernels(space: SearchSpace, path: Arch, batch: int, dtype: str) -> dic
     step_ms = sum(ms for _, ms in kernels)
     projections = {name: project(passes, step_ms, machine, card, dtype) for name, card in CARDS.items()}
     some = next(iter(projections.values()))
+    # a machine of one byte a second and endless arithmetic
+    only_bytes, item = Machine(1.0, float("inf"), float("inf")), 2 if dtype == "bf16" else 4
+    bytes_moved = [conv_floor(p.conv, only_bytes, item, backward=p.backward) for p in passes]
     return {
         "kernel_ms": {name: {"total": sum(all_ms), "calls": len(all_ms)} for name, all_ms in total.items()},
         "passes": [
             {
                 "name": p.name, "ms": p.ms, "floor_ms": p.floor_ms, "fraction_of_floor": p.fraction,
-                "GB_per_s": p.floor_ms / p.ms * machine.bytes / 1e9,
+                "GB_per_s": moved / p.ms / 1e6,
             }
-            for p in some.passes
+            for p, moved in zip(some.passes, bytes_moved, strict=True)
         ],
         "projections_not_measured": {name: found.step_ms for name, found in projections.items()},
     }  # fmt: skip
@@ -267,15 +278,14 @@ def bench_random_paths(space: SearchSpace, batch: int, dtype: str, steps: int) -
         net.to(device="cuda", memory_format=torch.channels_last).train()
         if graphs:
             engine = GraphEngine(net, tuple(images.shape), bf16=bf16)
-            run = lambda path, engine=engine: engine.forward_backward(images, labels, [path])  # noqa: E731
         else:
-            run = lambda path, net=net: TrainingStep(net, images, labels, path=path, bf16=bf16)()  # noqa: E731
+            engine = EagerEngine(net, bf16=bf16)
         for path in paths:  # captures, kernels, algorithms
-            run(path)
+            engine.forward_backward(images, labels, [path])
         torch.cuda.synchronize()
         start = time.perf_counter()
         for path in paths:
-            run(path)
+            engine.forward_backward(images, labels, [path])
         torch.cuda.synchronize()
         rates[name] = batch * steps / (time.perf_counter() - start)
     return {"batch": batch, "steps": steps, "images_per_s": rates}
@@ -291,7 +301,8 @@ def main() -> None:
     args = parser.parse_args()
     space = get_space(args.space, resolution=64 if args.quick else None)
     path, batch = mean_path(space), 4 if args.quick else 32
-    session = Session(60 * args.minutes)
+    head = {"space": space.name, "path": list(path), "cards": {name: asdict(card) for name, card in CARDS.items()}}
+    session = Session(60 * args.minutes, args.out, head)
     with measuring():
         for dtype in ("bf16", "fp32"):
             session.part(
@@ -322,13 +333,7 @@ def main() -> None:
                     ),
                 )  # fmt: skip
     if args.out:
-        write_json(
-            args.out,
-            [
-                {"space": space.name, "path": list(path), "cards": {k: asdict(c) for k, c in CARDS.items()}},
-                *session.rows,
-            ],
-        )
+        write_json(args.out, session.rows)
         print(f"written: {args.out}; {provenance()['gpu']}")
 
 

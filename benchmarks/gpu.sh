@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Build with CUDA, run the GPU tests, measure, and write one JSON file. Needs a CUDA GPU, and in the Python named by PYTHON
-# (default python3) torch >= 2.11 with CUDA, Triton, pybind11, cmake, ninja, pytest; no network.
+# Build with CUDA, run the GPU tests, measure, and write one JSON file, after every part. Needs a CUDA GPU, and in the Python
+# named by PYTHON (default python3) torch >= 2.11 with CUDA, Triton, the dependencies of pyproject.toml, pybind11, cmake,
+# ninja, pytest and hypothesis; no network. A relative FILE is relative to the repository.
 #
 #     bash benchmarks/gpu.sh [--out FILE] [--minutes N] [--skip-tests]
 set -euo pipefail
@@ -28,7 +29,7 @@ print(torch.cuda.get_device_name(), "torch", torch.__version__)'
 NASFAST_NATIVE=ON NASFAST_CUDA=AUTO "$python" setup.py build_ext --inplace
 ln -sfn ../kernels/triton nasfast/_triton
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-"$python" -m nasfast.cli doctor
+"$python" -c 'from nasfast.doctor import doctor; print(doctor())'
 if ((tests)); then
   "$python" -m pytest -q tests/ops/test_triton.py tests/engine tests/train/test_loop.py tests/test_profile.py || echo "gpu.sh: tests FAILED"
 fi

@@ -81,8 +81,7 @@ class ProfileReport:
         layers: in the order of the forward pass; the last row is what belongs to no layer.
         trace: the Chrome trace; None with the tracer `nvtx`, which fills no table either.
         nsys, ncu: command lines that record the same ranges under nsys, and every kernel's counters under ncu, on a
-            machine
-            with a GPU.
+            machine with a GPU.
     """
 
     title: str

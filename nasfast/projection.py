@@ -115,8 +115,7 @@ def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
     Args:
         kernels: name and ms, in the order they ran.
         found: the same network, traced; forward runs its convolutions in order and backward in reverse, perhaps without
-            the
-            first ones.
+            the first ones.
 
     Raises:
         ConfigError: the forward passes are not those of the trace, as with convolutions that are PyTorch's.

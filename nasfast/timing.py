@@ -134,6 +134,10 @@ class TrainingStep:
         return {"forward": middle - start, "backward": end - middle, "step": end - start}
 
     def _on_cuda(self) -> dict[str, float]:
+        with torch.cuda.device(self.images.device):
+            return self._between_events()
+
+    def _between_events(self) -> dict[str, float]:
         # events, because a synchronisation between the phases would forbid the launches of backward to run ahead
         start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         torch.cuda.synchronize(self.images.device)

@@ -1,10 +1,11 @@
 """What the kernels share: activations, BatchNorm seen from its producer and its consumer, partial sums.
 
 All tensors of pixels are rows (a pixel of an image of the batch) of channels, as NHWC has them. BatchNorm's numbers
-come as float32 rows of one (5, C) array, `fold`: center, scale, shift, slope, offset. With d = y - center,
+come as float32 rows of one (5, C) array, `fold`: center, scale, shift, slope, offset. With d = y - center, subtracted
+first so that the mean may be large,
 
-    z  = d * scale + shift                       normalised and scaled; center is subtracted first, so that the mean may
-    be large dy = dz * scale + d * slope + offset         gradient behind BatchNorm, from dz = grad * act'(z)
+    z  = d * scale + shift                    normalised and scaled
+    dy = dz * scale + d * slope + offset      gradient behind BatchNorm, from dz = grad * act'(z)
 
 Only the first three rows are there in forward. A sum over pixels is made of one partial sum per program, in a fixed
 order and without atomics, which bn.py adds: two runs agree bit for bit.

@@ -71,7 +71,8 @@ def depthwise_forward_kernel(
                 v = tl.where(inside, normalize(v, center, scale, shift, ACT), 0.0)
             tap = (c * KERNEL * KERNEL + kx)[None, :] + (ky * KERNEL)[:, None]
             w = tl.load(weight + tap, mask=reaches[:, None] & exists[None, :], other=0.0).to(tl.float32)
-            acc += v[None, :, :] * w[:, None, :]
+            # where the stencil does not reach, not even NaN
+            acc += tl.where(reaches[:, None, None], v[None, :, :] * w[:, None, :], 0.0)
     pixel, valid = _pixels(image, first, columns, OH, OW, TH, TW)
     stored = tl.reshape(acc, (TH * TW, CB)).to(y.dtype.element_ty)
     tl.store(y + pixel[:, None] * C + c[None, :], stored, mask=valid[:, None] & exists[None, :])
@@ -111,7 +112,7 @@ def depthwise_backward_kernel(
             dy = tl.where(inside, gradient_behind(g, v, center, scale, shift, slope, offset, ACT), 0.0)
             tap = (c * KERNEL * KERNEL + kx)[None, :] + (ky * KERNEL)[:, None]
             w = tl.load(weight + tap, mask=reaches[:, None] & exists[None, :], other=0.0).to(tl.float32)
-            acc += dy[None, :, :] * w[:, None, :]
+            acc += tl.where(reaches[:, None, None], dy[None, :, :] * w[:, None, :], 0.0)
     pixel, valid = _pixels(image, first, columns, H, W, TH, TW)
     out = tl.reshape(acc, (TH * TW, CB))
     mask = valid[:, None] & exists[None, :]

@@ -28,7 +28,7 @@ def pointwise_forward_kernel(
     """y (M, N) = act(bn(x)) weight^T, weight (N, K), and partial (row blocks, 4, N) of y.
 
     KERNEL 1: row m of x starts at m * ldx, its channels are XSTEP apart. Otherwise the stage is dense, with padding
-    KERNEL // 2: K = channels * KERNEL^2, ordered as the weight's (channel, ky, kx), and ldx is the number of channels.
+    KERNEL // 2: K = channels * KERNEL^2, ordered as the weight's (channel, ky, kx).
     """
     blocks_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
@@ -47,7 +47,7 @@ def pointwise_forward_kernel(
             ix = (m % OW)[:, None] * STRIDE - KERNEL // 2 + (k % KERNEL)[None, :]
             inside = valid[:, None] & (k < K)[None, :] & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
             pixel = ((m // (OH * OW))[:, None] * H + iy) * W + ix
-            a = tl.load(x + pixel * ldx + channel[None, :], mask=inside, other=0.0)
+            a = tl.load(x + pixel * ldx + channel[None, :] * XSTEP, mask=inside, other=0.0)
         if FOLDED:
             center, scale, shift = forward_fold(fold, k, K)
             a = normalize(a, center, scale, shift, ACT).to(x.dtype.element_ty)

@@ -71,7 +71,8 @@ class CudaCapture:
             replays = []
             for function in functions:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+                # other threads, such as one that pins memory for a loader, may go on
+                with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
                     function()
                 replays.append(graph.replay)
         return replays
@@ -89,7 +90,9 @@ class EagerCapture:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a GraphEngine will hold, in bytes, counted on fake tensors before anything is allocated.
+    """What a GraphEngine will hold at least, in bytes, counted on fake tensors before anything is allocated.
+
+    The gradients inside a candidate come on top while it is captured, up to about as much again as it keeps.
 
     Attributes:
         boundaries: activations between layers and their gradients.
@@ -194,6 +197,7 @@ class GraphEngine:
         batch: shape (N, C, H, W) of the images.
         label_smoothing, bf16: as of `EagerEngine`.
         capture: how to capture; None for CUDA graphs.
+        strict: raise when a candidate cannot be captured; otherwise say so once and go on eagerly.
 
     Raises:
         EngineError: the network is not on a CUDA device (without `capture`), or the plan does not fit its free memory.
@@ -204,6 +208,7 @@ class GraphEngine:
     label_smoothing: float = 0.0
     bf16: bool = False
     capture: Capture | None = None
+    strict: bool = True
     plan: MemoryPlan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -254,7 +259,7 @@ class GraphEngine:
     def _make_plan(self) -> tuple[list[tuple[torch.Size, torch.dtype]], MemoryPlan]:
         """Shapes and types of the boundaries, and the bytes of everything, from a run on fake tensors."""
         boundaries, arenas = [], []
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(self.batch, device=self.device).contiguous(memory_format=torch.channels_last)
             for i, (_, choices) in enumerate(self._modules()):
                 results, kept = [], []
@@ -272,7 +277,6 @@ class GraphEngine:
                 widest = torch.float32 if torch.float32 in types and i > 0 and len(types) > 1 else results[0].dtype
                 x = results[0].to(widest)
                 boundaries.append((x.shape, widest))
-            del fake
         boundaries.pop()  # the logits
         sizes = sum(2 * math.prod(shape) * dtype.itemsize for shape, dtype in boundaries)
         gradients = sum(p.numel() * p.element_size() for p in self._trainable)
@@ -288,13 +292,16 @@ class GraphEngine:
         self.correct = torch.empty((), dtype=torch.long, device=self.device)
         self.gradients = torch.zeros(sum(p.numel() for p in self._trainable), device=self.device)
         pieces = self.gradients.split([p.numel() for p in self._trainable])
-        self._slots = {p: piece.view_as(p) for p, piece in zip(self._trainable, pieces, strict=True)}
+        # laid out as the parameters, as eager gradients are
+        self._slots = {
+            p: piece.as_strided(p.shape, p.stride()) for p, piece in zip(self._trainable, pieces, strict=True)
+        }
         layers = self._modules()
         # a boundary's gradient is needed if something before it trains
         trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in layers]
         self._activations = [self.images, *(empty(*b) for b in boundaries)]
         self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
-        self._segments = [{} for _ in layers]
+        self._segments: list[dict[int | None, _Segment]] | None = [{} for _ in layers]
         self._pools = [self.capture.pool() for _ in layers]
         self._layers = layers
 
@@ -329,8 +336,12 @@ class GraphEngine:
             functions = [segment.forward]
         else:
             segment = _Segment(**common, target=self._activations[i + 1], target_grad=self._gradients[i])
-            functions = [segment.forward] + [segment.backward] * (segment.target_grad is not None)
-        replays = self.capture.capture(functions, self._pools[i])
+            wanted = segment.target_grad is not None and (segment.source_grad is not None or parameters)
+            functions = [segment.forward] + [segment.backward] * bool(wanted)
+        try:
+            replays = self.capture.capture(functions, self._pools[i])
+        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+            raise EngineError(f"choice {choice} of layer {i - 1} could not be captured: {error}") from error
         segment.release()  # what was captured is the pool's now, and the next candidate's
         segment.forward_replay = replays[0]
         segment.backward_replay = replays[1] if len(replays) > 1 else None
@@ -339,11 +350,19 @@ class GraphEngine:
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`; a batch of another shape than was captured, as the last of an epoch may be, runs eagerly."""
-        if tuple(x.shape) != tuple(self.batch):
-            return EagerEngine(self.net, self.label_smoothing, self.bf16).forward_backward(x, y, paths)
+        eager = EagerEngine(self.net, self.label_smoothing, self.bf16)
+        if tuple(x.shape) != tuple(self.batch) or self._segments is None:
+            return eager.forward_backward(x, y, paths)
         checked = [self.net.space.check(path) for path in paths]
         # capturing runs the segments, so it comes before anything is summed
-        steps = [[self._segment(i, choice) for i, choice in enumerate([None, *path, None])] for path in checked]
+        try:
+            steps = [[self._segment(i, choice) for i, choice in enumerate([None, *path, None])] for path in checked]
+        except EngineError as error:
+            if self.strict:
+                raise
+            _logger.warning("goes on without CUDA graphs: %s", error)
+            self._segments = None  # and with them the memory they hold
+            return eager.forward_backward(x, y, paths)
         self.images.copy_(x)
         self.labels.copy_(y)
         self.gradients.zero_()
@@ -391,6 +410,8 @@ def _count_saved() -> Iterator[Callable[[], int]]:
     saved: dict[int, tuple[Tensor, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor  # it is there anyway
         # kept alive, so that no two storages have one address
         saved[tensor.untyped_storage()._cdata] = (tensor, tensor.untyped_storage().nbytes())
         return tensor
@@ -419,7 +440,7 @@ def make_engine(model: nn.Module, name: str, *, batch: tuple[int, ...], label_sm
     try:
         if not isinstance(model, Supernet):
             raise EngineError(f"graphs are captured per candidate of a Supernet, got {type(model).__name__}")
-        return GraphEngine(model, tuple(batch), label_smoothing, bf16)
+        return GraphEngine(model, tuple(batch), label_smoothing, bf16, strict=name == "graphs")
     except (EngineError, torch.cuda.OutOfMemoryError) as error:
         if name == "graphs":
             raise

@@ -15,6 +15,8 @@ def why_missing() -> str | None:
     """Why the Triton backend cannot run in this process; None when it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton (Linux, x86-64 or aarch64)"
+    if importlib.util.find_spec("nasfast._triton") is None:
+        return "its kernels are not installed: run pip install --no-build-isolation -e . again"
     if interpreted():
         return None
     if torch.version.cuda is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -16,8 +19,19 @@ def rows_of(image: Tensor) -> Tensor:
     return image.as_strided((n * height * width, channels), (channels, 1))
 
 
-def _cdiv(a: int, b: int) -> int:
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
+
+
+@contextmanager
+def on_device_of(x: Tensor) -> Iterator[None]:
+    """Triton launches on the current device, whatever its arguments are on."""
+    if x.is_cuda:
+        with torch.cuda.device(x.device):
+            yield
+    else:
+        yield
 
 
 def _geometry(x: Tensor) -> tuple[int, int, int]:
@@ -38,10 +52,11 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def _grid(config: Config, rows: int, channels: int) -> tuple[int, int]:
-    return _cdiv(rows, config.tile["ROWS"]), _cdiv(channels, config.tile["CHANNELS"])
+    return cdiv(rows, config.tile["ROWS"]), cdiv(channels, config.tile["CHANNELS"])
 
 
-def _options(config: Config) -> dict[str, int]:
+def options(config: Config) -> dict[str, int]:
+    """Keyword arguments of a launch with these tiles."""
     return {**config.tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
@@ -52,7 +67,7 @@ def statistics_of(x: Tensor) -> Tensor:
     def launch(config: Config) -> Tensor:
         grid = _grid(config, r, channels)
         partial = x.new_empty((grid[0], 4, channels), dtype=torch.float32)
-        bn.bn_statistics_kernel[grid](x, *_strides(x), partial, r, pixels, channels, **_options(config))
+        bn.bn_statistics_kernel[grid](x, *_strides(x), partial, r, pixels, channels, **options(config))
         return partial
 
     return tuning.run("batch_norm", "bn_statistics", (str(x.dtype), r, channels), x.device, launch)
@@ -75,9 +90,9 @@ def finalize(
     mean, var = running or (fold, fold)
 
     def launch(config: Config) -> None:
-        bn.bn_finalize_kernel[(_cdiv(channels, config.tile["CHANNELS"]),)](
+        bn.bn_finalize_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
             partial, partial.shape[0], statistics, mean, var, gamma, beta, eps, fold, channels,
-            BATCH=source, **_options(config),
+            BATCH=source, **options(config),
         )  # fmt: skip
 
     tuning.run("finalize", "bn_finalize", (channels,), gamma.device, launch)
@@ -102,9 +117,9 @@ def backward_finalize(
     dbias = gamma.new_empty(channels if want_bias else 0)
 
     def launch(config: Config) -> None:
-        bn.bn_backward_finalize_kernel[(_cdiv(channels, config.tile["CHANNELS"]),)](
+        bn.bn_backward_finalize_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
             partial, partial.shape[0], statistics, gamma, eps, dweight, dbias, fold, rows, channels,
-            BATCH=batch_statistics, WANT_GAMMA=want_weight, WANT_BETA=want_bias, **_options(config),
+            BATCH=batch_statistics, WANT_GAMMA=want_weight, WANT_BETA=want_bias, **options(config),
         )  # fmt: skip
 
     tuning.run("finalize", "bn_backward_finalize", (channels,), gamma.device, launch)
@@ -122,7 +137,7 @@ def apply(
         bn.bn_act_kernel[_grid(config, r, channels)](
             y, *_strides(y), fold, added, *_strides(added), out, *_strides(out), y if even is None else even,
             r, pixels, channels,
-            ACT=act, RESIDUAL=residual is not None, SHUFFLE=even is not None, **_options(config),
+            ACT=act, RESIDUAL=residual is not None, SHUFFLE=even is not None, **options(config),
         )  # fmt: skip
 
     tuning.run("batch_norm", "bn_act", (str(y.dtype), r, channels), y.device, launch)
@@ -136,7 +151,7 @@ def reduce_gradient(grad: Tensor, y: Tensor, fold: Tensor, act: str) -> Tensor:
         grid = _grid(config, r, channels)
         partial = y.new_empty((grid[0], 2, channels), dtype=torch.float32)
         bn.bn_act_reduce_kernel[grid](
-            grad, *_strides(grad), y, *_strides(y), fold, partial, r, pixels, channels, ACT=act, **_options(config)
+            grad, *_strides(grad), y, *_strides(y), fold, partial, r, pixels, channels, ACT=act, **options(config)
         )
         return partial
 
@@ -149,7 +164,7 @@ def _backward_apply(grad: Tensor, y: Tensor, fold: Tensor, act: str, dx: Tensor)
     def launch(config: Config) -> None:
         bn.bn_act_backward_kernel[_grid(config, r, channels)](
             grad, *_strides(grad), y, *_strides(y), fold, dx, *_strides(dx), r, pixels, channels,
-            ACT=act, **_options(config),
+            ACT=act, **options(config),
         )  # fmt: skip
 
     tuning.run("batch_norm", "bn_act_backward", (str(y.dtype), r, channels), y.device, launch)
@@ -160,7 +175,7 @@ def merge_shuffled(grad: Tensor, dx: Tensor, channels: int) -> None:
     r = dx.shape[0]
 
     def launch(config: Config) -> None:
-        bn.shuffle_merge_kernel[_grid(config, r, channels)](grad, dx, r, channels, **_options(config))
+        bn.shuffle_merge_kernel[_grid(config, r, channels)](grad, dx, r, channels, **options(config))
 
     tuning.run("batch_norm", "shuffle_merge", (str(dx.dtype), r, channels), dx.device, launch)
 
@@ -181,12 +196,13 @@ def bn_act_fwd(
     """y, mean, var; see csrc/library.cpp."""
     batch = running_mean is None
     statistics = torch.empty((2, x.shape[1]), dtype=torch.float64, device=x.device)
-    if batch:
-        fold = finalize(statistics, weight, bias, eps, partial=statistics_of(x))
-    else:
-        fold = finalize(statistics, weight, bias, eps, running=(running_mean, running_var))
     y = torch.empty_like(x)
-    apply(x, fold, act, y, residual=residual)
+    with on_device_of(x):
+        if batch:
+            fold = finalize(statistics, weight, bias, eps, partial=statistics_of(x))
+        else:
+            fold = finalize(statistics, weight, bias, eps, running=(running_mean, running_var))
+        apply(x, fold, act, y, residual=residual)
     nothing = statistics.new_empty(0)
     return (y, statistics[0].clone(), statistics[1].clone()) if batch else (y, nothing, nothing.clone())
 
@@ -207,13 +223,13 @@ def bn_act_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias; see csrc/library.cpp."""
     statistics = torch.stack((mean.double(), var.double()))
-    fold = finalize(statistics, weight, bias, eps)
-    partial = reduce_gradient(grad, x, fold, act)
-    dweight, dbias = backward_finalize(
-        partial, statistics, weight, eps, fold, x.numel() // x.shape[1],
-        batch_statistics=batch_statistics, want_weight=want_weight, want_bias=want_bias,
-    )  # fmt: skip
     dx = torch.empty_like(x) if want_x else x.new_empty(0)
-    if want_x:
-        _backward_apply(grad, x, fold, act, dx)
+    with on_device_of(x):
+        fold = finalize(statistics, weight, bias, eps)
+        dweight, dbias = backward_finalize(
+            reduce_gradient(grad, x, fold, act), statistics, weight, eps, fold, x.numel() // x.shape[1],
+            batch_statistics=batch_statistics, want_weight=want_weight, want_bias=want_bias,
+        )  # fmt: skip
+        if want_x:
+            _backward_apply(grad, x, fold, act, dx)
     return dx, dweight, dbias

@@ -156,13 +156,17 @@ def _run(
         odd = x[:, 1::2]
         if _native_count(name, odd, stages) == len(stages):
             return conv_native.conv_bn_act(x, stages, residual=None, shuffle=True, backend=name)
-        return torch.cat((x[:, 0::2], _run(op, odd, stages, None, name)), dim=1)
+        return torch.cat((x[:, 0::2], _run(op, odd, stages, None, backend)), dim=1)
     while stages:
         count = _native_count(name, x, stages)
-        run = conv_native.conv_bn_act if count else _by_torch_conv
-        count = max(count, 1)
-        x = run(x, stages[:count], residual=residual if count == len(stages) else None, backend=name)
-        stages = stages[count:]
+        here = stages[: max(count, 1)]
+        added = residual if len(here) == len(stages) else None
+        if count:
+            x = conv_native.conv_bn_act(x, here, residual=added, backend=name)
+        else:
+            # the convolution's type may be one that only another backend has
+            x = _by_torch_conv(x, here, residual=added, backend=backend)
+        stages = stages[len(here) :]
     return x
 
 
@@ -206,7 +210,7 @@ def native_place(weight: Tensor, stride: int, padding: int, groups: int) -> str 
     return "first" if weight[0].numel() <= _MAX_PATCH else None
 
 
-def _by_torch_conv(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, backend: str) -> Tensor:
+def _by_torch_conv(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, backend: str | None) -> Tensor:
     """One stage on PyTorch's convolution and `bn_act`."""
     (stage,) = stages
     params = stage.params

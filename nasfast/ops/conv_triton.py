@@ -8,8 +8,6 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from nasfast._triton import depthwise, pointwise
 from nasfast._triton.configs import Config, tile_width
 from nasfast.ops import bn_triton, tuning
-from nasfast.ops.bn_triton import rows_of
+from nasfast.ops.bn_triton import cdiv, on_device_of, options, rows_of
 
 
 class _Geometry(NamedTuple):
@@ -60,20 +58,12 @@ def _geometries(
     return stages, saved
 
 
-class _Input(NamedTuple):
-    """Rows that a stage reads, or whose gradient it makes: `ld` elements apart, their channels `step`."""
+class _Rows(NamedTuple):
+    """Rows that a stage reads or writes: `ld` elements apart, their channels `step`."""
 
     data: Tensor
     ld: int
     step: int = 1
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _options(config: Config) -> dict[str, int]:
-    return {**config.tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def _precision() -> str:
@@ -89,29 +79,29 @@ def _family(stage: _Geometry, y: Tensor) -> str:
 
 
 def _forward_stage(
-    stage: _Geometry, weight: Tensor, x: _Input, fold: Tensor | None, act: str, y: Tensor, *, statistics: bool
+    stage: _Geometry, weight: Tensor, x: _Rows, fold: Tensor | None, act: str, y: Tensor, *, statistics: bool
 ) -> Tensor:
     """Launch one convolution; returns its partial statistics, empty unless wanted."""
     some = y if fold is None else fold
 
     def pointwise_launch(config: Config) -> Tensor:
-        blocks = _cdiv(stage.rows, config.tile["BM"])
+        blocks = cdiv(stage.rows, config.tile["BM"])
         partial = y.new_empty((blocks if statistics else 0, 4, stage.out_channels), dtype=torch.float32)
-        pointwise.pointwise_forward_kernel[(blocks * _cdiv(stage.out_channels, config.tile["BN"]),)](
+        pointwise.pointwise_forward_kernel[(blocks * cdiv(stage.out_channels, config.tile["BN"]),)](
             x.data, x.ld, some, weight, y, partial, stage.rows, weight[0].numel(), stage.out_channels,
             *stage.size, *stage.out_size,
             XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
-            STATISTICS=statistics, PRECISION=_precision(), **_options(config),
+            STATISTICS=statistics, PRECISION=_precision(), **options(config),
         )  # fmt: skip
         return partial
 
     def depthwise_launch(config: Config) -> Tensor:
         tiles, tile = _tiles(stage.rows, stage.out_size, config)
         partial = y.new_empty((tiles if statistics else 0, 4, stage.out_channels), dtype=torch.float32)
-        depthwise.depthwise_forward_kernel[(tiles * _cdiv(stage.out_channels, config.tile["CB"]),)](
+        depthwise.depthwise_forward_kernel[(tiles * cdiv(stage.out_channels, config.tile["CB"]),)](
             x.data, x.ld, some, weight, y, partial, *stage.size, *stage.out_size, stage.out_channels,
             XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
-            STATISTICS=statistics, TW=tile, **_options(config),
+            STATISTICS=statistics, TW=tile, **options(config),
         )  # fmt: skip
         return partial
 
@@ -124,11 +114,11 @@ def _forward_stage(
 def _backward_stage(
     stage: _Geometry,
     weight: Tensor,
-    grad: _Input,
+    grad: _Rows,
     y: Tensor,
     fold: Tensor,
     act: str,
-    dx: _Input,
+    dx: _Rows,
     *,
     before: tuple[Tensor, Tensor, str] | None,
     added: Tensor | None,
@@ -142,24 +132,24 @@ def _backward_stage(
     other = y if added is None else added
 
     def pointwise_launch(config: Config) -> Tensor:
-        blocks = _cdiv(stage.rows, config.tile["BM"])
+        blocks = cdiv(stage.rows, config.tile["BM"])
         partial = y.new_empty((0 if before is None else blocks, 2, stage.in_channels), dtype=torch.float32)
-        pointwise.pointwise_backward_kernel[(blocks * _cdiv(stage.in_channels, config.tile["BN"]),)](
+        pointwise.pointwise_backward_kernel[(blocks * cdiv(stage.in_channels, config.tile["BN"]),)](
             grad.data, grad.ld, y, fold, weight, dx.data, dx.ld, before_y, before_fold, partial, other,
             stage.rows, stage.out_channels, stage.in_channels,
             XSTEP=dx.step, ACT=act, FOLDED=before is not None, ACT_BEFORE=before_act, ADDED=added is not None,
-            PRECISION=_precision(), **_options(config),
+            PRECISION=_precision(), **options(config),
         )  # fmt: skip
         return partial
 
     def depthwise_launch(config: Config) -> Tensor:
         tiles, tile = _tiles(stage.in_rows, stage.size, config)
         partial = y.new_empty((0 if before is None else tiles, 2, stage.in_channels), dtype=torch.float32)
-        depthwise.depthwise_backward_kernel[(tiles * _cdiv(stage.in_channels, config.tile["CB"]),)](
+        depthwise.depthwise_backward_kernel[(tiles * cdiv(stage.in_channels, config.tile["CB"]),)](
             grad.data, grad.ld, y, fold, weight, dx.data, dx.ld, before_y, before_fold, partial, other,
             *stage.size, *stage.out_size, stage.in_channels,
             XSTEP=dx.step, KERNEL=stage.kernel, STRIDE=stage.stride, ACT=act, FOLDED=before is not None,
-            ACT_BEFORE=before_act, ADDED=added is not None, TW=tile, **_options(config),
+            ACT_BEFORE=before_act, ADDED=added is not None, TW=tile, **options(config),
         )  # fmt: skip
         return partial
 
@@ -173,17 +163,7 @@ def _tiles(rows: int, size: tuple[int, int], config: Config) -> tuple[int, int]:
     """Number of tiles of a batch of maps, and their width."""
     height, width = size
     tile = tile_width(width)
-    return rows // (height * width) * _cdiv(height, config.tile["TH"]) * _cdiv(width, tile), tile
-
-
-@contextmanager
-def _on(x: Tensor) -> Iterator[None]:
-    """Triton launches on the current device, whatever its arguments are on."""
-    if x.is_cuda:
-        with torch.cuda.device(x.device):
-            yield
-    else:
-        yield
+    return rows // (height * width) * cdiv(height, config.tile["TH"]) * cdiv(width, tile), tile
 
 
 def _piece(saved: Tensor, stage: _Geometry) -> Tensor:
@@ -192,6 +172,11 @@ def _piece(saved: Tensor, stage: _Geometry) -> Tensor:
 
 def _statistics(statistics: Tensor, stage: _Geometry) -> Tensor:
     return statistics[stage.statistics_at : stage.statistics_at + 2 * stage.out_channels]
+
+
+def _refuse_recompute(recompute: bool) -> None:
+    if recompute:
+        raise ValueError("conv_bn_act: the Triton kernels keep every stage's result: recompute must be false")
 
 
 def conv_bn_act_fwd(
@@ -211,6 +196,7 @@ def conv_bn_act_fwd(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, saved, statistics; see csrc/library.cpp. `recompute` must be false."""
+    _refuse_recompute(recompute)
     stages, size = _geometries(list(x.shape), conv_weights, strides, shuffle)
     last = stages[-1]
     names = acts.split(",")
@@ -221,9 +207,9 @@ def conv_bn_act_fwd(
         dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
     )  # fmt: skip
     rows = rows_of(x)
-    given = _Input(rows[:, 1:], x.shape[1], 2) if shuffle else _Input(rows, x.shape[1])
+    given = _Rows(rows[:, 1:], x.shape[1], 2) if shuffle else _Rows(rows, x.shape[1])
     fold, act, y = None, "identity", None
-    with _on(x):
+    with on_device_of(x):
         for i, stage in enumerate(stages):
             y = _piece(saved, stage) if keep else x.new_empty(stage.rows * stage.out_channels)
             batch = running_means[i].numel() == 0
@@ -233,7 +219,7 @@ def conv_bn_act_fwd(
                 _statistics(statistics, stage), bn_weights[i], bn_biases[i], eps[i],
                 partial=partial if batch else None, running=running,
             )  # fmt: skip
-            given, act = _Input(y, stage.out_channels), names[i]
+            given, act = _Rows(y, stage.out_channels), names[i]
         added = x if add_input else residual
         target = rows_of(out)
         bn_triton.apply(
@@ -262,6 +248,7 @@ def conv_bn_act_bwd(
     wants: list[bool],
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp. `recompute` must be false."""
+    _refuse_recompute(recompute)
     stages, _ = _geometries(shape, conv_weights, strides, shuffle)
     names = acts.split(",")
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
@@ -287,7 +274,7 @@ def conv_bn_act_bwd(
             batch_statistics=batch_statistics[i], want_weight=want_weights[i], want_bias=want_biases[i],
         )  # fmt: skip
 
-    with _on(saved):
+    with on_device_of(saved):
         folds = [
             bn_triton.finalize(_statistics(statistics, stage), bn_weights[i], bn_biases[i], eps[i])
             for i, stage in enumerate(stages[stop:], stop)
@@ -299,16 +286,16 @@ def conv_bn_act_bwd(
             bn_triton.reduce_gradient(result_grad, ys[-1].view(-1, channels), folds[-1], names[-1]),
             folds[-1],
         )
-        gradient, act = _Input(result_grad, grad.shape[1]), names[-1]
+        gradient, act = _Rows(result_grad, grad.shape[1]), names[-1]
         # the first stage's own convolution is only in the way of x
         for i in range(len(stages) - 1, -1 if want_x else stop, -1):
             stage = stages[i]
             if i == 0:
                 rows = rows_of(dx)
-                target = _Input(rows[:, 1:], shape[1], 2) if shuffle else _Input(rows, shape[1])
+                target = _Rows(rows[:, 1:], shape[1], 2) if shuffle else _Rows(rows, shape[1])
                 before = None
             else:
-                target = _Input(saved.new_empty(stage.in_rows * stage.in_channels), stage.in_channels)
+                target = _Rows(saved.new_empty(stage.in_rows * stage.in_channels), stage.in_channels)
                 before = (ys[i - 1], folds[i - 1], names[i - 1])
             partial = _backward_stage(
                 stage, conv_weights[i], gradient, ys[i], folds[i], act, target,

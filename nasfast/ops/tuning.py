@@ -46,7 +46,7 @@ def run(
             and not torch.cuda.is_current_stream_capturing()
         ):
             found = min(configs, key=lambda name: _milliseconds(lambda: launch(configs[name])))
-            table[key] = found
+            table |= {**_read(_path(device.index)), key: found}  # others may have written meanwhile
             write_atomic(_path(device.index), json.dumps(table, indent=1, sort_keys=True).encode())
         name = found if found in configs else name
     return launch(configs[name])
@@ -74,6 +74,10 @@ def _path(device_index: int) -> Path:
 
 @cache
 def _table(path: Path) -> dict[str, str]:
+    return _read(path)
+
+
+def _read(path: Path) -> dict[str, str]:
     try:
         table = json.loads(path.read_text())
     except (OSError, ValueError):  # a file that cannot be read is measured again

@@ -225,7 +225,9 @@ def train(
     optimizer = make_optimizer(model, cfg)
     state = _State(model, optimizer, sampler, fingerprint)
     folder = CheckpointFolder(run_dir / "checkpoints", prefix or stage.replace("/", "-"), keep=cfg.keep_checkpoints)
-    settings = {"stage": stage, "train": cfg.to_dict(), "batches_per_epoch": len(loader), **(settings or {})}
+    # how a step is executed does not change what it computes
+    trained = {name: value for name, value in cfg.to_dict().items() if name != "engine"}
+    settings = {"stage": stage, "train": trained, "batches_per_epoch": len(loader), **(settings or {})}
     per_epoch, total = len(loader), cfg.epochs * len(loader)
     step, sums = 0, _Sums()
     if resume:
@@ -244,7 +246,7 @@ def train(
             f"({folder.prefix}-*.safetensors), or choose another run directory (--out, run_dir)"
         )
 
-    engine, pending = None, _Pending()
+    engine, largest, pending = None, 0, _Pending()
     with TrainLog(run_dir, stage, step=step, total=total) as log:
         clock, seen = time.monotonic(), 0
         while step < total:
@@ -254,7 +256,8 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 paths = None if sampler is None else sampler.step()
-                if engine is None:
+                if len(x) > largest:  # a resumed run may begin with the short batch that ends an epoch
+                    largest = len(x)
                     engine = make_engine(
                         model, cfg.engine,
                         batch=tuple(x.shape), label_smoothing=cfg.label_smoothing, bf16=cfg.precision == "bf16",
@@ -266,11 +269,11 @@ def train(
                 saves = step == total or (step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends)
                 # without a device to wait for, every step is looked at when it is made
                 if x.device.type == "cpu" or step % cfg.log_every == 0 or epoch_ends or saves:
-                    for at, images, loss, correct, norm in pending.read():
-                        if not (math.isfinite(loss) and math.isfinite(norm)):
+                    for at, images, loss, correct, length in pending.read():
+                        if not (math.isfinite(loss) and math.isfinite(length)):
                             kept = folder.paths()[-1:] or ["none yet"]
                             raise TrainingDivergedError(
-                                f"{stage}: loss {loss}, gradient norm {norm} at step {at} of {total}; stopped. "
+                                f"{stage}: loss {loss}, gradient norm {length} at step {at} of {total}; stopped. "
                                 f"Last good checkpoint: {kept[0]}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
                             )
                         sums.loss, sums.correct = sums.loss + loss, sums.correct + correct

@@ -20,6 +20,11 @@ SPACES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 def capture():
     return None if CAPTURE is None else CAPTURE()
 
@@ -136,3 +141,34 @@ def test_too_little_memory_says_how_much_is_missing(monkeypatch):
     engine = GraphEngine(net, shape, capture=EagerCapture())
     with pytest.raises(EngineError, match=r"CUDA graphs: .* but only 0 MiB are free: use a smaller batch"):
         engine.check_memory(free=100)
+
+
+class FailingCapture(EagerCapture):
+    """Cannot capture from the third segment on."""
+
+    def __init__(self):
+        self.count = 0
+
+    def capture(self, functions, pool):
+        self.count += 1
+        if self.count > 2:
+            raise RuntimeError("out of something")
+        return super().capture(functions, pool)
+
+
+def test_a_candidate_that_cannot_be_captured_raises_or_falls_back_with_one_message(caplog):
+    space = spaces.digits_mini()
+    _, net = networks(space, "bn")
+    images, labels = random_batch(space, 4, device=DEVICE)
+    path = tuple(0 for _ in space.layers)
+    strict = GraphEngine(net, tuple(images.shape), capture=FailingCapture())
+    with pytest.raises(EngineError, match="choice 0 of layer 1 could not be captured: out of something"):
+        strict.forward_backward(images, labels, [path])
+    lenient = GraphEngine(net, tuple(images.shape), capture=FailingCapture(), strict=False)
+    want = EagerEngine(net).forward_backward(images, labels, [path])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(lenient.forward_backward(images, labels, [path]).loss, want.loss)
+    assert [r.message for r in caplog.records] == [
+        "goes on without CUDA graphs: choice 0 of layer 1 could not be captured: out of something"
+    ]

@@ -96,3 +96,13 @@ WRONG = {
 def test_wrong_arguments_say_what_is_wrong(error, message, change):
     with pytest.raises(error, match=message):
         ops.conv_bn_act(**{"x": X, "conv_weight": W, "bn_weight": ONES, "bn_bias": ONES, **change})
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_type_that_the_backend_lacks_is_left_to_the_reference(kernel):
+    x, weight = torch.randn(2, 16, 5, 5), torch.randn(16, 16, kernel, kernel)
+    with torch.autocast("cpu", torch.float16):
+        y = ops.conv_bn_act(x, weight, torch.ones(16), torch.zeros(16), padding=kernel // 2)
+    want = reference.conv_bn_act(x, weight, torch.ones(16), torch.zeros(16), padding=kernel // 2)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), want, rtol=2e-2, atol=2e-2)

@@ -22,9 +22,10 @@ triton_chain = partial(ops.conv_bn_act_chain, backend="triton")
 
 # Under the interpreter every operation of every program is a NumPy call: maps and widths of a few programs, and one
 # stride of the kernels that have their own test of every width.
+OTHERS = [ChainCase((2, 8, 5, 5), "dense4k3", shuffle=True, x_grad=False)]
 SMALL = [
     case
-    for case in POINTWISE + DEPTHWISE[::2] + CHAINS
+    for case in POINTWISE + DEPTHWISE[::2] + CHAINS + OTHERS
     if case.pixels <= (160 if DEVICE == "cpu" else 10**5) and case.shape[1] <= 200
 ]
 
@@ -32,6 +33,12 @@ SMALL = [
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Under the interpreter, tiles so wide that most cases are one program; the named tiles have their own test."""
+    # PyTorch's convolutions would round float32 inputs
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    if DEVICE == "cuda":
+        from nasfast.ops import tuning
+
+        monkeypatch.setattr(tuning, "_table", lambda path: {})  # whatever this machine was tuned to
     if DEVICE == "cpu":
         from nasfast._triton.configs import FAMILIES, Config
 
@@ -125,6 +132,14 @@ def test_bn_act_matches_float64_reference(case, act, training):
     floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))
     for name, tensor in got.items():
         assert_close(name, tensor.cpu(), want[name], floor=floor if name.startswith("d") else 0.0)
+
+
+def test_what_is_not_finite_stays_where_the_stencil_reaches():
+    drawn = ChainCase((2, 4, 6, 6), "dw3!/identity").draw_once()
+    drawn.x[0, :, 0, 0] = torch.inf
+    device = moved(drawn)
+    want = reference.conv_bn_act_chain(drawn.x, drawn.stages).isfinite()
+    assert torch.equal(triton_chain(device.x, device.stages).cpu().isfinite(), want)
 
 
 def test_two_runs_are_equal_bit_for_bit():

@@ -52,24 +52,24 @@ def clock(monkeypatch, fastest):
 
 
 def test_nothing_is_timed_unless_asked(monkeypatch, tmp_path):
-    timed = clock(monkeypatch, "square")
+    timed = clock(monkeypatch, "wide")
     assert chosen() == next(iter(FAMILIES["pointwise"].values()))
     assert timed == [] and list(tmp_path.iterdir()) == []
 
 
 def test_the_fastest_is_kept_in_memory_and_on_disk(monkeypatch, tmp_path):
-    timed = clock(monkeypatch, "square")
+    timed = clock(monkeypatch, "wide")
     monkeypatch.setenv("NASFAST_TUNE", "1")
-    assert chosen() == FAMILIES["pointwise"]["square"]
+    assert chosen() == FAMILIES["pointwise"]["wide"]
     assert len(timed) == len(FAMILIES["pointwise"])
-    assert chosen() == FAMILIES["pointwise"]["square"] and len(timed) == len(FAMILIES["pointwise"])
+    assert chosen() == FAMILIES["pointwise"]["wide"] and len(timed) == len(FAMILIES["pointwise"])
     (file,) = (tmp_path / "nasfast").iterdir()
     assert file.name.startswith("tiles-Some-GPU-2-triton")
-    assert json.loads(file.read_text()) == {"kernel bf16 3": "square"}
+    assert json.loads(file.read_text()) == {"kernel bf16 3": "wide"}
     # a later process
     forget()
     monkeypatch.delenv("NASFAST_TUNE")
-    assert chosen() == FAMILIES["pointwise"]["square"]
+    assert chosen() == FAMILIES["pointwise"]["wide"]
 
 
 @pytest.mark.parametrize("content", ["{torn", "[]", '{"kernel bf16 3": "no longer there"}'])
@@ -81,7 +81,7 @@ def test_a_file_that_is_of_no_use_means_the_default(content, tmp_path):
 
 
 def test_nothing_is_timed_during_a_capture(monkeypatch):
-    timed = clock(monkeypatch, "square")
+    timed = clock(monkeypatch, "wide")
     monkeypatch.setenv("NASFAST_TUNE", "1")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert chosen() == next(iter(FAMILIES["pointwise"].values())) and timed == []
