@@ -135,7 +135,7 @@ def test_bn_act_matches_float64_reference(case, act, training):
 
 
 def test_what_is_not_finite_stays_where_the_stencil_reaches():
-    drawn = ChainCase((2, 4, 6, 6), "dw3!/identity").draw_once()
+    drawn = ChainCase((2, 4, 6, 6), "dw3/identity!").draw_once()
     drawn.x[0, :, 0, 0] = torch.inf
     device = moved(drawn)
     want = reference.conv_bn_act_chain(drawn.x, drawn.stages).isfinite()
