@@ -112,7 +112,8 @@ def depthwise_backward_kernel(
             dy = tl.where(inside, gradient_behind(g, v, center, scale, shift, slope, offset, ACT), 0.0)
             tap = (c * KERNEL * KERNEL + kx)[None, :] + (ky * KERNEL)[:, None]
             w = tl.load(weight + tap, mask=reaches[:, None] & exists[None, :], other=0.0).to(tl.float32)
-            acc += tl.where(reaches[:, None, None], dy[None, :, :] * w[:, None, :], 0.0)
+            # a gradient that is not finite may reach all rows of the tile: a select here would cost registers
+            acc += dy[None, :, :] * w[:, None, :]
     pixel, valid = _pixels(image, first, columns, H, W, TH, TW)
     out = tl.reshape(acc, (TH * TW, CB))
     mask = valid[:, None] & exists[None, :]
