@@ -850,7 +850,7 @@ WRONG = {
     "one value": (ValueError, "single value per channel", {"x": X[:1, :, :1, :1]}),
     "odd shuffle": (ValueError, "splits an even number of channels", {"x": torch.ones(2, 3, 5, 5), "shuffle": True}),
     "shuffle": (ValueError, "keep the shape", {"x": torch.ones(2, 8, 5, 5), "shuffle": True}),
-    "backend": (RuntimeError, "backend 'triton'.*cannot serve", {"backend": "triton"}),
+    "backend": (RuntimeError, "backend 'cuda'.*cannot serve", {"backend": "cuda"}),
     "weight type": (
         (TypeError, RuntimeError, ValueError),
         "type",

@@ -1122,6 +1122,6 @@ def test_report_as_text(monkeypatch):
         "note: 1 convolution in chains trainable: runs, but keeps its input: freeze it with requires_grad_(False): "
         "3.expand"
     )
-    monkeypatch.setenv("NASFAST_BACKEND", "triton")
-    assert "backend: none (conv_bn_act_chain: backend 'triton'" in str(nasfast.fuse(model))
+    monkeypatch.setenv("NASFAST_BACKEND", "cuda")
+    assert "backend: none (conv_bn_act_chain: backend 'cuda'" in str(nasfast.fuse(model))
     assert str(nasfast.fuse(nn.Linear(2, 2))).startswith("0 of 0 convolutions in 0 chains; backend: none")
