@@ -8,6 +8,7 @@ not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -71,11 +72,17 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _family(stage: _Geometry, y: Tensor) -> str:
-    """Tile sizes of a stage that is a matrix product."""
-    if stage.kernel > 1:
-        return "dense"
-    return "pointwise_fp32" if y.dtype == torch.float32 else "pointwise"
+def _run(direction: str, stage: _Geometry, y: Tensor, launch: Callable[[Config], Tensor]) -> Tensor:
+    """Launch a stage's kernel with the tile sizes for it; returns its partial sums."""
+    if stage.depthwise:
+        family = "depthwise"
+    elif stage.kernel > 1:
+        family = "dense"
+    else:
+        family = "pointwise_fp32" if y.dtype == torch.float32 else "pointwise"
+    kernel = f"{'depthwise' if stage.depthwise else 'pointwise'}_{direction}"
+    shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
+    return tuning.run(family, kernel, shape, y.device, launch)
 
 
 def _forward_stage(
@@ -105,10 +112,7 @@ def _forward_stage(
         )  # fmt: skip
         return partial
 
-    shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
-    if stage.depthwise:
-        return tuning.run("depthwise", "depthwise_forward", shape, y.device, depthwise_launch)
-    return tuning.run(_family(stage, y), "pointwise_forward", shape, y.device, pointwise_launch)
+    return _run("forward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
 
 
 def _backward_stage(
@@ -153,10 +157,7 @@ def _backward_stage(
         )  # fmt: skip
         return partial
 
-    shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
-    if stage.depthwise:
-        return tuning.run("depthwise", "depthwise_backward", shape, y.device, depthwise_launch)
-    return tuning.run(_family(stage, y), "pointwise_backward", shape, y.device, pointwise_launch)
+    return _run("backward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
 
 
 def _tiles(rows: int, size: tuple[int, int], config: Config) -> tuple[int, int]:
