@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nasfast._triton import bn, depthwise, pointwise
+from nasfast._triton import bn, depthwise, expansion, pointwise
 from nasfast._triton.configs import FAMILIES, Config
 
 # bytes of shared memory one program may use, and of a multiprocessor; its registers and threads
@@ -40,10 +40,10 @@ _POINTERS = {
     **dict.fromkeys(("fold", "fold_before", "partial", "gamma", "beta", "dgamma", "dbeta"), "*fp32"),
     **dict.fromkeys(("running_mean", "running_var"), "*fp32"),
     # parameters stay float32 under autocast
-    "weight": "*fp32",
+    **dict.fromkeys(("weight", "depthwise_weight", "terms"), "*fp32"),
     "statistics": "*fp64",
 }
-_STORED = {"x", "y", "grad", "dx", "before", "added", "residual", "out", "even"}
+_STORED = {"x", "y", "grad", "dx", "before", "added", "residual", "out", "even", "product"}
 
 _POINTWISE = {"XSTEP": 1, "KERNEL": 1, "STRIDE": 1, "FOLDED": True, "ACT": "relu6"}
 _DEPTHWISE = {"XSTEP": 1, "FOLDED": True, "ACT": "relu6", "TW": 16}
@@ -70,6 +70,18 @@ CASES = [
         for k in (3, 5, 7)
         for s in (1, 2)
     ),
+    *(
+        (
+            expansion.expansion_backward_kernel,
+            family,
+            {"KERNEL": k, "STRIDE": s, "ACT": "identity", "ACT_BEFORE": "relu6", "TW": 16, "BN": 64},
+        )
+        for k in (3, 5, 7)
+        for s in (1, 2)
+        for family in ("expansion", "expansion_fp32")
+    ),
+    (expansion.expansion_terms_kernel, "expansion_terms", {"BN": 64}),
+    (expansion.expansion_finish_kernel, "expansion_finish", {"ADDED": True, "BN": 64}),
     (bn.bn_statistics_kernel, "batch_norm", {}),
     (bn.bn_act_kernel, "batch_norm", {"ACT": "relu6", "RESIDUAL": True, "SHUFFLE": False}),
     (bn.bn_act_reduce_kernel, "batch_norm", {"ACT": "relu6"}),
@@ -110,10 +122,12 @@ def jobs(
     for i, (kernel, family, constants) in enumerate(CASES):
         if names and kernel.__name__ not in names:
             continue
-        dtypes = {"pointwise": ["bf16"], "pointwise_fp32": ["fp32"]}.get(family, ["bf16", "fp32"])
+        dtypes = (
+            ["fp32"] if family.endswith("_fp32") else ["bf16"] if f"{family}_fp32" in FAMILIES else ["bf16", "fp32"]
+        )
         for i_config, config in enumerate(FAMILIES[family]):
-            # one depthwise case per kernel stands for the configurations that are not the default
-            if i_config and (default_only or (family == "depthwise" and constants["KERNEL"] != 7)):
+            # one stencil of each kernel stands for the configurations that are not the default
+            if i_config and (default_only or constants.get("KERNEL", 7) != 7):
                 continue
             for dtype in dtypes:
                 for arch in archs:
@@ -136,7 +150,7 @@ def compile_job(job: tuple[int, str, str, int]) -> Compiled:
         pointer = _POINTERS.get(argument) or (f"*{dtype}" if argument in _STORED else None)
         signature[argument] = pointer or ("fp32" if argument == "eps" else "i32")
         # as at run time: allocations are aligned, and channels and strides mostly multiples of 16
-        if pointer or argument in {"C", "K", "N", "ldx", "ldg"}:
+        if pointer or argument in {"C", "K", "N", "CIN", "ldx", "ldg"}:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

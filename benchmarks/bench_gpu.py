@@ -23,7 +23,7 @@ from harness import positive, provenance, saved_bytes, write_json
 from torch import nn
 
 from nasfast.engine import EagerEngine, GraphEngine
-from nasfast.floor import Machine, conv_floor, measure_machine, step_floor, trace
+from nasfast.floor import Machine, measure_machine, step_floor, trace
 from nasfast.projection import CARDS, kernels_of, passes_of, project
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet
@@ -247,7 +247,7 @@ def bench_kernels(space: SearchSpace, path: Arch, batch: int, dtype: str) -> dic
     some = next(iter(projections.values()))
     # a machine of one byte a second and endless arithmetic
     only_bytes, item = Machine(1.0, float("inf"), float("inf")), 2 if dtype == "bf16" else 4
-    bytes_moved = [conv_floor(p.conv, only_bytes, item, backward=p.backward) for p in passes]
+    bytes_moved = [p.floor(only_bytes, item) for p in passes]
     return {
         "kernel_ms": {name: {"total": sum(all_ms), "calls": len(all_ms)} for name, all_ms in total.items()},
         "passes": [

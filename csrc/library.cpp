@@ -19,19 +19,21 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // A chain of stages, each a convolution without bias, BatchNorm, activation: formula in nasfast/ops/reference.py,
   // conv_bn_act_chain. A stage is pointwise (stride 1), depthwise (kernel 3, 5 or 7, stride 1 or 2, padding kernel / 2), or, as
   // the first one, dense; acts are joined by commas. x is NHWC, and y, residual, grad and dx are laid out likewise.
-  // Empty running statistics mean those of the batch. add_input adds x to the result. `recompute`: the first two stages are
-  // pointwise and depthwise, and the output of the first is computed again in backward instead of kept. `shuffle`: the stages
+  // Empty running statistics mean those of the batch. add_input adds x to the result. `one_pass`: the first two stages are
+  // pointwise and depthwise, and backward goes through both at once, for which it gets x; the C++ kernels then compute the
+  // output of the first again instead of keeping it. `shuffle`: the stages
   // run on the odd channels of x, and y is the even ones followed by their result.
-  // Returned: y; what backward needs beside x, opaque, and empty without `keep`; mean and biased var of all stages, [stage][2][channel], float64.
+  // Returned: y; what backward needs beside x, opaque, and empty without `keep`; mean and biased var of all
+  // stages, [stage][2][channel], float64, after which the Triton kernels keep numbers of their own.
   m.def(
       "conv_bn_act_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, Tensor[] running_means, "
-      "Tensor[] running_vars, Tensor? residual, int[] strides, str acts, float[] eps, bool add_input, bool recompute, "
+      "Tensor[] running_vars, Tensor? residual, int[] strides, str acts, float[] eps, bool add_input, bool one_pass, "
       "bool shuffle, bool keep) "
       "-> (Tensor y, Tensor saved, Tensor statistics)");
-  // shape: of x, which is passed only with `recompute`. wants: of dx, and of each stage's bn_weight and bn_bias; what is not
+  // shape: of x, which is passed only with `one_pass`. wants: of dx, and of each stage's bn_weight and bn_bias; what is not
   // wanted comes back empty.
   m.def(
       "conv_bn_act_bwd(Tensor grad, Tensor? x, int[] shape, Tensor saved, Tensor statistics, Tensor[] conv_weights, Tensor[] bn_weights, "
-      "Tensor[] bn_biases, bool[] batch_statistics, int[] strides, str acts, float[] eps, bool add_input, bool recompute, "
+      "Tensor[] bn_biases, bool[] batch_statistics, int[] strides, str acts, float[] eps, bool add_input, bool one_pass, "
       "bool shuffle, bool[] wants) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
 }

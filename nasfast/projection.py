@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from nasfast.config import ConfigError, nearest
-from nasfast.floor import Conv, Machine, Trace, conv_floor
+from nasfast.floor import Machine, Trace, conv_floor, expansion_floor
 from nasfast.timing import TrainingStep
 
 
@@ -38,18 +39,16 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Pass:
-    """One measured pass over a convolution.
+    """One measured pass over a convolution, or over an expansion and its depthwise one.
 
     Attributes:
         name: of the kernel and layer.
-        conv: what it computes.
-        backward: its direction.
+        floor: its least seconds, of a machine and the bytes of an element.
         ms: measured.
     """
 
     name: str
-    conv: Conv
-    backward: bool
+    floor: Callable[[Machine, int], float]
     ms: float
 
 
@@ -100,13 +99,14 @@ def get_card(name: str) -> Card:
     return CARDS[name]
 
 
-# the kernels of kernels/triton that are one convolution each, by direction
-_KERNELS = {
-    "pointwise_forward_kernel": False,
-    "depthwise_forward_kernel": False,
-    "pointwise_backward_kernel": True,
-    "depthwise_backward_kernel": True,
-}
+# the kernels of kernels/triton that go over convolutions' tensors
+_FORWARD = ("pointwise_forward_kernel", "depthwise_forward_kernel")
+_BACKWARD = (
+    "pointwise_backward_kernel",
+    "depthwise_backward_kernel",
+    "expansion_backward_kernel",  # a depthwise convolution and the expansion before it
+    "expansion_finish_kernel",  # of the same expansion
+)
 
 
 def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
@@ -118,20 +118,37 @@ def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
             the first ones.
 
     Raises:
-        ConfigError: the forward passes are not those of the trace, as with convolutions that are PyTorch's.
+        ConfigError: the passes are not those of the trace, as with convolutions that are PyTorch's.
     """
-    forward = [(name, ms) for name, ms in kernels if _KERNELS.get(name) is False]
-    backward = [(name, ms) for name, ms in kernels if _KERNELS.get(name) is True]
-    if len(forward) != len(found.convs) or len(backward) > len(found.convs):
+    forward = [(name, ms) for name, ms in kernels if name in _FORWARD]
+    convs = found.convs
+    backward = [(name, ms) for name, ms in kernels if name in _BACKWARD]
+    in_pairs = sum(name == "expansion_backward_kernel" for name, _ in backward)
+    finished = sum(name == "expansion_finish_kernel" for name, _ in backward)
+    if len(forward) != len(convs) or len(backward) - finished + in_pairs > len(convs):
         raise ConfigError(
-            "a projection needs every convolution on the Triton kernels: "
-            f"{len(forward)} of {len(found.convs)} ran there"
+            f"a projection needs every convolution on the Triton kernels: {len(forward)} of {len(convs)} ran there"
         )
-    order = [*zip(forward, found.convs, strict=True), *zip(backward, reversed(found.convs), strict=False)]
-    return [
-        Pass(f"{name.removesuffix('_kernel')} {conv.x}->{conv.y}", conv, _KERNELS[name], ms)
-        for (name, ms), conv in order
+    passes = [
+        Pass(_label(name, conv.x, conv.y), partial(conv_floor, conv, backward=False), ms)
+        for (name, ms), conv in zip(forward, convs, strict=True)
     ]
+    at = len(convs)
+    for name, ms in backward:
+        if name == "expansion_finish_kernel":
+            floor = partial(expansion_floor, convs[at], convs[at + 1], finish=True)
+        elif name == "expansion_backward_kernel":
+            at -= 2
+            floor = partial(expansion_floor, convs[at], convs[at + 1], finish=False)
+        else:
+            at -= 1
+            floor = partial(conv_floor, convs[at], backward=True)
+        passes.append(Pass(_label(name, convs[at].x, convs[at].y), floor, ms))
+    return passes
+
+
+def _label(kernel: str, x: int, y: int) -> str:
+    return f"{kernel.removesuffix('_kernel')} {x}->{y}"
 
 
 def kernels_of(step: TrainingStep) -> list[tuple[str, float]]:
@@ -158,9 +175,9 @@ def project(passes: Sequence[Pass], step_ms: float, here: Machine, card: Card, d
     there = card.machine(dtype)
     projected = []
     for p in passes:
-        floor_ms = 1e3 * conv_floor(p.conv, here, item, backward=p.backward)
+        floor_ms = 1e3 * p.floor(here, item)
         # a pass can beat a floor that credits no cache
         fraction = min(1.0, floor_ms / p.ms)
-        floor_there = 1e3 * conv_floor(p.conv, there, item, backward=p.backward)
+        floor_there = 1e3 * p.floor(there, item)
         projected.append(ProjectedPass(p.name, p.ms, floor_ms, fraction, floor_there / fraction))
     return Projection(card, dtype, tuple(projected), max(0.0, step_ms - sum(p.ms for p in passes)))

@@ -1,10 +1,12 @@
 """Projections: fractions of the floor carry over, and what cannot be projected is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from nasfast.config import ConfigError
-from nasfast.floor import Conv, Machine, trace
+from nasfast.floor import Conv, Machine, Trace, conv_floor, trace
 from nasfast.latency import LatencyConfig, latency
 from nasfast.projection import CARDS, Card, Pass, get_card, passes_of, project
 from nasfast.spaces import digits_mini, mean_path
@@ -14,28 +16,29 @@ HERE = Machine(bytes=4000.0, matmul=1e30, vector=1e30)
 TWICE = Card("twice", bytes=8000.0, bf16=1e30, fp32=1e30)
 # reads 600 elements and 100 weights, writes 300: one second of fp32 here
 CONV = Conv(macs=1, x=600, y=300, weight=100, depthwise=False)
+FORWARD, BACKWARD = (partial(conv_floor, CONV, backward=backward) for backward in (False, True))
 
 
 def test_a_pass_keeps_its_fraction_of_the_floor():
-    (only,) = project([Pass("p", CONV, False, 4000.0)], 5000.0, HERE, TWICE, "fp32").passes
+    (only,) = project([Pass("p", FORWARD, 4000.0)], 5000.0, HERE, TWICE, "fp32").passes
     assert only.floor_ms == pytest.approx(1000) and only.fraction == pytest.approx(0.25)
     assert only.projected_ms == pytest.approx(2000)
 
 
 def test_the_rest_of_the_step_is_taken_over_and_the_label_is_there():
-    found = project([Pass("p", CONV, False, 4000.0)], 5000.0, HERE, TWICE, "fp32")
+    found = project([Pass("p", FORWARD, 4000.0)], 5000.0, HERE, TWICE, "fp32")
     assert found.rest_ms == pytest.approx(1000) and found.step_ms == pytest.approx(3000)
     assert str(found).startswith("PROJECTION, not measured: twice")
 
 
 def test_a_pass_out_of_the_cache_is_not_credited_with_more_than_the_floor():
-    (only,) = project([Pass("p", CONV, False, 100.0)], 100.0, HERE, TWICE, "fp32").passes
+    (only,) = project([Pass("p", FORWARD, 100.0)], 100.0, HERE, TWICE, "fp32").passes
     assert only.fraction == 1.0 and only.projected_ms == pytest.approx(500)
 
 
 def test_the_card_at_hand_projects_to_itself():
     card = get_card("rtx3080")
-    found = project([Pass("p", CONV, True, 1.0)], 1.5, card.machine("bf16"), card, "bf16")
+    found = project([Pass("p", BACKWARD, 1.0)], 1.5, card.machine("bf16"), card, "bf16")
     assert found.step_ms == pytest.approx(1.5)
 
 
@@ -47,7 +50,9 @@ def test_kernels_are_matched_with_the_convolutions_of_the_network():
     backward = [("pointwise_backward_kernel", 2.0)] * (len(traced.convs) - 1)
     kernels = [("elementwise", 9.0), *forward, ("softmax", 9.0), *backward]
     passes = passes_of(kernels, traced)
-    assert [p.conv for p in passes] == [*traced.convs, *traced.convs[:0:-1]]
+    want = [conv_floor(c, HERE, 4, backward=False) for c in traced.convs]
+    want += [conv_floor(c, HERE, 4, backward=True) for c in traced.convs[:0:-1]]
+    assert [p.floor(HERE, 4) for p in passes] == want
     assert sum(p.ms for p in passes) == len(forward) + 2 * len(backward)
     with pytest.raises(ConfigError, match="every convolution on the Triton kernels"):
         passes_of(kernels[2:], traced)
@@ -60,3 +65,19 @@ def test_unknown_cards_and_cpus_are_refused():
         with pytest.raises(ConfigError, match="scales kernels measured on a GPU, and this runs on cpu"):
             latency(LatencyConfig(space="digits_mini", batch=2, project="rtx3080"))
     assert all(card.bf16 > card.bytes and card.fp32 <= card.bf16 for card in CARDS.values())
+
+
+def test_an_expansion_and_its_depthwise_convolution_are_one_pass_and_one_that_finishes():
+    expand = Conv(macs=60_000, x=1000, y=6000, weight=60, depthwise=False)
+    depthwise = Conv(macs=54_000, x=6000, y=6000, weight=54, depthwise=True)
+    project = Conv(macs=60_000, x=6000, y=1000, weight=60, depthwise=False)
+    kernels = [
+        *((name, 1.0) for name in ("pointwise_forward_kernel", "depthwise_forward_kernel", "pointwise_forward_kernel")),
+        *((name, 2.0) for name in ("pointwise_backward_kernel", "expansion_backward_kernel", "expansion_terms_kernel")),
+        ("expansion_finish_kernel", 1.0),
+    ]
+    *_, both, finish = passes_of(kernels, Trace([expand, depthwise, project]))
+    one_byte = Machine(bytes=1.0, matmul=1e30, vector=1e30)
+    # y and its gradient, the expansion, the product; then the product, x and the result
+    assert both.floor(one_byte, 1) == 6000 + 6000 + 6000 + 1000 + 60 + 54
+    assert finish.floor(one_byte, 1) == 3 * 1000

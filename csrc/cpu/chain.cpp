@@ -115,10 +115,10 @@ Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vect
     stages.push_back(std::move(stage));
   }
   STD_TORCH_CHECK(!recompute || (count > 1 && stages[0].kind == Kind::kPointwise && stages[1].kind == Kind::kDepthwise), kConvOp,
-                  ": recompute needs a pointwise stage before a depthwise one");
+                  ": one_pass needs a pointwise stage before a depthwise one");
   STD_TORCH_CHECK(!shuffle || (h == height && w == width && c == channels), kConvOp,
                   ": shuffle needs stages that keep the shape of their input");
-  STD_TORCH_CHECK(!shuffle || !recompute, kConvOp, ": shuffle and recompute exclude each other");
+  STD_TORCH_CHECK(!shuffle || !recompute, kConvOp, ": shuffle and one_pass exclude each other");
 }
 
 void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const {

@@ -39,11 +39,11 @@ const double* double_data(const Tensor& tensor) { return static_cast<const doubl
 std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
     const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, std::vector<Tensor> bn_biases,
     std::vector<Tensor> running_means, std::vector<Tensor> running_vars, const std::optional<Tensor>& residual,
-    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool recompute,
+    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool one_pass,
     bool shuffle, bool keep) {
   STD_TORCH_CHECK(x.dim() == 4 && is_channels_last(x), kConvOp, ": x must be 4-d and channels_last");
   Chain chain({x.size(0), x.size(1), x.size(2), x.size(3)}, x.scalar_type(), conv_weights, bn_weights, bn_biases, strides, acts,
-              eps.size(), recompute, shuffle);
+              eps.size(), one_pass, shuffle);
   STD_TORCH_CHECK(running_means.size() == chain.stages.size() && running_vars.size() == chain.stages.size(), kConvOp,
                   ": every stage needs running statistics, empty where it uses those of the batch");
   const Stage& last = chain.last();
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
       std::copy_n(float_data(running_means[i]), out, mean);
       std::copy_n(float_data(running_vars[i]), out, var);
     }
-    if (i == 0 && recompute) {
+    if (i == 0 && one_pass) {
       if (stage.batch_statistics) expansion_statistics(chain, x.const_data_ptr(), mean, var);
       expansion.emplace(chain, x.const_data_ptr(), eps[0], float_data(bn_weights[0]), float_data(bn_biases[0]), mean, var);
       continue;
@@ -156,9 +156,9 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
 std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu(
     const Tensor& grad, const std::optional<Tensor>& x, std::vector<int64_t> shape, const Tensor& saved, const Tensor& statistics, std::vector<Tensor> conv_weights,
     std::vector<Tensor> bn_weights, std::vector<Tensor> bn_biases, std::vector<bool> batch_statistics,
-    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool recompute, bool shuffle,
+    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool one_pass, bool shuffle,
     std::vector<bool> wants) {
-  Chain chain(shape, saved.scalar_type(), conv_weights, bn_weights, bn_biases, strides, acts, eps.size(), recompute, shuffle);
+  Chain chain(shape, saved.scalar_type(), conv_weights, bn_weights, bn_biases, strides, acts, eps.size(), one_pass, shuffle);
   const size_t count = chain.stages.size();
   STD_TORCH_CHECK(batch_statistics.size() == count && wants.size() == 1 + 2 * count, kConvOp, ": wrong number of flags");
   STD_TORCH_CHECK(saved.numel() == chain.saved_size && saved.is_contiguous(), kConvOp,
@@ -168,7 +168,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
   chain.check_image("grad", grad, ldgrad, chain.last().out_height, chain.last().out_width);
   // of the last stage's result
   const char* last_grad = static_cast<const char*>(grad.const_data_ptr()) + (shuffle ? chain.channels * chain.element_size() : 0);
-  STD_TORCH_CHECK(x.has_value() == recompute, kConvOp, ": x is needed exactly when recompute is asked for");
+  STD_TORCH_CHECK(x.has_value() == one_pass, kConvOp, ": x is needed exactly when one_pass is asked for");
   if (x) chain.check_image("x", *x, chain.channels, chain.height, chain.width);
   const bool want_x = wants[0];
   STD_TORCH_CHECK(!want_x || chain.stages[0].kind != Kind::kDense, kConvOp, ": a dense stage has no input gradient");
@@ -229,7 +229,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
     StageGrad out{dz ? dz->data() : last_grad, dz ? stage.out_channels : ldgrad, chain.saved(saved, stage), stage.bn.fold()};
     if (i + 1 < count) out.bn.act = Act::kIdentity;
 
-    const bool expanded = i == 1 && recompute;
+    const bool expanded = i == 1 && one_pass;
     StageInputGrad in{};
     std::unique_ptr<PoolBlock> dz_before;
     const Stage* before = first ? nullptr : &chain.stages[i - 1];

@@ -47,7 +47,7 @@ def bn_finalize_kernel(
     partial, programs, statistics, running_mean, running_var, gamma, beta, eps, fold, C,
     BATCH: tl.constexpr, PROGRAMS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and biased variance into statistics (2, C), float64, and the forward rows of fold.
+    """Mean and biased variance into statistics (2, C), float64, and fold with its backward rows zero.
 
     BATCH is "partial" (from partial (programs, 4, C)), "running" (the running statistics are copied), or "known"
     (statistics are there already).
@@ -92,6 +92,8 @@ def bn_finalize_kernel(
     tl.store(fold + c, center, mask=exists)
     tl.store(fold + C + c, scale.to(tl.float32), mask=exists)
     tl.store(fold + 2 * C + c, shift.to(tl.float32), mask=exists)
+    tl.store(fold + 3 * C + c, tl.zeros_like(center), mask=exists)
+    tl.store(fold + 4 * C + c, tl.zeros_like(center), mask=exists)
 
 
 @triton.jit

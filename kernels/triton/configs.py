@@ -38,6 +38,22 @@ DEPTHWISE = {
     "rows2": Config({"TH": 2, "CB": 64}, 4, 2),
     "rows8": Config({"TH": 8, "CB": 16}, 4, 2),
 }
+# A tile as of DEPTHWISE, of all channels in turn: its rows of the narrow gradient are summed in registers
+EXPANSION = {
+    "rows4": Config({"TH": 4, "CB": 16}, 4, 2),
+    "warps8": Config({"TH": 4, "CB": 16}, 8, 2),
+    "rows8": Config({"TH": 8, "CB": 16}, 8, 2),
+}
+EXPANSION_FP32 = {
+    "rows2": Config({"TH": 2, "CB": 16}, 4, 2),
+    "rows4": Config({"TH": 4, "CB": 16}, 8, 2),
+}
+# COLUMNS of the matrix of terms, from CB channels at a time; SAMPLES rows for a pivot near the mean
+EXPANSION_TERMS = {"columns16": Config({"COLUMNS": 16, "CB": 32, "SAMPLES": 64}, 4, 2)}
+EXPANSION_FINISH = {
+    "rows64": Config({"BM": 64, "BK": 16}, 4, 2),
+    "rows128": Config({"BM": 128, "BK": 16}, 8, 2),
+}
 # ROWS pixels by CHANNELS channels of passes over a tensor
 BATCH_NORM = {
     "long": Config({"ROWS": 64, "CHANNELS": 64}, 8, 2),
@@ -51,6 +67,10 @@ FAMILIES = {
     "pointwise_fp32": POINTWISE_FP32,
     "dense": DENSE,
     "depthwise": DEPTHWISE,
+    "expansion": EXPANSION,
+    "expansion_fp32": EXPANSION_FP32,
+    "expansion_terms": EXPANSION_TERMS,
+    "expansion_finish": EXPANSION_FINISH,
     "batch_norm": BATCH_NORM,
     "finalize": FINALIZE,
 }

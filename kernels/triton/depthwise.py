@@ -81,16 +81,14 @@ def depthwise_forward_kernel(
 
 
 @triton.jit
-def depthwise_backward_kernel(
-    grad, ldg, y, fold, weight, dx, ldx, before, fold_before, partial, added, H, W, OH, OW, C,
-    XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, FOLDED: tl.constexpr,
-    ACT_BEFORE: tl.constexpr, ADDED: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
+def _transposed(
+    grad, ldg, y, fold, weight, image, first, columns, c, OH, OW, C,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a depthwise stage's input (images * H * W, C); arguments as of pointwise_backward_kernel.
+    """Gradient [TH * TW, CB] of the stage's input at the tile: dy behind BatchNorm, through the transposed stencil.
 
     Input pixel i gets from output pixel o the weight at i + KERNEL // 2 - STRIDE * o. TH must be a multiple of STRIDE.
     """
-    image, first, columns, c, index = _place(H, W, C, TH, TW, CB)
     exists = c < C
     center, scale, shift = forward_fold(fold, c, C)
     slope, offset = backward_fold(fold, c, C)
@@ -114,9 +112,20 @@ def depthwise_backward_kernel(
             w = tl.load(weight + tap, mask=reaches[:, None] & exists[None, :], other=0.0).to(tl.float32)
             # a gradient that is not finite may reach all rows of the tile: a select here would cost registers
             acc += dy[None, :, :] * w[:, None, :]
+    return tl.reshape(acc, (TH * TW, CB))
+
+
+@triton.jit
+def depthwise_backward_kernel(
+    grad, ldg, y, fold, weight, dx, ldx, before, fold_before, partial, added, H, W, OH, OW, C,
+    XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, FOLDED: tl.constexpr,
+    ACT_BEFORE: tl.constexpr, ADDED: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a depthwise stage's input (images * H * W, C); arguments as of pointwise_backward_kernel."""
+    image, first, columns, c, index = _place(H, W, C, TH, TW, CB)
+    out = _transposed(grad, ldg, y, fold, weight, image, first, columns, c, OH, OW, C, KERNEL, STRIDE, ACT, TH, TW, CB)
     pixel, valid = _pixels(image, first, columns, H, W, TH, TW)
-    out = tl.reshape(acc, (TH * TW, CB))
-    mask = valid[:, None] & exists[None, :]
+    mask = valid[:, None] & (c < C)[None, :]
     at = pixel[:, None] * ldx + c[None, :] * XSTEP
     if FOLDED:
         v = tl.load(before + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)

@@ -113,7 +113,7 @@ def _same_layout(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
-def _fwd_fake(x, weight, bias, residual, running_mean, running_var, eps, act):
+def _fwd_fake(backend, x, weight, bias, residual, running_mean, running_var, eps, act):
     check_device(x, weight, bias, residual, running_mean, running_var)
     statistics = x.shape[1] if running_mean is None else 0
     mean = x.new_empty(statistics, dtype=torch.float64)

@@ -81,10 +81,12 @@ def finalize(
     *,
     partial: Tensor | None = None,
     running: tuple[Tensor, Tensor] | None = None,
+    fold: Tensor | None = None,
 ) -> Tensor:
-    """Mean and variance into statistics (2, C), unless they are there already; returns fold (5, C)."""
+    """Mean and variance into statistics (2, C), unless they are there already; returns fold (5, C), given or new."""
     channels = gamma.shape[0]
-    fold = torch.empty((5, channels), dtype=torch.float32, device=gamma.device)
+    if fold is None:
+        fold = torch.empty((5, channels), dtype=torch.float32, device=gamma.device)
     source = "partial" if partial is not None else "running" if running is not None else "known"
     partial = fold if partial is None else partial
     mean, var = running or (fold, fold)

@@ -21,6 +21,12 @@ DTYPES = {
 MAX_RECOMPUTED_CHANNELS = 64
 # Expansion factor from which that saves memory: the chain's input is kept in place of the expansion.
 MIN_RECOMPUTED_EXPANSION = 2
+# On Triton the expansion's output is kept, and its gradient, which is as wide, never written where its backward goes in
+# one pass with the depthwise stage's. A program does that for a tile of pixels and all channels, so there must be
+# enough pixels for a few programs per multiprocessor, and few enough input channels for the tile's sums to stay in
+# registers.
+MAX_ONE_PASS_CHANNELS = 64
+MIN_ONE_PASS_PIXELS = 16384
 
 
 def storage_dtype(x: Tensor) -> torch.dtype:
@@ -58,8 +64,7 @@ def conv_bn_act(
         ",".join(stage.act for stage in stages),
         [stage.eps for stage in stages],
         add_input,
-        # on Triton a stencil cannot read what another product left on the chip
-        backend == "cpu" and not shuffle and recomputes_expansion([p.conv_weight for p in params]),
+        not shuffle and goes_in_one_pass([p.conv_weight for p in params], x, backend),
         shuffle,
         torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
     )
@@ -82,14 +87,22 @@ class _Subsample(torch.autograd.Function):
         return dx, None
 
 
-def recomputes_expansion(conv_weights: Sequence[Tensor]) -> bool:
-    """The plan of a chain: whether the output of its first convolution is computed again instead of kept."""
+def goes_in_one_pass(conv_weights: Sequence[Tensor], x: Tensor, backend: str) -> bool:
+    """The plan of a chain: whether backward goes through an expansion and its depthwise stage at once, with x kept.
+
+    In C++ the output of the expansion is then computed again instead of kept.
+    """
     if len(conv_weights) < 2:
         return False
     first, second = conv_weights[:2]
     hidden, channels, kernel, _ = first.shape
     is_expansion = kernel == 1 and second.shape[1] == 1 and second.shape[2] > 1
-    return is_expansion and channels <= MAX_RECOMPUTED_CHANNELS and hidden >= MIN_RECOMPUTED_EXPANSION * channels
+    if not is_expansion or hidden < MIN_RECOMPUTED_EXPANSION * channels:
+        return False
+    if backend == "cpu":
+        return channels <= MAX_RECOMPUTED_CHANNELS
+    pixels = x.shape[0] * x.shape[2] * x.shape[3]
+    return x.requires_grad and channels <= MAX_ONE_PASS_CHANNELS and pixels >= MIN_ONE_PASS_PIXELS
 
 
 def _update_running(stages: Sequence[Stage], strides: Sequence[int], statistics: Tensor, x: Tensor) -> None:
@@ -109,28 +122,31 @@ def _update_running(stages: Sequence[Stage], strides: Sequence[int], statistics:
 
 
 def _fwd_fake(
-    x, conv_weights, bn_weights, bn_biases, running_means, running_vars, residual,
-    strides, acts, eps, add_input, recompute, shuffle, keep,
+    backend, x, conv_weights, bn_weights, bn_biases, running_means, running_vars, residual,
+    strides, acts, eps, add_input, one_pass, shuffle, keep,
 ):  # fmt: skip
     check_device(x, *conv_weights, *bn_weights, *bn_biases, *running_means, *running_vars, residual)
     batch, _, height, width = x.shape
     saved = 0
     for i_stage, (weight, stride) in enumerate(zip(conv_weights, strides, strict=True)):
         height, width = (height - 1) // stride + 1, (width - 1) // stride + 1
-        if keep and (i_stage > 0 or not recompute):
+        if keep and not (i_stage == 0 and one_pass and backend == "cpu"):
             saved += (batch * height * width * weight.shape[0] + 63) // 64 * 64
     channels = conv_weights[-1].shape[0] * (2 if shuffle else 1)
     y = torch.empty(
         (batch, channels, height, width),
         dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
     )  # fmt: skip
-    statistics = x.new_empty(sum(2 * w.shape[0] for w in conv_weights), dtype=torch.float64)
+    count = sum(w.shape[0] for w in conv_weights)
+    # on Triton the coefficients of forward, (5, C) in float32, follow
+    size = 2 * count if backend == "cpu" else 2 * count + (5 * count + 1) // 2
+    statistics = x.new_empty(size, dtype=torch.float64)
     return y, x.new_empty(saved), statistics
 
 
 def _bwd_fake(
     grad, x, shape, saved, statistics, conv_weights, bn_weights, bn_biases,
-    batch_statistics, strides, acts, eps, add_input, recompute, shuffle, wants,
+    batch_statistics, strides, acts, eps, add_input, one_pass, shuffle, wants,
 ):  # fmt: skip
     check_device(grad, x, saved, statistics, *conv_weights, *bn_weights, *bn_biases)
     dx = torch.empty(shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
@@ -154,11 +170,11 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.shape = list(x.shape)
     ctx.settings = [m.numel() == 0 for m in running_means], *settings
-    recompute = settings[-2]
+    one_pass = settings[-2]
     if needs[0] or any(needs[n + 1 : 3 * n + 1]):
         if not keep:
             raise RuntimeError("conv_bn_act_fwd: a gradient is wanted, so `keep` must be true")
-        kept = (x,) if recompute else ()
+        kept = (x,) if one_pass else ()
         ctx.n_stages = n
         ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *kept)
 

@@ -3,7 +3,7 @@
 Every convolution's output is written once and read once forward. BatchNorm and activation of a stage are applied by the
 next one while it reads, statistics are summed by the stage that writes; backward likewise (schedule b of docs/method.md
 6). An expansion is always stored: computing it again would need the stencil to read on-chip results, which Triton has
-not.
+not. Its gradient is never written where `one_pass` says so (_triton/expansion.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from nasfast._triton import depthwise, pointwise
+from nasfast._triton import depthwise, expansion, pointwise
 from nasfast._triton.configs import Config, tile_width
 from nasfast.ops import bn_triton, tuning
 from nasfast.ops.bn_triton import cdiv, on_device_of, options, rows_of
@@ -72,6 +73,10 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+def _family(name: str, dtype: torch.dtype) -> str:
+    return f"{name}_fp32" if dtype == torch.float32 else name
+
+
 def _run(direction: str, stage: _Geometry, y: Tensor, launch: Callable[[Config], Tensor]) -> Tensor:
     """Launch a stage's kernel with the tile sizes for it; returns its partial sums."""
     if stage.depthwise:
@@ -79,7 +84,7 @@ def _run(direction: str, stage: _Geometry, y: Tensor, launch: Callable[[Config],
     elif stage.kernel > 1:
         family = "dense"
     else:
-        family = "pointwise_fp32" if y.dtype == torch.float32 else "pointwise"
+        family = _family("pointwise", y.dtype)
     kernel = f"{'depthwise' if stage.depthwise else 'pointwise'}_{direction}"
     shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
     return tuning.run(family, kernel, shape, y.device, launch)
@@ -160,6 +165,60 @@ def _backward_stage(
     return _run("backward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
 
 
+def _expansion_backward(
+    stages: list[_Geometry],
+    weights: list[Tensor],
+    grad: _Rows,
+    ys: list[Tensor],
+    folds: list[Tensor],
+    acts: tuple[str, str],
+    x: Tensor,
+    dx: Tensor,
+    *,
+    finish: Callable[[int, Tensor, Tensor], None],
+    added: Tensor | None,
+) -> None:
+    """dx of the first two stages, an expansion and a depthwise one, in one pass over their gradient.
+
+    finish: takes the partial sums of the expansion's BatchNorm, and completes its fold.
+    """
+    first, second = stages[:2]
+    hidden, channels = first.out_channels, first.in_channels
+    columns = max(16, triton.next_power_of_2(channels))
+    rows = rows_of(x)
+    product = torch.empty_like(rows)
+    shape = (str(dx.dtype), first.rows, channels, hidden, second.kernel, second.stride)
+
+    def backward_launch(config: Config) -> Tensor:
+        tiles, tile = _tiles(first.rows, second.size, config)
+        partial = dx.new_empty((tiles, 2, hidden), dtype=torch.float32)
+        expansion.expansion_backward_kernel[(tiles,)](
+            grad.data, grad.ld, ys[1], folds[1], weights[1], ys[0], folds[0], weights[0], product, partial,
+            *second.size, *second.out_size, hidden, channels,
+            KERNEL=second.kernel, STRIDE=second.stride, ACT=acts[1], ACT_BEFORE=acts[0], PRECISION=_precision(),
+            TW=tile, BN=columns, **options(config),
+        )  # fmt: skip
+        return partial
+
+    def terms_launch(config: Config) -> Tensor:
+        terms = dx.new_empty((channels + 2, channels), dtype=torch.float32)
+        expansion.expansion_terms_kernel[(cdiv(channels, config.tile["COLUMNS"]),)](
+            rows, folds[0], weights[0], terms, first.rows, hidden, channels, BN=columns, **options(config)
+        )
+        return terms
+
+    def finish_launch(config: Config) -> None:
+        expansion.expansion_finish_kernel[(cdiv(first.rows, config.tile["BM"]),)](
+            product, rows, terms, product if added is None else added, rows_of(dx), first.rows, channels,
+            ADDED=added is not None, PRECISION=_precision(), BN=columns, **options(config),
+        )  # fmt: skip
+
+    family = _family("expansion", dx.dtype)
+    finish(0, tuning.run(family, "expansion_backward", shape, dx.device, backward_launch), folds[0])
+    terms = tuning.run("expansion_terms", "expansion_terms", shape[1:4], dx.device, terms_launch)
+    tuning.run("expansion_finish", "expansion_finish", shape[:3], dx.device, finish_launch)
+
+
 def _tiles(rows: int, size: tuple[int, int], config: Config) -> tuple[int, int]:
     """Number of tiles of a batch of maps, and their width."""
     height, width = size
@@ -175,9 +234,10 @@ def _statistics(statistics: Tensor, stage: _Geometry) -> Tensor:
     return statistics[stage.statistics_at : stage.statistics_at + 2 * stage.out_channels]
 
 
-def _refuse_recompute(recompute: bool) -> None:
-    if recompute:
-        raise ValueError("conv_bn_act: the Triton kernels keep every stage's result: recompute must be false")
+def _fold(folds: Tensor, stage: _Geometry) -> Tensor:
+    """fold (5, C) of a stage in the float64 memory that follows the statistics."""
+    first = stage.statistics_at // 2 * 5
+    return folds.view(torch.float32)[first : first + 5 * stage.out_channels].view(5, stage.out_channels)
 
 
 def conv_bn_act_fwd(
@@ -192,17 +252,17 @@ def conv_bn_act_fwd(
     acts: str,
     eps: list[float],
     add_input: bool,
-    recompute: bool,
+    one_pass: bool,
     shuffle: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, saved, statistics; see csrc/library.cpp. `recompute` must be false."""
-    _refuse_recompute(recompute)
+    """y, saved, statistics; see csrc/library.cpp."""
     stages, size = _geometries(list(x.shape), conv_weights, strides, shuffle)
     last = stages[-1]
     names = acts.split(",")
     saved = x.new_empty(size if keep else 0)
-    statistics = torch.empty(sum(2 * s.out_channels for s in stages), dtype=torch.float64, device=x.device)
+    count = sum(s.out_channels for s in stages)
+    statistics = torch.empty(2 * count + cdiv(5 * count, 2), dtype=torch.float64, device=x.device)
     out = torch.empty(
         (x.shape[0], last.out_channels * (2 if shuffle else 1), *last.out_size),
         dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
@@ -218,7 +278,7 @@ def conv_bn_act_fwd(
             running = None if batch else (running_means[i], running_vars[i])
             fold = bn_triton.finalize(
                 _statistics(statistics, stage), bn_weights[i], bn_biases[i], eps[i],
-                partial=partial if batch else None, running=running,
+                partial=partial if batch else None, running=running, fold=_fold(statistics[2 * count :], stage),
             )  # fmt: skip
             given, act = _Rows(y, stage.out_channels), names[i]
         added = x if add_input else residual
@@ -244,12 +304,11 @@ def conv_bn_act_bwd(
     acts: str,
     eps: list[float],
     add_input: bool,
-    recompute: bool,
+    one_pass: bool,
     shuffle: bool,
     wants: list[bool],
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """dx, dweights, dbiases; see csrc/library.cpp. `recompute` must be false."""
-    _refuse_recompute(recompute)
+    """dx, dweights, dbiases; see csrc/library.cpp."""
     stages, _ = _geometries(shape, conv_weights, strides, shuffle)
     names = acts.split(",")
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
@@ -276,11 +335,9 @@ def conv_bn_act_bwd(
         )  # fmt: skip
 
     with on_device_of(saved):
-        folds = [
-            bn_triton.finalize(_statistics(statistics, stage), bn_weights[i], bn_biases[i], eps[i])
-            for i, stage in enumerate(stages[stop:], stop)
-        ]
-        folds = [*([None] * stop), *folds]
+        # backward completes them, and may be called again
+        copy = statistics[2 * sum(s.out_channels for s in stages) :].clone()
+        folds = [_fold(copy, stage) for stage in stages]
         result_grad = grads[:, channels:] if shuffle else grads
         finish(
             len(stages) - 1,
@@ -291,6 +348,12 @@ def conv_bn_act_bwd(
         # the first stage's own convolution is only in the way of x
         for i in range(len(stages) - 1, -1 if want_x else stop, -1):
             stage = stages[i]
+            if one_pass and want_x and i == 1:
+                _expansion_backward(
+                    stages, conv_weights, gradient, ys, folds, (names[0], act), x, dx,
+                    finish=finish, added=grads if add_input else None,
+                )  # fmt: skip
+                break
             if i == 0:
                 rows = rows_of(dx)
                 target = _Rows(rows[:, 1:], shape[1], 2) if shuffle else _Rows(rows, shape[1])

@@ -50,11 +50,12 @@ def register(
 ) -> None:
     """Register fake kernels and autograd of `op`_fwd and `op`_bwd in every namespace that is there.
 
+    forward_fake gets the name of the backend before the operator's arguments, because backends keep different tensors;
     backward gets the backward operator of its own namespace before the arguments autograd gives it.
     """
     for name in AVAILABLE:
         namespace = _NAMESPACES[name]
-        torch.library.register_fake(f"{namespace}::{op}_fwd", forward_fake)
+        torch.library.register_fake(f"{namespace}::{op}_fwd", partial(forward_fake, name))
         torch.library.register_fake(f"{namespace}::{op}_bwd", backward_fake)
         formula = partial(backward, getattr(operators(name), f"{op}_bwd"))
         torch.library.register_autograd(f"{namespace}::{op}_fwd", formula, setup_context=setup_context)

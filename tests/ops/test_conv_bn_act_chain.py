@@ -608,7 +608,7 @@ def forward_arguments(drawn: Drawn, **changes) -> dict:
         "acts": ",".join(stage.act for stage in stages),
         "eps": [stage.eps for stage in stages],
         "add_input": drawn.residual is drawn.x,
-        "recompute": False,
+        "one_pass": False,
         "shuffle": drawn.shuffle,
         "keep": True,
         **changes,
@@ -621,10 +621,10 @@ def backward_arguments(drawn: Drawn, wants: list[bool] | None = None, **changes)
     forward |= {name: value for name, value in changes.items() if name in forward}
     with torch.no_grad():
         _, saved, statistics = FORWARD(**forward)
-    shared = ("conv_weights", "bn_weights", "bn_biases", "strides", "acts", "eps", "add_input", "recompute", "shuffle")
+    shared = ("conv_weights", "bn_weights", "bn_biases", "strides", "acts", "eps", "add_input", "one_pass", "shuffle")
     return {
         "grad": drawn.grad,
-        "x": drawn.x if forward["recompute"] else None,
+        "x": drawn.x if forward["one_pass"] else None,
         "shape": list(drawn.x.shape),
         "saved": saved,
         "statistics": statistics,
@@ -640,8 +640,8 @@ BLOCK = ChainCase((2, 6, 5, 4), "pw18/relu6 dw3/relu6 pw6/identity")
 # outputs that leave no gap in the saved tensor, whose content is undefined and so is compared with itself
 OPCHECKED = [
     (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {}),
-    (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {"recompute": True}),
-    (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {"recompute": True, "add_input": True}),
+    (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {"one_pass": True}),
+    (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {"one_pass": True, "add_input": True}),
     (ChainCase((2, 5, 4, 4), "pw16! dw3s2! pw8!", "tensor", dtype=BFLOAT16), {}),
     (ChainCase((4, 1, 4, 4), "pw1"), {}),
     (ChainCase((2, 3, 8, 8), "dense8k3s2", x_grad=False), {}),
@@ -669,17 +669,17 @@ def test_opcheck(case, changes, native):
         torch.library.opcheck(BACKWARD.default, (), detached | ({} if wants is None else {"wants": wants}))
 
 
-@pytest.mark.parametrize("units, shuffle, recompute", [
+@pytest.mark.parametrize("units, shuffle, one_pass", [
     ("dense8k3s2 pw24/relu dw5s2 pw8", False, False),
     ("pw64/relu6 dw3/tanh pw8", False, True),
     ("pw8 dw3 pw8 dw7 pw8", True, False),
 ])  # fmt: skip
 @pytest.mark.parametrize("training", [True, False])
-def test_without_backward_nothing_is_kept_and_the_result_is_the_same(units, shuffle, recompute, training):
+def test_without_backward_nothing_is_kept_and_the_result_is_the_same(units, shuffle, one_pass, training):
     units = units if training else " ".join(f"{unit}!" for unit in units.split())
     drawn = ChainCase((2, 16, 17, 9), units, shuffle=shuffle, x_grad=False).draw_once()
     assert all(stage.training == training for stage in drawn.stages)
-    arguments = forward_arguments(drawn, recompute=recompute)
+    arguments = forward_arguments(drawn, one_pass=one_pass)
     y, saved, statistics = FORWARD(**arguments)
     y_alone, nothing, statistics_alone = FORWARD(**arguments | {"keep": False})
     assert saved.numel() > 0 and nothing.numel() == 0
@@ -757,12 +757,12 @@ BAD_FORWARD = {
     "residual layout": broken(residual=torch.zeros(2, 6, 5, 4)),
     "residual 3-d": broken(residual=torch.zeros(6, 5, 4)),
     "input added to another shape": broken(add_input=True, strides=[1, 2, 1]),
-    "recompute without depthwise": broken(
-        recompute=True, **{n: lambda v: v[:1] for n in ("conv_weights", "bn_weights", "bn_biases", "strides", "eps")},
+    "one_pass without depthwise": broken(
+        one_pass=True, **{n: lambda v: v[:1] for n in ("conv_weights", "bn_weights", "bn_biases", "strides", "eps")},
         running_means=lambda v: v[:1], running_vars=lambda v: v[:1], acts="relu6",
     ),
     "shuffle of another shape": broken(shuffle=True),
-    "shuffle and recompute": broken(shuffle=True, recompute=True),
+    "shuffle and one_pass": broken(shuffle=True, one_pass=True),
 }  # fmt: skip
 BAD_BACKWARD = {
     "grad shape": broken(grad=lambda g: g[:, :5].contiguous(memory_format=NHWC)),
@@ -781,8 +781,8 @@ BAD_BACKWARD = {
     "saved double": broken(saved=lambda t: t.double()),
     "statistics shape": broken(statistics=lambda t: t[:-1]),
     "statistics dtype": broken(statistics=lambda t: t.float()),
-    "x without recompute": broken(x=lambda _: torch.zeros(2, 6, 5, 4).contiguous(memory_format=NHWC)),
-    "recompute without x": broken(recompute=True),
+    "x without one_pass": broken(x=lambda _: torch.zeros(2, 6, 5, 4).contiguous(memory_format=NHWC)),
+    "one_pass without x": broken(one_pass=True),
     "short wants": broken(wants=[True] * 6),
     "long wants": broken(wants=[True] * 8),
     "short batch_statistics": broken(batch_statistics=[True]),
@@ -813,7 +813,7 @@ def test_bad_arguments_of_backward_are_refused(changes, native):
 
 
 def test_bad_x_of_a_recomputing_backward_is_refused(native):
-    good = backward_arguments(BLOCK.draw_once(), recompute=True)
+    good = backward_arguments(BLOCK.draw_once(), one_pass=True)
     x = good["x"]
     for bad in (x.contiguous(), x[:1], x.double(), x[:, :5].contiguous(memory_format=NHWC), None):
         with pytest.raises(RuntimeError, match="conv_bn_act: x "):

@@ -42,9 +42,8 @@ def few_programs(monkeypatch):
     if DEVICE == "cpu":
         from nasfast._triton.configs import FAMILIES, Config
 
-        monkeypatch.setitem(
-            FAMILIES, "depthwise", {"wide": Config({"TH": 4, "CB": 256}, 4, 1), **FAMILIES["depthwise"]}
-        )
+        for family in ("depthwise", "expansion", "expansion_fp32"):
+            monkeypatch.setitem(FAMILIES, family, {"wide": Config({"TH": 4, "CB": 256}, 4, 1), **FAMILIES[family]})
 
 
 def moved(value, device=DEVICE):
@@ -205,11 +204,14 @@ def all_configs():
 
 
 @pytest.mark.parametrize(("family", "name"), all_configs() if _triton.why_missing() is None else [])
-def test_every_configuration_gives_the_result_of_the_default(family, name, monkeypatch):
+def test_every_configuration_gives_the_result_of_the_default(family, name, monkeypatch, request):
     from nasfast.ops import tuning
 
-    dtype = torch.float16 if family == "pointwise" else torch.float32
+    dtype = torch.float16 if f"{family}_fp32" in tuning.FAMILIES else torch.float32
     case = ChainCase((1, 3, 9, 10), "dense24k3 pw40/relu6 dw5s2/relu6 pw24/identity", x_grad=False, dtype=dtype)
+    if family.startswith("expansion"):
+        case = ChainCase((1, 24, 9, 10), "pw48/relu6 dw5s2/relu6", dtype=dtype)
+        request.getfixturevalue("in_one_pass")
     drawn = case.draw_once()
     want = run(case, drawn)
     configs = tuning.FAMILIES[family]
@@ -238,3 +240,51 @@ def test_tensors_it_cannot_serve_are_refused_with_the_reason():
     with pytest.raises(RuntimeError, match="'triton'.*serves CPU tensors, got one on meta|serves CUDA tensors"):
         ops.resolve_backend("bn_act", x.to("meta"), "triton")
     assert backends.explain(DEVICE)
+
+
+ONE_PASS = [
+    ChainCase((2, 8, 6, 6), "pw24 dw3 pw8/identity", "x"),
+    ChainCase((1, 17, 5, 9), "pw40/tanh dw5s2/relu6 pw9/identity"),
+    ChainCase((2, 5, 4, 7), "pw33/relu dw7/tanh"),
+    ChainCase((2, 6, 6, 6), "pw18! dw3! pw6!", "x"),
+    ChainCase((2, 4, 6, 17), "pw9 dw3s2 pw4", mean=100.0),
+]
+
+
+@pytest.fixture
+def in_one_pass(monkeypatch):
+    """However few pixels there are, and a list of how often it was done."""
+    from nasfast.ops import conv_native, conv_triton
+
+    monkeypatch.setattr(conv_native, "MIN_ONE_PASS_PIXELS", 0)
+    calls, backward = [], conv_triton._expansion_backward
+    monkeypatch.setattr(conv_triton, "_expansion_backward", lambda *a, **k: calls.append(1) or backward(*a, **k))
+    return calls
+
+
+@pytest.mark.parametrize("case", ONE_PASS, ids=str)
+def test_expansion_backward_in_one_pass_matches_float64_reference(case, in_one_pass):
+    check(case)
+    assert in_one_pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_expansion_backward_in_one_pass_is_as_exact_as_in_two(dtype, in_one_pass, monkeypatch):
+    from nasfast.ops import conv_native
+
+    errors = {"one": 0.0, "two": 0.0}
+    for attempt in range(4):
+        drawn = replace(ChainCase((2, 16, 6, 6), "pw64 dw3 pw16/identity", "x"), dtype=dtype).draw_once(attempt)
+        exact = exact_chain(drawn, x_grad=True)
+        for passes, pixels in (("one", 0), ("two", 10**9)):
+            monkeypatch.setattr(conv_native, "MIN_ONE_PASS_PIXELS", pixels)
+            errors[passes] += sum(relative_errors(run(ONE_PASS[0], drawn), exact).values())
+    assert errors["one"] <= 1.1 * errors["two"], errors
+
+
+def test_expansion_backward_in_one_pass_keeps_x(in_one_pass):
+    drawn = moved(ONE_PASS[0].draw_once())
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        triton_chain(drawn.x.requires_grad_(), drawn.stages)
+    assert any(t.data_ptr() == drawn.x.data_ptr() for t in kept)

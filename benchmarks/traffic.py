@@ -1,0 +1,107 @@
+"""Bytes that the Triton kernels of one training step move, kernel by kernel, beside the floor; needs no GPU.
+
+    python benchmarks/traffic.py [--space mobilenet_v2] [--batch 32] [--dtypes bf16 fp32] [--out FILE]
+
+The step is launched for real, but every kernel only notes the tensors it is given: each counts once, as if what a
+program reads again came from the caches. The floor is that of nasfast.floor: every convolution's output written once
+and read once forward, one write and three reads backward; it counts no statistics, and no gradient twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+# only a kernel made for the interpreter takes CPU tensors
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from harness import positive, write_json
+from torch import Tensor
+from triton.runtime import interpreter
+
+from nasfast.engine import EagerEngine
+from nasfast.floor import Machine, step_floor, trace
+from nasfast.ops import use_backend
+from nasfast.spaces import get_space, mean_path
+from nasfast.supernet import StandaloneNetwork, Supernet
+
+# seconds are bytes
+_ONE_BYTE_PER_SECOND = Machine(1.0, float("inf"), float("inf"))
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, int]]]:
+    """Name and bytes of every kernel launched within, none of which runs."""
+    launches: list[tuple[str, int]] = []
+
+    def launcher(kernel: Any, grid: Any) -> Any:
+        def note(*args: Any, **kwargs: Any) -> None:
+            name = kernel.fn.__name__
+            # of its first tensor it reads a few rows
+            tensors = args[1:] if name == "expansion_terms_kernel" else args
+            distinct = {(t.data_ptr(), t.numel()): t for t in tensors if isinstance(t, Tensor)}
+            launches.append((name, sum(t.numel() * t.element_size() for t in distinct.values())))
+
+        return note
+
+    with patch.object(interpreter.InterpretedFunction, "__getitem__", launcher):
+        yield launches
+
+
+def traffic(space_name: str, batch: int, dtype: str) -> dict:
+    """Bytes by kernel, and the total beside the floor's, of one step of the mean path that trains BatchNorms only."""
+    space = get_space(space_name)
+    path = mean_path(space)
+    shape = (batch, space.in_channels, space.resolution, space.resolution)
+    net = Supernet(space, init="gaussian", layer_indicators=False)
+    net.freeze("bn")
+    net.to(memory_format=torch.channels_last).train()
+    images = torch.empty(shape).contiguous(memory_format=torch.channels_last)
+    with use_backend("triton"), recorded() as launches:
+        labels = torch.zeros(batch, dtype=torch.long)
+        EagerEngine(net, bf16=dtype == "bf16").forward_backward(images, labels, [path])
+    kernels: dict[str, list[int]] = defaultdict(list)
+    for name, count in launches:
+        kernels[name].append(count)
+    found = trace(lambda: StandaloneNetwork(space, path), shape)
+    found.linear_macs = found.linear_weights = 0  # the classifier is PyTorch's
+    floor = step_floor(found, _ONE_BYTE_PER_SECOND, torch.bfloat16 if dtype == "bf16" else torch.float32)
+    total = sum(count for _, count in launches)
+    return {
+        "space": space_name,
+        "batch": batch,
+        "dtype": dtype,
+        "launches": len(launches),
+        "bytes": total,
+        "floor_bytes": floor.step,
+        "times_the_floor": total / floor.step,
+        "kernels": {name: {"launches": len(c), "bytes": sum(c)} for name, c in sorted(kernels.items())},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--space", default="mobilenet_v2")
+    parser.add_argument("--batch", type=positive, default=32)
+    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    args = parser.parse_args()
+    rows = [traffic(args.space, args.batch, dtype) for dtype in args.dtypes]
+    for row in rows:
+        print(f"{row['space']} batch {row['batch']} {row['dtype']}: {row['bytes'] / 1e9:.2f} GB in {row['launches']} "
+              f"kernels, {row['times_the_floor']:.2f} of the floor's {row['floor_bytes'] / 1e9:.2f} GB")  # fmt: skip
+        for name, found in sorted(row["kernels"].items(), key=lambda item: -item[1]["bytes"]):
+            print(f"  {name:32} {found['launches']:4} launches {found['bytes'] / 1e6:9.1f} MB")
+    if args.out:
+        write_json(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What the Triton kernels of a real step are given to read and write, beside the floor."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """The mean path of the 6^20 space at batch 32 in bf16."""
+    out = tmp_path_factory.mktemp("traffic") / "traffic.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), "--dtypes", "bf16", "--out", str(out)]
+    result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (row,) = json.loads(out.read_text())["rows"]
+    return row
+
+
+def test_a_step_moves_little_more_than_the_floor(step):
+    assert 1 <= step["times_the_floor"] < 1.1
+
+
+def test_every_convolution_is_on_the_kernels_and_wide_expansions_go_back_in_one_pass(step):
+    launches = {name: found["launches"] for name, found in step["kernels"].items()}
+    forward = launches["pointwise_forward_kernel"] + launches["depthwise_forward_kernel"]
+    in_pairs = launches["expansion_backward_kernel"]
+    assert in_pairs == launches["expansion_finish_kernel"] == 9
+    # all but the stem, whose images need no gradient
+    backward = launches["pointwise_backward_kernel"] + launches["depthwise_backward_kernel"] + 2 * in_pairs
+    assert backward == forward - 1
