@@ -8,20 +8,23 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jsonargparse
 
 from nasfast import pipeline
-from nasfast.config import ConfigError, load_yaml, nearest
+from nasfast.config import ConfigBase, ConfigError, load_yaml, nearest
 from nasfast.doctor import doctor
 from nasfast.indicators.rank import rank, read_accuracies, read_scores
 from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.isometry import IsometryConfig, isometry_study
 from nasfast.latency import LatencyConfig, latency
 from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
 from nasfast.spaces import format_arch, get_space
+
+Config = TypeVar("Config", bound=ConfigBase)
 
 
 class _Parser(jsonargparse.ArgumentParser):
@@ -106,6 +109,27 @@ def _run_config(parser: _Parser, argv: Sequence[str], *, resumable: bool) -> tup
     parsed.pop("config")
     resume = parsed.pop("resume", False)
     return RunConfig.from_dict(parsed), resume
+
+
+def _study_config(parser: _Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, str | None]:
+    """The settings of a study: defaults, then those of the --config files, then flags; and its --out."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", action="append", default=[])
+    files = early.parse_known_args(argv)[0].config
+    parser.add_argument("--config", action="append", metavar="FILE", help="YAML with any of the settings below")
+    parser.add_class_arguments(kind)
+    given: dict[str, Any] = {}
+    for file in files:
+        given |= load_yaml(file)
+    try:
+        checked = kind.from_dict(given).to_dict()
+    except ConfigError as error:
+        raise ConfigError(f"{', '.join(files)}: {error}") from error
+    parser.set_defaults({key: checked[key] for key in given})
+    parsed = parser.parse_args(list(argv)).as_dict()
+    parsed.pop("config")
+    out = parsed.pop("out")
+    return kind.from_dict(parsed), out
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
@@ -205,6 +229,17 @@ def _latency(parser: _Parser, argv: Sequence[str]) -> None:
         print(f"written: {out}")
 
 
+def _isometry(parser: _Parser, argv: Sequence[str]) -> None:
+    parser.add_argument("--out", metavar="DIR", help="also write isometry.json and the page isometry.html")
+    cfg, out = _study_config(parser, argv, IsometryConfig)
+    report = isometry_study(cfg)
+    print(report)
+    if out is not None:
+        print(f"written: {report.save(out)}")
+    if report.missed:
+        raise RuntimeError(f"{len(report.missed)} of {len(report.marks)} pass marks missed")
+
+
 def _profile(parser: _Parser, argv: Sequence[str]) -> None:
     parser.add_class_arguments(ProfileConfig)
     print(profile(ProfileConfig(**parser.parse_args(list(argv)).as_dict())))
@@ -225,6 +260,7 @@ _COMMANDS: dict[str, Callable[[_Parser, Sequence[str]], None]] = {
     "rank": _rank,
     "report": _report,
     "latency": _latency,
+    "isometry": _isometry,
     "profile": _profile,
     "doctor": _doctor,
 }

@@ -33,6 +33,11 @@ ALLOWED: dict[str, set[str]] = {
     "supernet": {"config", "spaces", "ops"},
     "data": {"config"},
     "engine": {"spaces", "supernet"},
+    "analysis.meanfield": set(),
+    "analysis.concentration": {"ops"},
+    "analysis": {
+        "config", "spaces", "ops", "supernet", "indicators.table", "analysis.concentration", "analysis.meanfield",
+    },
     "train": {"config", "files", "spaces", "supernet", "engine"},
     "indicators.table": {"files", "spaces"},
     "indicators.rank": {"files", "spaces", "indicators.table"},
@@ -45,13 +50,18 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"ops"},
     "projection": {"config", "floor", "timing"},
     "latency": {"config", "files", "spaces", "supernet", "train", "timing", "doctor", "floor", "projection"},
+    "isometry": {
+        "config", "files", "spaces", "supernet", "train", "indicators", "timing", "doctor", "analysis",
+        "analysis.meanfield", "report",
+    },
     "profile": {"config", "spaces", "supernet", "train", "timing"},
     "pipeline": {
         "config", "files", "spaces", "supernet", "data", "train", "indicators", "indicators.table", "search", "retrain",
         "report", "device", "doctor",
     },
     "commands": {
-        "config", "spaces", "indicators.table", "indicators.rank", "report", "latency", "profile", "doctor", "pipeline",
+        "config", "spaces", "indicators.table", "indicators.rank", "report", "latency", "isometry", "profile", "doctor",
+        "pipeline",
     },
     "cli": {"config", "commands"},
     # names the others only while a type checker reads it

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +14,7 @@ from nasfast.config import load_yaml
 from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import plots
+from nasfast.report.page import embedded, escape, page_of, table_of
 from nasfast.search import SearchResult, load_candidates, pareto_front, sample_under
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.spaces import SearchSpace, format_arch, from_yaml
@@ -28,30 +26,6 @@ _CLOUD = 1000
 _CHANCE_MARGIN = 0.02
 # Methods that rank by the validation accuracy of whole paths.
 _ACCURACY_METHODS = ("spos", "fairnas")
-
-_STYLE = """
-:root { color-scheme: light dark; --bg: #ffffff; --fg: #1c2024; --soft: #5b6470; --line: #d9dee4; --card: #f5f7f9;
-  --accent: #0072b2; }
-@media (prefers-color-scheme: dark) { :root { --bg: #15181c; --fg: #e6e8ea; --soft: #9aa4b0; --line: #333a42;
-  --card: #1e2329; --accent: #58b4e8; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); margin: 0 auto; padding: 1.5rem;
-  max-width: 68rem; }
-.note { border-left: 4px solid #d55e00; background: var(--card); padding: .5rem .9rem; }
-h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem;
-  border-bottom: 1px solid var(--line); padding-bottom: .2rem; }
-p { margin: .4rem 0; } .soft { color: var(--soft); } nav a { margin-right: .9rem; color: var(--accent); }
-.cards { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem 1rem; }
-.card b { display: block; font-size: 1.4rem; } .card span { color: var(--soft); font-size: .85rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; } .text { text-align: left; }
-img { max-width: 100%; background: #ffffff; border-radius: .5rem; border: 1px solid var(--line); padding: .4rem;
-  box-sizing: border-box; }
-pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem; overflow-x: auto;
-  font-size: .85rem; } code { font-size: .92em; }
-"""
-
 
 _STALE = "Retraining is of another architecture than the present search's best: run <code>nasfast retrain</code> again."
 _AT_CHANCE = (
@@ -115,13 +89,7 @@ class _Run:
 
     def figure(self, name: str, figure: Figure, caption: str) -> str:
         """Write `report/NAME.png` and return it as an embedded image."""
-        image = io.BytesIO()
-        figure.savefig(image, format="png")
-        write_atomic(self.folder / "report" / f"{name}.png", image.getvalue())
-        data = base64.b64encode(image.getvalue()).decode()
-        return (
-            f'<img alt="{_escape(caption)}" src="data:image/png;base64,{data}"><p class="soft">{_escape(caption)}</p>'
-        )
+        return embedded(figure, caption, self.folder / "report" / f"{name}.png")
 
 
 def at_chance(top1: float, num_classes: int) -> bool:
@@ -159,15 +127,10 @@ def write_report(run_dir: str | Path) -> Path:
         ("config", "Configuration", _config),
         ("environment", "Environment", _environment),
     ]
-    body = "\n".join(
-        f'<section id="{key}"><h2>{title}</h2>\n{_section(run, build)}\n</section>' for key, title, build in sections
-    )
-    links = " ".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
-    name = _escape(folder.resolve().name)
-    page = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}: nasfast report</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{name}</h1><nav>{links}</nav>\n{body}\n</body></html>\n"
+    page = page_of(
+        folder.resolve().name,
+        "nasfast report",
+        [(key, title, _section(run, build)) for key, title, build in sections],
     )
     path = folder / "report.html"
     write_atomic(path, page.encode())
@@ -178,9 +141,9 @@ def _section(run: _Run, build: Callable[[_Run], str]) -> str:
     try:
         return build(run)
     except _NotRun as missing:
-        return f'<p class="soft">Not run yet: {_escape(missing)}.</p>'
+        return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
     except (ValueError, LookupError) as error:
-        return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {_escape(error)}</p>'
+        return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {escape(error)}</p>'
 
 
 def _summary(run: _Run) -> str:
@@ -201,10 +164,10 @@ def _summary(run: _Run) -> str:
     if comparable:
         cards.append((_percent(peer["top1"]), "top-1, random architecture of equal cost"))
     sentences = [
-        f"Space {_escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
+        f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
         f"Limits: {' and '.join(limits) or 'none'}.",
-        f"Best architecture: <code>{_escape(format_arch(best.arch))}</code>",
+        f"Best architecture: <code>{escape(format_arch(best.arch))}</code>",
     ]
     if trained is None:
         sentences.append("Not retrained yet: <code>nasfast retrain</code>.")
@@ -222,7 +185,7 @@ def _summary(run: _Run) -> str:
             "The retrained random architecture is not of equal cost and training, so the two are not compared: run "
             "<code>nasfast retrain</code> again."
         )
-    html_cards = "".join(f'<div class="card"><b>{_escape(v)}</b><span>{_escape(k)}</span></div>' for v, k in cards)
+    html_cards = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
     return f'<div class="cards">{html_cards}</div>' + "".join(f"<p>{s}</p>" for s in sentences)
 
 
@@ -250,7 +213,7 @@ def _top_k(run: _Run) -> str:
         "gap is the distance between its score and the proven bound."
     )
     header = ["#", "score", "MACs", "parameters", "architecture", "proof", "status"]
-    return _table(header, rows, text_columns=(4, 5, 6)) + f'<p class="soft">{note}</p>'
+    return table_of(header, rows, text_columns=(4, 5, 6)) + f'<p class="soft">{note}</p>'
 
 
 def _needs_indicators(build: Callable[[_Run], str]) -> Callable[[_Run], str]:
@@ -316,7 +279,7 @@ def _retrain(run: _Run) -> str:
     stages = [s for s in dict.fromkeys(m["stage"] for m in run.metrics) if s.startswith("retrain/")]
     if not results and not stages:
         raise _NotRun("`nasfast retrain` writes retrain/*/result.json")
-    table = _table(header, rows, text_columns=(0, 7)) if rows else ""
+    table = table_of(header, rows, text_columns=(0, 7)) if rows else ""
     if "best" in results and (run.folder / "archs.json").exists():
         # a damaged archs.json is the summary's to report
         try:
@@ -352,34 +315,20 @@ def _rank(run: _Run) -> str:
         "Regret: accuracy lost by taking the favourite under that many MACs."
     )
     return (
-        f"<p>{_escape(form['verdict'])}</p>"
-        + _table(header, rows, text_columns=(0,))
-        + f'<p class="soft">{_escape(note)}</p>'
+        f"<p>{escape(form['verdict'])}</p>"
+        + table_of(header, rows, text_columns=(0,))
+        + f'<p class="soft">{escape(note)}</p>'
     )
 
 
 def _config(run: _Run) -> str:
-    return f"<pre>{_escape(run.text('config.yaml', 'nasfast run'))}</pre>"
+    return f"<pre>{escape(run.text('config.yaml', 'nasfast run'))}</pre>"
 
 
 def _environment(run: _Run) -> str:
     form = run.form("environment.json", "nasfast run")
     rows = [[key, "; ".join(value) if isinstance(value, list) else str(value)] for key, value in form.items()]
-    return _table(["", ""], rows, text_columns=(0, 1))
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int]) -> str:
-    """HTML table, every cell escaped; numbers right, the named columns left."""
-
-    def line(tag: str, cells: Sequence[Any]) -> str:
-        return "".join(
-            f"<{tag}{' class=text' if i in text_columns else ''}>{_escape(cell)}</{tag}>"
-            for i, cell in enumerate(cells)
-        )
-
-    head = f"<tr>{line('th', header)}</tr>" if any(header) else ""
-    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table>{head}{body}</table></div>'
+    return table_of(["", ""], rows, text_columns=(0, 1))
 
 
 def _interval(form: Mapping[str, float | None]) -> str:
@@ -394,7 +343,3 @@ def _millions(value: float) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.2f} %"
-
-
-def _escape(value: Any) -> str:
-    return html.escape(str(value))

@@ -21,8 +21,8 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
 # Okabe and Ito's palette: distinguishable with any colour vision.
-_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#8a8a8a"
-_SERIES = (_BLUE, _RED, _GREEN, _PURPLE, _ORANGE)
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#8a8a8a"
+SERIES = (_BLUE, _RED, _GREEN, _PURPLE, _ORANGE)
 _KERNEL_COLOURS = {1: _PURPLE, 3: _BLUE, 5: _ORANGE, 7: _GREEN}
 # Points of a training curve that are drawn; longer ones are averaged in windows.
 _CURVE_POINTS = 400
@@ -37,9 +37,9 @@ def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str])
         metrics: lines of `metrics.jsonl`.
         stages: those to draw, each its own colour.
     """
-    figure, (loss, accuracy) = _figure(10, 3.6, columns=2)
-    for colour, stage in zip(np.resize(_SERIES, len(stages)), stages, strict=True):
-        lines, name = [m for m in metrics if m["stage"] == stage], _literal(stage)
+    figure, (loss, accuracy) = new_figure(10, 3.6, columns=2)
+    for colour, stage in zip(np.resize(SERIES, len(stages)), stages, strict=True):
+        lines, name = [m for m in metrics if m["stage"] == stage], literal(stage)
         steps, values = _smoothed(lines, "loss")
         loss.plot(steps, values, color=colour, label=f"{name}, training")
         _plot_evaluation(loss, lines, "eval_loss", colour, f"{name}, validation")
@@ -76,7 +76,7 @@ def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure
         1, 1 + with_layer, squeeze=False, width_ratios=[len(labels), 1.3][: 1 + with_layer], sharey=True
     )[0]
     _heat(figure, axes[0], grid, "block score $S_v$ = mean |γ|", "viridis", show_bar=True)
-    axes[0].set_xticks(range(len(labels)), map(_literal, labels), fontsize=9)
+    axes[0].set_xticks(range(len(labels)), map(literal, labels), fontsize=9)
     axes[0].set_yticks(range(len(layers)), [_layer_name(i, layer) for i, layer in enumerate(layers)], fontsize=8)
     if with_layer:
         _heat(figure, axes[1], column, "$S_u$", "magma", show_bar=True)
@@ -105,12 +105,12 @@ def score_macs(
         chosen: the search's answers, best first.
         max_macs: limit of the search, drawn as a line.
     """
-    figure, (ax,) = _figure(8, 4.6)
+    figure, (ax,) = new_figure(8, 4.6)
     million = 1e-6
     if cloud:
         macs, scores = np.array(cloud).T
         ax.scatter(
-            macs * million, scores, s=7, color=_GREY, alpha=0.35, lw=0, label=f"{len(cloud)} random architectures"
+            macs * million, scores, s=7, color=GREY, alpha=0.35, lw=0, label=f"{len(cloud)} random architectures"
         )
     if front:
         macs, scores = np.array(front).T
@@ -154,7 +154,7 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
         )
         dark = not skipped and np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) < 0.55
         strip.text(
-            i, 0, _literal(text), rotation=90, ha="center", va="center", fontsize=8, color="white" if dark else "black"
+            i, 0, literal(text), rotation=90, ha="center", va="center", fontsize=8, color="white" if dark else "black"
         )
         if layer.stride > 1:
             strip.annotate(f"s{layer.stride}\n▼", (i - 0.5, height / 2 + 0.03), ha="center", va="bottom", fontsize=8)
@@ -166,8 +166,8 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
     strip.set(ylim=(-0.68, 0.74), xlim=(-0.8, len(layers) - 0.2))
     strip.axis("off")
     cost = space.fixed_cost + sum((layer.cost(c) for layer, c in layers), type(space.fixed_cost)())
-    strip.set_title(f"{_literal(space.name)}: {cost.macs / 1e6:,.1f} M MACs, {cost.params / 1e6:,.2f} M parameters")
-    handles = [Patch(fc=shown[text], ec="black", lw=0.6, label=_literal(text)) for text in sorted(shown)]
+    strip.set_title(f"{literal(space.name)}: {cost.macs / 1e6:,.1f} M MACs, {cost.params / 1e6:,.2f} M parameters")
+    handles = [Patch(fc=shown[text], ec="black", lw=0.6, label=literal(text)) for text in sorted(shown)]
     figure.legend(handles=handles, ncols=max(1, len(handles)), fontsize=8, frameon=False, loc="outside lower center")
     macs = [layer.cost(choice).macs / 1e6 for layer, choice in layers]
     bars.bar(range(len(layers)), macs, width=0.8, color="#5b6770")
@@ -177,9 +177,10 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
     return figure
 
 
-def _figure(width: float, height: float, *, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+def new_figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """A figure in inches and its axes, row by row, in the house's style."""
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False)[0]
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax in axes:
         _despine(ax)
         ax.grid(alpha=0.25)
@@ -231,7 +232,7 @@ def _heat(figure: Figure, ax: Axes, grid: np.ndarray, title: str, colours: str, 
         bar.ax.tick_params(labelsize=8)
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Text of a user's file, kept from being read as a formula."""
     return text.replace("$", r"\$")
 
@@ -245,7 +246,7 @@ def _block_colour(block: Any) -> str:
     """Hue by kernel, shade by expansion; other kinds are told apart by their own hue."""
     if block.kind == "identity":
         return "#d0d0d0"
-    base = np.array(to_rgb(_RED if block.kind == "shuffle_xception" else _KERNEL_COLOURS.get(block.kernel, _GREY)))
+    base = np.array(to_rgb(_RED if block.kind == "shuffle_xception" else _KERNEL_COLOURS.get(block.kernel, GREY)))
     if block.kind == "mbconv":
         base = 1 - (1 - base) * min(1.0, 0.35 + 0.65 * block.expand / 6)
     return "#" + "".join(f"{round(255 * v):02x}" for v in base)

@@ -1,0 +1,483 @@
+"""Dynamical isometry of any module: the eigenvalues of J J^T of its input-output Jacobian J, exactly or by probes.
+
+phi = (1 / w_out) E tr J J^T and varphi = (1 / w_out) E tr (J J^T)^2 - phi^2; isometry is phi near 1 and varphi near 0
+(DI-NAS section 3, where the eigenvalues of J J^T are called singular values; here a singular value is the root of one).
+phi_min and varphi_min divide by min(w_in, w_out) instead, which leaves out the zeros that a module with more outputs
+than inputs must have.
+
+BatchNorm couples the samples of a batch. By default its statistics are taken from the batch given and then count as
+constants, so that every sample has a Jacobian of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from nasfast.config import nearest
+from nasfast.ops import use_backend
+from nasfast.ops.modules import (
+    ConvBNAct,
+    ConvBNActSequential,
+    FusedConvBNAct,
+    FusedConvBNActSequential,
+    FusedInvertedResidual,
+    InvertedResidual,
+)
+
+Array = NDArray[np.float64]
+Method = Literal["exact", "probes"]
+BNMode = Literal["constant", "coupled", "running"]
+
+MAX_EXACT = 4_000_000
+"""Elements of one sample's Jacobian up to which it is formed."""
+
+_CHUNK = 64
+# Elements of one batch of vectors: bounds the memory that the activations of a large module take.
+_BATCH_ELEMENTS = 2**21
+# A density needs few starts, because a large matrix averages by itself.
+_LANCZOS_SAMPLES = 2
+_QUANTILE_ATOMS = 512
+_QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+# A fused unit does not call its BatchNorm, whose statistics are wanted here; its plain twin has the same submodules.
+_PLAIN = {
+    FusedConvBNAct: ConvBNAct,
+    FusedConvBNActSequential: ConvBNActSequential,
+    FusedInvertedResidual: InvertedResidual,
+}
+
+
+@dataclass(frozen=True)
+class Isometry:
+    """Moments of the eigenvalues of J J^T over samples, and the density of the singular values.
+
+    Attributes:
+        phi, varphi: with w = w_out.
+        phi_min, varphi_min: with w = min(w_in, w_out).
+        phi_error, varphi_error: standard errors, of samples and probes together; nan where there is one exact sample.
+        values, weights: singular values in ascending order and the share of each, adding up to 1 with the zeros of a
+            module that has more outputs than inputs. Exact: all of all samples. Probes: quantiles.
+        largest: singular value over samples; from probes a close lower bound over two samples; -inf without a density.
+        w_in, w_out: elements of one sample's input and output (of the whole batch with bn_mode `coupled`).
+        method: `exact` or `probes`.
+    """
+
+    phi: float
+    varphi: float
+    phi_min: float
+    varphi_min: float
+    phi_error: float
+    varphi_error: float
+    values: Array
+    weights: Array
+    largest: float
+    w_in: int
+    w_out: int
+    method: Method
+
+    def quantile(self, share: float) -> float:
+        """The singular value below which this share of them lies."""
+        return float(self.values[min(np.searchsorted(np.cumsum(self.weights), share), len(self.values) - 1)])
+
+    def histogram(self, edges: Array) -> Array:
+        """Share of the singular values between each two of the edges, ascending; those outside are left out."""
+        return np.histogram(self.values, bins=edges, weights=self.weights)[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers as JSON, the density as quantiles."""
+        form = {k: v for k, v in vars(self).items() if k not in ("values", "weights")}
+        form["quantiles"] = {str(q): self.quantile(q) for q in _QUANTILES if len(self.values)}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in form.items()}
+
+
+def isometry(
+    module: nn.Module,
+    x: Tensor,
+    *,
+    samples: int = 8,
+    probes: int = 64,
+    method: Method | None = None,
+    bn_mode: BNMode = "constant",
+    circular: bool = False,
+    max_exact: int = MAX_EXACT,
+    lanczos_steps: int = 30,
+    seed: int = 0,
+) -> Isometry:
+    """Measure one module at the inputs given; the module itself is not changed, whatever happens.
+
+    Small Jacobians are formed in float64, by as many products with unit vectors as their shorter side has. Large ones
+    are probed in float32 with random signs u (Hutchinson): tr J J^T ~ |J^T u|^2, tr (J J^T)^2 ~ |J J^T u|^2, the square
+    of the first corrected for its bias, and the density by Lanczos quadrature of J J^T.
+
+    Args:
+        module: maps (N, ...) to (N, ...) by operations with reverse- and forward-mode derivatives; operators of nasfast
+            run on their PyTorch reference. Dropout and the like are off.
+        x: (N, ...) floating; all of it gives BatchNorm its statistics (64 samples or more are advised).
+        samples: of x, the first ones, whose Jacobians are averaged before varphi is formed.
+        probes: random vectors in all, spread over the samples.
+        method: `exact`, `probes`, or None: exact where a Jacobian has at most `max_exact` elements.
+        bn_mode: `constant`: statistics of x, then constants; `coupled`: the Jacobian of the whole batch x, through the
+            statistics too; `running`: those the module keeps.
+        circular: zero-padded convolutions wrap around instead, which leaves out what the border loses.
+        max_exact: elements.
+        lanczos_steps: of the density from probes, most of their time; 0 leaves density and largest value out.
+        seed: of the probes.
+
+    Raises:
+        ValueError: a wrong argument, an x that the module cannot take, an output that is no tensor of as many samples,
+            samples that are coupled by more than BatchNorm, an operation without derivative, or a Jacobian that is not
+            finite.
+    """
+    _check(x, samples, probes, method, bn_mode)
+    generator = torch.Generator().manual_seed(seed)
+    with use_backend("reference"), warnings.catch_warnings():
+        # torch's own, from the formulas of its forward mode
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+        function, points = _prepared(module, x, bn_mode, circular, torch.float32, samples)
+        w_in, w_out = points[0].numel(), _output_size(function, points)
+        method = method or ("exact" if w_in * w_out <= max_exact else "probes")
+        if method == "exact":
+            function, points = _prepared(module, x, bn_mode, circular, torch.float64, samples)
+            return _exact(function, points, w_in, w_out)
+        return _probed(function, points, w_in, w_out, probes, lanczos_steps, generator)
+
+
+def _check(x: Tensor, samples: int, probes: int, method: str | None, bn_mode: str) -> None:
+    if x.ndim < 2 or x.shape[0] < 1 or x[0].numel() < 1 or not x.is_floating_point():
+        raise ValueError(f"isometry: x must be floating and of shape (N, ...), N >= 1, got {x.dtype} {tuple(x.shape)}")
+    if not torch.isfinite(x).all():
+        raise ValueError("isometry: x has elements that are not finite")
+    if samples < 1 or probes < 2:
+        raise ValueError(f"isometry: needs samples >= 1 and probes >= 2, got {samples} and {probes}")
+    if bn_mode != "coupled" and samples > x.shape[0]:
+        raise ValueError(f"isometry: samples={samples}, but x has {x.shape[0]}: pass more or lower samples")
+    for name, value, valid in (("method", method, get_args(Method)), ("bn_mode", bn_mode, get_args(BNMode))):
+        if value is not None and value not in valid:
+            raise ValueError(f"isometry: unknown {name}={value!r}; {nearest(value, valid)}")
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _prepared(
+    module: nn.Module, x: Tensor, bn_mode: BNMode, circular: bool, dtype: torch.dtype, samples: int
+) -> tuple[Function, Tensor]:
+    """A function that treats the first dimension of its input row by row, and the points at which to differentiate
+    it."""
+    frozen = frozen_copy(module, x, bn_mode=bn_mode, circular=circular, dtype=dtype)
+    x = x.detach().to(dtype)
+    if bn_mode == "coupled":
+        # the batch is the sample
+        return lambda rows: torch.stack([frozen(batch) for batch in rows]), x[None]
+    return frozen, x[:samples]
+
+
+@torch.no_grad()
+def frozen_copy(
+    module: nn.Module,
+    x: Tensor,
+    *,
+    bn_mode: BNMode = "constant",
+    circular: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """A copy in which samples do not interact: in evaluation mode, BatchNorms on the statistics of the batch x.
+
+    Args:
+        module: any; not changed.
+        x: (N, ...), cast to dtype.
+        bn_mode, circular: as in `isometry`; `coupled` leaves BatchNorms on batch statistics, `running` on their own.
+        dtype: of the copy.
+
+    Raises:
+        ValueError: the module cannot take x, or a BatchNorm gets fewer than two values per channel or keeps no
+            statistics for `running`.
+    """
+    frozen = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
+    for part in frozen.modules():
+        part.__class__ = _PLAIN.get(type(part), type(part))
+    norms = [m for m in frozen.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if circular:
+        for conv in frozen.modules():
+            if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.padding_mode == "zeros":
+                conv.padding_mode = "circular"
+    if bn_mode == "running":
+        if any(norm.running_mean is None for norm in norms):
+            raise ValueError("isometry: bn_mode='running', but a BatchNorm of the module keeps no statistics")
+        return frozen
+    for norm in norms:
+        norm.track_running_stats = False
+        norm.running_mean = norm.running_var = None
+        norm.train()
+    if bn_mode == "constant" and norms:
+        noted: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        handles = [norm.register_forward_pre_hook(lambda n, inputs: _note(noted, n, inputs[0])) for norm in norms]
+        _apply(frozen, x.to(dtype))
+        for handle in handles:
+            handle.remove()
+        for norm, (mean, var) in noted.items():
+            norm.running_mean, norm.running_var = mean, var
+            norm.track_running_stats = True
+            norm.eval()
+    return frozen
+
+
+def _note(noted: dict[nn.Module, tuple[Tensor, Tensor]], norm: nn.Module, x: Tensor) -> None:
+    if x.numel() // x.shape[1] < 2:
+        raise ValueError(
+            f"isometry: BatchNorm needs two values per channel, and {tuple(x.shape)} has one: pass more samples in x"
+        )
+    dims = [d for d in range(x.ndim) if d != 1]
+    noted[norm] = x.mean(dims), x.var(dims, correction=0)
+
+
+def _apply(function: Function, x: Tensor) -> Tensor:
+    """function(x) with its complaints turned into ours."""
+    try:
+        y = function(x)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, ValueError) and str(error).startswith("isometry:"):
+            raise
+        raise ValueError(f"isometry: the module cannot take x of shape {tuple(x.shape)}: {error}") from error
+    if not isinstance(y, Tensor):
+        raise ValueError(
+            f"isometry: the module must return one tensor, got {type(y).__name__}: wrap it in one that does"
+        )
+    return y
+
+
+@torch.no_grad()
+def _output_size(function: Function, points: Tensor) -> int:
+    y = _apply(function, points)
+    if y.ndim < 1 or y.shape[0] != points.shape[0] or y.numel() == 0:
+        raise ValueError(
+            f"isometry: the module maps {tuple(points.shape)} to {tuple(y.shape)}; the first dimension must be samples"
+        )
+    alone = _apply(function, points[:1])
+    # the same arithmetic in another batch size: rounding alone
+    if not torch.allclose(alone, y[:1], rtol=1e-2, atol=1e-3 * float(y.abs().max()), equal_nan=True):
+        raise ValueError(
+            "isometry: the result of a sample depends on the others, and not by BatchNorm: bn_mode='coupled' takes the "
+            "batch as one sample"
+        )
+    return y[0].numel()
+
+
+class _Products:
+    """J^T u and J v at fixed points, one row per vector, (K, w_out) and (K, w_in)."""
+
+    def __init__(self, function: Function, points: Tensor) -> None:
+        self.points = points
+        self.function = lambda x: function(x).reshape(x.shape[0], -1)
+        try:
+            self._pull = torch.func.vjp(self.function, points)[1]
+        except RuntimeError as error:
+            raise _no_derivative(error) from error
+
+    def pull(self, u: Tensor) -> Tensor:
+        try:
+            return _finite(self._pull(u)[0].flatten(1))
+        except RuntimeError as error:
+            raise _no_derivative(error) from error
+
+    def push(self, v: Tensor) -> Tensor:
+        try:
+            return _finite(torch.func.jvp(self.function, (self.points,), (v.view_as(self.points),))[1])
+        except (RuntimeError, NotImplementedError) as error:
+            raise _no_derivative(error) from error
+
+
+def _no_derivative(error: Exception) -> ValueError:
+    return ValueError(
+        "isometry: an operation of the module has no derivative in the mode needed (an operator of one's own, or a "
+        f"change in place): {error}"
+    )
+
+
+def _finite(product: Tensor) -> Tensor:
+    if not torch.isfinite(product).all():
+        raise ValueError("isometry: the Jacobian is not finite at these inputs")
+    return product
+
+
+def jacobian(function: Function, point: Tensor, w_out: int) -> Tensor:
+    """The Jacobian (w_out, w_in) of a row-wise function at one point (1, ...), in the point's dtype.
+
+    The batch holds copies of the point, one per unit vector, so unlike `torch.func.jacrev` it needs no batching rules.
+    """
+    w_in = point.numel()
+    by_rows = w_out <= w_in
+    parts = []
+    for units in torch.eye(min(w_in, w_out), dtype=point.dtype, device=point.device).split(_rows(w_in, w_out)):
+        products = _Products(function, point.repeat_interleave(len(units), 0))
+        parts.append(products.pull(units) if by_rows else products.push(units))
+    matrix = torch.cat(parts)
+    return matrix if by_rows else matrix.T
+
+
+@torch.no_grad()
+def circular_conv_moments(weight: Tensor, groups: int = 1, *, size: int | None = None) -> tuple[Array, Array]:
+    """(1 / w_out) tr J J^T and (1 / w_out) tr (J J^T)^2 of a convolution of stride 1 that wraps around, exactly.
+
+    The Fourier transform makes J block diagonal: one (out, in) matrix per group and frequency, a number for a depthwise
+        filter.
+
+    Args:
+        weight: (out, in / groups, k, k), or (out, in) of a linear layer.
+        groups: of the convolution.
+        size: of the map; None takes 2 k - 1, from where on both moments no longer depend on it.
+
+    Returns:
+        Two arrays (groups,), the moments of each group by itself; float64.
+
+    Raises:
+        ValueError: not a weight of a square kernel, groups that do not divide it, or a map smaller than the kernel.
+    """
+    weight = weight.detach().double()
+    weight = weight[:, :, None, None] if weight.ndim == 2 else weight
+    if weight.ndim != 4 or weight.shape[2] != weight.shape[3] or groups < 1 or weight.shape[0] % groups:
+        raise ValueError(
+            f"circular_conv_moments: weight {tuple(weight.shape)} of {groups} groups is not that of a square conv"
+        )
+    k = weight.shape[-1]
+    size = 2 * k - 1 if size is None else size
+    if size < k:
+        raise ValueError(f"circular_conv_moments: a map of {size} x {size} is smaller than the {k} x {k} kernel")
+    spectrum = torch.fft.fft2(weight, s=(size, size)).permute(2, 3, 0, 1)
+    blocks = spectrum.reshape(size * size, groups, weight.shape[0] // groups, weight.shape[1])
+    gram = blocks @ blocks.mH if blocks.shape[2] <= blocks.shape[3] else blocks.mH @ blocks
+    firsts = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1).mean(0) / blocks.shape[2]
+    seconds = gram.abs().square().sum((-2, -1)).mean(0) / blocks.shape[2]
+    return firsts.cpu().numpy(), seconds.cpu().numpy()
+
+
+def _rows(w_in: int, w_out: int) -> int:
+    return max(1, min(_CHUNK, _BATCH_ELEMENTS // max(w_in, w_out)))
+
+
+def _exact(function: Function, points: Tensor, w_in: int, w_out: int) -> Isometry:
+    found = torch.stack([torch.linalg.svdvals(jacobian(function, p[None], w_out)) for p in points]).cpu().numpy()
+    powers = found**2
+    firsts, seconds = powers.sum(1, keepdims=True) / w_out, (powers**2).sum(1, keepdims=True) / w_out
+    values = np.sort(found.ravel())
+    zeros = 1 - min(w_in, w_out) / w_out
+    weights = np.full(len(values), (1 - zeros) / len(values))
+    if zeros:
+        values, weights = np.append(0.0, values), np.append(zeros, weights)
+    return _summary(firsts, seconds, values, weights, float(found.max()), w_in, w_out, "exact")
+
+
+def _probed(
+    function: Function,
+    points: Tensor,
+    w_in: int,
+    w_out: int,
+    probes: int,
+    lanczos_steps: int,
+    generator: torch.Generator,
+) -> Isometry:
+    # two per sample at least, for the variance of the estimate
+    per_sample = max(2, -(-probes // len(points)))
+    firsts, seconds = [], []
+    repeated = points.repeat_interleave(per_sample, 0)
+    for rows in repeated.split(_rows(w_in, w_out)):
+        products = _Products(function, rows)
+        signs = torch.randint(0, 2, (len(rows), w_out), generator=generator).to(rows) * 2 - 1
+        pulled = products.pull(signs)
+        firsts.append(pulled.double().square().sum(1) / w_out)
+        seconds.append(products.push(pulled).double().square().sum(1) / w_out)
+    shape = (len(points), per_sample)
+    first, second = (torch.cat(parts).cpu().numpy().reshape(shape) for parts in (firsts, seconds))
+    steps = min(lanczos_steps, w_out)
+    density = _density(function, points[:_LANCZOS_SAMPLES], w_in, w_out, steps, generator)
+    return _summary(first, second, *density, w_in, w_out, "probes")
+
+
+def _density(
+    function: Function, points: Tensor, w_in: int, w_out: int, steps: int, generator: torch.Generator
+) -> tuple[Array, Array, float]:
+    """Singular values, their weights and the largest one by stochastic Lanczos quadrature, a random start per point.
+
+    The largest Ritz value is nearer to the largest eigenvalue than what as many steps of the power iteration find,
+    which stay in the same Krylov space.
+    """
+    if steps < 1:
+        return np.empty(0), np.empty(0), -math.inf
+    values, weights, largest = [], [], -math.inf
+    for rows in points.split(_rows(w_in, w_out)):
+        products = _Products(function, rows)
+        q = torch.randn(len(rows), w_out, generator=generator, dtype=torch.float64).to(rows)
+        q = q / q.norm(dim=1, keepdim=True)
+        basis, diagonal, beside = [q], [], []
+        for _ in range(steps):
+            r = products.push(products.pull(q))
+            diagonal.append((r * q).sum(1))
+            size = r.norm(dim=1, keepdim=True)
+            for _ in range(2):
+                known = torch.stack(basis, 1)
+                r = r - torch.einsum("kmw,km->kw", known, torch.einsum("kmw,kw->km", known, r))
+            norm = r.norm(dim=1, keepdim=True)
+            # what is left at rounding level is no direction: the space is complete, and the rest gets no weight
+            live = norm > 1e-5 * size
+            q = torch.where(live, r / norm.clamp(min=1e-30), 0.0)
+            beside.append(torch.where(live, norm, 0.0)[:, 0])
+            basis.append(q)
+        tridiagonal = torch.diag_embed(torch.stack(diagonal, 1).double())
+        off = torch.diag_embed(torch.stack(beside, 1).double()[:, : steps - 1], offset=1)
+        found, vectors = torch.linalg.eigh(tridiagonal + off + off.mT)
+        complete = (torch.stack(beside, 1)[:, : steps - 1] == 0).any(1)
+        for nodes, share, whole in zip(found.clamp(min=0).sqrt(), vectors[:, 0] ** 2, complete, strict=True):
+            node, weight = nodes.cpu().numpy(), share.cpu().numpy()
+            largest = max(largest, float(node[weight > 1e-12].max()))
+            if not whole:
+                node, weight = _smoothed(node, weight)
+            values.append(node)
+            weights.append(weight / len(points))
+    value, weight = np.concatenate(values), np.concatenate(weights)
+    order = np.argsort(value)
+    return value[order], weight[order], largest
+
+
+def _smoothed(nodes: Array, weights: Array) -> tuple[Array, Array]:
+    """Quantiles of the distribution of which a quadrature has these nodes.
+
+    Its cumulative share at a node lies between the sums of the weights before and behind it; lines join the middles.
+    """
+    middles = np.cumsum(weights) - weights / 2
+    shares = (np.arange(_QUANTILE_ATOMS) + 0.5) / _QUANTILE_ATOMS
+    return np.interp(shares, [0.0, *middles], [0.0, *nodes]), np.full(_QUANTILE_ATOMS, 1 / _QUANTILE_ATOMS)
+
+
+def _summary(
+    firsts: Array, seconds: Array, values: Array, weights: Array, largest: float, w_in: int, w_out: int, method: Method
+) -> Isometry:
+    """From (samples, estimates) of the first two moments; one estimate per sample is an exact one."""
+    samples, estimates = firsts.shape
+    phi, second = float(firsts.mean()), float(seconds.mean())
+    # the square of an estimate is too large by its variance
+    bias = float((firsts.var(1, ddof=1) / estimates).sum()) / samples**2 if estimates > 1 else 0.0
+    square = phi**2 - bias
+    share = w_out / min(w_in, w_out)
+    # first order: varphi changes with seconds - 2 phi firsts
+    influence = seconds - 2 * phi * firsts
+    return Isometry(
+        phi, second - square, phi * share, second * share - square * share**2,
+        _standard_error(firsts), _standard_error(influence),
+        values, weights, largest, w_in, w_out, method,
+    )  # fmt: skip
+
+
+def _standard_error(estimates: Array) -> float:
+    """Of the mean: by the means of samples, which hold the scatter of probes too; by probes where there is one
+    sample."""
+    units = estimates.mean(1) if len(estimates) > 1 else estimates[0]
+    return float(units.std(ddof=1) / math.sqrt(len(units))) if len(units) > 1 else math.nan
