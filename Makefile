@@ -39,7 +39,8 @@ sanitize: install  ## the operators' tests with AddressSanitizer and UBSan watch
 	PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib LD_PRELOAD="$(RUNTIMES)" OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 		$(BIN)/pytest -q --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_bn_act.py \
-		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_inverted_residual.py
+		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_inverted_residual.py \
+		tests/ops/test_orthogonalize.py
 
 check: install  ## lint and format
 	$(BIN)/ruff check .
@@ -52,6 +53,7 @@ bench: install  ## every benchmark that runs here, in most of an hour
 	$(BIN)/python benchmarks/bench_supernet_step.py --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json
 	$(BIN)/python benchmarks/bench_fuse.py --out benchmarks/results/fuse.json
 	$(BIN)/nasfast latency --out benchmarks/results/latency.json
+	$(BIN)/python benchmarks/bench_orthogonalize.py --out benchmarks/results/orthogonalize.json
 	$(BIN)/python benchmarks/bench_search.py --out benchmarks/results/search.json
 
 clean:  ## remove what was built

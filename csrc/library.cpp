@@ -36,4 +36,10 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
       "conv_bn_act_bwd(Tensor grad, Tensor? x, int[] shape, Tensor saved, Tensor statistics, Tensor[] conv_weights, Tensor[] bn_weights, "
       "Tensor[] bn_biases, bool[] batch_statistics, int[] strides, str acts, float[] eps, bool add_input, bool one_pass, "
       "bool shuffle, bool[] wants) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
+
+  // Formula: nasfast/ops/reference.py, orthogonalize. Entries are (..., rows, columns), float32 or float64.
+  m.def("orthogonalize(Tensor[] matrices) -> Tensor[]");
+  // The CUDA kernels of orthogonalize on the host, for tests; slow. `backwards` reverses the order in which the threads of
+  // a block take their turns, which must change nothing.
+  m.def("orthogonalize_emulated(Tensor[] matrices, bool backwards) -> Tensor[]");
 }

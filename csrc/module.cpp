@@ -32,6 +32,11 @@ py::dict build_info() {
   info["cuda_version"] = py::none();
   info["cuda_archs"] = py::none();
 #endif
+#ifdef NASFAST_CUDA_OPERATORS
+  info["cuda_operators"] = true;
+#else
+  info["cuda_operators"] = false;
+#endif
   return info;
 }
 

@@ -11,6 +11,7 @@ class BuildInfo(TypedDict):
     cuda: bool
     cuda_version: str | None
     cuda_archs: str | None
+    cuda_operators: bool
 
 class CudaDeviceInfo(TypedDict):
     count: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nasfast.indicators.bn_gamma import score
     from nasfast.indicators.rank import rank
     from nasfast.indicators.table import IndicatorTable
-    from nasfast.ops import fuse, unfuse, use_backend
+    from nasfast.ops import fuse, orthogonalize_, unfuse, use_backend
     from nasfast.pipeline import RunConfig, run
     from nasfast.supernet import Supernet, build, inherit
     from nasfast.train import train_supernet
@@ -36,6 +36,7 @@ _HOMES = {
     "build": "nasfast.supernet",
     "fuse": "nasfast.ops",
     "inherit": "nasfast.supernet",
+    "orthogonalize_": "nasfast.ops",
     "rank": "nasfast.indicators.rank",
     "run": "nasfast.pipeline",
     "score": "nasfast.indicators.bn_gamma",
@@ -54,6 +55,7 @@ __all__ = [
     "fuse",
     "inherit",
     "ops",
+    "orthogonalize_",
     "rank",
     "retrain",
     "run",

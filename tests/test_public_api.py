@@ -14,8 +14,9 @@ import nasfast
 ROOT = Path(nasfast.__file__).parent
 
 NAMES = [
-    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "data", "fuse", "inherit", "ops", "rank",
-    "retrain", "run", "score", "search", "spaces", "supernet", "train", "train_supernet", "unfuse", "use_backend",
+    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "data", "fuse", "inherit", "ops",
+    "orthogonalize_", "rank", "retrain", "run", "score", "search", "spaces", "supernet", "train", "train_supernet",
+    "unfuse", "use_backend",
 ]  # fmt: skip
 
 # positional arguments, then keyword-only ones; a trailing = marks one that may be left out
@@ -56,8 +57,19 @@ SIGNATURES = {
     "nasfast.spaces:UniformSampler": ("space", "seed= layer_indicators="),
     "nasfast.ops:fuse": ("model", ""),
     "nasfast.ops:unfuse": ("model", ""),
+    "nasfast.ops:orthogonalize": ("matrices", "backend="),
+    "nasfast.ops:orthogonalize_": ("tensors", "seed= names= gain="),
     "nasfast.ops:use_backend": ("name", ""),
     "nasfast.latency:latency": ("cfg=", ""),
+    "nasfast.isometry:isometry_study": ("cfg=", ""),
+    "nasfast.isometry:indicator_stability": ("space loader", "init= seeds= cfg="),
+    "nasfast.analysis.jacobian:isometry": (
+        "module x", "samples= probes= method= bn_mode= circular= max_exact= lanczos_steps= seed=",
+    ),
+    "nasfast.analysis.jacobian:circular_conv_moments": ("weight groups=", "size="),
+    "nasfast.analysis.fairness:fairness": ("candidates h", "names= phi="),
+    "nasfast.analysis.fairness:depth_spread": ("net images", "paths= indicator_bn= seed="),
+    "nasfast.analysis.fairness:seed_stability": ("rankings", ""),
     "nasfast.profile:profile": ("cfg=", ""),
     "nasfast.timing:measure": ("variants", "rounds warmup="),
     "nasfast.doctor:doctor": ("", ""),

@@ -3,6 +3,7 @@
 
 #include "bn_act.h"
 #include "conv_bn_act.h"
+#include "orthogonal.h"
 
 namespace nasfast::cpu {
 
@@ -10,6 +11,7 @@ struct Kernels {
   const BnActKernels& bn;
   const ConvKernels& conv;
   const DepthwiseKernels& depthwise;
+  const OrthogonalKernels& orthogonal;
 };
 
 Kernels kernels();

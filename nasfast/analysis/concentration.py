@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nasfast.ops.reference import ACTIVATIONS, orthogonalize
+from nasfast.ops.orthogonal import orthogonalize
+from nasfast.ops.reference import ACTIVATIONS
 
 KINDS = ("gaussian", "per_filter", "flatten")
 """Filters: independent Gaussian; every k x k slice orthogonal; N filters as rows of orthogonal blocks of k^2 d."""

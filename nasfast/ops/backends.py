@@ -62,6 +62,27 @@ def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
     return True, ""
 
 
+def _can_use_cpu_orthogonalize(x: Tensor) -> tuple[bool, str]:
+    # every floating type: the halves are computed in float32
+    if _native_missing is not None:
+        return False, _native_missing
+    if x.device.type != "cpu":
+        return False, f"serves CPU tensors, got one on {x.device}"
+    return True, ""
+
+
+def _can_use_cuda_orthogonalize(x: Tensor) -> tuple[bool, str]:
+    if _native_missing is not None:
+        return False, _native_missing
+    if not _native.extension.build_info()["cuda_operators"]:
+        return False, "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
+    if x.device.type != "cuda":
+        return False, f"serves CUDA tensors, got one on {x.device}"
+    if not (info := _native.extension.cuda_device_info())["kernels_run"]:
+        return False, f"the compiled kernels do not run on {x.device}: {info['error']}"
+    return True, ""
+
+
 def _can_use_triton(x: Tensor) -> tuple[bool, str]:
     if _triton_missing is not None:
         return False, _triton_missing
@@ -89,6 +110,11 @@ _TABLE: dict[str, tuple[Backend, ...]] = {
     )
     for op in ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain")
 }
+_TABLE["orthogonalize"] = (
+    Backend("orthogonalize", "cpu", _can_use_cpu_orthogonalize),
+    Backend("orthogonalize", "cuda", _can_use_cuda_orthogonalize),
+    Backend("orthogonalize", "reference", _can_use_reference),
+)
 
 
 def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend:

@@ -4,6 +4,7 @@ Every message names the operator, the argument, what was expected, what came, an
 Wrong types raise TypeError, wrong values and shapes ValueError.
 """
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -106,6 +107,86 @@ def check_inverted_residual(
             f"{op}: residual=True adds x of shape {tuple(x.shape)} to a result of shape {shape}; "
             "it needs stride 1 and as many output as input channels"
         )
+
+
+def check_matrices(op: str, matrices: Sequence[Tensor]) -> None:
+    """Check the entries of `nasfast.ops.orthogonalize`.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+        MemoryError: the results up to some entry are larger than the memory of the machine.
+    """
+    total = 0
+    for i_matrix, z in enumerate(matrices):
+        where = f"{op}: matrices[{i_matrix}]"
+        _check_matrix(where, z)
+        if z.device != matrices[0].device:
+            raise ValueError(f"{where} must be on {matrices[0].device} like matrices[0], got {z.device}")
+        total += z.numel() * z.element_size()
+        check_fits(where, z, total)
+    filled = [z for z in matrices if z.numel()]
+    if not filled or filled[0].is_meta or torch.compiler.is_compiling():  # a compiler cannot ask for values
+        return
+    if not _probably_finite([z.detach() for z in filled]):
+        for i_matrix, z in enumerate(matrices):
+            if bad := z.numel() - int(z.isfinite().sum()):
+                raise ValueError(
+                    f"{op}: matrices[{i_matrix}] of shape {tuple(z.shape)} must be finite, "
+                    f"got {bad} NaN or infinite elements"
+                )
+
+
+def check_orthogonal_targets(op: str, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Check the arguments of `nasfast.ops.orthogonalize_`.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    if len(names) != len(tensors):
+        raise ValueError(f"{op}: names must be one per tensor, {len(tensors)}, got {len(names)}")
+    for i_tensor, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
+        _check_matrix(f"{op}: tensors[{i_tensor}] ({name!r})", tensor)
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise ValueError(f"{op}: names must differ, as they seed the tensors, got {twice!r} more than once")
+
+
+def check_fits(where: str, tensor: Tensor, needed: int) -> None:
+    """Refuse what cannot fit into the memory of the device, before the system starts to kill processes.
+
+    Raises:
+        MemoryError: the bytes needed are more than there are.
+    """
+    if tensor.is_meta:
+        return
+    if tensor.device.type == "cuda":
+        there = torch.cuda.get_device_properties(tensor.device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise MemoryError(
+            f"{where} of shape {tuple(tensor.shape)} needs {needed / 1e9:.1f} GB, "
+            f"and {tensor.device} has {there / 1e9:.1f} GB"
+        )
+
+
+def _probably_finite(tensors: Sequence[Tensor]) -> bool:
+    """False where any element is NaN or infinite; may be False without, never True with one. One read of everything."""
+    if tensors[0].is_cuda:
+        return bool(torch.nn.utils.get_total_norm(tensors, float("inf")).isfinite())
+    # ten times as fast here as norms or isfinite; a sum may overflow by itself
+    return bool(torch.stack([z.sum().double() for z in tensors]).isfinite().all())
+
+
+def _check_matrix(where: str, z: Tensor) -> None:
+    if not isinstance(z, Tensor):
+        raise TypeError(f"{where} must be a tensor, got {type(z).__name__}")
+    if z.dtype not in _ACTIVATION_DTYPES:
+        raise TypeError(
+            f"{where} must be float32, float64, bfloat16 or float16, got {z.dtype}; convert it with .float()"
+        )
+    if z.ndim < 2:
+        raise ValueError(f"{where} must be (..., rows, columns), got shape {tuple(z.shape)}")
 
 
 def _check_stage(op: str, x: Tensor, shape: tuple[int, ...], stage: Stage) -> tuple[int, ...]:

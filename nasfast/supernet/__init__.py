@@ -1,12 +1,13 @@
 """Supernet of a search space, freezing by role, initialisation, and the standalone network of one architecture."""
 
 from nasfast.supernet.blocks import UnitFactory, block_builder
-from nasfast.supernet.init import Init, initialize
+from nasfast.supernet.init import Init, InitScheme, initialize
 from nasfast.supernet.standalone import StandaloneNetwork, build, inherit
 from nasfast.supernet.supernet import Supernet, Trainable, TrainableSummary
 
 __all__ = [
     "Init",
+    "InitScheme",
     "StandaloneNetwork",
     "Supernet",
     "Trainable",

@@ -4,26 +4,28 @@ Scale rule: the mean squared row norm of the flattened (out x fan_in) weight is 
 per-channel variance times g^2. Every tensor has its own seed made from its qualified name, so results do not depend on
 module order, device or on which other candidates exist.
 
-The paper's literal reading, QR of every k x k slice of every convolution, turns a 1x1 convolution into +-1 entries,
-which is not orthogonal; pointwise convolutions are orthogonalised as matrices instead. A 3x3 or larger depthwise filter
-with one live tap (`delta_orthogonal`) is exactly isometric but makes all kernel sizes the same function.
+A weight is made in two steps, drawing and building, so that one call orthogonalises the matrices of a whole network.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from nasfast.config import nearest
-from nasfast.ops import reference
+from nasfast.ops.modules import InvertedResidual
+from nasfast.ops.orthogonal import orthogonalize, tensor_generator
 
 Init = Literal["orthogonal", "delta_orthogonal", "gaussian", "he"]
+Shape = tuple[int, ...]
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,112 +34,299 @@ GAINS = {"identity": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2), "tanh": 1
 
 _ACTIVATION_NAMES = {nn.Identity: "identity", nn.ReLU: "relu", nn.ReLU6: "relu6", nn.Tanh: "tanh"}
 
+# classifiers of the published BN-NAS and SPOS code
+_SMALL_STD = 0.01
 
-def tensor_generator(name: str, seed: int) -> torch.Generator:
-    """CPU generator of one tensor: the first 8 bytes of SHA-256("di-init|seed|name")."""
-    digest = hashlib.sha256(f"di-init|{seed}|{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-
-
-def _gaussian(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+# "layers.3.candidates.2.expand.conv.weight" has the role "layers.3.expand.conv.weight" in its layer
+_CANDIDATE = re.compile(r"\bcandidates\.\d+\.")
 
 
-def _haar(rows: int, cols: int, generator: torch.Generator) -> Tensor:
-    """Haar (semi-)orthogonal matrix under the scale rule with g = 1."""
-    (q,) = reference.orthogonalize([_gaussian((rows, cols), generator)])
-    return q * math.sqrt(max(1.0, rows / cols))
+@dataclass(frozen=True)
+class _Recipe:
+    """How weights of one kind are made.
+
+    Attributes:
+        draws: layer -> shapes of the Gaussian tensors to draw for its weight, in order.
+        build: (shape of the weight, the draws) -> weight of g = 1; it may write into the draws.
+        orthogonal: the draws are (batches of) matrices that `build` gets orthogonalised.
+        gain: whether the weight is multiplied by g afterwards.
+    """
+
+    draws: Callable[[nn.Conv2d | nn.Linear], list[Shape]]
+    build: Callable[[Shape, list[Tensor]], Tensor]
+    orthogonal: bool = False
+    gain: bool = True
 
 
-def _is_depthwise(layer: nn.Module) -> bool:
-    # in / groups == 1 alone would also catch the stem of a grey-scale network
-    return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1
+def _whole(layer: nn.Conv2d | nn.Linear) -> list[Shape]:
+    return [tuple(layer.weight.shape)]
 
 
-def _orthogonal(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
-    """Pointwise and dense: Haar on the flattened matrix. Depthwise: every k x k filter orthogonal over sqrt(k)."""
-    shape = layer.weight.shape
-    if _is_depthwise(layer):
-        (q,) = reference.orthogonalize([_gaussian((shape[0], shape[2], shape[3]), generator)])
-        return q.reshape(shape) / math.sqrt(shape[3])
-    return _haar(shape[0], math.prod(shape[1:]), generator).reshape(shape)
+def _flat(layer: nn.Conv2d | nn.Linear) -> list[Shape]:
+    return [(layer.weight.shape[0], math.prod(layer.weight.shape[1:]))]
 
 
-def _delta_orthogonal(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
-    """Only the centre tap lives: Haar across channels (Xiao et al. 2018), a random sign for depthwise filters."""
-    shape = layer.weight.shape
-    if len(shape) == 2 or shape[2] * shape[3] == 1:
-        return _orthogonal(layer, generator)
-    weight = torch.zeros(shape, dtype=torch.float64)
-    centre = (..., shape[2] // 2, shape[3] // 2)
-    if _is_depthwise(layer):
-        weight[centre] = torch.where(_gaussian((shape[0], 1), generator) < 0, -1.0, 1.0)
-    else:
-        weight[centre] = _haar(shape[0], shape[1], generator)
+def _across(layer: nn.Conv2d) -> list[Shape]:
+    return [tuple(layer.weight.shape[:2])]
+
+
+def _expansion_scale(rows: int, cols: int) -> float:
+    """The scale rule for a semi-orthogonal matrix, whose rows are shorter than 1 where there are more than columns."""
+    return math.sqrt(max(1.0, rows / cols))
+
+
+def _signs(z: Tensor) -> Tensor:
+    """The orthogonalised 1 x 1 matrices."""
+    return torch.where(z < 0, -1.0, 1.0).to(z.dtype)
+
+
+def _haar(shape: Shape, draws: list[Tensor]) -> Tensor:
+    (q,) = draws
+    return q.mul_(_expansion_scale(*q.shape)).reshape(shape)
+
+
+def _per_filter(shape: Shape, draws: list[Tensor]) -> Tensor:
+    # a k x k orthogonal matrix has Frobenius norm sqrt(k), and a row of the weight is made of `in` of them
+    (q,) = draws
+    return q.div_(math.sqrt(shape[1] * min(shape[2:])))
+
+
+def _literal_pointwise(shape: Shape, draws: list[Tensor]) -> Tensor:
+    # QR of every 1 x 1 slice as the paper words it: entries +-1, brought to the scale rule; not orthogonal
+    return _signs(draws[0]).div_(math.sqrt(shape[1]))
+
+
+def _unit_norm(shape: Shape, draws: list[Tensor]) -> Tensor:
+    (z,) = draws
+    return z.div_(z.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1))
+
+
+def _centre(shape: Shape, taps: Tensor) -> Tensor:
+    weight = taps.new_zeros(shape)
+    weight[..., shape[2] // 2, shape[3] // 2] = taps
     return weight
 
 
-def _gaussian_fan_in(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
-    """N(0, 1 / fan_in), scaled by the gain like the orthogonal schemes."""
-    return _gaussian(layer.weight.shape, generator) / math.sqrt(layer.weight[0].numel())
+def _delta(shape: Shape, draws: list[Tensor]) -> Tensor:
+    return _centre(shape, draws[0].mul_(_expansion_scale(*shape[:2])))
 
 
-def _he(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> Tensor:
-    """N(0, 2 / (k^2 out)), as the published BN-NAS and SPOS code; classifier N(0, 0.01^2). The gain is not applied."""
-    shape = layer.weight.shape
-    std = 0.01 if len(shape) == 2 else math.sqrt(2 / (shape[0] * shape[2] * shape[3]))
-    return _gaussian(shape, generator) * std
+def _sign_tap(shape: Shape, draws: list[Tensor]) -> Tensor:
+    return _centre(shape, _signs(draws[0]))
 
 
-_SCHEMES: dict[str, tuple[Callable[[nn.Conv2d | nn.Linear, torch.Generator], Tensor], bool]] = {
-    "orthogonal": (_orthogonal, True),
-    "delta_orthogonal": (_delta_orthogonal, True),
-    "gaussian": (_gaussian_fan_in, True),
-    "he": (_he, False),
+def _block_draws(layer: nn.Conv2d) -> list[Shape]:
+    out, in_channels, height, width = layer.weight.shape
+    if in_channels > out or height != width or layer.groups > 1:
+        raise ValueError(
+            f"init: dense='block_orth' needs square kernels, one group and no more inputs than outputs, got {layer}: "
+            f"choose 'flatten_qr' or 'delta'"
+        )
+    return [(out, in_channels), *[(out, out // 2)] * (2 * (height - 1))]
+
+
+def _block_orth(shape: Shape, draws: list[Tensor]) -> Tensor:
+    """Xiao et al. 2018, algorithm 1: taps of full support whose circular convolution of stride 1 is an isometry.
+
+    A 1 x 1 orthogonal kernel, convolved as blocks with [P; 1 - P] down and [Q, 1 - Q] across, k - 1 times each; P and Q
+    are projectors of rank out // 2, and J^T J of such a step is the identity since P (1 - P) = 0.
+    """
+    first, *bases = draws
+    out = shape[0]
+    # (row, column, out, in): taps are multiplied as matrices
+    taps = first.mul_(_expansion_scale(*first.shape))[None, None]
+    for i_step, basis in enumerate(bases):
+        p = basis @ basis.mT
+        axis = i_step % 2
+        here, there = p @ taps, (torch.eye(out, dtype=p.dtype) - p) @ taps
+        grown = [*taps.shape]
+        grown[axis] += 1
+        taps = taps.new_zeros(grown)
+        taps.narrow(axis, 0, grown[axis] - 1).add_(here)
+        taps.narrow(axis, 1, grown[axis] - 1).add_(there)
+    return taps.permute(2, 3, 0, 1)
+
+
+def _fan_in(shape: Shape, draws: list[Tensor]) -> Tensor:
+    return draws[0].div_(math.sqrt(math.prod(shape[1:])))
+
+
+def _fan_out(shape: Shape, draws: list[Tensor]) -> Tensor:
+    return draws[0].mul_(math.sqrt(2 / (shape[0] * shape[2] * shape[3])))
+
+
+def _small(shape: Shape, draws: list[Tensor]) -> Tensor:
+    return draws[0].mul_(_SMALL_STD)
+
+
+_HAAR = _Recipe(_flat, _haar, orthogonal=True)
+_PER_FILTER = _Recipe(_whole, _per_filter, orthogonal=True)
+_GAUSSIAN = _Recipe(_whole, _fan_in)
+_KAIMING_OUT = _Recipe(_whole, _fan_out, gain=False)
+
+_RECIPES: dict[str, dict[str, _Recipe]] = {
+    "pointwise": {
+        "haar": _HAAR,
+        "paper_literal": _Recipe(_whole, _literal_pointwise),
+        "gaussian": _GAUSSIAN,
+        "kaiming_out": _KAIMING_OUT,
+    },
+    "depthwise": {
+        "per_filter": _PER_FILTER,
+        "unit_norm": _Recipe(_whole, _unit_norm),
+        "delta": _Recipe(_across, _sign_tap),
+        "gaussian": _GAUSSIAN,
+        "kaiming_out": _KAIMING_OUT,
+    },
+    "dense": {
+        "flatten_qr": _HAAR,
+        "delta": _Recipe(_across, _delta, orthogonal=True),
+        "per_filter": _PER_FILTER,
+        "block_orth": _Recipe(_block_draws, _block_orth, orthogonal=True),
+        "gaussian": _GAUSSIAN,
+        "kaiming_out": _KAIMING_OUT,
+    },
+    "linear": {
+        "haar": _HAAR,
+        "gaussian": _GAUSSIAN,
+        "small": _Recipe(_whole, _small, gain=False),
+    },
 }
 
 
+@dataclass(frozen=True)
+class InitScheme:
+    """How each kind of layer is initialised; weights are (out, in / groups, k, k), fan_in = in / groups * k^2.
+
+    Attributes:
+        pointwise: of 1 x 1 convolutions. `haar`: semi-orthogonal matrix times sqrt(max(1, out / in)); J J^T has the
+            eigenvalues g^2, or for an expansion in = out / t times t g^2 and zeros (variance t - 1).
+            `paper_literal`: the paper's wording taken to the letter, +-1 / sqrt(in), which is not orthogonal; for
+            ablation only. `gaussian`: N(0, 1 / fan_in). `kaiming_out`: N(0, 2 / (k^2 out)) and no gain, as published
+            BN-NAS and SPOS code.
+        depthwise: `per_filter`: every k x k filter orthogonal over sqrt(k). `unit_norm`: Gaussian filters of Frobenius
+            norm 1. `delta`: a centre tap of +-1, exactly isometric, but the same function for every k: a search
+            cannot rank kernel sizes. `gaussian`, `kaiming_out`. With circular padding phi = g^2 and the variance of
+            the eigenvalues over g^4 is (k^2 - 1) / (k (k + 2)), (k^2 - 1) / (k^2 + 2), 0 and 1 + 1 / k^2 (`gaussian`).
+        dense: of other convolutions. `flatten_qr`: as `haar` on the flattened out x fan_in matrix. `delta`: `haar`
+            across channels in the centre tap. `per_filter`: every k x k slice orthogonal over sqrt(k in).
+            `block_orth`: exact isometry with all k x k taps alive, for out >= in. `gaussian`, `kaiming_out`.
+        linear: `haar`; `gaussian`; `small`: N(0, 0.01^2) and no gain.
+        tied_projection: in inverted residuals with equal input and output width the projection is expansion^T / t of
+            the weights of g = 1, so that a linear pair of pointwise convolutions is the identity; needs `haar`.
+        shared_streams: the seed of a weight comes from its layer, role and shape instead of its name, so that
+            candidates of a layer share the draws of equal shapes; takes the noise of seeds out of comparisons.
+
+    Raises:
+        ValueError: an option that the kind does not have, or tied projections that are not `haar`.
+    """
+
+    pointwise: str = "haar"
+    depthwise: str = "per_filter"
+    dense: str = "flatten_qr"
+    linear: str = "haar"
+    tied_projection: bool = False
+    shared_streams: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            kind, option = field.name, getattr(self, field.name)
+            if kind in _RECIPES and option not in _RECIPES[kind]:
+                raise ValueError(f"init: unknown {kind}={option!r}; {nearest(str(option), _RECIPES[kind])}")
+        if self.tied_projection and self.pointwise != "haar":
+            raise ValueError(f"init: tied_projection needs pointwise='haar', got {self.pointwise!r}")
+
+
+SCHEMES: dict[Init, InitScheme] = {
+    "orthogonal": InitScheme(),
+    "delta_orthogonal": InitScheme(depthwise="delta", dense="delta"),
+    "gaussian": InitScheme("gaussian", "gaussian", "gaussian", "gaussian"),
+    "he": InitScheme("kaiming_out", "kaiming_out", "kaiming_out", "small"),
+}
+
+
+def _kind(layer: nn.Conv2d | nn.Linear) -> str:
+    if isinstance(layer, nn.Linear):
+        return "linear"
+    # in / groups == 1 alone would also catch the stem of a grey-scale network
+    if layer.groups == layer.in_channels > 1:
+        return "depthwise"
+    return "pointwise" if max(layer.kernel_size) == 1 else "dense"
+
+
 @torch.no_grad()
-def initialize(module: nn.Module, scheme: Init, *, seed: int = 0) -> None:
+def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -> None:
     """Fill the weights of every convolution and linear layer; BN gamma = 1, beta = 0, biases 0.
+
+    Draws are float64 on the CPU, wherever the module is; weights are cast once at the end.
 
     Args:
         module: any module; a convolution's gain comes from the activation of the ConvBNAct-like unit that holds it
             (attributes `conv` and `act`), 1 where there is none.
-        scheme: one of `orthogonal`, `delta_orthogonal`, `gaussian`, `he`.
+        scheme: one of `orthogonal`, `delta_orthogonal`, `gaussian`, `he`, or an InitScheme.
         seed: global seed; each tensor derives its own from it and its name.
 
     Raises:
-        ValueError: unknown scheme.
+        ValueError: unknown scheme, or a convolution for which the scheme has no construction.
     """
-    if scheme not in get_args(Init):
-        raise ValueError(f"init: unknown scheme {scheme!r}; {nearest(scheme, get_args(Init))}")
-    fill, apply_gain = _SCHEMES[scheme]
+    if not isinstance(scheme, InitScheme):
+        if scheme not in get_args(Init):
+            raise ValueError(f"init: unknown scheme {scheme!r}; {nearest(scheme, get_args(Init))}")
+        scheme = SCHEMES[scheme]
     modules = dict(module.named_modules())
-    for name, layer in modules.items():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.reset_parameters()
-        if not isinstance(layer, (nn.Conv2d, nn.Linear)):
-            continue
-        gain = _gain_of(modules.get(name.rpartition(".")[0]), layer) if apply_gain else 1.0
-        weight = fill(layer, tensor_generator(f"{name}.weight", seed)) * gain
-        layer.weight.copy_(weight)
+    layers = {name: layer for name, layer in modules.items() if isinstance(layer, (nn.Conv2d, nn.Linear))}
+    recipes = {name: _RECIPES[_kind(layer)][getattr(scheme, _kind(layer))] for name, layer in layers.items()}
+
+    def draw(name: str) -> list[Tensor]:
+        stream = f"{name}.weight"
+        if scheme.shared_streams:
+            stream = f"{_CANDIDATE.sub('', stream)}|{tuple(layers[name].weight.shape)}"
+        generator = tensor_generator(stream, seed)
+        return [torch.randn(s, generator=generator, dtype=torch.float64) for s in recipes[name].draws(layers[name])]
+
+    # a third of the time is random numbers; each tensor has its own generator, so threads change no bit
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        draws = dict(zip(layers, threads.map(draw, layers), strict=True))
+    orthogonal = iter(orthogonalize([z for name in layers if recipes[name].orthogonal for z in draws[name]]))
+    for name, layer in layers.items():
+        shape, recipe, parts = tuple(layer.weight.shape), recipes[name], draws.pop(name)
+        if recipe.orthogonal:
+            parts = [next(orthogonal) for _ in parts]
+        weight = recipe.build(shape, parts)
+        layer.weight.copy_(weight.mul_(_gain_of(modules, name)) if recipe.gain else weight)
         if layer.bias is not None:
             layer.bias.zero_()
-    if scheme == "delta_orthogonal":
+    for norm in modules.values():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.reset_parameters()
+    if scheme.tied_projection:
+        _tie_projections(modules)
+    if scheme.depthwise == "delta":
         _warn_if_kernels_coincide(modules)
 
 
-def _gain_of(parent: nn.Module | None, layer: nn.Module) -> float:
-    act = getattr(parent, "act", None) if getattr(parent, "conv", None) is layer else None
+def _gain_of(modules: dict[str, nn.Module], name: str) -> float:
+    unit = modules.get(name.rpartition(".")[0])
+    act = getattr(unit, "act", None) if getattr(unit, "conv", None) is modules[name] else None
     return GAINS.get(_ACTIVATION_NAMES.get(type(act), "identity"), 1.0)
 
 
+def _tie_projections(modules: dict[str, nn.Module]) -> None:
+    for name, block in modules.items():
+        if not isinstance(block, InvertedResidual) or block.expand is None:
+            continue
+        expand, project = block.expand.conv.weight, block.project.conv.weight
+        if expand.shape[:2] == project.shape[1::-1]:
+            t = expand.shape[0] / expand.shape[1]
+            gains = [_gain_of(modules, f"{name}.{unit}.conv".lstrip(".")) for unit in ("expand", "project")]
+            project.copy_(expand.transpose(0, 1) * (gains[1] / (gains[0] * t)))
+
+
 def _warn_if_kernels_coincide(modules: dict[str, nn.Module]) -> None:
-    sizes = {m.kernel_size[0] for m in modules.values() if _is_depthwise(m)}
+    sizes = {m.kernel_size[0] for m in modules.values() if isinstance(m, nn.Conv2d) and _kind(m) == "depthwise"}
     if len(sizes) > 1:
         _LOG.warning(
-            "init='delta_orthogonal': depthwise kernels of sizes %s all become one signed tap, the same function; "
+            "init: with delta filters depthwise kernels of sizes %s all become one signed tap, the same function; "
             "a search over them cannot rank kernel sizes. Use init='orthogonal'.",
             ", ".join(map(str, sorted(sizes))),
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nasfast.spaces import SKIP, Arch, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
-from nasfast.supernet.init import Init, initialize
+from nasfast.supernet.init import Init, InitScheme, initialize
 from nasfast.supernet.supernet import Supernet
 
 
@@ -44,7 +44,7 @@ def build(
     arch: Iterable[int],
     *,
     activation: str | None = None,
-    init: Init = "orthogonal",
+    init: Init | InitScheme = "orthogonal",
     seed: int = 0,
 ) -> StandaloneNetwork:
     """The standalone network of `arch` with fresh weights, nothing frozen.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nasfast.config import nearest
 from nasfast.spaces import SKIP, Layer, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
-from nasfast.supernet.init import Init, initialize
+from nasfast.supernet.init import Init, InitScheme, initialize
 
 Trainable = Literal["indicators", "bn", "all"]
 
@@ -66,7 +66,7 @@ class Supernet(nn.Module):
 
     Args:
         space: what to build.
-        init: `orthogonal` (DI-NAS), `delta_orthogonal`, `gaussian`, or `he` as BN-NAS and SPOS publish.
+        init: `orthogonal` (DI-NAS), `delta_orthogonal`, `gaussian`, `he` as BN-NAS and SPOS publish, or an InitScheme.
         activation: of the blocks; None takes the space's own.
         layer_indicators: one parallel identity -> BN path on every normal layer.
         fused: use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
@@ -80,7 +80,7 @@ class Supernet(nn.Module):
         self,
         space: SearchSpace,
         *,
-        init: Init = "orthogonal",
+        init: Init | InitScheme = "orthogonal",
         activation: str | None = None,
         layer_indicators: bool = True,
         fused: bool = True,

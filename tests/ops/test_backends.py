@@ -9,7 +9,7 @@ from nasfast import ops
 from nasfast.ops import backends
 
 X = torch.randn(2, 3, 4, 4)
-OPS = ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain")
+OPS = ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain", "orthogonalize")
 
 
 @pytest.fixture(autouse=True)

@@ -1,60 +1,362 @@
+"""orthogonalize on every backend, and the CUDA kernels emulated on the host under the same tests."""
+
+import math
+import zlib
+
 import pytest
+import scipy.stats
 import torch
 
-from nasfast.ops import reference
+import nasfast
+from nasfast import ops
+from nasfast.ops import _native, checks, orthogonal, reference
+
+# max |Q'Q - I| on native types; the reference computes float32 in float64 and casts
+EXACTNESS = {torch.float32: 2e-6, torch.float64: 1e-12}
+# max |Q - Q in float64|: rounding of the input's type, times the condition of the worst Gaussian matrix here
+SAME_Q = {torch.float32: 2e-4, torch.float64: 1e-11}
+
+# around the borders of panels (16), tiles (64), tiny matrices (64 elements) and classes (64 and 256 columns)
+SHAPES = [
+    (7, 7), (12, 5), (5, 12), (1, 1), (1, 4), (4, 1), (64, 1), (1, 100), (8, 8), (9, 8), (16, 16), (17, 17), (16, 40),
+    (40, 15), (64, 48), (65, 65), (100, 33), (33, 100), (130, 129), (300, 257), (257, 400),
+]  # fmt: skip
+# batches, as depthwise filters come
+BATCHES = [(130, 3, 3), (65, 5, 5), (40, 7, 7), (2, 3, 9, 20), (3, 2, 4), (3, 40, 24)]
+# of the 6^20 supernet, one of each size class; (2592, 432) has panels that do not fit into shared memory
+SUPERNET = [(24, 40), (144, 24), (56, 336), (336, 112), (128, 768), (768, 256), (256, 1536), (1728, 432), (2592, 432)]
 
 
-def test_mixed_shapes_are_orthonormal_and_keep_span():
-    shapes = [(7, 7), (12, 5), (5, 12), (1, 1), (1, 4), (64, 48)]
-    matrices = [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
-    for z, q in zip(matrices, reference.orthogonalize(matrices), strict=True):
-        assert q.shape == z.shape and q.is_contiguous()
-        tall_q, tall_z = (q, z) if z.shape[0] >= z.shape[1] else (q.mT, z.mT)
-        eye = torch.eye(tall_q.shape[1], dtype=torch.float64)
-        assert (tall_q.mT @ tall_q - eye).abs().max() <= 1e-12
-        # R = Q^T Z is upper triangular with a positive diagonal, which makes Q unique
-        r = tall_q.mT @ tall_z
-        assert r.tril(-1).abs().max() <= 1e-12 * tall_z.norm()
-        assert (r.diagonal() > 0).all()
+def run(backend: str, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    if backend == "emulated" and matrices:
+        return torch.ops.nasfast.orthogonalize_emulated(matrices, False)
+    return ops.orthogonalize(matrices, backend=None if backend == "emulated" else backend)
 
 
-def test_a_batch_equals_its_matrices():
-    batch = torch.randn(3, 2, 5, 4)
-    (together,) = reference.orthogonalize([batch])
-    apart = reference.orthogonalize(list(batch.flatten(0, 1)))
-    torch.testing.assert_close(together.flatten(0, 1), torch.stack(apart), rtol=0, atol=1e-6)
+@pytest.fixture(params=["reference", "cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def runner(request):
+    """(backend, device) of everything that orthogonalises."""
+    if request.param != "reference" and _native.extension is None:
+        pytest.skip(_native.why_missing())
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return request.param, "cuda" if request.param == "cuda" else "cpu"
 
 
-def test_types_empty_and_single():
-    (q,) = reference.orthogonalize([torch.randn(20, 10)])
-    assert q.dtype == torch.float32
-    assert (q.double().mT @ q.double() - torch.eye(10)).abs().max() <= 2e-7
-    single = reference.orthogonalize([torch.tensor([[-3.0]]), torch.tensor([[2.0]]), torch.tensor([[0.0]])])
+def gaussian(shape, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(zlib.crc32(str(shape).encode()))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+def tall(z: torch.Tensor) -> torch.Tensor:
+    return z if z.shape[-2] >= z.shape[-1] else z.mT
+
+
+def departure(q: torch.Tensor) -> float:
+    """max |Q'Q - I| of columns or rows, in float64."""
+    q = tall(q.double())
+    return (q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)).abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", EXACTNESS)
+def test_columns_are_orthonormal_and_q_is_that_of_qr(runner, dtype):
+    backend, device = runner
+    matrices = [gaussian(shape, dtype, device) for shape in SHAPES + BATCHES]
+    exact = reference.orthogonalize([z.double() for z in matrices])
+    for z, q, want in zip(matrices, run(backend, matrices), exact, strict=True):
+        assert q.shape == z.shape and q.dtype == dtype and q.device == z.device and q.is_contiguous()
+        assert departure(q) <= EXACTNESS[dtype], z.shape
+        # not Q itself: a square Gaussian matrix may be badly conditioned
+        r = tall(q.double()).mT @ tall(z.double())
+        bound = 20 * torch.finfo(dtype).eps * z.double().norm(dim=(-2, -1), keepdim=True)
+        assert (r.tril(-1).abs() <= bound).all(), z.shape
+        assert (r.diagonal(dim1=-2, dim2=-1) > -bound.squeeze(-1)).all(), z.shape
+        if tall(z).shape[-2] > tall(z).shape[-1] + 2:
+            assert (q.double() - want).abs().max() <= SAME_Q[dtype], z.shape
+
+
+def test_shapes_of_the_supernet_in_float32(runner):
+    backend, device = runner
+    matrices = [gaussian(shape, device=device) for shape in SUPERNET]
+    for z, q in zip(matrices, run(backend, matrices), strict=True):
+        assert departure(q) <= EXACTNESS[torch.float32], z.shape
+        raw, r = torch.linalg.qr(tall(z))
+        want = raw * r.diagonal().sign()
+        assert (tall(q) - want).abs().max() <= 2e-5, z.shape
+
+
+def test_a_large_matrix_in_float64(runner):
+    backend, device = runner
+    z = gaussian((700, 300), torch.float64, device)
+    (q,) = run(backend, [z])
+    assert departure(q) <= EXACTNESS[torch.float64]
+    torch.testing.assert_close(q, reference.orthogonalize([z])[0], rtol=0, atol=1e-12)
+
+
+def test_threads_of_an_emulated_block_may_run_in_any_order(native):
+    matrices = [gaussian(shape) for shape in SHAPES + BATCHES]
+    forwards = torch.ops.nasfast.orthogonalize_emulated(matrices, False)
+    backwards = torch.ops.nasfast.orthogonalize_emulated(matrices, True)
+    assert all(map(torch.equal, forwards, backwards))
+
+
+def test_what_lies_beside_a_matrix_does_not_change_it(runner):
+    backend, device = runner
+    matrices = [gaussian(shape, device=device) for shape in SHAPES + BATCHES]
+    together = run(backend, matrices)
+    for i, z in enumerate(matrices):
+        assert torch.equal(run(backend, [z])[0], together[i]), z.shape
+    for q, again in zip(reversed(together), run(backend, matrices[::-1]), strict=True):
+        assert torch.equal(q, again)
+    # filters of a batch, one by one
+    batch = gaussian((70, 5, 5), device=device)
+    for q, again in zip(run(backend, [batch])[0], run(backend, list(batch)), strict=True):
+        assert (q - again).abs().max() <= 1e-6
+
+
+def test_a_matrix_inside_a_block_diagonal_one(runner):
+    backend, device = runner
+    z = gaussian((40, 21), device=device)
+    padded = torch.zeros(80, 50, device=device)
+    padded[:40, :21] = z
+    padded[40:69, 21:] = torch.eye(29, device=device)
+    q, q_padded = run(backend, [z, padded])
+    assert (q_padded[:40, :21] - q).abs().max() <= 1e-6
+    assert (q_padded[40:69, 21:] - torch.eye(29, device=device)).abs().max() <= 1e-6
+
+
+def test_strides_do_not_matter_and_the_input_stays(runner):
+    backend, device = runner
+    for shape in ((6, 40, 24), (6, 3, 3), (100, 70)):
+        z = gaussian(shape, device=device)
+        sliced = torch.full((*shape[:-1], 2 * shape[-1]), math.nan, device=device)[..., ::2]
+        sliced.copy_(z)
+        transposed = z.mT.contiguous().mT
+        expected = run(backend, [z])[0]
+        kept = z.clone()
+        for q in run(backend, [sliced, transposed, z]):
+            assert torch.equal(q, expected)
+        assert torch.equal(z, kept)
+
+
+def test_empty_and_single(runner):
+    backend, device = runner
+    single = run(backend, [torch.tensor([[x]], device=device) for x in (-3.0, 2.0, 0.0)])
     assert [m.item() for m in single] == [-1, 1, 1]
-    assert [tuple(m.shape) for m in reference.orthogonalize([torch.ones(0, 3), torch.ones(4, 0)])] == [(0, 3), (4, 0)]
-    assert reference.orthogonalize([]) == []
+    empty = [torch.ones(shape, device=device) for shape in ((0, 3), (4, 0), (0, 3, 3), (2, 0, 70))]
+    assert [q.shape for q in run(backend, empty)] == [z.shape for z in empty]
+    assert run(backend, []) == []
 
 
-def test_law_is_haar():
+@pytest.mark.parametrize("dtype", EXACTNESS)
+def test_zero_and_rank_deficient_input_is_completed(runner, dtype):
+    backend, device = runner
+    low_rank = gaussian((60, 3), dtype, device) @ gaussian((3, 40), dtype, device)
+    equal = gaussian((30, 1), dtype, device).repeat(1, 20)
+    late = gaussian((50, 33), dtype, device)
+    late[:, 5] = 0
+    late[:, 17] = 0
+    deficient = [low_rank, equal, equal.mT, late, torch.ones(5, 3, 3, dtype=dtype, device=device)]
+    for z, q in zip(deficient, run(backend, deficient), strict=True):
+        assert departure(q) <= EXACTNESS[dtype], z.shape
+    for shape in ((3, 3), (20, 6), (6, 20), (90, 70), (4, 5, 5)):
+        (q,) = run(backend, [torch.zeros(shape, dtype=dtype, device=device)])
+        assert torch.equal(q, torch.eye(*shape[-2:], dtype=dtype, device=device).expand(shape))
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e18, 1e37])
+def test_extreme_scales(runner, scale):
+    backend, device = runner
+    for shape in ((3, 3), (40, 20), (30, 70)):
+        z = gaussian(shape, device=device)
+        scaled = (z.double() * scale).float()
+        assert departure(run(backend, [scaled])[0]) <= EXACTNESS[torch.float32]
+        # columns apart from each other by as much
+        tall_z = tall(z.clone())
+        tall_z[:, 1::2] *= 2.0**-60
+        (q,), (want,) = run(backend, [tall_z]), reference.orthogonalize([tall_z.double()])
+        assert (q - want).abs().max() <= SAME_Q[torch.float32]
+
+
+def test_halves_are_cast_at_the_end(runner):
+    backend, device = runner
+    if backend == "emulated":
+        pytest.skip("takes what the operator takes")
+    for dtype, bound in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+        z = gaussian((40, 20), dtype, device)
+        (q,) = run(backend, [z])
+        assert q.dtype == dtype
+        assert (q.double() - reference.orthogonalize([z.double()])[0]).abs().max() <= bound
+    mixed = [gaussian((9, 9), dtype, device) for dtype in (torch.float64, torch.bfloat16, torch.float32)]
+    assert [q.dtype for q in run(backend, mixed)] == [torch.float64, torch.bfloat16, torch.float32]
+
+
+def haar_statistics(qs):
+    """(sample, mean of the Haar law) of 4 x 4 matrices."""
+    n = qs.shape[-1]
+    first, trace = qs[:, 0, 0], qs.diagonal(dim1=1, dim2=2).sum(1)
+    return {
+        "first": (first, 0.0),
+        "square": (first**2, 1 / n),
+        "fourth": (first**4, 3 / (n * (n + 2))),
+        "trace": (trace, 0.0),
+        "trace squared": (trace**2, 1.0),
+        "trace of square": ((qs @ qs).diagonal(dim1=1, dim2=2).sum(1), 1.0),
+        "determinant": ((torch.linalg.det(qs) > 0).double(), 0.5),
+    }
+
+
+def deviations(qs):
+    """How many standard errors each statistic is from its mean."""
+    return {
+        name: abs(sample.mean() - mean).item() / max(sample.std().item(), 1e-12) * len(sample) ** 0.5
+        for name, (sample, mean) in haar_statistics(qs).items()
+    }
+
+
+def test_law_is_haar(runner):
+    backend, device = runner
     count, n = 20_000, 4
-    (qs,) = reference.orthogonalize([torch.randn(count, n, n, dtype=torch.float64)])
-    first = qs[:, 0, 0]
-    trace = qs.diagonal(dim1=1, dim2=2).sum(1)
-    expected = [
-        (first, 0.0),
-        (first**2, 1 / n),
-        (first**4, 3 / (n * (n + 2))),
-        (trace, 0.0),
-        (trace**2, 1.0),
-        ((torch.linalg.det(qs) > 0).double(), 0.5),
-    ]
-    for sample, mean in expected:
-        assert abs(sample.mean() - mean) <= 4 * sample.std() / count**0.5
-    # without the sign fix the first entry is never positive: the test above can fail
-    raw = torch.linalg.qr(torch.randn(1000, n, n, dtype=torch.float64))[0][:, 0, 0]
-    assert abs(raw.mean()) > 4 * raw.std() / 1000**0.5
+    (qs,) = run(backend, [torch.randn(count, n, n, dtype=torch.float64).to(device)])
+    assert max(deviations(qs.cpu()).values()) <= 4
+    # squared entries are Beta(1/2, (n-1)/2): Kolmogorov's distance, which is above 2.1 / sqrt(count) once in 3000 times
+    squares = qs[:, 0, 0].square().cpu().numpy()
+    assert scipy.stats.kstest(squares, scipy.stats.beta(0.5, (n - 1) / 2).cdf).statistic <= 2.1 / count**0.5
 
 
-def test_wrong_dimension_is_named():
-    with pytest.raises(ValueError, match=r"matrices\[1\] must be \(..., rows, columns\), got shape \(2,\)"):
-        reference.orthogonalize([torch.ones(2, 2), torch.ones(2)])
+def test_uncorrected_qr_fails_the_haar_tests():
+    found = deviations(torch.linalg.qr(torch.randn(20_000, 4, 4, dtype=torch.float64))[0])
+    assert found["first"] > 4 and found["determinant"] > 4
+
+
+def stewart(count: int, n: int) -> torch.Tensor:
+    """Haar matrices as products of random reflections (Stewart 1980), without any QR."""
+    q = torch.eye(n, dtype=torch.float64).expand(count, n, n).clone()
+    for size in range(1, n + 1):
+        x = torch.randn(count, size, dtype=torch.float64)
+        s = torch.where(x[:, :1] < 0, -1.0, 1.0).double()
+        v = x.clone()
+        v[:, :1] += s * x.norm(dim=1, keepdim=True)
+        p = -s.unsqueeze(-1) * (
+            torch.eye(size, dtype=torch.float64)
+            - 2 * v.unsqueeze(-1) * v.unsqueeze(-2) / v.square().sum(1).reshape(-1, 1, 1)
+        )
+        q[:, n - size :, :] = p @ q[:, n - size :, :]
+    return q
+
+
+def test_reflections_have_the_same_law(runner):
+    backend, device = runner
+    count, n = 20_000, 4
+    theirs = stewart(count, n)
+    assert departure(theirs) <= 1e-12
+    (ours,) = run(backend, [torch.randn(count, n, n, dtype=torch.float64).to(device)])
+    left, right = haar_statistics(ours.cpu()), haar_statistics(theirs)
+    for name in left:
+        (a, _), (b, _) = left[name], right[name]
+        assert abs(a.mean() - b.mean()) <= 4 * ((a.var() + b.var()) / count).sqrt(), name
+
+
+def test_threads_do_not_change_the_result(native):
+    matrices = [gaussian(shape) for shape in SHAPES + BATCHES]
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(ops.orthogonalize(matrices, backend="cpu"))
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_a_matrix_that_lapack_shares_between_its_threads(native):
+    z = gaussian((1400, 1300))
+    (q,) = ops.orthogonalize([z], backend="cpu")
+    assert departure(q) <= EXACTNESS[torch.float32]
+
+
+def test_registration(native):
+    matrices = [gaussian((5, 3)), gaussian((2, 9, 20)), gaussian((3, 3)).mT]
+    torch.library.opcheck(torch.ops.nasfast.orthogonalize.default, (matrices,))
+    torch.library.opcheck(torch.ops.nasfast.orthogonalize_emulated.default, (matrices, False))
+
+
+def test_bad_input_is_named(runner):
+    backend, device = runner
+    if backend == "emulated":
+        pytest.skip("checks are those of the public function")
+    good = torch.ones(2, 2, device=device)
+    for bad, error, message in (
+        (torch.ones(2, device=device), ValueError, r"matrices\[1\] must be \(..., rows, columns\), got shape \(2,\)"),
+        (torch.ones(2, 2, dtype=torch.int64, device=device), TypeError, r"matrices\[1\] must be float32.*torch.int64"),
+        (torch.ones(2, 2, device="meta"), ValueError, r"matrices\[1\] must be on (cpu|cuda:0) like"),
+        ("x", TypeError, r"matrices\[1\] must be a tensor, got str"),
+        (torch.tensor([[1.0, math.nan]], device=device), ValueError, r"matrices\[1\] of shape \(1, 2\).* got 1 NaN"),
+        (torch.full((3, 2), math.inf, device=device), ValueError, r"matrices\[1\].* got 6 NaN or infinite elements"),
+        (torch.ones(1, 1, device=device).expand(10**7, 10**7), MemoryError, r"matrices\[1\] of shape \(10000000, 1"),
+    ):
+        with pytest.raises(error, match="orthogonalize: " + message):
+            ops.orthogonalize([good, bad], backend=backend)
+
+
+def test_a_gradient_of_a_native_backend_is_refused(native):
+    z = gaussian((4, 3)).requires_grad_()
+    with pytest.raises(RuntimeError, match="the cpu backend has no gradient.*backend='reference'"):
+        ops.orthogonalize([z])
+    with torch.no_grad():
+        assert not ops.orthogonalize([z])[0].requires_grad
+    ops.orthogonalize([z], backend="reference")[0].sum().backward()
+    assert z.grad.isfinite().all()
+
+
+def targets():
+    shapes = [(16, 3, 3, 3), (8, 16, 1, 1), (24, 8), (5, 1, 7, 7), (1, 6), (9, 1), (0, 4), (40, 33)]
+    tensors = [torch.empty(shape) for shape in shapes]
+    tensors[1] = tensors[1].contiguous(memory_format=torch.channels_last)
+    tensors[2] = torch.nn.Parameter(tensors[2])
+    tensors[3] = tensors[3].double()
+    tensors[7] = torch.empty(33, 40).t()
+    return tensors
+
+
+def test_filling_in_place(monkeypatch):
+    tensors = targets()
+    kept = list(tensors)
+    returned = nasfast.orthogonalize_(tensors, seed=3, gain=2.0)
+    assert all(a is b for a, b in zip(returned, kept, strict=True))
+    for tensor in tensors:
+        if tensor.numel():
+            bound = 1e-7 if tensor.dtype == torch.float32 else 1e-12
+            assert departure(tensor.detach().flatten(1) / 2) <= 4 * bound
+    assert tensors[2].requires_grad and tensors[2].is_leaf
+    # neither order nor grouping, nor what else is filled, nor the type; the names and the seed decide
+    names = [str(i) for i in range(len(tensors))]
+    monkeypatch.setattr(orthogonal, "_GROUP_ELEMENTS", 100)
+    others = targets()[::-1]
+    ops.orthogonalize_(others, seed=3, gain=2.0, names=names[::-1])
+    assert all(map(torch.equal, tensors, others[::-1]))
+    (alone,) = ops.orthogonalize_([torch.empty(40, 33, dtype=torch.float64)], seed=3, gain=2.0, names=["7"])
+    assert torch.equal(alone.float(), tensors[7])
+    (changed,) = ops.orthogonalize_([torch.empty(40, 33)], seed=4, gain=2.0, names=["7"])
+    assert not torch.equal(changed, tensors[7])
+    assert ops.orthogonalize_([]) == []
+
+
+def test_bad_targets_are_named(monkeypatch):
+    good = torch.empty(2, 2)
+    for bad, error, message in (
+        (torch.empty(2), ValueError, r"must be \(..., rows, columns\), got shape \(2,\)"),
+        (torch.empty(2, 2, dtype=torch.int32), TypeError, "must be float32.*got torch.int32"),
+        (
+            torch.empty(1, 1).expand(10**7, 10**7),
+            MemoryError,
+            r"of shape \(10000000, 10000000\) needs 2400000.0 GB, and",
+        ),
+    ):
+        with pytest.raises(error, match=r"orthogonalize_: tensors\[1\] \('stem'\) " + message):
+            ops.orthogonalize_([good, bad], names=["a", "stem"])
+    with pytest.raises(ValueError, match="names must be one per tensor, 1, got 2"):
+        ops.orthogonalize_([good], names=["a", "b"])
+    with pytest.raises(ValueError, match="names must differ.*'a' more than once"):
+        ops.orthogonalize_([good, good], names=["a", "a"])
+    assert checks.check_fits("here", good, 10) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 
@@ -10,9 +11,10 @@ import torch
 from tiny import tiny_space
 from torch import nn
 
+from nasfast.ops import reference
 from nasfast.ops.modules import ConvBNAct
 from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, digits_mini
-from nasfast.supernet import Supernet, initialize
+from nasfast.supernet import InitScheme, Supernet, build, init, initialize
 
 GAIN = {"identity": 1.0, "tanh": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2)}
 
@@ -215,3 +217,250 @@ def test_orthogonal_weights_are_haar_signed():
 def test_unknown_scheme_names_the_nearest():
     with pytest.raises(ValueError, match="unknown scheme 'ortogonal'; did you mean 'orthogonal'"):
         Supernet(tiny_space(), init="ortogonal")
+
+
+OPTIONS = {
+    "pointwise": ("haar", "paper_literal", "gaussian", "kaiming_out"),
+    "depthwise": ("per_filter", "unit_norm", "delta", "gaussian", "kaiming_out"),
+    "dense": ("flatten_qr", "delta", "per_filter", "block_orth", "gaussian", "kaiming_out"),
+    "linear": ("haar", "gaussian", "small"),
+}
+
+
+def conv(in_channels: int, out: int, k: int, *, groups: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out, k, groups=groups, bias=False).double()
+
+
+def initialized(layer: nn.Module, seed: int = 0, **options) -> torch.Tensor:
+    """The weight of a float64 layer; gain 1."""
+    initialize(layer.double(), InitScheme(**options), seed=seed)
+    return layer.weight.detach()
+
+
+def circular_jacobian(weight: torch.Tensor, size: int) -> torch.Tensor:
+    """(out size^2, in size^2) of the stride-1 convolution of a size x size torus."""
+    inputs = torch.eye(weight.shape[1] * size**2, dtype=weight.dtype).reshape(-1, weight.shape[1], size, size)
+    k = weight.shape[2]
+    padded = nn.functional.pad(inputs, ((k - 1) // 2, k // 2) * 2, mode="circular")
+    return nn.functional.conv2d(padded, weight).flatten(1).T
+
+
+@pytest.mark.parametrize(("kind", "option"), [(kind, o) for kind, options in OPTIONS.items() for o in options])
+def test_scale_rule_of_every_option(kind, option):
+    layers = {
+        "pointwise": [conv(24, 9, 1), conv(9, 24, 1), conv(8, 8, 1)],
+        "depthwise": [conv(30, 30, 3, groups=30), conv(8, 24, 7, groups=8)],
+        "dense": [conv(3, 40, 3), conv(8, 8, 3), conv(4, 6, 5)],
+        "linear": [nn.Linear(10, 30), nn.Linear(30, 10)],
+    }[kind]
+    for layer in layers:
+        weight = initialized(layer, **{kind: option})
+        rows = weight.flatten(1).square().sum(1).mean().item()
+        if option in ("gaussian", "kaiming_out", "small"):
+            fan_in, k = weight[0].numel(), weight.shape[-1]
+            var = {"gaussian": 1 / fan_in, "kaiming_out": 2 / (k**2 * len(weight)), "small": 1e-4}[option]
+            assert rows == pytest.approx(var * fan_in, rel=6 * math.sqrt(2 / weight.numel()))
+        else:
+            assert rows == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("activation", ["relu6", "identity"])
+def test_gains_multiply_schemes_but_the_published_one(activation):
+    unit = ConvBNAct(8, 16, 3, act=activation).double()
+    for option in OPTIONS["dense"]:
+        initialize(unit, InitScheme(dense=option))
+        plain = initialized(nn.ModuleDict({"conv": conv(8, 16, 3)})["conv"], dense=option)
+        rows = [w.square().sum().item() for w in (unit.conv.weight, plain)]
+        if option in ("gaussian", "kaiming_out"):
+            # other names, other draws
+            expected = 1 if option == "kaiming_out" else GAIN[activation] ** 2
+            assert rows[0] / rows[1] == pytest.approx(expected, rel=0.3)
+        else:
+            assert rows[0] / rows[1] == pytest.approx(GAIN[activation] ** 2, rel=1e-12)
+
+
+# of unit-norm k x k filters, circular padding
+VARPHI = {
+    "per_filter": lambda k: (k**2 - 1) / (k * (k + 2)),
+    "unit_norm": lambda k: (k**2 - 1) / (k**2 + 2),
+    "gaussian": lambda k: 1 + 1 / k**2,
+    "delta": lambda k: 0.0,
+}
+
+
+def test_closed_forms_of_depthwise_filters_are_the_printed_ones():
+    assert [VARPHI["per_filter"](k) for k in (3, 5, 7)] == pytest.approx([8 / 15, 24 / 35, 16 / 21])
+
+
+@pytest.mark.parametrize("k", [3, 5, 7])
+@pytest.mark.parametrize("option", VARPHI)
+def test_spectra_of_depthwise_filters(option, k):
+    """J J^T of a circular depthwise filter has the eigenvalues |DFT f|^2; a torus of 2 k - 1 separates all shifts."""
+    filters = initialized(conv(20_000, 20_000, k, groups=20_000), depthwise=option)[:, 0]
+    eigenvalues = torch.fft.fft2(filters, s=(2 * k - 1, 2 * k - 1)).abs().square()
+    phi = eigenvalues.mean().item()
+    assert phi == pytest.approx(1, rel=0.02 if option == "gaussian" else 1e-12)
+    varphi = eigenvalues.square().mean().item() - phi**2
+    assert varphi == pytest.approx(VARPHI[option](k), rel=0.02, abs=1e-12)
+
+
+@pytest.mark.parametrize(("c", "k"), [(6, 3), (5, 3), (4, 5), (1, 3), (7, 2)])
+def test_block_orthogonal_convolutions_are_isometries(c, k):
+    weight = initialized(nn.Conv2d(c, c, k), dense="block_orth")
+    jacobian = circular_jacobian(weight, 6)
+    eye = torch.eye(len(jacobian), dtype=torch.float64)
+    torch.testing.assert_close(jacobian @ jacobian.T, eye, rtol=0, atol=1e-12)
+    if c > 1:
+        assert (weight.square().sum((0, 1)) > 1e-4).all()
+
+
+def test_block_orthogonal_expansions_have_one_eigenvalue():
+    jacobian = circular_jacobian(initialized(nn.Conv2d(3, 8, 3), dense="block_orth"), 5)
+    eye = torch.eye(75, dtype=torch.float64)
+    torch.testing.assert_close(jacobian.T @ jacobian, 8 / 3 * eye, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("in_channels", "out"), [(4, 4), (3, 8), (8, 3)])
+def test_delta_convolutions_have_one_eigenvalue(in_channels, out):
+    jacobian = circular_jacobian(initialized(nn.Conv2d(in_channels, out, 3), dense="delta"), 5)
+    values = torch.linalg.svdvals(jacobian).square()
+    torch.testing.assert_close(values, torch.full_like(values, max(1.0, out / in_channels)), rtol=0, atol=1e-12)
+
+
+def test_flattened_and_per_filter_dense_convolutions_are_isometric_on_average_only():
+    for option in ("flatten_qr", "per_filter"):
+        jacobian = circular_jacobian(initialized(nn.Conv2d(8, 8, 3), dense=option), 6)
+        gram = jacobian @ jacobian.T
+        phi = gram.trace().item() / len(gram)
+        assert phi == pytest.approx(1, rel=1e-12)
+        assert gram.square().sum().item() / len(gram) - phi**2 > 0.1
+    slices = initialized(nn.Conv2d(8, 8, 3), dense="per_filter") * math.sqrt(24)
+    torch.testing.assert_close(slices @ slices.mT, torch.eye(3, dtype=torch.float64).expand(8, 8, 3, 3))
+
+
+def test_expansions_have_varphi_t_minus_one():
+    weight = initialized(conv(12, 48, 1)).flatten(1)
+    gram = weight @ weight.T
+    assert gram.trace().item() / 48 == pytest.approx(1, rel=1e-12)
+    assert gram.square().sum().item() / 48 - 1 == pytest.approx(4 - 1, rel=1e-12)
+    values = torch.linalg.svdvals(weight).square()
+    torch.testing.assert_close(values, torch.full_like(values, 4.0))
+
+
+def test_the_literal_reading_is_not_orthogonal():
+    weight = initialized(conv(16, 16, 1), pointwise="paper_literal").flatten(1)
+    torch.testing.assert_close(weight.abs(), torch.full_like(weight, 0.25))
+    assert (weight @ weight.T - torch.eye(16)).abs().max() > 0.2
+    # what QR of every slice gives
+    draw = torch.randn(16, 16, 1, 1, dtype=torch.float64, generator=init.tensor_generator(".weight", 0))
+    torch.testing.assert_close(weight * 4, reference.orthogonalize([draw])[0].flatten(1))
+
+
+def test_draws_are_those_of_the_name():
+    """Weights of today's seeds stay what they are: draws row by row from the generator of ".weight"."""
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=init.tensor_generator(".weight", 3))  # noqa: E731
+    (haar,) = reference.orthogonalize([draw(8, 27)])
+    assert torch.equal(initialized(nn.Conv2d(3, 8, 3), 3), haar.reshape(8, 3, 3, 3))
+    (filters,) = reference.orthogonalize([draw(5, 3, 3)])
+    depthwise = initialized(conv(5, 5, 3, groups=5), 3)
+    torch.testing.assert_close(depthwise[:, 0], filters / math.sqrt(3), rtol=0, atol=1e-15)
+    assert torch.equal(initialized(nn.Linear(6, 4), 3, linear="gaussian"), draw(4, 6) / math.sqrt(6))
+    assert torch.equal(initialized(nn.Linear(6, 4), 3, linear="small"), draw(4, 6) * 0.01)
+
+
+@pytest.mark.parametrize("scheme", ["orthogonal", "delta_orthogonal", "gaussian"])
+def test_one_call_orthogonalizes_a_network(scheme, monkeypatch):
+    calls = []
+    monkeypatch.setattr(init, "orthogonalize", lambda zs: calls.append(zs) or reference.orthogonalize(zs))
+    net = Supernet(tiny_space(), init=scheme)
+    assert len(calls) == 1
+    assert all(z.dtype == torch.float64 for z in calls[0])
+    weights = [m for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    depthwise = [m for m in weights if getattr(m, "groups", 1) > 1]
+    expected = {"orthogonal": weights, "delta_orthogonal": set(weights) - set(depthwise), "gaussian": []}[scheme]
+    assert len(calls[0]) == len(expected)
+
+
+def test_threads_change_no_bit(monkeypatch):
+    first = Supernet(tiny_space()).state_dict()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert all(torch.equal(first[n], t) for n, t in Supernet(tiny_space()).state_dict().items())
+
+
+def test_named_schemes_are_schemes_and_networks_take_either():
+    space = tiny_space()
+    for name, scheme in init.SCHEMES.items():
+        by_name, by_scheme = (Supernet(space, init=i).state_dict() for i in (name, scheme))
+        assert all(torch.equal(by_name[n], by_scheme[n]) for n in by_name)
+    literal = build(space, (0, 0, 0, 0), init=InitScheme(pointwise="paper_literal"))
+    assert literal.blocks[0].expand.conv.weight.abs().unique().numel() == 1
+
+
+def test_tied_projections_make_linear_pairs_the_identity():
+    net = Supernet(tiny_space(), activation="identity", init=InitScheme(tied_projection=True))
+    plain = Supernet(tiny_space(), activation="identity")
+    tied = 0
+    for layer, free in zip(net.layers, plain.layers, strict=True):
+        for block, other in zip(layer.candidates, free.candidates, strict=True):
+            if block.expand is None:
+                continue
+            expand, project = (unit.conv.weight.detach().flatten(1) for unit in (block.expand, block.project))
+            if expand.shape == project.T.shape:
+                tied += 1
+                torch.testing.assert_close(project @ expand, torch.eye(len(project)), rtol=0, atol=1e-6)
+            else:
+                assert torch.equal(block.project.conv.weight, other.project.conv.weight)
+            assert torch.equal(block.expand.conv.weight, other.expand.conv.weight)
+    assert tied == 6
+
+
+def test_tied_projections_do_not_take_the_gain_of_the_expansion():
+    net = Supernet(tiny_space(), init=InitScheme(tied_projection=True))
+    block = net.layers[1].candidates[0]
+    # a block by itself has units without a prefix
+    alone = copy.deepcopy(block)
+    initialize(alone, InitScheme(tied_projection=True))
+    for tied in (block, alone):
+        pair = (tied.project.conv.weight.flatten(1) @ tied.expand.conv.weight.flatten(1)).detach()
+        torch.testing.assert_close(pair, math.sqrt(2) * torch.eye(len(pair)), rtol=0, atol=1e-6)
+
+
+def test_shared_streams_are_shared_by_the_candidates_of_a_layer_only():
+    choices = (Block("mbconv", 3, 2), Block("mbconv", 5, 2), Block("mbconv", 3, 3))
+    stages = tuple(s.replace(choices=choices) for s in tiny_space().stages)
+    net = Supernet(tiny_space(stages=stages), init=InitScheme(shared_streams=True))
+    for layer in net.layers:
+        first, second, third = (block.expand.conv.weight for block in layer.candidates)
+        assert torch.equal(first, second)
+        assert not torch.equal(first, third[: len(first)])
+        first, second, _ = (block.project.conv.weight for block in layer.candidates)
+        assert torch.equal(first, second)
+    assert not torch.equal(
+        net.layers[0].candidates[0].expand.conv.weight, net.layers[1].candidates[0].expand.conv.weight
+    )
+    alone = Supernet(tiny_space(stages=stages), init="orthogonal")
+    first, second, _ = (block.expand.conv.weight for block in alone.layers[0].candidates)
+    assert not torch.equal(first, second)
+
+
+def test_delta_option_warns_like_the_named_scheme(caplog):
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        Supernet(tiny_space(), init=InitScheme(depthwise="delta"))
+    assert "cannot rank kernel sizes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: InitScheme(depthwise="per_fliter"), "unknown depthwise='per_fliter'; did you mean 'per_filter'"),
+        (lambda: InitScheme(pointwise="delta"), "unknown pointwise='delta'; valid: gaussian, haar"),
+        (lambda: InitScheme(dense=None), "unknown dense=None"),
+        (lambda: InitScheme("gaussian", tied_projection=True), "needs pointwise='haar', got 'gaussian'"),
+        (lambda: initialized(nn.Conv2d(8, 3, 3), dense="block_orth"), r"no more inputs than outputs, got Conv2d\(8, 3"),
+        (lambda: initialized(nn.Conv2d(3, 8, (3, 5)), dense="block_orth"), "square kernels"),
+        (lambda: initialized(nn.Conv2d(4, 8, 3, groups=2), dense="block_orth"), "one group"),
+    ],
+)
+def test_wrong_options_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

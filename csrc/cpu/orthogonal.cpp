@@ -1,0 +1,181 @@
+// orthogonalize on the CPU: LAPACK through torch for every matrix but the smallest, scheduled over the threads.
+//
+// LAPACK gains little from several threads within one matrix of the usual sizes, so each thread takes whole matrices,
+// the longest first. How a matrix is computed depends on its own shape only, so that its result does not depend on the
+// others.
+
+#include "orthogonal.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <vector>
+
+#include "../orthogonal.h"
+#include "kernels.h"
+#include "launch.h"
+#include "pool.h"
+
+// MKL's own, where torch is built with it; other LAPACKs see by themselves that they are called by one thread of
+// several.
+extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
+
+namespace nasfast::cpu {
+namespace {
+
+using namespace orthogonal;
+
+// Keeps the calls of LAPACK from this thread in this thread. Without it MKL's sgeqrf waits forever, within a parallel
+// loop, for the team of threads that OpenMP does not give it there.
+class OneThread {
+ public:
+  OneThread() : before_(set(1)) {}
+  ~OneThread() { set(before_); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  static int set(int threads) { return MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(threads) : 0; }
+  int before_;
+};
+
+// Multiply-adds, as rows * columns^2, from which LAPACK's own threads share one matrix: about 2000 x 1000, a tenth of a
+// second.
+constexpr int64_t kThreadedWork = int64_t{1} << 31;
+// Rows of a matrix that are transposed together: so many lines of the cache, which the next columns find there.
+constexpr int64_t kTransposeSide = 64;
+// Tiny matrices per item of work, a whole number of vectors of any width.
+constexpr int64_t kTinyItem = 256;
+
+// One matrix, tall, column by column in memory; a wide one comes through its transpose, which is so already.
+template <typename T>
+struct Job {
+  const T* in;
+  T* out;
+  int64_t rows, columns;
+  bool wide;
+
+  int64_t work() const { return rows * columns * columns; }
+};
+
+// to[j][i] = from[i][j] * signs[i]
+template <typename T>
+void transpose(const T* from, int64_t rows, int64_t columns, T* to, const T* signs) {
+  for (int64_t i0 = 0; i0 < rows; i0 += kTransposeSide) {
+    const int64_t i1 = std::min(rows, i0 + kTransposeSide);
+    for (int64_t j = 0; j < columns; ++j) {
+      for (int64_t i = i0; i < i1; ++i) to[j * rows + i] = from[i * columns + j] * signs[i];
+    }
+  }
+}
+
+template <typename T>
+Tensor view(T* data, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  return torch::stable::from_blob(data, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                  scalar_type<T>());
+}
+
+StableIValue to_stack(const Tensor& tensor) { return torch::stable::detail::from(tensor); }
+// a result that is an argument too
+void drop(StableIValue value) { torch::stable::detail::to<Tensor>(value); }
+
+// torch.geqrf(a, out=(a, tau)): R above, the reflectors below the diagonal.
+void geqrf(const Tensor& a, const Tensor& tau) {
+  std::array<StableIValue, 3> stack{to_stack(a), to_stack(a), to_stack(tau)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::geqrf", "a", stack.data(), TORCH_ABI_VERSION));
+  drop(stack[0]);
+  drop(stack[1]);
+}
+
+// torch.linalg.householder_product(a, tau, out=a): the reflectors become Q.
+void orgqr(const Tensor& a, const Tensor& tau) {
+  std::array<StableIValue, 3> stack{to_stack(a), to_stack(tau), to_stack(a)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linalg_householder_product", "out", stack.data(), TORCH_ABI_VERSION));
+  drop(stack[0]);
+}
+
+template <typename T>
+void run(const Job<T>& job) {
+  const int64_t size = job.rows * job.columns;
+  // LAPACK's rounding depends on the alignment of its memory, so it never works in that of the caller
+  const int64_t taus = round_up(size, kAlignment);
+  const PoolBlock memory((taus + job.columns) * sizeof(T));
+  T* const data = static_cast<T*>(memory.data());
+  std::vector<T> signs(job.rows, T(1));
+  if (job.wide) {
+    std::copy(job.in, job.in + size, data);
+  } else {
+    transpose(job.in, job.rows, job.columns, data, signs.data());
+  }
+  const Tensor a = view(data, {job.rows, job.columns}, {1, job.rows});
+  const Tensor tau = view(data + taus, {job.columns}, {1});
+  geqrf(a, tau);
+  for (int64_t k = 0; k < job.columns; ++k) signs[k] = data[k * job.rows + k] < 0 ? T(-1) : T(1);
+  orgqr(a, tau);
+  if (job.wide) {
+    for (int64_t k = 0; k < job.columns; ++k) {
+      for (int64_t i = k * job.rows; i < (k + 1) * job.rows; ++i) job.out[i] = data[i] * signs[k];
+    }
+  } else {
+    transpose(data, job.columns, job.rows, job.out, signs.data());
+  }
+}
+
+// Some of the tiny matrices of one shape.
+struct TinyItem {
+  TinyParams params;
+  int64_t begin, end;
+};
+
+// Everything of one type. One parallel loop for all of it: where threads have to wait for a processor, each loop costs
+// a turn.
+template <typename T>
+void run_all(const std::vector<Matrices<T>>& all) {
+  std::vector<Job<T>> jobs;
+  std::vector<TinyItem> tiny;
+  for (const Matrices<T>& matrices : all) {
+    const int64_t rows = std::max(matrices.rows, matrices.columns);
+    const int64_t columns = std::min(matrices.rows, matrices.columns);
+    if (matrices.tiny()) {
+      const TinyParams params{matrices.in, matrices.out, static_cast<int>(rows), static_cast<int>(columns),
+                              matrices.wide()};
+      for (int64_t begin = 0; begin < matrices.batch; begin += kTinyItem) {
+        tiny.push_back({params, begin, std::min(matrices.batch, begin + kTinyItem)});
+      }
+      continue;
+    }
+    for (int64_t i = 0; i < matrices.batch; ++i) {
+      const int64_t offset = i * matrices.size();
+      jobs.push_back({matrices.in + offset, matrices.out + offset, rows, columns, matrices.wide()});
+    }
+  }
+  std::stable_sort(jobs.begin(), jobs.end(), [](const Job<T>& a, const Job<T>& b) { return a.work() > b.work(); });
+  size_t threaded = 0;
+  for (; threaded < jobs.size() && jobs[threaded].work() >= kThreadedWork; ++threaded) run(jobs[threaded]);
+
+  const auto& orthogonal = kernels().orthogonal;
+  const TinyPhase phase = scalar_type<T>() == ScalarType::Float ? orthogonal.tiny_float : orthogonal.tiny_double;
+  std::atomic<size_t> next_job{threaded};
+  std::atomic<size_t> next_tiny{0};
+  const int64_t workers = std::min<int64_t>(torch::stable::get_num_threads(), jobs.size() - threaded + tiny.size());
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    const OneThread here;
+    for (size_t i = next_job++; i < jobs.size(); i = next_job++) run(jobs[i]);
+    for (size_t i = next_tiny++; i < tiny.size(); i = next_tiny++) phase(tiny[i].params, tiny[i].begin, tiny[i].end);
+  });
+}
+
+std::vector<Tensor> orthogonalize_cpu(const std::vector<Tensor>& matrices) {
+  Work work(matrices);
+  run_all(work.of_type<float>());
+  run_all(work.of_type<double>());
+  return work.results;
+}
+
+}  // namespace
+}  // namespace nasfast::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) { m.impl("orthogonalize", TORCH_BOX(&nasfast::cpu::orthogonalize_cpu)); }

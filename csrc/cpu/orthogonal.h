@@ -1,0 +1,23 @@
+// Between the launcher of orthogonalize and its kernels, which do small matrices, one per lane of a vector.
+#pragma once
+
+#include <cstdint>
+
+namespace nasfast::cpu {
+
+// Matrices of one shape, one after the other; rows and columns are those of the tall form.
+struct TinyParams {
+  const void* in;
+  void* out;
+  int rows, columns;
+  bool wide;
+};
+
+using TinyPhase = void (*)(const TinyParams&, int64_t begin, int64_t end);
+
+struct OrthogonalKernels {
+  TinyPhase tiny_float;
+  TinyPhase tiny_double;
+};
+
+}  // namespace nasfast::cpu

@@ -1,0 +1,67 @@
+// Kernels of orthogonalize, compiled once per instruction set: matrices too small for LAPACK, whose calls would cost
+// more than the arithmetic. The arithmetic is that of the GPU.
+
+#include "orthogonal.h"
+#include "simd.h"
+
+#include "../../kernels/cuda/orthogonal_kernel.h"
+#include "../orthogonal_sizes.h"
+
+namespace nasfast::cpu::NASFAST_ISA {
+namespace {
+
+constexpr int kLanesD = kLanes / 2;
+typedef double VecD __attribute__((vector_size(kLanesD * sizeof(double))));
+typedef uint64_t VecU64 __attribute__((vector_size(kLanesD * sizeof(uint64_t))));
+
+template <typename T>
+struct Lanes;
+template <>
+struct Lanes<float> : orthogonal::Format<float> {
+  using Real = VecF;
+  using Bits = VecU;
+  static constexpr int kCount = kLanes;
+  static Real root(Real x) {
+    for (int lane = 0; lane < kCount; ++lane) x[lane] = __builtin_sqrtf(x[lane]);
+    return x;
+  }
+};
+template <>
+struct Lanes<double> : orthogonal::Format<double> {
+  using Real = VecD;
+  using Bits = VecU64;
+  static constexpr int kCount = kLanesD;
+  static Real root(Real x) {
+    for (int lane = 0; lane < kCount; ++lane) x[lane] = __builtin_sqrt(x[lane]);
+    return x;
+  }
+};
+
+template <typename T>
+void orthogonalize_lanes(const TinyParams& p, int64_t begin, int64_t end) {
+  using F = Lanes<T>;
+  const int elements = p.rows * p.columns;
+  // element e of a matrix in memory, in its tall form
+  const auto place = [&](int e) { return p.wide ? e % p.rows * p.columns + e / p.rows : e; };
+  typename F::Real a[orthogonal::kTinyElements + orthogonal::kTinyColumns] = {};
+  for (int64_t first = begin; first < end; first += F::kCount) {
+    const int count = end - first < F::kCount ? static_cast<int>(end - first) : F::kCount;
+    const T* in = static_cast<const T*>(p.in) + first * elements;
+    T* out = static_cast<T*>(p.out) + first * elements;
+    for (int e = 0; e < elements; ++e) {
+      const int at = place(e);
+      for (int lane = 0; lane < count; ++lane) a[at][lane] = in[lane * elements + e];
+    }
+    orthogonal::orthogonalize_tiny<F>(a, 1, p.rows, p.columns);
+    for (int e = 0; e < elements; ++e) {
+      const int at = place(e);
+      for (int lane = 0; lane < count; ++lane) out[lane * elements + e] = a[at][lane];
+    }
+  }
+}
+
+}  // namespace
+
+extern const OrthogonalKernels kOrthogonalKernels = {orthogonalize_lanes<float>, orthogonalize_lanes<double>};
+
+}  // namespace nasfast::cpu::NASFAST_ISA

@@ -1,0 +1,125 @@
+"""orthogonalize: Haar (semi-)orthogonal matrices from Gaussian ones, a whole list of mixed shapes in one call."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import _native, checks, reference
+from nasfast.ops.autograd import check_device
+from nasfast.ops.backends import resolve_backend
+
+# Float64 elements drawn before they are orthogonalised together: enough for every thread to have work, 256 MB.
+_GROUP_ELEMENTS = 1 << 25
+# Bytes per element at the height of orthogonalize_: the float64 draw, a working copy of it, and the result.
+_BYTES_PER_ELEMENT = 3 * 8
+
+
+def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> list[Tensor]:
+    """Replace every matrix by the orthogonal factor of its QR decomposition with a positive diagonal of R.
+
+    Z = Q R, result Q diag(s), s_k = sign(R_kk), sign(0) = +1; a wide matrix through its transpose. Gaussian input gives
+    the Haar law (Mezzadri 2007). An entry's result does not depend on the others or on their order.
+
+    Zero and rank-deficient input is legal: the columns of Q beyond the rank are some orthonormal completion, which may
+    differ between backends; a zero matrix gives the identity. A 1 x 1 matrix gives its sign, an empty one stays empty.
+
+    Args:
+        matrices: (..., m_i, n_i) in any mixture of shapes and strides, on one device; leading dimensions are batches.
+            float32 and float64 are computed as they are, bfloat16 and float16 in float32 and cast at the end.
+        backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
+
+    Returns:
+        One contiguous tensor per entry, of its shape, dtype and device: orthonormal columns if m_i >= n_i, else rows.
+        The reference is differentiable, the native backends are not.
+
+    Raises:
+        TypeError: an entry is no floating tensor.
+        ValueError: an entry has fewer than two dimensions, another device than the first, or a NaN or infinite element.
+        MemoryError: the results do not fit into the memory of the machine, naming the first entry that does not.
+        RuntimeError: the named backend cannot serve, or a gradient is asked of a native one.
+    """
+    op = "orthogonalize"
+    matrices = list(matrices)
+    checks.check_matrices(op, matrices)
+    if not matrices:
+        return []
+    name = resolve_backend(op, matrices[0], backend).name
+    if name == "reference":
+        return reference.orthogonalize(matrices)
+    if torch.is_grad_enabled() and any(z.requires_grad for z in matrices):
+        raise RuntimeError(
+            f"{op}: the {name} backend has no gradient: pass detached tensors, or use backend='reference'"
+        )
+    half = (torch.bfloat16, torch.float16)
+    results = torch.ops.nasfast.orthogonalize([z.detach().float() if z.dtype in half else z.detach() for z in matrices])
+    return [q.to(z.dtype) for q, z in zip(results, matrices, strict=True)]
+
+
+@torch.no_grad()
+def orthogonalize_(
+    tensors: Sequence[Tensor], *, seed: int = 0, names: Sequence[str] | None = None, gain: float = 1.0
+) -> list[Tensor]:
+    """Fill every tensor in place with a Haar (semi-)orthogonal matrix, as `torch.nn.init.orthogonal_` does with one.
+
+    Tensor i is seen as the matrix (shape[0], everything else). Its Gaussian entries are drawn in float64 on the CPU by
+    `tensor_generator(names[i], seed)`, orthogonalised there in float64, and cast: the result depends on the seed, the
+    name and the shape only, not on the order, the device, the dtype or the other tensors.
+
+    Args:
+        tensors: floating, two or more dimensions, any strides and devices; parameters may require gradients.
+        seed: of the whole list.
+        names: one per tensor, such as the qualified names of parameters; None takes "0", "1", and so on.
+        gain: factor of every matrix.
+
+    Returns:
+        The tensors.
+
+    Raises:
+        TypeError: an entry is no floating tensor.
+        ValueError: fewer than two dimensions; names that are repeated or not one per tensor.
+        MemoryError: a tensor that does not fit into the memory of the machine, by index and name.
+    """
+    op = "orthogonalize_"
+    tensors = list(tensors)
+    names = [str(i) for i in range(len(tensors))] if names is None else list(names)
+    checks.check_orthogonal_targets(op, tensors, names)
+    for i_tensor, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
+        checks.check_fits(f"{op}: tensors[{i_tensor}] ({name!r})", tensor, _BYTES_PER_ELEMENT * tensor.numel())
+    group: list[int] = []
+    for i_tensor in range(len(tensors)):
+        group.append(i_tensor)
+        if i_tensor + 1 == len(tensors) or sum(tensors[i].numel() for i in group) >= _GROUP_ELEMENTS:
+            drawn = [_gaussian(tensors[i], tensor_generator(names[i], seed)) for i in group]
+            for i, q in zip(group, orthogonalize(drawn), strict=True):
+                tensors[i].copy_(q.mul_(gain).reshape(tensors[i].shape))
+            group = []
+    return tensors
+
+
+def tensor_generator(name: str, seed: int) -> torch.Generator:
+    """CPU generator of one tensor: the first 8 bytes of SHA-256("di-init|seed|name")."""
+    digest = hashlib.sha256(f"di-init|{seed}|{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+
+
+def _gaussian(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """A float64 matrix (shape[0], everything else) of the tensor's size, filled row by row."""
+    rows = tensor.shape[0]
+    return torch.randn(rows, math.prod(tensor.shape[1:]), generator=generator, dtype=torch.float64)
+
+
+def _orthogonalize_fake(matrices):
+    check_device(*matrices)
+    return [torch.empty_like(z, memory_format=torch.contiguous_format) for z in matrices]
+
+
+def _orthogonalize_emulated_fake(matrices, backwards):
+    return _orthogonalize_fake(matrices)
+
+
+if _native.extension is not None:
+    torch.library.register_fake("nasfast::orthogonalize", _orthogonalize_fake)
+    torch.library.register_fake("nasfast::orthogonalize_emulated", _orthogonalize_emulated_fake)
