@@ -41,9 +41,9 @@ class OneThread {
   int before_;
 };
 
-// Multiply-adds, as rows * columns^2, from which LAPACK's own threads share one matrix: about 2000 x 1000, a tenth of a
-// second.
-constexpr int64_t kThreadedWork = int64_t{1} << 31;
+// Multiply-adds, as rows * columns^2, from which LAPACK's own threads share one matrix, which would else be what all others
+// wait for: 1300 x 900, or the classifier of an ImageNet network.
+constexpr int64_t kThreadedWork = int64_t{1} << 30;
 // Rows of a matrix that are transposed together: so many lines of the cache, which the next columns find there.
 constexpr int64_t kTransposeSide = 64;
 // Tiny matrices per item of work, a whole number of vectors of any width.

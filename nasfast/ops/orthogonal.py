@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -65,8 +66,8 @@ def orthogonalize_(
     """Fill every tensor in place with a Haar (semi-)orthogonal matrix, as `torch.nn.init.orthogonal_` does with one.
 
     Tensor i is seen as the matrix (shape[0], everything else). Its Gaussian entries are drawn in float64 on the CPU by
-    `tensor_generator(names[i], seed)`, orthogonalised there in float64, and cast: the result depends on the seed, the
-    name and the shape only, not on the order, the device, the dtype or the other tensors.
+    `tensor_generator(names[i], seed)`, orthogonalised in float64, and cast: the result depends on the seed, the name
+    and the shape only, not on the order, the dtype or the other tensors, nor, but for rounding, on the device.
 
     Args:
         tensors: floating, two or more dimensions, any strides and devices; parameters may require gradients.
@@ -92,9 +93,13 @@ def orthogonalize_(
     for i_tensor in range(len(tensors)):
         group.append(i_tensor)
         if i_tensor + 1 == len(tensors) or sum(tensors[i].numel() for i in group) >= _GROUP_ELEMENTS:
-            drawn = [_gaussian(tensors[i], tensor_generator(names[i], seed)) for i in group]
-            for i, q in zip(group, orthogonalize(drawn), strict=True):
-                tensors[i].copy_(q.mul_(gain).reshape(tensors[i].shape))
+            drawn = draw_gaussians([(names[i], [_flat(tensors[i])]) for i in group], seed)
+            for device in {tensors[i].device for i in group}:
+                here = [k for k, i in enumerate(group) if tensors[i].device == device]
+                matrices = [drawn[k][0].to(_workplace(device)) for k in here]
+                for k, q in zip(here, orthogonalize(matrices), strict=True):
+                    target = tensors[group[k]]
+                    target.copy_(q.mul_(gain).reshape(target.shape))
             group = []
     return tensors
 
@@ -105,10 +110,32 @@ def tensor_generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
 
-def _gaussian(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """A float64 matrix (shape[0], everything else) of the tensor's size, filled row by row."""
-    rows = tensor.shape[0]
-    return torch.randn(rows, math.prod(tensor.shape[1:]), generator=generator, dtype=torch.float64)
+def draw_gaussians(streams: Sequence[tuple[str, Sequence[tuple[int, ...]]]], seed: int) -> list[list[Tensor]]:
+    """Standard normal float64 tensors on the CPU, filled row by row.
+
+    Args:
+        streams: names for `tensor_generator`, each with the shapes to draw from it, in order.
+        seed: of all.
+    """
+
+    def draw(stream: tuple[str, Sequence[tuple[int, ...]]]) -> list[Tensor]:
+        name, shapes = stream
+        generator = tensor_generator(name, seed)
+        return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+    # as long as a third of the whole work; every stream has its own generator, so threads change no bit
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        return list(threads.map(draw, streams))
+
+
+def _flat(tensor: Tensor) -> tuple[int, int]:
+    return tensor.shape[0], math.prod(tensor.shape[1:])
+
+
+def _workplace(device: torch.device) -> torch.device | str:
+    """Where to orthogonalise for a device: torch's own QR loops over matrices on a GPU, so there only if ours runs."""
+    native = device.type == "cuda" and resolve_backend("orthogonalize", torch.empty(0, device=device)).name == "cuda"
+    return device if native else "cpu"
 
 
 def _orthogonalize_fake(matrices):

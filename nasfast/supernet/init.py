@@ -13,7 +13,6 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from nasfast.config import nearest
 from nasfast.ops.modules import InvertedResidual
-from nasfast.ops.orthogonal import orthogonalize, tensor_generator
+from nasfast.ops.orthogonal import draw_gaussians, orthogonalize
 
 Init = Literal["orthogonal", "delta_orthogonal", "gaussian", "he"]
 Shape = tuple[int, ...]
@@ -277,16 +276,13 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     layers = {name: layer for name, layer in modules.items() if isinstance(layer, (nn.Conv2d, nn.Linear))}
     recipes = {name: _RECIPES[_kind(layer)][getattr(scheme, _kind(layer))] for name, layer in layers.items()}
 
-    def draw(name: str) -> list[Tensor]:
-        stream = f"{name}.weight"
-        if scheme.shared_streams:
-            stream = f"{_CANDIDATE.sub('', stream)}|{tuple(layers[name].weight.shape)}"
-        generator = tensor_generator(stream, seed)
-        return [torch.randn(s, generator=generator, dtype=torch.float64) for s in recipes[name].draws(layers[name])]
+    def stream(name: str) -> str:
+        if not scheme.shared_streams:
+            return f"{name}.weight"
+        return f"{_CANDIDATE.sub('', f'{name}.weight')}|{tuple(layers[name].weight.shape)}"
 
-    # a third of the time is random numbers; each tensor has its own generator, so threads change no bit
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        draws = dict(zip(layers, threads.map(draw, layers), strict=True))
+    streams = [(stream(name), recipes[name].draws(layer)) for name, layer in layers.items()]
+    draws = dict(zip(layers, draw_gaussians(streams, seed), strict=True))
     orthogonal = iter(orthogonalize([z for name in layers if recipes[name].orthogonal for z in draws[name]]))
     for name, layer in layers.items():
         shape, recipe, parts = tuple(layer.weight.shape), recipes[name], draws.pop(name)

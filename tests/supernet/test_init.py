@@ -13,6 +13,7 @@ from torch import nn
 
 from nasfast.ops import reference
 from nasfast.ops.modules import ConvBNAct
+from nasfast.ops.orthogonal import tensor_generator
 from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, digits_mini
 from nasfast.supernet import InitScheme, Supernet, build, init, initialize
 
@@ -352,13 +353,13 @@ def test_the_literal_reading_is_not_orthogonal():
     torch.testing.assert_close(weight.abs(), torch.full_like(weight, 0.25))
     assert (weight @ weight.T - torch.eye(16)).abs().max() > 0.2
     # what QR of every slice gives
-    draw = torch.randn(16, 16, 1, 1, dtype=torch.float64, generator=init.tensor_generator(".weight", 0))
+    draw = torch.randn(16, 16, 1, 1, dtype=torch.float64, generator=tensor_generator(".weight", 0))
     torch.testing.assert_close(weight * 4, reference.orthogonalize([draw])[0].flatten(1))
 
 
 def test_draws_are_those_of_the_name():
     """Weights of today's seeds stay what they are: draws row by row from the generator of ".weight"."""
-    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=init.tensor_generator(".weight", 3))  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=tensor_generator(".weight", 3))  # noqa: E731
     (haar,) = reference.orthogonalize([draw(8, 27)])
     assert torch.equal(initialized(nn.Conv2d(3, 8, 3), 3), haar.reshape(8, 3, 3, 3))
     (filters,) = reference.orthogonalize([draw(5, 3, 3)])
