@@ -21,8 +21,8 @@ demo: install  ## images -> supernet -> scores -> search -> retrained network ->
 	rm -rf runs/demo
 	$(BIN)/nasfast run --config demo --out runs/demo
 
-test: install  ## every test
-	$(BIN)/python -m pytest -q
+test: install  ## every test, on up to 8 cores at once
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
 test-gpu: install  ## only the tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu

@@ -127,7 +127,8 @@ def jobs(
         )
         for i_config, config in enumerate(FAMILIES[family]):
             # one stencil of each kernel stands for the configurations that are not the default
-            if i_config and (default_only or constants.get("KERNEL", 7) != 7):
+            stencil = family.startswith(("depthwise", "expansion")) and "KERNEL" in constants
+            if i_config and (default_only or (stencil and constants["KERNEL"] != 7)):
                 continue
             for dtype in dtypes:
                 for arch in archs:

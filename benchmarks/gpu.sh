@@ -31,6 +31,7 @@ ln -sfn ../kernels/triton nasfast/_triton
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 "$python" -c 'from nasfast.doctor import doctor; print(doctor())'
 if ((tests)); then
-  "$python" -m pytest -q tests/ops/test_triton.py tests/engine tests/train/test_loop.py tests/test_profile.py || echo "gpu.sh: tests FAILED"
+  "$python" -m pytest -q tests/ops/test_triton.py tests/ops/test_orthogonalize.py tests/engine tests/train/test_loop.py tests/test_profile.py || echo "gpu.sh: tests FAILED"
 fi
 "$python" benchmarks/bench_gpu.py --minutes "$minutes" --out "$out"
+"$python" benchmarks/bench_orthogonalize.py --quick --out "${out%.json}_orthogonalize.json"

@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -99,11 +100,14 @@ def test_nvcc_compiles_every_cuda_source(tmp_path):
         pytest.skip("no nvcc on PATH")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     targets.append(f"-gencode=arch=compute_{ARCHS[-1]},code=compute_{ARCHS[-1]}")
+    # as CMakeLists.txt has it
+    torch_headers = Path(find_spec("torch").submodule_search_locations[0]) / "include"
+    flags = ["-std=c++17", "-O3", f"-I{torch_headers}", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     sources = sorted((ROOT / "kernels" / "cuda").glob("*.cu"))
     assert sources
     for source in sources:
         target = tmp_path / f"{source.stem}.o"
-        command = [nvcc, "-std=c++17", "-O3", *targets, "-c", source, "-o", target]
+        command = [nvcc, *flags, *targets, "-c", source, "-o", target]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         assert target.stat().st_size > 0
