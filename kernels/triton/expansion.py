@@ -7,8 +7,9 @@ multiplied with the weight W. But that formula is linear. With d = W x - center,
        = W^T (dz * scale)  +  A (x - pivot)  +  bias
     A = W^T diag(slope) W        bias = W^T (offset + slope * (W pivot - center))
 
-for any pivot; one near the mean of x keeps the digits. So the first term is taken while dz is on the chip, which is
-never written, and the rest is a small product on a narrow tensor. Fact 3 of docs/method.md 6.
+for any pivot; one near the mean of x keeps the digits. (slope carries the minus of BatchNorm's formula.) So the first
+term is taken while dz is on the chip, which is never written, and the rest is a small product on a narrow tensor.
+Fact 3 of docs/method.md 6.
 """
 
 import triton

@@ -136,6 +136,19 @@ def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend
         name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
     if name is not None:
         return _named(op, x, name, source)
+    return _first_that_serves(op, x)
+
+
+def inner_backend(op: str, x: Tensor) -> Backend:
+    """As `resolve_backend`, for a call inside a function of another purpose, which nobody who named a backend had in
+    mind: one that cannot serve is passed over."""
+    try:
+        return resolve_backend(op, x)
+    except RuntimeError:
+        return _first_that_serves(op, x)
+
+
+def _first_that_serves(op: str, x: Tensor) -> Backend:
     skipped = []
     for backend in _TABLE[op]:
         if backend.name == "triton" and _triton.interpreted():

@@ -4,6 +4,7 @@ Every message names the operator, the argument, what was expected, what came, an
 Wrong types raise TypeError, wrong values and shapes ValueError.
 """
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -109,13 +110,14 @@ def check_inverted_residual(
         )
 
 
-def check_matrices(op: str, matrices: Sequence[Tensor]) -> None:
-    """Check the entries of `nasfast.ops.orthogonalize`.
+def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
+    """The entries of `nasfast.ops.orthogonalize`, checked.
 
     Raises:
         TypeError, ValueError: as described in the module docstring.
         MemoryError: the results up to some entry are larger than the memory of the machine.
     """
+    matrices = _list_of_tensors(op, "matrices", matrices)
     total = 0
     for i_matrix, z in enumerate(matrices):
         where = f"{op}: matrices[{i_matrix}]"
@@ -126,7 +128,7 @@ def check_matrices(op: str, matrices: Sequence[Tensor]) -> None:
         check_fits(where, z, total)
     filled = [z for z in matrices if z.numel()]
     if not filled or filled[0].is_meta or torch.compiler.is_compiling():  # a compiler cannot ask for values
-        return
+        return matrices
     if not _probably_finite([z.detach() for z in filled]):
         for i_matrix, z in enumerate(matrices):
             if bad := z.numel() - int(z.isfinite().sum()):
@@ -134,21 +136,33 @@ def check_matrices(op: str, matrices: Sequence[Tensor]) -> None:
                     f"{op}: matrices[{i_matrix}] of shape {tuple(z.shape)} must be finite, "
                     f"got {bad} NaN or infinite elements"
                 )
+    return matrices
 
 
-def check_orthogonal_targets(op: str, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Check the arguments of `nasfast.ops.orthogonalize_`.
+def check_orthogonal_targets(
+    op: str, tensors: Sequence[Tensor], names: Sequence[str] | None, gain: float, bytes_per_element: int
+) -> tuple[list[Tensor], list[str]]:
+    """The tensors and names of `nasfast.ops.orthogonalize_`, checked; it needs so many bytes for each element.
 
     Raises:
         TypeError, ValueError: as described in the module docstring.
     """
+    tensors = _list_of_tensors(op, "tensors", tensors)
+    names = [str(i) for i in range(len(tensors))] if names is None else list(names)
     if len(names) != len(tensors):
         raise ValueError(f"{op}: names must be one per tensor, {len(tensors)}, got {len(names)}")
+    if not math.isfinite(gain):
+        raise ValueError(f"{op}: gain must be finite, got {gain}")
     for i_tensor, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
-        _check_matrix(f"{op}: tensors[{i_tensor}] ({name!r})", tensor)
+        where = f"{op}: tensors[{i_tensor}] ({name!r})"
+        _check_matrix(where, tensor)
+        check_fits(where, tensor, bytes_per_element * tensor.numel())
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"{where} has elements that share memory, as expand makes them: pass tensor.clone()")
     if len(set(names)) != len(names):
         twice = next(name for name in names if list(names).count(name) > 1)
         raise ValueError(f"{op}: names must differ, as they seed the tensors, got {twice!r} more than once")
+    return tensors, names
 
 
 def check_fits(where: str, tensor: Tensor, needed: int) -> None:
@@ -170,6 +184,13 @@ def check_fits(where: str, tensor: Tensor, needed: int) -> None:
         )
 
 
+def _list_of_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    # a tensor is a sequence of its rows
+    if isinstance(tensors, Tensor):
+        raise TypeError(f"{op}: {name} must be a list of tensors, got one tensor: pass [tensor]")
+    return list(tensors)
+
+
 def _probably_finite(tensors: Sequence[Tensor]) -> bool:
     """False where any element is NaN or infinite; may be False without, never True with one. One read of everything."""
     if tensors[0].is_cuda:
@@ -185,6 +206,8 @@ def _check_matrix(where: str, z: Tensor) -> None:
         raise TypeError(
             f"{where} must be float32, float64, bfloat16 or float16, got {z.dtype}; convert it with .float()"
         )
+    if z.layout != torch.strided:
+        raise TypeError(f"{where} must be dense, got {z.layout}; convert it with .to_dense()")
     if z.ndim < 2:
         raise ValueError(f"{where} must be (..., rows, columns), got shape {tuple(z.shape)}")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nasfast.ops import _native, checks, reference
 from nasfast.ops.autograd import check_device
-from nasfast.ops.backends import resolve_backend
+from nasfast.ops.backends import inner_backend, resolve_backend
 
 # Float64 elements drawn before they are orthogonalised together: enough for every thread to have work, 256 MB.
 _GROUP_ELEMENTS = 1 << 25
@@ -37,22 +37,27 @@ def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> 
         The reference is differentiable, the native backends are not.
 
     Raises:
-        TypeError: an entry is no floating tensor.
+        TypeError: no list of tensors, or an entry that is no floating one.
         ValueError: an entry has fewer than two dimensions, another device than the first, or a NaN or infinite element.
-        MemoryError: the results do not fit into the memory of the machine, naming the first entry that does not.
+        MemoryError: the results do not fit into the physical memory of the machine, naming the first entry that does
+            not.
         RuntimeError: the named backend cannot serve, or a gradient is asked of a native one.
     """
-    op = "orthogonalize"
-    matrices = list(matrices)
-    checks.check_matrices(op, matrices)
-    if not matrices:
-        return []
-    name = resolve_backend(op, matrices[0], backend).name
+    matrices = checks.check_matrices("orthogonalize", matrices)
+    return _run(matrices, resolve_backend("orthogonalize", matrices[0], backend).name) if matrices else []
+
+
+def orthogonalize_draws(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """`orthogonalize` for functions that fill weights, with the best backend where one that was named cannot serve."""
+    return _run(matrices, inner_backend("orthogonalize", matrices[0]).name) if matrices else []
+
+
+def _run(matrices: Sequence[Tensor], name: str) -> list[Tensor]:
     if name == "reference":
         return reference.orthogonalize(matrices)
     if torch.is_grad_enabled() and any(z.requires_grad for z in matrices):
         raise RuntimeError(
-            f"{op}: the {name} backend has no gradient: pass detached tensors, or use backend='reference'"
+            f"orthogonalize: the {name} backend has no gradient: pass detached tensors, or use backend='reference'"
         )
     half = (torch.bfloat16, torch.float16)
     results = torch.ops.nasfast.orthogonalize([z.detach().float() if z.dtype in half else z.detach() for z in matrices])
@@ -79,28 +84,26 @@ def orthogonalize_(
         The tensors.
 
     Raises:
-        TypeError: an entry is no floating tensor.
-        ValueError: fewer than two dimensions; names that are repeated or not one per tensor.
-        MemoryError: a tensor that does not fit into the memory of the machine, by index and name.
+        TypeError: no list of tensors, or an entry that is no floating one.
+        ValueError: fewer than two dimensions; elements that share memory, as `expand` makes; names that are repeated or
+            not one per tensor; a gain that is not finite.
+        MemoryError: a tensor that does not fit into the physical memory of the machine, by index and name.
     """
-    op = "orthogonalize_"
-    tensors = list(tensors)
-    names = [str(i) for i in range(len(tensors))] if names is None else list(names)
-    checks.check_orthogonal_targets(op, tensors, names)
-    for i_tensor, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
-        checks.check_fits(f"{op}: tensors[{i_tensor}] ({name!r})", tensor, _BYTES_PER_ELEMENT * tensor.numel())
+    tensors, names = checks.check_orthogonal_targets("orthogonalize_", tensors, names, gain, _BYTES_PER_ELEMENT)
     group: list[int] = []
-    for i_tensor in range(len(tensors)):
+    elements = 0
+    for i_tensor, tensor in enumerate(tensors):
         group.append(i_tensor)
-        if i_tensor + 1 == len(tensors) or sum(tensors[i].numel() for i in group) >= _GROUP_ELEMENTS:
+        elements += tensor.numel()
+        if i_tensor + 1 == len(tensors) or elements >= _GROUP_ELEMENTS:
             drawn = draw_gaussians([(names[i], [_flat(tensors[i])]) for i in group], seed)
             for device in {tensors[i].device for i in group}:
                 here = [k for k, i in enumerate(group) if tensors[i].device == device]
                 matrices = [drawn[k][0].to(_workplace(device)) for k in here]
-                for k, q in zip(here, orthogonalize(matrices), strict=True):
+                for k, q in zip(here, orthogonalize_draws(matrices), strict=True):
                     target = tensors[group[k]]
                     target.copy_(q.mul_(gain).reshape(target.shape))
-            group = []
+            group, elements = [], 0
     return tensors
 
 
@@ -134,7 +137,7 @@ def _flat(tensor: Tensor) -> tuple[int, int]:
 
 def _workplace(device: torch.device) -> torch.device | str:
     """Where to orthogonalise for a device: torch's own QR loops over matrices on a GPU, so there only if ours runs."""
-    native = device.type == "cuda" and resolve_backend("orthogonalize", torch.empty(0, device=device)).name == "cuda"
+    native = device.type == "cuda" and inner_backend("orthogonalize", torch.empty(0, device=device)).name == "cuda"
     return device if native else "cpu"
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nasfast.config import nearest
 from nasfast.ops.modules import InvertedResidual
-from nasfast.ops.orthogonal import draw_gaussians, orthogonalize
+from nasfast.ops.orthogonal import draw_gaussians, orthogonalize_draws
 
 Init = Literal["orthogonal", "delta_orthogonal", "gaussian", "he"]
 Shape = tuple[int, ...]
@@ -283,7 +283,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
 
     streams = [(stream(name), recipes[name].draws(layer)) for name, layer in layers.items()]
     draws = dict(zip(layers, draw_gaussians(streams, seed), strict=True))
-    orthogonal = iter(orthogonalize([z for name in layers if recipes[name].orthogonal for z in draws[name]]))
+    orthogonal = iter(orthogonalize_draws([z for name in layers if recipes[name].orthogonal for z in draws[name]]))
     for name, layer in layers.items():
         shape, recipe, parts = tuple(layer.weight.shape), recipes[name], draws.pop(name)
         if recipe.orthogonal:

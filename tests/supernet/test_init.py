@@ -11,7 +11,8 @@ import torch
 from tiny import tiny_space
 from torch import nn
 
-from nasfast.ops import reference
+import nasfast
+from nasfast.ops import BACKENDS, reference, use_backend
 from nasfast.ops.modules import ConvBNAct
 from nasfast.ops.orthogonal import tensor_generator
 from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, digits_mini
@@ -348,6 +349,18 @@ def test_expansions_have_varphi_t_minus_one():
     torch.testing.assert_close(values, torch.full_like(values, 4.0))
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_that_was_named_for_other_operators_does_not_matter(name):
+    layer = conv(8, 8, 3)
+    with use_backend(name):
+        initialize(layer, "orthogonal")
+        nasfast.orthogonalize_([weight := torch.empty(4, 6)])
+    torch.testing.assert_close(weight @ weight.T, torch.eye(4))
+    other = conv(8, 8, 3)
+    initialize(other, "orthogonal")
+    torch.testing.assert_close(layer.weight, other.weight)
+
+
 def test_the_literal_reading_is_not_orthogonal():
     weight = initialized(conv(16, 16, 1), pointwise="paper_literal").flatten(1)
     torch.testing.assert_close(weight.abs(), torch.full_like(weight, 0.25))
@@ -372,7 +385,7 @@ def test_draws_are_those_of_the_name():
 @pytest.mark.parametrize("scheme", ["orthogonal", "delta_orthogonal", "gaussian"])
 def test_one_call_orthogonalizes_a_network(scheme, monkeypatch):
     calls = []
-    monkeypatch.setattr(init, "orthogonalize", lambda zs: calls.append(zs) or reference.orthogonalize(zs))
+    monkeypatch.setattr(init, "orthogonalize_draws", lambda zs: calls.append(zs) or reference.orthogonalize(zs))
     net = Supernet(tiny_space(), init=scheme)
     assert len(calls) == 1
     assert all(z.dtype == torch.float64 for z in calls[0])
