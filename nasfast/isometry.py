@@ -8,6 +8,7 @@ which parts hold.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
@@ -55,6 +56,11 @@ _DEFAULT_RESOLUTION = 64
 _DEPTH_IMAGES = 16
 # A spread is called smaller where it is by a fifth: seeds scatter by a tenth.
 _CLEARLY = 0.8
+# Spreads below this are rounding and BatchNorm's eps, and not compared.
+_ROUNDING = 1e-4
+# A pattern of the candidates is one of all where no more than every twentieth differs.
+_NEARLY_ALL = 0.95
+_SPREADS = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
 # Further than this from 1 and 0 no reading of "~" reaches.
 _NEAR = 0.1
 
@@ -65,7 +71,8 @@ class IsometryConfig(ConfigBase):
 
     Attributes:
         space: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
-        module: instead of a space: `package.module:factory`, a function without arguments that returns an nn.Module.
+        module: instead of a space: `package.module:factory`, a function without arguments that returns an nn.Module, or
+            an nn.Module.
         input: shape of one sample of the module, such as "3,224,224".
         resolution: of the images of a space in pixels; null takes 64, or the space's where that is smaller.
         batch: samples that give BatchNorms their statistics and fairness its pairs.
@@ -177,6 +184,11 @@ class IsometryReport:
     def missed(self) -> list[Mark]:
         return [mark for mark in self.marks if not mark.passed]
 
+    @property
+    def fairness_means(self) -> list[dict[str, Any]]:
+        """Means of the spreads over layers, per setting and `indicator_bn`; None where no layer has one."""
+        return _fairness_means(self.fairness)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON."""
         return _finite({
@@ -187,6 +199,7 @@ class IsometryReport:
             "rows": [{**asdict(row), "gain": row.gain} for row in self.rows],
             "histogram_edges": EDGES.tolist(),
             "fairness": list(self.fairness),
+            "fairness_means": self.fairness_means,
             "depth": list(self.depth),
             "convolutions": list(self.convolutions),
             "diagram": self.diagram,
@@ -254,13 +267,10 @@ class IsometryReport:
     def _fairness(self) -> list[str]:
         if not self.fairness:
             return []
-        keys = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
-        lines = [f"{'fairness, mean over layers (0 is fair)':44}" + "".join(f" {k:>12}" for k in keys)]
-        for setting in self.settings:
-            for with_bn in (True, False):
-                found = [f for f in self.fairness if f["setting"] == setting and f["indicator_bn"] == with_bn]
-                means = "".join(_cell([f[k] for f in found if f[k] is not None]) for k in keys)
-                lines.append(f"{setting + (', with' if with_bn else ', without') + ' indicator BN':44}{means}")
+        lines = [f"{'fairness, mean over layers (0 is fair)':44}" + "".join(f" {k:>12}" for k in _SPREADS)]
+        for m in self.fairness_means:
+            cells = "".join(f" {'-':>12}" if m[k] is None else f" {m[k]:12.4f}" for k in _SPREADS)
+            lines.append(f"{m['setting']}, {_bn(m['indicator_bn'])}".ljust(44) + cells)
         return [*lines, ""]
 
     def _depth(self) -> list[str]:
@@ -270,13 +280,24 @@ class IsometryReport:
         shown = sorted({0, layers // 4, layers // 2, 3 * layers // 4, layers - 1})
         lines = [f"{'std of log Var(h_l) over random paths':44}" + "".join(f" {f'layer {i}':>10}" for i in shown)]
         for d in self.depth:
-            name = f"{d['setting']}{', with' if d['indicator_bn'] else ', without'} indicator BN"
+            name = f"{d['setting']}, {_bn(d['indicator_bn'])}"
             lines.append(f"{name:44}" + "".join(f" {d['std'][i]:10.4f}" for i in shown))
         return [*lines, ""]
 
 
-def _cell(values: Sequence[float]) -> str:
-    return f" {np.mean(values):12.4f}" if values else f" {'-':>12}"
+def _bn(indicator_bn: bool) -> str:
+    return f"{'with' if indicator_bn else 'without'} indicator BN"
+
+
+def _fairness_means(spreads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    means = []
+    for setting in dict.fromkeys(s["setting"] for s in spreads):
+        for indicator_bn in (True, False):
+            found = [s for s in spreads if (s["setting"], s["indicator_bn"]) == (setting, indicator_bn)]
+            known = {key: [s[key] for s in found if s[key] is not None] for key in _SPREADS}
+            mean = {key: float(np.mean(values)) if values else None for key, values in known.items()}
+            means.append({"setting": setting, "indicator_bn": indicator_bn, **mean})
+    return means
 
 
 def _finite(value: Any) -> Any:
@@ -292,8 +313,8 @@ def isometry_study(cfg: IsometryConfig = IsometryConfig()) -> IsometryReport:
     """Measure every candidate of a space, or the parts of a module, under orthogonal and Gaussian weights.
 
     Raises:
-        ConfigError: unknown space, a factory that cannot be imported, or an unusable input shape.
-        ValueError: a module that cannot be differentiated, or whose Jacobian is not finite.
+        ConfigError: unknown space, a module that cannot be imported or made, or an unusable input shape.
+        ValueError: a module that cannot take the input, cannot be differentiated, or whose Jacobian is not finite.
     """
     start = time.perf_counter()
     with measuring(cfg.threads):
@@ -352,17 +373,18 @@ def _study_space(cfg: IsometryConfig, space: SearchSpace) -> dict[str, Any]:
 
 
 def _study_module(cfg: IsometryConfig) -> dict[str, Any]:
-    factory = _factory(cfg.module)
+    make = _maker(cfg.module)
     x = torch.randn(cfg.batch, *cfg.shape(), generator=torch.Generator().manual_seed(cfg.seed))
     rows = []
     settings = ("as it is", "orthogonal", "gaussian")
     for setting in settings:
-        module = factory()
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"module {cfg.module!r} must return an nn.Module, got {type(module).__name__}")
-        if setting != "as it is":
-            initialize(module, setting, seed=cfg.seed)
-        rows += measure_module(module, x, cfg.effort, setting=setting)
+        module = make()
+        try:
+            if setting != "as it is":
+                initialize(module, setting, seed=cfg.seed)
+            rows += measure_module(module, x, cfg.effort, setting=setting)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"module {cfg.module!r}, input {cfg.input}, {setting}: {error}") from error
     return {
         "subject": f"module {cfg.module}, inputs: white noise of shape {cfg.input}",
         "reduced": (
@@ -384,31 +406,44 @@ def _diagram() -> dict[str, Any]:
     return {"act": "tanh", **{name: np.round(values, 6).tolist() for name, values in vars(found).items()}}
 
 
-def _factory(name: str) -> Callable[[], Any]:
+def _maker(name: str) -> Callable[[], nn.Module]:
+    """What makes the user's module anew for every setting."""
     package, _, attribute = name.partition(":")
     if not package or not attribute:
         raise ConfigError(f"module must be package.module:factory, got {name!r}")
     # a script's own folder is on the path, a console command's is not
     if "" not in sys.path:
         sys.path.insert(0, "")
+    # a user's code may raise anything
     try:
-        found = importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(f"module {name!r}: cannot import {package}: {error}") from error
-    factory = getattr(found, attribute, None)
-    if not callable(factory):
+        source = importlib.import_module(package)
+    except Exception as error:
+        raise ConfigError(f"module {name!r}: cannot import {package}: {type(error).__name__}: {error}") from error
+    found = getattr(source, attribute, None)
+    if not callable(found):
         raise ConfigError(f"module {name!r}: {package} has no function {attribute!r}")
-    return factory
 
+    def make() -> nn.Module:
+        try:
+            module = copy.deepcopy(found) if isinstance(found, nn.Module) else found()
+        except Exception as error:
+            raise ConfigError(
+                f"module {name!r}: making it without arguments failed: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"module {name!r} must return an nn.Module, got {type(module).__name__}")
+        return module
 
-def _median(rows: Sequence[Row], setting: str, value: Callable[[Row], float]) -> float:
-    return float(np.median([value(row) for row in rows if row.setting == setting]))
+    return make
 
 
 def _claims(
     own: str, rows: Sequence[Row], spreads: Sequence[dict], depth: Sequence[dict], convolutions: Sequence[dict]
 ) -> list[Claim]:
-    """The paper's sentences beside the numbers. Every verdict follows from them by the thresholds above."""
+    """The paper's sentences beside the numbers.
+
+    Every verdict follows from them by the thresholds above; what it adds behind "theory:" is a closed form's reason.
+    """
     tanh, orthogonal, gaussian = "orthogonal, tanh", f"orthogonal, {own}", f"gaussian, {own}"
     return [
         _claim_convolutions(orthogonal, convolutions),
@@ -421,132 +456,219 @@ def _claims(
     ]
 
 
+def _isometric(phi: float, varphi: float) -> bool:
+    return abs(phi - 1) <= _NEAR and abs(varphi) <= _NEAR
+
+
+def _clearly_smaller(a: float, b: float) -> bool:
+    return a < _CLEARLY * b and b > _ROUNDING
+
+
+def _in_part(names: Sequence[str], of: Sequence[str]) -> str:
+    """Whether something that is so for `names` of all holds."""
+    if not names:
+        return "does not hold"
+    return "holds" if len(names) == len(of) else f"holds in part: {', '.join(names)}"
+
+
 def _claim_convolutions(setting: str, convolutions: Sequence[dict]) -> Claim:
+    claim = "orthogonal convolutions are dynamical isometries: phi = 1 and varphi = 0 (up to g^2)"
     kinds = [c for c in convolutions if c["setting"] == setting]
-    isometric = [c["kind"] for c in kinds if abs(c["phi"] - 1) <= _NEAR and abs(c["varphi"]) <= _NEAR]
-    others = [f"{c['kind']} {c['varphi']:.2f}" for c in kinds if c["kind"] not in isometric]
+    if not kinds:
+        return Claim(claim, "no convolutions", "-")
+    names = [c["kind"].replace(",", "") for c in kinds]
+    isometric, biased, closed, missed = [], [], [], []
+    for name, c in zip(names, kinds, strict=True):
+        expected = c["expected_varphi"]
+        if _isometric(c["phi"], c["varphi"]):
+            isometric.append(name)
+        elif expected is not None:
+            (closed if abs(c["varphi"] - expected) <= _NEAR * (expected or 1) else missed).append(name)
+        biased += [name] if abs(c["phi"] - 1) > _NEAR else []
+    verdict = _in_part(isometric, names)
+    verdict += f"; phi is not 1 for {', '.join(biased)}" if biased else ""
+    verdict += f"; varphi is not that of the closed form for {', '.join(missed)}" if missed else ""
+    verdict += f"; other kinds with the varphi of their closed form: {len(closed)}" if closed else ""
+    if any(name.startswith("pointwise expansion") for name in closed):
+        verdict += "; theory: an expansion by t has t - 1, as its output has directions that no input reaches"
+    if any(name.startswith("depthwise") for name in closed):
+        verdict += "; theory: a depthwise filter has 0 only with a single live tap"
     return Claim(
-        "orthogonal convolutions are dynamical isometries: phi = 1 and varphi = 0 (up to g^2)",
-        f"phi / g^2 from {min(c['phi'] for c in kinds):.3f} to {max(c['phi'] for c in kinds):.3f}; varphi / g^4 is 0 "
-        f"for {', '.join(isometric) or 'none'}; else: {', '.join(others) or 'none'}",
-        ("phi holds for every kind. " if all(abs(c["phi"] - 1) <= _NEAR for c in kinds) else "phi does not hold. ")
-        + "varphi = 0 holds for pointwise projections; an expansion by t has t - 1 because its "
-        "output has directions that no input reaches (its other singular values are equal); a depthwise filter has it "
-        "only with a single live tap, however orthogonal its k x k matrix is.",
+        claim,
+        f"phi / g^2 from {min(c['phi'] for c in kinds):.3f} to {max(c['phi'] for c in kinds):.3f}; varphi / g^4: "
+        + ", ".join(f"{name} {c['varphi']:.2f}" for name, c in zip(names, kinds, strict=True)),
+        f"{verdict}.",
     )
 
 
 def _claim_modules(tanh: str, orthogonal: str, rows: Sequence[Row]) -> Claim:
-    values = {s: (_median(rows, s, lambda r: r.branch["phi"]), _median(rows, s, lambda r: r.branch["varphi"]))
-              for s in (tanh, orthogonal)}  # fmt: skip
-    near = [s for s, (phi, varphi) in values.items() if abs(phi - 1) <= _NEAR and varphi <= _NEAR]
+    claim = "candidate modules with orthogonal weights are dynamical isometries"
+    values = {}
+    for setting in dict.fromkeys((tanh, orthogonal)):
+        found = [(r.branch["phi"], r.branch["varphi"]) for r in rows if r.setting == setting]
+        if found:
+            values[setting] = np.median(found, axis=0)
+    if not values:
+        return Claim(claim, "no candidates", "-")
+    near = [f"({setting})" for setting, (phi, varphi) in values.items() if _isometric(phi, varphi)]
     return Claim(
-        "candidate modules with orthogonal weights are dynamical isometries",
-        "medians over branches: "
-        + "; ".join(f"{s}: phi {phi:.2f}, varphi {varphi:.2f}" for s, (phi, varphi) in values.items()),
-        f"holds for {', '.join(near)}." if near else
-        "does not hold, with tanh (which the theory assumes) or without: expansions, depthwise filters and activations "
-        "each spread the singular values.",
-    )  # fmt: skip
+        claim,
+        "medians over branches: " + "; ".join(f"{s}: phi {a:.2f}, varphi {b:.2f}" for s, (a, b) in values.items()),
+        f"{_in_part(near, list(values))}; the theory assumes tanh.",
+    )
 
 
 def _claim_gain(own: str, setting: str, rows: Sequence[Row]) -> Claim:
+    claim = "the theory of layers without BatchNorm carries over to blocks with it: differences grow as the signal does"
     r = relative_gain(own)
-    ratios = [row.gain / r**row.acts for row in rows if row.setting == setting and row.acts is not None]
+    # a constant output has no gain
+    found = [row for row in rows if row.setting == setting and row.acts is not None and math.isfinite(row.gain)]
+    if not found:
+        return Claim(claim, "no candidates", "-")
+    gain = float(np.median([row.gain for row in found]))
+    ratios = [row.gain / r**row.acts for row in found]
     middle, low, high = np.quantile(ratios, (0.5, 0.05, 0.95))
+    if abs(gain - 1) <= _NEAR:
+        verdict = "holds: the gain is near 1"
+    else:
+        verdict = "does not hold; theory: BatchNorm makes the gain r^(number of activations), whatever the weights; "
+        if abs(middle - 1) <= _NEAR:
+            verdict += "this explains it"
+        elif min(middle, gain) > 0 and abs(math.log(middle)) < abs(math.log(gain)) / 2:
+            verdict += f"this explains most of it, but for a factor {middle:.2f}"
+        else:
+            verdict += "this does not explain it"
     return Claim(
-        "the theory of layers without BatchNorm carries over to blocks with it",
-        f"phi Var(in) / Var(out) over r^(number of activations), r = {r:.3f} for {own}: median {middle:.2f}, 5 % to "
-        f"95 % from {low:.2f} to {high:.2f} over {len(ratios)} candidates",
-        "holds: without curvature there is nothing to differ."
-        if abs(r - 1) <= _NEAR
-        else "does not hold: BatchNorm undoes g and fixes the forward variance, so that each activation multiplies "
-        "differences by r more than the signal, whatever the weights are; r is 1 only without activations."
-        + (
-            " Zero padding of activations that have a mean adds variance at the borders of small maps, and lowers it."
-            if low < 1 - _NEAR
-            else ""
-        ),
+        claim,
+        f"gain phi Var(in) / Var(out): median {gain:.2f}; over r^(number of activations), r = {r:.3f} for {own}: "
+        f"median {middle:.2f}, 5 % to 95 % from {low:.2f} to {high:.2f}; {len(found)} candidates",
+        f"{verdict}.",
     )
 
 
 def _claim_closer(orthogonal: str, gaussian: str, rows: Sequence[Row]) -> Claim:
+    claim = "orthogonal weights are nearer to isometry than Gaussian ones"
     by_place = {(r.layer, r.name): r.branch["varphi"] for r in rows if r.setting == gaussian}
     pairs = [(r.branch["varphi"], by_place[r.layer, r.name]) for r in rows if r.setting == orthogonal]
-    smaller = sum(a < b for a, b in pairs)
-    ratio = float(np.median([a / b for a, b in pairs]))
-    held = smaller > 0.95 * len(pairs)
+    # an estimate of a varphi of 0 may be negative
+    ratios = [a / b for a, b in pairs if b > 0]
+    if not ratios:
+        return Claim(claim, "no candidates with a varphi to compare", "-")
+    smaller, ratio = sum(a < b for a, b in pairs), float(np.median(ratios))
+    middle = float(np.median([a for a, _ in pairs]))
+    if smaller <= len(pairs) / 2 or ratio >= 1:
+        verdict = "does not hold"
+    elif smaller > _NEARLY_ALL * len(pairs) and ratio < _CLEARLY:
+        verdict = "holds, " + ("and varphi is near 0" if abs(middle) <= _NEAR else "relatively: varphi is not near 0")
+    else:
+        verdict = "holds in part: the difference is small, or not everywhere"
     return Claim(
-        "orthogonal weights are nearer to isometry than Gaussian ones",
-        f"varphi of the branch is smaller in {smaller} of {len(pairs)} candidates; median ratio {ratio:.2f}",
-        f"{'holds' if held else 'holds in part'}: relatively, not as an approach to 0.",
+        claim,
+        f"varphi of the branch is smaller in {smaller} of {len(pairs)} candidates; median {middle:.2f}, median ratio "
+        f"{ratio:.2f}",
+        f"{verdict}.",
     )
 
 
-def _mean(spreads: Sequence[dict], setting: str, key: str, indicator_bn: bool) -> float:
-    values = [s[key] for s in spreads if s["setting"] == setting and s["indicator_bn"] == indicator_bn]
-    known = [v for v in values if v is not None]
-    return float(np.mean(known)) if known else math.nan
+def _compared(
+    orthogonal: str, gaussian: str, spreads: Sequence[dict], measured: Sequence[tuple[str, bool]]
+) -> dict[str, tuple[float, float]]:
+    """Means over layers of each spread measured, orthogonal and Gaussian; without those that no layer has."""
+    means = {(m["setting"], m["indicator_bn"]): m for m in _fairness_means(spreads)}
+    if not means:
+        return {}
+    both = {
+        f"{key} {_bn(indicator_bn)}": tuple(means[s, indicator_bn][key] for s in (orthogonal, gaussian))
+        for key, indicator_bn in measured
+    }
+    return {name: pair for name, pair in both.items() if all(v is not None and math.isfinite(v) for v in pair)}
+
+
+def _told(pairs: dict[str, tuple[float, float]]) -> str:
+    return "; ".join(f"{name} {a:.4f} against {b:.4f}" for name, (a, b) in pairs.items())
+
+
+def _sides(pairs: dict[str, tuple[float, float]]) -> tuple[list[str], list[str]]:
+    """The names whose first value is clearly smaller, and those whose first is clearly larger."""
+    better = [name for name, (a, b) in pairs.items() if _clearly_smaller(a, b)]
+    return better, [name for name, (a, b) in pairs.items() if _clearly_smaller(b, a)]
 
 
 def _claim_fair(orthogonal: str, gaussian: str, spreads: Sequence[dict]) -> Claim:
-    texts, better, worse = [], [], []
-    for key, indicator_bn in (
-        ("f_var", False),
-        ("f_iso", False),
-        ("f_iso", True),
-        ("f_phi", True),
-        ("distortion", True),
-    ):
-        a, b = (_mean(spreads, s, key, indicator_bn) for s in (orthogonal, gaussian))
-        if math.isnan(a) or math.isnan(b):
-            continue
-        name = f"{key} {'with' if indicator_bn else 'without'} indicator BN"
-        texts.append(f"{name} {a:.4f} against {b:.4f}")
-        better += [name] if a < _CLEARLY * b else []
-        worse += [name] if b < _CLEARLY * a else []
-    if not texts:
-        return Claim(
-            "orthogonal candidates of a layer transmit signals equally, Gaussian ones do not", "one candidate", "-"
-        )
-    if not better:
-        verdict = "does not hold here: no spread is clearly smaller with orthogonal weights"
-    else:
-        verdict = f"holds in part: clearly smaller is {', '.join(better)}"
-    verdict += f"; clearly larger is {', '.join(worse)}." if worse else "."
+    claim = "orthogonal candidates of a layer transmit signals equally, Gaussian ones do not"
+    measured = (("f_var", False), ("f_iso", False), ("f_iso", True), ("f_phi", True), ("distortion", True))
+    pairs = _compared(orthogonal, gaussian, spreads, measured)
+    if not pairs:
+        return Claim(claim, "one candidate", "-")
+    better, worse = _sides(pairs)
+    verdict = _in_part(better, list(pairs))
+    verdict += "; no spread is clearly smaller with orthogonal weights" if not better else ""
+    verdict += f"; clearly larger is {', '.join(worse)}" if worse else ""
+    if max(b for _, b in pairs.values()) <= _NEAR:
+        verdict += f"; Gaussian spreads are small too, all below {_NEAR}"
     return Claim(
-        "orthogonal candidates of a layer transmit signals equally, Gaussian ones do not",
-        "spread over candidates, mean over layers, orthogonal against Gaussian: " + "; ".join(texts),
-        verdict + " Part of every spread is that kernels of other sizes lose other amounts at the border.",
+        claim, f"spread over candidates, mean over layers, orthogonal against Gaussian: {_told(pairs)}", f"{verdict}."
     )
 
 
 def _claim_norm(orthogonal: str, gaussian: str, spreads: Sequence[dict]) -> Claim:
-    values = [_mean(spreads, s, "f_var", bn) for s in (orthogonal, gaussian) for bn in (True, False)]
-    return Claim(
-        "equal variances of the candidates come from the orthogonal weights",
-        "f_var with and without indicator BN: orthogonal {:.4f} and {:.4f}, Gaussian {:.4f} and {:.4f}".format(*values),
-        "does not hold with the indicator BN: it alone makes them equal, for both."
-        if max(values[0], values[2]) < _NEAR
-        else "holds in part: a BatchNorm that an activation follows or a bypass joins leaves differences.",
-    )
+    claim = "equal variances of the candidates come from the orthogonal weights"
+    pairs = _compared(orthogonal, gaussian, spreads, (("f_var", True), ("f_var", False)))
+    if len(pairs) < 2:
+        return Claim(claim, "one candidate", "-")
+    better, worse = _sides(pairs)
+    verdict = _in_part([name.removeprefix("f_var ") for name in better], list(pairs))
+    verdict += f"; clearly larger with them is {', '.join(worse)}" if worse else ""
+    by_init = dict(zip(("orthogonal", "Gaussian"), zip(*pairs.values(), strict=True), strict=True))
+    lowered, _ = _sides(by_init)
+    if lowered:
+        verdict += f"; the indicator BN makes them clearly more equal with {' and '.join(lowered)} weights"
+    else:
+        verdict += "; the indicator BN does not make them clearly more equal"
+    return Claim(claim, f"orthogonal against Gaussian: {_told(pairs)}", f"{verdict}.")
+
+
+def _growth(std: Sequence[float]) -> tuple[float, float]:
+    """How much a spread grows from the first quarter of the layers to the last, and how much it would if each layer
+    added a difference of its own: as the root of depth. Layers without any spread are left out: a BatchNorm at the end
+    of a reduction sets it to 0, whatever the depth."""
+    deep = np.array([i for i, value in enumerate(std) if value > _ROUNDING], dtype=int)
+    if len(deep) < 2:
+        return 1.0, 1.0
+    quarter = max(1, len(deep) // 4)
+    first, last = deep[:quarter], deep[-quarter:]
+    known = np.array(std)
+    return float(known[last].mean() / known[first].mean()), float(np.sqrt(last + 1).mean() / np.sqrt(first + 1).mean())
 
 
 def _claim_depth(orthogonal: str, gaussian: str, depth: Sequence[dict]) -> Claim:
+    claim = "with orthogonal weights the differences between paths do not add up with depth, with Gaussian ones they do"
     # one layer's std is known to a tenth from 64 paths
-    mean = {(d["setting"], d["indicator_bn"]): float(np.mean(d["std"])) for d in depth}
-    last = {(d["setting"], d["indicator_bn"]): d["std"][-1] for d in depth}
-    texts, better = [], []
-    for indicator_bn, name in ((True, "with indicator BN"), (False, "without indicator BN")):
-        a, b = (orthogonal, indicator_bn), (gaussian, indicator_bn)
-        texts.append(f"{name} {mean[a]:.4f} against {mean[b]:.4f} (last layer {last[a]:.4f} against {last[b]:.4f})")
-        better += [name] if mean[a] < _CLEARLY * mean[b] else []
+    std = {(d["setting"], d["indicator_bn"]): d["std"] for d in depth}
+    texts, apart, adding, means = [], [], {True: [], False: []}, {}
+    for indicator_bn in (True, False):
+        pair = [std.get((s, indicator_bn), ()) for s in (orthogonal, gaussian)]
+        if min(map(len, pair)) < 2 or max(map(max, pair)) <= _ROUNDING:
+            continue
+        grown = [_growth(values) for values in pair]
+        name = _bn(indicator_bn)
+        means[name] = tuple(float(np.mean(values)) for values in pair)
+        adds = [value >= max(1 / _CLEARLY, _CLEARLY * alone) for value, alone in grown]
+        for kind, so in zip(("orthogonal", "Gaussian"), adds, strict=True):
+            adding[so].append(f"{kind} {name}")
+        apart += [name] if adds == [False, True] else []
+        texts.append(
+            f"{name} mean over layers {means[name][0]:.4f} against {means[name][1]:.4f}, last quarter over first "
+            f"{grown[0][0]:.2f} against {grown[1][0]:.2f} (adding up: {grown[0][1]:.2f} and {grown[1][1]:.2f})"
+        )
+    if not texts:
+        return Claim(claim, "no differences between paths", "-")
+    better, worse = _sides(means)
+    verdict = f"{_in_part(apart, list(means))}; differences add up with {', '.join(adding[True]) or 'neither'}"
+    verdict += f"; clearly smaller with orthogonal weights: {', '.join(better)}" if better else ""
+    verdict += f"; clearly larger with orthogonal weights: {', '.join(worse)}" if worse else ""
     return Claim(
-        "with orthogonal weights the differences between paths do not add up with depth, with Gaussian ones they do",
-        "std of log Var(h) over random paths, mean over layers, orthogonal against Gaussian: " + "; ".join(texts),
-        f"holds in part: clearly smaller {' and '.join(better)}."
-        if better
-        else "does not tell the two apart here: the BatchNorms inside the blocks keep both from adding up.",
+        claim, f"std of log Var(h) over random paths, orthogonal against Gaussian: {'; '.join(texts)}", f"{verdict}."
     )
 
 

@@ -11,7 +11,16 @@ from tiny import batches, tiny_space
 from torch import nn
 
 from nasfast import isometry as module
-from nasfast.analysis.study import Mark, block_marks, measure_convolutions, measure_module, measure_supernet, parts_of
+from nasfast.analysis.study import (
+    Mark,
+    Row,
+    block_marks,
+    measure_convolutions,
+    measure_module,
+    measure_supernet,
+    parts_of,
+    relative_gain,
+)
 from nasfast.cli import main
 from nasfast.config import ConfigError
 from nasfast.isometry import IsometryConfig, indicator_stability, isometry_study
@@ -31,6 +40,39 @@ def two_layers() -> nn.Module:
 
 def no_module() -> int:
     return 3
+
+
+def of_width(width: int) -> nn.Module:
+    return nn.Linear(width, 2)
+
+
+def broken() -> nn.Module:
+    return nn.Linear(-1, 2)
+
+
+class TwoInputs(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x, y):
+        return x + y
+
+
+def five_to_two() -> nn.Module:
+    return nn.Linear(5, 2)
+
+
+def tokens() -> nn.Module:
+    return nn.Embedding(5, 2)
+
+
+def nan_weights() -> nn.Module:
+    layer = nn.Linear(4, 2)
+    nn.init.constant_(layer.weight, math.nan)
+    return layer
+
+
+INSTANCE = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +115,9 @@ def test_fairness_depth_convolutions_and_marks(report):
     assert orthogonal["pointwise, expansion x 3"]["varphi"] == pytest.approx(2, abs=1e-6)
     assert not [mark.name for mark in report.missed]
     assert len(report.claims) == 7
+    found = [f["f_iso"] for f in report.fairness if (f["setting"], f["indicator_bn"]) == (SETTINGS[1], False)]
+    mean = next(m for m in report.fairness_means if (m["setting"], m["indicator_bn"]) == (SETTINGS[1], False))
+    assert mean["f_iso"] == pytest.approx(sum(found) / 4) and mean["f_phi"] is None
 
 
 def test_the_table_has_everything_beside_the_claims(report):
@@ -131,11 +176,34 @@ def test_default_resolution():
         ({"module": "json:no_such"}, "json has no function 'no_such'"),
         ({"module": "json:dumps", "input": "3,x"}, "input must be positive integers"),
         ({"module": f"{__name__}:no_module", "input": "2,6,6"}, "must return an nn.Module, got int"),
+        ({"module": f"{__name__}:of_width"}, "of_width': making it without arguments failed: TypeError.*'width'"),
+        ({"module": f"{__name__}:broken"}, "broken': making it without arguments failed: RuntimeError"),
+        ({"module": f"{__name__}:TwoInputs", "input": "4"}, "TwoInputs', input 4, .*cannot take x .*TypeError.*'y'"),
+        (
+            {"module": f"{__name__}:five_to_two", "input": "4"},
+            r"five_to_two', input 4, .*cannot take x of shape \(64, 4",
+        ),
+        ({"module": f"{__name__}:tokens", "input": "4"}, "tokens', input 4, .*cannot take x .*torch.float32.*indices"),
+        ({"module": f"{__name__}:nan_weights", "input": "4"}, "nan_weights', input 4, as it is: .*output.*not finite"),
     ],
 )
 def test_wrong_settings_are_named(changes, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         isometry_study(IsometryConfig.from_dict(changes))
+
+
+def test_a_module_itself_is_copied_for_every_setting():
+    before = {name: value.clone() for name, value in INSTANCE.state_dict().items()}
+    found = isometry_study(IsometryConfig(module=f"{__name__}:INSTANCE", input="4"))
+    assert {row.setting for row in found.rows} == {"as it is", "orthogonal", "gaussian"}
+    assert all(torch.equal(value, before[name]) for name, value in INSTANCE.state_dict().items())
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "half_written.py").write_text("x = 1 +\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["isometry", "--module", "half_written:make", "--input", "4"]) == 1
+    assert "cannot import half_written: SyntaxError" in capsys.readouterr().err
 
 
 def test_marks():
@@ -242,3 +310,190 @@ def test_indicator_stability():
     assert -1 <= found.within_layers <= 1 and -1 <= found.over_all <= 1
     with pytest.raises(ValueError, match="needs two seeds"):
         indicator_stability(space, batches(1), seeds=(0,))
+
+
+TANH, ORTHO, GAUSS = SETTINGS
+R = relative_gain("relu6")
+
+
+def rows_of(setting: str, *, phi: float = 1.0, varphi: float = 0.0, acts: int = 2, count: int = 4) -> list[Row]:
+    return [Row(setting, i, "k3", {"phi": phi, "varphi": varphi}, None, 1.0, 1.0, acts, ()) for i in range(count)]
+
+
+def kinds_of(**found: tuple[float, float, float | None]) -> list[dict]:
+    names = {"projection": "pointwise, projection", "expansion": "pointwise, expansion x 3", "dense": "dense 3 x 3"}
+    names["depthwise"] = "depthwise 3 x 3"
+    return [
+        {"setting": ORTHO, "kind": names[kind], "phi": phi, "varphi": varphi, "expected_varphi": expected}
+        for kind, (phi, varphi, expected) in found.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "verdict"),
+    [
+        ([], "-"),
+        (kinds_of(projection=(1, 0, 0)), "holds."),
+        (
+            kinds_of(projection=(1, 0, 0), expansion=(1, 2, 2)),
+            "holds in part: pointwise projection; other kinds with the varphi of their closed form: 1; theory: an "
+            "expansion by t has t - 1, as its output has directions that no input reaches.",
+        ),
+        (
+            kinds_of(depthwise=(1, 8 / 15, 8 / 15), dense=(1, 12, None)),
+            "does not hold; other kinds with the varphi of their closed form: 1; theory: a depthwise filter has 0 "
+            "only with a single live tap.",
+        ),
+        (
+            kinds_of(projection=(1, 5, 0), depthwise=(1, 3, 8 / 15)),
+            "does not hold; varphi is not that of the closed form for pointwise projection, depthwise 3 x 3.",
+        ),
+        (kinds_of(dense=(2, 0, None)), "does not hold; phi is not 1 for dense 3 x 3."),
+    ],
+)
+def test_verdict_on_convolutions(kinds, verdict):
+    assert module._claim_convolutions(ORTHO, kinds).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict"),
+    [
+        ([], "-"),
+        (rows_of(TANH) + rows_of(ORTHO), "holds; "),
+        (rows_of(TANH) + rows_of(ORTHO, varphi=1), "holds in part: (orthogonal, tanh); "),
+        (rows_of(TANH, phi=2) + rows_of(ORTHO, varphi=1), "does not hold; "),
+    ],
+)
+def test_verdict_on_modules(rows, verdict):
+    assert module._claim_modules(TANH, ORTHO, rows).verdict.startswith(verdict)
+
+
+@pytest.mark.parametrize(
+    ("act", "rows", "starts", "ends"),
+    [
+        ("relu6", [], "-", "-"),
+        ("relu6", rows_of(ORTHO, acts=0), "holds", "near 1."),
+        ("relu6", rows_of(ORTHO, acts=2), "holds", "near 1."),
+        ("relu6", rows_of(ORTHO, phi=R**2), "does not hold", "this explains it."),
+        ("relu6", rows_of(ORTHO, phi=0.87 * R**2), "does not hold", "explains most of it, but for a factor 0.87."),
+        ("relu6", rows_of(ORTHO, phi=0.46), "does not hold", "this does not explain it."),
+        ("relu6", rows_of(ORTHO, phi=0.0), "does not hold", "this does not explain it."),
+        ("identity", rows_of(ORTHO, phi=7.0), "does not hold", "this does not explain it."),
+    ],
+)
+def test_verdict_on_the_gain(act, rows, starts, ends):
+    verdict = module._claim_gain(act, ORTHO, rows).verdict
+    assert verdict.startswith(starts) and verdict.endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("orthogonal", "gaussian", "verdict"),
+    [
+        ([], [], "-"),
+        ([9] * 4, [1] * 4, "does not hold."),
+        ([1, 1, 9, 9], [2] * 4, "does not hold."),
+        ([1] * 4, [2] * 4, "holds, relatively: varphi is not near 0."),
+        ([0.05] * 4, [2] * 4, "holds, and varphi is near 0."),
+        ([1, 1, 1, 9], [2] * 4, "holds in part: the difference is small, or not everywhere."),
+        ([1.9] * 4, [2] * 4, "holds in part: the difference is small, or not everywhere."),
+        ([1], [-0.1], "-"),
+    ],
+)
+def test_verdict_on_closer(orthogonal, gaussian, verdict):
+    rows = [
+        Row(setting, i, "k3", {"phi": 1.0, "varphi": value}, None, 1.0, 1.0, 2, ())
+        for setting, values in ((ORTHO, orthogonal), (GAUSS, gaussian))
+        for i, value in enumerate(values)
+    ]
+    assert module._claim_closer(ORTHO, GAUSS, rows).verdict == verdict
+
+
+def spreads_of(value: float, gaussian: float, **changes: tuple[float, float]) -> list[dict]:
+    """All spreads alike, except those named as `f_var_bare`, without the indicator BatchNorm."""
+    spreads = []
+    for which, setting in enumerate((ORTHO, GAUSS)):
+        for indicator_bn in (True, False):
+            values = dict.fromkeys(module._SPREADS, (value, gaussian)[which])
+            values |= {
+                k.removesuffix("_bare"): v[which] for k, v in changes.items() if k.endswith("_bare") != indicator_bn
+            }
+            spreads.append({"setting": setting, "layer": 0, "indicator_bn": indicator_bn, **values})
+    return spreads
+
+
+@pytest.mark.parametrize(
+    ("spreads", "verdict"),
+    [
+        ([], "-"),
+        (spreads_of(0.1, 0.9), "holds."),
+        (spreads_of(0.01, 0.09), "holds; Gaussian spreads are small too, all below 0.1."),
+        (spreads_of(1, 1, f_var_bare=(0.1, 1)), "holds in part: f_var without indicator BN."),
+        (spreads_of(1, 1), "does not hold; no spread is clearly smaller with orthogonal weights."),
+        (
+            spreads_of(1, 1, f_phi=(2, 1), f_iso=(0.1, 1)),
+            "holds in part: f_iso with indicator BN; clearly larger is f_phi with indicator BN.",
+        ),
+        (
+            spreads_of(1e-7, 1e-6),
+            "does not hold; no spread is clearly smaller with orthogonal weights; Gaussian spreads are small too, all "
+            "below 0.1.",
+        ),
+    ],
+)
+def test_verdict_on_fairness(spreads, verdict):
+    assert module._claim_fair(ORTHO, GAUSS, spreads).verdict == verdict
+
+
+EQUALISED = "the indicator BN makes them clearly more equal with"
+
+
+@pytest.mark.parametrize(
+    ("spreads", "verdict"),
+    [
+        ([], "-"),
+        (spreads_of(1, 1, f_var=(math.nan, math.nan)), "-"),
+        (spreads_of(0.01, 0.01), "does not hold; the indicator BN does not make them clearly more equal."),
+        (spreads_of(0.01, 0.1), "holds; the indicator BN does not make them clearly more equal."),
+        (
+            spreads_of(1, 1, f_var=(1e-7, 1e-6), f_var_bare=(0.1, 1)),
+            f"holds in part: without indicator BN; {EQUALISED} orthogonal and Gaussian weights.",
+        ),
+        (
+            spreads_of(1, 1, f_var=(0.5, 0.1), f_var_bare=(0.5, 0.5)),
+            f"does not hold; clearly larger with them is f_var with indicator BN; {EQUALISED} Gaussian weights.",
+        ),
+    ],
+)
+def test_verdict_on_batchnorm(spreads, verdict):
+    assert module._claim_norm(ORTHO, GAUSS, spreads).verdict == verdict
+
+
+FLAT, RISING = [0.1] * 20, [0.1 * math.sqrt(i + 1) for i in range(20)]
+
+
+def depth_of(orthogonal: list[float], gaussian: list[float], gaussian_bare: list[float] | None = None) -> list[dict]:
+    found = {(ORTHO, True): orthogonal, (GAUSS, True): gaussian}
+    found |= {(ORTHO, False): orthogonal, (GAUSS, False): gaussian_bare or gaussian}
+    return [{"setting": s, "indicator_bn": bn, "std": std} for (s, bn), std in found.items()]
+
+
+@pytest.mark.parametrize(
+    ("depth", "starts", "contains"),
+    [
+        ([], "-", ""),
+        (depth_of([0.1], [0.2]), "-", ""),
+        (depth_of([1e-7] * 20, [1e-6] * 20), "-", ""),
+        (depth_of(FLAT, RISING), "holds; differences add up with Gaussian with indicator BN, Gaussian without", ""),
+        (depth_of([0.0] * 20, RISING), "holds; ", "clearly smaller with orthogonal weights: with indicator BN"),
+        (depth_of(FLAT, FLAT, RISING), "holds in part: without indicator BN; ", "smaller"),
+        (depth_of(FLAT, FLAT), "does not hold; differences add up with neither.", ""),
+        (depth_of(RISING, RISING), "does not hold; ", "orthogonal with indicator BN, Gaussian with indicator BN"),
+        (depth_of(RISING, FLAT), "does not hold; ", "clearly larger with orthogonal weights: with indicator BN"),
+        (depth_of([9.0] * 20, FLAT), "does not hold; differences add up with neither; clearly larger", ""),
+        # a reduction sets the spread to 0, which is no growth from there
+        (depth_of([0.0, 0.1, 0.1, 0.1], [0.0, 0.1, 0.1, 0.1]), "does not hold; differences add up with neither.", ""),
+    ],
+)
+def test_verdict_on_depth(depth, starts, contains):
+    verdict = module._claim_depth(ORTHO, GAUSS, depth).verdict
+    assert verdict.startswith(starts) and contains in verdict

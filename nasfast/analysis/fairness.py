@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau
 from torch import Tensor, nn
 
-from nasfast.analysis.jacobian import frozen_copy
+from nasfast.analysis.jacobian import applied, frozen_copy
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import UniformSampler
 from nasfast.supernet import Supernet
@@ -84,8 +84,9 @@ def fairness(
         phi: of the candidates' Jacobians, for f_phi.
 
     Raises:
-        ValueError: fewer than two candidates or four samples, other numbers of names or phis than of candidates,
-            results of different shapes or not finite, or equal samples, whose distance cannot be compared.
+        ValueError: fewer than two candidates or four samples, other numbers of names or phis than of candidates, a
+            candidate that cannot take h, results of different shapes or not finite, or equal samples, whose distance
+            cannot be compared.
     """
     if len(candidates) < 2 or h.ndim < 2 or h.shape[0] < 4:
         raise ValueError(
@@ -98,7 +99,7 @@ def fairness(
     apart = _pair_distances(h)
     if not float(apart.min()) > 0:
         raise ValueError("fairness: two samples of h are equal or not finite")
-    outputs = [frozen_copy(module, h, dtype=h.dtype)(h) for module in candidates]
+    outputs = [applied(frozen_copy(module, h, dtype=h.dtype), h) for module in candidates]
     if len({y.shape for y in outputs}) > 1:
         raise ValueError(f"fairness: candidates have results of different shapes {[tuple(y.shape) for y in outputs]}")
     found = []

@@ -134,8 +134,8 @@ def isometry(
 
     Raises:
         ValueError: a wrong argument, an x that the module cannot take, an output that is no tensor of as many samples,
-            samples that are coupled by more than BatchNorm, an operation without derivative, or a Jacobian that is not
-            finite.
+            samples that are coupled by more than BatchNorm, an operation without derivative, or an output or Jacobian
+            that is not finite.
     """
     _check(x, samples, probes, method, bn_mode)
     generator = torch.Generator().manual_seed(seed)
@@ -221,7 +221,7 @@ def frozen_copy(
     if bn_mode == "constant" and norms:
         noted: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         handles = [norm.register_forward_pre_hook(lambda n, inputs: _note(noted, n, inputs[0])) for norm in norms]
-        _apply(frozen, x.to(dtype))
+        applied(frozen, x.to(dtype))
         for handle in handles:
             handle.remove()
         for norm, (mean, var) in noted.items():
@@ -240,14 +240,21 @@ def _note(noted: dict[nn.Module, tuple[Tensor, Tensor]], norm: nn.Module, x: Ten
     noted[norm] = x.mean(dims), x.var(dims, correction=0)
 
 
-def _apply(function: Function, x: Tensor) -> Tensor:
-    """function(x) with its complaints turned into ours."""
+def applied(function: Function, x: Tensor) -> Tensor:
+    """function(x), one tensor.
+
+    Raises:
+        ValueError: whatever a user's module raises instead, or a result that is no tensor.
+    """
     try:
         y = function(x)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith("isometry:"):
             raise
-        raise ValueError(f"isometry: the module cannot take x of shape {tuple(x.shape)}: {error}") from error
+        raise ValueError(
+            f"isometry: the module cannot take x of shape {tuple(x.shape)} and {x.dtype}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not isinstance(y, Tensor):
         raise ValueError(
             f"isometry: the module must return one tensor, got {type(y).__name__}: wrap it in one that does"
@@ -257,14 +264,16 @@ def _apply(function: Function, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _output_size(function: Function, points: Tensor) -> int:
-    y = _apply(function, points)
+    y = applied(function, points)
     if y.ndim < 1 or y.shape[0] != points.shape[0] or y.numel() == 0:
         raise ValueError(
             f"isometry: the module maps {tuple(points.shape)} to {tuple(y.shape)}; the first dimension must be samples"
         )
-    alone = _apply(function, points[:1])
+    if not torch.isfinite(y).all():
+        raise ValueError("isometry: the output of the module is not finite: weights that are nan, or an overflow")
+    alone = applied(function, points[:1])
     # the same arithmetic in another batch size: rounding alone
-    if not torch.allclose(alone, y[:1], rtol=1e-2, atol=1e-3 * float(y.abs().max()), equal_nan=True):
+    if not torch.allclose(alone, y[:1], rtol=1e-2, atol=1e-3 * float(y.abs().max())):
         raise ValueError(
             "isometry: the result of a sample depends on the others, and not by BatchNorm: bn_mode='coupled' takes the "
             "batch as one sample"
@@ -329,7 +338,7 @@ def circular_conv_moments(weight: Tensor, groups: int = 1, *, size: int | None =
     """(1 / w_out) tr J J^T and (1 / w_out) tr (J J^T)^2 of a convolution of stride 1 that wraps around, exactly.
 
     The Fourier transform makes J block diagonal: one (out, in) matrix per group and frequency, a number for a depthwise
-        filter.
+    filter.
 
     Args:
         weight: (out, in / groups, k, k), or (out, in) of a linear layer.

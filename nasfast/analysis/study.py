@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.analysis.fairness import Fairness, channel_moments, fairness, without_indicator_bn
-from nasfast.analysis.jacobian import circular_conv_moments, frozen_copy, isometry
+from nasfast.analysis.jacobian import applied, circular_conv_moments, frozen_copy, isometry
 from nasfast.analysis.meanfield import activation, normal_nodes
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.spaces import SKIP, Arch
@@ -129,7 +129,7 @@ def measure(
         lanczos_steps=effort.lanczos_steps, seed=effort.seed,
     )  # fmt: skip
     with torch.no_grad():
-        var_out = _variance(frozen_copy(module, h)(h))
+        var_out = _variance(applied(frozen_copy(module, h), h))
     histogram = tuple(found.histogram(EDGES).tolist())
     return Row(setting, layer, name, found.to_dict(), None, _variance(h), var_out, acts, histogram)
 
@@ -217,16 +217,22 @@ def measure_module(module: nn.Module, x: Tensor, effort: Effort, *, setting: str
         x: (N, ...).
         effort: per part.
         setting: name of the rows.
+
+    Raises:
+        ValueError: as `isometry` of the whole; a part that cannot be measured is left out.
     """
     frozen = frozen_copy(module, x)
     inputs: dict[str, list[Tensor]] = {}
     parts = parts_of(frozen)
     handles = [
-        part.register_forward_pre_hook(lambda _, given, name=name: inputs.setdefault(name, []).append(given[0]))
+        # a part may be called with keywords alone
+        part.register_forward_pre_hook(
+            lambda _, given, name=name: inputs.setdefault(name, []).append(next(iter(given), None))
+        )
         for name, part in parts.items()
     ]
     with torch.no_grad():
-        frozen(x)
+        applied(frozen, x)
     for handle in handles:
         handle.remove()
     rows = [measure(module, x, effort, setting=setting, name="whole")]

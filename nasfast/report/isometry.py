@@ -238,17 +238,11 @@ def _fairness(form: Mapping[str, Any]) -> Figure:
 
 def _fairness_table(form: Mapping[str, Any]) -> str:
     keys = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
-    lines = []
-    for setting in form["settings"]:
-        for indicator_bn in (True, False):
-            found = [f for f in form["fairness"] if f["setting"] == setting and f["indicator_bn"] == indicator_bn]
-            means = [[f[k] for f in found if f[k] is not None] for k in keys]
-            lines.append([setting, "with" if indicator_bn else "without", *(_number(_mean(m)) for m in means)])
+    lines = [
+        [m["setting"], "with" if m["indicator_bn"] else "without", *(_number(m[k]) for k in keys)]
+        for m in form["fairness_means"]
+    ]
     return table_of(["mean over layers", "indicator BN", *keys], lines, text_columns=(0, 1))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
 
 
 def _depth(form: Mapping[str, Any]) -> Figure:

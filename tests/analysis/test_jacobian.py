@@ -182,6 +182,10 @@ class Fails(nn.Module):
                 return y - y.mean(0)
             case "raises":
                 raise RuntimeError("no wish to")
+            case "asserts":
+                raise AssertionError("not so")
+            case "slope":
+                return (y * 0).sqrt()
         return y
 
 
@@ -189,10 +193,12 @@ class Fails(nn.Module):
     ("how", "message"),
     [
         ("tuple", "must return one tensor, got tuple"),
-        ("nan", "Jacobian is not finite"),
+        ("nan", "output of the module is not finite"),
         ("batch", "the first dimension must be samples"),
         ("couples", "depends on the others, and not by BatchNorm"),
-        ("raises", "cannot take x of shape .*no wish to"),
+        ("raises", "cannot take x of shape .* torch.float32: RuntimeError: no wish to"),
+        ("asserts", "cannot take x of shape .*AssertionError: not so"),
+        ("slope", "Jacobian is not finite"),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
@@ -232,6 +238,14 @@ def test_the_module_is_left_as_it_was(bn_mode, method):
 def test_wrong_arguments_are_named(x, changes, message):
     with pytest.raises(ValueError, match=message):
         isometry(Fails(""), x, **changes)
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.BatchNorm1d(4)], ids=["bare", "normed"])
+def test_weights_that_are_not_finite_are_named(norm):
+    module = nn.Sequential(nn.Linear(4, 4), norm)
+    nn.init.constant_(module[0].weight, math.nan)
+    with pytest.raises(ValueError, match="output of the module is not finite: weights that are nan"):
+        isometry(module, torch.randn(8, 4))
 
 
 def test_a_batch_too_small_for_batchnorm_is_named():
