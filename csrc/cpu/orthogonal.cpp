@@ -11,8 +11,10 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <vector>
 
+#include "../../kernels/cuda/orthogonal_kernel.h"
 #include "../orthogonal.h"
 #include "kernels.h"
 #include "launch.h"
@@ -46,6 +48,8 @@ class OneThread {
 constexpr int64_t kThreadedWork = int64_t{1} << 30;
 // Rows of a matrix that are transposed together: so many lines of the cache, which the next columns find there.
 constexpr int64_t kTransposeSide = 64;
+// Columns whose largest elements are of ordinary size, between the inverse of this and this, need no scaling.
+constexpr int64_t kOrdinary = int64_t{1} << 32;
 // Tiny matrices per item of work, a whole number of vectors of any width.
 constexpr int64_t kTinyItem = 256;
 
@@ -69,6 +73,23 @@ void transpose(const T* from, int64_t rows, int64_t columns, T* to, const T* sig
       for (int64_t i = i0; i < i1; ++i) to[j * rows + i] = from[i * columns + j] * signs[i];
     }
   }
+}
+
+// Scales a column that is so large that its norm may overflow in LAPACK, or so small that results of LAPACK would lose
+// bits. With others it would not change Q.
+template <typename T>
+void scale_column(T* column, int64_t rows) {
+  constexpr int kAtOnce = 16;  // maxima of every 16th element, which the compiler computes together
+  T largest[kAtOnce] = {};
+  int64_t i = 0;
+  for (; i + kAtOnce <= rows; i += kAtOnce) {
+    for (int u = 0; u < kAtOnce; ++u) largest[u] = greater(largest[u], std::abs(column[i + u]));
+  }
+  for (; i < rows; ++i) largest[0] = greater(largest[0], std::abs(column[i]));
+  const T most = *std::max_element(largest, largest + kAtOnce);
+  if (most <= kOrdinary && most * kOrdinary >= 1) return;
+  const T scale = scale_of<Format<T>>(most);
+  for (i = 0; i < rows; ++i) column[i] *= scale;
 }
 
 template <typename T>
@@ -110,6 +131,7 @@ void run(const Job<T>& job) {
   } else {
     transpose(job.in, job.rows, job.columns, data, signs.data());
   }
+  for (int64_t k = 0; k < job.columns; ++k) scale_column(data + k * job.rows, job.rows);
   const Tensor a = view(data, {job.rows, job.columns}, {1, job.rows});
   const Tensor tau = view(data + taus, {job.columns}, {1});
   geqrf(a, tau);

@@ -41,20 +41,18 @@ template <typename T>
 void orthogonalize_lanes(const TinyParams& p, int64_t begin, int64_t end) {
   using F = Lanes<T>;
   const int elements = p.rows * p.columns;
-  // element e of a matrix in memory, in its tall form
-  const auto place = [&](int e) { return p.wide ? e % p.rows * p.columns + e / p.rows : e; };
   typename F::Real a[orthogonal::kTinyElements + orthogonal::kTinyColumns] = {};
   for (int64_t first = begin; first < end; first += F::kCount) {
     const int count = end - first < F::kCount ? static_cast<int>(end - first) : F::kCount;
     const T* in = static_cast<const T*>(p.in) + first * elements;
     T* out = static_cast<T*>(p.out) + first * elements;
     for (int e = 0; e < elements; ++e) {
-      const int at = place(e);
+      const int at = orthogonal::tiny_place(e, p.rows, p.columns, p.wide);
       for (int lane = 0; lane < count; ++lane) a[at][lane] = in[lane * elements + e];
     }
     orthogonal::orthogonalize_tiny<F>(a, 1, p.rows, p.columns);
     for (int e = 0; e < elements; ++e) {
-      const int at = place(e);
+      const int at = orthogonal::tiny_place(e, p.rows, p.columns, p.wide);
       for (int lane = 0; lane < count; ++lane) out[lane * elements + e] = a[at][lane];
     }
   }

@@ -59,6 +59,11 @@ struct Launcher {
     void* current = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
     stream = static_cast<cudaStream_t>(current);
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    STD_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+    STD_TORCH_CHECK(capture == cudaStreamCaptureStatusNone,
+                    "orthogonalize: cannot be captured in a CUDA graph, because its tables of matrices are copied from "
+                    "memory of the host that is gone when the graph runs: call it before the capture");
   }
 
   Tensor empty(size_t size, ScalarType type) const {
@@ -79,10 +84,9 @@ struct Launcher {
   SharedMemory shared_memory(const void* kernel, int rows) const {
     int limit = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    const SharedMemory shared(rows, sizeof(T), limit);
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(shared.bytes)));
-    return shared;
+    // always the same, because another thread of the host may set it between this and the launch
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
+    return SharedMemory(rows, sizeof(T), limit);
   }
 
   template <typename T>
@@ -140,8 +144,8 @@ std::vector<Tensor> orthogonalize_cuda(const std::vector<Tensor>& matrices) {
   if (matrices.empty()) return {};
   const int device = matrices[0].device().index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  Work work(matrices);
   const Launcher launcher(device);
+  Work work(matrices);
   launcher.run(work.of_type<float>());
   launcher.run(work.of_type<double>());
   return work.results;

@@ -2,14 +2,15 @@
 //
 // The text compiles for the GPU and for the host. It is written as phases: `block.each(f)` runs f(thread) for every
 // thread of the block and then waits for all of them. On the host a loop takes the place of the threads, in either
-// order, so that the tests of every machine run what a GPU runs. Nothing is shared between the threads of a phase and
-// nothing is added atomically, so results do not depend on timing, on the other matrices of a call, or on where a panel
-// is kept.
+// order, so that the tests of every machine run what a GPU runs. What stands between two phases every thread does for
+// itself, with one result, from what the next phase does not write. Nothing is shared between the threads of a phase
+// and nothing is added atomically, so results do not depend on timing, on the other matrices of a call, or on where a
+// panel is kept.
 //
 // Reflector of column x from its diagonal on: s = sign(x_1), v = x + s |x| e_1, tau = 2 / v'v, H = I - tau v v'. R is
 // never stored. A zero column gives v = 0 and tau = 0. R_kk = -s |x| and v_1 has the sign s, so the sign of R_kk is
-// read from v_1. Columns are first scaled by powers of two, which changes neither Q nor the rounding, so that no square
-// overflows.
+// read from v_1. Columns are scaled by powers of two, which changes neither Q nor the rounding: at first, so that no
+// square overflows, and again where the elimination leaves so little of a column that its squares would underflow.
 #pragma once
 
 #include <cmath>
@@ -90,7 +91,7 @@ struct Format<float> {
   using Word = uint32_t;
   using Bits = Word;
   static constexpr int kMantissa = 23;
-  static constexpr Word kMaxExponent = 254;
+  static constexpr Word kBias = 127;
   static NASFAST_DEVICE float root(float x) { return sqrtf(x); }
 };
 template <>
@@ -98,24 +99,26 @@ struct Format<double> {
   using Word = uint64_t;
   using Bits = Word;
   static constexpr int kMantissa = 52;
-  static constexpr Word kMaxExponent = 2046;
+  static constexpr Word kBias = 1023;
   static NASFAST_DEVICE double root(double x) { return sqrt(x); }
 };
 
-// A power of two that brings x >= 0 near 1.
+// What columns are scaled to, as a power of two: sums of squares stay far from overflow, and what is much smaller than
+// the largest element far from underflow.
+constexpr int kScaledExponent = 32;
+
+// The power of two that brings x >= 0 near 2^kScaledExponent, or as near as one can.
 template <typename F, typename Real>
-NASFAST_DEVICE Real inverse_power_of_two(Real x) {
+NASFAST_DEVICE Real scale_of(Real x) {
   using Bits = typename F::Bits;
   using Word = typename F::Word;
   Bits bits;
   memcpy(&bits, &x, sizeof bits);
   Bits exponent = bits >> F::kMantissa;  // x >= 0: no sign
-  // beyond either end the inverse would not be a normal number
-  const Bits low = Bits{} + Word(1);
-  const Bits high = Bits{} + Word(F::kMaxExponent - 1);
+  // the largest power of two has the exponent 2 * kBias
+  const Bits low = Bits{} + Word(kScaledExponent);
   exponent = exponent < low ? low : exponent;
-  exponent = exponent > high ? high : exponent;
-  bits = (Word(F::kMaxExponent) - exponent) << F::kMantissa;
+  bits = (Word(2 * F::kBias + kScaledExponent) - exponent) << F::kMantissa;
   memcpy(&x, &bits, sizeof bits);
   return x;
 }
@@ -125,7 +128,7 @@ struct Reflector {
   Real first, tau;  // v_1 and tau
 };
 
-// From x_1 and the sum of the squares of the others.
+// From x_1 and the sum of the squares of the others, neither so small that a square underflows.
 template <typename F, typename Real>
 NASFAST_DEVICE Reflector<Real> reflector(Real x, Real below) {
   const Real zero{};
@@ -147,13 +150,15 @@ NASFAST_DEVICE Real diagonal_sign(Real first) {
 template <typename F, typename Real>
 NASFAST_DEVICE void orthogonalize_tiny(Real* a, int stride, int rows, int columns) {
   const auto at = [=](int i, int j) -> Real& { return a[(i * columns + j) * stride]; };
-  for (int k = 0; k < columns; ++k) {
+  const auto scale_column = [=](int first, int k) {
     Real largest{};
-    for (int i = 0; i < rows; ++i) largest = greater(largest, greater(at(i, k), -at(i, k)));
-    const Real scale = inverse_power_of_two<F>(largest);
-    for (int i = 0; i < rows; ++i) at(i, k) *= scale;
-  }
+    for (int i = first; i < rows; ++i) largest = greater(largest, greater(at(i, k), -at(i, k)));
+    const Real scale = scale_of<F>(largest);
+    for (int i = first; i < rows; ++i) at(i, k) *= scale;
+  };
+  for (int k = 0; k < columns; ++k) scale_column(0, k);
   for (int k = 0; k < columns; ++k) {
+    scale_column(k, k);
     Real below{};
     for (int i = k + 1; i < rows; ++i) below += at(i, k) * at(i, k);
     const Reflector<Real> h = reflector<F>(at(k, k), below);
@@ -184,16 +189,20 @@ NASFAST_DEVICE void orthogonalize_tiny(Real* a, int stride, int rows, int column
   }
 }
 
+// Where element e of a matrix in memory is in its tall form.
+NASFAST_ANYWHERE int tiny_place(int e, int rows, int columns, bool wide) {
+  return wide ? e % rows * columns + e / rows : e;
+}
+
 template <typename T, typename Block>
 NASFAST_DEVICE void run_tiny(const Block& block, const TinyTask<T>& task, T* shared) {
   const int elements = task.rows * task.columns;
-  // element e of a matrix in memory, in its tall form
-  const auto place = [&](int e) {
-    return task.wide ? e % task.rows * task.columns + e / task.rows : e;
+  const auto place = [&](int e) {  // in shared memory
+    return tiny_place(e % elements, task.rows, task.columns, task.wide) * kTinyStride + e / elements;
   };
   block.each([&](int thread) {
     for (int e = thread; e < task.count * elements; e += kTinyThreads) {
-      shared[place(e % elements) * kTinyStride + e / elements] = task.in[e];
+      shared[place(e)] = task.in[e];
     }
   });
   block.each([&](int thread) {
@@ -202,7 +211,7 @@ NASFAST_DEVICE void run_tiny(const Block& block, const TinyTask<T>& task, T* sha
   });
   block.each([&](int thread) {
     for (int e = thread; e < task.count * elements; e += kTinyThreads) {
-      task.out[e] = shared[place(e % elements) * kTinyStride + e / elements];
+      task.out[e] = shared[place(e)];
     }
   });
 }
@@ -236,7 +245,7 @@ NASFAST_DEVICE void load(const Block& block, const Task<T>& task, int first_colu
     for (int slice = 0; slice < kSlices; ++slice) {
       largest = greater(largest, shared[slice * kTileColumns + thread % kTileColumns]);
     }
-    const T scale = inverse_power_of_two<Format<T>>(largest);
+    const T scale = scale_of<Format<T>>(largest);
     for (int i = thread / kTileColumns; i < task.rows; i += kSlices) {
       const T x = column < task.columns ? task.in[i * task.in_row + column * task.in_column] : T(0);
       task.v[i * task.ld + column] = x * scale;
@@ -248,6 +257,40 @@ NASFAST_DEVICE void load(const Block& block, const Task<T>& task, int first_colu
 NASFAST_DEVICE int first_below(int k, int group) {
   static_assert(kRowGroups >= kPanel, "the sum below must not be negative");
   return k + 1 + (group - (k + 1) + kRowGroups) % kRowGroups;
+}
+
+// Below this sum of the squares of a column some of them may have underflowed. Rounding errors alone, as rank-deficient
+// matrices leave them in a scaled column, are seldom as small.
+template <typename T>
+constexpr T kSmallSquare = T(1) / (int64_t{1} << 60);
+
+// Scales what is left of column k of a panel, and sums its squares again.
+template <typename T, typename Block>
+NASFAST_DEVICE void rescale(const Block& block, T* panel, int64_t ld, int k, int rows, T* partial, T* squares) {
+  block.each([&](int thread) {
+    if (thread % kPanel) return;
+    const int group = thread / kPanel;
+    T largest = 0;
+    for (int i = k + group; i < rows; i += kRowGroups) {
+      const T x = panel[i * ld + k];
+      largest = greater(largest, greater(x, -x));
+    }
+    partial[group] = largest;
+  });
+  block.each([&](int thread) {
+    if (thread % kPanel) return;
+    const int group = thread / kPanel;
+    T largest = 0;
+    for (int g = 0; g < kRowGroups; ++g) largest = greater(largest, partial[g]);
+    const T scale = scale_of<Format<T>>(largest);
+    T square = 0;
+    for (int i = k + group; i < rows; i += kRowGroups) {
+      const T x = panel[i * ld + k] * scale;
+      panel[i * ld + k] = x;
+      if (i > k) square += x * x;
+    }
+    squares[group] = square;
+  });
 }
 
 // Turns the columns of one panel into reflectors, zeros above them, and makes its t. The panel is worked on in shared
@@ -276,14 +319,25 @@ NASFAST_DEVICE void factor(const Block& block, const Task<T>& task, int i_panel,
     }
     if (j == 0) squares[group] = square;
   });
+  const auto sum_of_squares = [&] {
+    T below = 0;
+    for (int g = 0; g < kRowGroups; ++g) below += squares[g];
+    return below;
+  };
   for (int k = 0; k < width; ++k) {
+    // every thread reads the same, which the next phase does not write
+    T below = sum_of_squares();
+    T x_k = panel[k * ld + k];
+    if (x_k * x_k + below < kSmallSquare<T>) {
+      rescale(block, panel, ld, k, rows, partial, squares);
+      below = sum_of_squares();
+      x_k = panel[k * ld + k];
+    }
+    const Reflector<T> h = reflector<Format<T>>(x_k, below);
     // v_k' times every column, by rows
     block.each([&](int thread) {
       const int j = thread % kPanel;
       const int group = thread / kPanel;
-      T below = 0;
-      for (int g = 0; g < kRowGroups; ++g) below += squares[g];
-      const Reflector<T> h = reflector<Format<T>>(panel[k * ld + k], below);
       if (thread == 0) {
         partial[k * (kRowGroups + 1)] = h.first;  // its own column needs no product
         taus[k] = h.tau;

@@ -244,7 +244,15 @@ def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
                 f"orthogonalize: matrices[{i_matrix}] must be (..., rows, columns), got shape {tuple(z.shape)}"
             )
         tall = z if z.shape[-2] >= z.shape[-1] else z.mT
-        q, r = torch.linalg.qr(tall.to(torch.float64))
+        q, r = torch.linalg.qr(_scale_columns(tall.to(torch.float64)))
         q = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
         results.append((q if tall is z else q.mT).to(z.dtype).contiguous())
     return results
+
+
+def _scale_columns(z: Tensor) -> Tensor:
+    """Columns times powers of two, which leaves Q as it is; norms of the largest overflow, denormals lose bits."""
+    if z.numel() == 0:
+        return z
+    exponents = torch.frexp(z.detach().abs().amax(-2, keepdim=True)).exponent
+    return z * torch.exp2(-exponents.clamp(-1022, 1022).to(z.dtype))

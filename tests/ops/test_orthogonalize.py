@@ -9,7 +9,7 @@ import torch
 
 import nasfast
 from nasfast import ops
-from nasfast.ops import _native, checks, orthogonal, reference
+from nasfast.ops import _native, orthogonal, reference
 
 # max |Q'Q - I| on native types; the reference computes float32 in float64 and casts
 EXACTNESS = {torch.float32: 2e-6, torch.float64: 1e-12}
@@ -95,6 +95,10 @@ def test_a_large_matrix_in_float64(runner):
 
 def test_threads_of_an_emulated_block_may_run_in_any_order(native):
     matrices = [gaussian(shape) for shape in SHAPES + BATCHES]
+    # of which little is left, and is scaled again, after every third column
+    matrices += [z.triu() + 1e-25 * z.tril(-1) for z in matrices if z.ndim == 2]
+    for z in matrices[-len(SHAPES) :]:
+        z[:, ::3] *= 1e-30
     forwards = torch.ops.nasfast.orthogonalize_emulated(matrices, False)
     backwards = torch.ops.nasfast.orthogonalize_emulated(matrices, True)
     assert all(map(torch.equal, forwards, backwards))
@@ -164,18 +168,71 @@ def test_zero_and_rank_deficient_input_is_completed(runner, dtype):
         assert torch.equal(q, torch.eye(*shape[-2:], dtype=dtype, device=device).expand(shape))
 
 
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e18, 1e37])
-def test_extreme_scales(runner, scale):
+def near_one(z: torch.Tensor, largest: float) -> torch.Tensor:
+    """z / 2^k in float64, exactly, for a z as large as `largest`; in two steps, as 2^k may not be a number itself."""
+    exponent = math.frexp(largest)[1]
+    return z.double() * 2.0 ** (-exponent // 2) * 2.0 ** (-exponent - (-exponent // 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [
+        *((torch.float32, x) for x in (2.0**-138, 1e-38, 1e-30, 1e18, 1e37, torch.finfo(torch.float32).max)),
+        *((torch.float64, x) for x in (2.0**-1040, 1e-308, 1e-160, 1e160, torch.finfo(torch.float64).max)),
+    ],
+)
+def test_extreme_scales(runner, dtype, largest):
     backend, device = runner
     for shape in ((3, 3), (40, 20), (30, 70)):
-        z = gaussian(shape, device=device)
-        scaled = (z.double() * scale).float()
-        assert departure(run(backend, [scaled])[0]) <= EXACTNESS[torch.float32]
+        z = gaussian(shape, torch.float64, device)
+        scaled = (z / z.abs().max() * largest).to(dtype)
+        (q,), (want,) = run(backend, [scaled]), reference.orthogonalize([near_one(scaled, largest)])
+        assert departure(q) <= EXACTNESS[dtype], shape
+        assert (q - want).abs().max() <= SAME_Q[dtype], shape
         # columns apart from each other by as much
-        tall_z = tall(z.clone())
-        tall_z[:, 1::2] *= 2.0**-60
-        (q,), (want,) = run(backend, [tall_z]), reference.orthogonalize([tall_z.double()])
-        assert (q - want).abs().max() <= SAME_Q[torch.float32]
+        apart = tall(scaled).clone()
+        apart[:, 1::2] = tall(z)[:, 1::2]
+        equal = tall(z).clone()
+        equal[:, ::2] = near_one(tall(scaled)[:, ::2], largest)
+        (q,), (want,) = run(backend, [apart]), reference.orthogonalize([equal.to(dtype).double()])
+        assert departure(q) <= EXACTNESS[dtype], shape
+        assert (q - want).abs().max() <= SAME_Q[dtype], shape
+
+
+# powers of ten of what is left of a column when its larger elements are eliminated: around the roots of the smallest
+# numbers, where squares underflow, and below the smallest normal numbers
+REMAINDERS = {torch.float32: [*range(15, 41), 42, 44], torch.float64: [*range(140, 170), *range(300, 321, 4), 323]}
+
+
+@pytest.mark.parametrize("dtype", EXACTNESS)
+def test_small_diagonals(runner, dtype):
+    backend, device = runner
+    for shape in ((2, 2), (5, 5), (20, 20), (40, 30), (1700, 20)):  # the last does not stay in shared memory
+        signs = torch.where(torch.arange(shape[1]) % 3 == 1, -1.0, 1.0).to(device, dtype)
+        want = torch.eye(*shape, device=device, dtype=dtype) * signs
+        for exponent in REMAINDERS[dtype]:
+            z = torch.ones(shape, device=device, dtype=dtype).triu()
+            z.diagonal()[1:] = signs[1:] * 10.0**-exponent
+            (q,) = run(backend, [z])
+            assert departure(q) <= EXACTNESS[dtype], (shape, exponent)
+            assert (q - want).abs().max() <= EXACTNESS[dtype], (shape, exponent)
+
+
+@pytest.mark.parametrize("dtype", EXACTNESS)
+def test_small_remainders(runner, dtype):
+    backend, device = runner
+    for shape in ((3, 3), (8, 4), (20, 20), (40, 30), (30, 40)):
+        rest = tall(gaussian(shape, dtype, device))
+        for exponent in REMAINDERS[dtype]:
+            z = torch.zeros(rest.shape[0] + 1, rest.shape[1] + 1, device=device, dtype=dtype)
+            z[0] = 1
+            z[1:, 1:] = rest * 10.0**-exponent
+            (q,) = run(backend, [z])
+            assert departure(q) <= EXACTNESS[dtype], (shape, exponent)
+            # with numbers left that are not all rounded to the smallest one
+            if exponent < -math.log10(torch.finfo(dtype).tiny) - 8 and rest.shape[0] > rest.shape[1] + 2:
+                (want,) = reference.orthogonalize([rest])
+                assert (q[1:, 1:] - want).abs().max() <= SAME_Q[dtype], (shape, exponent)
 
 
 def test_halves_are_cast_at_the_end(runner):
@@ -275,6 +332,15 @@ def test_a_matrix_that_lapack_shares_between_its_threads(native):
     assert departure(q) <= EXACTNESS[torch.float32]
 
 
+@pytest.mark.gpu
+def test_capture_in_a_cuda_graph_is_refused(native):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    z = gaussian((5, 3), device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="cannot be captured in a CUDA"):
+        torch.ops.nasfast.orthogonalize([z])
+
+
 def test_registration(native):
     matrices = [gaussian((5, 3)), gaussian((2, 9, 20)), gaussian((3, 3)).mT]
     torch.library.opcheck(torch.ops.nasfast.orthogonalize.default, (matrices,))
@@ -359,4 +425,12 @@ def test_bad_targets_are_named(monkeypatch):
         ops.orthogonalize_([good], names=["a", "b"])
     with pytest.raises(ValueError, match="names must differ.*'a' more than once"):
         ops.orthogonalize_([good, good], names=["a", "a"])
-    assert checks.check_fits("here", good, 10) is None
+    with pytest.raises(ValueError, match=r"tensors\[0\].*share memory, as expand makes them"):
+        ops.orthogonalize_([torch.empty(1, 3).expand(4, 3)])
+    with pytest.raises(ValueError, match="gain must be finite, got nan"):
+        ops.orthogonalize_([good], gain=float("nan"))
+    with pytest.raises(TypeError, match=r"tensors\[0\].*must be dense, got torch.sparse_coo"):
+        ops.orthogonalize_([good.to_sparse()])
+    for function in (ops.orthogonalize, ops.orthogonalize_):
+        with pytest.raises(TypeError, match=r"must be a list of tensors, got one tensor: pass \[tensor\]"):
+            function(torch.empty(3, 2, 2))
