@@ -52,16 +52,6 @@ class Row(NamedTuple):
     reason: str
 
 
-def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
-    if _native_missing is not None:
-        return False, _native_missing
-    if x.device.type != "cpu":
-        return False, f"serves CPU tensors, got one on {x.device}"
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        return False, f"serves float32 and bfloat16, got {x.dtype}"
-    return True, ""
-
-
 def _can_use_cpu_orthogonalize(x: Tensor) -> tuple[bool, str]:
     # every floating type: the halves are computed in float32
     if _native_missing is not None:
@@ -69,6 +59,13 @@ def _can_use_cpu_orthogonalize(x: Tensor) -> tuple[bool, str]:
     if x.device.type != "cpu":
         return False, f"serves CPU tensors, got one on {x.device}"
     return True, ""
+
+
+def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
+    ok, reason = _can_use_cpu_orthogonalize(x)
+    if ok and x.dtype not in (torch.float32, torch.bfloat16):
+        return False, f"serves float32 and bfloat16, got {x.dtype}"
+    return ok, reason
 
 
 def _can_use_cuda_orthogonalize(x: Tensor) -> tuple[bool, str]:
