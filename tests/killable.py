@@ -21,8 +21,7 @@ from tiny import tiny_space, write_folder
 
 import nasfast.train.checkpoint as checkpoint_module
 import nasfast.train.loop as loop_module
-from nasfast.data import FolderSource, Loader
-from nasfast.data.transforms import train_transform
+from nasfast.data import DataConfig, FolderSource, Loader, make_loader
 from nasfast.retrain import RetrainConfig, retrain
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet
@@ -41,7 +40,8 @@ def loader(images: Path) -> Loader:
     """40 images of 4 classes, shuffled and augmented; made when absent."""
     if not images.exists():
         write_folder(images, dict.fromkeys("abcd", 10), side=16)
-    return Loader(FolderSource(images), train_transform("cifar", 16), batch_size=8, shuffle=True, seed=1)
+    cfg = DataConfig(augment="cifar", batch_size=8, workers=0, loader="torchvision")
+    return make_loader(cfg, FolderSource(images), train=True, resolution=16, seed=1)
 
 
 def supernet_stage(out: Path, images: Path, *, resume: bool, settings: TrainConfig = SETTINGS) -> Path:

@@ -1,6 +1,11 @@
 """Images to batches."""
 
-from nasfast.data.datasets import DataError, DigitsSource, FolderSource, ImageSource
-from nasfast.data.loader import DataConfig, Loader, make_loaders
+from nasfast.data.augment import Augmentation
+from nasfast.data.backends import TorchvisionBackend
+from nasfast.data.datasets import DataError, DatasetSource, DigitsSource, FolderSource, ImageSource, ListSource
+from nasfast.data.loader import DataConfig, Loader, make_loader, make_loaders
 
-__all__ = ["DataConfig", "DataError", "DigitsSource", "FolderSource", "ImageSource", "Loader", "make_loaders"]
+__all__ = [
+    "Augmentation", "DataConfig", "DataError", "DatasetSource", "DigitsSource", "FolderSource", "ImageSource",
+    "ListSource", "Loader", "TorchvisionBackend", "make_loader", "make_loaders",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Image sources: a folder of images per class, and the embedded handwritten digits."""
+"""Image sources: folders or lists of files, any map-style data set, and the embedded handwritten digits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torchvision.transforms.v2 import functional as F
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,8 +57,32 @@ class ImageSource(ABC):
     def name(self, index: int) -> str:
         """What an error message calls the image."""
 
+    def path(self, index: int) -> str | None:
+        """The file that holds the image, for loaders that decode it themselves; None if there is none."""
+        return None
 
-class FolderSource(ImageSource):
+
+class _FileSource(ImageSource):
+    """Images in files."""
+
+    _paths: list[str]
+
+    def image(self, index: int) -> Image.Image:
+        try:
+            with Image.open(self._paths[index]) as opened:
+                return _to_rgb(opened)
+        except Exception as error:
+            # damaged files make PIL's decoders raise anything: ValueError, SyntaxError, DecompressionBombError, ...
+            raise OSError(f"{self._paths[index]}: {type(error).__name__}: {error}") from error
+
+    def name(self, index: int) -> str:
+        return self._paths[index]
+
+    def path(self, index: int) -> str:
+        return self._paths[index]
+
+
+class FolderSource(_FileSource):
     """`root/CLASS/**/IMAGE`: the layout of ImageNet and of torchvision's ImageFolder, classes in sorted order.
 
     Args:
@@ -113,16 +140,117 @@ class FolderSource(ImageSource):
                 (images if Path(file).suffix.lower() in _EXTENSIONS else self.not_images).append(path)
         return images
 
+
+class ListSource(_FileSource):
+    """A text file of lines `IMAGE LABEL`: paths are relative to the file's folder, labels numbers or class names.
+
+    Empty lines and lines that begin with # are passed over; a path may contain spaces.
+
+    Args:
+        path: of the text file, UTF-8.
+        classes: expected class names in label order (those of the training images); None takes the file's own: its
+            names in sorted order, or for numbers 0 to the largest.
+
+    Raises:
+        DataError: file missing or not text, a line without label, one class only, a number without image, or labels
+            that are not of `classes`.
+    """
+
+    def __init__(self, path: str | Path, *, classes: Sequence[str] | None = None) -> None:
+        path = Path(path)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read the list of images {path}: {error}") from error
+        self._paths, labels = [], []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            parts = line.rsplit(maxsplit=1)
+            if len(parts) != 2:
+                raise DataError(f"{path}, line {number}: expected 'IMAGE LABEL', got {line!r}")
+            self._paths.append(os.path.join(path.parent, parts[0].strip()))
+            labels.append(parts[1])
+        if not labels:
+            raise DataError(f"{path} lists no image: expected lines 'IMAGE LABEL'")
+        found = sorted(set(labels))
+        if all(label.isdecimal() for label in found):
+            labels = [str(int(label)) for label in labels]
+            present = set(labels)
+            found = [str(label) for label in range(1 + max(map(int, labels)))]
+            if classes is None and (missing := [label for label in found if label not in present]):
+                raise DataError(f"{path} has no image of label {', '.join(missing[:5])}, but of {found[-1]}")
+        if classes is not None:
+            if unknown := sorted(set(labels) - set(classes)):
+                raise DataError(f"{path} has labels that the training images lack: {', '.join(unknown[:5])}")
+            found = list(classes)
+        if len(found) < 2:
+            raise DataError(f"{path} has {len(set(labels))} class: a classifier needs two or more")
+        self.classes = tuple(found)
+        place = {name: label for label, name in enumerate(found)}
+        self.labels = np.array([place[label] for label in labels], dtype=np.int64)
+
+
+def open_files(path: str | Path, *, classes: Sequence[str] | None = None) -> FolderSource | ListSource:
+    """The images of a folder with a sub-folder per class, or of a text file that lists them."""
+    return (ListSource if Path(path).is_file() else FolderSource)(path, classes=classes)
+
+
+class DatasetSource(ImageSource):
+    """A map-style data set of (image, label), such as torchvision's; its own transforms run before nasfast's.
+
+    Labels are taken from its attribute `targets` or `labels` if it has one, else every item is read once.
+
+    Args:
+        dataset: has `__len__` and `__getitem__`; images are PIL images, uint8 tensors (1 or 3, H, W), or uint8 arrays
+            (H, W) or (H, W, 3); labels are integers.
+        classes: class names; None takes the data set's `classes`, or numbers.
+
+    Raises:
+        DataError: it has no length, no images, labels that are not numbers from 0, or no two classes.
+    """
+
+    def __init__(self, dataset: Any, *, classes: Sequence[str] | None = None) -> None:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise DataError(f"expected a map-style data set (__len__ and __getitem__), got {type(dataset).__name__}")
+        self._dataset = dataset
+        given = next(
+            (value for name in ("targets", "labels") if (value := getattr(dataset, name, None)) is not None), None
+        )
+        if given is None:
+            _LOG.info("%s has no `targets`: reading it once for its labels", type(dataset).__name__)
+            given = [dataset[i][1] for i in range(len(dataset))]
+        self.labels = np.asarray(given)
+        if self.labels.shape != (len(dataset),) or self.labels.dtype.kind not in "iu" or not len(self.labels):
+            raise DataError(
+                f"labels of {type(dataset).__name__} must be one integer per image, got {self.labels.dtype} of shape "
+                f"{self.labels.shape} for {len(dataset)} images"
+            )
+        self.labels = self.labels.astype(np.int64)
+        names = classes or getattr(dataset, "classes", None) or range(int(self.labels.max()) + 1)
+        self.classes = tuple(map(str, names))
+        if self.labels.min() < 0 or self.labels.max() >= len(self.classes) or len(self.classes) < 2:
+            raise DataError(
+                f"labels of {type(dataset).__name__} are {self.labels.min()} to {self.labels.max()}, expected 0 to "
+                f"{len(self.classes) - 1} of two or more classes"
+            )
+
     def image(self, index: int) -> Image.Image:
         try:
-            with Image.open(self._paths[index]) as opened:
-                return _to_rgb(opened)
-        except Exception as error:
-            # damaged files make PIL's decoders raise anything: ValueError, SyntaxError, DecompressionBombError, ...
-            raise OSError(f"{self._paths[index]}: {type(error).__name__}: {error}") from error
+            image = self._dataset[index][0]
+        except Exception as error:  # a data set may raise anything for a damaged file
+            raise OSError(f"{self.name(index)}: {type(error).__name__}: {error}") from error
+        if isinstance(image, Image.Image):
+            return _to_rgb(image)
+        if getattr(image, "dtype", None) not in (torch.uint8, np.uint8):
+            raise DataError(
+                f"{self.name(index)}: expected a PIL image, or a uint8 tensor (C, H, W) or array (H, W, C), "
+                f"got {type(image).__name__} of {getattr(image, 'dtype', 'no dtype')}: leave out transforms to floats"
+            )
+        return _to_rgb(F.to_pil_image(image))
 
     def name(self, index: int) -> str:
-        return self._paths[index]
+        return f"item {index} of {type(self._dataset).__name__}"
 
 
 class DigitsSource(ImageSource):
@@ -172,6 +300,9 @@ class SubsetSource(ImageSource):
 
     def name(self, index: int) -> str:
         return self._source.name(int(self._indices[index]))
+
+    def path(self, index: int) -> str | None:
+        return self._source.path(int(self._indices[index]))
 
 
 def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[SubsetSource, SubsetSource]:

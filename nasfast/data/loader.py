@@ -1,21 +1,21 @@
-"""`make_loaders(cfg)`: batches that depend only on (seed, epoch, position), whatever the number of workers."""
+"""`make_loader(cfg)`: batches that depend only on (seed, epoch, position), however they are decoded and shared out."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.data.datasets import DataError, DigitsSource, FolderSource, ImageSource, split_source
-from nasfast.data.transforms import eval_transform, train_transform
+from nasfast.data.augment import SMALL, Augmentation, derive_seed
+from nasfast.data.backends import Backend, Request, TorchvisionBackend
+from nasfast.data.datasets import DataError, DatasetSource, DigitsSource, ImageSource, open_files, split_source
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,14 +28,20 @@ class DataConfig(ConfigBase):
     """Where images come from and how they are fed.
 
     Attributes:
-        source: `folder` (image folders) or `digits` (scikit-learn's, embedded).
-        train: training folder, `train/CLASS/IMAGE`.
-        val: validation folder of the same classes; without it `val_fraction` of the training images is held out.
+        source: `folder` (image files) or `digits` (scikit-learn's, embedded).
+        train: training images: a folder, `train/CLASS/IMAGE`, or a text file of lines `IMAGE LABEL`.
+        val: validation images of the same classes; without it `val_fraction` of the training images is held out.
         val_fraction: held-out share per class when `val` is not given.
-        batch_size: images per batch.
+        batch_size: images per optimiser step, over all ranks.
         augment: `imagenet` (random resized crop, flip, lighting), `cifar` (pad, crop, flip), `shift` (pad, crop),
             `none`, or `auto`: `shift` for digits, else `cifar` up to 64 pixels and `imagenet` above.
-        workers: decoding processes; 0 decodes in the training process. Results do not depend on it.
+        loader: `torchvision` (in worker processes), `dali` (NVIDIA DALI, on the GPU or the CPU), `cache` (images
+            decoded once into a file), or `auto`, which says what it picked and why.
+        workers: decoding processes or threads per rank; 0 decodes in the training process. Results do not depend on it.
+        prefetch: batches prepared ahead, for `torchvision` by each worker.
+        cache_dir: where `cache` keeps its files; null takes `nasfast/images` in the user's cache folder.
+        cache_side: larger photographs are cached with this short side in pixels; null takes 8/7 of the resolution. Not
+            for images that are resized to the resolution in any case.
         max_bad_files: unreadable images are skipped and named; more than this many stop the run.
         mean: per channel, finite, subtracted from images scaled to [0, 1]; grey images take its average.
         std: per channel, positive, divided by; grey images take its average.
@@ -47,7 +53,11 @@ class DataConfig(ConfigBase):
     val_fraction: float = 0.1
     batch_size: int = 128
     augment: Literal["auto", "imagenet", "cifar", "shift", "none"] = "auto"
+    loader: Literal["auto", "torchvision", "dali", "cache"] = "auto"
     workers: int = 2
+    prefetch: int = 2
+    cache_dir: str | None = None
+    cache_side: int | None = None
     max_bad_files: int = 20
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -63,34 +73,12 @@ class DataConfig(ConfigBase):
             raise ValueError(
                 f"workers and max_bad_files must not be negative, got {self.workers}, {self.max_bad_files}"
             )
+        if self.prefetch < 1 or (self.cache_side is not None and self.cache_side < 1):
+            raise ValueError(f"prefetch and cache_side must be positive, got {self.prefetch} and {self.cache_side}")
         if not all(map(math.isfinite, self.mean)):
             raise ValueError(f"mean must be finite, got {self.mean}")
         if not all(math.isfinite(value) and value > 0 for value in self.std):
             raise ValueError(f"std must be positive and finite, got {self.std}: 1 leaves a channel unscaled")
-
-
-class _Samples(Dataset):
-    """Augmented samples; an item is asked for as (epoch, index) and draws from its own seed."""
-
-    def __init__(self, source: ImageSource, transform: Callable[[Any], Tensor], seed: int) -> None:
-        self._source, self._transform, self._seed = source, transform, seed
-
-    def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
-        images, labels, bad = [], [], []
-        # one fork per batch, not per sample: saving the generator costs as much as decoding a small image
-        with torch.random.fork_rng(devices=[]):
-            for epoch, index in keys:
-                try:
-                    image = self._source.image(index)
-                except OSError:
-                    bad.append(self._source.name(index))
-                    continue
-                # torch.manual_seed would also seed every GPU kind there may be, a millisecond per image
-                torch.default_generator.manual_seed(_derive_seed(self._seed, epoch, index))
-                images.append(self._transform(image))
-                labels.append(int(self._source.labels[index]))
-        stacked = torch.stack(images) if images else torch.empty(0)
-        return stacked, torch.tensor(labels, dtype=torch.int64), bad
 
 
 class Loader:
@@ -98,35 +86,57 @@ class Loader:
 
     Args:
         source: the images.
-        transform: PIL image -> uint8 (C, H, W); C is the length of `mean` and `std`, or those have one value.
-        batch_size: images per batch; the last, smaller one of an epoch is dropped when shuffling.
+        backend: decodes and augments them.
+        batch_size: images per batch, over all ranks; the last, smaller one of an epoch is dropped when shuffling.
         shuffle: a new order each epoch, from (seed, epoch); otherwise the source's order.
-        seed: of order and augmentation.
-        workers, max_bad_files, mean, std: see `DataConfig`.
+        seed: of the order.
+        rank, world: which of how many ranks this is: each has its share of every batch, in the order of the ranks and
+            at most one image larger than another's.
+        max_bad_files, mean, std: see `DataConfig`; mean and std have one value per channel.
+
+    Attributes:
+        kind: of the backend: `torchvision`, `dali` or `cache`.
+        bad_files: names of the images that could not be read.
+
+    Raises:
+        DataError: fewer images per batch than ranks.
     """
 
     def __init__(
         self,
         source: ImageSource,
-        transform: Callable[[Any], Tensor],
+        backend: Backend,
         *,
         batch_size: int,
         shuffle: bool,
         seed: int = 0,
-        workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
         max_bad_files: int = 0,
         mean: tuple[float, ...] = (0.0, 0.0, 0.0),
         std: tuple[float, ...] = (1.0, 1.0, 1.0),
     ) -> None:
         self.source = source
         self.bad_files: set[str] = set()
-        self._samples = _Samples(source, transform, seed)
-        self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
-        self._workers, self._max_bad_files = workers, max_bad_files
-        self._mean, self._std = torch.tensor(mean).view(1, -1, 1, 1), torch.tensor(std).view(1, -1, 1, 1)
+        self._backend, self._batch_size, self._shuffle, self._seed = backend, batch_size, shuffle, seed
+        self._rank, self._world, self._max_bad_files = rank, world, max_bad_files
+        if shuffle and min(batch_size, len(source)) < world:
+            raise DataError(
+                f"batches of {min(batch_size, len(source))} images cannot be shared by {world} ranks: set "
+                "data.batch_size higher, or start fewer processes"
+            )
+        # normalisation as one product and one sum: (x / 255 - mean) / std
+        scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
+        offset = -torch.tensor(mean, dtype=torch.float64) * 255 * scale
+        self._scale, self._offset = (t.float().view(1, -1, 1, 1) for t in (scale, offset))
+
+    @property
+    def kind(self) -> str:
+        return self._backend.kind
 
     @property
     def num_images(self) -> int:
+        """Of all ranks."""
         return len(self.source)
 
     def __len__(self) -> int:
@@ -134,15 +144,22 @@ class Loader:
         full, rest = divmod(len(self.source), self._batch_size)
         return full + (rest > 0 and not (self._shuffle and full))
 
-    def _batches(self, epoch: int) -> list[list[tuple[int, int]]]:
+    def _requests(self, epoch: int, first: int) -> list[Request]:
+        """This rank's shares of the batches from number `first` on."""
         count = len(self.source)
         if self._shuffle:
-            generator = torch.Generator().manual_seed(_derive_seed(self._seed, epoch))
-            order = torch.randperm(count, generator=generator).tolist()
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
+            order = torch.randperm(count, generator=generator).numpy()
         else:
-            order = list(range(count))
-        size = self._batch_size
-        return [[(epoch, i) for i in order[b * size : (b + 1) * size]] for b in range(len(self))]
+            order = np.arange(count)
+        requests = []
+        for batch in range(first, len(self)):
+            start = batch * self._batch_size
+            size = min(self._batch_size, count - start)
+            low, high = (start + size * r // self._world for r in (self._rank, self._rank + 1))
+            if low < high:  # the last validation batch may have fewer images than there are ranks
+                requests.append(Request(order[low:high], epoch, low))
+        return requests
 
     def epoch(
         self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu"
@@ -150,28 +167,28 @@ class Loader:
         """Batches `start`, `start + 1`, ... of an epoch: normalised fp32 channels_last images and int64 labels.
 
         Yields:
-            images (N, C, H, W) and labels (N,) on `device`.
+            images (N, C, H, W) and labels (N,) on `device`; this rank's.
 
         Raises:
-            DataError: more than `max_bad_files` images could not be read, or none of a batch.
+            DataError: more than `max_bad_files` images could not be read, or none of a training batch.
         """
         device = torch.device(device)
-        mean, std = self._mean.to(device), self._std.to(device)
-        loader = DataLoader(
-            self._samples,
-            batch_sampler=self._batches(epoch)[start:],
-            num_workers=self._workers,
-            collate_fn=_as_is,
-            pin_memory=device.type == "cuda",
-            # its own generator: the loader otherwise draws from the global one, which a resumed run would notice
-            generator=torch.Generator(),
-        )
-        for images, labels, bad in loader:
-            self._note_bad(bad)
-            if not len(labels):
-                raise DataError(f"none of the {len(bad)} images of a batch could be read, e.g. {bad[0]}")
-            images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
-            yield images.float().div_(255).sub_(mean).div_(std), labels.to(device, non_blocking=True)
+        scale, offset = self._scale.to(device), self._offset.to(device)
+        for images, labels in _ahead(self._host_batches(self._requests(epoch, start), device), device):
+            yield images.float().mul_(scale).add_(offset), labels
+
+    def _host_batches(self, requests: list[Request], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """uint8 images, where the backend left them, and labels."""
+        for request, decoded in zip(requests, self._backend.decode(requests, device), strict=True):
+            self._note_bad(decoded.bad)
+            if not len(decoded.kept):
+                if self._shuffle:
+                    raise DataError(
+                        f"none of the {len(decoded.bad)} images of a batch could be read, e.g. {decoded.bad[0]}"
+                    )
+                continue
+            labels = torch.from_numpy(self.source.labels[request.indices[decoded.kept]])
+            yield decoded.images, labels.pin_memory() if device.type == "cuda" else labels
 
     def _note_bad(self, names: list[str]) -> None:
         new = sorted(set(names) - self.bad_files)
@@ -186,12 +203,28 @@ class Loader:
             )
 
 
-def _derive_seed(*parts: int) -> int:
-    """A 63-bit seed from a few integers; unlike `hash`, the same in every Python."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches on `device`; to a GPU the next one is copied, on a stream of its own, while the last is worked on."""
+    if device.type != "cuda":
+        yield from ((x.to(device), y.to(device)) for x, y in batches)
+        return
+    stream = torch.cuda.Stream(device)
+    waiting = None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            copied = tuple(t.to(device, non_blocking=True) for t in batch)
+        if waiting is not None:
+            yield _received(waiting, stream)
+        waiting = copied
+    if waiting is not None:
+        yield _received(waiting, stream)
 
 
-def _as_is(batch: Any) -> Any:
+def _received(batch: tuple[Tensor, ...], stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
+    current = torch.cuda.current_stream(stream.device)
+    current.wait_stream(stream)
+    for tensor in batch:
+        tensor.record_stream(current)  # made on the other stream: its memory must not be given away too early
     return batch
 
 
@@ -200,22 +233,56 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_FILES]) + more
 
 
-def make_loaders(
-    cfg: DataConfig, *, resolution: int, in_channels: int = 3, seed: int = 0, hold_out: bool = False
-) -> tuple[Loader, Loader]:
-    """Training loader (shuffled, augmented) and validation loader (in order, centre crop).
+def _open_sources(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]:
+    """Training and validation images."""
+    if cfg.source == "digits":
+        return DigitsSource("train"), DigitsSource("val")
+    if cfg.train is None:
+        raise ConfigError("data.train is not set: give the training folder, e.g. --data.train images/train")
+    train = open_files(cfg.train)
+    if cfg.val is None:
+        return split_source(train, cfg.val_fraction, seed)
+    return train, open_files(cfg.val, classes=train.classes)
+
+
+def make_augmentation(
+    cfg: DataConfig, *, train: bool, resolution: int, grey: bool = False, seed: int = 0
+) -> Augmentation:
+    """The augmentation that `cfg` asks for; see `make_loader`."""
+    kind = cfg.augment
+    if kind == "auto":
+        kind = "shift" if cfg.source == "digits" else "cifar" if resolution <= SMALL else "imagenet"
+    return Augmentation(kind if train else "eval", resolution, grey=grey, seed=seed)
+
+
+def make_loader(
+    cfg: DataConfig,
+    dataset: Any = None,
+    *,
+    train: bool = True,
+    resolution: int,
+    in_channels: int = 3,
+    seed: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    device: torch.device | str = "cpu",
+) -> Loader:
+    """A loader of one set of images.
 
     Args:
-        cfg: what to load.
-        resolution: height and width of the images in pixels.
+        cfg: where they are, and how they are fed.
+        dataset: other images than those `cfg` names: an `ImageSource`, or a map-style data set of (image, label), see
+            `DatasetSource`.
+        train: shuffled and augmented, else in order with a centre crop.
+        resolution: height and width of the batches in pixels.
         in_channels: 3 for RGB or 1 for grey images.
-        seed: of the order, the augmentation and the held-out split.
-        hold_out: validate on `val_fraction` of the training images instead of the validation images, for a search that
-            must not see those.
+        seed: of order and augmentation.
+        rank, world: which of how many ranks this is.
+        device: where training runs, which `auto` considers; DALI decodes there.
 
     Raises:
-        ConfigError: `data.train` is needed and was not given, or `in_channels` is neither 3 nor 1.
-        DataError: the folders cannot be used.
+        ConfigError: `in_channels` is neither 3 nor 1, or `cfg.loader` cannot serve these images.
+        DataError: the data set cannot be used, or batches are smaller than the number of ranks.
         RuntimeError: an optional package is missing.
     """
     if in_channels not in (1, 3):
@@ -223,25 +290,44 @@ def make_loaders(
             f"in_channels must be 3 (RGB) or 1 (grey) for images from files, got {in_channels}: change the space, or "
             "train from Python with a loader of your own"
         )
-    if cfg.source == "digits":
-        train, val = DigitsSource("train"), DigitsSource("val")
-    else:
-        if cfg.train is None:
-            raise ConfigError("data.train is not set: give the training folder, e.g. --data.train images/train")
-        train = FolderSource(cfg.train)
-        if cfg.val is not None:
-            val = FolderSource(cfg.val, classes=train.classes)
-        else:
-            train, val = split_source(train, cfg.val_fraction, seed)
+    if dataset is None:
+        dataset = _open_sources(cfg, seed)[0 if train else 1]
+    source = dataset if isinstance(dataset, ImageSource) else DatasetSource(dataset)
+    grey = in_channels == 1
+    augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed)
+    mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
+    return Loader(
+        source, TorchvisionBackend(source, augmentation, workers=cfg.workers, prefetch=cfg.prefetch),
+        batch_size=cfg.batch_size, shuffle=train, seed=seed, rank=rank, world=world, max_bad_files=cfg.max_bad_files,
+        mean=mean, std=std,
+    )  # fmt: skip
+
+
+def make_loaders(
+    cfg: DataConfig,
+    *,
+    resolution: int,
+    in_channels: int = 3,
+    seed: int = 0,
+    hold_out: bool = False,
+    rank: int = 0,
+    world: int = 1,
+    device: torch.device | str = "cpu",
+) -> tuple[Loader, Loader]:
+    """Training and validation loader of the images that `cfg` names.
+
+    Args:
+        seed: also of the held-out split.
+        hold_out: validate on `val_fraction` of the training images instead of the validation images, for a search that
+            must not see those.
+        cfg, resolution, in_channels, rank, world, device: see `make_loader`.
+
+    Raises:
+        ConfigError: `data.train` is needed and was not given, or `make_loader`'s reasons.
+        DataError, RuntimeError: see `make_loader`.
+    """
+    train, val = _open_sources(cfg, seed)
     if hold_out:
         train, val = split_source(train, cfg.val_fraction, seed)
-    augment = cfg.augment
-    if augment == "auto":
-        augment = "shift" if cfg.source == "digits" else "cifar" if resolution <= 64 else "imagenet"
-    common = {"batch_size": cfg.batch_size, "seed": seed, "workers": cfg.workers, "max_bad_files": cfg.max_bad_files}
-    grey = in_channels == 1
-    common |= {k: (sum(v) / len(v),) if grey else v for k, v in (("mean", cfg.mean), ("std", cfg.std))}
-    return (
-        Loader(train, train_transform(augment, resolution, grey=grey), shuffle=True, **common),
-        Loader(val, eval_transform(resolution, grey=grey), shuffle=False, **common),
-    )
+    common = dict(resolution=resolution, in_channels=in_channels, seed=seed, rank=rank, world=world, device=device)
+    return make_loader(cfg, train, train=True, **common), make_loader(cfg, val, train=False, **common)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -12,8 +15,17 @@ from PIL import Image
 from tiny import write_folder
 
 from nasfast.config import ConfigError
-from nasfast.data import DataConfig, DataError, DigitsSource, FolderSource, Loader, make_loaders
-from nasfast.data.transforms import eval_transform, train_transform
+from nasfast.data import (
+    Augmentation,
+    DataConfig,
+    DataError,
+    DigitsSource,
+    FolderSource,
+    Loader,
+    make_loader,
+    make_loaders,
+)
+from nasfast.data.loader import make_augmentation
 
 
 @pytest.fixture
@@ -21,9 +33,10 @@ def folder(tmp_path):
     return write_folder(tmp_path / "images", {"a": 9, "b": 7, "c": 7})
 
 
-def loader(folder, *, augment: str = "cifar", shuffle: bool = True, **settings) -> Loader:
-    settings = {"batch_size": 5, "seed": 3, **settings}
-    return Loader(FolderSource(folder), train_transform(augment, 12), shuffle=shuffle, **settings)
+def loader(folder, *, train: bool = True, seed: int = 3, rank: int = 0, world: int = 1, **settings) -> Loader:
+    plain = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "workers": 0, "max_bad_files": 0, "loader": "torchvision"}
+    cfg = DataConfig(**{"batch_size": 5, "augment": "cifar", **plain, **settings})
+    return make_loader(cfg, FolderSource(folder), train=train, resolution=12, seed=seed, rank=rank, world=world)
 
 
 def same(one, other) -> bool:
@@ -63,13 +76,13 @@ def test_epochs_and_seeds_differ_in_order_and_augmentation(folder):
     assert not torch.equal(order(3, 0), order(3, 1))
     assert not torch.equal(order(3, 0), order(4, 0))
 
-    def images(seed: int, epoch: int):
-        return torch.cat([x for x, _ in loader(folder, seed=seed, shuffle=False).epoch(epoch)])
+    def windows(seed: int, epoch: int):
+        return Augmentation("cifar", 12, seed=seed).views(np.full((9, 2), 12), epoch=epoch, start=0).window
 
-    first = images(3, 0)
-    assert torch.equal(first, images(3, 0))
-    assert not torch.equal(first, images(3, 1))
-    assert not torch.equal(first, images(4, 0))
+    first = windows(3, 0)
+    assert np.array_equal(first, windows(3, 0))
+    assert not np.array_equal(first, windows(3, 1))
+    assert not np.array_equal(first, windows(4, 0))
 
 
 def test_every_image_with_its_label(folder):
@@ -77,20 +90,20 @@ def test_every_image_with_its_label(folder):
     source = FolderSource(folder)
     pixels = {np.asarray(source.image(i)).tobytes(): int(source.labels[i]) for i in range(23)}
     assert len(pixels) == 23
-    for shuffle in (False, True):
+    for train in (False, True):
         seen = []
-        for x, y in loader(folder, augment="none", shuffle=shuffle).epoch(0):
+        for x, y in loader(folder, augment="none", train=train).epoch(0):
             for image, label in zip(x, y.tolist(), strict=True):
                 key = (image * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy().tobytes()
                 assert pixels[key] == label
                 seen.append(key)
-        assert len(seen) == len(set(seen)) == (20 if shuffle else 23)
-        if not shuffle:
+        assert len(seen) == len(set(seen)) == (20 if train else 23)
+        if not train:
             assert seen == list(pixels)
 
 
 @pytest.mark.parametrize(
-    ("images", "shuffle", "sizes"),
+    ("images", "train", "sizes"),
     [
         (23, True, [5] * 4),
         (23, False, [5, 5, 5, 5, 3]),
@@ -100,9 +113,9 @@ def test_every_image_with_its_label(folder):
         (3, False, [3]),
     ],
 )
-def test_the_last_smaller_batch(tmp_path, images, shuffle, sizes):
+def test_the_last_smaller_batch(tmp_path, images, train, sizes):
     """Dropped when shuffling, unless it is the only one."""
-    made = loader(write_folder(tmp_path, {"a": images - 1, "b": 1}), shuffle=shuffle)
+    made = loader(write_folder(tmp_path, {"a": images - 1, "b": 1}), train=train)
     assert [len(y) for _, y in made.epoch(0)] == sizes
     assert len(made) == len(sizes)
     assert made.num_images == images
@@ -110,8 +123,8 @@ def test_the_last_smaller_batch(tmp_path, images, shuffle, sizes):
 
 def test_normalisation_type_and_layout(folder):
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 2.0)
-    raw = next(loader(folder, shuffle=False, augment="none").epoch(0))[0]
-    x, y = next(loader(folder, shuffle=False, augment="none", mean=mean, std=std).epoch(0))
+    raw = next(loader(folder, train=False, augment="none").epoch(0))[0]
+    x, y = next(loader(folder, train=False, augment="none", mean=mean, std=std).epoch(0))
     want = (raw - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
     torch.testing.assert_close(x, want)
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
@@ -131,7 +144,7 @@ def spoil(folder, *names: str) -> list[str]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_unreadable_files_are_skipped_counted_and_named(folder, caplog, workers):
     bad = spoil(folder, "a/003.png", "b/010.png")
-    made = loader(folder, shuffle=False, augment="none", max_bad_files=2, workers=workers)
+    made = loader(folder, train=False, augment="none", max_bad_files=2, workers=workers)
     with caplog.at_level(logging.WARNING, logger="nasfast"):
         labels = torch.cat([y for _, y in made.epoch(0)]).tolist()
     assert labels == [0] * 8 + [1] * 6 + [2] * 7
@@ -147,7 +160,7 @@ def test_unreadable_files_are_skipped_counted_and_named(folder, caplog, workers)
 def test_more_unreadable_files_than_allowed_stop_the_run(folder):
     bad = spoil(folder, "a/003.png", "b/010.png", "c/020.png")
     with pytest.raises(DataError, match="3 images could not be read, more than data.max_bad_files=2") as error:
-        list(loader(folder, shuffle=False, max_bad_files=2).epoch(0))
+        list(loader(folder, train=False, max_bad_files=2).epoch(0))
     assert all(name in str(error.value) for name in bad)
     assert "raise the limit" in str(error.value)
 
@@ -155,21 +168,141 @@ def test_more_unreadable_files_than_allowed_stop_the_run(folder):
 def test_a_long_list_of_unreadable_files_is_shortened(folder):
     spoil(folder, *(f"a/{i:03d}.png" for i in range(8)))
     with pytest.raises(DataError, match="and 3 more"):
-        list(loader(folder, shuffle=False, batch_size=9, max_bad_files=7).epoch(0))
+        list(loader(folder, train=False, batch_size=9, max_bad_files=7).epoch(0))
 
 
-def test_a_batch_without_a_readable_image_is_an_error(folder):
-    spoil(folder, *(f"a/{i:03d}.png" for i in range(5)))
+def test_a_training_batch_without_a_readable_image_is_an_error(folder):
+    # three good images cannot be in all four batches
+    spoil(folder, *(f"{name}/{i:03d}.png" for i, name in enumerate("aaaaaaaaabbbbbbbcccc")))
     with pytest.raises(DataError, match="none of the 5 images of a batch could be read"):
-        list(loader(folder, shuffle=False, max_bad_files=10).epoch(0))
+        list(loader(folder, max_bad_files=23).epoch(1))
+
+
+def test_a_validation_batch_without_a_readable_image_is_left_out(folder):
+    spoil(folder, *(f"a/{i:03d}.png" for i in range(5)))
+    labels = [y.tolist() for _, y in loader(folder, train=False, max_bad_files=5).epoch(0)]
+    assert labels == [[0] * 4 + [1], [1] * 5, [1] + [2] * 4, [2] * 3]
 
 
 def test_augmentation_of_the_rest_does_not_depend_on_a_bad_file(folder):
-    clean = list(loader(folder, shuffle=False).epoch(0))
+    made = loader(folder)
+    clean = list(made.epoch(0))
+    (batch,), (row,) = np.nonzero([[1 in r.indices[[k]] for k in range(5)] for r in made._requests(0, 0)])
     spoil(folder, "a/001.png")
-    first = next(loader(folder, shuffle=False, max_bad_files=1).epoch(0))[0]
-    keep = torch.tensor([0, 2, 3, 4])
-    assert torch.equal(first, clean[0][0][keep])
+    rest = list(loader(folder, max_bad_files=1).epoch(0))[batch][0]
+    assert torch.equal(rest, clean[batch][0][[k for k in range(5) if k != row]])
+
+
+# ranks
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("train", [True, False])
+def test_ranks_share_out_the_batches_of_one_process(folder, train, world):
+    """Every image once, in the order and with the augmentation of a single process; 23 images in batches of 5."""
+    whole = list(loader(folder, train=train).epoch(1))
+    shares = [list(loader(folder, train=train, rank=rank, world=world).epoch(1)) for rank in range(world)]
+    for number, (x, y) in enumerate(whole):
+        parts = [share[number] for share in shares if number < len(share)]
+        assert torch.equal(torch.cat([part[0] for part in parts]), x)
+        assert torch.equal(torch.cat([part[1] for part in parts]), y)
+        if len(y) == 5:
+            assert {len(part[1]) for part in parts} <= {5 // world, -(-5 // world)}
+
+
+def test_draws_do_not_depend_on_the_batch_size(folder):
+    one, other = (torch.cat([x for x, _ in loader(folder, batch_size=size).epoch(0)]) for size in (5, 10))
+    assert torch.equal(one, other)
+
+
+def test_more_ranks_than_images_of_a_batch_are_refused(folder):
+    with pytest.raises(DataError, match="batches of 5 images cannot be shared by 6 ranks: set data.batch_size higher"):
+        loader(folder, rank=0, world=6)
+
+
+# killed workers
+
+
+class Killing(FolderSource):
+    """Kills the process that reads image 7, as often as there are files in `folder`/../kills."""
+
+    def image(self, index: int) -> Image.Image:
+        kills = sorted((self.root.parent / "kills").glob("*"))
+        if index == 7 and kills and multiprocessing.parent_process() is not None:
+            kills[0].unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().image(index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 4])
+def test_a_killed_worker_is_replaced(folder, caplog, kills):
+    (folder.parent / "kills").mkdir()
+    for number in range(kills):
+        (folder.parent / "kills" / str(number)).touch()
+    cfg = DataConfig(batch_size=5, augment="cifar", workers=2, loader="torchvision")
+    made, peace = (make_loader(cfg, kind(folder), resolution=12) for kind in (Killing, FolderSource))
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        if kills > 3:
+            with pytest.raises(DataError, match="workers died 4 times at the same batch"):
+                list(made.epoch(0))
+        else:
+            assert same(made.epoch(0), peace.epoch(0))
+    assert "a loader worker died" in caplog.text
+
+
+# data sets of the user
+
+
+class Colours:
+    """A map-style data set: one image per colour."""
+
+    def __init__(self, form: str, *, targets: bool) -> None:
+        self.form, self.pixels = form, np.random.default_rng(0).integers(0, 256, (6, 12, 12, 3), dtype=np.uint8)
+        if targets:
+            self.targets = [0, 1, 2, 0, 1, 2]
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int):
+        if index >= 6:
+            raise IndexError(index)
+        pixels = self.pixels[index]
+        image = {
+            "PIL": Image.fromarray,
+            "array": lambda p: p,
+            "tensor": lambda p: torch.from_numpy(p).permute(2, 0, 1),
+            "float": lambda p: torch.from_numpy(p).permute(2, 0, 1) / 255,
+        }[self.form](pixels)
+        return image, index % 3
+
+
+@pytest.mark.parametrize("form", ["PIL", "array", "tensor"])
+@pytest.mark.parametrize("targets", [True, False])
+def test_any_map_style_data_set(form, targets):
+    data = Colours(form, targets=targets)
+    cfg = DataConfig(batch_size=4, workers=0, mean=(0, 0, 0), std=(1, 1, 1))
+    made = make_loader(cfg, data, train=False, resolution=12)
+    batches = list(made.epoch(0))
+    assert torch.cat([y for _, y in batches]).tolist() == [0, 1, 2, 0, 1, 2]
+    got = (torch.cat([x for x, _ in batches]) * 255).round().permute(0, 2, 3, 1)
+    assert np.array_equal(got.numpy(), data.pixels)
+    assert made.source.classes == ("0", "1", "2")
+
+
+def test_a_data_set_of_floats_is_refused_with_the_reason():
+    cfg = DataConfig(batch_size=4, workers=0)
+    with pytest.raises(DataError, match="item 0 of Colours: expected a PIL image.*leave out transforms to floats"):
+        next(make_loader(cfg, Colours("float", targets=True), train=False, resolution=12).epoch(0))
+
+
+@pytest.mark.parametrize(
+    "data", [[], iter("ab"), [("x", 0.5), ("y", 1.5)], [("x", 0), ("y", 0)], [("x", -1), ("y", 1)]]
+)
+def test_data_sets_that_cannot_be(data):
+    with pytest.raises(DataError):
+        make_loader(DataConfig(), data, resolution=12)
 
 
 # make_loaders
@@ -228,15 +361,12 @@ def test_the_training_folder_is_required():
         ("cifar", "digits", 32, True, False),
     ],
 )
-def test_augment_choices(tmp_path, augment, source, resolution, flips, noise):
-    write_folder(tmp_path, {"a": 2, "b": 2})
-    cfg = DataConfig(source=source, train=str(tmp_path), augment=augment, workers=0, batch_size=2)
-    train, val = make_loaders(cfg, resolution=resolution)
-    steps = [type(t).__name__ for t in train._samples._transform.transforms]
-    assert ("RandomHorizontalFlip" in steps) == flips
-    assert ("Lighting" in steps) == noise
-    evaluation = [type(t).__name__ for t in val._samples._transform.transforms]
-    assert evaluation == [type(t).__name__ for t in eval_transform(resolution).transforms]
+def test_augment_choices(augment, source, resolution, flips, noise):
+    cfg, sizes = DataConfig(source=source, augment=augment), np.full((200, 2), resolution)
+    views = make_augmentation(cfg, train=True, resolution=resolution).views(sizes, epoch=0, start=0)
+    assert views.mirror.any() == flips
+    assert (views.shift is not None) == noise
+    assert make_augmentation(cfg, train=False, resolution=resolution).kind == "eval"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +403,7 @@ def test_grey_images_for_a_space_of_one_channel(tmp_path, augment):
         assert x.shape == (2, 1, 8, 8)
         # luma of red and green (ITU-R 601), then the averages of mean and std
         for image, label in zip(x, y.tolist(), strict=True):
-            assert image[0, 4, 4].item() == pytest.approx(((76, 150)[label] / 255 - 0.3) / 0.3, abs=1e-4)
+            assert image.max().item() == pytest.approx(((76, 150)[label] / 255 - 0.3) / 0.3, abs=1e-4)
 
 
 @pytest.mark.parametrize("in_channels", [2, 4])

@@ -10,7 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from tiny import write_folder
 
-from nasfast.data import DataError, DigitsSource, FolderSource
+from nasfast.data import DataConfig, DataError, DigitsSource, FolderSource, ListSource, make_loaders
 from nasfast.data.datasets import SubsetSource, split_source
 
 
@@ -209,3 +209,63 @@ def test_the_hold_out_depends_on_the_seed_only():
 def test_a_class_with_one_image_cannot_be_split():
     with pytest.raises(DataError, match="class 'b' has 1 image"):
         split_source(_Labels({"a": 5, "b": 1}), 0.2, 0)
+
+
+# lists of files
+
+
+def write_list(path, lines: list[str]):
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_list_with_numbers(tmp_path):
+    write_folder(tmp_path / "pictures", {"a": 2, "b b": 1})
+    lines = [
+        "# training images",
+        "pictures/a/000.png 1",
+        "",
+        "pictures/b b/002.png\t0",
+        f"{tmp_path}/pictures/a/001.png 01",
+    ]
+    source = ListSource(write_list(tmp_path / "train.txt", lines))
+    assert source.classes == ("0", "1")
+    assert source.labels.tolist() == [1, 0, 1]
+    folder = FolderSource(tmp_path / "pictures")
+    for index, other in enumerate((0, 2, 1)):
+        assert source.image(index).tobytes() == folder.image(other).tobytes()
+
+
+def test_a_list_with_names_and_its_validation_list(tmp_path):
+    train = ListSource(write_list(tmp_path / "train.txt", ["x.jpg zebra", "y.jpg ant", "z.jpg bär"]))
+    assert train.classes == ("ant", "bär", "zebra")
+    assert train.labels.tolist() == [2, 0, 1]
+    val = ListSource(write_list(tmp_path / "val.txt", ["v.jpg zebra"]), classes=train.classes)
+    assert (val.classes, val.labels.tolist()) == (train.classes, [2])
+    with pytest.raises(DataError, match="val.txt has labels that the training images lack: horse"):
+        ListSource(write_list(tmp_path / "val.txt", ["v.jpg horse"]), classes=train.classes)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["x.jpg 0", "y.jpg"], "line 2: expected 'IMAGE LABEL', got 'y.jpg'"),
+        (["x.jpg 0", "y.jpg 0"], "has 1 class: a classifier needs two"),
+        (["x.jpg 0", "y.jpg 3"], "has no image of label 1, 2, but of 3"),
+        (["# none"], "lists no image"),
+    ],
+)
+def test_lists_that_cannot_be(tmp_path, lines, message):
+    with pytest.raises(DataError, match=message):
+        ListSource(write_list(tmp_path / "train.txt", lines))
+    with pytest.raises(DataError, match="cannot read the list of images"):
+        ListSource(tmp_path / "absent.txt")
+
+
+def test_lists_are_taken_where_folders_are(tmp_path):
+    write_folder(tmp_path, {"a": 6, "b": 6})
+    lines = [f"{'ab'[i // 6]}/{i:03d}.png {i // 6}" for i in range(12)]
+    cfg = DataConfig(train=str(write_list(tmp_path / "list.txt", lines)), batch_size=4, workers=0, val_fraction=0.5)
+    train, val = make_loaders(cfg, resolution=12)
+    assert (train.num_images, val.num_images) == (6, 6)
+    assert next(iter(val.epoch(0)))[1].tolist() == [0, 0, 0, 1]

@@ -1,0 +1,159 @@
+"""Augmentation as numbers: which window of an image a batch shows, drawn before any pixel is read.
+
+Every loader renders the same windows, so what a run sees does not depend on the loader, its workers, the batch size or
+the number of ranks: the draws of an image depend only on (seed, epoch, its place in the order of the epoch).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from scipy.special import ndtri
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+_PADDING = {"cifar": 4, "shift": 2, "none": 0}
+"""By how many pixels a window of the whole image may be moved over its border."""
+
+_EVAL_CROP = 0.875
+"""Share of the resized image that the centre crop keeps, as in ImageNet evaluation (224 of 256)."""
+
+SMALL = 64
+"""Up to this resolution images are objects that fill the frame (CIFAR, digits): no crop at evaluation."""
+
+_SCALE, _RATIO, _TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
+"""Random resized crop as torchvision's: share of the area, width / height, draws before the centre is taken."""
+
+_DRAWS = 28
+"""Uniform numbers per image: 20 for sizes of a window, 2 for its place, 1 for mirroring, 3 for lighting, 2 to spare.
+
+A multiple of 4, which is what a step of the Philox generator's counter gives."""
+
+# Eigenvalues and eigenvectors of ImageNet's RGB covariance (Krizhevsky et al. 2012, 4.1), and the noise's deviation
+_EIGENVALUES = np.array([0.2175, 0.0188, 0.0045])
+_EIGENVECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+_LIGHTING = 0.1
+
+
+class Views(NamedTuple):
+    """What a batch shows of its images; rows are images.
+
+    Attributes:
+        fit: (N, 2) int64 height and width that the whole image is resized to first; its own size leaves it alone.
+        window: (N, 4) int64 top, left, height and width in the fitted image; what lies outside of it is black.
+            The window is then resized to the resolution, with antialiasing (bilinear).
+        mirror: (N,) bool, flip left and right.
+        shift: (N, 3) float32 added to the values 0 to 255 of the channels, rounded and cut off there; None for none.
+    """
+
+    fit: np.ndarray
+    window: np.ndarray
+    mirror: np.ndarray
+    shift: np.ndarray | None
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from a few integers; unlike `hash`, the same in every Python."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How images become (C, resolution, resolution).
+
+    Attributes:
+        kind: `imagenet` (the paper's: random resized crop, flip, lighting), `cifar` (pad 4, crop, flip), `shift` (pad
+            2, crop: for digits, which a flip would change), `none` (resize), or `eval` (short side, centre crop).
+        resolution: of the results in pixels.
+        grey: one channel; without lighting, which is noise of colours.
+        seed: of the draws.
+    """
+
+    kind: Literal["imagenet", "cifar", "shift", "none", "eval"]
+    resolution: int
+    grey: bool = False
+    seed: int = 0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every image is first resized to (resolution, resolution), whatever is drawn."""
+        return self.kind in _PADDING
+
+    def views(self, sizes: np.ndarray, *, epoch: int, start: int) -> Views:
+        """Views of consecutive images of an epoch.
+
+        Args:
+            sizes: (N, 2) heights and widths of the images in pixels.
+            epoch: of the draws.
+            start: place of the first of them in the order of the epoch, over all ranks.
+        """
+        count, side = len(sizes), self.resolution
+        if self.kind == "eval":
+            return Views(*self._centre(sizes), np.zeros(count, bool), None)
+        generator = np.random.Philox(key=derive_seed(self.seed, epoch))
+        generator.advance(start * (_DRAWS // 4))
+        u = np.random.Generator(generator).random((count, _DRAWS))
+        mirror = u[:, 22] < 0.5
+        if self.kind == "imagenet":
+            shift = None if self.grey else _lighting(u[:, 23:26])
+            return Views(sizes, _resized_crop(sizes, u), mirror, shift)
+        padding = _PADDING[self.kind]
+        window = np.full((count, 4), side)
+        window[:, :2] = np.floor(u[:, 20:22] * (2 * padding + 1)) - padding
+        return Views(np.full((count, 2), side), window, mirror & (self.kind == "cifar"), None)
+
+    def _centre(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Short side to `resolution`, above SMALL to 8/7 of it, and a window in the middle (torchvision's rounding)."""
+        side = self.resolution if self.resolution <= SMALL else round(self.resolution / _EVAL_CROP)
+        short = sizes.min(axis=1, keepdims=True)
+        fit = np.where(sizes == short, side, side * sizes // short)
+        corner = np.rint((fit - self.resolution) / 2).astype(np.int64)
+        return fit, np.concatenate([corner, np.full_like(fit, self.resolution)], axis=1)
+
+
+def _resized_crop(sizes: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """Windows of torchvision's RandomResizedCrop: the first of ten random sizes that fits, else the largest centre."""
+    height, width = sizes[:, :1], sizes[:, 1:]
+    area = height * width * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * u[:, :_TRIES])
+    low, high = np.log(_RATIO)
+    ratio = np.exp(low + (high - low) * u[:, _TRIES : 2 * _TRIES])
+    h, w = np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))
+    fits = (0 < w) & (w <= width) & (0 < h) & (h <= height)
+    first = fits.argmax(axis=1)[:, None]
+    h, w = np.take_along_axis(h, first, axis=1), np.take_along_axis(w, first, axis=1)
+    top, left = np.floor(u[:, 20:21] * (height - h + 1)), np.floor(u[:, 21:22] * (width - w + 1))
+    whole_h = np.minimum(height, np.maximum(np.rint(width / _RATIO[0]), 1))
+    whole_w = np.minimum(width, np.maximum(np.rint(height * _RATIO[1]), 1))
+    none = ~fits.any(axis=1, keepdims=True)
+    h, w = np.where(none, whole_h, h), np.where(none, whole_w, w)
+    top, left = np.where(none, (height - h) // 2, top), np.where(none, (width - w) // 2, left)
+    return np.concatenate([top, left, h, w], axis=1).astype(np.int64)
+
+
+def _lighting(u: np.ndarray) -> np.ndarray:
+    """AlexNet's colour noise: sum_k alpha_k lambda_k p_k with alpha_k ~ N(0, 0.1^2) per image, times 255."""
+    alpha = _LIGHTING * ndtri(np.maximum(u, 2.0**-54))
+    return (255 * (alpha * _EIGENVALUES) @ _EIGENVECTORS.T).astype(np.float32)
+
+
+def render(image: Image.Image, views: Views, row: int, augmentation: Augmentation) -> Tensor:
+    """One view of a PIL image of mode RGB, or L for grey, as uint8 (C, resolution, resolution)."""
+    side = augmentation.resolution
+    fit, (top, left, height, width) = views.fit[row].tolist(), views.window[row].tolist()
+    if (image.height, image.width) != tuple(fit):
+        image = F.resize(image, fit, antialias=True)
+    if (top, left, height, width) != (0, 0, image.height, image.width):
+        image = F.crop(image, top, left, height, width)
+    if (height, width) != (side, side):
+        image = F.resize(image, [side, side], antialias=True)
+    if views.mirror[row]:
+        image = F.horizontal_flip(image)
+    pixels = F.pil_to_tensor(image)
+    if views.shift is not None:
+        pixels = (pixels + torch.from_numpy(views.shift[row]).view(-1, 1, 1)).round_().clamp_(0, 255).to(torch.uint8)
+    return pixels
