@@ -1,0 +1,241 @@
+"""Images per second of every loader against a plain torchvision DataLoader, and what loading costs a training run.
+
+Photographs of 500 x 375 are made here (1/f noise with edges, JPEG of quality 90, about the bytes of an ImageNet image);
+`--cifar` takes an image folder of CIFAR size. A loader's figure is a whole epoch up to normalised fp32 batches.
+
+    python benchmarks/bench_loader.py --cifar images/cifar10/train --out benchmarks/results/loader.json
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from harness import positive, write_json
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+
+import nasfast
+from nasfast.data import DataConfig, Loader, make_loader
+from nasfast.train import TrainConfig
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+WIDTH, HEIGHT, QUALITY = 500, 375, 90
+LOADERS = ("torchvision", "dali", "cache")
+PEER = "DataLoader"
+
+
+def make_photographs(folder: Path, count: int) -> Path:
+    """`folder/{0,1}/NUMBER.jpg`: colour fields of a 1/f spectrum, as photographs have, with some straight edges."""
+    rng = np.random.default_rng(0)
+    frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None])
+    frequency[0, 0] = 1
+    for number in range(count):
+        fields = np.fft.irfft2(
+            np.fft.rfft2(rng.standard_normal((4, HEIGHT, WIDTH))) / frequency**1.1, s=(HEIGHT, WIDTH)
+        )
+        fields /= fields.std(axis=(1, 2), keepdims=True)
+        image = 118 + 52 * fields[0, ..., None] + 14 * fields[1:].transpose(1, 2, 0)
+        for _ in range(12):
+            top, left = rng.integers(HEIGHT), rng.integers(WIDTH)
+            image[top : top + rng.integers(150), left : left + rng.integers(200)] += rng.normal(0, 25, 3)
+        path = folder / str(number % 2) / f"{number:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(path, quality=QUALITY)
+    return folder
+
+
+# the peer
+
+
+def _tensor(path: str) -> Tensor:
+    return decode_image(path, ImageReadMode.RGB)
+
+
+def plain(folder: Path, resolution: int, batch: int, workers: int, *, pil: bool) -> DataLoader:
+    """What torchvision's references do: ImageFolder, v2 transforms, DataLoader; PIL images or uint8 tensors."""
+    if resolution > 64:
+        steps = [v2.RandomResizedCrop(resolution, antialias=True), v2.RandomHorizontalFlip()]
+    else:
+        steps = [v2.RandomCrop(resolution, padding=4), v2.RandomHorizontalFlip()]
+    images = [v2.PILToTensor()] if pil else []
+    transform = v2.Compose([*steps, *images, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+    data = ImageFolder(folder, transform) if pil else ImageFolder(folder, transform, loader=_tensor)
+    return DataLoader(data, batch, shuffle=True, num_workers=workers, drop_last=True)
+
+
+def ours(folder: Path, kind: str, resolution: int, batch: int, workers: int, cache: Path) -> Loader:
+    cfg = DataConfig(
+        train=str(folder), loader=kind, workers=workers, batch_size=batch, cache_dir=str(cache), val_fraction=0.01
+    )
+    return make_loader(cfg, nasfast.data.FolderSource(folder), resolution=resolution)
+
+
+def rate(batches: Iterator[tuple[Tensor, Tensor]]) -> float:
+    """Images per second of an epoch, its start-up included."""
+    start, images = time.perf_counter(), 0
+    for x, _ in batches:
+        images += len(x)
+    return images / (time.perf_counter() - start)
+
+
+def loader_rows(
+    folder: Path, work: str, resolution: int, batch: int, cache: Path, cores: list[int], rounds: int
+) -> list:
+    """Images per second of every loader on these cores, interleaved; one core decodes in the process itself."""
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    choices = [0] if len(cores) == 1 else [len(cores) - 1, len(cores), len(cores) + 1]
+    variants: dict[str, Callable[[int], Iterator]] = {}
+    for workers in choices:
+        for pil in (True, False):
+            form = "PIL" if pil else "tensors"
+            peer = plain(folder, resolution, batch, workers, pil=pil)
+            variants[f"{PEER}, {form}, {workers} workers"] = lambda epoch, peer=peer: iter(peer)
+        for kind in LOADERS:
+            made = ours(folder, kind, resolution, batch, max(workers, 1) if kind != "torchvision" else workers, cache)
+            variants[f"{kind}, {workers} workers"] = lambda epoch, made=made: made.epoch(epoch)
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    for epoch in range(rounds + 1):
+        for name, variant in variants.items():
+            found = rate(variant(epoch))
+            if epoch:  # the first fills caches of files and modules
+                rates[name].append(found)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    best_peer = max(value for name, value in medians.items() if name.startswith(PEER))
+    rows = []
+    for name, value in medians.items():
+        rows.append(
+            {
+                "work": work, "cores": len(cores), "loader": name, "images_per_s": value,
+                "images_per_s_per_core": value / len(cores), "ratio_to_best_peer": value / best_peer,
+                "quartiles": np.quantile(rates[name], (0.25, 0.75)).tolist(),
+            }
+        )  # fmt: skip
+        print(f"{work:28} {len(cores)} cores  {name:32} {value:9.0f} images/s  x{value / best_peer:.2f}", flush=True)
+    return rows
+
+
+# what it costs a run
+
+
+class _Timed:
+    """The next `steps` batches as one epoch; keeps the time from the first one's delivery to the last one's."""
+
+    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
+        self._batches, self._steps = batches, steps
+        self.seconds = self.waited = 0.0
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def epoch(self, epoch: int, *, start: int = 0, device: str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+        batch = next(self._batches)  # start-up is not what a step costs
+        begin = time.perf_counter()
+        for _ in range(self._steps - 1):
+            yield batch
+            asked = time.perf_counter()
+            batch = next(self._batches)
+            self.waited += time.perf_counter() - asked
+        self.seconds = time.perf_counter() - begin
+        yield batch
+
+
+def run_rows(
+    folder: Path, work: str, space: str, batch: int, bf16: bool, cache: Path, steps: int, rounds: int
+) -> list[dict]:
+    """Time per step of supernet training with every loader, and with a batch that is there already; interleaved."""
+    os.sched_setaffinity(0, range(os.cpu_count()))
+    torch.set_num_threads(os.cpu_count())
+    shape = nasfast.spaces.get_space(space)
+    makers = {kind: ours(folder, kind, shape.resolution, batch, 1, cache) for kind in LOADERS}
+    ready = next(makers["cache"].epoch(0))
+
+    def endless(batches: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+        epoch = 0
+        while True:
+            yield from batches.epoch(epoch)
+            epoch += 1
+
+    sources: dict[str, Callable[[], Iterator]] = {"in memory": lambda: iter(lambda: ready, None)}
+    sources |= {kind: lambda made=made: endless(made) for kind, made in makers.items()}
+    times: dict[str, list[float]] = {name: [] for name in sources}
+    waits: dict[str, list[float]] = {name: [] for name in sources}
+    cfg = TrainConfig(epochs=1, precision="bf16" if bf16 else "fp32", log_every=steps)
+    for number in range(rounds + 1):
+        for name, source in sources.items():
+            net = nasfast.Supernet(shape, init="he", layer_indicators=True)
+            net.freeze()
+            batches = source()
+            timed = _Timed(batches, steps)
+            with tempfile.TemporaryDirectory() as run_dir:
+                sampler = nasfast.spaces.FairSampler(shape, seed=0)
+                nasfast.train_supernet(net, timed, sampler, cfg, run_dir=run_dir)
+            if number:
+                times[name].append(timed.seconds / (steps - 1))
+                waits[name].append(timed.waited / (steps - 1))
+    base = statistics.median(times["in memory"])
+    rows = []
+    for name, found in times.items():
+        median = statistics.median(found)
+        row = {
+            "work": work, "space": space, "batch": batch, "precision": cfg.precision, "loader": name,
+            "ms_per_step": 1e3 * median, "overhead": median / base - 1,
+            "wait_ms_per_step": 1e3 * statistics.median(waits[name]), "rounds": found,
+        }  # fmt: skip
+        rows.append(row)
+        print(
+            f"{work:28} {cfg.precision}  {name:12} {1e3 * median:8.1f} ms per step, {row['overhead']:+.1%}, "
+            f"of it waiting {row['wait_ms_per_step']:.1f} ms",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cifar", type=Path, help="image folder of CIFAR size, root/CLASS/IMAGE; left out without")
+    parser.add_argument("--photographs", type=positive, default=400, help="how many to make")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, default=16, help="of a training run; its first is not timed")
+    parser.add_argument("--only", choices=("loaders", "runs"), help="half of the tables")
+    parser.add_argument("--quick", action="store_true", help="few images and rounds: shows that everything runs")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args()
+    if args.quick:
+        args.photographs, args.rounds, args.steps = 72, 1, 3
+    scratch = Path(tempfile.mkdtemp(prefix="bench_loader"))
+    rows = []
+    try:
+        photographs = make_photographs(scratch / "photographs", args.photographs)
+        bytes_each = sum(path.stat().st_size for path in photographs.glob("*/*")) / args.photographs
+        print(f"{args.photographs} photographs of {WIDTH} x {HEIGHT}, {bytes_each / 1e3:.0f} kB each", flush=True)
+        works = [(photographs, "500x375 JPEG -> 224", 224, 32, [("mobilenet_v2", False), ("mobilenet_v2", True)])]
+        if args.cifar is not None:
+            works.append((args.cifar, "CIFAR 32x32 JPEG", 32, 128, [("nas_bench_macro", False)]))
+        for folder, work, resolution, batch, spaces in works:
+            if args.only != "runs":
+                for cores in ([0], list(range(os.cpu_count()))):
+                    rows += loader_rows(folder, work, resolution, batch, scratch / "cache", cores, args.rounds)
+            if args.only != "loaders":
+                for space, bf16 in spaces:
+                    rows += run_rows(folder, work, space, batch, bf16, scratch / "cache", args.steps, args.rounds)
+    finally:
+        shutil.rmtree(scratch)
+    if args.out is not None:
+        write_json(args.out, rows)
+        print(f"written: {args.out}")
+
+
+if __name__ == "__main__":
+    main()
