@@ -48,7 +48,7 @@ class Views(NamedTuple):
         window: (N, 4) int64 top, left, height and width in the fitted image; what lies outside of it is black.
             The window is then resized to the resolution, with antialiasing (bilinear).
         mirror: (N,) bool, flip left and right.
-        shift: (N, 3) float32 added to the values 0 to 255 of the channels, rounded and cut off there; None for none.
+        shift: (N, 3) float32 whole numbers added to the values 0 to 255 of the channels, cut off there; None for none.
     """
 
     fit: np.ndarray
@@ -138,7 +138,8 @@ def _resized_crop(sizes: np.ndarray, u: np.ndarray) -> np.ndarray:
 def _lighting(u: np.ndarray) -> np.ndarray:
     """AlexNet's colour noise: sum_k alpha_k lambda_k p_k with alpha_k ~ N(0, 0.1^2) per image, times 255."""
     alpha = _LIGHTING * ndtri(np.maximum(u, 2.0**-54))
-    return (255 * (alpha * _EIGENVALUES) @ _EIGENVECTORS.T).astype(np.float32)
+    # in whole levels: the sums of pixels are then exact, however a loader adds
+    return np.rint(255 * (alpha * _EIGENVALUES) @ _EIGENVECTORS.T).astype(np.float32)
 
 
 def render(image: Image.Image, views: Views, row: int, augmentation: Augmentation) -> Tensor:
@@ -155,5 +156,8 @@ def render(image: Image.Image, views: Views, row: int, augmentation: Augmentatio
         image = F.horizontal_flip(image)
     pixels = F.pil_to_tensor(image)
     if views.shift is not None:
-        pixels = (pixels + torch.from_numpy(views.shift[row]).view(-1, 1, 1)).round_().clamp_(0, 255).to(torch.uint8)
+        # in numpy: PyTorch would start threads of its own beside each thread of a loader
+        rows = pixels.permute(1, 2, 0).numpy().reshape(side, -1) + np.tile(views.shift[row], side)
+        rows = np.rint(rows, out=rows).clip(0, 255, out=rows).astype(np.uint8)
+        pixels = torch.from_numpy(rows).view(side, side, -1).permute(2, 0, 1)
     return pixels

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -107,6 +110,23 @@ def _as_is(decoded: Decoded) -> Decoded:
     return decoded
 
 
+@contextlib.contextmanager
+def _death_seen_here() -> Iterator[None]:
+    """Within, PyTorch tells of a dead worker where the next batch is asked for, which may take it five seconds.
+
+    It would tell at once, by an exception from a signal handler, wherever the main thread is: in a training step.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread has handlers, and only it is told
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        # None: it was not set from Python
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+
+
 class TorchvisionBackend:
     """PIL and torchvision, in the worker processes of a `torch.utils.data.DataLoader`.
 
@@ -142,9 +162,11 @@ class TorchvisionBackend:
                 generator=torch.Generator(),
             )
             try:
-                for decoded in loader:
-                    yield decoded
-                    done, restarts = done + 1, 0
+                batches = iter(loader)
+                with _death_seen_here() if self._workers else contextlib.nullcontext():
+                    for decoded in batches:
+                        yield decoded
+                        done, restarts = done + 1, 0
             except RuntimeError as error:
                 # what PyTorch says of a worker that the kernel or a person killed; what a worker raised is passed on
                 if "exited unexpectedly" not in str(error) and "is killed by signal" not in str(error):

@@ -41,10 +41,12 @@ class ImageSource(ABC):
     Attributes:
         classes: class names; a label indexes them.
         labels: (len,) int64.
+        in_memory: nothing is decoded on access.
     """
 
     classes: tuple[str, ...]
     labels: np.ndarray
+    in_memory: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -263,6 +265,8 @@ class DigitsSource(ImageSource):
         RuntimeError: scikit-learn is not installed.
     """
 
+    in_memory = True
+
     def __init__(self, split: str) -> None:
         try:
             from sklearn.datasets import load_digits
@@ -287,22 +291,28 @@ class DigitsSource(ImageSource):
 
 
 class SubsetSource(ImageSource):
-    """Some images of another source."""
+    """Some images of another source.
+
+    Attributes:
+        source: the other.
+        indices: (len,) int64, of its images.
+    """
 
     def __init__(self, source: ImageSource, indices: np.ndarray) -> None:
-        self._source = source
-        self._indices = indices
+        self.source = source
+        self.indices = indices
         self.classes = source.classes
         self.labels = source.labels[indices]
+        self.in_memory = source.in_memory
 
     def image(self, index: int) -> Image.Image:
-        return self._source.image(int(self._indices[index]))
+        return self.source.image(int(self.indices[index]))
 
     def name(self, index: int) -> str:
-        return self._source.name(int(self._indices[index]))
+        return self.source.name(int(self.indices[index]))
 
     def path(self, index: int) -> str | None:
-        return self._source.path(int(self._indices[index]))
+        return self.source.path(int(self.indices[index]))
 
 
 def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[SubsetSource, SubsetSource]:

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from nasfast.config import ConfigBase, ConfigError
+from nasfast.data import dali
 from nasfast.data.augment import SMALL, Augmentation, derive_seed
 from nasfast.data.backends import Backend, Request, TorchvisionBackend
+from nasfast.data.cache import CacheBackend
 from nasfast.data.datasets import DataError, DatasetSource, DigitsSource, ImageSource, open_files, split_source
 
 _LOG = logging.getLogger(__name__)
+
+_AUTO_CACHE_BYTES = 2 * 2**30
+"""Decoded images of small resolution that `auto` caches without being asked."""
 
 _NAMED_FILES = 5
 """How many unreadable files an error or warning lists."""
@@ -263,6 +268,34 @@ def make_augmentation(
     return Augmentation(kind if train else "eval", resolution, grey=grey, seed=seed)
 
 
+def _make_backend(
+    cfg: DataConfig, source: ImageSource, augmentation: Augmentation, batch_size: int, device: torch.device
+) -> Backend:
+    kind, common = cfg.loader, {"workers": cfg.workers, "prefetch": cfg.prefetch}
+    if kind == "auto":
+        kind, reason = _choose(source, augmentation)
+        _LOG.info("loader for %d images: %s, because %s", len(source), kind, reason)
+    if kind == "cache":
+        return CacheBackend(source, augmentation, cache_dir=cfg.cache_dir, cache_side=cfg.cache_side, **common)
+    if kind == "dali":
+        return dali.DaliBackend(source, augmentation, batch_size=batch_size, device=device, **common)
+    return TorchvisionBackend(source, augmentation, **common)
+
+
+def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:
+    """What `auto` means for these images, and why."""
+    if source.in_memory:
+        return "cache", "they are in memory already"
+    side = augmentation.resolution
+    size = len(source) * side**2 * (1 if augmentation.grey else 3)
+    if source.path(0) is not None and side <= SMALL and size <= _AUTO_CACHE_BYTES:
+        return "cache", f"decoded once to {side} x {side} they take {size / 1e6:.0f} MB"
+    refusal = dali.refusal(source)
+    if refusal is None:
+        return "dali", "DALI is installed (data.loader=cache decodes once, if the disk has room for it)"
+    return "torchvision", f"{refusal} (data.loader=cache decodes once, if the disk has room for it)"
+
+
 def make_loader(
     cfg: DataConfig,
     dataset: Any = None,
@@ -305,7 +338,7 @@ def make_loader(
     augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed)
     mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
     return Loader(
-        source, TorchvisionBackend(source, augmentation, workers=cfg.workers, prefetch=cfg.prefetch),
+        source, _make_backend(cfg, source, augmentation, -(-cfg.batch_size // world), torch.device(device)),
         batch_size=cfg.batch_size, shuffle=train, seed=seed, rank=rank, world=world, max_bad_files=cfg.max_bad_files,
         mean=mean, std=std,
     )  # fmt: skip
