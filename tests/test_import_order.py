@@ -27,23 +27,26 @@ ROOT = Path(nasfast.__file__).parent
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "files": set(),
+    "lock": {"files"},
+    "termination": set(),
+    "distributed": set(),
     "spaces": {"config"},
     "ops": {"files"},
     "floor": set(),
     "supernet": {"config", "spaces", "ops"},
-    "data": {"config"},
+    "data": {"config", "files"},
     "engine": {"spaces", "supernet"},
     "analysis.meanfield": set(),
     "analysis.concentration": {"ops"},
     "analysis": {
         "config", "spaces", "ops", "supernet", "indicators.table", "analysis.concentration", "analysis.meanfield",
     },
-    "train": {"config", "files", "spaces", "supernet", "engine"},
+    "train": {"config", "files", "lock", "termination", "distributed", "spaces", "supernet", "engine"},
     "indicators.table": {"files", "spaces"},
     "indicators.rank": {"files", "spaces", "indicators.table"},
     "indicators": {"spaces", "supernet", "train", "indicators.table"},
     "search": {"config", "files", "spaces", "indicators.table"},
-    "retrain": {"config", "files", "spaces", "supernet", "train"},
+    "retrain": {"config", "files", "lock", "distributed", "spaces", "supernet", "train"},
     "report": {"config", "files", "spaces", "indicators.table", "indicators.rank", "search"},
     "device": {"config"},
     "timing": {"config", "device", "ops", "spaces"},
@@ -56,14 +59,15 @@ ALLOWED: dict[str, set[str]] = {
     },
     "profile": {"config", "spaces", "supernet", "train", "timing"},
     "pipeline": {
-        "config", "files", "spaces", "supernet", "data", "train", "indicators", "indicators.table", "search", "retrain",
-        "report", "device", "doctor",
+        "config", "files", "lock", "distributed", "spaces", "supernet", "data", "train", "indicators",
+        "indicators.table", "search", "retrain", "report", "device", "doctor",
     },
     "commands": {
-        "config", "spaces", "indicators.table", "indicators.rank", "report", "latency", "isometry", "profile", "doctor",
-        "pipeline",
+        "config", "distributed", "spaces", "indicators.table", "indicators.rank", "report", "latency", "isometry",
+        "profile", "doctor", "pipeline",
     },
-    "cli": {"config", "commands"},
+    "cli": {"config", "files", "termination", "commands"},
+    "__main__": {"cli"},
     # names the others only while a type checker reads it
     "": set(),
 }  # fmt: skip
@@ -75,7 +79,10 @@ LATE = {
     ("nasfast.ops.registry", "nasfast.ops.bn_triton"),
     ("nasfast.ops.registry", "nasfast.ops.conv_triton"),
 }
-TORCH_FREE = {"cli", "config", "files", "spaces", "indicators.table", "indicators.rank", "search"}
+TORCH_FREE = {
+    "cli", "__main__", "config", "files", "lock", "termination", "spaces", "indicators.table", "indicators.rank",
+    "search",
+}  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 NATIVE = {"nasfast._C", "nasfast._triton"}
 

@@ -158,6 +158,6 @@ def render(image: Image.Image, views: Views, row: int, augmentation: Augmentatio
     if views.shift is not None:
         # in numpy: PyTorch would start threads of its own beside each thread of a loader
         rows = pixels.permute(1, 2, 0).numpy().reshape(side, -1) + np.tile(views.shift[row], side)
-        rows = np.rint(rows, out=rows).clip(0, 255, out=rows).astype(np.uint8)
+        rows = rows.clip(0, 255, out=rows).astype(np.uint8)
         pixels = torch.from_numpy(rows).view(side, side, -1).permute(2, 0, 1)
     return pixels

@@ -209,11 +209,11 @@ class Loader:
 
 def _normalise(images: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """uint8 (N, C, H, W) in channels_last to fp32 `images * scale + offset`, one value of each per channel."""
-    rows = images.permute(0, 2, 3, 1).flatten(2)
+    rows = images.permute(0, 2, 3, 1).flatten(2).float()
     # a row of pixels at a time: a loop over three channels would be ten times as slow
     scale, offset = scale.repeat(images.shape[3]), offset.repeat(images.shape[3])
-    flat = torch.addcmul(offset, rows.float(), scale)
-    return flat.unflatten(2, (images.shape[3], images.shape[1])).permute(0, 3, 1, 2)
+    torch.addcmul(offset, rows, scale, out=rows)  # in place: fresh memory costs as much as the arithmetic
+    return rows.unflatten(2, (images.shape[3], images.shape[1])).permute(0, 3, 1, 2)
 
 
 def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

@@ -191,18 +191,18 @@ def test_the_hold_out_is_stratified_and_disjoint(fraction):
     counts = {"a": 50, "b": 20, "c": 2}
     source = _Labels(counts)
     train, val = split_source(source, fraction, seed=1)
-    indices = [set(part._indices.tolist()) for part in (train, val)]
+    indices = [set(part.indices.tolist()) for part in (train, val)]
     assert not indices[0] & indices[1]
     assert indices[0] | indices[1] == set(range(72))
     for label, count in enumerate(counts.values()):
         held_out = int((val.labels == label).sum())
         assert held_out == min(max(1, round(count * fraction)), count - 1)
-    assert train.labels.tolist() == source.labels[train._indices].tolist()
+    assert train.labels.tolist() == source.labels[train.indices].tolist()
 
 
 def test_the_hold_out_depends_on_the_seed_only():
     source = _Labels({"a": 40, "b": 40})
-    parts = [split_source(source, 0.25, seed)[1]._indices.tolist() for seed in (1, 1, 2)]
+    parts = [split_source(source, 0.25, seed)[1].indices.tolist() for seed in (1, 1, 2)]
     assert parts[0] == parts[1] != parts[2]
 
 
