@@ -26,7 +26,7 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 import nasfast
-from nasfast.data import DataConfig, Loader, make_loader
+from nasfast.data import DataConfig, FolderSource, Loader, dali, make_loader
 from nasfast.train import TrainConfig
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -74,11 +74,19 @@ def plain(folder: Path, resolution: int, batch: int, workers: int, *, pil: bool)
     return DataLoader(data, batch, shuffle=True, num_workers=workers, drop_last=True)
 
 
-def ours(folder: Path, kind: str, resolution: int, batch: int, workers: int, cache: Path) -> Loader:
-    cfg = DataConfig(
-        train=str(folder), loader=kind, workers=workers, batch_size=batch, cache_dir=str(cache), val_fraction=0.01
-    )
-    return make_loader(cfg, nasfast.data.FolderSource(folder), resolution=resolution)
+def ours(
+    folder: Path, kind: str, resolution: int, batch: int, workers: int, cache: Path, device: str = "cpu"
+) -> Loader:
+    cfg = DataConfig(loader=kind, workers=workers, batch_size=batch, cache_dir=str(cache))
+    return make_loader(cfg, FolderSource(folder), resolution=resolution, device=device)
+
+
+def loaders(folder: Path) -> list[str]:
+    """Those that can be had here."""
+    refused = dali.refusal(FolderSource(folder))
+    if refused:
+        print(f"without dali: {refused}", flush=True)
+    return [kind for kind in LOADERS if kind != "dali" or not refused]
 
 
 def rate(batches: Iterator[tuple[Tensor, Tensor]]) -> float:
@@ -102,7 +110,7 @@ def loader_rows(
             form = "PIL" if pil else "tensors"
             peer = plain(folder, resolution, batch, workers, pil=pil)
             variants[f"{PEER}, {form}, {workers} workers"] = lambda epoch, peer=peer: iter(peer)
-        for kind in LOADERS:
+        for kind in loaders(folder):
             made = ours(folder, kind, resolution, batch, max(workers, 1) if kind != "torchvision" else workers, cache)
             variants[f"{kind}, {workers} workers"] = lambda epoch, made=made: made.epoch(epoch)
     rates: dict[str, list[float]] = {name: [] for name in variants}
@@ -132,8 +140,8 @@ def loader_rows(
 class _Timed:
     """The next `steps` batches as one epoch; keeps the time from the first one's delivery to the last one's."""
 
-    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
-        self._batches, self._steps = batches, steps
+    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int, synchronize: Callable[[], None]) -> None:
+        self._batches, self._steps, self._synchronize = batches, steps, synchronize
         self.seconds = self.waited = 0.0
 
     def __len__(self) -> int:
@@ -141,30 +149,34 @@ class _Timed:
 
     def epoch(self, epoch: int, *, start: int = 0, device: str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         batch = next(self._batches)  # start-up is not what a step costs
+        self._synchronize()
         begin = time.perf_counter()
         for _ in range(self._steps - 1):
             yield batch
             asked = time.perf_counter()
             batch = next(self._batches)
             self.waited += time.perf_counter() - asked
+        self._synchronize()
         self.seconds = time.perf_counter() - begin
         yield batch
 
 
 def run_rows(
-    folder: Path, work: str, space: str, batch: int, bf16: bool, cache: Path, steps: int, rounds: int
+    folder: Path, work: str, space: str, batch: int, bf16: bool, cache: Path, steps: int, rounds: int, device: str
 ) -> list[dict]:
     """Time per step of supernet training with every loader, and with a batch that is there already; interleaved."""
     os.sched_setaffinity(0, range(os.cpu_count()))
     torch.set_num_threads(os.cpu_count())
     shape = nasfast.spaces.get_space(space)
-    makers = {kind: ours(folder, kind, shape.resolution, batch, 1, cache) for kind in LOADERS}
-    ready = next(makers["cache"].epoch(0))
+    threads = 1 if device == "cpu" else max(1, os.cpu_count() - 1)
+    makers = {kind: ours(folder, kind, shape.resolution, batch, threads, cache, device) for kind in loaders(folder)}
+    ready = next(makers["cache"].epoch(0, device=device))
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
 
     def endless(batches: Loader) -> Iterator[tuple[Tensor, Tensor]]:
         epoch = 0
         while True:
-            yield from batches.epoch(epoch)
+            yield from batches.epoch(epoch, device=device)
             epoch += 1
 
     sources: dict[str, Callable[[], Iterator]] = {"in memory": lambda: iter(lambda: ready, None)}
@@ -177,10 +189,10 @@ def run_rows(
             net = nasfast.Supernet(shape, init="he", layer_indicators=True)
             net.freeze()
             batches = source()
-            timed = _Timed(batches, steps)
+            timed = _Timed(batches, steps, synchronize)
             with tempfile.TemporaryDirectory() as run_dir:
                 sampler = nasfast.spaces.FairSampler(shape, seed=0)
-                nasfast.train_supernet(net, timed, sampler, cfg, run_dir=run_dir)
+                nasfast.train_supernet(net, timed, sampler, cfg, run_dir=run_dir, device=device)
             if number:
                 times[name].append(timed.seconds / (steps - 1))
                 waits[name].append(timed.waited / (steps - 1))
@@ -189,7 +201,7 @@ def run_rows(
     for name, found in times.items():
         median = statistics.median(found)
         row = {
-            "work": work, "space": space, "batch": batch, "precision": cfg.precision, "loader": name,
+            "work": work, "device": device, "space": space, "batch": batch, "precision": cfg.precision, "loader": name,
             "ms_per_step": 1e3 * median, "overhead": median / base - 1,
             "wait_ms_per_step": 1e3 * statistics.median(waits[name]), "rounds": found,
         }  # fmt: skip
@@ -208,6 +220,7 @@ def main() -> None:
     parser.add_argument("--photographs", type=positive, default=400, help="how many to make")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=16, help="of a training run; its first is not timed")
+    parser.add_argument("--device", default="cpu", help="of the training runs")
     parser.add_argument("--only", choices=("loaders", "runs"), help="half of the tables")
     parser.add_argument("--quick", action="store_true", help="few images and rounds: shows that everything runs")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -229,7 +242,9 @@ def main() -> None:
                     rows += loader_rows(folder, work, resolution, batch, scratch / "cache", cores, args.rounds)
             if args.only != "loaders":
                 for space, bf16 in spaces:
-                    rows += run_rows(folder, work, space, batch, bf16, scratch / "cache", args.steps, args.rounds)
+                    rows += run_rows(
+                        folder, work, space, batch, bf16, scratch / "cache", args.steps, args.rounds, args.device
+                    )
     finally:
         shutil.rmtree(scratch)
     if args.out is not None:
