@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -10,6 +11,10 @@ import traceback
 from collections.abc import Sequence
 
 from nasfast.config import nearest
+from nasfast.files import NO_ROOM
+from nasfast.termination import Terminated, raised
+
+_LOG = logging.getLogger(__name__)
 
 _COMMANDS = {
     "run": "everything: train a supernet, score, search, retrain, report",
@@ -27,6 +32,11 @@ _COMMANDS = {
 }
 
 
+_NO_ROOM_REMEDY = (
+    "; what was saved before is intact. Free some space and run again (run, supernet and retrain with --resume)"
+)
+
+
 def _usage() -> str:
     lines = [f"  {name:9} {text}" for name, text in _COMMANDS.items()]
     return "usage: nasfast COMMAND [FLAGS]\n\n" + "\n".join(lines) + "\n\nflags of a command: nasfast COMMAND --help"
@@ -36,9 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
     Errors that a user can put right are printed without a traceback and give status 1, wrong flags give 2; the
-    environment variable NASFAST_TRACEBACK=1 shows the traceback too.
+    environment variable NASFAST_TRACEBACK=1 shows the traceback too. SIGTERM gives 143, training saved.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a name that the locale's encoding lacks is shown by its numbers, as standard error does
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("nasfast").setLevel(logging.INFO)
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -51,11 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # only now: the commands import torch, which takes seconds
     commands = importlib.import_module("nasfast.commands")
     try:
-        commands.execute(command, _COMMANDS[command], rest)
+        with raised():
+            commands.execute(command, _COMMANDS[command], rest)
+    except Terminated as stopped:
+        _LOG.info("nasfast %s: %s", command, stopped.message)
+        return stopped.code
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("NASFAST_TRACEBACK") == "1":
             traceback.print_exc()
-        print(f"nasfast {command}: {error}", file=sys.stderr)
+        remedy = _NO_ROOM_REMEDY if isinstance(error, OSError) and error.errno in NO_ROOM else ""
+        print(f"nasfast {command}: {error}{remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\nnasfast {command}: interrupted; the last checkpoint is kept, --resume continues", file=sys.stderr)

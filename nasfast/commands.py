@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import json
+import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jsonargparse
 
 from nasfast import pipeline
-from nasfast.config import ConfigBase, ConfigError, load_yaml, nearest
+from nasfast.config import ConfigBase, ConfigError, load_yaml, local, nearest
+from nasfast.distributed import World, environment_rank, start
 from nasfast.doctor import doctor
 from nasfast.indicators.rank import rank, read_accuracies, read_scores
 from nasfast.indicators.table import IndicatorTable, TableError
@@ -86,7 +90,7 @@ def _run_config(parser: _Parser, argv: Sequence[str], *, resumable: bool) -> tup
     early.add_argument("--resume", action="store_true")
     known, _ = early.parse_known_args(argv)
     files = [_recipe(name) for name in known.config]
-    out = known.out or next((o for f in reversed(files) if (o := load_yaml(f).get("out"))), RunConfig.out)
+    out = known.out or next((o for f in reversed(files) if (o := local(load_yaml(f)).get("out"))), RunConfig.out)
     saved = Path(out) / CONFIG_FILE
     if (known.resume or parser.command not in ("run", "supernet")) and saved.exists():
         files.insert(0, saved)
@@ -99,7 +103,7 @@ def _run_config(parser: _Parser, argv: Sequence[str], *, resumable: bool) -> tup
     parser.add_class_arguments(RunConfig)
     given: dict[str, Any] = {}
     for file in files:
-        _merge(given, load_yaml(file))
+        _merge(given, local(load_yaml(file)))
     try:
         checked = _flatten(RunConfig.from_dict(given).to_dict())
     except ConfigError as error:
@@ -148,17 +152,29 @@ def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
     print(f"written: {cfg.run_dir / 'retrain'}")
 
 
+@contextlib.contextmanager
+def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
+    """The processes that torchrun started, with the settings of rank 0: others may not see its run directory."""
+    with start(cfg.torch_device) as world:
+        yield RunConfig.from_dict(json.loads(world.broadcast(json.dumps(cfg.to_dict()).encode()))), world
+
+
 def _run(parser: _Parser, argv: Sequence[str]) -> None:
     cfg, resume = _run_config(parser, argv, resumable=True)
-    result = pipeline.run(cfg, resume=resume)
-    _show_candidates(cfg, result.candidates)
-    _show_retrained(cfg, result.retrained)
-    print(f"report: {result.report}")
+    with _joined(cfg) as (cfg, world):
+        result = pipeline.run(cfg, resume=resume, world=world)
+        if world.is_main:
+            _show_candidates(cfg, result.candidates)
+            _show_retrained(cfg, result.retrained)
+            print(f"report: {result.report}")
 
 
 def _supernet(parser: _Parser, argv: Sequence[str]) -> None:
     cfg, resume = _run_config(parser, argv, resumable=True)
-    print(f"checkpoint: {pipeline.supernet(cfg, resume=resume)}")
+    with _joined(cfg) as (cfg, world):
+        final = pipeline.supernet(cfg, resume=resume, world=world)
+        if world.is_main:
+            print(f"checkpoint: {final}")
 
 
 def _score(parser: _Parser, argv: Sequence[str]) -> None:
@@ -174,7 +190,10 @@ def _search(parser: _Parser, argv: Sequence[str]) -> None:
 
 def _retrain(parser: _Parser, argv: Sequence[str]) -> None:
     cfg, resume = _run_config(parser, argv, resumable=True)
-    _show_retrained(cfg, pipeline.retrain_best(cfg, resume=resume))
+    with _joined(cfg) as (cfg, world):
+        results = pipeline.retrain_best(cfg, resume=resume, world=world)
+        if world.is_main:
+            _show_retrained(cfg, results)
 
 
 def _export(parser: _Parser, argv: Sequence[str]) -> None:
@@ -266,12 +285,23 @@ _COMMANDS: dict[str, Callable[[_Parser, Sequence[str]], None]] = {
 }
 
 
+_JOINT = ("run", "supernet", "retrain")
+"""Commands that several processes do together."""
+
+
 def execute(command: str, description: str, argv: Sequence[str]) -> None:
     """Carry out one command; its errors are the caller's to show.
+
+    Of the processes that torchrun started, all do the commands that train, and show little but errors where they are
+    not rank 0; everything else rank 0 does alone.
 
     Args:
         command: `run`, `supernet`, ...
         description: head of its help.
         argv: its flags.
     """
+    if environment_rank():
+        if command not in _JOINT:
+            return
+        logging.getLogger("nasfast").setLevel(logging.WARNING)
     _COMMANDS[command](_Parser(command, description), argv)

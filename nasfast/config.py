@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,12 @@ class ConfigBase:
 
     A field that is itself a config dataclass is written as a nested mapping. Values from a mapping are checked against
     the annotated type; a dataclass's own `__post_init__` checks ranges, so both ways in meet the same checks.
+
+    Attributes:
+        names_files: strings may name files; written and read so that they name the same ones under any locale.
     """
+
+    names_files: typing.ClassVar[bool] = False
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], *, where: str = "") -> Self:
@@ -76,30 +83,49 @@ class ConfigBase:
         Raises:
             ConfigError: not YAML, or `from_dict`'s reasons, with the file named.
         """
-        return cls.from_dict(load_yaml(path))
+        form = load_yaml(path)
+        try:
+            return cls.from_dict(local(form) if cls.names_files else form)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
     def to_yaml(self) -> str:
         """Every field, defaults included, as YAML; `load` reads it back from a file."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        form = self.to_dict()
+        return dump_yaml(portable(form) if self.names_files else form)
 
     def save(self, path: str | Path) -> None:
         """Write `to_yaml` to a file."""
-        Path(path).write_text(self.to_yaml())
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
+
+
+_HEAD, _END = "# whole if its last line is three dots\n", "...\n"
+"""First and last line of our YAML files: one that was cut off would be valid YAML too, with defaults for the rest."""
+
+
+def dump_yaml(form: dict[str, Any]) -> str:
+    """A mapping as YAML, in its own order; `load_yaml` notices when part of the text is missing."""
+    return _HEAD + yaml.safe_dump(form, sort_keys=False, explicit_end=True)
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The top-level mapping of a YAML file.
 
     Raises:
-        ConfigError: file absent, not YAML, or not a mapping.
+        ConfigError: file absent, empty, not YAML, not a mapping, or cut off.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
+    if _HEAD.startswith(text) or (text.startswith(_HEAD) and not text.endswith(f"\n{_END}")):
+        what = "cut off" if text else "empty"
+        raise ConfigError(f"{path} is {what}: restore it, or delete it and give the settings again")
     try:
         loaded = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -107,6 +133,30 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: expected a mapping at the top level, got {type(loaded).__name__}")
     return loaded
+
+
+def portable(form: Any) -> Any:
+    """A nested form whose strings may name files, as it is saved: the bytes of every name read as UTF-8.
+
+    The same bytes are other strings under a locale that is not UTF-8; see `local`.
+    """
+    return _names(form, lambda name: os.fsencode(name).decode("utf-8", "surrogateescape"))
+
+
+def local(form: Any) -> Any:
+    """Inverse of `portable`: every string as the name that this process's locale gives to the same bytes."""
+    return _names(form, lambda name: os.fsdecode(name.encode("utf-8", "surrogateescape")))
+
+
+def _names(form: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(form, dict):
+        return {key: _names(value, change) for key, value in form.items()}
+    if isinstance(form, list):
+        return [_names(value, change) for value in form]
+    if isinstance(form, str):
+        with contextlib.suppress(UnicodeEncodeError):  # a text that is no file name here
+            return change(form)
+    return form
 
 
 def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:

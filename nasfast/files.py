@@ -1,13 +1,23 @@
-"""Files of a run directory that several stages share: the atomic write, and the reader of metrics.jsonl. No torch."""
+"""Files of a run directory: the atomic write, JSON that knows its damage, and the reader of metrics.jsonl. No torch."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 METRICS_FILE = "metrics.jsonl"
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What an OSError says when a disk is full, or as much of it as this user or process may have."""
+
+_DIGEST = "digest"
 
 
 def temporary_beside(path: Path) -> Path:
@@ -40,10 +50,92 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+def link_atomic(source: Path, target: Path) -> None:
+    """Make `target` another name of the file `source`, or a copy where the file system has no hard links.
+
+    Raises:
+        OSError: it could not be made; an old file of that name is intact.
+    """
+    temporary = temporary_beside(target)
+    try:
+        temporary.unlink(missing_ok=True)
+        os.link(source, temporary)
+        os.replace(temporary, target)
+    except OSError:
+        write_atomic(target, source.read_bytes())
+    finally:
+        temporary.unlink(missing_ok=True)  # it stays where both were names of one file already
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Refuse to begin what could not be saved: reserve `size` bytes in `folder`, and release them.
+
+    Raises:
+        OSError: they cannot be had, or the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(folder / "room")
+    try:
+        with open(temporary, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def seal(form: dict[str, Any], *, indent: int | None = 1) -> str:
+    """A mapping as JSON that ends with a digest of its content, by which `unseal` notices damage."""
+    return json.dumps({**form, _DIGEST: _digest(form)}, indent=indent) + "\n"
+
+
+def unseal(text: str) -> dict[str, Any]:
+    """The mapping in a text of `seal`; one without a digest, written by hand, is taken as it is.
+
+    Raises:
+        ValueError: not JSON, no mapping, or changed since it was sealed.
+    """
+    form = json.loads(text)
+    if not isinstance(form, dict):
+        raise ValueError(f"expected a mapping, got {type(form).__name__}")
+    digest = form.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(form):
+        raise ValueError(f"its content does not match its digest: it is damaged, or was edited with {_DIGEST!r} kept")
+    return form
+
+
+def _digest(form: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(form, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def locked_lines(path: Path) -> Iterator[IO[bytes]]:
+    """The file `path`, made if absent, to append whole lines to, while no other process that asks for it has it.
+
+    It may be replaced meanwhile (`write_atomic`): those who wait then take the new file. What a killed process left of
+    a line is ended. Where the file system has no locks there is none.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with open(path, "ab+") as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                current = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+            except FileNotFoundError:
+                current = False
+            if not current:
+                continue
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            yield file
+            return
+
+
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, none if it is absent; those torn by a kill or otherwise unreadable are left out."""
     path, metrics = Path(run_dir) / METRICS_FILE, []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             form = json.loads(line)
         except ValueError:

@@ -5,23 +5,28 @@ supernet -> checkpoints/   score -> indicators.json   search -> archs.json   ret
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from nasfast.config import ConfigBase, ConfigError, difference
 from nasfast.data import DataConfig, Loader, make_loaders
 from nasfast.device import check_device, torch_device
+from nasfast.distributed import SINGLE, World
 from nasfast.doctor import environment
 from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.accuracy import path_accuracy
 from nasfast.indicators.bn_gamma import score as score_supernet
-from nasfast.indicators.table import IndicatorTable
+from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.lock import run_lock
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainConfig, RetrainResult, export_onnx, load_model, retrain
 from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE
@@ -45,10 +50,12 @@ from nasfast.train.supernet import METHODS, SupernetConfig, default_lr, make_sup
 
 _LOG = logging.getLogger(__name__)
 
+Stage = TypeVar("Stage", bound=Callable[..., Any])
+
 CONFIG_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "indicators.json", "archs.json"
 
 _LATER = ("out", "device", "threads", "search", "retrain", "recalibration_batches")
-_LATER_DATA = ("train", "val", "workers", "max_bad_files")
+_LATER_DATA = ("train", "val", "workers", "max_bad_files", "loader", "prefetch", "cache_dir")
 """Settings, and those of `data`, that may change when a supernet resumes: of later stages, or of the machine."""
 
 
@@ -85,6 +92,8 @@ class RunConfig(ConfigBase):
         search: limits and search method.
         retrain: training of the chosen architectures.
     """
+
+    names_files: ClassVar[bool] = True
 
     out: str = "runs/nasfast"
     seed: int = 0
@@ -129,17 +138,19 @@ class RunConfig(ConfigBase):
         return torch_device(self.device)
 
 
-def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool) -> tuple[Loader, Loader]:
+def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
     """Training and validation loader.
 
     Args:
         hold_out: validate on training images that are held out, so that the search never sees those of `data.val`.
+        world: the ranks that share every batch.
     """
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     return make_loaders(
-        cfg.data, resolution=space.resolution, in_channels=space.in_channels, seed=cfg.seed, hold_out=hold_out
-    )
+        cfg.data, resolution=space.resolution, in_channels=space.in_channels, seed=cfg.seed, hold_out=hold_out,
+        rank=world.rank, world=world.size, device=cfg.torch_device,
+    )  # fmt: skip
 
 
 def _scored_by_accuracy(cfg: RunConfig) -> bool:
@@ -150,24 +161,62 @@ def _saved_space(cfg: RunConfig) -> SearchSpace:
     path = cfg.run_dir / SPACE_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {cfg.out}` first")
-    return SearchSpace.load(path)
+    try:
+        return SearchSpace.load(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: `nasfast supernet --resume --out {cfg.out}` writes it again") from error
 
 
-def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
+def _alone(*, create: bool) -> Callable[[Stage], Stage]:
+    """A stage whose run directory is locked, by the process that leads the ranks; see `run_lock`."""
+
+    def decorated(stage: Stage) -> Stage:
+        @functools.wraps(stage)
+        def locked(cfg: RunConfig, **kwargs: Any) -> Any:
+            leads = kwargs.get("world", SINGLE).leads
+            with run_lock(cfg.run_dir, create=create) if leads else nullcontext():
+                return stage(cfg, **kwargs)
+
+        return locked
+
+    return decorated
+
+
+@_alone(create=True)
+def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> Path:
     """Train the supernet; writes config.yaml, space.yaml, environment.json, metrics and checkpoints/.
+
+    Args:
+        resume: continue from the newest good checkpoint; so does a run that torchrun started again.
+        world: the ranks that train together; rank 0 alone reads and writes the run directory.
 
     Returns:
         Path of the final checkpoint.
 
     Raises:
         ConfigError, DataError: the settings or images cannot be used.
-        TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
+        TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
     space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
-    loader, _ = _loaders(cfg, space, hold_out=_scored_by_accuracy(cfg))
+    loader, _ = _loaders(cfg, space, hold_out=_scored_by_accuracy(cfg), world=world)
     space = space.replace(num_classes=len(loader.source.classes))
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
     _check_search(cfg, space)
+    if world.is_main:
+        _prepare(cfg, space, resume=resume or world.restarted)
+    _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
+    _LOG.info("%s", net.summary)
+    torch.manual_seed(cfg.seed)  # the state of the global generator becomes part of the checkpoints
+    final = train_supernet(
+        net, loader, sampler, cfg.train, run_dir=cfg.run_dir, resume=resume, device=cfg.torch_device, world=world
+    )
+    if world.is_main:
+        _note_chance(cfg, space)
+    return final
+
+
+def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool) -> None:
+    """Check that the run directory can be used, and write what the supernet's training depends on."""
     run_dir = cfg.run_dir
     if CheckpointFolder(run_dir / "checkpoints", "supernet").paths():
         if not resume:
@@ -179,12 +228,6 @@ def supernet(cfg: RunConfig, *, resume: bool = False) -> Path:
     _save_config(cfg)
     write_atomic(run_dir / SPACE_FILE, space.to_yaml().encode())
     write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
-    _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
-    _LOG.info("%s", net.summary)
-    torch.manual_seed(cfg.seed)  # the state of the global generator becomes part of the checkpoints
-    final = train_supernet(net, loader, sampler, cfg.train, run_dir=run_dir, resume=resume, device=cfg.torch_device)
-    _note_chance(cfg, space)
-    return final
 
 
 def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
@@ -208,7 +251,14 @@ def _check_search(cfg: RunConfig, space: SearchSpace) -> None:
 
 
 def _check_same_space(cfg: RunConfig, space: SearchSpace) -> None:
-    if (saved := _saved_space(cfg)).fingerprint != space.fingerprint:
+    try:
+        saved = _saved_space(cfg)
+    except (FileNotFoundError, ConfigError) as error:
+        # the checkpoints know their space too
+        CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
+        _LOG.warning("%s", error)
+        return
+    if saved.fingerprint != space.fingerprint:
         changes = difference(saved.to_dict(), space.to_dict())
         raise CheckpointError(
             f"{cfg.run_dir / SPACE_FILE} differs from the space of this run: {changes}; "
@@ -263,6 +313,7 @@ def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
     return net.to(device=cfg.torch_device, memory_format=torch.channels_last), checkpoint
 
 
+@_alone(create=False)
 def score(cfg: RunConfig) -> IndicatorTable | None:
     """Write indicators.json; None for methods that score whole paths by accuracy, which the search stage does.
 
@@ -279,6 +330,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     return table
 
 
+@_alone(create=False)
 def search(cfg: RunConfig) -> list[Candidate]:
     """Write archs.json: the best architectures under the limits, and the Pareto front where scores are additive.
 
@@ -308,7 +360,10 @@ def search(cfg: RunConfig) -> list[Candidate]:
         path = run_dir / TABLE_FILE
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {cfg.out}` first")
-        table = IndicatorTable.load(path)
+        try:
+            table = IndicatorTable.load(path)
+        except TableError as error:
+            raise TableError(f"{error}: run `nasfast score --out {cfg.out}` again") from error
         history = run_dir / "history.jsonl" if settings.method == "evolution" else None
         found = run_search(table, space, settings, history=history)
         front = pareto_front(table, space, allow_identity=settings.allow_identity)
@@ -317,26 +372,63 @@ def search(cfg: RunConfig) -> list[Candidate]:
     return found
 
 
-def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainResult]:
+@_alone(create=False)
+def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> dict[str, RetrainResult]:
     """Retrain the best architectures, and a random one of equal cost if asked; writes retrain/NAME/.
+
+    Args:
+        resume: continue each from its newest good checkpoint; so does a run that torchrun started again.
+        world: the ranks that do it, together or side by side (`cfg.retrain.parallel`). Rank 0 alone reads the run
+            directory; a rank that trains a network by itself writes the files of that.
 
     Returns:
         Results by name: `best`, `best-2`, ..., `random`.
 
     Raises:
         FileNotFoundError: the search has not run.
-        TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
+        TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
-    _check_same_run(cfg)
-    space, path = _saved_space(cfg), cfg.run_dir / ARCHS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")
-    train, val = _loaders(cfg, space, hold_out=False)
+    found = _chosen(cfg) if world.is_main else None
+    form = json.loads(world.broadcast(json.dumps(found).encode()))
+    space, chosen = SearchSpace.from_dict(form["space"]), {n: tuple(a) for n, a in form["chosen"].items()}
+    side_by_side = cfg.retrain.parallel == "networks"
+    team = world.alone() if side_by_side else world
+    train, val = _loaders(cfg, space, hold_out=False, world=team)
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
             f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}"
         )
-    candidates = load_candidates(path, space).candidates[: cfg.retrain.top_k]
+    net = None
+    if cfg.retrain.init == "inherit":
+        net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
+        net.to(cfg.torch_device)
+        world.send(net.state_dict().values())
+    mine = list(chosen)[world.rank :: world.size] if side_by_side else list(chosen)
+    results = {
+        name: retrain(
+            space, chosen[name], train, val, cfg.retrain,
+            run_dir=cfg.run_dir, name=name, supernet=net, activation=cfg.supernet.activation, seed=cfg.seed,
+            resume=resume, device=cfg.torch_device, world=team,
+        )
+        for name in mine
+    }  # fmt: skip
+    forms = world.gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
+    results = {name: result for form in forms for name, result in json.loads(form).items()}
+    if world.is_main:
+        _save_config(cfg)
+    return {name: RetrainResult.from_dict(results[name]) for name in chosen}
+
+
+def _chosen(cfg: RunConfig) -> dict[str, Any]:
+    """What to retrain, as JSON: the space, and architectures by name."""
+    _check_same_run(cfg)
+    space, path = _saved_space(cfg), cfg.run_dir / ARCHS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")
+    try:
+        candidates = load_candidates(path, space).candidates[: cfg.retrain.top_k]
+    except ConfigError as error:
+        raise ConfigError(f"{error}: run `nasfast search --out {cfg.out}` again") from error
     chosen = {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(candidates)}
     if cfg.retrain.random_baseline:
         try:
@@ -348,17 +440,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False) -> dict[str, RetrainRe
             _LOG.warning("no random baseline: %s", error)
     if len(candidates) < cfg.retrain.top_k:
         _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(candidates))
-    net = load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None
-    results = {
-        name: retrain(
-            space, arch, train, val, cfg.retrain,
-            run_dir=cfg.run_dir, name=name, supernet=net, activation=cfg.supernet.activation, seed=cfg.seed,
-            resume=resume, device=cfg.torch_device,
-        )
-        for name, arch in chosen.items()
-    }  # fmt: skip
-    _save_config(cfg)
-    return results
+    return {"space": space.to_dict(), "chosen": chosen}
 
 
 def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> list[Path]:
@@ -372,7 +454,8 @@ def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> lis
     network = load_model(folder)
     files = [folder / file for file in (MODEL_FILE, ARCH_FILE, SPACE_FILE)]
     if onnx:
-        difference = export_onnx(network, folder / "model.onnx")
+        with run_lock(run_dir):
+            difference = export_onnx(network, folder / "model.onnx")
         _LOG.info("model.onnx agrees with PyTorch to %.1e of the largest logit", difference)
         files.append(folder / "model.onnx")
     return files
@@ -383,24 +466,28 @@ class RunResult:
     """What a whole run leaves.
 
     Attributes:
-        candidates: the best architectures, best first.
+        candidates: the best architectures, best first; none on other ranks than 0.
         retrained: results of retraining by name: `best`, ..., `random`.
-        report: path of report.html.
+        report: path of report.html; None on other ranks than 0.
     """
 
     candidates: list[Candidate]
     retrained: dict[str, RetrainResult]
-    report: Path
+    report: Path | None
 
 
-def run(cfg: RunConfig, *, resume: bool = False) -> RunResult:
+@_alone(create=True)
+def run(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> RunResult:
     """Every stage in order, from images to a retrained network and report.html.
 
     Args:
         resume: continue an interrupted run; what is complete is not done again.
+        world: the ranks that train together; rank 0 does the other stages while the rest wait.
     """
-    supernet(cfg, resume=resume)
-    score(cfg)
-    candidates = search(cfg)
-    retrained = retrain_best(cfg, resume=resume)
-    return RunResult(candidates, retrained, write_report(cfg.run_dir))
+    supernet(cfg, resume=resume, world=world)
+    candidates = []
+    if world.is_main:
+        score(cfg)
+        candidates = search(cfg)
+    retrained = retrain_best(cfg, resume=resume, world=world)
+    return RunResult(candidates, retrained, write_report(cfg.run_dir) if world.is_main else None)

@@ -214,7 +214,7 @@ def machine() -> dict[str, Any]:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

@@ -67,7 +67,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _at(call: int, function, *, before=None, after=None):
+def at_call(call: int, function, *, before=None, after=None):
     """`function`, with something done before or after its call number `call`."""
     count = 0
 
@@ -113,28 +113,30 @@ def arm(moment: str) -> None:
         return lambda path, data: (write if path.suffix == ".safetensors" else plain)(path, data)
 
     if moment == "in the first step":
-        loop_module._step = _at(1, loop_module._step, before=_die)
+        loop_module._step = at_call(1, loop_module._step, before=_die)
     elif moment == "in a step":
-        loop_module._step = _at(10, loop_module._step, before=_die)
+        loop_module._step = at_call(10, loop_module._step, before=_die)
     elif moment == "before a checkpoint":
-        folder.save = _at(3, folder.save, before=_die)
+        folder.save = at_call(3, folder.save, before=_die)
     elif moment == "half-written checkpoint":
-        checkpoint_module.write_atomic = only_checkpoints(_at(3, plain, before=_half_write))
+        checkpoint_module.write_atomic = only_checkpoints(at_call(3, plain, before=_half_write))
     elif moment == "before the replacement":
-        os.replace = _at(4, os.replace, before=_die)  # call 1 is metrics.jsonl
+        os.replace = at_call(4, os.replace, before=_die)  # call 1 is metrics.jsonl
     elif moment == "before the old one goes":
-        checkpoint_module.write_atomic = only_checkpoints(_at(3, plain, after=_die))
+        checkpoint_module.write_atomic = only_checkpoints(at_call(3, plain, after=_die))
+    elif moment == "between the best and its step":
+        checkpoint_module.link_atomic = _die
     elif moment == "after the last checkpoint":
-        folder.save = _at(4, folder.save, after=_die)
+        folder.save = at_call(4, folder.save, after=_die)
     elif moment == "torn metrics line":
-        TrainLog.write = _at(4, TrainLog.write, before=_torn_line)
+        TrainLog.write = at_call(4, TrainLog.write, before=_torn_line)
     elif moment == "before the model is saved":
         retrain_module.save_model = _die
     elif moment == "between the model and its result":
-        retrain_module.save_model = _at(1, retrain_module.save_model, after=_die)
+        retrain_module.save_model = at_call(1, retrain_module.save_model, after=_die)
     elif moment == "full disk":
         # a limit on the size of files, below that of a checkpoint and above that of everything else
-        folder.save = _at(2, folder.save, after=_limit_files)
+        folder.save = at_call(2, folder.save, after=_limit_files)
     else:
         assert moment == "from outside", moment
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
 
@@ -11,6 +14,7 @@ from tiny import tiny_space
 
 from nasfast import cli, commands, pipeline
 from nasfast.cli import main
+from nasfast.distributed import SINGLE
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import save_model
 from nasfast.spaces import format_arch, nas_bench_macro
@@ -93,7 +97,7 @@ def test_the_run_directory_may_be_named_in_a_config_file(seen, tmp_path, monkeyp
 def test_resume_reaches_the_stage(seen):
     assert main(["supernet", "--resume"]) == 0
     assert main(["supernet"]) == 0
-    assert [call[2] for call in seen] == [{"resume": True}, {"resume": False}]
+    assert [call[2] for call in seen] == [{"resume": True, "world": SINGLE}, {"resume": False, "world": SINGLE}]
 
 
 # what goes wrong
@@ -165,6 +169,27 @@ def test_the_traceback_is_optional(tmp_path, capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+def test_a_full_disk_is_said_to_lose_nothing(monkeypatch, capsys, code):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(pipeline, "score", fail)
+    assert main(["score"]) == 1
+    error = capsys.readouterr().err
+    assert os.strerror(code) in error
+    assert "what was saved before is intact. Free some space and run again" in error
+
+
+def test_a_name_that_the_terminal_cannot_show_is_no_error(monkeypatch):
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    monkeypatch.setattr(pipeline, "supernet", lambda *_, **__: "läuft/\udcff")
+    assert main(["supernet"]) == 0
+    narrow.flush()
+    assert narrow.buffer.getvalue() == b"checkpoint: l\\xe4uft/\\udcff\n"
+
+
 # help
 
 
@@ -212,7 +237,7 @@ def test_help_of_stages_explains_every_setting(capsys, command):
         "--config": "YAML with any of the settings below",
         "--method": "dinas",
         "--space.name": "or the path of a YAML file",
-        "--data.batch_size": "images per batch",
+        "--data.batch_size": "images per optimiser step, over all ranks",
         "--supernet.sampler": "strict_fair",
         "--train.lr": "peak learning rate",
         "--train.keep_checkpoints": "the one before the newest is the fallback",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -80,6 +81,54 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "list.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="expected a mapping at the top level, got list"):
         Outer.load(tmp_path / "list.yaml")
+
+    (tmp_path / "bytes.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="bytes.yaml is not UTF-8 text"):
+        Outer.load(tmp_path / "bytes.yaml")
+    (tmp_path / "key.yaml").write_text("nam: x")
+    with pytest.raises(ConfigError, match="key.yaml: unknown config key 'nam'"):
+        Outer.load(tmp_path / "key.yaml")
+
+
+def test_a_file_of_ours_that_was_cut_off_is_noticed_at_every_length(tmp_path):
+    """What is left is often valid YAML, and the defaults would take the place of the rest."""
+    path = tmp_path / "c.yaml"
+    Outer("x", count=4, inner=Inner(rate=1.0)).save(path)
+    text = path.read_text()
+    for length in range(len(text)):
+        path.write_text(text[:length])
+        with pytest.raises(ConfigError, match="c.yaml is (cut off|empty)"):
+            Outer.load(path)
+
+
+@dataclass(frozen=True)
+class Files(ConfigBase):
+    names_files: ClassVar[bool] = True
+
+    out: str
+    inner: Outer = Outer("é")
+
+
+@pytest.mark.parametrize("name", ["läuft", "猫", os.fsdecode(b"l\xe4uft")])
+def test_names_of_files_stay_the_same_bytes_under_every_locale(tmp_path, monkeypatch, name):
+    """Saved under one encoding of file names and loaded under another."""
+    path, given = tmp_path / "c.yaml", os.fsencode(name)
+
+    def use(encoding: str) -> None:
+        monkeypatch.setattr(os, "fsencode", lambda text: text.encode(encoding, "surrogateescape"))
+        monkeypatch.setattr(os, "fsdecode", lambda data: data.decode(encoding, "surrogateescape"))
+
+    with monkeypatch.context():
+        texts = set()
+        for before in ("utf-8", "latin-1", "ascii"):
+            use(before)
+            text = Files(os.fsdecode(given)).to_yaml()
+            texts.add(text.split("inner:")[0])
+            for after in ("utf-8", "latin-1", "ascii"):
+                use(after)
+                path.write_text(text, encoding="utf-8")
+                assert os.fsencode(Files.load(path).out) == given
+    assert len(texts) == 1
 
 
 def test_replace_checks_again():

@@ -1,13 +1,18 @@
-"""The atomic write and the reader of metrics."""
+"""The atomic write, room for what is to come, sealed JSON, the reader of metrics, and encodings everywhere."""
 
 from __future__ import annotations
 
+import ast
 import errno
+import json
 import os
+import resource
+from pathlib import Path
 
 import pytest
 
-from nasfast.files import read_metrics, temporary_beside, write_atomic
+import nasfast
+from nasfast.files import check_room, read_metrics, seal, temporary_beside, unseal, write_atomic
 
 
 def test_write_atomic_replaces(tmp_path):
@@ -51,3 +56,72 @@ def test_read_metrics_skips_what_it_cannot_read(tmp_path):
     )  # fmt: skip
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 3]
+
+
+def test_room_is_reserved_and_released(tmp_path):
+    check_room(tmp_path / "new", 1_000_000)
+    check_room(tmp_path / "new", 0)
+    assert os.listdir(tmp_path / "new") == []
+
+
+def test_no_room_is_an_error_and_leaves_nothing(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        check_room(tmp_path, 10_000)
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+            check_room(tmp_path, 10_001)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
+
+
+FORM = {"b": [1, 2.5, None, "\xe9"], "a": {"1": 1e-300, "2": {}}}
+
+
+@pytest.mark.parametrize("indent", [1, None])
+def test_sealed_json_comes_back(indent):
+    text = seal(FORM, indent=indent)
+    assert unseal(text) == FORM
+    assert text.isascii()
+    assert text.endswith("}\n")
+    assert (text.count("\n") == 1) == (indent is None)
+    assert unseal(json.dumps(FORM)) == FORM  # written by hand
+
+
+def test_every_changed_character_is_noticed():
+    text = seal(FORM, indent=None)
+    for place, character in enumerate(text.rstrip()):
+        for other in "7x ":
+            if other == character or (other == " " and character in " ,:"):
+                continue
+            changed = text[:place] + other + text[place + 1 :]
+            try:
+                found = unseal(changed)
+            except ValueError:
+                continue
+            # what is left undetected is the loss of the digest's own name, and layout
+            assert found == FORM or set(found) - set(FORM), changed
+
+
+@pytest.mark.parametrize(("text", "message"), [("[]", "expected a mapping"), ("{", "Expecting"), ("", "Expecting")])
+def test_other_text_is_not_unsealed(text, message):
+    with pytest.raises(ValueError, match=message):
+        unseal(text)
+
+
+def test_every_text_file_has_its_encoding():
+    """Not the locale's: a run may be continued under another."""
+    missing = []
+    for path in Path(nasfast.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            texts = [ast.unparse(a) for a in node.args] + [f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords]
+            reads = name.endswith((".read_text", ".write_text"))
+            opens = name == "open" or name.endswith(".open") and name.split(".")[0] not in ("os", "Image")
+            binary = any(t.startswith(("'", "mode='")) and "b" in t for t in texts)
+            if (reads or opens and not binary) and not any(t.startswith("encoding=") for t in texts):
+                missing.append(f"{path.name}:{node.lineno}")
+    assert missing == []

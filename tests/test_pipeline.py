@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from tiny import tiny_space
+from tiny import batches, tiny_space
 
 import nasfast.train.loop as loop
 from nasfast import pipeline
 from nasfast.cli import main
 from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
+from nasfast.lock import RunDirectoryError
 from nasfast.pipeline import RunConfig
+from nasfast.retrain import retrain
 from nasfast.search import InfeasibleConstraintError, load_candidates
-from nasfast.spaces import SKIP, SearchSpace, load_arch
-from nasfast.train import CheckpointError
+from nasfast.spaces import SKIP, FairSampler, SearchSpace, load_arch
+from nasfast.supernet import Supernet
+from nasfast.train import CheckpointError, TrainConfig, train_supernet
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
 
@@ -84,7 +88,7 @@ def test_every_file_of_a_run(run_dir):
     space = SearchSpace.load(run_dir / "space.yaml")
     for name in ("best", "random"):
         arch = "_".join(map(str, load_arch(run_dir / "retrain" / name / "arch.json", space)))
-        expected |= {f"checkpoints/retrain-{name}-{arch}-{s:08d}.safetensors" for s in (8, 11)}
+        expected |= {f"checkpoints/retrain-{name}-{arch}-{s}.safetensors" for s in ("00000008", "00000011", "best")}
     boards = {n for n in names if n.startswith("tensorboard/")}
     figures = {n for n in names if n.startswith("report/")}
     assert names - boards - figures == expected
@@ -194,6 +198,7 @@ def test_stages_alone_give_what_the_run_gives(run_dir, config, tmp_path):
 def test_a_stage_without_the_one_before(tmp_path, capsys, config, stage, message):
     assert main([stage, "--out", str(tmp_path / "empty"), "--config", str(config)]) == 1
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "empty").exists()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +269,9 @@ def run_fails(out: Path, config: Path, *flags: str, monkeypatch) -> None:
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "_step", trained)
+        existed = out.exists()
         assert main(["run", "--out", str(out), "--config", str(config), *flags]) == 1
+        assert out.exists() == existed
 
 
 def test_an_unreachable_limit_is_refused_before_training(config, tmp_path, monkeypatch, capsys):
@@ -346,6 +353,46 @@ def test_images_of_other_classes_cannot_retrain(run_dir, tmp_path):
     cfg.save(out / "config.yaml")
     with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
         pipeline.retrain_best(cfg)
+
+
+STAGES = ("supernet", "score", "search", "retrain", "export", "run")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_directory_in_use_is_refused_and_left_alone(run_dir, tmp_path, capsys, stage):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    with open(out / ".lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as another process would: a lock is the open file's
+        before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+        assert main([stage, "--out", str(out)]) == 1
+        assert "is in use by another process" in capsys.readouterr().err
+        assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+        assert main(["report", "--out", str(out)]) == 0  # a reader
+
+
+def test_stages_called_from_python_take_the_lock_too(run_dir, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    cfg = RunConfig.load(out / "config.yaml").replace(out=str(out))
+    with open(out / ".lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for call in (
+            lambda: pipeline.score(cfg=cfg),
+            lambda: pipeline.run(cfg, resume=True),
+            lambda: train_stage(out),
+            lambda: retrain(tiny_space(), (0, 0, 0, 0), batches(2), batches(1), run_dir=out),
+        ):
+            with pytest.raises(RunDirectoryError, match="in use"):
+                call()
+    assert pipeline.score(cfg=cfg) is not None
+    assert not (out / ".lock").exists()
+
+
+def train_stage(out: Path) -> None:
+    space = tiny_space()
+    cfg = TrainConfig(epochs=1, lr=0.1)
+    train_supernet(Supernet(space), batches(2), FairSampler(space), cfg, run_dir=out / "sub" / "..", resume=True)
 
 
 # baselines

@@ -462,12 +462,12 @@ def _memory_share() -> int:
     """Bytes of main memory that images of this process may take."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration):  # Linux alone has this file
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
     # a container's limit, of either version of control groups
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-            available = min(available, int(Path(path).read_text()))
+            available = min(available, int(Path(path).read_text(encoding="ascii")))
     # how many processes torchrun started on this machine
     return int(available * _RAM_SHARE) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 

@@ -373,7 +373,7 @@ def _depth(space: SearchSpace, arch: Arch) -> int:
 
 def _read_entries(path: str | Path, space: SearchSpace) -> list[tuple[str, Arch, Any]]:
     try:
-        form = json.loads(Path(path).read_text())
+        form = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise AccuracyError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

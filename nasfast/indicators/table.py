@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nasfast.files import write_atomic
+from nasfast.files import seal, unseal, write_atomic
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
 _FORMAT = "nasfast.indicator_table/1"
@@ -87,7 +86,7 @@ class IndicatorTable:
             for scores, layer in zip(self.block, self.layer, strict=True)
         ]
         form = {"format": _FORMAT, "space": self.space.to_dict(), "layers": rows, "meta": self.meta}
-        return json.dumps(form, indent=1)
+        return seal(form)
 
     @classmethod
     def from_json(cls, text: str) -> IndicatorTable:
@@ -97,7 +96,7 @@ class IndicatorTable:
             TableError: not that form.
         """
         try:
-            form = json.loads(text)
+            form = unseal(text)
             if form["format"] != _FORMAT:
                 raise TableError(f"indicator table has format {form['format']!r}, this version reads {_FORMAT!r}")
             block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in form["layers"])
@@ -109,9 +108,12 @@ class IndicatorTable:
             raise TableError(f"not an indicator table ({type(error).__name__}: {error})") from error
 
     def save(self, path: str | Path) -> None:
-        write_atomic(Path(path), (self.to_json() + "\n").encode())
+        write_atomic(Path(path), self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> IndicatorTable:
-        """Read a table; OSError if the file cannot be read, TableError if it is not a table."""
-        return cls.from_json(Path(path).read_text())
+        """Read a table; OSError if the file cannot be read, TableError if it is not a table or damaged."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (TableError, UnicodeDecodeError) as error:
+            raise TableError(f"{path}: {error}") from error

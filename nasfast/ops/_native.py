@@ -19,7 +19,7 @@ except ImportError as error:
 
 def build_record() -> dict | None:
     """What setup.py wrote about the last build, or None in a checkout that was never installed."""
-    return json.loads(_BUILD_RECORD.read_text()) if _BUILD_RECORD.exists() else None
+    return json.loads(_BUILD_RECORD.read_text(encoding="utf-8")) if _BUILD_RECORD.exists() else None
 
 
 def why_missing() -> str | None:

@@ -79,7 +79,7 @@ def _table(path: Path) -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        table = json.loads(path.read_text())
+        table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a file that cannot be read is measured again
         return {}
     return table if isinstance(table, dict) else {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from nasfast.config import load_yaml
+from nasfast.config import load_yaml, portable
 from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import plots
@@ -50,12 +50,16 @@ class _Run:
         if not path.exists():
             raise _NotRun(f"`{command}` writes {name}")
         try:
-            return path.read_text()
-        except OSError as error:
-            raise ValueError(f"cannot read {name}: {error.strerror}") from error
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {name}: {error}") from error
 
     def form(self, name: str, command: str) -> dict[str, Any]:
-        form = json.loads(self.text(name, command))
+        text = self.text(name, command)
+        try:
+            form = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         if not isinstance(form, dict):
             raise ValueError(f"expected a mapping in {name}, got {type(form).__name__}")
         return form
@@ -128,12 +132,12 @@ def write_report(run_dir: str | Path) -> Path:
         ("environment", "Environment", _environment),
     ]
     page = page_of(
-        folder.resolve().name,
+        portable(folder.resolve().name),
         "nasfast report",
         [(key, title, _section(run, build)) for key, title, build in sections],
     )
     path = folder / "report.html"
-    write_atomic(path, page.encode())
+    write_atomic(path, page.encode(errors="replace"))
     return path
 
 
@@ -142,7 +146,7 @@ def _section(run: _Run, build: Callable[[_Run], str]) -> str:
         return build(run)
     except _NotRun as missing:
         return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
-    except (ValueError, LookupError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:  # whatever JSON may hold
         return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {escape(error)}</p>'
 
 

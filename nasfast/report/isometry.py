@@ -35,7 +35,7 @@ def write_isometry_page(folder: str | Path) -> Path:
         OSError: there is no isometry.json.
     """
     folder = Path(folder)
-    form = json.loads((folder / "isometry.json").read_text())
+    form = json.loads((folder / "isometry.json").read_text(encoding="utf-8"))
 
     def image(name: str, figure: Figure, caption: str) -> str:
         return embedded(figure, caption, folder / "isometry" / f"{name}.png")

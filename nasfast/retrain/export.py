@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from nasfast.files import temporary_beside, write_atomic
-from nasfast.spaces import arch_to_json, from_yaml, load_arch
+from nasfast.spaces import arch_to_json, format_arch, from_yaml, load_arch
 from nasfast.supernet import StandaloneNetwork
-from nasfast.train.checkpoint import storable
+from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 MODEL_FILE, ARCH_FILE, SPACE_FILE = "model.safetensors", "arch.json", "space.yaml"
 
@@ -21,16 +20,25 @@ _ONNX_TOLERANCE = 1e-3
 
 
 def save_model(network: StandaloneNetwork, path: str | Path) -> None:
-    """Write weights to `path`, and arch.json and space.yaml beside it: all that `load_model` needs."""
+    """Write weights to `path`, and arch.json and space.yaml beside it: all that `load_model` needs.
+
+    Raises:
+        OSError, CheckpointError: they cannot be written.
+    """
     path = Path(path)
     space = network.space
-    files = {
-        path.parent / SPACE_FILE: space.to_yaml().encode(),
-        path.parent / ARCH_FILE: (arch_to_json(network.arch, space) + "\n").encode(),
-        path: save(storable(network.state_dict()), metadata={"activation": network.activation}),
+    write_atomic(path.parent / SPACE_FILE, space.to_yaml().encode())
+    write_atomic(path.parent / ARCH_FILE, (arch_to_json(network.arch, space) + "\n").encode())
+    save_checkpoint(path, Checkpoint(network.state_dict(), _state(network)))
+
+
+def _state(network: StandaloneNetwork) -> dict[str, Any]:
+    """What weights belong to, kept with them under their digest."""
+    return {
+        "activation": network.activation,
+        "arch": format_arch(network.arch),
+        "fingerprint": network.space.fingerprint,
     }
-    for file, data in files.items():
-        write_atomic(file, data)
 
 
 def load_model(path: str | Path) -> StandaloneNetwork:
@@ -51,11 +59,16 @@ def load_model(path: str | Path) -> StandaloneNetwork:
     space = from_yaml(path.parent / SPACE_FILE)
     arch = load_arch(path.parent / ARCH_FILE, space)
     try:
-        with safe_open(path, "pt") as file:
-            network = StandaloneNetwork(space, arch, activation=file.metadata()["activation"])
-            network.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
-    except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} does not hold the weights of {path.parent / ARCH_FILE}: {error}") from error
+        saved = load_checkpoint(path)
+        network = StandaloneNetwork(space, arch, activation=saved.state["activation"])
+        if saved.state != _state(network):
+            raise CheckpointError(f"they are of {saved.state}")
+        network.load_state_dict(saved.tensors)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} does not hold the weights of {path.parent / ARCH_FILE}: {error}; "
+            "`nasfast retrain --resume` writes them again"
+        ) from error
     return network.eval()
 
 
@@ -95,7 +108,8 @@ def export_onnx(network: StandaloneNetwork, path: str | Path) -> float:
             input_names=["images"], output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("batch")},),
             dynamo=True, external_data=False, verbose=False,
         )  # fmt: skip
-        session = onnxruntime.InferenceSession(str(unchecked), providers=["CPUExecutionProvider"])
+        # its content, because onnxruntime takes every file name to be UTF-8
+        session = onnxruntime.InferenceSession(unchecked.read_bytes(), providers=["CPUExecutionProvider"])
         (got,) = session.run(["logits"], {"images": images.numpy()})
         difference = ((torch.from_numpy(got) - expected).abs().max() / expected.abs().max()).item()
         if not difference <= _ONNX_TOLERANCE:

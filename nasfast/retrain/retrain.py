@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from nasfast.config import ConfigBase
+from nasfast.config import ConfigBase, ConfigError
+from nasfast.distributed import SINGLE, World
 from nasfast.files import write_atomic
+from nasfast.lock import run_lock
 from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import StandaloneNetwork, Supernet, build, inherit
@@ -33,12 +36,15 @@ class RetrainConfig(ConfigBase):
         init: fresh weights by `orthogonal`, `delta_orthogonal`, `gaussian` or `he`, or `inherit` the supernet's.
         top_k: how many of the best architectures to retrain.
         random_baseline: also retrain a random architecture of about the same MACs, to compare with.
+        parallel: with several processes, `batch`: all of them train each network, with a share of every batch; or
+            `networks`: each trains networks of its own, as a single process would.
         train: the training settings.
     """
 
     init: Literal["orthogonal", "delta_orthogonal", "gaussian", "he", "inherit"] = "orthogonal"
     top_k: int = 1
     random_baseline: bool = True
+    parallel: Literal["batch", "networks"] = "batch"
     train: TrainConfig = TrainConfig(epochs=20, lr=0.1)
 
     def __post_init__(self) -> None:
@@ -84,6 +90,7 @@ def retrain(
     seed: int = 0,
     resume: bool = False,
     device: str = "cpu",
+    world: World = SINGLE,
 ) -> RetrainResult:
     """Train the standalone network of `arch` and write `retrain/NAME/{model.safetensors, arch.json, result.json}`.
 
@@ -92,11 +99,13 @@ def retrain(
         supernet: whose weights `cfg.init == "inherit"` takes.
         activation: of the blocks; None takes the space's.
         seed: of fresh weights, and of torch's global generator, which becomes part of the checkpoints.
+        world: the ranks that train the network together; the loaders give this rank's share of every batch.
 
     Raises:
         ArchError: `arch` does not belong to `space`.
         ValueError: `inherit` without a supernet.
-        TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
+        TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated, RankError: see
+            `nasfast.train.train`.
     """
     arch = space.check(arch)
     settings = cfg.train if cfg.train.lr is not None else cfg.train.replace(lr=default_lr("all"))
@@ -109,28 +118,31 @@ def retrain(
         network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
 
     def evaluation(model: StandaloneNetwork) -> Evaluation:
-        return evaluate(model, val_loader, device=device)
+        return evaluate(model, val_loader, device=device, world=world)
 
     folder = Path(run_dir) / "retrain" / name
-    earlier = _earlier_result(folder, arch)
-    torch.manual_seed(seed)
-    started = time.monotonic()
-    train(
-        network, train_loader, settings,
-        stage=f"retrain/{name}", run_dir=run_dir, fingerprint=f"{space.fingerprint}/{arch}",
-        evaluate=evaluation, settings={"init": cfg.init, "seed": seed, "activation": network.activation},
-        prefix=f"retrain-{name}-{_file_text(arch)}", resume=resume, device=device,
-    )  # fmt: skip
-    measured, cost = evaluation(network), space.cost(arch)
-    result = RetrainResult(
-        arch=arch, macs=cost.macs, params=cost.params, top1=measured.top1, top5=measured.top5, loss=measured.loss,
-        epochs=settings.epochs, seconds=time.monotonic() - started,
-    )  # fmt: skip
-    if earlier is not None and result.replace(seconds=earlier.seconds) == earlier:
-        return earlier  # a finished retraining was resumed
-    save_model(network, folder / MODEL_FILE)
-    write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
-    return result
+    with run_lock(run_dir) if world.leads else nullcontext():
+        earlier = _earlier_result(folder, arch) if world.is_main else None
+        torch.manual_seed(seed)
+        started = time.monotonic()
+        train(
+            network, train_loader, settings,
+            stage=f"retrain/{name}", run_dir=run_dir, fingerprint=f"{space.fingerprint}/{arch}",
+            evaluate=evaluation, settings={"init": cfg.init, "seed": seed, "activation": network.activation},
+            prefix=f"retrain-{name}-{_file_text(arch)}", resume=resume, device=device, world=world,
+        )  # fmt: skip
+        measured, cost = evaluation(network), space.cost(arch)
+        result = RetrainResult(
+            arch=arch, macs=cost.macs, params=cost.params, top1=measured.top1, top5=measured.top5, loss=measured.loss,
+            epochs=settings.epochs, seconds=time.monotonic() - started,
+        )  # fmt: skip
+        if not world.is_main:
+            return result
+        save_model(network, folder / MODEL_FILE)
+        if earlier is not None and result.replace(seconds=earlier.seconds) == earlier:
+            return earlier  # a finished retraining was resumed
+        write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
+        return result
 
 
 def _earlier_result(folder: Path, arch: Arch) -> RetrainResult | None:
@@ -138,7 +150,11 @@ def _earlier_result(folder: Path, arch: Arch) -> RetrainResult | None:
     path = folder / RESULT_FILE
     if not path.exists():
         return None
-    earlier = RetrainResult.load(path)
+    try:
+        earlier = RetrainResult.load(path)
+    except ConfigError as error:
+        _LOG.warning("%s; it is written again", error)
+        return None
     if earlier.arch == arch:
         return earlier
     superseded = folder.parent.with_name("retrain-superseded")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.files import write_atomic
+from nasfast.files import seal, unseal, write_atomic
 from nasfast.search.limits import Limits
 from nasfast.spaces import Arch, SearchSpace
 
@@ -89,7 +88,7 @@ def save_candidates(
     result = SearchResult(
         space.name, space.fingerprint, limits.max_macs, limits.max_params, tuple(candidates), tuple(pareto)
     )
-    write_atomic(Path(path), (json.dumps(result.to_dict(), indent=1) + "\n").encode())
+    write_atomic(Path(path), seal(result.to_dict()).encode())
 
 
 def load_candidates(path: str | Path, space: SearchSpace | None = None) -> SearchResult:
@@ -100,14 +99,14 @@ def load_candidates(path: str | Path, space: SearchSpace | None = None) -> Searc
         space: if given, the space the file must belong to.
 
     Raises:
-        ConfigError: unreadable, not that file, or written for another space; the file is named.
+        ConfigError: unreadable, damaged, not that file, or written for another space; the file is named.
     """
     try:
-        form = json.loads(Path(path).read_text())
+        form = unseal(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        raise ConfigError(f"{path} does not hold the result of a search: {error}") from error
     try:
         result = SearchResult.from_dict(form)
     except ConfigError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from nasfast.config import ConfigError
+from nasfast.files import seal, unseal
 from nasfast.spaces import Arch, SearchSpace
+
+_LOG = logging.getLogger(__name__)
 
 _FORMAT = "nasfast.history/1"
 
@@ -15,7 +18,8 @@ _FORMAT = "nasfast.history/1"
 class History:
     """Scores already known, and the file they are appended to.
 
-    The first line says which space and which scorer the scores belong to; a last line torn by a kill is dropped.
+    The first line says which space and which scorer the scores belong to. A last line torn by a kill is dropped; other
+    damaged lines are named in a warning, and what they held is evaluated again.
 
     Args:
         path: JSONL file; created if absent.
@@ -23,7 +27,7 @@ class History:
         scorer: names what computes the scores (a checkpoint, a table), so that scores of another one are not reused.
 
     Raises:
-        ConfigError: the file belongs to another space or scorer, or is damaged before its last line.
+        ConfigError: the file belongs to another space or scorer, or its first line is damaged.
     """
 
     def __init__(self, path: str | Path, space: SearchSpace, *, scorer: str) -> None:
@@ -34,15 +38,27 @@ class History:
         if not lines:
             self._append(header)
             return
-        found = lines[0]
+        try:
+            found = unseal(lines[0].decode())
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path} does not say any more whose scores it holds ({error}): delete it and search again"
+            ) from error
         for key in ("format", "fingerprint", "scorer"):
             if found.get(key) != header[key]:
                 raise ConfigError(
                     f"{self.path} has {key} {found.get(key)!r}, this search has {header[key]!r}: "
                     "delete the file to start afresh, or give another path"
                 )
-        for line in lines[1:]:
-            self.scores[tuple(line["arch"])] = line["score"]
+        damaged = []
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                form = unseal(line.decode())
+                self.scores[space.check(form["arch"])] = float(form["score"])
+            except (ValueError, KeyError, TypeError):
+                damaged.append(number)
+        if damaged:
+            _LOG.warning("%s: passed over damaged lines %s; what they held is evaluated again", self.path, damaged)
 
     def add(self, arch: Arch, score: float, **details: Any) -> None:
         """Remember a score; `details` (cost, generation, origin) are written for the reader of the file."""
@@ -50,10 +66,10 @@ class History:
         self._append({"arch": list(arch), "score": score, **details})
 
     def _append(self, form: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(form) + "\n")
+        with self.path.open("ab") as file:
+            file.write(seal(form, indent=None).encode())
 
-    def _complete_lines(self) -> list[dict[str, Any]]:
+    def _complete_lines(self) -> list[bytes]:
         if not self.path.exists():
             return []
         data = self.path.read_bytes()
@@ -61,10 +77,4 @@ class History:
         if whole != data:
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
-        lines = []
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                lines.append(json.loads(line))
-            except ValueError as error:
-                raise ConfigError(f"{self.path}, line {number} is not JSON: delete the file to start afresh") from error
-        return lines
+        return whole.splitlines()

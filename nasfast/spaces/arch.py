@@ -48,8 +48,15 @@ def arch_from_json(text: str, space: SearchSpace) -> Arch:
 
 
 def load_arch(path: str | Path, space: SearchSpace) -> Arch:
-    """Read an `arch.json`."""
-    return arch_from_json(Path(path).read_text(), space)
+    """Read an `arch.json`.
+
+    Raises:
+        ArchError: see `arch_from_json`; the file is named.
+    """
+    try:
+        return arch_from_json(Path(path).read_text(encoding="utf-8"), space)
+    except ValueError as error:  # of bytes that are no text, too
+        raise ArchError(f"{path}: {error}") from error
 
 
 def parse_arch(form: str | Iterable[int]) -> Arch:

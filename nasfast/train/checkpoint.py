@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,13 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from nasfast.files import write_atomic
+from nasfast.files import check_room, link_atomic, write_atomic
 
 _LOG = logging.getLogger(__name__)
 
 _KEY = "nasfast"
 _DIGITS = 8
-_SUFFIX = ".safetensors"
+SUFFIX = ".safetensors"
 
 
 class CheckpointError(RuntimeError):
@@ -61,17 +64,48 @@ def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write one checkpoint; equal content gives equal bytes.
+def encode(checkpoint: Checkpoint) -> bytes:
+    """A checkpoint as a safetensors file; equal content gives equal bytes."""
+    stored = Checkpoint(storable(checkpoint.tensors), checkpoint.state)
+    header = json.dumps({"digest": stored.digest, "state": stored.state}, sort_keys=True)
+    # one metadata key: safetensors writes several in no fixed order
+    return save_bytes(stored.tensors, metadata={_KEY: header})
+
+
+def decode(data: bytes, name: str) -> Checkpoint:
+    """The checkpoint in the bytes that `encode` made, its digest checked.
+
+    Args:
+        name: where they are from, for errors.
+
+    Raises:
+        CheckpointError: not ours, truncated or altered.
+    """
+    try:
+        tensors = load_bytes(data)
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
+        checkpoint, digest = Checkpoint(tensors, header["state"]), header["digest"]
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{name} is not a readable checkpoint ({type(error).__name__}: {error})") from error
+    if checkpoint.digest != digest:
+        raise CheckpointError(f"{name} is corrupt: its content does not match its digest")
+    return checkpoint
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint, *, also: Path | None = None) -> None:
+    """Write one checkpoint.
+
+    Args:
+        also: a second name for the file, which it gets afterwards.
 
     Raises:
         CheckpointError: the disk is full or the folder not writable; older checkpoints are intact.
     """
-    stored = Checkpoint(storable(checkpoint.tensors), checkpoint.state)
-    header = json.dumps({"digest": stored.digest, "state": stored.state}, sort_keys=True)
     try:
-        # one metadata key: safetensors writes several in no fixed order
-        write_atomic(path, save_bytes(stored.tensors, metadata={_KEY: header}))
+        write_atomic(path, encode(checkpoint))
+        if also is not None:
+            link_atomic(path, also)
     except OSError as error:
         raise CheckpointError(
             f"could not save {path}: {error.strerror}; the checkpoints already in {path.parent} are intact. "
@@ -87,43 +121,73 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         data = Path(path).read_bytes()
-        tensors = load_bytes(data)
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
-        checkpoint, digest = Checkpoint(tensors, header["state"]), header["digest"]
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} is not a readable checkpoint ({type(error).__name__}: {error})") from error
-    if checkpoint.digest != digest:
-        raise CheckpointError(f"{path} is corrupt: its content does not match its digest")
-    return checkpoint
+    return decode(data, str(path))
 
 
 class CheckpointFolder:
-    """The checkpoints of one stage, `PREFIX-STEP.safetensors`, newest last.
+    """The checkpoints of one stage: `PREFIX-STEP.safetensors`, and `PREFIX-best.safetensors`, the best evaluated one.
 
     Args:
         folder: where they live; made when the first is saved.
         prefix: of the file names, e.g. `supernet`.
-        keep: how many to keep; older ones are deleted after a newer one is safely on disk.
+        keep: how many to keep, besides the best; older ones are deleted after a newer one is safely on disk.
     """
 
     def __init__(self, folder: Path, prefix: str, *, keep: int = 2) -> None:
         self.folder, self.prefix, self.keep = Path(folder), prefix, keep
+        self.best = self.folder / f"{prefix}-best{SUFFIX}"
+
+    def path(self, step: int) -> Path:
+        """Of the checkpoint of a step, whether it exists or not."""
+        return self.folder / f"{self.prefix}-{step:0{_DIGITS}d}{SUFFIX}"
 
     def paths(self) -> list[Path]:
-        """Existing checkpoints, oldest first."""
-        pattern = f"{self.prefix}-{'[0-9]' * _DIGITS}{_SUFFIX}"
+        """Existing checkpoints, oldest first, without the best."""
+        pattern = f"{self.prefix}-{'[0-9]' * _DIGITS}{SUFFIX}"
         return sorted(self.folder.glob(pattern))
 
-    def save(self, step: int, checkpoint: Checkpoint) -> Path:
-        path = self.folder / f"{self.prefix}-{step:0{_DIGITS}d}{_SUFFIX}"
-        save_checkpoint(path, checkpoint)
+    def check_room(self, size: int) -> None:
+        """Refuse to begin a training whose checkpoints could not be saved.
+
+        Args:
+            size: of one, in bytes.
+
+        Raises:
+            CheckpointError: there is no room for one more than are kept, or the folder cannot be written.
+        """
+        try:
+            check_room(self.folder, size)
+            there = sum(path.stat().st_size for path in self.paths())
+            needed, free = (self.keep + 1) * size - there, shutil.disk_usage(self.folder).free
+            if free < needed:
+                raise OSError(errno.ENOSPC, f"{free / 1e6:,.0f} MB are free")
+        except OSError as error:
+            raise CheckpointError(
+                f"no room for {self.keep + 1} checkpoints of {size / 1e6:,.1f} MB in {self.folder}: {error.strerror}. "
+                "Free some space, or choose another --out; nothing was trained yet"
+            ) from error
+
+    def save(self, step: int, checkpoint: Checkpoint, *, best: bool = False) -> None:
+        """Write one, and delete those that are too many.
+
+        Args:
+            best: it is the best so far.
+
+        Raises:
+            CheckpointError: see `save_checkpoint`.
+        """
+        if best:
+            # first under this name: whoever resumes from the other one takes the best as saved
+            save_checkpoint(self.best, checkpoint, also=self.path(step))
+        else:
+            save_checkpoint(self.path(step), checkpoint)
         for old in self.paths()[: -self.keep]:
             old.unlink()
-        return path
 
     def latest(self, *, fingerprint: str) -> tuple[Path, Checkpoint] | None:
-        """The newest usable checkpoint; unusable ones are named in a warning and passed over.
+        """The newest usable checkpoint, in the end the best; unusable ones are named in a warning and passed over.
 
         Args:
             fingerprint: the checkpoint's `state["fingerprint"]` must equal it (a space's, or a space's and an Arch's).
@@ -135,7 +199,7 @@ class CheckpointFolder:
             CheckpointError: there are some, but none is usable.
         """
         refused = []
-        for path in reversed(self.paths()):
+        for path in [*reversed(self.paths()), *([self.best] if self.best.exists() else [])]:
             try:
                 checkpoint = load_checkpoint(path)
                 found = checkpoint.state.get("fingerprint")
@@ -153,3 +217,51 @@ class CheckpointFolder:
                 "Start again in another --out folder, or delete these files"
             )
         return None
+
+
+class CheckpointWriter:
+    """Saves into a CheckpointFolder while training goes on: one thread, at most one checkpoint in flight.
+
+    A context; leaving it waits for the last one.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nasfast-checkpoint")
+        self._pending: Future[None] | None = None
+
+    def save(self, step: int, checkpoint: Checkpoint, *, best: bool = False) -> None:
+        """Begin to save one, once the one before is saved.
+
+        Args:
+            step, best: see `CheckpointFolder.save`.
+            checkpoint: nothing may write to its tensors any more.
+
+        Raises:
+            CheckpointError: the one before could not be saved.
+        """
+        self.wait()
+        self._pending = self._thread.submit(self._folder.save, step, checkpoint, best=best)
+
+    def wait(self) -> None:
+        """Until everything is on disk.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            _LOG.warning("%s", error)  # what ended the training matters more
+        finally:
+            self._thread.shutdown()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nasfast.distributed import SINGLE, World
 from nasfast.train.batches import as_epochs
 
 
@@ -30,33 +31,38 @@ def count_correct(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(forward: nn.Module | Callable[[Tensor], Tensor], loader: object, *, device: str = "cpu") -> Evaluation:
+def evaluate(
+    forward: nn.Module | Callable[[Tensor], Tensor], loader: object, *, device: str = "cpu", world: World = SINGLE
+) -> Evaluation:
     """Top-1, top-5 and loss over a whole loader.
 
     Args:
         forward: a module (put into eval mode for the duration) or any function of (N, C, H, W) images giving logits.
         loader: a `nasfast.data.Loader`, or any iterable of (images, labels) with a length.
+        world: the ranks that share the images, every image on one of them; the result is of all, on all.
 
     Raises:
         ValueError: the loader is empty.
         TypeError: it has no length or is no iterable.
     """
     training = isinstance(forward, nn.Module) and forward.training
-    totals, images = torch.zeros(3, dtype=torch.float64), 0
+    totals = torch.zeros(4, dtype=torch.float64)
     try:
         if training:
             forward.eval()
         for x, y in as_epochs(loader).epoch(0, device=device):
             logits = forward(x).float()
             loss = F.cross_entropy(logits, y, reduction="sum")
-            totals += torch.stack([count_correct(logits, y, 1), count_correct(logits, y, 5), loss]).double().cpu()
-            images += len(y)
+            totals[:3] += torch.stack([count_correct(logits, y, 1), count_correct(logits, y, 5), loss]).double().cpu()
+            totals[3] += len(y)
     finally:
         if training:
             forward.train()
+    world.add(totals)
+    images = int(totals[3])
     if not images:
         raise ValueError("evaluate: the loader gave no image")
-    top1, top5, loss = (totals / images).tolist()
+    top1, top5, loss, _ = (totals / images).tolist()
     return Evaluation(top1, top5, loss, images)
 
 

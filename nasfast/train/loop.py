@@ -1,7 +1,10 @@
 """The training loop: supernet training and retraining share it.
 
 A run killed at any moment and resumed continues from its last checkpoint and, on CPU, ends with the same bytes as an
-unbroken one: model, optimiser, sampler, generator, data position and running sums are all in the checkpoint.
+unbroken one: model, optimiser, sampler, generator, data position and running sums are all in the checkpoint. SIGTERM
+makes one of its own: after the step that follows, or on a GPU at the next of every `log_every` looks at the results.
+
+Several ranks make the same steps, each with its share of every batch; see `nasfast.train.exchange`.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +20,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nasfast.config import ConfigBase, difference
-from nasfast.engine import Engine, StepResult, make_engine
+from nasfast.config import ConfigBase
+from nasfast.distributed import SINGLE, World
+from nasfast.engine import Engine, make_engine
+from nasfast.lock import run_lock
 from nasfast.spaces import Sampler
+from nasfast.termination import Terminated, noticed
 from nasfast.train.batches import as_epochs
-from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
+from nasfast.train.checkpoint import CheckpointFolder, CheckpointWriter
 from nasfast.train.evaluate import Evaluation
+from nasfast.train.exchange import Exchange, FlatExchange, Outcome, OverlappedExchange
 from nasfast.train.log import TrainLog
 from nasfast.train.schedule import lr_at
+from nasfast.train.state import Sums, TrainState, begin, seed_other_rank
 
 
 class TrainingDivergedError(RuntimeError):
@@ -46,8 +55,9 @@ class TrainConfig(ConfigBase):
         precision: `fp32`, or `bf16` autocast.
         engine: `eager`, `graphs` (CUDA graphs per candidate of a supernet), or `auto`: graphs where they can be had.
         log_every: optimiser steps between log lines.
-        checkpoint_every: optimiser steps between checkpoints, 0 for one per epoch.
-        keep_checkpoints: how many of the newest to keep; the one before the newest is the fallback.
+        checkpoint_every: optimiser steps between checkpoints, 0 for one per epoch; evaluations come with one besides.
+        keep_checkpoints: how many of the newest to keep, and besides them the one of the best validation top-1; the
+            one before the newest is the fallback.
         eval_every: epochs between evaluations where there is a validation loader; the last epoch always has one.
     """
 
@@ -78,16 +88,6 @@ class TrainConfig(ConfigBase):
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
 
 
-@dataclass
-class _Sums:
-    """Sums since the last log line; part of the checkpoint so that a resumed run logs the same figures."""
-
-    loss: float = 0.0
-    correct: int = 0
-    images: int = 0
-    steps: int = 0
-
-
 def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
     """SGD over the parameters that train; weight decay only on tensors of two or more dimensions.
 
@@ -102,85 +102,49 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
     return torch.optim.SGD([g for g in groups if g["params"]], lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov)
 
 
-class _State:
-    """What a checkpoint of a stage holds, both ways."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.SGD, sampler: Sampler | None, fingerprint: str) -> None:
-        self.model, self.optimizer, self.sampler, self.fingerprint = model, optimizer, sampler, fingerprint
-
-    def capture(self, step: int, sums: _Sums, settings: dict[str, Any]) -> Checkpoint:
-        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
-        for name, parameter in self.model.named_parameters():
-            buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
-            if buffer is not None:
-                tensors[f"momentum.{name}"] = buffer
-        tensors["rng.cpu"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            tensors["rng.cuda"] = torch.cuda.get_rng_state()
-        state = {"fingerprint": self.fingerprint, "step": step, "sums": vars(sums), "settings": settings}
-        if self.sampler is not None:
-            state["sampler"] = self.sampler.state_dict()
-        return Checkpoint(tensors, state)
-
-    def restore(self, checkpoint: Checkpoint) -> tuple[int, _Sums]:
-        try:
-            self.model.load_state_dict(checkpoint.part("model."))
-            if self.sampler is not None:
-                self.sampler.load_state_dict(checkpoint.state["sampler"])
-            step, sums = checkpoint.state["step"], _Sums(**checkpoint.state["sums"])
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"checkpoint does not fit this run: {error}") from error
-        momentum = checkpoint.part("momentum.")
-        for name, parameter in self.model.named_parameters():
-            if name in momentum:
-                # the parameter's own layout, so that the resumed arithmetic is the same
-                buffer = torch.empty_like(parameter).copy_(momentum[name])
-                self.optimizer.state[parameter]["momentum_buffer"] = buffer
-        torch.set_rng_state(checkpoint.tensors["rng.cpu"])
-        if torch.cuda.is_available() and "rng.cuda" in checkpoint.tensors:
-            torch.cuda.set_rng_state(checkpoint.tensors["rng.cuda"])
-        return step, sums
-
-
 def _step(
     engine: Engine,
+    exchange: Exchange,
     optimizer: torch.optim.SGD,
     x: Tensor,
     y: Tensor,
     paths: list[tuple[int, ...]] | None,
     cfg: TrainConfig,
-) -> tuple[StepResult, Tensor]:
+    *,
+    stop: bool,
+) -> tuple[Outcome, Tensor]:
     """One optimiser step; the gradients of several paths add up (FairNAS, algorithm 1).
 
     Returns:
-        loss and correct predictions, and the gradient norm before clipping.
+        what it gave, over all ranks, and the gradient norm before clipping.
     """
-    result = engine.forward_backward(x, y, paths)
+    outcome = exchange.step(x, lambda: engine.forward_backward(x, y, paths), stop=stop)
     used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = nn.utils.clip_grad_norm_(used, cfg.clip_norm or math.inf)
     optimizer.step()
-    return result, norm.to(result.loss.device)
+    return outcome, norm.to(outcome.result.loss.device)
 
 
 class _Pending:
     """Results of steps as they are on the device: read together, because each read waits for the device."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[int, int, StepResult, Tensor]] = []
+        self._steps: list[tuple[int, Outcome, Tensor]] = []
 
-    def add(self, step: int, images: int, result: StepResult, norm: Tensor) -> None:
-        self._steps.append((step, images, result, norm))
+    def add(self, step: int, outcome: Outcome, norm: Tensor) -> None:
+        self._steps.append((step, outcome, norm))
 
-    def read(self) -> Iterator[tuple[int, int, float, int, float]]:
-        """(step, images, loss, correct, gradient norm) of every step since the last call."""
+    def read(self) -> Iterator[tuple[int, float, int, int, float, bool]]:
+        """(step, loss, correct, images, gradient norm, stop) of every step since the last call."""
         steps, self._steps = self._steps, []
         if not steps:
             return
-        values = torch.stack(
-            [torch.stack((r.loss.double(), r.correct.double(), norm.double())) for *_, r, norm in steps]
-        )
-        for (step, images, *_), (loss, correct, norm) in zip(steps, values.tolist(), strict=True):
-            yield step, images, loss, int(correct), norm
+        rows = [
+            torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*result, *counts, norm)])
+            for _, (result, *counts), norm in steps
+        ]
+        for (step, *_), (loss, correct, images, stop, norm) in zip(steps, torch.stack(rows).tolist(), strict=True):
+            yield step, loss, int(correct), int(images), norm, stop > 0
 
 
 def train(
@@ -197,102 +161,139 @@ def train(
     prefix: str | None = None,
     resume: bool = False,
     device: str = "cpu",
+    world: World = SINGLE,
 ) -> Path:
     """Train for `cfg.epochs` epochs and return the path of the final checkpoint.
 
     Args:
         model: called as `model(x, path)` with a sampler, else as `model(x)`; parameters with `requires_grad` train.
-        loader: a `nasfast.data.Loader`, or any sized iterable of (images, labels).
+        loader: a `nasfast.data.Loader`, or any sized iterable of (images, labels); with several ranks its batches are
+            this rank's shares.
         stage: name in metrics and of the checkpoints, e.g. `supernet` or `retrain/best`.
-        run_dir: gets checkpoints/, metrics.jsonl and tensorboard/.
+        run_dir: gets checkpoints/, metrics.jsonl and tensorboard/, from rank 0 alone.
         fingerprint: of what is trained; a checkpoint with another is refused.
         sampler: paths of each step; its state is part of the checkpoint.
-        evaluate: called every `cfg.eval_every` epochs, and after the last.
+        evaluate: called every `cfg.eval_every` epochs, and after the last; on every rank, and must give all of them the
+            same.
         settings: what else the result depends on, as JSON; a checkpoint with other settings is refused.
         prefix: of the checkpoint files; None makes it from `stage`.
         resume: continue from the newest good checkpoint in `run_dir`; otherwise older ones of the stage must not exist.
         device: where to train; the model is moved there in channels_last.
+        world: the ranks that train together; every one begins with the model, sampler and position of rank 0.
 
     Raises:
         TrainingDivergedError: loss or gradient not finite; the last good checkpoint is kept.
-        CheckpointError: a checkpoint cannot be written, or none of the existing ones can be used.
+        CheckpointError: a checkpoint cannot be written, there is no room for them, or none of the existing ones can be
+            used.
+        RunDirectoryError: another process writes to `run_dir`, or nothing can be written there.
         FileExistsError: checkpoints of this stage exist and `resume` is off.
+        Terminated: SIGTERM came; a checkpoint of the last step is saved.
+        RankError: another rank is gone.
     """
     loader, run_dir = as_epochs(loader), Path(run_dir)
     if cfg.lr is None:
         raise ValueError("train: cfg.lr is not set; train_supernet and retrain choose it when it is null")
     model.to(device=device, memory_format=torch.channels_last).train()
     optimizer = make_optimizer(model, cfg)
-    state = _State(model, optimizer, sampler, fingerprint)
-    folder = CheckpointFolder(run_dir / "checkpoints", prefix or stage.replace("/", "-"), keep=cfg.keep_checkpoints)
     # how a step is executed does not change what it computes
     trained = {name: value for name, value in cfg.to_dict().items() if name != "engine"}
     settings = {"stage": stage, "train": trained, "batches_per_epoch": len(loader), **(settings or {})}
+    state = TrainState(
+        model, optimizer, sampler, fingerprint=fingerprint, settings=settings, loader_kind=getattr(loader, "kind", None)
+    )
+    folder = CheckpointFolder(run_dir / "checkpoints", prefix or stage.replace("/", "-"), keep=cfg.keep_checkpoints)
     per_epoch, total = len(loader), cfg.epochs * len(loader)
-    step, sums = 0, _Sums()
-    if resume:
-        found = folder.latest(fingerprint=fingerprint)
-        if found is not None:
-            path, checkpoint = found
-            if checkpoint.state["settings"] != settings:
-                raise CheckpointError(
-                    f"{path} was written with other settings: {difference(checkpoint.state['settings'], settings)}; "
-                    "resume with the config.yaml of the run"
-                )
-            step, sums = state.restore(checkpoint)
-    elif folder.paths():
-        raise FileExistsError(
-            f"{folder.folder} holds checkpoints of {stage!r}: continue them (--resume, resume=True), delete them "
-            f"({folder.prefix}-*.safetensors), or choose another run directory (--out, run_dir)"
-        )
+    at = begin(state, folder, stage=stage, resume=resume or world.restarted, world=world)
+    seed = torch.initial_seed()
+    exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(model, world)
 
-    engine, largest, pending = None, 0, _Pending()
-    with TrainLog(run_dir, stage, step=step, total=total) as log:
+    with ExitStack() as stack:
+        stop = stack.enter_context(noticed())  # first, so that SIGTERM waits for the last checkpoint
+        log = writer = None
+        if world.is_main:
+            if world.leads:
+                stack.enter_context(run_lock(run_dir))
+            if at.step < total:
+                folder.check_room(state.size)
+            log = stack.enter_context(TrainLog(run_dir, stage, step=at.step, total=total, shown=world.leads))
+            writer = stack.enter_context(CheckpointWriter(folder))
+
+        def conclude(*, evaluates: bool, stopped: bool) -> None:
+            """Evaluate, save, and stop if SIGTERM came; that does not wait for an evaluation, which is due then."""
+            at.evaluation_due, better = evaluates, False
+            if evaluates and not stopped:
+                try:
+                    with stop.at_once():
+                        world.send(model.buffers())  # running statistics are rank 0's
+                        found = evaluate(model)
+                    at.evaluation_due, better = False, at.best is None or found.top1 > at.best
+                    if better:
+                        at.best = found.top1
+                    if log:
+                        log.write(at.step, eval_top1=found.top1, eval_top5=found.top5, eval_loss=found.loss)
+                except Terminated:
+                    stopped = True
+            if writer:
+                writer.save(at.step, state.capture(at), best=better)
+            if stopped:
+                if writer:
+                    writer.wait()
+                saved = f"{folder.path(at.step)} is saved, --resume continues"
+                raise Terminated(f"{stage}: terminated at step {at.step} of {total}; {saved}")
+
+        if at.evaluation_due:
+            conclude(evaluates=True, stopped=False)
+        engine, largest, pending, stopped = None, 0, _Pending(), False
         clock, seen = time.monotonic(), 0
-        while step < total:
-            epoch, start = divmod(step, per_epoch)
+        while at.step < total:
+            epoch, start = divmod(at.step, per_epoch)
             for x, y in loader.epoch(epoch, start=start, device=device):
-                lr = lr_at(step, total=total, peak=cfg.lr, warmup=round(cfg.warmup_epochs * per_epoch))
+                lr = lr_at(at.step, total=total, peak=cfg.lr, warmup=round(cfg.warmup_epochs * per_epoch))
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 paths = None if sampler is None else sampler.step()
                 if len(x) > largest:  # a resumed run may begin with the short batch that ends an epoch
                     largest = len(x)
                     engine = make_engine(
-                        model, cfg.engine,
+                        exchange.module, cfg.engine,
                         batch=tuple(x.shape), label_smoothing=cfg.label_smoothing, bf16=cfg.precision == "bf16",
                     )  # fmt: skip
-                result, norm = _step(engine, optimizer, x, y, paths, cfg)
-                step += 1
-                pending.add(step, len(y) * (1 if paths is None else len(paths)), result, norm)
-                epoch_ends = step % per_epoch == 0
-                saves = step == total or (step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends)
+                if world.rank:
+                    seed_other_rank(seed, world.rank, at.step, device=device)
+                outcome, norm = _step(engine, exchange, optimizer, x, y, paths, cfg, stop=stop.requested)
+                at.step += 1
+                pending.add(at.step, outcome, norm)
+                epoch_ends, ends = at.step % per_epoch == 0, at.step == total
+                evaluates = evaluate is not None and epoch_ends and (ends or (epoch + 1) % cfg.eval_every == 0)
+                due = at.step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends
+                saves = evaluates or due or ends
                 # without a device to wait for, every step is looked at when it is made
-                if x.device.type == "cpu" or step % cfg.log_every == 0 or epoch_ends or saves:
-                    for at, images, loss, correct, length in pending.read():
+                if x.device.type == "cpu" or at.step % cfg.log_every == 0 or epoch_ends or saves:
+                    for step, loss, correct, images, length, asked in pending.read():
                         if not (math.isfinite(loss) and math.isfinite(length)):
+                            if writer:
+                                writer.wait()
                             kept = folder.paths()[-1:] or ["none yet"]
                             raise TrainingDivergedError(
-                                f"{stage}: loss {loss}, gradient norm {length} at step {at} of {total}; stopped. "
+                                f"{stage}: loss {loss}, gradient norm {length} at step {step} of {total}; stopped. "
                                 f"Last good checkpoint: {kept[0]}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
                             )
-                        sums.loss, sums.correct = sums.loss + loss, sums.correct + correct
-                        sums.images, sums.steps, seen = sums.images + images, sums.steps + 1, seen + images
-                if step % cfg.log_every == 0 or epoch_ends:
+                        images *= 1 if paths is None else len(paths)
+                        at.sums.add(loss, correct, images)
+                        seen, stopped = seen + images, stopped or asked
+                if at.step % cfg.log_every == 0 or epoch_ends:
                     now = time.monotonic()
-                    log.write(
-                        step, epoch=epoch, lr=lr, loss=sums.loss / sums.steps, top1=sums.correct / sums.images,
-                        images_per_s=seen / max(now - clock, 1e-9),
-                    )  # fmt: skip
-                    sums, clock, seen = _Sums(), now, 0
-                if evaluate and epoch_ends and ((epoch + 1) % cfg.eval_every == 0 or step == total):
-                    result = evaluate(model)
-                    log.write(step, eval_top1=result.top1, eval_top5=result.top5, eval_loss=result.loss)
-                    clock = time.monotonic()
-                if saves:
-                    folder.save(step, state.capture(step, sums, settings))
-            if step < total and step % per_epoch:
+                    if log:
+                        log.write(
+                            at.step, epoch=epoch, lr=lr, loss=at.sums.loss / at.sums.steps,
+                            top1=at.sums.correct / at.sums.images, images_per_s=seen / max(now - clock, 1e-9),
+                        )  # fmt: skip
+                    at.sums, clock, seen = Sums(), now, 0
+                if saves or stopped:
+                    conclude(evaluates=evaluates, stopped=stopped)
+                    clock = time.monotonic() if evaluates else clock
+            if at.step < total and at.step % per_epoch:
                 raise RuntimeError(
-                    f"loader has length {per_epoch} but epoch {epoch} ended after {step % per_epoch} batches"
+                    f"loader has length {per_epoch} but epoch {epoch} ended after {at.step % per_epoch} batches"
                 )
-    return folder.paths()[-1]
+    return folder.path(total)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nasfast.config import ConfigBase, nearest
+from nasfast.distributed import SINGLE, World
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
 from nasfast.supernet import Init, Supernet, Trainable
 from nasfast.train.loop import TrainConfig, train
@@ -106,6 +107,7 @@ def train_supernet(
     run_dir: str | Path = "runs/supernet",
     resume: bool = False,
     device: str = "cpu",
+    world: World = SINGLE,
 ) -> Path:
     """Train a supernet along sampled paths; what trains was chosen by `Supernet.freeze`.
 
@@ -117,13 +119,14 @@ def train_supernet(
         run_dir: gets checkpoints/, metrics.jsonl and tensorboard/.
         resume: continue from the newest good checkpoint of `run_dir`.
         device: where to train.
+        world: the ranks that train together (`nasfast.distributed.start`), each with its share of every batch.
 
     Returns:
         Path of the final checkpoint.
 
     Raises:
         ValueError: sampler and supernet disagree about layer indicators or space.
-        TrainingDivergedError, CheckpointError, FileExistsError: see `nasfast.train.train`.
+        TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
     if sampler.space.fingerprint != net.space.fingerprint:
         raise ValueError(f"sampler draws from space {sampler.space.name!r}, the supernet is of {net.space.name!r}")
@@ -138,5 +141,5 @@ def train_supernet(
         net, loader, cfg,
         stage="supernet", run_dir=run_dir, fingerprint=net.space.fingerprint,
         sampler=sampler, settings={"trainable": net.summary.trainable, "roles": list(net.summary.by_role)},
-        resume=resume, device=device,
+        resume=resume, device=device, world=world,
     )  # fmt: skip

@@ -83,9 +83,21 @@ def test_json_round_trip(tmp_path):
 )
 def test_unusable_files_are_refused(change, message):
     form = json.loads(macro_table(layer_indicators=True).to_json())
+    del form["digest"]  # as written by hand
     change(form)
     with pytest.raises(TableError, match=message):
         IndicatorTable.from_json(json.dumps(form))
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = tmp_path / "indicators.json"
+    macro_table(layer_indicators=True).save(path)
+    text = path.read_text()
+    for damaged in (text.replace("0.", "1.", 1).encode(), text.encode()[:-30], b"\xff" + text.encode()):
+        assert damaged != text.encode()
+        path.write_bytes(damaged)
+        with pytest.raises(TableError, match=str(path)):
+            IndicatorTable.load(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import re
 import shutil
 from html.parser import HTMLParser
 
 import pytest
 
 from nasfast.indicators.table import IndicatorTable
-from nasfast.report import plots, write_report
+from nasfast.report import html, plots, write_report
 from nasfast.spaces import digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
 
 HOSTILE = '<script>alert("x")</script> $\\frac{$ & \'"'
@@ -166,6 +168,28 @@ def test_damaged_files_are_named_not_fatal(finished_run, tmp_path, content):
         (tmp_path / "run" / name).write_text(content)
     # summary, strip, top K, Pareto front, heat map, retraining, rank
     assert page_of(tmp_path / "run").text.count("cannot be read") == 7
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_damage_takes_the_page_with_it(finished_run, tmp_path, monkeypatch, seed):
+    """Values of other kinds, noise and cuts in any file."""
+    monkeypatch.setattr(html, "embedded", lambda figure, caption, path: "<img>")
+    monkeypatch.setattr(html, "_CLOUD", 10)
+    rng = random.Random(seed)
+    files = (path for path in finished_run.rglob("*") if path.suffix in (".json", ".jsonl", ".yaml"))
+    for name in sorted(str(path.relative_to(finished_run)) for path in files):
+        run = tmp_path / name.replace("/", " ")
+        shutil.copytree(finished_run, run)
+        text = (run / name).read_text()
+        values = list(re.finditer(r'-?\d+(\.\d+)?|"[^"]*"|null', text))
+        value = rng.choice(values) if values and seed else None
+        if value:
+            other = rng.choice(["null", "[]", "{}", "1e999", "-1", '"x"', "1" * 400, "NaN", "true"])
+            text = text[: value.start()] + other + text[value.end() :]
+        else:
+            text = text[: rng.randrange(len(text))] + chr(rng.randrange(300))
+        (run / name).write_text(text, encoding="latin-1", errors="replace")
+        assert write_report(run).read_text().endswith("</html>\n")
 
 
 def test_hostile_strings_are_shown_not_obeyed(tmp_path, make_run):

@@ -84,6 +84,27 @@ def test_weights_of_another_architecture_are_refused(folder):
         load_model(folder)
 
 
+@pytest.mark.parametrize("place", [100, -100], ids=["header", "weights"])
+def test_one_changed_bit_is_noticed(folder, place):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="does not hold the weights of .*arch.json.*retrain --resume"):
+        load_model(folder)
+
+
+def test_weights_of_a_network_of_the_same_shapes_are_refused(folder):
+    """Activation and choices need not show in the shapes of the weights."""
+    form = (folder / "space.yaml").read_text()
+    (folder / "space.yaml").write_text(form.replace("activation: relu6", "activation: tanh"))
+    arch = json.loads((folder / "arch.json").read_text())
+    arch["fingerprint"] = SPACE.replace(activation="tanh").fingerprint
+    (folder / "arch.json").write_text(json.dumps(arch))
+    with pytest.raises(ValueError, match="does not hold the weights of .*arch.json: they are of .*'relu6'"):
+        load_model(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 5])
 def test_onnx_computes_the_same_at_any_batch_size(onnx_file, batch):

@@ -116,7 +116,7 @@ def test_a_killed_search_resumes_to_the_same_result(tmp_path, small_space, make_
     assert len(rest) == 100 - 47 + torn
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 101
-    assert {"arch", "score", "macs", "params", "generation", "origin"} == set(lines[-1])
+    assert {"arch", "score", "macs", "params", "generation", "origin", "digest"} == set(lines[-1])
     assert {line["origin"] for line in lines[1:]} == {"random", "mutation", "crossover"}
 
 
@@ -129,11 +129,40 @@ def test_history_of_another_scorer_or_space_is_refused(tmp_path, small_space, ma
         History(path, mobilenet_v2(), scorer="t")
 
 
-def test_damage_before_the_last_line_is_named(tmp_path, small_space):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: b"{not json",
+        lambda line: line.replace(b"0", b"1", 1),
+        lambda line: line[:-9],
+        lambda line: b"\xff" + line,
+        lambda line: b'{"arch": [9, 0], "score": 1}',
+        lambda line: b'{"score": 1}',
+    ],
+    ids=["not JSON", "other digits", "cut off", "not text", "not of the space", "no architecture"],
+)
+def test_damaged_lines_are_named_and_evaluated_again(tmp_path, small_space, make_table, config, caplog, damage):
+    table, path = make_table(small_space, 0), tmp_path / "history.jsonl"
+    whole = evolve(small_space, table.score, config, history=History(path, small_space, scorer="t"))
+    lines = path.read_bytes().splitlines()
+    lines[4] = damage(lines[4])
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    again = []
+
+    def counts(arch):
+        again.append(arch)
+        return table.score(arch)
+
+    assert evolve(small_space, counts, config, history=History(path, small_space, scorer="t")) == whole
+    assert len(again) == 1
+    assert "history.jsonl: passed over damaged lines [5]" in caplog.text
+
+
+def test_a_damaged_first_line_is_an_error(tmp_path, small_space):
     path = tmp_path / "history.jsonl"
     History(path, small_space, scorer="t").add((0,) * 6, 1.0)
-    path.write_text(path.read_text() + "{not json\n")
-    with pytest.raises(ConfigError, match="line 3"):
+    path.write_bytes(path.read_bytes().replace(b'"scorer": "t"', b'"scorer": "u"'))
+    with pytest.raises(ConfigError, match="history.jsonl does not say any more whose scores it holds.*search again"):
         History(path, small_space, scorer="t")
 
 

@@ -68,11 +68,26 @@ def test_runs_without_torch():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot read .*archs.json: No such file"), (b"\xff", "archs.json is not JSON"), (b"{}", "archs.json: ")],
+    [
+        (None, "cannot read .*archs.json: No such file"),
+        (b"\xff", "archs.json does not hold the result of a search"),
+        (b"{}", "archs.json: "),
+    ],
 )
 def test_an_unusable_file_is_named(tmp_path, content, message):
     path = tmp_path / "archs.json"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
+        load_candidates(path)
+
+
+def test_a_changed_file_is_noticed(tmp_path, small_space, make_table):
+    path = tmp_path / "archs.json"
+    found = search(make_table(small_space, 0), small_space, top_k=2)
+    save_candidates(path, small_space, found)
+    assert load_candidates(path, small_space).candidates == tuple(found)
+    text = path.read_text()
+    path.write_text(text.replace('"optimal": true', '"optimal": false', 1))
+    with pytest.raises(ConfigError, match="archs.json .* does not match its digest"):
         load_candidates(path)

@@ -5,11 +5,22 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
+import threading
 
 import pytest
 import torch
 
-from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, load_checkpoint, save_checkpoint
+from nasfast.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointFolder,
+    CheckpointWriter,
+    decode,
+    encode,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 
 def sample(step: int = 1, fingerprint: str = "abc") -> Checkpoint:
@@ -165,3 +176,144 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match="could not save .*: File exists"):
         CheckpointFolder(tmp_path / "checkpoints", "supernet").save(20, sample(20))
+
+
+def test_room_for_one_more_than_are_kept_is_asked_for(folder, monkeypatch):
+    there = sum(path.stat().st_size for path in folder.paths())
+    size = there // len(folder.paths())
+    free = (folder.keep + 1) * size - there
+    usage = shutil.disk_usage(folder.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    folder.check_room(size)
+    with pytest.raises(CheckpointError, match="no room for 4 checkpoints of .* MB in .* nothing was trained yet"):
+        folder.check_room(size + 1)
+
+
+def test_bytes_are_those_of_the_file(tmp_path):
+    save_checkpoint(tmp_path / "c", sample())
+    data = encode(sample())
+    assert data == (tmp_path / "c").read_bytes()
+    assert decode(data, "rank 0").state == sample().state
+    with pytest.raises(CheckpointError, match="^rank 0 is not a readable checkpoint"):
+        decode(data[:-1], "rank 0")
+
+
+# the best
+
+
+def test_the_best_is_kept_and_does_not_count(folder):
+    folder.save(20, sample(20), best=True)
+    assert folder.best.read_bytes() == folder.path(20).read_bytes()
+    assert folder.best.stat().st_ino == folder.path(20).stat().st_ino, "it takes its place twice"
+    for step in (25, 30, 35):
+        folder.save(step, sample(step))
+    assert [p.name for p in folder.paths()] == [f"supernet-{s:08d}.safetensors" for s in (25, 30, 35)]
+    assert load_checkpoint(folder.best).state["step"] == 20
+    folder.save(40, sample(40), best=True)
+    assert load_checkpoint(folder.best).state["step"] == load_checkpoint(folder.path(40)).state["step"] == 40
+
+
+def test_a_best_one_is_saved_twice_as_once(folder):
+    """As a resumed run does with the step at which an evaluation was cut short."""
+    for _ in range(2):
+        folder.save(20, sample(20), best=True)
+    assert load_checkpoint(folder.best).state["step"] == load_checkpoint(folder.path(20)).state["step"] == 20
+    assert not list(folder.folder.glob(".*"))
+
+
+def test_the_best_is_a_copy_where_there_are_no_links(folder, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    folder.save(20, sample(20), best=True)
+    assert folder.best.read_bytes() == folder.path(20).read_bytes()
+    assert folder.best.stat().st_ino != folder.path(20).stat().st_ino
+    assert not list(folder.folder.glob(".*"))
+
+
+def test_the_best_is_there_before_the_step_is(folder, monkeypatch):
+    """Killed between the two, a run resumes from before both and makes the best again."""
+    monkeypatch.setattr("nasfast.train.checkpoint.link_atomic", lambda *_: pytest.fail("killed here"))
+    with pytest.raises(pytest.fail.Exception):
+        folder.save(20, sample(20), best=True)
+    assert folder.best.exists()
+    assert folder.latest(fingerprint="abc")[1].state["step"] == 15
+
+
+def test_the_best_is_the_last_fall_back(folder):
+    folder.save(20, sample(20), best=True)
+    folder.save(25, sample(25))
+    for path in folder.paths():
+        path.unlink()
+    assert folder.latest(fingerprint="abc")[1].state["step"] == 20
+
+
+# saving while training goes on
+
+
+class Slow(CheckpointFolder):
+    """A folder whose saving waits for `go`, and fails if told to."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.begun, self.go, self.fails, self.steps = threading.Semaphore(0), threading.Semaphore(0), False, []
+
+    def save(self, step: int, checkpoint: Checkpoint, *, best: bool = False) -> None:
+        self.begun.release()
+        assert self.go.acquire(timeout=30)
+        if self.fails:
+            raise CheckpointError(f"no room for {step}")
+        super().save(step, checkpoint, best=best)
+        self.steps.append(step)
+
+
+@pytest.fixture
+def slow(tmp_path) -> Slow:
+    return Slow(tmp_path / "checkpoints", "supernet")
+
+
+def test_saving_does_not_hold_up_and_the_end_waits_for_it(slow):
+    with CheckpointWriter(slow) as writer:
+        writer.save(5, sample(5))
+        assert slow.begun.acquire(timeout=30)
+        assert slow.paths() == []
+        slow.go.release()
+    assert slow.steps == [5]
+
+
+def test_at_most_one_is_in_flight(slow):
+    with CheckpointWriter(slow) as writer:
+        writer.save(5, sample(5))
+        second = threading.Thread(target=writer.save, args=(10, sample(10)))
+        second.start()
+        assert slow.begun.acquire(timeout=30)
+        assert not slow.begun.acquire(timeout=0.05), "the second began before the first was saved"
+        slow.go.release(2)
+        second.join()
+    assert slow.steps == [5, 10]
+
+
+def test_an_error_is_raised_at_the_next_save(slow):
+    slow.fails = True
+    slow.go.release(2)
+    with pytest.raises(CheckpointError, match="no room for 5"), CheckpointWriter(slow) as writer:
+        writer.save(5, sample(5))
+        writer.save(10, sample(10))
+        pytest.fail("it went on")
+
+
+def test_an_error_is_raised_at_the_end(slow):
+    slow.fails = True
+    slow.go.release()
+    with pytest.raises(CheckpointError, match="no room for 5"), CheckpointWriter(slow) as writer:
+        writer.save(5, sample(5))
+
+
+def test_what_ended_the_training_goes_before_an_error_of_saving(slow, caplog):
+    slow.fails = True
+    slow.go.release()
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(slow) as writer:
+        writer.save(5, sample(5))
+        raise KeyboardInterrupt
+    assert "no room for 5" in caplog.text

@@ -29,6 +29,7 @@ MOMENTS = {
     "retrain": [
         "in a step",
         "half-written checkpoint",
+        "between the best and its step",
         "before the model is saved",
         "between the model and its result",
     ],

@@ -16,7 +16,7 @@ from nasfast.spaces import FairSampler, Sampler, StrictFairSampler, UniformSampl
 from nasfast.supernet import Supernet, build
 from nasfast.train import CheckpointError, Evaluation, TrainConfig, TrainingDivergedError, train, train_supernet
 from nasfast.train.batches import as_epochs
-from nasfast.train.checkpoint import load_checkpoint
+from nasfast.train.checkpoint import CheckpointFolder, encode, load_checkpoint
 from nasfast.train.log import TrainLog, read_metrics
 from nasfast.train.loop import make_optimizer
 from nasfast.train.schedule import lr_at
@@ -273,6 +273,51 @@ def test_evaluation_lines(tmp_path):
     assert (tmp_path / "checkpoints" / "retrain-best-00000010.safetensors").exists()
 
 
+def test_the_best_evaluation_keeps_its_checkpoint(tmp_path):
+    """Top-1 of 0.2, 0.7, 0.5, 0.7 after steps 2, 4, 6, 8: the first of equals."""
+    scores = iter((0.2, 0.7, 0.5, 0.7))
+    network = build(tiny_space(), (0, 1, 2, 0))
+    cfg = TrainConfig(epochs=4, lr=0.1, keep_checkpoints=1, checkpoint_every=3)
+    train(
+        network, batches(2), cfg, stage="retrain/a", run_dir=tmp_path, fingerprint="f",
+        evaluate=lambda _: Evaluation(next(scores), 1.0, 1.0, 8),
+    )  # fmt: skip
+    files = {p.name for p in (tmp_path / "checkpoints").iterdir()}
+    assert files == {"retrain-a-00000008.safetensors", "retrain-a-best.safetensors"}
+    best = load_checkpoint(tmp_path / "checkpoints" / "retrain-a-best.safetensors")
+    assert (best.state["step"], best.state["best"]) == (4, 0.7)
+    last = load_checkpoint(tmp_path / "checkpoints" / "retrain-a-00000008.safetensors")
+    assert (last.state["step"], last.state["best"]) == (8, 0.7)
+
+
+def test_every_evaluation_has_a_checkpoint(tmp_path):
+    cfg = TrainConfig(epochs=3, lr=0.1, keep_checkpoints=9, checkpoint_every=4)
+    train(
+        build(tiny_space(), (0, 1, 2, 0)), batches(3), cfg, stage="a", run_dir=tmp_path, fingerprint="f",
+        evaluate=lambda _: Evaluation(0.5, 1.0, 1.0, 8),
+    )  # fmt: skip
+    steps = [int(p.stem[-8:]) for p in sorted((tmp_path / "checkpoints").glob("a-0*"))]
+    assert steps == [3, 4, 6, 8, 9]
+
+
+def test_what_is_saved_is_a_copy_of_what_trains(tmp_path, monkeypatch):
+    """A checkpoint that is written late still has the weights and the momentum of its step."""
+    kept = {}
+
+    def save(folder, step, checkpoint, *, best=False):
+        kept[step] = checkpoint, encode(checkpoint)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save)
+    net, sampler = net_and_sampler()
+    train_supernet(net, batches(4), sampler, TrainConfig(epochs=1, lr=0.5, checkpoint_every=1), run_dir=tmp_path)
+    assert sorted(kept) == [1, 2, 3, 4]
+    assert all(encode(checkpoint) == then for checkpoint, then in kept.values())
+    assert len({then for _, then in kept.values()}) == 4
+    name = "layers.1.candidates.0.project.conv.weight"
+    fixed = dict(net.named_parameters())[name]
+    assert kept[1][0].tensors[f"model.{name}"].data_ptr() == fixed.data_ptr(), "what does not train is copied too"
+
+
 def test_a_log_forgets_what_came_after_its_step(tmp_path):
     for stage in ("a", "b"):
         with TrainLog(tmp_path, stage, step=0, total=9) as log:
@@ -417,6 +462,33 @@ def test_another_number_of_batches_is_refused(tmp_path):
     net, sampler = net_and_sampler()
     with pytest.raises(CheckpointError, match="batches_per_epoch was 4, now 5"):
         train_supernet(net, batches(5), sampler, CFG, run_dir=tmp_path, resume=True)
+
+
+class Decoded:
+    """A loader that says what decodes its images."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self):
+        return 4
+
+    def epoch(self, epoch, *, start=0, device="cpu"):
+        yield from batches(4)[start:]
+
+
+@pytest.mark.parametrize(("before", "now", "warned"), [("dali", "cache", True), ("dali", "dali", False)])
+def test_another_kind_of_loader_is_told(tmp_path, caplog, before, now, warned):
+    net, sampler = net_and_sampler()
+    train_supernet(net, Decoded(before), sampler, CFG, run_dir=tmp_path)
+    newest = tmp_path / "checkpoints" / "supernet-00000008.safetensors"
+    assert load_checkpoint(newest).state["loader"] == before
+    newest.unlink()
+    net, sampler = net_and_sampler()
+    train_supernet(net, Decoded(now), sampler, CFG, run_dir=tmp_path, resume=True)
+    text = "until step 6 images came from the loader 'dali', now from 'cache': they may differ by rounding"
+    assert (text in caplog.text) == warned
+    assert load_checkpoint(newest).state["loader"] == now
 
 
 def test_the_checkpoint_of_another_space_is_refused(tmp_path):

@@ -1,0 +1,8 @@
+"""`python -m nasfast ...` is `nasfast ...`; what torchrun starts."""
+
+import sys
+
+from nasfast.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What the ranks of a step exchange: gradients averaged over all images, loss and counts, and whether to stop.
+
+Each rank may have another number of images (a batch that cannot be divided, unreadable files), so gradients are
+multiplied by it, added, and divided by the sum. BatchNorm in training mode normalises by the images of its own rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nasfast.distributed import World
+from nasfast.engine import StepResult
+
+
+class Outcome(NamedTuple):
+    """Of one step on all ranks; images and stop are tensors on the device where there is more than one.
+
+    Attributes:
+        result: mean loss, and correct predictions.
+        images: in the whole batch.
+        stop: above zero if a rank was asked to stop.
+    """
+
+    result: StepResult
+    images: Tensor | int
+    stop: Tensor | bool
+
+
+class FlatExchange:
+    """One all-reduce a step, of one buffer: the gradients that the step made, and everything else behind them.
+
+    For supernets: every rank takes the same path, so the same parameters have gradients. A single process exchanges
+    nothing.
+
+    Attributes:
+        module: what an engine calls.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.module, self._world = model, world
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step(self, x: Tensor, run: Callable[[], StepResult], *, stop: bool) -> Outcome:
+        """Make the gradients of all ranks.
+
+        Args:
+            x: (N, C, H, W) images of this rank.
+            run: forward and backward of them; leaves their gradients in `grad`, where those of all ranks replace them.
+            stop: whether this rank was asked to stop.
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        result = run()
+        if self._world.size == 1:
+            return Outcome(result, len(x), stop)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        flat = torch.cat([*((g * len(x)).reshape(-1) for g in gradients), _row(result, len(x), stop)])
+        self._world.add(flat)
+        *sums, row = flat.split([*(g.numel() for g in gradients), _ROW])
+        if gradients:
+            torch._foreach_copy_(gradients, [s.view(g.shape) for s, g in zip(sums, gradients, strict=True)])
+        return _outcome(row, gradients)
+
+
+class OverlappedExchange:
+    """DistributedDataParallel, which adds gradients while backward makes others; a small all-reduce of the counts ends
+    the step. For networks of which every step uses every parameter.
+
+    Buffers stay each rank's own; rank 0's are the network's.
+
+    Attributes:
+        module: what an engine calls.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._model, self._world = model, world
+        devices = None if next(model.parameters()).device.type == "cpu" else [torch.cuda.current_device()]
+        self.module = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        self.module.broadcast_buffers = False  # as an argument it is deprecated from torch 2.15 on
+        self.module.register_comm_hook(self, _add_weighted)
+        self._images, self._settled = 0, False
+
+    def step(self, x: Tensor, run: Callable[[], StepResult], *, stop: bool) -> Outcome:
+        """See `FlatExchange.step`."""
+        if not self._settled:
+            self._settle(x)
+        self._images = len(x)
+        row = _row(run(), len(x), stop)
+        self._world.add(row)
+        return _outcome(row, [p.grad for p in self._model.parameters() if p.grad is not None])
+
+    def _settle(self, x: Tensor) -> None:
+        """A forward and backward without effect: after the first, DDP rearranges the gradients in its buckets.
+
+        Sums over more than two ranks depend on the arrangement, and with them the first step of a resumed run.
+        """
+        kept = [buffer.clone() for buffer in self._model.buffers()]
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if x.is_cuda else []):
+            self.module(x).sum().backward()
+        for buffer, before in zip(self._model.buffers(), kept, strict=True):
+            buffer.copy_(before)
+        self._settled = True
+
+
+Exchange = FlatExchange | OverlappedExchange
+
+
+def _add_weighted(exchange, bucket):
+    """DDP's communication hook: (OverlappedExchange, dist.GradBucket) -> Future[Tensor]; DDP refuses these as text."""
+    work = dist.all_reduce(bucket.buffer().mul_(exchange._images), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+_ROW = 4
+
+
+def _row(result: StepResult, images: int, stop: bool) -> Tensor:
+    """(4,) float32 or wider, exact counts up to 2^24: loss of all images of this rank, correct, images, stop."""
+    loss = result.loss * images
+    return torch.stack((loss, result.correct.to(loss), torch.full_like(loss, images), torch.full_like(loss, stop)))
+
+
+def _outcome(row: Tensor, gradients: list[Tensor]) -> Outcome:
+    """Divide the sums over all ranks by the number of images."""
+    loss, correct, images, stop = row
+    if gradients:
+        torch._foreach_div_(gradients, images)
+    return Outcome(StepResult(loss / images, correct), images, stop)

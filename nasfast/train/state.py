@@ -1,0 +1,189 @@
+"""What a checkpoint of a training stage holds, both ways, and where a stage begins."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nasfast.config import difference
+from nasfast.distributed import World
+from nasfast.spaces import Sampler
+from nasfast.train.checkpoint import SUFFIX, Checkpoint, CheckpointError, CheckpointFolder, decode, encode, storable
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Sums:
+    """Sums since the last log line; part of the checkpoint so that a resumed run logs the same figures."""
+
+    loss: float = 0.0
+    correct: int = 0
+    images: int = 0
+    steps: int = 0
+
+    def add(self, loss: float, correct: int, images: int) -> None:
+        """Count one step."""
+        self.loss, self.correct = self.loss + loss, self.correct + correct
+        self.images, self.steps = self.images + images, self.steps + 1
+
+
+@dataclass
+class Progress:
+    """Where a stage is.
+
+    Attributes:
+        step: optimiser steps done.
+        sums: since the last log line.
+        best: largest validation top-1 so far; None before the first evaluation.
+        evaluation_due: the evaluation after this step was interrupted.
+    """
+
+    step: int = 0
+    sums: Sums = field(default_factory=Sums)
+    best: float | None = None
+    evaluation_due: bool = False
+
+
+class TrainState:
+    """Everything that a stage changes, and what it is of.
+
+    Args:
+        model, optimizer, sampler: of the stage; the sampler may be None.
+        fingerprint: of what is trained.
+        settings: what else the result depends on.
+        loader_kind: what decodes the images, None if unknown; the result depends on it by rounding only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.SGD,
+        sampler: Sampler | None,
+        *,
+        fingerprint: str,
+        settings: dict[str, Any],
+        loader_kind: str | None,
+    ) -> None:
+        self._model, self._optimizer, self._sampler = model, optimizer, sampler
+        self.fingerprint, self.settings, self.loader_kind = fingerprint, settings, loader_kind
+
+    @property
+    def size(self) -> int:
+        """Bytes of a checkpoint, but for a few thousand."""
+        momenta = (p.nbytes for p in self._model.parameters() if p.requires_grad)
+        return sum(t.nbytes for t in self._model.state_dict().values()) + sum(momenta)
+
+    def capture(self, progress: Progress) -> Checkpoint:
+        """A copy of what later steps change, on the CPU; weights that do not train are not copied."""
+        fixed = {name for name, p in self._model.named_parameters() if not p.requires_grad}
+        tensors = {
+            f"model.{name}": t.detach() if name in fixed else t.detach().clone()
+            for name, t in self._model.state_dict().items()
+        }
+        for name, parameter in self._model.named_parameters():
+            buffer = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if buffer is not None:
+                tensors[f"momentum.{name}"] = buffer.clone()
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            tensors["rng.cuda"] = torch.cuda.get_rng_state()
+        state = {"fingerprint": self.fingerprint, "settings": self.settings, "loader": self.loader_kind}
+        state |= asdict(progress)
+        if self._sampler is not None:
+            state["sampler"] = self._sampler.state_dict()
+        return Checkpoint(storable(tensors), state)
+
+    def restore(self, checkpoint: Checkpoint) -> Progress:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it is of something else.
+        """
+        state = checkpoint.state
+        try:
+            self._model.load_state_dict(checkpoint.part("model."))
+            if self._sampler is not None:
+                self._sampler.load_state_dict(state["sampler"])
+            # the last two are absent from older checkpoints
+            progress = Progress(
+                state["step"], Sums(**state["sums"]), state.get("best"), state.get("evaluation_due", False)
+            )
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"checkpoint does not fit this run: {error}") from error
+        momentum = checkpoint.part("momentum.")
+        for name, parameter in self._model.named_parameters():
+            if name in momentum:
+                # the parameter's own layout, so that the resumed arithmetic is the same
+                buffer = torch.empty_like(parameter).copy_(momentum[name])
+                self._optimizer.state[parameter]["momentum_buffer"] = buffer
+        torch.set_rng_state(checkpoint.tensors["rng.cpu"])
+        if torch.cuda.is_available() and "rng.cuda" in checkpoint.tensors:
+            torch.cuda.set_rng_state(checkpoint.tensors["rng.cuda"])
+        return progress
+
+
+def begin(state: TrainState, folder: CheckpointFolder, *, stage: str, resume: bool, world: World) -> Progress:
+    """Where a stage begins: at the newest checkpoint of `folder` or at its start, on every rank as on rank 0.
+
+    Rank 0 alone reads, for the others may be on machines that do not see its disk.
+
+    Raises:
+        CheckpointError: none of the checkpoints can be used, or this rank has other settings than rank 0.
+        FileExistsError: there are some and `resume` is off.
+    """
+    if world.is_main:
+        checkpoint = _found(state, folder, stage, resume)
+        progress = Progress() if checkpoint is None else state.restore(checkpoint)
+        if world.size > 1:
+            world.broadcast(encode(state.capture(progress)))
+        return progress
+    checkpoint = decode(world.broadcast(b""), "the state of rank 0")
+    if changes := difference(checkpoint.state["settings"], state.settings):
+        raise CheckpointError(f"rank {world.rank} has other settings than rank 0: {changes}; start all with the same")
+    return state.restore(checkpoint)
+
+
+def _found(state: TrainState, folder: CheckpointFolder, stage: str, resume: bool) -> Checkpoint | None:
+    if not resume:
+        if folder.paths():
+            raise FileExistsError(
+                f"{folder.folder} holds checkpoints of {stage!r}: continue them (--resume, resume=True), delete them "
+                f"({folder.prefix}-*{SUFFIX}), or choose another run directory (--out, run_dir)"
+            )
+        return None
+    found = folder.latest(fingerprint=state.fingerprint)
+    if found is None:
+        return None
+    path, checkpoint = found
+    if checkpoint.state["settings"] != state.settings:
+        raise CheckpointError(
+            f"{path} was written with other settings: {difference(checkpoint.state['settings'], state.settings)}; "
+            "resume with the config.yaml of the run"
+        )
+    before, now = checkpoint.state.get("loader"), state.loader_kind
+    if None not in (before, now) and before != now:
+        _LOG.warning(
+            "%s: until step %d images came from the loader %r, now from %r: they may differ by rounding, so the result "
+            "will not be that of an unbroken run bit for bit", stage, checkpoint.state["step"], before, now,
+        )  # fmt: skip
+    _LOG.info("%s: goes on from %s", stage, path)
+    return checkpoint
+
+
+def seed_other_rank(seed: int, rank: int, step: int, *, device: str) -> None:
+    """Give a rank that is not 0 random numbers of its own for one step, e.g. for dropout.
+
+    Rank 0's generator goes on from step to step and is in the checkpoints; these need not be.
+    """
+    # a string, which Python hashes to the same number in every process
+    number = random.Random(f"{seed} {rank} {step}").getrandbits(63)
+    # torch.manual_seed would also note the seed for every other kind of device
+    torch.default_generator.manual_seed(number)
+    if device.startswith("cuda"):
+        torch.cuda.manual_seed(number)

@@ -1,0 +1,237 @@
+"""Small jobs of several ranks, for the tests of distributed training.
+
+As a script, `ranks.py OUT CASE ...` runs each case in OUT/CASE, one forked process per rank; torch is imported once for
+all. Every line it prints is a case and how its processes ended. `ranks.py --killed-at STEP COMMAND ...` is a process of
+torchrun: `nasfast COMMAND ...`, of which rank 1 dies in the middle of that step, until torchrun starts it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from killable import at_call, die
+from tiny import batches, tiny_space
+from torch import Tensor, nn
+
+import nasfast.commands  # noqa: F401, so that not every forked command imports it
+import nasfast.train.loop as loop_module
+from nasfast import cli
+from nasfast.distributed import RankError, World, start
+from nasfast.engine.graphs import EagerCapture, GraphEngine
+from nasfast.spaces import FairSampler
+from nasfast.supernet import Supernet, build
+from nasfast.termination import Terminated
+from nasfast.train import CheckpointError, TrainConfig, evaluate, train, train_supernet
+
+ARCH = (1, 0, 2, 1)
+SETTINGS = TrainConfig(epochs=2, lr=0.2, checkpoint_every=3, log_every=1)
+# the last one has one image more on rank 1 than on rank 0
+BATCHES = [*batches(3), *batches(1, size=7, seed=1)]
+HELD_OUT = [*batches(2, seed=2), *batches(1, size=1, seed=3)]
+
+
+class Shares:
+    """A rank's shares of fixed batches, as those of `nasfast.data.Loader` are: in order, differing by one image."""
+
+    def __init__(self, made: list[tuple[Tensor, Tensor]], world: World) -> None:
+        self.made, self.world = made, world
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def epoch(self, epoch: int, *, start: int = 0, device: object = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in self.made[start:]:
+            low, high = (len(y) * r // self.world.size for r in (self.world.rank, self.world.rank + 1))
+            if low < high:
+                yield x[low:high], y[low:high]
+
+
+def supernet(out: Path, world: World, *, resume: bool = False, **changes) -> nn.Module:
+    torch.manual_seed(0)
+    # every rank begins with the weights and paths of rank 0, whatever it was given
+    net, sampler = (kind(tiny_space(), seed=world.rank) for kind in (Supernet, FairSampler))
+    train_supernet(
+        net, Shares(BATCHES, world), sampler, SETTINGS.replace(**changes), run_dir=out, resume=resume, world=world
+    )
+    return net
+
+
+class Dropout(nn.Sequential):
+    """A network that draws random numbers, another one on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Dropout(), build(tiny_space(), ARCH, seed=3))
+
+
+def network(out: Path, world: World, *, resume: bool = False, model: nn.Module | None = None, **changes) -> nn.Module:
+    torch.manual_seed(0)
+    model = build(tiny_space(), ARCH, seed=world.rank) if model is None else model
+    held_out = Shares(HELD_OUT, world)
+    train(
+        model, Shares(BATCHES, world), SETTINGS.replace(**changes), stage="retrain/best", run_dir=out, fingerprint="f",
+        evaluate=lambda m: evaluate(m, held_out, world=world), resume=resume, world=world,
+    )  # fmt: skip
+    return model
+
+
+def terminated_at(call: int, *ranks: int) -> Callable[[World], None]:
+    """SIGTERM to some of the ranks, in the middle of their step number `call`."""
+
+    def arm(world: World) -> None:
+        if world.rank in ranks:
+            term = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+            loop_module._step = at_call(call, loop_module._step, before=term)
+
+    return arm
+
+
+def _nothing(world: World) -> None:
+    return
+
+
+def _talk(out: Path, world: World) -> None:
+    """Every exchange once; what it gave, as text."""
+    tensor, sent = torch.full((3,), 1.5 + world.rank), torch.arange(12.0).view(1, 3, 2, 2) * (1 + world.rank)
+    world.add(tensor)
+    sent = sent.contiguous(memory_format=torch.channels_last)
+    world.send([sent, empty := torch.zeros(0)])
+    told = [world.broadcast(text if world.is_main else b"not this") for text in (b"abc", b"")]
+    (out / f"{world.rank}.txt").write_text(
+        f"{tensor.tolist()} {sent.flatten().tolist()} {empty.tolist()} {told} {world.gather(b'x' * world.rank)}"
+    )
+
+
+def _gone(out: Path, world: World) -> None:
+    if world.rank == 1:
+        os._exit(7)
+    world.broadcast(b"")
+
+
+def _other_settings(out: Path, world: World) -> None:
+    supernet(out, world, lr=0.2 + world.rank)
+
+
+def _as_graphs(out: Path, world: World) -> nn.Module:
+    """The supernet by the engine of CUDA graphs, called instead of captured."""
+    loop_module.make_engine = lambda net, name, *, batch, **loss: GraphEngine(
+        net, batch, **loss, capture=EagerCapture()
+    )
+    return supernet(out, world)
+
+
+def _different_dropout(out: Path, world: World, **options) -> nn.Module:
+    return network(out, world, model=Dropout(), **options)
+
+
+def _command(*argv: str) -> Callable[[Path, World], None]:
+    """A command of `nasfast` in OUT/CASE with the settings of OUT/settings.yaml; it joins the ranks by itself."""
+
+    def run(out: Path, world: World) -> None:
+        code = cli.main([argv[0], "--out", str(out), "--config", str(out.parent / "settings.yaml"), *argv[1:]])
+        if code:
+            sys.exit(code)
+
+    return run
+
+
+# case: ranks, job, what happens to it, whether it is done again with `resume` afterwards
+CASES = {
+    "talk": (3, _talk, _nothing, False),
+    "gone": (2, _gone, _nothing, False),
+    "other settings": (2, _other_settings, _nothing, False),
+    "supernet": (2, supernet, _nothing, False),
+    "supernet terminated": (2, supernet, terminated_at(4, 1), True),
+    "supernet as graphs": (2, _as_graphs, _nothing, False),
+    "network": (2, network, _nothing, False),
+    "network terminated": (2, network, terminated_at(5, 0, 1), True),
+    "three": (3, _different_dropout, _nothing, False),
+    "three terminated": (3, _different_dropout, terminated_at(2, 2), True),
+}
+COMMANDS = {
+    "unbroken": (2, _command("supernet"), _nothing, False),
+    "terminated": (1, _command("supernet"), terminated_at(5, 0), False),
+    "refused": (2, _command("supernet", "--data.batch_size", "1"), _nothing, False),
+    "score": (2, _command("score"), _nothing, False),
+    "networks": (2, _command("retrain", "--retrain.parallel", "networks"), _nothing, False),
+    "batch": (2, _command("retrain", "--retrain.parallel", "batch"), _nothing, False),
+}
+ALL = CASES | COMMANDS
+
+
+def _rank(case: str, out: Path, port: int, rank: int, resume: bool) -> None:
+    size, job, arm, _ = ALL[case]
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = 0
+    try:
+        if case in COMMANDS:
+            arm(World())
+            job(out, World())
+        else:
+            with start("cpu") as world:
+                if not resume:
+                    arm(world)
+                made = job(out, world, **({"resume": True} if resume else {}))
+                if isinstance(made, nn.Module):
+                    (out / f"weights {rank}").write_text(digest(made))
+    except SystemExit as error:
+        code = error.code
+        if isinstance(error, Terminated):
+            (out / f"error {rank}").write_text(error.message)
+    except (CheckpointError, RankError) as error:
+        (out / f"error {rank}").write_text(f"{type(error).__name__}: {error}")
+        code = 3
+    except BaseException:
+        traceback.print_exc()
+        code = 4
+    os._exit(code)
+
+
+def digest(model: nn.Module) -> str:
+    """Changes with any bit of a weight, or of a buffer that is part of the state."""
+    hasher = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        hasher.update(tensor.contiguous().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def run(case: str, out: Path, *, resume: bool = False) -> list[int]:
+    """How the processes of a case ended, in the order of their ranks."""
+    out.mkdir(parents=True, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = []
+    for rank in range(ALL[case][0]):
+        processes.append(pid := os.fork())
+        if pid == 0:
+            _rank(case, out, port, rank, resume)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
+
+
+def main(out: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    for case in cases:
+        codes = run(case, out / case)
+        if ALL[case][3]:
+            codes += run(case, out / case, resume=True)
+        print(f"{case}={codes}", flush=True)
+
+
+def killed_at(step: int, argv: list[str]) -> int:
+    """`nasfast ARGV`, of which rank 1 is killed in a step, if torchrun has not started it again yet."""
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        loop_module._step = at_call(step, loop_module._step, before=lambda *_, **__: die())
+    return cli.main(argv)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--killed-at":
+        sys.exit(killed_at(int(sys.argv[2]), sys.argv[3:]))
+    main(Path(sys.argv[1]), sys.argv[2:])

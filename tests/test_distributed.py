@@ -1,0 +1,214 @@
+"""The world of ranks: starting it, talking in it, whole commands in it, and torchrun with a worker that is killed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import yaml
+from tiny import tiny_space
+
+import nasfast.distributed as distributed
+from nasfast.cli import main
+from nasfast.distributed import SINGLE, RankError, World, start
+from nasfast.train.log import read_metrics
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+SETTINGS = {
+    "data": {"source": "digits", "batch_size": 128, "workers": 0},
+    "train": {"epochs": 2, "lr": 0.1, "log_every": 5, "checkpoint_every": 4},
+    "search": {"max_macs": 200_000},
+    "retrain": {"init": "inherit", "top_k": 2, "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4}},
+    "threads": 1,
+}
+NETWORKS = ("best", "best-2", "random")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> tuple[Path, dict[str, list[int]], str]:
+    """A folder with a run of one process in `single` and the cases of ranks, how they ended, and what they showed.
+
+    "score", "networks" and "batch" go on with what the single process did.
+    """
+    out = tmp_path_factory.mktemp("distributed")
+    tiny_space(num_classes=10).save(out / "tiny.yaml")
+    settings = {**SETTINGS, "space": {"name": str(out / "tiny.yaml")}}
+    (out / "settings.yaml").write_text(yaml.safe_dump(settings))
+    common = ["--out", str(out / "single"), "--config", str(out / "settings.yaml")]
+    for command in ("supernet", "score", "search"):
+        assert main([command, *common]) == 0
+    for case in ("score", "networks", "batch"):
+        shutil.copytree(out / "single", out / case)
+    assert main(["retrain", *common]) == 0
+    command = [sys.executable, ranks.__file__, str(out), "talk", "gone", *ranks.COMMANDS]
+    process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    codes = [line.split("=") for line in process.stdout.splitlines() if line.split("=")[0] in ranks.ALL]
+    return out, {case: ast.literal_eval(found) for case, found in codes}, process.stdout + process.stderr
+
+
+def test_every_exchange(done):
+    out, codes, _ = done
+    assert codes["talk"] == [0, 0, 0]
+    said = {path.read_text() for path in (out / "talk").glob("*.txt")}
+    assert said == {f"{[7.5] * 3} {[float(i) for i in range(12)]} [] {[b'abc', b'']} {[b'', b'x', b'xx']}"}
+
+
+def test_a_rank_that_is_gone_is_noticed(done):
+    out, codes, _ = done
+    assert codes["gone"] == [3, 7]
+    assert "RankError: another process of this run is gone" in (out / "gone" / "error 0").read_text()
+
+
+# starting
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The environment of rank 1 of 2 on one machine; nothing is started."""
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_, **__: pytest.fail("it was started"))
+    return monkeypatch
+
+
+def test_a_single_process_needs_no_launcher():
+    with start("cpu") as world:
+        assert world == SINGLE == World(rank=0, size=1, leads=True, restarted=False)
+        assert not torch.distributed.is_initialized()
+    tensor = torch.ones(2)
+    world.add(tensor)
+    world.send([tensor])
+    assert tensor.tolist() == [1, 1]
+    assert world.gather(b"x") == [world.broadcast(b"x")] == [b"x"]
+
+
+def test_one_process_of_a_launcher_is_alone_too(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    with start("cuda") as world:
+        assert (world.size, world.restarted) == (1, True)
+
+
+def test_more_processes_than_gpus(launched):
+    launched.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RankError, match="2 processes but 1 GPUs on this machine: start torchrun --nproc-per-node 1"):
+        with start("cuda"):
+            pass
+
+
+def test_one_gpu_for_all(launched):
+    with pytest.raises(RankError, match="device='cuda:0' names one GPU for every process: use --device cuda"):
+        with start("cuda:0"):
+            pass
+
+
+def test_a_world_of_one_beside_others():
+    alone = World(rank=3, size=4, leads=False, restarted=True).alone()
+    assert alone == World(rank=0, size=1, leads=False, restarted=True)
+    assert alone.is_main
+
+
+# commands
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """Sorted, because ranks write side by side."""
+    lines = [{k: v for k, v in m.items() if k != "images_per_s"} for m in read_metrics(run_dir)]
+    return sorted(lines, key=lambda m: (m["stage"], m["step"], "eval_top1" in m))
+
+
+def test_networks_side_by_side_are_those_of_a_single_process(done):
+    out, codes, shown = done
+    assert codes["networks"] == [0, 0]
+    for name in NETWORKS:
+        for file in ("model.safetensors", "arch.json"):
+            path = Path("retrain") / name / file
+            assert (out / "networks" / path).read_bytes() == (out / "single" / path).read_bytes(), path
+        results = [json.loads((out / d / "retrain" / name / "result.json").read_text()) for d in ("networks", "single")]
+        for result in results:
+            del result["seconds"]
+            result.pop("digest", None)
+        assert results[0] == results[1]
+    assert metrics(out / "networks") == metrics(out / "single")
+    one, other = ({p.name: p.read_bytes() for p in (out / d / "checkpoints").iterdir()} for d in ("networks", "single"))
+    assert one == other
+
+
+def test_networks_trained_together(done):
+    """BatchNorm sees half of each batch, so the numbers are near those of one process and not the same."""
+    out, codes, _ = done
+    assert codes["batch"] == [0, 0]
+    assert [m["step"] for m in metrics(out / "batch")] == [m["step"] for m in metrics(out / "single")]
+    lines = [[m for m in metrics(out / d) if m["stage"] == "retrain/best" and "loss" in m] for d in ("batch", "single")]
+    for one, other in zip(*lines, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.1)
+    assert lines[0] != lines[1]
+    assert {p.parent.name for p in (out / "batch" / "retrain").glob("*/model.safetensors")} == set(NETWORKS)
+
+
+def test_only_rank_0_shows_what_it_does(done):
+    """Every line of progress and of results once, though two processes did the work."""
+    _, _, shown = done
+    lines = [line.split("images_per_s")[0] for line in shown.splitlines() if line.startswith("supernet ")]
+    assert len(lines) == len(set(lines)) > 3
+    assert shown.count("checkpoint: ") == 1
+    # rank 1 trained best-2 by itself in one of the two cases
+    assert sum(line.startswith("retrain/best-2 11/11  eval") for line in shown.splitlines()) == 1
+
+
+def test_a_command_of_one_process_is_done_by_one(done):
+    _, codes, shown = done
+    assert codes["score"] == [0, 0]
+    assert shown.count("score/indicators.json") == 1
+
+
+def test_sigterm_ends_a_command_with_143_and_one_line(done):
+    out, codes, shown = done
+    assert codes["terminated"] == [143]
+    saved = out / "terminated" / "checkpoints" / "supernet-00000006.safetensors"
+    assert f"\nnasfast supernet: supernet: terminated at step 6 of 22; {saved} is saved, --resume continues\n" in shown
+    assert saved.exists()
+    assert not list((out / "terminated").glob(".*"))
+
+
+def test_an_error_of_every_rank(done):
+    out, codes, shown = done
+    assert codes["refused"] == [1, 1]
+    assert "batch_size must be at least 2" in shown
+    assert not (out / "refused" / "checkpoints").exists()
+
+
+# torchrun
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_killed_worker_again_and_nothing_is_lost(done, tmp_path):
+    """Rank 1 dies in step 7 of 22, behind the checkpoint of step 4; no flag is given for that."""
+    out, codes, _ = done
+    assert codes["unbroken"] == [0, 0]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = ["supernet", "--out", str(tmp_path / "run"), "--config", str(out / "settings.yaml")]
+    with subprocess.Popen(
+        [sys.executable, "-m", *torchrun, "--monitor-interval", "0.1", ranks.__file__, "--killed-at", "7", *command],
+        env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        try:
+            error = process.communicate(timeout=300)[1]
+        finally:
+            process.terminate()  # it ends the workers too
+    assert process.returncode == 0, error
+    assert "exitcode: -9" in error
+    folders = [d / "checkpoints" for d in (tmp_path / "run", out / "unbroken")]
+    resumed, unbroken = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
+    assert resumed == unbroken
+    assert metrics(tmp_path / "run") == metrics(out / "unbroken")

@@ -1,0 +1,93 @@
+"""SIGTERM: noted, raised, passed on, and the handlers put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from nasfast.termination import Terminated, noticed, raised
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """A handler that counts, to be found again after each test."""
+    seen = []
+    before = signal.signal(signal.SIGTERM, mine := lambda *_: seen.append(1))
+    yield seen
+    assert signal.getsignal(signal.SIGTERM) is mine
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_it_is_noted_and_comes_again_afterwards(handler):
+    with noticed() as stop:
+        assert not stop.requested
+        send()
+        send()
+        assert stop.requested
+        assert handler == []
+    assert handler == [1]
+
+
+def test_none_came(handler):
+    with noticed(), raised():
+        pass
+    assert handler == []
+
+
+def test_it_does_not_come_again_behind_an_error(handler):
+    with pytest.raises(KeyError), noticed():
+        send()
+        raise KeyError
+    assert handler == []
+
+
+def test_it_raises_within_and_finally_blocks_run(handler):
+    left = []
+    with pytest.raises(Terminated) as error, raised():
+        try:
+            send()
+        finally:
+            left.append(1)
+    assert left == [1]
+    assert error.value.code == 143
+    assert handler == []
+
+
+def test_at_once_within_noticed(handler):
+    with pytest.raises(Terminated), noticed() as stop:
+        with stop.at_once():
+            send()
+    assert stop.requested
+    with pytest.raises(Terminated), noticed() as stop:
+        send()
+        with stop.at_once():
+            pytest.fail("it had come before")
+    assert handler == []
+
+
+def test_other_threads_have_no_handlers():
+    found = []
+
+    def work() -> None:
+        with noticed() as stop, raised():
+            found.append(stop.requested)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_a_program_that_knows_nothing_of_it_ends_with_143():
+    program = "import os\nfrom nasfast.termination import raised\nwith raised():\n    os.kill(os.getpid(), 15)\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, "")
