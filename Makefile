@@ -54,6 +54,7 @@ bench: install  ## every benchmark that runs here, in most of an hour
 	$(BIN)/python benchmarks/bench_fuse.py --out benchmarks/results/fuse.json
 	$(BIN)/nasfast latency --out benchmarks/results/latency.json
 	$(BIN)/python benchmarks/bench_orthogonalize.py --out benchmarks/results/orthogonalize.json
+	$(BIN)/python benchmarks/bench_moments.py --out benchmarks/results/moments.json
 	$(BIN)/python benchmarks/bench_search.py --out benchmarks/results/search.json
 
 clean:  ## remove what was built

@@ -23,6 +23,7 @@ from nasfast.indicators.rank import rank, read_accuracies, read_scores
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.isometry import IsometryConfig, isometry_study
 from nasfast.latency import LatencyConfig, latency
+from nasfast.moments import FiguresConfig, ModuleConfig, QuickConfig, figures_study, module_study, quick_study
 from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
@@ -259,6 +260,36 @@ def _isometry(parser: _Parser, argv: Sequence[str]) -> None:
         raise RuntimeError(f"{len(report.missed)} of {len(report.marks)} pass marks missed")
 
 
+_MOMENTS = {
+    "quick": (QuickConfig, quick_study, "small synthetic experiments with pass marks, in about a minute"),
+    "figures": (FiguresConfig, figures_study, "figures 2 to 5 of the paper, beside its published arrays"),
+    "module": (ModuleConfig, module_study, "candidates and random paths of a search space, or any module"),
+}
+
+
+def _moments(parser: _Parser, argv: Sequence[str]) -> None:
+    kind, *flags = argv or [""]
+    if kind in ("-h", "--help"):
+        kinds = "\n".join(f"  {name:8} {text}" for name, (_, _, text) in _MOMENTS.items())
+        print(
+            f"usage: {parser.prog} KIND [FLAGS]\n\n{parser.description}\n\n{kinds}\n\nflags: {parser.prog} KIND --help"
+        )
+        sys.exit(0)
+    if kind not in _MOMENTS:
+        raise ConfigError(f"expected one of {', '.join(_MOMENTS)} behind moments, got {kind!r}")
+    config, study, text = _MOMENTS[kind]
+    parser = _Parser(f"{parser.command} {kind}", text)
+    resumed = "" if kind == "module" else "; a run that was stopped continues from its results.jsonl"
+    parser.add_argument("--out", metavar="DIR", help=f"also write moments.json and the page moments.html{resumed}")
+    cfg, out = _study_config(parser, flags, config)
+    report = study(cfg, out=out)
+    print(report)
+    if out is not None:
+        print(f"written: {report.save(out)}")
+    if report.missed:
+        raise RuntimeError(f"{len(report.missed)} of {len(report.checks)} pass marks missed")
+
+
 def _profile(parser: _Parser, argv: Sequence[str]) -> None:
     parser.add_class_arguments(ProfileConfig)
     print(profile(ProfileConfig(**parser.parse_args(list(argv)).as_dict())))
@@ -280,6 +311,7 @@ _COMMANDS: dict[str, Callable[[_Parser, Sequence[str]], None]] = {
     "report": _report,
     "latency": _latency,
     "isometry": _isometry,
+    "moments": _moments,
     "profile": _profile,
     "doctor": _doctor,
 }

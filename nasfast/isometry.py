@@ -373,7 +373,7 @@ def _study_space(cfg: IsometryConfig, space: SearchSpace) -> dict[str, Any]:
 
 
 def _study_module(cfg: IsometryConfig) -> dict[str, Any]:
-    make = _maker(cfg.module)
+    make = maker(cfg.module)
     x = torch.randn(cfg.batch, *cfg.shape(), generator=torch.Generator().manual_seed(cfg.seed))
     rows = []
     settings = ("as it is", "orthogonal", "gaussian")
@@ -406,8 +406,15 @@ def _diagram() -> dict[str, Any]:
     return {"act": "tanh", **{name: np.round(values, 6).tolist() for name, values in vars(found).items()}}
 
 
-def _maker(name: str) -> Callable[[], nn.Module]:
-    """What makes the user's module anew for every setting."""
+def maker(name: str) -> Callable[[], nn.Module]:
+    """What makes the user's module anew for every setting.
+
+    Args:
+        name: `package.module:factory`.
+
+    Raises:
+        ConfigError: it cannot be imported; and the maker, if it cannot be made or is no nn.Module.
+    """
     package, _, attribute = name.partition(":")
     if not package or not attribute:
         raise ConfigError(f"module must be package.module:factory, got {name!r}")

@@ -57,6 +57,9 @@ ALLOWED: dict[str, set[str]] = {
         "config", "files", "spaces", "supernet", "train", "indicators", "timing", "doctor", "analysis",
         "analysis.meanfield", "report",
     },
+    "moments": {
+        "config", "files", "spaces", "supernet", "data", "device", "timing", "doctor", "analysis", "isometry", "report",
+    },
     "profile": {"config", "spaces", "supernet", "train", "timing"},
     "pipeline": {
         "config", "files", "lock", "distributed", "spaces", "supernet", "data", "train", "indicators",
@@ -64,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "commands": {
         "config", "distributed", "spaces", "indicators.table", "indicators.rank", "report", "latency", "isometry",
-        "profile", "doctor", "pipeline",
+        "moments", "profile", "doctor", "pipeline",
     },
     "cli": {"config", "files", "termination", "commands"},
     "__main__": {"cli"},

@@ -1,0 +1,372 @@
+"""Random networks, streamed: weights are drawn layer by layer and forgotten, so memory does not grow with depth.
+
+Families (Labatie 2019, section 2): vanilla (`norm="none"`), normalised feed-forward, and pre-activation residual
+networks of `residual` feed-forward units each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nasfast.analysis.moments.inputs import Source, standardised
+from nasfast.analysis.moments.pairs import Act, Norm, Padding, Pair, act, add, conv, gain, normalise, rescale
+from nasfast.analysis.moments.statistics import energies, ranks, shape
+from nasfast.config import ConfigBase
+from nasfast.ops.orthogonal import orthogonalize_draws
+
+Array = NDArray[np.float64]
+NetInit = Literal["he", "uniform", "orthogonal"]
+
+# Elements of one chunk of realisations: what passes between layers stays near the processor.
+_CHUNK_ELEMENTS = 2**20
+# Share of the signal that varies, below which its float rounding is measured instead.
+_LOST = {"float32": 1e-10, "float64": 1e-24}
+
+
+@dataclass(frozen=True)
+class NetConfig(ConfigBase):
+    """A random network and what of it is measured.
+
+    Attributes:
+        norm: before the activation: `none` (vanilla), `batch`, `layer`, `group`, `instance`.
+        residual: feed-forward units per residual (H); 0 for a feed-forward network.
+        act: `relu`, `relu6`, `tanh`, `identity`.
+        kernel: of the convolutions; 0 for fully connected.
+        width, depth: channels, and layers (residuals, where there are such).
+        batch: samples B.
+        every: layers between records.
+        init: of every layer: `he` (Gaussian), `uniform` in a ball together with the bias, `orthogonal`.
+        sigma_w, sigma_b: Var(omega) = sigma_w^2 / fan-in, Var(beta) = sigma_b^2; sigma_w null takes sqrt(2) for ReLU
+            and ReLU6, else 1.
+        padding: `periodic`, `zero`, `reflective`, or `shifted`: periodic with all of the border above and left, as in
+            the paper's code. That moves every output by a pixel, which matters to residual networks alone, whose skip
+            connections are not moved.
+        eps: of normalisations.
+        groups: of `group`.
+        dtype: of signal and noise; moments are float64.
+    """
+
+    norm: Norm = "none"
+    residual: int = 0
+    act: Act = "relu"
+    kernel: int = 0
+    width: int = 128
+    depth: int = 200
+    batch: int = 64
+    every: int = 4
+    init: NetInit = "he"
+    sigma_w: float | None = None
+    sigma_b: float = 0.0
+    padding: Padding = "periodic"
+    eps: float = 1e-3
+    groups: int = 8
+    dtype: Literal["float32", "float64"] = "float32"
+
+    def __post_init__(self) -> None:
+        for name, least in (("width", 1), ("depth", 1), ("batch", 2), ("every", 1), ("residual", 0), ("groups", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.kernel < 0 or (self.kernel and self.kernel % 2 == 0):
+            raise ValueError(f"kernel must be odd, or 0 for fully connected, got {self.kernel}")
+        if self.every > self.depth:
+            raise ValueError(f"every must be at most depth, got {self.every} and {self.depth}")
+        if self.init == "uniform" and self.sigma_b:
+            raise ValueError(f"sigma_b must be 0 with init='uniform', which draws biases itself, got {self.sigma_b}")
+
+    @property
+    def records(self) -> list[int]:
+        """Layers measured, counted from 1."""
+        return list(range(self.every, self.depth + 1, self.every))
+
+    @property
+    def std(self) -> float:
+        return gain(self.act) if self.sigma_w is None else self.sigma_w
+
+
+class Draws:
+    """Random numbers of several realisations, each from its own streams for data, noise and weights.
+
+    Args:
+        seed: of the experiment.
+        realisations: numbers of the realisations; a network is the same whichever others are drawn beside it.
+        dtype: of the results; the draws are float32 in any case, so that dtypes can be compared.
+        device: of the results; the draws are made on the CPU, so that devices can be compared.
+    """
+
+    def __init__(
+        self, seed: int, realisations: Sequence[int], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        states = [np.random.SeedSequence((seed, r)).generate_state(3, np.uint64) for r in realisations]
+        data, noise, weights = zip(*([int(s) >> 1 for s in state] for state in states), strict=True)
+        self.data, self.noise, self.weights = (
+            [torch.Generator().manual_seed(s) for s in seeds] for seeds in (data, noise, weights)
+        )
+        self.dtype, self.device = dtype, device
+
+    def inputs(self, source: Source, batch: int) -> Pair:
+        """Standardised inputs and white noise."""
+        x = torch.stack([standardised(source(batch, g)) for g in self.data], 1)
+        dx = torch.stack([torch.randn(x[:, r].shape, generator=g) for r, g in enumerate(self.noise)], 1)
+        return Pair.of(x.to(self.device, self.dtype), dx.to(self.device, self.dtype))
+
+    def normal(self, *size: int, std: float = 1.0) -> Tensor:
+        """(R, *size) of N(0, std^2)."""
+        values = torch.empty(len(self.weights), *size)
+        for row, generator in zip(values, self.weights, strict=True):
+            row.normal_(0, std, generator=generator)
+        return values.to(self.device, self.dtype)
+
+    def ball(self, count: int, dimension: int, radius: float) -> Tensor:
+        """(R, count, dimension), every row uniform in the ball of this radius."""
+        direction = self.normal(count, dimension)
+        depth = torch.stack([torch.rand(count, 1, generator=g) for g in self.weights]).to(self.device, self.dtype)
+        return direction * (radius * depth ** (1 / dimension) / direction.norm(dim=2, keepdim=True))
+
+    def layer(self, cfg: NetConfig, channels: int) -> tuple[Tensor, Tensor | None]:
+        """Weight (R, width, channels, *kernel) and bias (R, width) of a layer."""
+        size = (cfg.width, channels, *(cfg.kernel,) * (2 if cfg.kernel else 0))
+        fan_in = channels * max(1, cfg.kernel) ** 2
+        if cfg.init == "uniform":
+            # E |omega_c|^2 = sigma_w^2
+            rows = self.ball(cfg.width, fan_in + 1, cfg.std * ((fan_in + 3) / fan_in) ** 0.5)
+            return rows[..., :-1].reshape(-1, *size), rows[..., -1]
+        bias = self.normal(cfg.width, std=cfg.sigma_b) if cfg.sigma_b else None
+        if cfg.init == "he":
+            return self.normal(*size, std=cfg.std / fan_in**0.5), bias
+        (q,) = orthogonalize_draws([self.normal(cfg.width, fan_in)])
+        # rows of length sigma_w, or less where there are more of them than columns
+        return q.mul_(cfg.std * max(1.0, cfg.width / fan_in) ** 0.5).reshape(-1, *size), bias
+
+    def affine(self, cfg: NetConfig) -> tuple[Tensor, Tensor] | None:
+        """Scale and shift of a normalisation, (R, width) each; None where they are 1 and 0."""
+        if cfg.init != "uniform":
+            return None
+        # E gamma^2 + E shift^2 = 1
+        return tuple(self.ball(cfg.width, 2, 2**0.5).unbind(2))
+
+    def first(self, cfg: NetConfig, channels: int) -> Tensor:
+        """Weight of the linear layer in front: Var = 1 / fan-in."""
+        size = (channels, *(cfg.kernel,) * (2 if cfg.kernel else 0))
+        return self.normal(cfg.width, *size, std=(channels * max(1, cfg.kernel) ** 2) ** -0.5)
+
+
+def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pair]]:
+    """The layers of a network, each as pairs at named places; only the layer at hand is in memory.
+
+    Feed-forward: `input` x^{l-1}, `conv` y^l, `norm` z^l (where there is one), `act` x^l. Residual: `input` y^{l,0};
+    `norm`, `act` and `unit` (y^{l,1}) of the first unit; `branch` y^{l,H}; `sum` y^l.
+
+    Args:
+        pair: what the linear layer in front gets.
+    """
+    stride = 2 if cfg.kernel else 1
+    pair = rescale(conv(pair, draws.first(cfg, pair.x.shape[2]), stride=stride, padding=cfg.padding))
+
+    def normed(y: Pair) -> Pair:
+        if cfg.norm == "none":
+            return y
+        return normalise(y, cfg.norm, eps=cfg.eps, groups=cfg.groups, affine=draws.affine(cfg))
+
+    def linear(x: Pair) -> Pair:
+        return conv(x, *draws.layer(cfg, cfg.width), padding=cfg.padding)
+
+    for _ in range(cfg.depth):
+        places = {"input": pair}
+        if cfg.residual:
+            for h in range(cfg.residual):
+                z = normed(pair)
+                x = act(z, cfg.act)
+                pair = linear(x)
+                if h == 0:
+                    places |= {"norm": z, "act": x, "unit": pair}
+            places |= {"branch": pair, "sum": add(places["input"], pair)}
+            # both branches share one scale, so only here
+            pair = rescale(places["sum"])
+            places["sum"] = pair
+        else:
+            places["conv"] = linear(pair)
+            places["norm"] = normed(places["conv"])
+            pair = rescale(act(places["norm"], cfg.act))
+            places["act"] = pair
+        yield places
+
+
+def _measured(cfg: NetConfig) -> dict[str, tuple[Callable[[Pair], dict[str, Tensor]], ...]]:
+    """Which statistics are taken where."""
+    if cfg.residual:
+        return {
+            "input": (energies,), "norm": (energies, shape), "act": (ranks,), "unit": (energies,),
+            "branch": (energies,), "sum": (energies, ranks),
+        }  # fmt: skip
+    return {"input": (energies,), "norm": (energies, shape), "act": (energies, ranks)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Moments of several realisations of a network.
+
+    Attributes:
+        cfg: the network.
+        values: statistic_place -> (realisations, records), such as `log_mu2_signal_act`; nan from where a signal is
+            lost in rounding. `log_ratio_0` (realisations, 1) is log mu_2(dx) - log mu_2(x) of the inputs.
+        seconds: it took, without what was read from a file.
+    """
+
+    cfg: NetConfig
+    values: dict[str, Array]
+    seconds: float = 0.0
+
+    @property
+    def depth(self) -> Array:
+        return np.array(self.cfg.records, dtype=float)
+
+    @property
+    def realisations(self) -> int:
+        return len(self.values["log_ratio_0"])
+
+    def log_chi(self, place: str) -> Array:
+        """log of the normalised sensitivity there, relative to the inputs; 20 / ln 10 of it is the loss in dB."""
+        ratio = self.values[f"log_mu2_noise_{place}"] - self.values[f"log_mu2_signal_{place}"]
+        return (ratio - self.values["log_ratio_0"]) / 2
+
+    def curves(self) -> dict[str, Array]:
+        """What the paper draws, (realisations, records) each.
+
+        `inc` is the geometric increment of chi of a layer (a residual network: of the first unit), `inc_bn` and
+        `inc_phi` its parts before and behind the normalised signal, `logchi` log chi of the layer's output.
+        """
+        end, out = ("unit", "sum") if self.cfg.residual else ("act", "act")
+        before, middle, after = (self.log_chi(place) for place in ("input", "norm", end))
+        curves = {"inc": np.exp(after - before), "logchi": self.log_chi(out)}
+        if self.cfg.norm != "none":
+            curves |= {"inc_bn": np.exp(middle - before), "inc_phi": np.exp(after - middle)}
+        if self.cfg.residual:
+            curves["inc_residual"] = np.exp(self.log_chi("sum") - before)
+        names = {"reff_signal": "reff_signal_act", "reff_noise": "reff_noise_act", "mu4_z": "mu4_signal_norm"}
+        names |= {"nu1abs_z": "nu1_abs_signal_norm", "pseudo_linear": "pseudo_linear_norm"}
+        names |= {"lognu2": f"log_nu2_signal_{out}", "logmu2_noise": f"log_mu2_noise_{out}"}
+        curves |= {name: self.values[key] for name, key in names.items()}
+        curves["variance_share"] = np.exp(self.values[f"log_mu2_signal_{out}"] - curves["lognu2"])
+        return curves
+
+
+@torch.inference_mode()
+def run_chunk(
+    cfg: NetConfig, source: Source, realisations: Sequence[int], *, seed: int = 0, device: str = "cpu"
+) -> dict[str, Array]:
+    """`Run.values` of these realisations, computed together."""
+    draws = Draws(seed, realisations, getattr(torch, cfg.dtype), device)
+    pair = draws.inputs(source, cfg.batch)
+    start = energies(pair)
+    ratio = start["log_mu2_noise"] - start["log_mu2_signal"]
+    values: dict[str, Array] = {"log_ratio_0": ratio[:, None].cpu().numpy()}
+    lost = np.zeros(len(realisations), dtype=bool)
+    records = cfg.records
+    for layer, places in enumerate(propagate(cfg, draws, pair), 1):
+        if layer % cfg.every:
+            continue
+        found = {
+            f"{name}_{place}": statistic.cpu().numpy()
+            for place, functions in _measured(cfg).items()
+            for function in functions
+            for name, statistic in function(places[place]).items()
+        }
+        out = "sum" if cfg.residual else "act"
+        with np.errstate(invalid="ignore"):
+            share = found[f"log_mu2_signal_{out}"] - found[f"log_nu2_signal_{out}"]
+        # written so that nan is lost
+        lost |= ~(share > np.log(_LOST[cfg.dtype]))
+        for key, statistic in found.items():
+            curve = values.setdefault(key, np.full((len(realisations), len(records)), np.nan))
+            curve[~lost, layer // cfg.every - 1] = statistic[~lost]
+        if lost.all():
+            break
+    return values
+
+
+def chunk_size(cfg: NetConfig, source: Source) -> int:
+    """Realisations that are computed together."""
+    x = source(2, torch.Generator().manual_seed(0))
+    # the layer in front has stride 2
+    positions = (-(-x.shape[-1] // 2)) ** 2 if cfg.kernel else 1
+    return max(1, _CHUNK_ELEMENTS // (2 * cfg.batch * cfg.width * positions))
+
+
+def run(
+    cfg: NetConfig,
+    source: Source,
+    *,
+    realisations: int,
+    seed: int = 0,
+    device: str = "cpu",
+    file: Path | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Run:
+    """Propagate signal and noise through random networks.
+
+    Args:
+        cfg: the networks.
+        source: of the inputs.
+        realisations: networks, each with weights, inputs and noise of its own.
+        seed: of all.
+        device: as of torch; random numbers come from the CPU in any case.
+        file: JSON lines to which every chunk of realisations is appended, and from which those that are there already
+            are read: a run that was stopped continues, and one of more realisations adds to it.
+        progress: called with the number of realisations done.
+    """
+    size, start = chunk_size(cfg, source), time.perf_counter()
+    # functions have no name to compare, what they draw has
+    inputs = source(2, torch.Generator().manual_seed(0)).numpy().tobytes()
+    key = hashlib.sha256(json.dumps([cfg.to_dict(), seed, size]).encode() + inputs).hexdigest()[:16]
+    known = _read(file, key)
+    parts = []
+    for first in range(0, realisations, size):
+        ids = range(first, min(first + size, realisations))
+        values = known.get((ids.start, ids.stop))
+        if values is None:
+            values = run_chunk(cfg, source, ids, seed=seed, device=device)
+            if file is not None:
+                _append(file, {"key": key, "ids": [ids.start, ids.stop], "values": values})
+        parts.append(values)
+        progress(ids.stop)
+    return Run(cfg, {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}, time.perf_counter() - start)
+
+
+def _append(file: Path, form: dict) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    values = {name: _plain(v) for name, v in form["values"].items()}
+    line = json.dumps({**form, "values": values}) + "\n"
+    with open(file, "a+b") as out:
+        # a line torn by a kill must not take this one with it
+        if out.tell():
+            out.seek(-1, 2)
+            line = line if out.read(1) == b"\n" else f"\n{line}"
+        out.write(line.encode())
+
+
+def _plain(values: Array) -> list[list[float | None]]:
+    return [[v if np.isfinite(v) else None for v in row] for row in values.tolist()]
+
+
+def _read(file: Path | None, key: str) -> dict[tuple[int, int], dict[str, Array]]:
+    found = {}
+    for line in file.read_text().splitlines() if file is not None and file.exists() else []:
+        try:
+            form = json.loads(line)
+        except ValueError:
+            # torn by a kill
+            continue
+        if form.get("key") == key:
+            found[tuple(form["ids"])] = {n: np.array(v, dtype=float) for n, v in form["values"].items()}
+    return found

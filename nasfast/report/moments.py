@@ -1,0 +1,228 @@
+"""moments.html: the page of a moments study and its figures, from its moments.json alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from nasfast.files import write_atomic
+from nasfast.report.page import embedded, escape, page_of, table_of
+from nasfast.report.plots import GREY, SERIES, literal, new_figure
+
+_CAPTIONS = {
+    "histograms": "Distribution over networks of the log second moments of signal and noise. Lines: the normal "
+    "distribution of the same mean and deviation. Dashed: published mean.",
+    "vanilla": "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1.",
+    "normalised": "Increments of the sensitivity and their two parts, the sensitivity, effective ranks, and fourth "
+    "moment and mean absolute value of the normalised signal (dotted: those of a Gaussian).",
+    "resnet": "The same at the first unit of every residual; the sensitivity of the residuals with the power law "
+    "predicted from the increments.",
+    "space": "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: "
+    "reductions.",
+}
+_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
+
+
+def write_moments_page(folder: str | Path) -> Path:
+    """Write `moments.html` and its figures under `moments/` from the `moments.json` of a directory.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        OSError: there is no moments.json.
+    """
+    folder = Path(folder)
+    form = json.loads((folder / "moments.json").read_text())
+    sections = [("summary", "Summary", _summary(form))]
+    for i, figure in enumerate(form["figures"], 1):
+        kind = figure["kind"]
+        caption = _CAPTIONS[kind] + (_BANDS if kind in ("vanilla", "normalised", "resnet") else "")
+        name = "".join(c if c.isalnum() else "_" for c in figure["title"])
+        image = embedded(moments_figure(figure), caption, folder / "moments" / f"{i}_{name}.png")
+        sections.append((f"figure{i}", escape(figure["title"]), image))
+    for i, table in enumerate(form["tables"], 1):
+        text = [j for j in range(len(table["header"])) if j == 0 or table["header"][j] in ("verdict", "measured")]
+        sections.append(
+            (f"table{i}", escape(table["title"]), table_of(table["header"], table["rows"], text_columns=text))
+        )
+    if form["checks"]:
+        rows = [
+            [c["name"], *(_number(c[key]) for key in ("low", "high", "measured")), "ok" if c["passed"] else "MISSED"]
+            for c in form["checks"]
+        ]
+        header = ["", "from", "to", "measured", ""]
+        sections.append(("marks", "Pass marks", table_of(header, rows, text_columns=(0, 4))))
+    path = folder / "moments.html"
+    write_atomic(path, page_of("Moments", "nasfast moments", sections).encode())
+    return path
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _summary(form: Mapping[str, Any]) -> str:
+    missed = sum(not check["passed"] for check in form["checks"])
+    cards = [(f"{form['seconds']:.0f} s", f"{form['machine']['threads']} CPU threads")]
+    if form["checks"]:
+        cards.insert(0, (f"{len(form['checks']) - missed} of {len(form['checks'])}", "pass marks met"))
+    text = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
+    verdicts = [[name, ", ".join(verdict["names"])] for name, verdict in form["verdicts"].items()]
+    explanation = (
+        "chi, the normalised sensitivity, is how much more a network amplifies noise than signal; 20 log10 chi is the "
+        "loss of signal-to-noise ratio in dB. r_eff, the effective rank, is the number of directions in which a signal "
+        "varies."
+    )
+    return (
+        f'<div class="cards">{text}</div><p>{escape(form["subject"])}.</p><p>{explanation}</p>'
+        + table_of(["network", "verdict"], verdicts, text_columns=(0, 1))
+        + "".join(f'<p class="soft">{escape(note)}.</p>' for note in form["notes"])
+    )
+
+
+def moments_figure(data: Mapping[str, Any]) -> Figure:
+    """One figure of a study.
+
+    Args:
+        data: `kind`, `title` and the numbers, as in the `figures` of moments.json.
+    """
+    draw: dict[str, Callable[[Mapping[str, Any]], Figure]] = {
+        "histograms": _histograms, "vanilla": _vanilla, "normalised": _normalised, "resnet": _resnet, "space": _space,
+    }  # fmt: skip
+    figure = draw[data["kind"]](data)
+    figure.suptitle(literal(data["title"]), fontsize=11)
+    return figure
+
+
+def _histograms(data: Mapping[str, Any]) -> Figure:
+    """Figure 2: as depth grows, both moments spread in log space."""
+    figure, axes = new_figure(10, 3.8, columns=2)
+    titles = {"lognu2": r"$\log\,\nu_2(x^l)$", "logmu2_noise": r"$\log\,\mu_2(dx^l)$"}
+    for ax, (key, title) in zip(axes, titles.items(), strict=True):
+        for i, (colour, depth) in enumerate(zip(SERIES, data["depth"], strict=False)):
+            values = _array(data["values"][key][i])
+            values = values[np.isfinite(values)]
+            mean, std = values.mean(), values.std()
+            ax.hist(values, bins=min(50, 10 + len(values) // 20), density=True, color=colour, alpha=0.3)
+            x = np.linspace(mean - 4 * std, mean + 4 * std, 200)
+            density = np.exp(-0.5 * ((x - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
+            ax.plot(x, density, color=colour, lw=1.4, label=f"l = {depth:.0f}: {mean:.2f} ± {std:.2f}")
+            if data["reference"]:
+                ax.axvline(data["reference"][f"{key}_mean"][i], color=colour, lw=1, ls="--")
+        ax.set(title=title, xlabel="log moment", ylabel="density")
+        ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _array(values: Sequence[float | None]) -> np.ndarray:
+    return np.array(values, dtype=float)
+
+
+def _curve(ax: Axes, data: Mapping[str, Any], key: str, colour: str, label: str | None = None) -> None:
+    depth, curves = data["depth"] if "depth" in data else data["curves"]["depth"], data["curves"]
+    mean, low, high = (_array(curves[f"{key}_{part}"]) for part in ("mean", "p16", "p84"))
+    ax.fill_between(depth, low, high, color=colour, alpha=0.2, lw=0)
+    ax.plot(depth, mean, color=colour, lw=1.5, label=label)
+    reference = data.get("reference")
+    if reference and f"{key}_mean" in reference:
+        ax.plot(reference["depth"], reference[f"{key}_mean"], color="black", lw=1, ls="--")
+
+
+def _vanilla(data: Mapping[str, Any]) -> Figure:
+    """Figure 3."""
+    figure, (increments, ranks) = new_figure(10, 3.6, columns=2)
+    _increments(increments, data, {"inc": r"$\delta\chi^l$"})
+    _curve(ranks, data, "reff_signal", SERIES[0])
+    ranks.axhline(1, color=GREY, lw=1, ls=":")
+    ranks.set(title=r"$r_{\mathrm{eff}}(x^l)$", xlabel="l", yscale="log")
+    return figure
+
+
+def _increments(ax: Axes, data: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    for colour, (key, label) in zip(SERIES, names.items(), strict=False):
+        _curve(ax, data, key, colour, label)
+    for bound in (1, math.sqrt(2)):
+        ax.axhline(bound, color=GREY, lw=1, ls=":")
+    ax.set(title="increments of the sensitivity", xlabel="l")
+    ax.legend(fontsize=8, frameon=False)
+
+
+def _normalised(data: Mapping[str, Any]) -> Figure:
+    """Figure 4."""
+    figure, axes = new_figure(11, 6.4, rows=2, columns=2)
+    names = {"inc": r"$\delta\chi$", "inc_bn": r"$\delta_{\mathrm{BN}}\chi$", "inc_phi": r"$\delta_\phi\chi$"}
+    _increments(axes[0], data, names)
+    _curve(axes[1], data, "logchi", SERIES[0])
+    axes[1].set(title=r"$\log\chi^l$", xlabel="l")
+    _ranks_and_tails(axes[2], axes[3], data)
+    return figure
+
+
+def _ranks_and_tails(ranks: Axes, tails: Axes, data: Mapping[str, Any]) -> None:
+    _curve(ranks, data, "reff_signal", SERIES[0], "signal")
+    _curve(ranks, data, "reff_noise", SERIES[1], "noise")
+    ranks.set(title="effective rank", xlabel="l", yscale="log")
+    ranks.legend(fontsize=8, frameon=False)
+    _curve(tails, data, "mu4_z", SERIES[0], r"$\mu_4(z^l)$")
+    tails.axhline(3, color=SERIES[0], lw=1, ls=":")
+    tails.set(title="the normalised signal", xlabel="l", yscale="log", ylabel=r"$\mu_4$")
+    # below a Gaussian's 3 there is nothing to see
+    tails.set_ylim(bottom=2, top=max(tails.get_ylim()[1], 20))
+    other = tails.twinx()
+    _curve(other, data, "nu1abs_z", SERIES[1], r"$\nu_1(|z^l|)$")
+    other.axhline(math.sqrt(2 / math.pi), color=SERIES[1], lw=1, ls=":")
+    other.set(ylim=(0, 1), ylabel=r"$\nu_1(|z|)$")
+    handles = [*tails.get_legend_handles_labels()[0], *other.get_legend_handles_labels()[0]]
+    tails.legend(handles=handles, fontsize=8, frameon=False, loc="center right")
+
+
+def _resnet(data: Mapping[str, Any]) -> Figure:
+    """Figure 5."""
+    figure, axes = new_figure(11, 6.4, rows=2, columns=2)
+    names = {"inc": r"$\delta\chi^{l,1}$", "inc_bn": r"$\delta_{\mathrm{BN}}\chi^{l,1}$"}
+    _increments(axes[0], data, {**names, "inc_phi": r"$\delta_\phi\chi^{l,1}$", "inc_residual": r"$\delta\chi^l$"})
+    depth = _array(data["curves"]["depth"])
+    for part, alpha in (("p16", 0.4), ("mean", 1.0), ("p84", 0.4)):
+        axes[1].plot(depth, np.exp(_array(data["curves"][f"logchi_{part}"])), color=SERIES[0], lw=1.5, alpha=alpha)
+    law = data["power_law"]
+    axes[1].plot(depth, law["c"] * depth ** law["tau"], color=SERIES[1], lw=1.5, ls=":",
+                 label=f"{law['c']:.2f} l^{law['tau']:.3f}")  # fmt: skip
+    if data["reference"]:
+        axes[1].plot(data["reference"]["depth"], data["reference"]["chi_mean"], color="black", lw=1, ls="--")
+    axes[1].set(title=r"$\chi^l$", xlabel="l", xscale="log", yscale="log")
+    axes[1].legend(fontsize=8, frameon=False)
+    _ranks_and_tails(axes[2], axes[3], data)
+    return figure
+
+
+def _space(data: Mapping[str, Any]) -> Figure:
+    with_spread = all("paths_std" in curves for curves in data["settings"].values())
+    figure, axes = new_figure(11, 6.4 if with_spread else 3.6, rows=1 + with_spread, columns=2)
+    for colour, (name, curves) in zip(SERIES, data["settings"].items(), strict=False):
+        setting = {"depth": data["depth"], "curves": curves}
+        _curve(axes[0], setting, "logchi", colour, literal(name))
+        _curve(axes[1], setting, "reff_signal", colour)
+        if with_spread:
+            axes[2].plot(data["depth"], curves["candidates_std"], color=colour, lw=1.4, marker="o", ms=2.5)
+            axes[3].plot(data["depth"], curves["paths_std"], color=colour, lw=1.4, marker="o", ms=2.5)
+    titles = (r"$\log\chi$", "effective rank of the signal", r"std of $\log\,\delta\chi$ over candidates",
+              r"std of $\log\chi$ over paths")  # fmt: skip
+    for ax, title in zip(axes, titles, strict=False):
+        for reduction in data["reductions"]:
+            ax.axvline(reduction, color=GREY, lw=0.8, alpha=0.5)
+        ax.set(title=title, xlabel="layer" if with_spread else "probe")
+        ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes[1].set_yscale("log")
+    for ax in axes[2:]:
+        ax.set_ylim(bottom=0)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
