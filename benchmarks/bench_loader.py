@@ -71,14 +71,12 @@ def plain(folder: Path, resolution: int, batch: int, workers: int, *, pil: bool)
     images = [v2.PILToTensor()] if pil else []
     transform = v2.Compose([*steps, *images, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
     data = ImageFolder(folder, transform) if pil else ImageFolder(folder, transform, loader=_tensor)
-    return DataLoader(data, batch, shuffle=True, num_workers=workers, drop_last=True)
+    return DataLoader(data, batch, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=workers > 0)
 
 
-def ours(
-    folder: Path, kind: str, resolution: int, batch: int, workers: int, cache: Path, device: str = "cpu"
-) -> Loader:
+def ours(folder: Path, kind: str, resolution: int, batch: int, workers: int, cache: Path) -> Loader:
     cfg = DataConfig(loader=kind, workers=workers, batch_size=batch, cache_dir=str(cache))
-    return make_loader(cfg, FolderSource(folder), resolution=resolution, device=device)
+    return make_loader(cfg, FolderSource(folder), resolution=resolution)
 
 
 def loaders(folder: Path) -> list[str]:
@@ -169,7 +167,7 @@ def run_rows(
     torch.set_num_threads(os.cpu_count())
     shape = nasfast.spaces.get_space(space)
     threads = 1 if device == "cpu" else max(1, os.cpu_count() - 1)
-    makers = {kind: ours(folder, kind, shape.resolution, batch, threads, cache, device) for kind in loaders(folder)}
+    makers = {kind: ours(folder, kind, shape.resolution, batch, threads, cache) for kind in loaders(folder)}
     ready = next(makers["cache"].epoch(0, device=device))
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
 

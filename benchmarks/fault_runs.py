@@ -252,12 +252,25 @@ def newest_checkpoints(folder: Path, *, read: bool) -> dict[str, int]:
         read: count only those that can be read.
     """
     newest: dict[str, int] = {}
-    for path in sorted((folder / "checkpoints").glob(f"*-{'[0-9]' * 8}.safetensors")):
-        stage, _, step = path.stem.rpartition("-")
+    for path, stage, step in _numbered_checkpoints(folder):
         if read:
             try:
                 load_checkpoint(path)
             except CheckpointError:
                 continue
-        newest[stage] = int(step)
+        newest[stage] = step
     return newest
+
+
+def older_checkpoints(folder: Path) -> list[str]:
+    """Names of those that are not the newest of their stage."""
+    newest = newest_checkpoints(folder, read=False)
+    return [
+        str(path.relative_to(folder)) for path, stage, step in _numbered_checkpoints(folder) if step < newest[stage]
+    ]
+
+
+def _numbered_checkpoints(folder: Path) -> list[tuple[Path, str, int]]:
+    """Path, stage and step of each, older ones first."""
+    paths = sorted((folder / "checkpoints").glob(f"*-{'[0-9]' * 8}.safetensors"))
+    return [(path, path.stem.rpartition("-")[0], int(path.stem.rpartition("-")[2])) for path in paths]

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fault_runs import RECIPES, Reference, contents, damaged_files, make_inputs, newest_checkpoints
+from fault_runs import RECIPES, Reference, contents, damaged_files, make_inputs, newest_checkpoints, older_checkpoints
 from harness import positive, write_json
 from processes import ForkServer, RealRun, Run
 
@@ -70,7 +70,8 @@ class Case:
     ) -> None:
         self.suite, self.stage, self.rng = suite, stage, random.Random(f"{seed} {attempt}")
         self.reference = suite.reference(recipe, stage, server)
-        self._server, self.forked, self._runs = server, forked, 0
+        self._server, self.forked = server, forked
+        self._runs: list[Run] = []
         self._share = 0.6**attempt
         self.folder = Path(tempfile.mkdtemp(prefix="case-", dir=suite.work))
         self.out = self.folder / "run"
@@ -93,14 +94,19 @@ class Case:
         environment: dict[str, str | None] | None = None,
     ) -> Run:
         """Start a stage, this case's if none is named, as a process of its own (always if `alone`) or as a fork."""
-        self._runs += 1
         argv = self.reference.argv(
             stage or self.stage, self.out, caches=self.folder / "cache", resume=resume, settings=settings
         )
-        log = self.folder / f"{self._runs}.log"
-        if environment is None and not alone and (self.forked or forked):
-            return self._server.start(argv, log)
-        return RealRun(argv, log, environment)
+        log = self.folder / f"{len(self._runs)}.log"
+        fork = environment is None and not alone and (self.forked or forked)
+        self._runs.append(self._server.start(argv, log) if fork else RealRun(argv, log, environment))
+        return self._runs[-1]
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for run in self._runs:
+            run.send(signal.SIGKILL)
+            run.wait()
 
     def complete(self, stage: str | None = None, **how: object) -> str:
         """Run a stage to its end, in a fork if nothing else is said; returns its output."""
@@ -130,16 +136,16 @@ class Case:
         """Wait for a random moment of the run's work, or `early` for one before it.
 
         Raises:
-            NotInjectedError: the run has ended.
+            NotInjectedError: the run has ended, or is about to.
         """
+        # a stage's work is done under its lock; a report has none
+        mark = self.out / ("report" if self.stage == "report" else ".lock")
         delay = self.rng.uniform(0, _START_SECONDS)
         if not early:
-            # a stage's work begins with its lock; a report has none
-            mark = self.out / ("report" if self.stage == "report" else ".lock")
             run.wait_until(mark.exists)
             delay = self.rng.uniform(0, self._share * self.reference.seconds[self.stage])
         time.sleep(delay)
-        if run.poll() is not None:
+        if run.poll() is not None or not (early or mark.exists()):
             raise NotInjectedError
 
     def kill(self, run: Run, number: int = signal.SIGKILL) -> None:
@@ -152,11 +158,18 @@ class Case:
         self.injected += 1
         self.lost += before.missing(self.out)
 
-    def compare(self, stage: str | None = None, *, without: tuple[str, ...] = ()) -> None:
-        """Note what differs from the run in peace after a stage."""
-        ours, theirs = contents(self.out), contents(self.reference.after(stage or self.stage))
-        names = sorted(ours.keys() | theirs.keys())
-        self.unequal += [n for n in names if n not in without and ours.get(n) != theirs.get(n)]
+    def compare(self, stage: str | None = None, *, without: tuple[str, ...] = (), last: bool = False) -> None:
+        """Note what differs from the run in peace after a stage.
+
+        Args:
+            without: names of files that may differ.
+            last: of the numbered checkpoints, only the newest need be the same.
+        """
+        folders = (self.out, self.reference.after(stage or self.stage))
+        ours, theirs = map(contents, folders)
+        older = [name for folder in folders for name in older_checkpoints(folder)] if last else []
+        names = sorted((ours.keys() | theirs.keys()) - {*without, *older})
+        self.unequal += [name for name in names if ours.get(name) != theirs.get(name)]
 
 
 def _tail(run: Run) -> str:
@@ -225,12 +238,12 @@ def terminated(case: Case) -> None:
     run = case.start()
     case.strike(run)
     case.kill(run, signal.SIGTERM)
-    if run.code == 0:
-        raise NotInjectedError
+    if run.code == 0 or (run.code == -signal.SIGTERM and not (case.out / ".lock").exists()):
+        raise NotInjectedError  # it was just about to end
     if run.code != 128 + signal.SIGTERM or "Traceback" in run.output():
         raise ExpectationError(f"exit status {run.code} after SIGTERM: {_tail(run)}")
     case.complete()
-    case.compare()
+    case.compare(last=True)  # it has saved one of its own, in the place of an older one
 
 
 def disk_full(case: Case) -> None:
@@ -241,7 +254,8 @@ def disk_full(case: Case) -> None:
         run = case.start()
         case.strike(run)
         filler = case.out / "filler"
-        filler.write_bytes(bytes(max(0, shutil.disk_usage(case.out).free - case.random_share_of_written())))
+        with contextlib.suppress(OSError):  # the run has taken some more meanwhile
+            filler.write_bytes(bytes(max(0, shutil.disk_usage(case.out).free - case.random_share_of_written())))
         case.refused(run, f"nasfast {case.stage}: ", "pace")  # "space" or "Space"
         case.injected += 1
         filler.unlink()
@@ -443,7 +457,7 @@ def second_run(case: Case) -> None:
     first = case.start()
     first.wait_until((case.out / ".lock").exists)
     case.strike(first)
-    first.send(signal.SIGSTOP)
+    first.stop()
     try:
         _refused_unchanged(case, "is in use by", f"process {first.pid}", "Nothing was changed", resume=True, alone=True)
     finally:
@@ -669,18 +683,22 @@ class Suite:
         for attempt in range(self._TRIES):
             outcome = Outcome(plan.fault, plan.recipe, plan.stage, seed)
             case = Case(self, plan.recipe, plan.stage, seed, server, attempt=attempt, forked=forked)
+            late = False
             try:
                 plan.inject(case)
             except NotInjectedError:
-                shutil.rmtree(case.folder)
-                continue
+                late = True
             except Exception as error:  # noqa: BLE001  (of the suite as well: the others are to go on)
                 known = isinstance(error, (ExpectationError, TimeoutError))
                 outcome.problem = str(error) if known else traceback.format_exc()
+            finally:
+                case.end()
             outcome.injected, outcome.lost, outcome.unequal = case.injected, case.lost, case.unequal
-            if not outcome.problems:
+            if late or not outcome.problems:
                 shutil.rmtree(case.folder)
-            return outcome
+            if not late:
+                return outcome
+        outcome = Outcome(plan.fault, plan.recipe, plan.stage, seed)
         outcome.problem = f"the fault came too late {self._TRIES} times"
         return outcome
 

@@ -62,6 +62,13 @@ class Run:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """Stop it by SIGSTOP, and wait until all its threads stand still; SIGCONT lets it go on."""
+        self.send(signal.SIGSTOP)
+        for path in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            while _state(path) not in ("T", "Z", "gone"):
+                time.sleep(_POLL)
+
     def children(self) -> list[int]:
         """Its living child processes, such as loader workers."""
         found = []
@@ -76,6 +83,14 @@ class Run:
 
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+def _state(path: Path) -> str:
+    """Of a process or thread, by its `stat` file: `T` stopped, `Z` ended, `gone`, ..."""
+    try:
+        return path.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
 
 
 class RealRun(Run):
@@ -108,13 +123,8 @@ class _Fork(Run):
         self._answers = answers
 
     def poll(self) -> int | None:
-        if self.code is None:
-            try:
-                state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                state = "gone"
-            if state in ("Z", "gone"):
-                self.code = json.loads(self._answers.readline())["code"]
+        if self.code is None and _state(Path(f"/proc/{self.pid}/stat")) in ("Z", "gone"):
+            self.code = json.loads(self._answers.readline())["code"]
         return self.code
 
 

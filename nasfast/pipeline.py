@@ -149,7 +149,7 @@ def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool, world: World
         torch.set_num_threads(cfg.threads)
     return make_loaders(
         cfg.data, resolution=space.resolution, in_channels=space.in_channels, seed=cfg.seed, hold_out=hold_out,
-        rank=world.rank, world=world.size, device=cfg.torch_device,
+        rank=world.rank, world=world.size,
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
     """Train the supernet; writes config.yaml, space.yaml, environment.json, metrics and checkpoints/.
 
     Args:
-        resume: continue from the newest good checkpoint; so does a run that torchrun started again.
+        resume: continue from the newest good checkpoint; so does a run that torchrun began and started again.
         world: the ranks that train together; rank 0 alone reads and writes the run directory.
 
     Returns:
@@ -203,7 +203,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
     _check_search(cfg, space)
     if world.is_main:
-        _prepare(cfg, space, resume=resume or world.restarted)
+        _prepare(cfg, space, resume=resume, world=world)
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
     _LOG.info("%s", net.summary)
     torch.manual_seed(cfg.seed)  # the state of the global generator becomes part of the checkpoints
@@ -215,10 +215,12 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
     return final
 
 
-def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool) -> None:
+def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) -> None:
     """Check that the run directory can be used, and write what the supernet's training depends on."""
     run_dir = cfg.run_dir
-    if CheckpointFolder(run_dir / "checkpoints", "supernet").paths():
+    folder = CheckpointFolder(run_dir / "checkpoints", "supernet")
+    resume = resume or world.has_begun(folder.stem)
+    if folder.paths():
         if not resume:
             raise FileExistsError(f"{run_dir} holds a supernet run already: add --resume, or choose another --out")
         _check_same_space(cfg, space)
@@ -377,7 +379,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
     """Retrain the best architectures, and a random one of equal cost if asked; writes retrain/NAME/.
 
     Args:
-        resume: continue each from its newest good checkpoint; so does a run that torchrun started again.
+        resume: continue each from its newest good checkpoint; so does a run that torchrun began and started again.
         world: the ranks that do it, together or side by side (`cfg.retrain.parallel`). Rank 0 alone reads the run
             directory; a rank that trains a network by itself writes the files of that.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,17 +44,21 @@ class StopRequest:
         """Within, SIGTERM is not kept for later: it raises.
 
         Raises:
-            Terminated: it comes, or had come before.
+            Terminated: it comes, or had come before. Where Python swallows that (in a hook at a fork, in
+                `__del__`), the signal is sent again, and at the latest the end of the block raises; SIGINT is sent
+                again where a KeyboardInterrupt is swallowed.
         """
 
         def note_and_raise(*_: Any) -> None:
             self.requested = True
             raise Terminated
 
-        with _handled_by(note_and_raise):
+        with _handled_by(note_and_raise), _sent_again():
             if self.requested:
                 raise Terminated
             yield
+            if self.requested:
+                raise Terminated
 
 
 @contextlib.contextmanager
@@ -69,14 +75,54 @@ def _handled_by(handler: Callable[..., None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _sent_again() -> Iterator[None]:
+    """Within, a signal whose exception Python can only report, not raise, comes again a little later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, timers = sys.unraisablehook, []
+
+    def hook(lost: Any) -> None:
+        number = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(lost.exc_type)
+        if number is None:
+            before(lost)
+            return
+        # not from here, where it would be lost again
+        timer = threading.Timer(0.01, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+        if number == signal.SIGTERM:
+            timers.append(timer)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in timers:  # the end of the block raises instead
+            timer.cancel()
+            timer.join()
+
+
+@contextlib.contextmanager
 def noticed() -> Iterator[StopRequest]:
     """Within, SIGTERM only sets `requested` of the yielded StopRequest; in another thread than the main one, nothing.
 
-    One that the block did not end by comes again behind it.
+    One that the block did not end by comes again behind it, also behind an error: a Terminated then tells that too.
     """
     request = StopRequest()
-    with _handled_by(request._note):
-        yield request
+    try:
+        with _handled_by(request._note):
+            yield request
+    except Exception as error:
+        # another rank, which obeyed first, may be what the error is about
+        if request.requested:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except Terminated as stopped:
+                stopped.message += f" ({error})"
+                raise
+        raise
     if request.requested:
         signal.raise_signal(signal.SIGTERM)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 import yaml
 from tiny import tiny_space
 
@@ -82,7 +83,7 @@ def launched(monkeypatch):
 
 def test_a_single_process_needs_no_launcher():
     with start("cpu") as world:
-        assert world == SINGLE == World(rank=0, size=1, leads=True, restarted=False)
+        assert world == SINGLE == World(rank=0, size=1, leads=True, attempt=0) and world.store is None
         assert not torch.distributed.is_initialized()
     tensor = torch.ones(2)
     world.add(tensor)
@@ -96,7 +97,7 @@ def test_one_process_of_a_launcher_is_alone_too(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     with start("cuda") as world:
-        assert (world.size, world.restarted) == (1, True)
+        assert (world.size, world.attempt, world.store) == (1, 2, None)
 
 
 def test_more_processes_than_gpus(launched):
@@ -112,9 +113,47 @@ def test_one_gpu_for_all(launched):
             pass
 
 
+def test_a_gpu_without_torchrun(launched):
+    launched.delenv("LOCAL_RANK")
+    with pytest.raises(RankError, match="LOCAL_RANK not set, so this process has no GPU: start it with torchrun"):
+        with start("cuda"):
+            pass
+
+
+def test_another_kind_of_device_than_rank_0(launched):
+    store = dist.HashStore()
+    dist.PrefixStore("nasfast 0 2", store).set("device", "cuda")
+    launched.setattr(distributed.dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    with pytest.raises(RankError, match="rank 1 would compute on cpu, rank 0 on cuda: use --device cpu, or GPUs"):
+        with start("cpu"):
+            pass
+
+
+def test_a_rank_without_others_works(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert distributed.environment_rank() == 0
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert distributed.environment_rank() == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "gone"), [("Connection closed by peer", True), ("Broken pipe", True), ("CUDA out of memory", False)]
+)
+def test_only_a_connection_that_ended_is_a_rank_that_is_gone(monkeypatch, text, gone):
+    def fail(*_: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(distributed.dist, "all_reduce", fail)
+    with pytest.raises(RuntimeError, match=text) as error:
+        World(size=2).add(torch.ones(1))
+    assert isinstance(error.value, RankError) == gone
+
+
 def test_a_world_of_one_beside_others():
-    alone = World(rank=3, size=4, leads=False, restarted=True).alone()
-    assert alone == World(rank=0, size=1, leads=False, restarted=True)
+    alone = World(rank=3, size=4, leads=False, attempt=1, store=dist.HashStore()).alone()
+    assert alone == World(rank=0, size=1, leads=False, attempt=1)
+    assert alone.store is not None
     assert alone.is_main
 
 
@@ -212,3 +251,21 @@ def test_torchrun_starts_a_killed_worker_again_and_nothing_is_lost(done, tmp_pat
     resumed, unbroken = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
     assert resumed == unbroken
     assert metrics(tmp_path / "run") == metrics(out / "unbroken")
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_go_on_with_what_was_there_before(done, tmp_path):
+    """Refused without --resume, and refused again when torchrun starts it again."""
+    out, _, _ = done
+    shutil.copytree(out / "single" / "checkpoints", tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints" / "supernet-00000022.safetensors").unlink()  # there would be something to do
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = ["supernet", "--out", str(tmp_path / "run"), "--config", str(out / "settings.yaml")]
+    process = subprocess.run(
+        [sys.executable, "-m", *torchrun, "--monitor-interval", "0.1", "-m", "nasfast", *command],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert process.returncode == 1
+    assert process.stderr.count("holds a supernet run already: add --resume") == 2, process.stderr
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before

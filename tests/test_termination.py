@@ -43,11 +43,16 @@ def test_none_came(handler):
     assert handler == []
 
 
-def test_it_does_not_come_again_behind_an_error(handler):
+def test_it_comes_again_behind_an_error(handler):
     with pytest.raises(KeyError), noticed():
         send()
         raise KeyError
-    assert handler == []
+    assert handler == [1]
+    with pytest.raises(Terminated) as error, raised(), noticed():
+        send()
+        raise RuntimeError("the other rank is gone")
+    assert error.value.message == "terminated (the other rank is gone)"
+    assert handler == [1]
 
 
 def test_it_raises_within_and_finally_blocks_run(handler):
@@ -72,6 +77,53 @@ def test_at_once_within_noticed(handler):
         with stop.at_once():
             pytest.fail("it had come before")
     assert handler == []
+
+
+HOOK = """
+import os, signal, time
+from nasfast.termination import Terminated, raised
+hit = []
+def hook():
+    if not hit:
+        hit.append(1)
+        signal.raise_signal(signal.{name})
+os.register_at_fork(after_in_parent=hook)
+try:
+    with raised():
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep({seconds})
+        print("went on")
+except (Terminated, KeyboardInterrupt) as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "shown"),
+    [("SIGTERM", 30, "Terminated"), ("SIGTERM", 0, "went on Terminated"), ("SIGINT", 30, "KeyboardInterrupt")],
+)
+def test_it_is_not_lost_in_a_fork(name, seconds, shown):
+    """Python only reports what a hook at a fork raises; a short block may end before the signal comes again."""
+    program = HOOK.format(name=name, seconds=seconds)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    assert done.stdout.split() == shown.split()
+    assert done.stderr == ""
+
+
+def test_other_errors_that_cannot_be_raised_are_reported_as_before(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+
+    class Bad:
+        def __del__(self) -> None:
+            raise KeyError
+
+    with raised():
+        Bad()
+    assert [lost.exc_type for lost in seen] == [KeyError]
+    assert sys.unraisablehook == seen.append
 
 
 def test_other_threads_have_no_handlers():

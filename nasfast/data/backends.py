@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -13,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from nasfast.data.augment import Augmentation, render
 from nasfast.data.datasets import DataError, ImageSource
@@ -110,21 +108,14 @@ def _as_is(decoded: Decoded) -> Decoded:
     return decoded
 
 
-@contextlib.contextmanager
-def _death_seen_here() -> Iterator[None]:
-    """Within, PyTorch tells of a dead worker where the next batch is asked for, which may take it five seconds.
+def _unwatch(batches: Iterator[Decoded]) -> None:
+    """Let PyTorch tell of a dead worker only where the next batch is asked for, which may take it five seconds.
 
     It would tell at once, by an exception from a signal handler, wherever the main thread is: in a training step.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread has handlers, and only it is told
-        return
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        # None: it was not set from Python
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+    if getattr(batches, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
 
 
 class TorchvisionBackend:
@@ -147,7 +138,7 @@ class TorchvisionBackend:
         """Answers in order; workers that were killed are started again, at the batch that is missing.
 
         Raises:
-            DataError: workers died three times at the same batch.
+            DataError: workers died four times at the same batch.
         """
         done, restarts = 0, 0
         while done < len(requests):
@@ -156,6 +147,8 @@ class TorchvisionBackend:
                 batch_size=None,
                 num_workers=self._workers,
                 prefetch_factor=self._prefetch if self._workers else None,
+                # what a forked worker inherits need not be picklable, as a user's data set may not be
+                multiprocessing_context="fork" if self._workers else None,
                 collate_fn=_as_is,
                 pin_memory=device.type == "cuda",
                 # its own generator: the loader otherwise draws from the global one, which a resumed run would notice
@@ -163,10 +156,10 @@ class TorchvisionBackend:
             )
             try:
                 batches = iter(loader)
-                with _death_seen_here() if self._workers else contextlib.nullcontext():
-                    for decoded in batches:
-                        yield decoded
-                        done, restarts = done + 1, 0
+                _unwatch(batches)
+                for decoded in batches:
+                    yield decoded
+                    done, restarts = done + 1, 0
             except RuntimeError as error:
                 # what PyTorch says of a worker that the kernel or a person killed; what a worker raised is passed on
                 if "exited unexpectedly" not in str(error) and "is killed by signal" not in str(error):

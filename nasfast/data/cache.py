@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -259,9 +260,10 @@ class _Files:
         except OSError as error:
             reason = error.strerror or error
             if missing and not complete:
+                kept = " Its finished parts are kept." if any(self.folder.glob("*.part")) else ""
                 raise DataError(
-                    f"cannot write the image cache {self.folder}: {reason}. Its finished parts are kept. Make room or "
-                    "the folder writable, set data.cache_dir to another place, or data.loader=torchvision"
+                    f"cannot write the image cache {self.folder}: {reason}.{kept} Make room or the folder writable, "
+                    "set data.cache_dir to another place, or data.loader=torchvision"
                 ) from error
             if missing:
                 _LOG.warning("cannot write the image cache %s (%s): going on without", self.folder, reason)
@@ -503,11 +505,7 @@ class CacheBackend:
         cache_dir: where the caches are; None takes `nasfast/images` in the user's cache folder.
         cache_side: see above, in pixels; None takes 8/7 of the resolution.
 
-    Attributes:
-        folder: of the cache, None if it is in memory.
-
-    Raises:
-        DataError: the cache cannot be written, or images that are no files are too large for the memory.
+    Images are decoded when the first are asked for: a run that cannot begin for other reasons has then said so.
     """
 
     kind = "cache"
@@ -527,20 +525,29 @@ class CacheBackend:
         if augmentation.kind != "eval":
             while isinstance(source, SubsetSource):
                 source, self._rows = source.source, source.indices[self._rows]
-        self._source = source
-        self.folder: Path | None = None
-        if all(source.path(index) is not None for index in range(len(source))):
-            user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            root = Path(cache_dir) if cache_dir else user / "nasfast" / "images"
-            self._store = _Files(source, self._form, root, workers)
-            self.folder = self._store.folder
-        else:
-            self._store = _Memory(source, self._form)
+        self._source, self._root = source, cache_dir
         self._array: Tensor | None = None
         self._there: np.ndarray | None = None
 
+    @functools.cached_property
+    def _store(self) -> _Files | _Memory:
+        if any(self._source.path(index) is None for index in range(len(self._source))):
+            return _Memory(self._source, self._form)
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        root = Path(self._root) if self._root else user / "nasfast" / "images"
+        return _Files(self._source, self._form, root, self._workers)
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the cache, which is made when absent; None if it is in memory."""
+        return self._store.folder if isinstance(self._store, _Files) else None
+
     def decode(self, requests: Sequence[Request], device: torch.device) -> Iterator[Decoded]:
-        """Answers in order; on the GPU if the images are resident there, pinned if they are to go there."""
+        """Answers in order; on the GPU if the images are resident there, pinned if they are to go there.
+
+        Raises:
+            DataError: the cache cannot be written, or images that are no files are too large for the memory.
+        """
         array = self._resident(device) if self._form.uniform else None
         if array is not None:
             yield from (self._gathered(array, request, device) for request in requests)
@@ -622,6 +629,12 @@ class CacheBackend:
         return Decoded(images.permute(0, 3, 1, 2), kept, [self._source.name(int(index)) for index in indices])
 
 
+def _on(device: torch.device, values: np.ndarray) -> Tensor:
+    """Numbers on a device, without waiting for what it is doing."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def _windows(array: Tensor, index: np.ndarray, window: np.ndarray, mirror: np.ndarray) -> Tensor:
     """Windows of images, as large as these, moved and black outside.
 
@@ -635,7 +648,7 @@ def _windows(array: Tensor, index: np.ndarray, window: np.ndarray, mirror: np.nd
         (n, S, S, C) uint8 on the same device.
     """
     count, (total, side, _, channels) = len(index), array.shape
-    images = array.view(total, -1).index_select(0, torch.from_numpy(index).to(array.device))
+    images = array.view(total, -1).index_select(0, _on(array.device, index))
     images = images.view(count, side, side, channels)
     if pad := int(np.abs(window[:, :2]).max(initial=0)):
         wide = side + 2 * pad
@@ -644,13 +657,13 @@ def _windows(array: Tensor, index: np.ndarray, window: np.ndarray, mirror: np.nd
         # a row of a window is contiguous in the padded image: every pixel is the start of one, overlapping the next
         rows = padded.view(-1).as_strided((count * wide * wide - side + 1, side * channels), (channels, 1))
         corner = np.arange(count) * wide * wide + (window[:, 0] + pad) * wide + window[:, 1] + pad
-        starts = torch.from_numpy(corner[:, None] + np.arange(side) * wide).to(array.device)
+        starts = _on(array.device, corner[:, None] + np.arange(side) * wide)
         images = rows.index_select(0, starts.view(-1)).view(count, side, side, channels)
     if mirror.any():
         (mirrored,) = np.nonzero(mirror)
-        flipped = images.index_select(0, torch.from_numpy(mirrored).to(array.device)).flip(2)
+        flipped = images.index_select(0, _on(array.device, mirrored)).flip(2)
         order = np.arange(count)
         order[mirrored] = count + np.arange(len(mirrored))
         # on the CPU several times as fast as `index_copy_`
-        images = torch.cat([images, flipped]).index_select(0, torch.from_numpy(order).to(array.device))
+        images = torch.cat([images, flipped]).index_select(0, _on(array.device, order))
     return images

@@ -184,7 +184,6 @@ class DaliBackend:
         batch_size: of the largest request.
         workers: threads, at least 1.
         prefetch: batches prepared ahead.
-        device: a GPU that decodes, or the CPU.
 
     Raises:
         ConfigError: the images are not in files.
@@ -201,23 +200,24 @@ class DaliBackend:
         batch_size: int,
         workers: int = 2,
         prefetch: int = 2,
-        device: torch.device | str = "cpu",
     ) -> None:
         if reason := _no_files(source):
             raise ConfigError(reason)
         if reason := _missing():
             raise RuntimeError(reason)
         self._source, self._augmentation, self._batch_size = source, augmentation, batch_size
-        self._workers, self._prefetch, self._device = max(1, workers), prefetch, torch.device(device)
+        self._workers, self._prefetch, self._device = max(1, workers), prefetch, torch.device("cpu")
         # heights and widths from the headers of the files: 0 if not read yet, -1 if left to PIL
         self._sizes = np.zeros((len(source), 2), np.int32)
-        self._idle: list[tuple[Pipeline, _Inbox]] = []
+        self._idle: dict[torch.device, list[tuple[Pipeline, _Inbox]]] = {}
         self._reported: set[int] = set()
 
     def decode(self, requests: Sequence[Request], device: torch.device) -> Iterator[Decoded]:
-        """Answers in the order of the requests; images that a GPU decoded stay there."""
+        """Answers in the order of the requests; a GPU decodes for itself. One device at a time."""
         # a pipeline of its own for each of several epochs at once
-        pipeline, inbox = self._idle.pop() if self._idle else self._build(self._batch_size, self._prefetch + 1)
+        self._device = device
+        idle = self._idle.setdefault(device, [])
+        pipeline, inbox = idle.pop() if idle else self._build(self._batch_size, self._prefetch + 1)
         plans: deque[_Plan] = deque()
         try:
             with ThreadPoolExecutor(self._workers, "nasfast-dali") as pool:
@@ -240,7 +240,7 @@ class DaliBackend:
         finally:
             inbox.plans = iter(())  # something of DALI's keeps the inbox, and so would this backend be kept
         pipeline.reset()
-        self._idle.append((pipeline, inbox))
+        idle.append((pipeline, inbox))
 
     def _build(self, batch_size: int, depth: int) -> tuple[Pipeline, _Inbox]:
         device_id = None

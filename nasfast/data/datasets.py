@@ -22,6 +22,10 @@ _SIXTEEN_BIT_FORMATS = ("PNG", "PPM")
 """Formats whose mode `I` is 16-bit grey; any other's may hold whatever 32 bits can."""
 
 
+_LOOKED_FOR = 100
+"""Images of a list that are looked for: that the folder has moved should be said at once."""
+
+
 class DataError(ValueError):
     """Images that cannot be used: missing, empty or one-class folder, or too many unreadable files."""
 
@@ -189,12 +193,20 @@ class ListSource(_FileSource):
         if len(found) < 2:
             raise DataError(f"{path} has {len(set(labels))} class: a classifier needs two or more")
         self.classes = tuple(found)
+        if not any(map(os.path.exists, self._paths[:_LOOKED_FOR])):
+            raise DataError(f"{path}: none of its first images exists, e.g. {self._paths[0]}")
         place = {name: label for label, name in enumerate(found)}
         self.labels = np.array([place[label] for label in labels], dtype=np.int64)
 
 
 def open_files(path: str | Path, *, classes: Sequence[str] | None = None) -> FolderSource | ListSource:
-    """The images of a folder with a sub-folder per class, or of a text file that lists them."""
+    """The images of a folder with a sub-folder per class, or of a text file that lists them.
+
+    Raises:
+        DataError: see these.
+    """
+    if not Path(path).exists():
+        raise DataError(f"{path} does not exist: give a folder with one sub-folder per class, or a list of images")
     return (ListSource if Path(path).is_file() else FolderSource)(path, classes=classes)
 
 
@@ -221,7 +233,10 @@ class DatasetSource(ImageSource):
         )
         if given is None:
             _LOG.info("%s has no `targets`: reading it once for its labels", type(dataset).__name__)
-            given = [dataset[i][1] for i in range(len(dataset))]
+            try:
+                given = [dataset[i][1] for i in range(len(dataset))]
+            except (TypeError, LookupError) as error:
+                raise DataError(f"items of {type(dataset).__name__} must be (image, label): {error}") from error
         self.labels = np.asarray(given)
         if self.labels.shape != (len(dataset),) or self.labels.dtype.kind not in "iu" or not len(self.labels):
             raise DataError(
@@ -229,7 +244,8 @@ class DatasetSource(ImageSource):
                 f"{self.labels.shape} for {len(dataset)} images"
             )
         self.labels = self.labels.astype(np.int64)
-        names = classes or getattr(dataset, "classes", None) or range(int(self.labels.max()) + 1)
+        whole = getattr(dataset, "dataset", dataset)  # of a torch Subset
+        names = classes or getattr(whole, "classes", None) or range(int(self.labels.max()) + 1)
         self.classes = tuple(map(str, names))
         if self.labels.min() < 0 or self.labels.max() >= len(self.classes) or len(self.classes) < 2:
             raise DataError(

@@ -47,7 +47,7 @@ class DataConfig(ConfigBase):
         cache_dir: where `cache` keeps its files; null takes `nasfast/images` in the user's cache folder.
         cache_side: larger photographs are cached with this short side in pixels; null takes 8/7 of the resolution. Not
             for images that are resized to the resolution in any case.
-        max_bad_files: unreadable images are skipped and named; more than this many stop the run.
+        max_bad_files: unreadable images are skipped and named; more than this many, counted by each rank, stop the run.
         mean: per channel, finite, subtracted from images scaled to [0, 1]; grey images take its average.
         std: per channel, positive, divided by; grey images take its average.
     """
@@ -221,21 +221,22 @@ def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> It
     if device.type != "cuda":
         yield from ((x.to(device), y.to(device)) for x, y in batches)
         return
-    stream = torch.cuda.Stream(device)
-    waiting = None
+    stream, waiting = torch.cuda.Stream(device), None
     for batch in batches:
         with torch.cuda.stream(stream):
             copied = tuple(t.to(device, non_blocking=True) for t in batch)
+            done = stream.record_event()
         if waiting is not None:
-            yield _received(waiting, stream)
-        waiting = copied
+            yield _received(*waiting)
+        waiting = copied, done
     if waiting is not None:
-        yield _received(waiting, stream)
+        yield _received(*waiting)
 
 
-def _received(batch: tuple[Tensor, ...], stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
-    current = torch.cuda.current_stream(stream.device)
-    current.wait_stream(stream)
+def _received(batch: tuple[Tensor, ...], done: torch.cuda.Event) -> tuple[Tensor, ...]:
+    """The batch, once its copy is done; that of the next one may go on."""
+    current = torch.cuda.current_stream(batch[0].device)
+    current.wait_event(done)
     for tensor in batch:
         tensor.record_stream(current)  # made on the other stream: its memory must not be given away too early
     return batch
@@ -268,9 +269,7 @@ def make_augmentation(
     return Augmentation(kind if train else "eval", resolution, grey=grey, seed=seed)
 
 
-def _make_backend(
-    cfg: DataConfig, source: ImageSource, augmentation: Augmentation, batch_size: int, device: torch.device
-) -> Backend:
+def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentation, batch_size: int) -> Backend:
     kind, common = cfg.loader, {"workers": cfg.workers, "prefetch": cfg.prefetch}
     if kind == "auto":
         kind, reason = _choose(source, augmentation)
@@ -278,7 +277,7 @@ def _make_backend(
     if kind == "cache":
         return CacheBackend(source, augmentation, cache_dir=cfg.cache_dir, cache_side=cfg.cache_side, **common)
     if kind == "dali":
-        return dali.DaliBackend(source, augmentation, batch_size=batch_size, device=device, **common)
+        return dali.DaliBackend(source, augmentation, batch_size=batch_size, **common)
     return TorchvisionBackend(source, augmentation, **common)
 
 
@@ -286,9 +285,11 @@ def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:
     """What `auto` means for these images, and why."""
     if source.in_memory:
         return "cache", "they are in memory already"
+    if source.path(0) is None:
+        return "torchvision", "they are not in files (data.loader=cache keeps what a data set gives in memory)"
     side = augmentation.resolution
     size = len(source) * side**2 * (1 if augmentation.grey else 3)
-    if source.path(0) is not None and side <= SMALL and size <= _AUTO_CACHE_BYTES:
+    if side <= SMALL and size <= _AUTO_CACHE_BYTES:
         return "cache", f"decoded once to {side} x {side} they take {size / 1e6:.0f} MB"
     refusal = dali.refusal(source)
     if refusal is None:
@@ -306,7 +307,6 @@ def make_loader(
     seed: int = 0,
     rank: int = 0,
     world: int = 1,
-    device: torch.device | str = "cpu",
 ) -> Loader:
     """A loader of one set of images.
 
@@ -319,7 +319,6 @@ def make_loader(
         in_channels: 3 for RGB or 1 for grey images.
         seed: of order and augmentation.
         rank, world: which of how many ranks this is.
-        device: where training runs, which `auto` considers; DALI decodes there.
 
     Raises:
         ConfigError: `in_channels` is neither 3 nor 1, or `cfg.loader` cannot serve these images.
@@ -338,7 +337,7 @@ def make_loader(
     augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed)
     mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
     return Loader(
-        source, _make_backend(cfg, source, augmentation, -(-cfg.batch_size // world), torch.device(device)),
+        source, _make_backend(cfg, source, augmentation, -(-cfg.batch_size // world)),
         batch_size=cfg.batch_size, shuffle=train, seed=seed, rank=rank, world=world, max_bad_files=cfg.max_bad_files,
         mean=mean, std=std,
     )  # fmt: skip
@@ -353,7 +352,6 @@ def make_loaders(
     hold_out: bool = False,
     rank: int = 0,
     world: int = 1,
-    device: torch.device | str = "cpu",
 ) -> tuple[Loader, Loader]:
     """Training and validation loader of the images that `cfg` names.
 
@@ -361,7 +359,7 @@ def make_loaders(
         seed: also of the held-out split.
         hold_out: validate on `val_fraction` of the training images instead of the validation images, for a search that
             must not see those.
-        cfg, resolution, in_channels, rank, world, device: see `make_loader`.
+        cfg, resolution, in_channels, rank, world: see `make_loader`.
 
     Raises:
         ConfigError: `data.train` is needed and was not given, or `make_loader`'s reasons.
@@ -370,5 +368,5 @@ def make_loaders(
     train, val = _open_sources(cfg, seed)
     if hold_out:
         train, val = split_source(train, cfg.val_fraction, seed)
-    common = dict(resolution=resolution, in_channels=in_channels, seed=seed, rank=rank, world=world, device=device)
+    common = dict(resolution=resolution, in_channels=in_channels, seed=seed, rank=rank, world=world)
     return make_loader(cfg, train, train=True, **common), make_loader(cfg, val, train=False, **common)

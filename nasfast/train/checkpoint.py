@@ -139,6 +139,11 @@ class CheckpointFolder:
         self.folder, self.prefix, self.keep = Path(folder), prefix, keep
         self.best = self.folder / f"{prefix}-best{SUFFIX}"
 
+    @property
+    def stem(self) -> Path:
+        """What the paths of all its files begin with."""
+        return self.folder / self.prefix
+
     def path(self, step: int) -> Path:
         """Of the checkpoint of a step, whether it exists or not."""
         return self.folder / f"{self.prefix}-{step:0{_DIGITS}d}{SUFFIX}"
@@ -148,24 +153,27 @@ class CheckpointFolder:
         pattern = f"{self.prefix}-{'[0-9]' * _DIGITS}{SUFFIX}"
         return sorted(self.folder.glob(pattern))
 
-    def check_room(self, size: int) -> None:
+    def check_room(self, size: int, *, evaluates: bool) -> None:
         """Refuse to begin a training whose checkpoints could not be saved.
 
         Args:
             size: of one, in bytes.
+            evaluates: the best is kept besides.
 
         Raises:
-            CheckpointError: there is no room for one more than are kept, or the folder cannot be written.
+            CheckpointError: there is no room for one more than are kept at the end, or the folder cannot be written.
         """
+        count = self.keep + 1 + evaluates
         try:
             check_room(self.folder, size)
-            there = sum(path.stat().st_size for path in self.paths())
-            needed, free = (self.keep + 1) * size - there, shutil.disk_usage(self.folder).free
+            found = [path.stat() for path in (*self.paths(), self.best) if path.exists()]
+            there = sum({f.st_ino: f.st_size for f in found}.values())  # the best may be another name of one
+            needed, free = count * size - there, shutil.disk_usage(self.folder).free
             if free < needed:
                 raise OSError(errno.ENOSPC, f"{free / 1e6:,.0f} MB are free")
         except OSError as error:
             raise CheckpointError(
-                f"no room for {self.keep + 1} checkpoints of {size / 1e6:,.1f} MB in {self.folder}: {error.strerror}. "
+                f"no room for {count} checkpoints of {size / 1e6:,.1f} MB in {self.folder}: {error.strerror}. "
                 "Free some space, or choose another --out; nothing was trained yet"
             ) from error
 

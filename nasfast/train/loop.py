@@ -177,7 +177,8 @@ def train(
             same.
         settings: what else the result depends on, as JSON; a checkpoint with other settings is refused.
         prefix: of the checkpoint files; None makes it from `stage`.
-        resume: continue from the newest good checkpoint in `run_dir`; otherwise older ones of the stage must not exist.
+        resume: continue from the newest good checkpoint in `run_dir`; otherwise older ones of the stage must not exist,
+            but for those of this torchrun job, which continues them when it starts its processes again.
         device: where to train; the model is moved there in channels_last.
         world: the ranks that train together; every one begins with the model, sampler and position of rank 0.
 
@@ -203,7 +204,7 @@ def train(
     )
     folder = CheckpointFolder(run_dir / "checkpoints", prefix or stage.replace("/", "-"), keep=cfg.keep_checkpoints)
     per_epoch, total = len(loader), cfg.epochs * len(loader)
-    at = begin(state, folder, stage=stage, resume=resume or world.restarted, world=world)
+    at = begin(state, folder, stage=stage, resume=resume, world=world)
     seed = torch.initial_seed()
     exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(model, world)
 
@@ -214,7 +215,7 @@ def train(
             if world.leads:
                 stack.enter_context(run_lock(run_dir))
             if at.step < total:
-                folder.check_room(state.size)
+                folder.check_room(state.size, evaluates=evaluate is not None)
             log = stack.enter_context(TrainLog(run_dir, stage, step=at.step, total=total, shown=world.leads))
             writer = stack.enter_context(CheckpointWriter(folder))
 

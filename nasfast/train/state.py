@@ -57,7 +57,8 @@ class TrainState:
         model, optimizer, sampler: of the stage; the sampler may be None.
         fingerprint: of what is trained.
         settings: what else the result depends on.
-        loader_kind: what decodes the images, None if unknown; the result depends on it by rounding only.
+        loader_kind: what decodes the images, None if unknown; all kinds show the same windows up to rounding, but for
+            `cache` with photographs, whose windows are drawn on reduced images.
     """
 
     def __init__(
@@ -135,10 +136,11 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: str, resume: bo
 
     Raises:
         CheckpointError: none of the checkpoints can be used, or this rank has other settings than rank 0.
-        FileExistsError: there are some and `resume` is off.
+        FileExistsError: there are some, not of this torchrun job, and `resume` is off.
     """
     if world.is_main:
-        checkpoint = _found(state, folder, stage, resume)
+        checkpoint = _found(state, folder, stage, resume or world.has_begun(folder.stem))
+        world.note_begun(folder.stem)
         progress = Progress() if checkpoint is None else state.restore(checkpoint)
         if world.size > 1:
             world.broadcast(encode(state.capture(progress)))
@@ -169,8 +171,9 @@ def _found(state: TrainState, folder: CheckpointFolder, stage: str, resume: bool
     before, now = checkpoint.state.get("loader"), state.loader_kind
     if None not in (before, now) and before != now:
         _LOG.warning(
-            "%s: until step %d images came from the loader %r, now from %r: they may differ by rounding, so the result "
-            "will not be that of an unbroken run bit for bit", stage, checkpoint.state["step"], before, now,
+            "%s: until step %d images came from the loader %r, now from %r: both show the same windows up to rounding "
+            "(from or to 'cache' with photographs: windows on reduced images), so the result will not be that of an "
+            "unbroken run bit for bit", stage, checkpoint.state["step"], before, now,
         )  # fmt: skip
     _LOG.info("%s: goes on from %s", stage, path)
     return checkpoint

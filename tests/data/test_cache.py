@@ -67,7 +67,9 @@ def spoil(folder: Path, *names: str) -> list[str]:
 
 
 def cached(source, augmentation: Augmentation, tmp_path: Path, **settings) -> CacheBackend:
-    return CacheBackend(source, augmentation, cache_dir=tmp_path / "caches", **settings)
+    made = CacheBackend(source, augmentation, cache_dir=tmp_path / "caches", **settings)
+    assert made.folder.is_dir()  # decodes
+    return made
 
 
 def requests(count: int, *, batch: int = 6, epoch: int = 3) -> list[Request]:
@@ -225,7 +227,7 @@ def test_digits():
 def test_images_too_large_for_memory_are_refused(monkeypatch, augmentation):
     monkeypatch.setattr(cache_module, "_memory_share", lambda: 5000)
     with pytest.raises(DataError, match=r"22 decoded images take \d\.\d kB or more, and 5\.0 kB .* give a folder"):
-        CacheBackend(DatasetSource(Arrays()), augmentation)
+        answers(CacheBackend(DatasetSource(Arrays()), augmentation), 22)
 
 
 def test_memory_share_is_that_of_one_process(monkeypatch):

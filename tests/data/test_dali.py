@@ -495,7 +495,7 @@ def test_a_gpu_shows_the_same_windows(album, spoilt, kind, side):
     """Tolerances are guesses: nvJPEG is not libjpeg."""
     for source in (album, spoilt):
         augmentation, requests = Augmentation(kind, side), shares(len(source), 5)
-        backend = DaliBackend(source, augmentation, batch_size=5, device="cuda")
+        backend = DaliBackend(source, augmentation, batch_size=5)
         got = list(backend.decode(requests, torch.device("cuda")))
         assert all(decoded.images.is_cuda for decoded in got)
         assert all(decoded.images.is_contiguous(memory_format=torch.channels_last) for decoded in got)

@@ -184,9 +184,17 @@ def test_room_for_one_more_than_are_kept_is_asked_for(folder, monkeypatch):
     free = (folder.keep + 1) * size - there
     usage = shutil.disk_usage(folder.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
-    folder.check_room(size)
+    folder.check_room(size, evaluates=False)
     with pytest.raises(CheckpointError, match="no room for 4 checkpoints of .* MB in .* nothing was trained yet"):
-        folder.check_room(size + 1)
+        folder.check_room(size + 1, evaluates=False)
+    with pytest.raises(CheckpointError, match="no room for 5 checkpoints"):
+        folder.check_room(size, evaluates=True)
+    folder.best.hardlink_to(folder.paths()[-1])  # takes no room
+    with pytest.raises(CheckpointError, match="no room for 5 checkpoints"):
+        folder.check_room(size, evaluates=True)
+    folder.best.unlink()
+    folder.best.write_bytes(bytes(size))
+    folder.check_room(size, evaluates=True)
 
 
 def test_bytes_are_those_of_the_file(tmp_path):

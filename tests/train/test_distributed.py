@@ -6,11 +6,13 @@ import ast
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from tiny import tiny_space
 from torch import nn
 
@@ -165,12 +167,17 @@ def test_another_number_of_ranks_continues_the_run(done, tmp_path):
 
 
 def test_a_restarted_run_resumes(tmp_path):
-    world = World(restarted=True)
+    world = World(store=dist.HashStore())
     ranks.supernet(tmp_path / "whole", SINGLE)
     ranks.supernet(tmp_path / "again", world)
+    with pytest.raises(FileExistsError):  # a second job of the same attempt
+        ranks.supernet(tmp_path / "again", world)
+    world = replace(world, attempt=1)
     final = "checkpoints/supernet-00000008.safetensors"
     (tmp_path / "again" / final).unlink()
     ranks.supernet(tmp_path / "again", world)
     assert (tmp_path / "again" / final).read_bytes() == (tmp_path / "whole" / final).read_bytes()
-    with pytest.raises(FileExistsError):
-        ranks.supernet(tmp_path / "again", SINGLE)
+    for other in (SINGLE, World(attempt=1, store=dist.HashStore())):  # they did not begin it
+        for _ in range(2):
+            with pytest.raises(FileExistsError):
+                ranks.supernet(tmp_path / "again", other)

@@ -486,7 +486,9 @@ def test_another_kind_of_loader_is_told(tmp_path, caplog, before, now, warned):
     newest.unlink()
     net, sampler = net_and_sampler()
     train_supernet(net, Decoded(now), sampler, CFG, run_dir=tmp_path, resume=True)
-    text = "until step 6 images came from the loader 'dali', now from 'cache': they may differ by rounding"
+    text = (
+        "until step 6 images came from the loader 'dali', now from 'cache': both show the same windows up to rounding"
+    )
     assert (text in caplog.text) == warned
     assert load_checkpoint(newest).state["loader"] == now
 
