@@ -55,6 +55,8 @@ bench: install  ## every benchmark that runs here, in most of an hour
 	$(BIN)/nasfast latency --out benchmarks/results/latency.json
 	$(BIN)/python benchmarks/bench_orthogonalize.py --out benchmarks/results/orthogonalize.json
 	$(BIN)/python benchmarks/bench_moments.py --out benchmarks/results/moments.json
+	$(BIN)/python benchmarks/bench_loader.py --out benchmarks/results/loader.json
+	$(BIN)/python benchmarks/bench_scaling.py --out benchmarks/results/weak_scaling.json
 	$(BIN)/python benchmarks/bench_search.py --out benchmarks/results/search.json
 
 clean:  ## remove what was built

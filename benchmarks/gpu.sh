@@ -31,7 +31,8 @@ ln -sfn ../kernels/triton nasfast/_triton
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 "$python" -c 'from nasfast.doctor import doctor; print(doctor())'
 if ((tests)); then
-  "$python" -m pytest -q tests/ops/test_triton.py tests/ops/test_orthogonalize.py tests/engine tests/train/test_loop.py tests/test_profile.py || echo "gpu.sh: tests FAILED"
+  "$python" -m pytest -q tests/ops/test_triton.py tests/ops/test_orthogonalize.py tests/engine tests/train/test_loop.py tests/test_profile.py tests/data/test_dali.py || echo "gpu.sh: tests FAILED"
 fi
 "$python" benchmarks/bench_gpu.py --minutes "$minutes" --out "$out"
 "$python" benchmarks/bench_orthogonalize.py --quick --out "${out%.json}_orthogonalize.json"
+"$python" benchmarks/bench_loader.py --only runs --device cuda --rounds 3 --steps 40 --out "${out%.json}_loader.json"
