@@ -16,8 +16,7 @@ from typing import Any
 _POLL = 0.002
 """Seconds between two looks at a process or file; a run's work takes about one."""
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Two runs share two cores."""
+_ROOT = Path(__file__).parent.parent
 
 
 class Run:
@@ -85,6 +84,14 @@ class Run:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
 
+def _environment(changes: dict[str, str | None]) -> dict[str, str]:
+    """This process's environment changed, with one thread, for two runs share two cores, and with this checkout."""
+    merged = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
+    paths = [changes.get("PYTHONPATH"), os.environ.get("PYTHONPATH"), os.fspath(_ROOT)]
+    merged["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {name: value for name, value in merged.items() if value is not None}
+
+
 def _state(path: Path) -> str:
     """Of a process or thread, by its `stat` file: `T` stopped, `Z` ended, `gone`, ..."""
     try:
@@ -103,12 +110,11 @@ class RealRun(Run):
     """
 
     def __init__(self, argv: list[str], log: Path, environment: dict[str, str | None] | None = None) -> None:
-        merged = {**os.environ, **_ONE_THREAD, **(environment or {})}
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "nasfast", *argv],
                 stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env={k: v for k, v in merged.items() if v is not None},
+                env=_environment(environment or {}),
             )  # fmt: skip
         super().__init__(self._process.pid, log)
 
@@ -136,7 +142,7 @@ class ForkServer:
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, **_ONE_THREAD},
+            env=_environment({}),
         )  # fmt: skip
         self._server.stdout.readline()  # it has imported everything
 

@@ -41,7 +41,7 @@ def write_moments_page(folder: str | Path) -> Path:
         OSError: there is no moments.json.
     """
     folder = Path(folder)
-    form = json.loads((folder / "moments.json").read_text())
+    form = json.loads((folder / "moments.json").read_text(encoding="utf-8"))
     sections = [("summary", "Summary", _summary(form))]
     for i, figure in enumerate(form["figures"], 1):
         kind = figure["kind"]

@@ -361,7 +361,7 @@ def _plain(values: Array) -> list[list[float | None]]:
 
 def _read(file: Path | None, key: str) -> dict[tuple[int, int], dict[str, Array]]:
     found = {}
-    for line in file.read_text().splitlines() if file is not None and file.exists() else []:
+    for line in file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []:
         try:
             form = json.loads(line)
         except ValueError:
