@@ -21,8 +21,9 @@ demo: install  ## images -> supernet -> scores -> search -> retrained network ->
 	rm -rf runs/demo
 	$(BIN)/nasfast run --config demo --out runs/demo
 
+# One thread for each process of pytest, or their teams would wait for each other's cores.
 test: install  ## every test, on up to 8 cores at once
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
 test-gpu: install  ## only the tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu
