@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jsonargparse
 
@@ -21,13 +21,14 @@ from nasfast.distributed import World, environment_rank, start
 from nasfast.doctor import doctor
 from nasfast.indicators.rank import rank, read_accuracies, read_scores
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.isometry import IsometryConfig, isometry_study
+from nasfast.isometry import IsometryConfig, IsometryReport, isometry_study
 from nasfast.latency import LatencyConfig, latency
 from nasfast.moments import FiguresConfig, ModuleConfig, QuickConfig, figures_study, module_study, quick_study
 from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
 from nasfast.spaces import format_arch, get_space
+from nasfast.study import StudyReport
 
 Config = TypeVar("Config", bound=ConfigBase)
 
@@ -249,45 +250,59 @@ def _latency(parser: _Parser, argv: Sequence[str]) -> None:
         print(f"written: {out}")
 
 
-def _isometry(parser: _Parser, argv: Sequence[str]) -> None:
-    parser.add_argument("--out", metavar="DIR", help="also write isometry.json and the page isometry.html")
-    cfg, out = _study_config(parser, argv, IsometryConfig)
-    report = isometry_study(cfg)
-    print(report)
-    if out is not None:
-        print(f"written: {report.save(out)}")
-    if report.missed:
-        raise RuntimeError(f"{len(report.missed)} of {len(report.marks)} pass marks missed")
+class _Study(NamedTuple):
+    """A study as a command, or as one kind of a command."""
+
+    config: type[ConfigBase]
+    run: Callable[..., StudyReport | IsometryReport]
+    text: str = ""
+    resumes: bool = False
 
 
-_MOMENTS = {
-    "quick": (QuickConfig, quick_study, "small synthetic experiments with pass marks, in about a minute"),
-    "figures": (FiguresConfig, figures_study, "figures 2 to 5 of the paper, beside its published arrays"),
-    "module": (ModuleConfig, module_study, "candidates and random paths of a search space, or any module"),
+_STUDIES = {
+    "moments": {
+        "quick": _Study(
+            QuickConfig, quick_study, "small synthetic experiments with pass marks, in about a minute", resumes=True
+        ),
+        "figures": _Study(
+            FiguresConfig, figures_study, "figures 2 to 5 of the paper, beside its published arrays", resumes=True
+        ),
+        "module": _Study(ModuleConfig, module_study, "candidates and random paths of a search space, or any module"),
+    },
 }
+"""Commands with kinds; a study that resumes is called with `out`."""
 
 
-def _moments(parser: _Parser, argv: Sequence[str]) -> None:
+def _kinds(parser: _Parser, argv: Sequence[str]) -> None:
+    kinds = _STUDIES[parser.command]
     kind, *flags = argv or [""]
     if kind in ("-h", "--help"):
-        kinds = "\n".join(f"  {name:8} {text}" for name, (_, _, text) in _MOMENTS.items())
+        width = max(map(len, kinds))
+        lines = "\n".join(f"  {name:{width}}  {study.text}" for name, study in kinds.items())
         print(
-            f"usage: {parser.prog} KIND [FLAGS]\n\n{parser.description}\n\n{kinds}\n\nflags: {parser.prog} KIND --help"
+            f"usage: {parser.prog} KIND [FLAGS]\n\n{parser.description}\n\n{lines}\n\nflags: {parser.prog} KIND --help"
         )
         sys.exit(0)
-    if kind not in _MOMENTS:
-        raise ConfigError(f"expected one of {', '.join(_MOMENTS)} behind moments, got {kind!r}")
-    config, study, text = _MOMENTS[kind]
-    parser = _Parser(f"{parser.command} {kind}", text)
-    resumed = "" if kind == "module" else "; a run that was stopped continues from its results.jsonl"
-    parser.add_argument("--out", metavar="DIR", help=f"also write moments.json and the page moments.html{resumed}")
-    cfg, out = _study_config(parser, flags, config)
-    report = study(cfg, out=out)
+    if kind not in kinds:
+        raise ConfigError(f"expected one of {', '.join(kinds)} behind {parser.command}, got {kind!r}")
+    _carry_out(_Parser(f"{parser.command} {kind}", kinds[kind].text), flags, parser.command, kinds[kind])
+
+
+def _carry_out(parser: _Parser, argv: Sequence[str], name: str, study: _Study) -> None:
+    """Print a study's report, save it as `name`, and raise where a mark is missed."""
+    resumed = "; a run that was stopped continues from its results.jsonl" if study.resumes else ""
+    parser.add_argument("--out", metavar="DIR", help=f"also write {name}.json and the page {name}.html{resumed}")
+    cfg, out = _study_config(parser, argv, study.config)
+    report = study.run(cfg, out=out) if study.resumes else study.run(cfg)
     print(report)
     if out is not None:
         print(f"written: {report.save(out)}")
     if report.missed:
         raise RuntimeError(f"{len(report.missed)} of {len(report.checks)} pass marks missed")
+
+
+def _isometry(parser: _Parser, argv: Sequence[str]) -> None:
+    _carry_out(parser, argv, "isometry", _Study(IsometryConfig, isometry_study))
 
 
 def _profile(parser: _Parser, argv: Sequence[str]) -> None:
@@ -311,7 +326,7 @@ _COMMANDS: dict[str, Callable[[_Parser, Sequence[str]], None]] = {
     "report": _report,
     "latency": _latency,
     "isometry": _isometry,
-    "moments": _moments,
+    **dict.fromkeys(_STUDIES, _kinds),
     "profile": _profile,
     "doctor": _doctor,
 }

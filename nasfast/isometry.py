@@ -8,22 +8,16 @@ which parts hold.
 
 from __future__ import annotations
 
-import copy
-import importlib
 import json
-import logging
 import math
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from nasfast.analysis.fairness import SeedStability, depth_spread, seed_stability
 from nasfast.analysis.meanfield import phase_diagram
@@ -38,17 +32,15 @@ from nasfast.analysis.study import (
     measure_supernet,
     relative_gain,
 )
-from nasfast.config import ConfigBase, ConfigError
-from nasfast.doctor import environment
+from nasfast.config import ConfigBase
 from nasfast.files import write_atomic
 from nasfast.indicators.bn_gamma import score
 from nasfast.report import write_isometry_page
 from nasfast.spaces import FairSampler, SearchSpace, get_space, mean_path
+from nasfast.study import carry_out, check_common, maker, plain, sample_shape
 from nasfast.supernet import Init, Supernet, initialize
-from nasfast.timing import machine, measuring, random_batch
+from nasfast.timing import random_batch
 from nasfast.train import TrainConfig, train_supernet
-
-_LOG = logging.getLogger(__name__)
 
 # Larger inputs change borders alone, and cost their area.
 _DEFAULT_RESOLUTION = 64
@@ -104,8 +96,7 @@ class IsometryConfig(ConfigBase):
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.samples > self.batch:
             raise ValueError(f"samples must be at most batch, got {self.samples} and {self.batch}")
-        if self.threads < 0 or self.seed < 0:
-            raise ValueError(f"threads and seed must not be negative, got {self.threads} and {self.seed}")
+        check_common(self.threads, self.seed)
         if self.resolution is not None and self.resolution < 1:
             raise ValueError(f"resolution must be positive, got {self.resolution}")
 
@@ -121,20 +112,6 @@ class IsometryConfig(ConfigBase):
     @property
     def effort(self) -> Effort:
         return Effort(self.samples, self.probes, self.lanczos_steps, self.seed)
-
-    def shape(self) -> tuple[int, ...]:
-        """Of one sample of the module.
-
-        Raises:
-            ConfigError: `input` is not a list of positive integers.
-        """
-        try:
-            shape = tuple(int(part) for part in self.input.split(","))
-        except ValueError:
-            shape = ()
-        if not shape or min(shape) < 1:
-            raise ConfigError(f"input must be positive integers such as 3,224,224, got {self.input!r}")
-        return shape
 
 
 @dataclass(frozen=True)
@@ -160,7 +137,7 @@ class IsometryReport:
         depth: per setting and `indicator_bn`, `nasfast.analysis.DepthSpread`.
         convolutions: per setting and kind of convolution, phi and varphi with their closed forms.
         diagram: the phase diagram of the theory's activation, tanh.
-        marks: pass marks.
+        checks: pass marks.
         claims: the paper's beside the measurement.
         seconds: it took.
     """
@@ -174,7 +151,7 @@ class IsometryReport:
     depth: tuple[dict[str, Any], ...]
     convolutions: tuple[dict[str, Any], ...]
     diagram: dict[str, Any]
-    marks: tuple[Mark, ...]
+    checks: tuple[Mark, ...]
     claims: tuple[Claim, ...]
     seconds: float
     machine: dict[str, Any]
@@ -182,7 +159,7 @@ class IsometryReport:
 
     @property
     def missed(self) -> list[Mark]:
-        return [mark for mark in self.marks if not mark.passed]
+        return [check for check in self.checks if not check.passed]
 
     @property
     def fairness_means(self) -> list[dict[str, Any]]:
@@ -191,7 +168,7 @@ class IsometryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON."""
-        return _finite({
+        return plain({
             "config": self.config.to_dict(),
             "subject": self.subject,
             "reduced": list(self.reduced),
@@ -203,7 +180,7 @@ class IsometryReport:
             "depth": list(self.depth),
             "convolutions": list(self.convolutions),
             "diagram": self.diagram,
-            "marks": [{**asdict(mark), "passed": mark.passed} for mark in self.marks],
+            "marks": [{**asdict(check), "passed": check.passed} for check in self.checks],
             "claims": [asdict(claim) for claim in self.claims],
             "seconds": self.seconds,
             "machine": self.machine,
@@ -219,11 +196,11 @@ class IsometryReport:
     def __str__(self) -> str:
         lines = [f"isometry of {self.subject}", *(f"reduced: {text}" for text in self.reduced), ""]
         lines += self._candidates() + self._convolutions() + self._fairness() + self._depth()
-        if self.marks:
+        if self.checks:
             lines += [f"{'pass marks':64} {'expected':>9} {'within':>8} {'measured':>9}"]
             lines += [
                 f"{m.name:64} {m.expected:9.4f} {m.tolerance:8.4f} {m.measured:9.4f}  {'ok' if m.passed else 'MISSED'}"
-                for m in self.marks
+                for m in self.checks
             ]
         for claim in self.claims:
             lines += ["", f"claim:    {claim.claim}", f"measured: {claim.measured}", f"verdict:  {claim.verdict}"]
@@ -300,15 +277,6 @@ def _fairness_means(spreads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return means
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def isometry_study(cfg: IsometryConfig = IsometryConfig()) -> IsometryReport:
     """Measure every candidate of a space, or the parts of a module, under orthogonal and Gaussian weights.
 
@@ -316,12 +284,8 @@ def isometry_study(cfg: IsometryConfig = IsometryConfig()) -> IsometryReport:
         ConfigError: unknown space, a module that cannot be imported or made, or an unusable input shape.
         ValueError: a module that cannot take the input, cannot be differentiated, or whose Jacobian is not finite.
     """
-    start = time.perf_counter()
-    with measuring(cfg.threads):
-        found = _study_space(cfg, cfg.resolve()) if cfg.module is None else _study_module(cfg)
-        where = {"device": "cpu", **machine()}
-    seconds = time.perf_counter() - start
-    return IsometryReport(config=cfg, **found, seconds=seconds, machine=where, environment=environment())
+    study = (lambda: _study_space(cfg, cfg.resolve())) if cfg.module is None else (lambda: _study_module(cfg))
+    return IsometryReport(**carry_out(cfg, study))
 
 
 def _study_space(cfg: IsometryConfig, space: SearchSpace) -> dict[str, Any]:
@@ -367,14 +331,14 @@ def _study_space(cfg: IsometryConfig, space: SearchSpace) -> dict[str, Any]:
         "depth": tuple(depth),
         "convolutions": tuple(convolutions),
         "diagram": _diagram(),
-        "marks": tuple(marks),
+        "checks": tuple(marks),
         "claims": tuple(_claims(own, rows, spreads, depth, convolutions)),
     }
 
 
 def _study_module(cfg: IsometryConfig) -> dict[str, Any]:
     make = maker(cfg.module)
-    x = torch.randn(cfg.batch, *cfg.shape(), generator=torch.Generator().manual_seed(cfg.seed))
+    x = torch.randn(cfg.batch, *sample_shape(cfg.input), generator=torch.Generator().manual_seed(cfg.seed))
     rows = []
     settings = ("as it is", "orthogonal", "gaussian")
     for setting in settings:
@@ -396,7 +360,7 @@ def _study_module(cfg: IsometryConfig) -> dict[str, Any]:
         "depth": (),
         "convolutions": (),
         "diagram": _diagram(),
-        "marks": (),
+        "checks": (),
         "claims": (),
     }
 
@@ -404,44 +368,6 @@ def _study_module(cfg: IsometryConfig) -> dict[str, Any]:
 def _diagram() -> dict[str, Any]:
     found = phase_diagram("tanh", np.linspace(0.5, 3, 51), np.linspace(0, 1, 26))
     return {"act": "tanh", **{name: np.round(values, 6).tolist() for name, values in vars(found).items()}}
-
-
-def maker(name: str) -> Callable[[], nn.Module]:
-    """What makes the user's module anew for every setting.
-
-    Args:
-        name: `package.module:factory`.
-
-    Raises:
-        ConfigError: it cannot be imported; and the maker, if it cannot be made or is no nn.Module.
-    """
-    package, _, attribute = name.partition(":")
-    if not package or not attribute:
-        raise ConfigError(f"module must be package.module:factory, got {name!r}")
-    # a script's own folder is on the path, a console command's is not
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    # a user's code may raise anything
-    try:
-        source = importlib.import_module(package)
-    except Exception as error:
-        raise ConfigError(f"module {name!r}: cannot import {package}: {type(error).__name__}: {error}") from error
-    found = getattr(source, attribute, None)
-    if not callable(found):
-        raise ConfigError(f"module {name!r}: {package} has no function {attribute!r}")
-
-    def make() -> nn.Module:
-        try:
-            module = copy.deepcopy(found) if isinstance(found, nn.Module) else found()
-        except Exception as error:
-            raise ConfigError(
-                f"module {name!r}: making it without arguments failed: {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"module {name!r} must return an nn.Module, got {type(module).__name__}")
-        return module
-
-    return make
 
 
 def _claims(

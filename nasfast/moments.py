@@ -6,21 +6,14 @@ the published arrays, `module_study` the same measurements in a search space's c
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -51,133 +44,24 @@ from nasfast.analysis.moments.module import sensitivity, statistics_of
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.data import FolderSource
 from nasfast.device import check_device, torch_device
-from nasfast.doctor import environment
-from nasfast.files import write_atomic
-from nasfast.isometry import maker
-from nasfast.report import write_moments_page
 from nasfast.spaces import SearchSpace, UniformSampler, get_space
+from nasfast.study import Check, StudyReport, Table, Task, check_common, maker, run_study, sample_shape
 from nasfast.supernet import Init, Supernet, initialize
-from nasfast.timing import machine, measuring
-
-_LOG = logging.getLogger(__name__)
 
 _RESULTS = "results.jsonl"
+_EXPLANATION = (
+    "chi, the normalised sensitivity, is how much more a network amplifies noise than signal; 20 log10 chi is the loss "
+    "of signal-to-noise ratio in dB. r_eff, the effective rank, is the number of directions in which a signal varies."
+)
 _SQRT2 = math.sqrt(2)
 
 
-@dataclass(frozen=True)
-class Check:
-    """A pass mark: what was measured and the interval in which it must lie."""
-
-    name: str
-    low: float
-    high: float
-    measured: float
-
-    @property
-    def passed(self) -> bool:
-        # written so that nan fails
-        return self.low <= self.measured <= self.high
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text cells; the first column is a name."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def __str__(self) -> str:
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
-        text = [
-            line[0].ljust(widths[0]) + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
-            for line in lines
-        ]
-        return "\n".join([self.title, *text])
-
-
-@dataclass(frozen=True)
-class MomentsReport:
-    """Everything a study measured; `str` of it is tables.
-
-    Attributes:
-        config: as asked for.
-        subject: what was measured.
-        notes: one sentence each.
-        tables: in order.
-        figures: what `nasfast.report` draws: `kind`, `title` and plain data.
-        verdicts: network -> `Verdict`.
-        checks: pass marks.
-        seconds: it took.
-    """
-
-    config: ConfigBase
-    subject: str
-    notes: tuple[str, ...]
-    tables: tuple[Table, ...]
-    figures: tuple[dict[str, Any], ...]
-    verdicts: dict[str, Verdict]
-    checks: tuple[Check, ...]
-    seconds: float
-    machine: dict[str, Any]
-    environment: dict[str, list[str]]
-
-    @property
-    def missed(self) -> list[Check]:
-        return [check for check in self.checks if not check.passed]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON; what is not finite becomes null."""
-        return _plain({
-            "config": self.config.to_dict(),
-            "subject": self.subject,
-            "notes": list(self.notes),
-            "tables": [asdict(table) for table in self.tables],
-            "figures": list(self.figures),
-            "verdicts": {name: verdict.to_dict() for name, verdict in self.verdicts.items()},
-            "checks": [{**asdict(check), "passed": check.passed} for check in self.checks],
-            "seconds": self.seconds,
-            "machine": self.machine,
-            "environment": self.environment,
-        })  # fmt: skip
-
-    def save(self, folder: str | Path) -> Path:
-        """Write moments.json, moments.html and its figures into a directory; returns the page's path."""
-        write_atomic(Path(folder) / "moments.json", (json.dumps(self.to_dict(), indent=1) + "\n").encode())
-        return write_moments_page(folder)
-
-    def __str__(self) -> str:
-        parts = [f"moments: {self.subject}", *self.notes, *(f"\n{table}" for table in self.tables), ""]
-        if self.verdicts:
-            width = max(map(len, self.verdicts))
-            parts += [*(f"{name:{width}}  {verdict}" for name, verdict in self.verdicts.items()), ""]
-        if self.checks:
-            width = max(len(check.name) for check in self.checks)
-            parts.append(f"{'pass marks':{width}} {'from':>9} {'to':>9} {'measured':>9}")
-            parts += [
-                f"{c.name:{width}} {c.low:9.4g} {c.high:9.4g} {c.measured:9.4g}  {'ok' if c.passed else 'MISSED'}"
-                for c in self.checks
-            ]
-        return "\n".join([*parts, "", f"{self.seconds:.0f} s"])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 class _Runner:
-    """Runs networks with a progress bar (plain lines where there is no terminal), and resumes them from a file."""
+    """Runs networks, telling its progress, and resumes them from a file."""
 
-    def __init__(self, file: Path | None, seed: int, device: str, bar: Progress | None) -> None:
-        self._file, self._seed, self._device, self._bar = file, seed, device, bar
+    def __init__(self, out: str | Path | None, seed: int, device: str, task: Task) -> None:
+        self._file = None if out is None else Path(out) / _RESULTS
+        self._seed, self._device, self.task = seed, device, task
         self.seconds: dict[str, float] = {}
 
     def __call__(self, name: str, cfg: NetConfig, source: Source, realisations: int) -> Run:
@@ -188,43 +72,16 @@ class _Runner:
         self.seconds[name] = found.seconds
         return found
 
-    def task(self, name: str, total: int) -> Callable[[int], None]:
-        """Something to call with how much of `total` is done."""
-        if self._bar is None:
-            return lambda done: _LOG.info("%s: %d of %d", name, done, total)
-        task = self._bar.add_task(name, total=total)
-        return lambda done: self._bar.update(task, completed=done)
 
-
-@contextmanager
-def _running(out: str | Path | None, seed: int, device: str) -> Iterator[_Runner]:
-    file = None if out is None else Path(out) / _RESULTS
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield _Runner(file, seed, device, None)
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as bar:
-        yield _Runner(file, seed, device, bar)
-
-
-def _report(cfg: Any, out: str | Path | None, study: Callable[[Any, _Runner], dict[str, Any]]) -> MomentsReport:
-    start = time.perf_counter()
+def _report(cfg: Any, out: str | Path | None, study: Callable[[Any, _Runner], dict[str, Any]]) -> StudyReport:
     device = torch_device(getattr(cfg, "device", "cpu"))
-    with measuring(cfg.threads), _running(out, cfg.seed, device) as runner:
-        found = study(cfg, runner)
-        where = {"device": device, **machine()}
-    seconds = time.perf_counter() - start
-    empty = {"notes": (), "tables": (), "figures": (), "verdicts": {}, "checks": ()}
-    return MomentsReport(**{**empty, **found}, config=cfg, seconds=seconds, machine=where, environment=environment())
 
+    def measured(task: Task) -> dict[str, Any]:
+        found = study(cfg, _Runner(out, cfg.seed, device, task))
+        verdicts = {name: verdict.to_dict() for name, verdict in found["verdicts"].items()}
+        return {**found, "verdicts": verdicts, "explanation": _EXPLANATION}
 
-def _check_common(threads: int, seed: int, **counts: int) -> None:
-    if threads < 0 or seed < 0:
-        raise ValueError(f"threads and seed must not be negative, got {threads} and {seed}")
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    return run_study("moments", cfg, measured, device=device)
 
 
 def _families(base: NetConfig) -> dict[str, NetConfig]:
@@ -301,7 +158,7 @@ class QuickConfig(ConfigBase):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_common(self.threads, self.seed)
+        check_common(self.threads, self.seed)
 
 
 _QUICK = {
@@ -316,7 +173,7 @@ _HISTOGRAM_SEEDS = 100
 _AVERAGED, _SIGMAS = 20, 2.0
 
 
-def quick_study(cfg: QuickConfig = QuickConfig(), *, out: str | Path | None = None) -> MomentsReport:
+def quick_study(cfg: QuickConfig = QuickConfig(), *, out: str | Path | None = None) -> StudyReport:
     """Small synthetic versions of figures 2 to 5 and of the variants, with pass marks, in about a minute of one core.
 
     Args:
@@ -503,7 +360,7 @@ class FiguresConfig(ConfigBase):
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        _check_common(
+        check_common(
             self.threads, self.seed, realisations=self.realisations, histogram_realisations=self.histogram_realisations
         )
         if not self.figures or not set(self.figures) <= {2, 3, 4, 5}:
@@ -544,7 +401,7 @@ class FiguresConfig(ConfigBase):
 _FIGURE_NAMES = {2: "vanilla, histograms", 3: "vanilla", 4: "BN feed-forward", 5: "BN resnet"}
 
 
-def figures_study(cfg: FiguresConfig = FiguresConfig(), *, out: str | Path | None = None) -> MomentsReport:
+def figures_study(cfg: FiguresConfig = FiguresConfig(), *, out: str | Path | None = None) -> StudyReport:
     """The paper's experiments, drawn, judged, and compared with its published arrays where these are given.
 
     Args:
@@ -739,7 +596,7 @@ class ModuleConfig(ConfigBase):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_common(self.threads, self.seed, paths=self.paths, candidate_paths=self.candidate_paths, draws=self.draws)
+        check_common(self.threads, self.seed, paths=self.paths, candidate_paths=self.candidate_paths, draws=self.draws)
         if self.batch < 2 or self.paths < 2:
             raise ValueError(f"batch and paths must be at least 2, got {self.batch} and {self.paths}")
         if self.candidate_paths > self.paths:
@@ -768,14 +625,13 @@ class ModuleConfig(ConfigBase):
         return standardised(x)
 
 
-def module_study(cfg: ModuleConfig = ModuleConfig(), *, out: str | Path | None = None) -> MomentsReport:
+def module_study(cfg: ModuleConfig = ModuleConfig()) -> StudyReport:
     """chi, effective rank and a verdict along random paths of a space and per candidate, or behind parts of a module.
 
     Raises:
         ConfigError: unknown space, a module that cannot be imported or made, or an unusable input.
         ValueError: a module that cannot take the input or has no forward-mode derivative.
     """
-    del out  # nothing here takes so long that it must be resumed
     return _report(cfg, None, _space if cfg.module is None else _module)
 
 
@@ -950,13 +806,7 @@ def _space_figure(depth: np.ndarray, found: Mapping[str, Found], reductions: Seq
 
 
 def _module(cfg: ModuleConfig, runner: _Runner) -> dict[str, Any]:
-    try:
-        shape = tuple(int(part) for part in cfg.input.split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ConfigError(f"input must be positive integers such as 3,224,224, got {cfg.input!r}")
-    make, x = maker(cfg.module), cfg.inputs(shape)
+    make, x = maker(cfg.module), cfg.inputs(sample_shape(cfg.input))
     probes = None if cfg.probes is None else [name.strip() for name in cfg.probes.split(",")]
     tables, verdicts, settings = [], {}, {}
     for setting in ("as it is", "orthogonal", "gaussian"):

@@ -53,21 +53,20 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"ops"},
     "projection": {"config", "floor", "timing"},
     "latency": {"config", "files", "spaces", "supernet", "train", "timing", "doctor", "floor", "projection"},
+    "study": {"config", "files", "timing", "doctor", "report"},
     "isometry": {
-        "config", "files", "spaces", "supernet", "train", "indicators", "timing", "doctor", "analysis",
-        "analysis.meanfield", "report",
+        "config", "files", "spaces", "supernet", "train", "indicators", "timing", "analysis", "analysis.meanfield",
+        "report", "study",
     },
-    "moments": {
-        "config", "files", "spaces", "supernet", "data", "device", "timing", "doctor", "analysis", "isometry", "report",
-    },
+    "moments": {"config", "spaces", "supernet", "data", "device", "analysis", "study"},
     "profile": {"config", "spaces", "supernet", "train", "timing"},
     "pipeline": {
         "config", "files", "lock", "distributed", "spaces", "supernet", "data", "train", "indicators",
         "indicators.table", "search", "retrain", "report", "device", "doctor",
     },
     "commands": {
-        "config", "distributed", "spaces", "indicators.table", "indicators.rank", "report", "latency", "isometry",
-        "moments", "profile", "doctor", "pipeline",
+        "config", "distributed", "spaces", "indicators.table", "indicators.rank", "report", "latency", "study",
+        "isometry", "moments", "profile", "doctor", "pipeline",
     },
     "cli": {"config", "files", "termination", "commands"},
     "__main__": {"cli"},

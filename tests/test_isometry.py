@@ -296,7 +296,7 @@ def test_a_missed_mark_gives_an_exit_status(report, capsys, monkeypatch, tmp_pat
     found = report
     assert main(["isometry", "--space", "digits_mini", "--paths", "5"]) == 0
     assert calls[-1] == IsometryConfig(space="digits_mini", paths=5)
-    found = module.IsometryReport(**{**vars(report), "marks": (Mark("a mark", 1.0, 0.1, 2.0),)})
+    found = module.IsometryReport(**{**vars(report), "checks": (Mark("a mark", 1.0, 0.1, 2.0),)})
     assert main(["isometry", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert "1 of 1 pass marks missed" in captured.err

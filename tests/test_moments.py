@@ -16,7 +16,6 @@ from nasfast.analysis.moments import NetConfig, detect, fields, gaussian, run, s
 from nasfast.cli import main
 from nasfast.config import ConfigError
 from nasfast.moments import (
-    Check,
     FiguresConfig,
     ModuleConfig,
     QuickConfig,
@@ -25,7 +24,8 @@ from nasfast.moments import (
     module_study,
     quick_study,
 )
-from nasfast.report import moments_figure
+from nasfast.report import study_figure
+from nasfast.study import Check
 
 TINY = {
     "FC": NetConfig(width=24, batch=16, depth=24, every=2),
@@ -89,12 +89,6 @@ def test_the_marks_tell_the_families_apart():
         "R^2 of power law", "R^2 of power law minus exponential",
         "increment over lower bound of theorem 4, smallest", "increment over upper bound of theorem 4, largest",
     }  # fmt: skip
-
-
-def test_checks():
-    assert Check("", 0, 1, 0.5).passed and Check("", 0, 1, 1).passed
-    assert not Check("", 0, 1, 1.01).passed and not Check("", 0, 1, math.nan).passed
-    assert Check("", 4, math.inf, 1e9).passed
 
 
 FC = {"width": 16, "batch": 8, "histogram_width": 8, "histogram_batch": 8, "depth": 20, "realisations": 2}
@@ -263,7 +257,7 @@ def test_a_module():
     assert [row[0] for row in report.tables[0].rows] == ["0", "1", "2", "3"]
     report = module_study(cfg.replace(probes="3, 1"))
     assert [row[0] for row in report.tables[0].rows] == ["1", "3"]
-    moments_figure(report.figures[0])
+    study_figure(report.figures[0])
     report = module_study(ModuleConfig(module=f"{__name__}:vectors", input="6", batch=8))
     assert report.tables[0].rows
 

@@ -68,7 +68,7 @@ SIGNATURES = {
     "nasfast.isometry:indicator_stability": ("space loader", "init= seeds= cfg="),
     "nasfast.moments:quick_study": ("cfg=", "out="),
     "nasfast.moments:figures_study": ("cfg=", "out="),
-    "nasfast.moments:module_study": ("cfg=", "out="),
+    "nasfast.moments:module_study": ("cfg=", ""),
     "nasfast.analysis.moments:run": ("cfg source", "realisations seed= device= file= progress="),
     "nasfast.analysis.moments:run_chunk": ("cfg source realisations", "seed= device="),
     "nasfast.analysis.moments:detect": ("depth curves", ""),

@@ -1,7 +1,7 @@
-"""Figures, the one-page HTML report of a run directory, and the pages of the isometry and moments studies."""
+"""Figures, the one-page HTML report of a run directory, and the pages of the studies."""
 
 from nasfast.report.html import at_chance, write_report
 from nasfast.report.isometry import write_isometry_page
-from nasfast.report.moments import moments_figure, write_moments_page
+from nasfast.report.study import study_figure, write_study_page
 
-__all__ = ["at_chance", "moments_figure", "write_isometry_page", "write_moments_page", "write_report"]
+__all__ = ["at_chance", "study_figure", "write_isometry_page", "write_report", "write_study_page"]

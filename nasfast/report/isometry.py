@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from nasfast.files import write_atomic
-from nasfast.report.page import embedded, escape, page_of, table_of
+from nasfast.report.page import cards_of, embedded, escape, page_of, table_of
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
 
 _FAIRNESS = {
@@ -79,7 +79,6 @@ def _summary(form: Mapping[str, Any]) -> str:
     cards.append((f"{form['seconds']:.0f} s", f"{form['machine']['threads']} CPU threads"))
     if form["marks"]:
         cards.append((f"{len(form['marks']) - missed} of {len(form['marks'])}", "pass marks met"))
-    text = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
     medians = []
     for setting in form["settings"]:
         rows = [r for r in form["rows"] if r["setting"] == setting]
@@ -91,7 +90,7 @@ def _summary(form: Mapping[str, Any]) -> str:
         "faster small differences grow than the signal."
     )
     return (
-        f'<div class="cards">{text}</div><p>{escape(form["subject"])}.</p><p>{explanation}</p>'
+        f"{cards_of(cards)}<p>{escape(form['subject'])}.</p><p>{explanation}</p>"
         + table_of(["medians", "phi, branch", "varphi, branch", "gain"], medians, text_columns=(0,))
         + "".join(f'<p class="soft">Reduced: {escape(text)}.</p>' for text in form["reduced"])
     )

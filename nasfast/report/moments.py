@@ -1,11 +1,9 @@
-"""moments.html: the page of a moments study and its figures, from its moments.json alone."""
+"""The figures of the moments study."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,94 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nasfast.files import write_atomic
-from nasfast.report.page import embedded, escape, page_of, table_of
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
-
-_CAPTIONS = {
-    "histograms": "Distribution over networks of the log second moments of signal and noise. Lines: the normal "
-    "distribution of the same mean and deviation. Dashed: published mean.",
-    "vanilla": "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1.",
-    "normalised": "Increments of the sensitivity and their two parts, the sensitivity, effective ranks, and fourth "
-    "moment and mean absolute value of the normalised signal (dotted: those of a Gaussian).",
-    "resnet": "The same at the first unit of every residual; the sensitivity of the residuals with the power law "
-    "predicted from the increments.",
-    "space": "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: "
-    "reductions.",
-}
-_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
-
-
-def write_moments_page(folder: str | Path) -> Path:
-    """Write `moments.html` and its figures under `moments/` from the `moments.json` of a directory.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        OSError: there is no moments.json.
-    """
-    folder = Path(folder)
-    form = json.loads((folder / "moments.json").read_text(encoding="utf-8"))
-    sections = [("summary", "Summary", _summary(form))]
-    for i, figure in enumerate(form["figures"], 1):
-        kind = figure["kind"]
-        caption = _CAPTIONS[kind] + (_BANDS if kind in ("vanilla", "normalised", "resnet") else "")
-        name = "".join(c if c.isalnum() else "_" for c in figure["title"])
-        image = embedded(moments_figure(figure), caption, folder / "moments" / f"{i}_{name}.png")
-        sections.append((f"figure{i}", escape(figure["title"]), image))
-    for i, table in enumerate(form["tables"], 1):
-        text = [j for j in range(len(table["header"])) if j == 0 or table["header"][j] in ("verdict", "measured")]
-        sections.append(
-            (f"table{i}", escape(table["title"]), table_of(table["header"], table["rows"], text_columns=text))
-        )
-    if form["checks"]:
-        rows = [
-            [c["name"], *(_number(c[key]) for key in ("low", "high", "measured")), "ok" if c["passed"] else "MISSED"]
-            for c in form["checks"]
-        ]
-        header = ["", "from", "to", "measured", ""]
-        sections.append(("marks", "Pass marks", table_of(header, rows, text_columns=(0, 4))))
-    path = folder / "moments.html"
-    write_atomic(path, page_of("Moments", "nasfast moments", sections).encode())
-    return path
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _summary(form: Mapping[str, Any]) -> str:
-    missed = sum(not check["passed"] for check in form["checks"])
-    cards = [(f"{form['seconds']:.0f} s", f"{form['machine']['threads']} CPU threads")]
-    if form["checks"]:
-        cards.insert(0, (f"{len(form['checks']) - missed} of {len(form['checks'])}", "pass marks met"))
-    text = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
-    verdicts = [[name, ", ".join(verdict["names"])] for name, verdict in form["verdicts"].items()]
-    explanation = (
-        "chi, the normalised sensitivity, is how much more a network amplifies noise than signal; 20 log10 chi is the "
-        "loss of signal-to-noise ratio in dB. r_eff, the effective rank, is the number of directions in which a signal "
-        "varies."
-    )
-    return (
-        f'<div class="cards">{text}</div><p>{escape(form["subject"])}.</p><p>{explanation}</p>'
-        + table_of(["network", "verdict"], verdicts, text_columns=(0, 1))
-        + "".join(f'<p class="soft">{escape(note)}.</p>' for note in form["notes"])
-    )
-
-
-def moments_figure(data: Mapping[str, Any]) -> Figure:
-    """One figure of a study.
-
-    Args:
-        data: `kind`, `title` and the numbers, as in the `figures` of moments.json.
-    """
-    draw: dict[str, Callable[[Mapping[str, Any]], Figure]] = {
-        "histograms": _histograms, "vanilla": _vanilla, "normalised": _normalised, "resnet": _resnet, "space": _space,
-    }  # fmt: skip
-    figure = draw[data["kind"]](data)
-    figure.suptitle(literal(data["title"]), fontsize=11)
-    return figure
 
 
 def _histograms(data: Mapping[str, Any]) -> Figure:
@@ -226,3 +137,33 @@ def _space(data: Mapping[str, Any]) -> Figure:
         ax.set_ylim(bottom=0)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
+
+
+_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
+
+FIGURES = {
+    "histograms": (
+        _histograms,
+        "Distribution over networks of the log second moments of signal and noise. Lines: the normal distribution of "
+        "the same mean and deviation. Dashed: published mean.",
+    ),
+    "vanilla": (
+        _vanilla,
+        "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1." + _BANDS,
+    ),
+    "normalised": (
+        _normalised,
+        "Increments of the sensitivity and their two parts, the sensitivity, effective ranks, and fourth moment and "
+        "mean absolute value of the normalised signal (dotted: those of a Gaussian)." + _BANDS,
+    ),
+    "resnet": (
+        _resnet,
+        "The same at the first unit of every residual; the sensitivity of the residuals with the power law predicted "
+        "from the increments." + _BANDS,
+    ),
+    "space": (
+        _space,
+        "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: reductions.",
+    ),
+}
+"""Kind of figure -> what draws it from its data, and its caption."""

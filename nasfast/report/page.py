@@ -64,6 +64,12 @@ def embedded(figure: Figure, caption: str, path: Path) -> str:
     return f'<img alt="{escape(caption)}" src="data:image/png;base64,{data}"><p class="soft">{escape(caption)}</p>'
 
 
+def cards_of(cards: Sequence[tuple[str, str]]) -> str:
+    """The figures that a page opens with: each a value, and what it is of."""
+    text = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
+    return f'<div class="cards">{text}</div>'
+
+
 def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int]) -> str:
     """HTML table, every cell escaped; numbers right, the named columns left."""
 
