@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from nasfast.cells import read_space
 from nasfast.files import temporary_beside, write_atomic
-from nasfast.spaces import arch_to_json, format_arch, from_yaml, load_arch
-from nasfast.supernet import StandaloneNetwork
+from nasfast.spaces import arch_to_json, format_arch, load_arch
+from nasfast.supernet import standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 MODEL_FILE, ARCH_FILE, SPACE_FILE = "model.safetensors", "arch.json", "space.yaml"
@@ -19,7 +21,7 @@ _ONNX_TOLERANCE = 1e-3
 """Largest difference of logits, relative to the largest logit: fp32 sums in another order through some 60 layers."""
 
 
-def save_model(network: StandaloneNetwork, path: str | Path) -> None:
+def save_model(network: nn.Module, path: str | Path) -> None:
     """Write weights to `path`, and arch.json and space.yaml beside it: all that `load_model` needs.
 
     Raises:
@@ -32,7 +34,7 @@ def save_model(network: StandaloneNetwork, path: str | Path) -> None:
     save_checkpoint(path, Checkpoint(network.state_dict(), _state(network)))
 
 
-def _state(network: StandaloneNetwork) -> dict[str, Any]:
+def _state(network: nn.Module) -> dict[str, Any]:
     """What weights belong to, kept with them under their digest."""
     return {
         "activation": network.activation,
@@ -41,7 +43,7 @@ def _state(network: StandaloneNetwork) -> dict[str, Any]:
     }
 
 
-def load_model(path: str | Path) -> StandaloneNetwork:
+def load_model(path: str | Path) -> nn.Module:
     """The network that `save_model` wrote, in eval mode on the CPU.
 
     Raises:
@@ -56,11 +58,11 @@ def load_model(path: str | Path) -> StandaloneNetwork:
             raise FileNotFoundError(
                 f"{file} is missing: an exported model is {MODEL_FILE}, {ARCH_FILE} and {SPACE_FILE}"
             )
-    space = from_yaml(path.parent / SPACE_FILE)
+    space = read_space(path.parent / SPACE_FILE)
     arch = load_arch(path.parent / ARCH_FILE, space)
     try:
         saved = load_checkpoint(path)
-        network = StandaloneNetwork(space, arch, activation=saved.state["activation"])
+        network = standalone_network(space, arch, activation=saved.state["activation"])
         if saved.state != _state(network):
             raise CheckpointError(f"they are of {saved.state}")
         network.load_state_dict(saved.tensors)
@@ -72,7 +74,7 @@ def load_model(path: str | Path) -> StandaloneNetwork:
     return network.eval()
 
 
-def export_onnx(network: StandaloneNetwork, path: str | Path) -> float:
+def export_onnx(network: nn.Module, path: str | Path) -> float:
     """Write ONNX with a free batch size and check it with onnxruntime against PyTorch.
 
     An older file is replaced only by one that passed the check.

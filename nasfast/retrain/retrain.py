@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.distributed import SINGLE, World
@@ -18,7 +19,7 @@ from nasfast.files import write_atomic
 from nasfast.lock import run_lock
 from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.spaces import Arch, SearchSpace, format_arch
-from nasfast.supernet import StandaloneNetwork, Supernet, build, inherit
+from nasfast.supernet import Supernet, build, inherit
 from nasfast.train import Evaluation, TrainConfig, evaluate, recalibrate_bn
 from nasfast.train.loop import train
 from nasfast.train.supernet import default_lr
@@ -117,7 +118,7 @@ def retrain(
     else:
         network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
 
-    def evaluation(model: StandaloneNetwork) -> Evaluation:
+    def evaluation(model: nn.Module) -> Evaluation:
         return evaluate(model, val_loader, device=device, world=world)
 
     folder = Path(run_dir) / "retrain" / name

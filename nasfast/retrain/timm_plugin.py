@@ -52,7 +52,7 @@ class TimmNetwork(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(N, C, H, W) images -> (N, num_features, H', W')."""
-        return self.network.head(self.network.blocks(self.network.stem(x)))
+        return self.network.features(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = x.mean((2, 3))

@@ -2,7 +2,7 @@
 
 from nasfast.supernet.blocks import UnitFactory, block_builder
 from nasfast.supernet.init import Init, InitScheme, initialize
-from nasfast.supernet.standalone import StandaloneNetwork, build, inherit
+from nasfast.supernet.standalone import StandaloneNetwork, build, inherit, standalone_network
 from nasfast.supernet.supernet import Supernet, Trainable, TrainableSummary
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "build",
     "inherit",
     "initialize",
+    "standalone_network",
 ]

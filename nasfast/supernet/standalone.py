@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import singledispatch
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,25 +37,55 @@ class StandaloneNetwork(nn.Module):
         self.head = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.head_layers))
         self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
 
+    def features(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) images -> (N, space.features, H', W')."""
+        return self.head(self.blocks(self.stem(x)))
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.head(self.blocks(self.stem(x))).mean((2, 3)))
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+@singledispatch
+def standalone_network(space: Any, arch: Iterable[int], *, activation: str | None = None) -> nn.Module:
+    """The standalone network of an architecture, of the class that belongs to the kind of space.
+
+    Every one has the attributes `space`, `arch`, `activation` and `classifier`, and `features(x)`, what is pooled for the
+    classifier.
+
+    Raises:
+        TypeError: no search space.
+        ArchError: `arch` does not belong to `space`.
+    """
+    raise TypeError(f"no networks are known for a space of type {type(space).__name__}")
+
+
+@standalone_network.register
+def _(space: SearchSpace, arch: Iterable[int], *, activation: str | None = None) -> StandaloneNetwork:
+    return StandaloneNetwork(space, tuple(arch), activation=activation)
 
 
 def build(
-    space: SearchSpace,
+    space: Any,
     arch: Iterable[int],
     *,
     activation: str | None = None,
     init: Init | InitScheme = "orthogonal",
     seed: int = 0,
-) -> StandaloneNetwork:
+) -> nn.Module:
     """The standalone network of `arch` with fresh weights, nothing frozen.
+
+    Args:
+        space: a `SearchSpace`, or a `nasfast.cells.CellSpace`.
+        arch: one of its architectures.
+        activation: of the blocks; None takes the space's.
+        init: of the weights.
+        seed: of the weights.
 
     Raises:
         ArchError: `arch` does not belong to `space`.
         ValueError: unknown init.
     """
-    network = StandaloneNetwork(space, tuple(arch), activation=activation)
+    network = standalone_network(space, arch, activation=activation)
     initialize(network, init, seed=seed)
     return network
 

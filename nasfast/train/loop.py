@@ -46,6 +46,7 @@ class TrainConfig(ConfigBase):
     Attributes:
         epochs: passes over the training images.
         lr: peak learning rate; null takes 0.5 where only indicators train and 0.1 elsewhere.
+        lr_end: learning rate that the cosine ends at.
         momentum: of SGD.
         nesterov: Nesterov momentum.
         weight_decay: of SGD; none on BatchNorm parameters and biases.
@@ -63,6 +64,7 @@ class TrainConfig(ConfigBase):
 
     epochs: int = 10
     lr: float | None = None
+    lr_end: float = 0.0
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 4e-5
@@ -81,7 +83,7 @@ class TrainConfig(ConfigBase):
         for name in ("epochs", "lr", "log_every", "keep_checkpoints", "eval_every"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("momentum", "weight_decay", "warmup_epochs", "clip_norm", "checkpoint_every"):
+        for name in ("lr_end", "momentum", "weight_decay", "warmup_epochs", "clip_norm", "checkpoint_every"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.label_smoothing < 1:
@@ -162,6 +164,8 @@ def train(
     resume: bool = False,
     device: str = "cpu",
     world: World = SINGLE,
+    engine: Callable[[torch.optim.SGD], Engine] | None = None,
+    quiet: bool = False,
 ) -> Path:
     """Train for `cfg.epochs` epochs and return the path of the final checkpoint.
 
@@ -181,6 +185,9 @@ def train(
             but for those of this torchrun job, which continues them when it starts its processes again.
         device: where to train; the model is moved there in channels_last.
         world: the ranks that train together; every one begins with the model, sampler and position of rank 0.
+        engine: makes what executes the steps, from the optimiser; None takes `cfg.engine`. What such a step changes besides
+            the parameters that train must be buffers of the model, so that checkpoints have it.
+        quiet: show nothing on the screen.
 
     Raises:
         TrainingDivergedError: loss or gradient not finite; the last good checkpoint is kept.
@@ -216,7 +223,9 @@ def train(
                 stack.enter_context(run_lock(run_dir))
             if at.step < total:
                 folder.check_room(state.size, evaluates=evaluate is not None)
-            log = stack.enter_context(TrainLog(run_dir, stage, step=at.step, total=total, shown=world.leads))
+            log = stack.enter_context(
+                TrainLog(run_dir, stage, step=at.step, total=total, shown=world.leads and not quiet)
+            )
             writer = stack.enter_context(CheckpointWriter(folder))
 
         def conclude(*, evaluates: bool, stopped: bool) -> None:
@@ -244,24 +253,26 @@ def train(
 
         if at.evaluation_due:
             conclude(evaluates=True, stopped=False)
-        engine, largest, pending, stopped = None, 0, _Pending(), False
+        runner, largest, pending, stopped = engine(optimizer) if engine else None, 0, _Pending(), False
         clock, seen = time.monotonic(), 0
         while at.step < total:
             epoch, start = divmod(at.step, per_epoch)
             for x, y in loader.epoch(epoch, start=start, device=device):
-                lr = lr_at(at.step, total=total, peak=cfg.lr, warmup=round(cfg.warmup_epochs * per_epoch))
+                lr = lr_at(
+                    at.step, total=total, peak=cfg.lr, warmup=round(cfg.warmup_epochs * per_epoch), end=cfg.lr_end
+                )
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 paths = None if sampler is None else sampler.step()
                 if len(x) > largest:  # a resumed run may begin with the short batch that ends an epoch
                     largest = len(x)
-                    engine = make_engine(
+                    runner = runner if engine else make_engine(
                         exchange.module, cfg.engine,
                         batch=tuple(x.shape), label_smoothing=cfg.label_smoothing, bf16=cfg.precision == "bf16",
                     )  # fmt: skip
                 if world.rank:
                     seed_other_rank(seed, world.rank, at.step, device=device)
-                outcome, norm = _step(engine, exchange, optimizer, x, y, paths, cfg, stop=stop.requested)
+                outcome, norm = _step(runner, exchange, optimizer, x, y, paths, cfg, stop=stop.requested)
                 at.step += 1
                 pending.add(at.step, outcome, norm)
                 epoch_ends, ends = at.step % per_epoch == 0, at.step == total

@@ -1,0 +1,38 @@
+"""Search spaces of cells, their networks, and differentiable architecture search on one local cost."""
+
+from nasfast.cells.network import CellStandalone, CellSupernet
+from nasfast.cells.space import (
+    CELLS,
+    DARTS_OPS,
+    NAS_BENCH_201_OPS,
+    Cell,
+    CellSpace,
+    Edge,
+    darts_cell,
+    darts_space,
+    minimal_cell,
+    modified_cell,
+    nas_bench_201_cell,
+    nas_bench_201_space,
+    read_space,
+    simplified_cell,
+)
+
+__all__ = [
+    "CELLS",
+    "DARTS_OPS",
+    "NAS_BENCH_201_OPS",
+    "Cell",
+    "CellSpace",
+    "CellStandalone",
+    "CellSupernet",
+    "Edge",
+    "darts_cell",
+    "darts_space",
+    "minimal_cell",
+    "modified_cell",
+    "nas_bench_201_cell",
+    "nas_bench_201_space",
+    "read_space",
+    "simplified_cell",
+]

@@ -1,0 +1,37 @@
+"""Names and closed-form costs of the cell operations; the modules are in `nasfast.cells.operations`. No torch."""
+
+from __future__ import annotations
+
+from nasfast.spaces.cost import Cost, conv_bn_cost
+
+NONE, SKIP_CONNECT = "none", "skip_connect"
+
+OPERATIONS = (
+    NONE, SKIP_CONNECT, "max_pool_3x3", "avg_pool_3x3", "sep_conv_3x3", "dil_conv_3x3", "dil_conv_5x5", "sep_conv_5x5",
+    "conv_1x1", "conv_3x3",
+)  # fmt: skip
+"""Every operation; the first eight are DARTS's, in the order of the figures."""
+
+KERNELS = {name: int(name[-1]) for name in OPERATIONS[2:]}
+"""Kernel size of those that have one."""
+
+
+def factorized_reduce_cost(in_channels: int, out_channels: int, size_out: int) -> Cost:
+    """Two 1x1 convolutions of stride 2 on maps shifted by a pixel, joined, then a norm."""
+    return conv_bn_cost(in_channels, out_channels, 1, size_out)
+
+
+def operation_cost(op: str, channels: int, stride: int, size_out: int, *, pool_norm: bool = True) -> Cost:
+    """Cost of one operation whose output is `size_out` pixels high; norms count scale and shift as parameters."""
+    if op == NONE:
+        return Cost()
+    if op == SKIP_CONNECT:
+        return Cost() if stride == 1 else factorized_reduce_cost(channels, channels, size_out)
+    kernel = KERNELS[op]
+    if "pool" in op:
+        return Cost(params=2 * channels * pool_norm)
+    if op.startswith("conv"):
+        return conv_bn_cost(channels, channels, kernel, size_out)
+    depthwise = Cost(channels * kernel**2 * size_out**2, channels * kernel**2)
+    separable = depthwise + conv_bn_cost(channels, channels, 1, size_out)
+    return separable + separable if op.startswith("sep") else separable

@@ -1,0 +1,301 @@
+"""A network of cells: as a supernet, in which every edge mixes its candidates by gates, and of one architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast import ops
+from nasfast.cells.operations import Operation, Style, make_operation, make_preprocess
+from nasfast.cells.space import CellSpace
+from nasfast.supernet import Init, InitScheme, initialize, standalone_network
+
+Runs = Sequence[Sequence[Sequence[int]]]
+"""Which columns of `CellSpace.ops` are computed: by type of cell, then by edge."""
+
+
+class CellModule(nn.Module):
+    """One cell.
+
+    Args:
+        space: whose cell it is.
+        index: which one.
+        options: per edge, the columns of `space.ops` that exist.
+        style: of its operations.
+    """
+
+    def __init__(self, space: CellSpace, index: int, options: Sequence[Sequence[int]], style: Style) -> None:
+        super().__init__()
+        self.cell, self.ops = space.cell, space.ops
+        channels = space.channels_of(index)
+        self.preprocess = nn.ModuleList()
+        if space.preprocess:
+            self.preprocess.extend(make_preprocess(c, channels, s, style) for c, s in space.cell_inputs(index))
+        self.edges = nn.ModuleList()
+        for e, columns in enumerate(options):
+            made = {
+                space.ops[k]: make_operation(space.ops[k], channels, space.stride_of(index, e), style) for k in columns
+            }
+            self.edges.append(nn.ModuleDict({op: module for op, module in made.items() if module is not None}))
+        self.strides = [space.stride_of(index, e) for e in range(len(options))]
+        self.fused = style.fused
+
+    def operation(self, edge: int, column: int) -> Operation | None:
+        """A candidate; None for `none`."""
+        name, modules = self.ops[column], self.edges[edge]
+        return modules[name] if name in modules else None
+
+    def prepare(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Input nodes from the outputs of earlier cells."""
+        if not self.preprocess:
+            return list(inputs)
+        return [module(x) for module, x in zip(self.preprocess, inputs, strict=True)]
+
+    def forward(
+        self,
+        inputs: Sequence[Tensor],
+        gates: Tensor | None,
+        runs: Sequence[Sequence[int]],
+        *,
+        measures: Sequence[Sequence[int]] | None = None,
+        measured: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Output of the cell and the values of all its nodes.
+
+        Args:
+            inputs: outputs of earlier cells, the older one first.
+            gates: (edges, ops) factors of the operations' outputs; None for 1.
+            runs: per edge, the columns that are computed.
+            measures: per edge, columns that do not run and whose local cost backward writes to `measured`, one at a time
+                and keeping nothing for it.
+            measured: (edges, ops).
+        """
+        states, shared = self.prepare(inputs), {}
+        for node in range(self.cell.inputs, self.cell.inputs + self.cell.nodes):
+            terms = []
+            for e in self.cell.into(node):
+                source = self.cell.edges[e].source
+                for k in runs[e]:
+                    operation = self.operation(e, k)
+                    if operation is not None:
+                        key = source, self.strides[e], k
+                        terms.append((e, k, *self._term(operation, states[source], key, shared)))
+            total = self._sum(terms, gates) if terms else self._zeros(states, node)
+            if measured is not None and total.requires_grad:
+                total.register_hook(partial(self._measure, node, states, measures, measured))
+            states.append(total)
+        outputs = [states[i] for i in self.cell.outputs]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), states
+
+    def _term(self, operation: Operation, x: Tensor, key: tuple, shared: dict) -> tuple[Tensor, Operation | None]:
+        """An operation's output, and the operation if its `finish` is still to be done."""
+        if operation.shared:
+            if key not in shared:
+                shared[key] = operation(x)
+            return shared[key], None
+        if operation.activates:
+            if key[0] not in shared:
+                shared[key[0]] = F.relu(x)
+            x = shared[key[0]]
+        return operation.body(x), operation
+
+    def _sum(self, terms: list[tuple[int, int, Tensor, Operation | None]], gates: Tensor | None) -> Tensor:
+        if gates is None:
+            values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
+            return _add(values)
+        columns = gates.shape[1]
+        index = torch.tensor([e * columns + k for e, k, *_ in terms], device=gates.device)
+        factors = gates.flatten()[index]
+        if self.fused and all(o is None or _plain_batch_norm(o) for *_, o in terms):
+            eps = next((o.norm.eps for *_, o in terms if o is not None), 1e-5)
+            normalize = [o is not None for *_, o in terms]
+            return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
+        values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
+        return _add([z * y for z, y in zip(factors.to(values[0].dtype).unbind(), values, strict=True)])
+
+    def _zeros(self, states: list[Tensor], node: int) -> Tensor:
+        """The value of a node that nothing enters."""
+        e = self.cell.into(node)[0]
+        n, c, h, w = states[self.cell.edges[e].source].shape
+        stride = self.strides[e]
+        zeros = states[0].new_zeros(n, c, -(-h // stride), -(-w // stride))
+        return zeros.contiguous(memory_format=torch.channels_last)
+
+    @torch.no_grad()
+    def _measure(
+        self, node: int, states: list[Tensor], measures: Sequence[Sequence[int]], measured: Tensor, grad: Tensor
+    ) -> None:
+        shared: dict = {}
+        for e in self.cell.into(node):
+            source = self.cell.edges[e].source
+            for k in measures[e]:
+                operation = self.operation(e, k)
+                if operation is not None:
+                    y, unfinished = self._term(operation, states[source], (source, self.strides[e], k), shared)
+                    y = y if unfinished is None else unfinished.finish(y)
+                    measured[e, k] = (grad * y).sum()
+
+
+def _add(values: list[Tensor]) -> Tensor:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _plain_batch_norm(operation: Operation) -> bool:
+    norm = operation.norm
+    return isinstance(norm, nn.BatchNorm2d) and not norm.affine and not norm.track_running_stats and not operation.after
+
+
+class _Skeleton(nn.Module):
+    """Stem, cells, head and classifier, which supernet and standalone network have in common."""
+
+    def __init__(self, space: CellSpace, options: Runs, style: Style) -> None:
+        super().__init__()
+        self.space = space
+        stem = nn.Conv2d(space.in_channels, space.stem_channels, 3, 1, 1, bias=False)
+        self.stem = nn.Sequential(stem, style.make_norm(space.stem_channels, affine=True))
+        self.cells = nn.ModuleList()
+        self.transitions = nn.ModuleDict()
+        for i in range(space.cells):
+            if i in space.reductions and space.reduce_by == "conv":
+                channels = space.channels_of(i)
+                convolution = nn.Conv2d(channels // 2, channels, 3, 2, 1, bias=False)
+                norm = style.make_norm(channels, affine=True)
+                self.transitions[str(i)] = nn.Sequential(nn.ReLU(), convolution, norm)
+            self.cells.append(CellModule(space, i, options[space.type_of(i)], style))
+        head = [style.make_norm(space.features, affine=True), nn.ReLU()] if space.head else []
+        self.head = nn.Sequential(*head)
+        self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
+
+    def _features(
+        self,
+        x: Tensor,
+        gates: Tensor | None,
+        runs: Runs,
+        *,
+        measures: Runs | None = None,
+        measured: Tensor | None = None,
+        nodes: list[list[Tensor]] | None = None,
+    ) -> Tensor:
+        """(N, in_channels, H, W) images -> (N, features, H', W'), before the pooling."""
+        x = self.stem(x)
+        inputs = [x] * self.space.cell.inputs
+        for i, cell in enumerate(self.cells):
+            if str(i) in self.transitions:
+                inputs = [self.transitions[str(i)](y) for y in inputs]
+            kind = self.space.type_of(i)
+            output, states = cell(
+                inputs, None if gates is None else gates[i], runs[kind],
+                measures=None if measures is None else measures[kind],
+                measured=None if measured is None else measured[i],
+            )  # fmt: skip
+            if nodes is not None:
+                nodes.append([*states, output])
+            inputs = [*inputs[1:], output]
+        return self.head(inputs[-1])
+
+
+class CellSupernet(_Skeleton):
+    """Every candidate of every edge of every cell; gates say how they are mixed.
+
+    Norms use the statistics of the batch in training and evaluation alike and keep no running ones, because those of one
+    mixture say nothing about another.
+
+    Args:
+        space: what to build.
+        init: `default` (PyTorch's), or one of the schemes of `nasfast.supernet.initialize`.
+        fused: use the operators of `nasfast.ops`; without second derivatives.
+        seed: of the weights.
+
+    Raises:
+        ValueError: unknown init.
+    """
+
+    def __init__(
+        self,
+        space: CellSpace,
+        *,
+        init: Literal["default"] | Init | InitScheme = "default",
+        fused: bool = True,
+        seed: int = 0,
+    ) -> None:
+        style = Style(space.order, space.norm, space.affine, space.pool_norm, fused=fused)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            super().__init__(space, [space.candidates] * len(space.types), style)
+        if init != "default":
+            initialize(self, init, seed=seed)
+
+    @property
+    def gate_shape(self) -> tuple[int, int, int]:
+        """(cells, edges, ops) of the gates."""
+        return self.space.cells, len(self.space.cell.edges), len(self.space.ops)
+
+    def forward(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        runs: Runs | None = None,
+        *,
+        measures: Runs | None = None,
+        measured: Tensor | None = None,
+        nodes: list[list[Tensor]] | None = None,
+    ) -> Tensor:
+        """Logits (N, num_classes).
+
+        After the backward pass of a loss, the gradient of `gates[cell, edge, op]` is the local cost
+        <dL/dX_target, O(X_source)> of the operation there (Unifying wiring, arXiv 2009.01272, section 4).
+
+        Args:
+            x: images (N, in_channels, resolution, resolution).
+            gates: (cells, edges, ops) factors of the operations' outputs; those of `none` and of what does not run have
+                no influence.
+            runs: which operations are computed; None for all candidates.
+            measures: columns that do not run and whose local costs backward writes to `measured`.
+            measured: (cells, edges, ops).
+            nodes: gets a list per cell: the values of its nodes in order, and its output.
+
+        Raises:
+            ValueError: gates of another shape.
+        """
+        if tuple(gates.shape) != self.gate_shape:
+            raise ValueError(f"gates must be {self.gate_shape} (cells, edges, ops), got {tuple(gates.shape)}")
+        runs = [self.space.candidates] * len(self.space.types) if runs is None else runs
+        return self.classifier(
+            self._features(x, gates, runs, measures=measures, measured=measured, nodes=nodes).mean((2, 3))
+        )
+
+
+class CellStandalone(_Skeleton):
+    """The network of one architecture: norms with scale, shift and running statistics.
+
+    Input (N, in_channels, resolution, resolution), output logits (N, num_classes).
+    """
+
+    def __init__(self, space: CellSpace, arch: Iterable[int], *, activation: str | None = None) -> None:
+        if activation not in (None, "relu"):
+            raise ValueError(f"networks of cells have ReLU, got activation={activation!r}; leave it out")
+        self_arch = space.check(arch)
+        options = [[(k,) for k in part] for part in space.parts(self_arch)]
+        style = Style(space.order, space.norm, True, space.pool_norm, track_running_stats=True, fused=False)
+        super().__init__(space, options, style)
+        self.arch, self.activation, self._runs = self_arch, "relu", options
+
+    def features(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) -> (N, space.features, H', W')."""
+        return self._features(x, None, self._runs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+@standalone_network.register
+def _(space: CellSpace, arch: Iterable[int], *, activation: str | None = None) -> CellStandalone:
+    return CellStandalone(space, arch, activation=activation)

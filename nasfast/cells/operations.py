@@ -1,0 +1,189 @@
+"""The operations of an edge, and the pieces a network of cells has besides them.
+
+Definitions and order: DARTS (arXiv 1806.09055) as in the wiring study, section 2.2 of its specification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast import ops
+from nasfast.cells.costs import KERNELS, NONE, SKIP_CONNECT
+from nasfast.cells.space import Norm, Order
+
+
+@dataclass(frozen=True)
+class Style:
+    """How operations are built.
+
+    Attributes:
+        order: of ReLU, convolution and norm.
+        norm: kind of norm.
+        affine: whether norms have scale and shift.
+        pool_norm: whether pooling ends in a norm.
+        track_running_stats: whether batch norms keep running statistics, and use them in evaluation.
+        fused: use the operators of `nasfast.ops`, which have no second derivatives; otherwise plain PyTorch.
+    """
+
+    order: Order = "relu_conv_norm"
+    norm: Norm = "batch"
+    affine: bool = False
+    pool_norm: bool = True
+    track_running_stats: bool = False
+    fused: bool = True
+
+    def make_norm(self, channels: int, *, affine: bool | None = None) -> nn.Module:
+        """A norm of (N, channels, H, W)."""
+        affine = self.affine if affine is None else affine
+        if self.norm == "batch":
+            return nn.BatchNorm2d(channels, affine=affine, track_running_stats=self.track_running_stats)
+        return nn.GroupNorm(1 if self.norm == "layer" else channels, channels, affine=affine)
+
+
+class DepthwiseConv2d(nn.Conv2d):
+    """A depthwise convolution that trains: "same" padding, no bias."""
+
+    def __init__(self, channels: int, kernel: int, *, stride: int = 1, dilation: int = 1, fused: bool = True) -> None:
+        super().__init__(
+            channels, channels, kernel, stride, dilation * (kernel // 2), dilation, groups=channels, bias=False
+        )
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fused:
+            return super().forward(x)
+        return ops.depthwise_conv2d(x, self.weight, stride=self.stride[0], dilation=self.dilation[0])
+
+
+class MaxPool3x3(nn.Module):
+    """3 x 3 maximum, padding 1."""
+
+    def __init__(self, *, stride: int, fused: bool) -> None:
+        super().__init__()
+        self.stride, self.fused = stride, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.max_pool_3x3(x, stride=self.stride) if self.fused else F.max_pool2d(x, 3, self.stride, 1)
+
+
+class AvgPool3x3(nn.Module):
+    """3 x 3 mean, padding 1 that is not counted."""
+
+    def __init__(self, *, stride: int, fused: bool) -> None:
+        super().__init__()
+        self.stride, self.fused = stride, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return ops.avg_pool_3x3(x, stride=self.stride)
+        return F.avg_pool2d(x, 3, self.stride, 1, count_include_pad=False)
+
+
+class FactorizedReduce(nn.Module):
+    """Halves a map without losing every other pixel: strided 1x1 convolutions of x and of x shifted by a pixel, joined."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        if out_channels % 2:
+            raise ValueError(f"FactorizedReduce needs an even number of channels, got {out_channels}")
+        self.even = nn.Conv2d(in_channels, out_channels // 2, 1, 2, bias=False)
+        self.odd = nn.Conv2d(in_channels, out_channels // 2, 1, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # padded behind, so that maps of odd size give two halves of equal size
+        return torch.cat([self.even(x), self.odd(F.pad(x, (-1, 1, -1, 1)))], 1)
+
+
+class Operation(nn.Module):
+    """One candidate of an edge: (N, C, H, W) -> (N, C, H', W').
+
+    Its parts are apart, so that a cell can share the ReLU of one source among operations, and join the last norms of
+    all operations that end in a node into one operator.
+
+    Attributes:
+        activates: whether it starts with a ReLU, which `body` does not contain.
+        body: up to the last norm.
+        norm: the last norm; None if it has none.
+        after: whether a ReLU follows the norm.
+        shared: it has no parameters: equal operations of one source give equal results.
+    """
+
+    def __init__(self, body: nn.Module, norm: nn.Module | None, *, activates: bool = False, after: bool = False):
+        super().__init__()
+        self.activates, self.body, self.norm, self.after = activates, body, norm, after
+
+    @property
+    def shared(self) -> bool:
+        return next(self.parameters(), None) is None
+
+    def finish(self, x: Tensor) -> Tensor:
+        """What follows `body`."""
+        x = x if self.norm is None else self.norm(x)
+        return F.relu(x) if self.after else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(self.body(F.relu(x) if self.activates else x))
+
+
+def _convolutions(groups: list[list[nn.Module]], channels: int, style: Style) -> Operation:
+    """Groups of convolutions, each with a ReLU and a norm in the order of `style`."""
+    body: list[nn.Module] = []
+    for i, group in enumerate(groups):
+        last = i == len(groups) - 1
+        if style.order == "relu_conv_norm" and i:
+            body.append(nn.ReLU())
+        body += group
+        if style.order == "conv_relu_norm":
+            body.append(nn.ReLU())
+        if not last:
+            body.append(style.make_norm(channels))
+            if style.order == "conv_norm_relu":
+                body.append(nn.ReLU())
+    return Operation(
+        nn.Sequential(*body), style.make_norm(channels),
+        activates=style.order == "relu_conv_norm", after=style.order == "conv_norm_relu",
+    )  # fmt: skip
+
+
+def make_operation(op: str, channels: int, stride: int, style: Style) -> Operation | None:
+    """The module of an operation; None for `none`, which adds nothing.
+
+    Raises:
+        ValueError: unknown operation, or a strided skip with an odd number of channels.
+    """
+    if op == NONE:
+        return None
+    if op == SKIP_CONNECT:
+        if stride == 1:
+            return Operation(nn.Identity(), None)
+        return _convolutions([[FactorizedReduce(channels, channels)]], channels, style)
+    if op not in KERNELS:
+        raise ValueError(f"unknown operation {op!r}; valid: {NONE}, {SKIP_CONNECT}, {', '.join(KERNELS)}")
+    kernel = KERNELS[op]
+    if "pool" in op:
+        pool = (MaxPool3x3 if op.startswith("max") else AvgPool3x3)(stride=stride, fused=style.fused)
+        return Operation(pool, style.make_norm(channels) if style.pool_norm else None)
+    if op.startswith("conv"):
+        return _convolutions(
+            [[nn.Conv2d(channels, channels, kernel, stride, kernel // 2, bias=False)]], channels, style
+        )
+
+    def separable(stride: int) -> list[nn.Module]:
+        dilation = 2 if op.startswith("dil") else 1
+        depthwise = DepthwiseConv2d(channels, kernel, stride=stride, dilation=dilation, fused=style.fused)
+        return [depthwise, nn.Conv2d(channels, channels, 1, bias=False)]
+
+    strides = (stride,) if op.startswith("dil") else (stride, 1)
+    return _convolutions([separable(s) for s in strides], channels, style)
+
+
+def make_preprocess(in_channels: int, channels: int, stride: int, style: Style) -> Operation:
+    """ReLU, 1x1 convolution (a `FactorizedReduce` if strided) and norm, in the order of `style`."""
+    convolution = (
+        FactorizedReduce(in_channels, channels) if stride == 2 else nn.Conv2d(in_channels, channels, 1, bias=False)
+    )
+    return _convolutions([[convolution]], channels, style)

@@ -1,0 +1,517 @@
+"""A differentiable search: weights and architecture logits learn together, on one batch or on two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast.cells.gates import Columns, Draw, Estimator, Method, make_estimator
+from nasfast.cells.network import CellSupernet
+from nasfast.cells.probe import GROUPS, QUANTITIES, CostTable, grouped_costs
+from nasfast.cells.space import CellSpace
+from nasfast.config import ConfigBase
+from nasfast.data.augment import derive_seed
+from nasfast.engine import StepResult
+from nasfast.spaces import Arch
+from nasfast.train import TrainConfig
+from nasfast.train.batches import EpochLoader, as_epochs
+from nasfast.train.loop import train
+
+TRAIN, SEARCH = 0, 1
+"""Index of the batch that weights learn from, and of the held-out one, in what is recorded."""
+
+
+@dataclass(frozen=True)
+class CellSearchConfig(ConfigBase):
+    """How an architecture is searched; the defaults are the published settings of section 7 for one level.
+
+    Attributes:
+        method: estimator of the architecture's gradient; `uniform` samples every candidate alike and learns none.
+        bilevel: architecture logits learn from batches of the held-out images, before weights do.
+        second_order: of DARTS, with the weights one step ahead (bi-level only).
+        two_path: of ProxylessNAS: one other operation is measured instead of all.
+        alpha_lr: of Adam; 0 keeps the logits, and held-out batches are only measured.
+        alpha_betas, alpha_weight_decay: of Adam.
+        alpha_mean, alpha_std: of the normal distribution that the logits start from.
+        temperature: of the softmax; where SNAS's begins.
+        final_temperature: where SNAS's ends.
+        redraw: draw operations again while no operation but None enters some output node.
+        records: how often probabilities and costs are recorded: means over as many equal parts of the search.
+        seed: of weights, logits and gates.
+    """
+
+    method: Literal["darts", "snas", "dsnas", "proxyless", "uniform"] = "dsnas"
+    bilevel: bool = False
+    second_order: bool = False
+    two_path: bool = False
+    alpha_lr: float = 3e-4
+    alpha_betas: tuple[float, float] = (0.5, 0.999)
+    alpha_weight_decay: float = 1e-3
+    alpha_mean: float = 0.0
+    alpha_std: float = 1e-3
+    temperature: float = 1.0
+    final_temperature: float = 0.03
+    redraw: bool = False
+    records: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_lr", "alpha_weight_decay", "alpha_std"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("temperature", "final_temperature", "records"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.second_order and not (self.method == "darts" and self.bilevel):
+            raise ValueError("second_order belongs to method='darts' with bilevel=True")
+        if self.two_path and self.method != "proxyless":
+            raise ValueError(f"two_path belongs to method='proxyless', got {self.method!r}")
+        if self.redraw and self.method not in ("uniform", "dsnas", "proxyless"):
+            raise ValueError(f"redraw belongs to methods that sample one operation, got {self.method!r}")
+
+    @property
+    def estimator(self) -> Estimator:
+        method: Method = "dsnas" if self.method == "uniform" else self.method
+        return make_estimator(
+            method, temperature=self.temperature, final_temperature=self.final_temperature, two_path=self.two_path
+        )
+
+
+@dataclass(frozen=True)
+class CellSearchResult:
+    """What a search recorded. Where there are two sets of images, index 0 is training and 1 held out.
+
+    Attributes:
+        net: the supernet as the search left it.
+        cfg: of the search.
+        steps: (records,) the step that ends each record.
+        logits: (types, edges, ops) at the end, -inf where an edge has no such candidate.
+        probabilities: (records + 1, types, edges, ops), the first before the search.
+        costs: (records, 2, 3, cells, edges, ops) sums of C, of C^2 and how many batches.
+        edge_costs: (records, 2, cells, edges) mean of sum_k Z_k c_k.
+        outputs: (records, 2, groups, quantities) sums over samples, see `nasfast.cells.probe`.
+    """
+
+    net: CellSupernet
+    cfg: CellSearchConfig
+    steps: np.ndarray
+    logits: np.ndarray
+    probabilities: np.ndarray
+    costs: np.ndarray
+    edge_costs: np.ndarray
+    outputs: np.ndarray
+
+    @property
+    def space(self) -> CellSpace:
+        return self.net.space
+
+    def means(self, which: int = TRAIN, group: str = "all", quantity: str = "C") -> np.ndarray:
+        """(records,) mean over samples of C, L or H."""
+        sums = self.outputs[:, which, GROUPS.index(group)]
+        with np.errstate(invalid="ignore"):
+            return sums[:, QUANTITIES.index(quantity)] / sums[:, QUANTITIES.index("count")]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What is saved as .npz."""
+        names = ("steps", "logits", "probabilities", "costs", "edge_costs", "outputs")
+        return {name: getattr(self, name) for name in names}
+
+
+class CellSearch(nn.Module):
+    """Network, logits, their optimiser's state and what is recorded: everything a search changes.
+
+    All but the network's weights are buffers, so that the training loop's checkpoints hold them.
+    """
+
+    def __init__(self, space: CellSpace, cfg: CellSearchConfig, steps: int, *, fused: bool = True) -> None:
+        super().__init__()
+        self.space, self.cfg, self.total = space, cfg, steps
+        self.net = CellSupernet(space, fused=fused, seed=cfg.seed)
+        shape = (len(space.types), len(space.cell.edges), len(space.ops))
+        generator = torch.Generator().manual_seed(derive_seed(cfg.seed, 1))
+        logits = cfg.alpha_mean + cfg.alpha_std * torch.randn(shape, generator=generator, dtype=torch.float64)
+        if cfg.method == "uniform":
+            logits.zero_()
+        records = min(cfg.records, steps)
+
+        def buffer(name: str, *size: int) -> None:
+            self.register_buffer(name, torch.zeros(size, dtype=torch.float64))
+
+        self.register_buffer("allowed", uniform_logits(space) == 0)
+        self.register_buffer("alpha", logits)
+        self.register_buffer("done", torch.zeros((), dtype=torch.int64))
+        buffer("adam_step")
+        buffer("adam_mean", *shape)
+        buffer("adam_square", *shape)
+        buffer("probabilities", records + 1, *shape)
+        buffer("costs", records, 2, 3, *self.net.gate_shape)
+        buffer("edge_costs", records, 2, *self.net.gate_shape[:2])
+        buffer("outputs", records, 2, len(GROUPS), len(QUANTITIES))
+        self.probabilities[0] = self.logits.softmax(-1)
+        self._of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
+        self._adam: torch.optim.Adam | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """(types, edges, ops), -inf where an edge has no such candidate."""
+        return self.alpha.masked_fill(~self.allowed, -torch.inf)
+
+    def record(self) -> int:
+        """Index of the record that the present step belongs to."""
+        records = len(self.costs)
+        return min(int(self.done) * records // self.total, records - 1)
+
+    def spread(self, gates: Tensor) -> Tensor:
+        """(types, ...) values for every cell, as a leaf that autograd follows."""
+        cells = gates[self._of_type.to(gates.device)]
+        return cells.to(next(self.net.parameters()).dtype).requires_grad_()
+
+    def collect(self, cost: Tensor) -> Tensor:
+        """(cells, edges, ops) costs summed over the cells of a type."""
+        total = cost.new_zeros(len(self.space.types), *cost.shape[1:], dtype=torch.float64)
+        return total.index_add_(0, self._of_type.to(cost.device), cost.double())
+
+    def update(self, gradient: Tensor, draw: Draw) -> None:
+        """One step of Adam on the logits, from their gradient."""
+        if not self.cfg.alpha_lr or self.cfg.method == "uniform":
+            return
+        if self._adam is None:
+            self._adam = torch.optim.Adam(
+                [self.alpha], lr=self.cfg.alpha_lr, betas=self.cfg.alpha_betas,
+                weight_decay=self.cfg.alpha_weight_decay, foreach=False,
+            )  # fmt: skip
+            # Adam changes these in place, and they are buffers
+            self._adam.state[self.alpha] = {
+                "step": self.adam_step, "exp_avg": self.adam_mean, "exp_avg_sq": self.adam_square,
+            }  # fmt: skip
+        before = self.logits
+        self.alpha.grad = gradient
+        self._adam.step()
+        self.alpha.copy_(torch.where(self.allowed, self._estimator.updated(before, self.logits, draw), self.alpha))
+
+    @property
+    def _estimator(self) -> Estimator:
+        return self.cfg.estimator
+
+    def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch to the present record."""
+        at = self.record()
+        measured = torch.zeros(draw.gates.shape, dtype=torch.bool)
+        for columns in (draw.runs, draw.measures):
+            for t, kind in enumerate(columns):
+                for e, ks in enumerate(kind):
+                    measured[t, e, list(ks)] = True
+        measured = measured.to(cost.device)[self._of_type.to(cost.device)]
+        cost = cost.double()
+        self.costs[at, which] += torch.stack([cost, cost**2, torch.ones_like(cost)]) * measured
+        self.edge_costs[at, which] += (draw.gates[self._of_type.to(cost.device)] * cost).sum(-1)
+        self.outputs[at, which] += grouped_costs(logits, labels).to(cost.device)
+
+    def result(self) -> CellSearchResult:
+        """What was recorded so far."""
+        records = len(self.costs)
+        ends = [math.ceil((i + 1) * self.total / records) for i in range(records)]
+        batches = np.diff([0, *ends])[:, None, None, None]
+        return CellSearchResult(
+            self.net, self.cfg, np.array(ends), self.logits.cpu().numpy(), self.probabilities.cpu().numpy(),
+            self.costs.cpu().numpy(), self.edge_costs.cpu().numpy() / batches, self.outputs.cpu().numpy(),
+        )  # fmt: skip
+
+
+class CellSearchEngine:
+    """Executes the steps of a search.
+
+    Args:
+        search: what it changes.
+        optimizer: of the weights.
+        held_out: batches of the second level, or None.
+        progress: called after every step with how many are done.
+    """
+
+    def __init__(
+        self,
+        search: CellSearch,
+        optimizer: torch.optim.SGD,
+        held_out: EpochLoader | None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._search, self._optimizer, self._held_out, self._progress = search, optimizer, held_out, progress
+        self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._next = -1
+
+    def forward_backward(self, x: Tensor, y: Tensor, paths: None = None) -> StepResult:
+        """One step: the logits are updated, and the weights' gradients are left in `grad`."""
+        search, cfg = self._search, self._search.cfg
+        estimator = cfg.estimator
+        for parameter in search.net.parameters():
+            parameter.grad = None
+        if self._held_out is not None:
+            draw = self._draw(0)
+            xs, ys = self._held_out_batch(x.device)
+            if cfg.second_order:
+                cost, logits = self._second_order(draw, (x, y), (xs, ys))
+            else:
+                cost, logits, _ = self._costs(draw, xs, ys)
+            search.note(SEARCH, draw, cost, logits, ys)
+            search.update(estimator.gradient(draw, search.collect(cost)), draw)
+        draw = self._draw(1)
+        cost, logits, loss = self._costs(draw, x, y, weights=True)
+        search.note(TRAIN, draw, cost, logits, y)
+        if self._held_out is None:
+            search.update(estimator.gradient(draw, search.collect(cost)), draw)
+        ended = search.record()
+        search.done += 1
+        if int(search.done) == search.total or search.record() != ended:
+            search.probabilities[ended + 1] = search.logits.softmax(-1)
+        if self._progress is not None:
+            self._progress(int(search.done))
+        return StepResult(loss, (logits.argmax(1) == y).sum())
+
+    def _draw(self, purpose: int) -> Draw:
+        search, step = self._search, int(self._search.done)
+        progress = step / search.total
+        return draw_gates(search.space, search.cfg, search.logits, step=step, progress=progress, purpose=purpose)
+
+    def _costs(self, draw: Draw, x: Tensor, y: Tensor, *, weights: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(cells, edges, ops) local costs, logits and loss of a batch; with `weights` their gradients are left too."""
+        net = self._search.net
+        gates = self._search.spread(draw.gates)
+        measured = torch.zeros_like(gates, requires_grad=False)
+        logits = net(x, gates, draw.runs, measures=draw.measures, measured=measured)
+        loss = F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, y)
+        if weights:
+            loss.backward()
+            gradient = gates.grad
+        else:
+            (gradient,) = torch.autograd.grad(loss, gates, allow_unused=True)
+        # None, if every edge has drawn the operation none
+        cost = measured if gradient is None else gradient + measured
+        return cost.detach(), logits.detach(), loss.detach()
+
+    def _held_out_batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        step = int(self._search.done)
+        if step != self._next or self._batches is None:
+            epoch, start = divmod(step, len(self._held_out))
+            self._batches = self._held_out.epoch(epoch, start=start, device=device)
+        self._next = step + 1
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = self._held_out.epoch(step // len(self._held_out), device=device)
+            batch = next(self._batches)
+        return batch
+
+    def _second_order(
+        self, draw: Draw, train_batch: tuple[Tensor, Tensor], search_batch: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Costs on the held-out batch with the weights a step ahead, and what that step owes to the gates (DARTS, 2.3).
+
+        g = dL_val(w')/dZ - xi (dL_train(w+)/dZ - dL_train(w-)/dZ) / (2 e), w' = w - xi (momentum + decay + gradient),
+        w+- = w +- e v, v = dL_val(w')/dw', e = 0.01 / |v|.
+        """
+        net = self._search.net
+        weights = [p for group in self._optimizer.param_groups for p in group["params"]]
+        decays = [group["weight_decay"] for group in self._optimizer.param_groups for _ in group["params"]]
+        group = self._optimizer.param_groups[0]
+        xi, momentum = group["lr"], group["momentum"]
+
+        def gradients(batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+            gates = self._search.spread(draw.gates)
+            logits = net(batch[0], gates, draw.runs)
+            found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*weights, gates])
+            return list(found[:-1]), found[-1], logits.detach()
+
+        @torch.no_grad()
+        def move(by: list[Tensor], factor: float) -> None:
+            torch._foreach_copy_(weights, kept)
+            torch._foreach_add_(weights, by, alpha=factor)
+
+        kept = [w.detach().clone() for w in weights]
+        try:
+            ahead, _, _ = gradients(train_batch)
+            with torch.no_grad():
+                for i, (w, decay) in enumerate(zip(kept, decays, strict=True)):
+                    ahead[i] = ahead[i] + decay * w
+                    buffer = self._optimizer.state.get(weights[i], {}).get("momentum_buffer")
+                    if buffer is not None:
+                        ahead[i] = ahead[i] + momentum * buffer
+            move(ahead, -xi)
+            v, cost, logits = gradients(search_batch)
+            length = torch.stack([t.norm() for t in v]).norm()
+            e = float(0.01 / length.clamp(min=1e-12))
+            move(v, e)
+            _, plus, _ = gradients(train_batch)
+            move(v, -e)
+            _, minus, _ = gradients(train_batch)
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, kept)
+        return (cost - xi * (plus - minus) / (2 * e)).detach(), logits
+
+
+def monte_carlo(
+    net: CellSupernet,
+    loader: object,
+    *,
+    batches: int,
+    seed: int = 0,
+    redraw: bool = False,
+    device: str = "cpu",
+) -> tuple[CostTable, Tensor]:
+    """Local costs of a network that stays as it is, its operations drawn uniformly for every batch (section 4.3).
+
+    Args:
+        net: on `device`.
+        loader: of (images, labels); begun again as often as needed.
+        batches: how many.
+        seed: of the draws.
+        redraw: see `CellSearchConfig`.
+
+    Returns:
+        The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.cells.probe`.
+    """
+    cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
+    loader, space = as_epochs(loader), net.space
+    table, outputs = CostTable.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
+    of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
+    logits = uniform_logits(space)
+    for i in range(batches):
+        epoch, at = divmod(i, len(loader))
+        if at == 0:
+            stream = loader.epoch(epoch, device=device)
+        x, y = next(stream)
+        draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
+        gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
+        predicted = net(x, gates, draw.runs)
+        (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates)
+        table.add(cost, draw.gates[of_type] > 0)
+        outputs += grouped_costs(predicted, y)
+    return table, outputs
+
+
+def uniform_logits(space: CellSpace) -> Tensor:
+    """(types, edges, ops) 0 for every candidate, -inf elsewhere."""
+    logits = torch.full((len(space.types), len(space.cell.edges), len(space.ops)), -torch.inf, dtype=torch.float64)
+    for e, columns in enumerate(space.candidates):
+        logits[:, e, list(columns)] = 0
+    return logits
+
+
+def draw_gates(
+    space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = 0
+) -> Draw:
+    """The gates of a step, from (seed, step, purpose) alone."""
+    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, 2, step, purpose))
+    while True:
+        draw = cfg.estimator.draw(logits, generator, progress)
+        if not cfg.redraw or reaches_outputs(space, draw.runs):
+            return draw
+
+
+def reaches_outputs(space: CellSpace, runs: Columns) -> bool:
+    """Whether every output node has an edge into it that is not None."""
+    none = space.ops.index("none") if "none" in space.ops else -1
+    return all(
+        any(k != none for e in space.cell.into(node) for k in kind[e]) for kind in runs for node in space.cell.outputs
+    )
+
+
+def search_cells(
+    space: CellSpace,
+    loader: object,
+    cfg: CellSearchConfig = CellSearchConfig(),
+    train_cfg: TrainConfig | None = None,
+    *,
+    held_out: object | None = None,
+    run_dir: str | Path,
+    name: str = "cells",
+    resume: bool = False,
+    device: str = "cpu",
+    settings: dict[str, Any] | None = None,
+    fused: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> CellSearchResult:
+    """Search an architecture of cells, with the package's training loop, logs and checkpoints.
+
+    Args:
+        space: of the cells.
+        loader: of the training images; see `nasfast.train.train`.
+        cfg: how the architecture learns.
+        train_cfg: how the weights learn; None for the published settings (section 7): 150 epochs, SGD 0.025 to 0.001.
+        held_out: loader of the held-out images: with `cfg.bilevel` the architecture learns from them; otherwise must be
+            None.
+        run_dir, name: gets checkpoints, metrics.jsonl and tensorboard of the stage `name`.
+        resume: continue from the newest good checkpoint.
+        device: where to search.
+        settings: what else the result depends on, as JSON: of the data.
+        fused: use the operators of `nasfast.ops`; otherwise plain PyTorch, for comparison.
+        progress: called with the number of steps done, instead of progress on the screen.
+
+    Raises:
+        ValueError: `held_out` where there is one level, or none where there are two.
+        TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated: see
+            `nasfast.train.train`.
+    """
+    if cfg.bilevel != (held_out is not None):
+        raise ValueError(f"bilevel={cfg.bilevel} needs {'a' if cfg.bilevel else 'no'} held_out loader")
+    loader = as_epochs(loader)
+    held = None if held_out is None else as_epochs(held_out)
+    train_cfg = train_cfg or WEIGHTS
+    search = CellSearch(space, cfg, train_cfg.epochs * len(loader), fused=fused)
+    train(
+        search, loader, train_cfg,
+        stage=name, run_dir=run_dir, fingerprint=space.fingerprint, resume=resume, device=device,
+        quiet=progress is not None,
+        settings={"search": cfg.to_dict(), **(settings or {})},
+        engine=lambda optimizer: CellSearchEngine(search, optimizer, held, progress),
+    )  # fmt: skip
+    return search.result()
+
+
+WEIGHTS = TrainConfig(
+    epochs=150, lr=0.025, lr_end=1e-3, weight_decay=3e-4, label_smoothing=0.0, clip_norm=5.0, checkpoint_every=0
+)
+"""How weights learn in the published settings of section 7."""
+
+
+def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax", "darts"]) -> Arch:
+    """The architecture that logits stand for.
+
+    Args:
+        space: of the cells.
+        logits: (types, edges, ops), as in `CellSearchResult`.
+        rule: `argmax`: the most probable candidate of every edge, None included (SNAS, DSNAS, ProxylessNAS); `darts`:
+            the most probable but None, on the two edges into every node where it is most probable, and None on the others.
+
+    Raises:
+        ValueError: unknown rule, or edges that have no None to be dropped to.
+    """
+    p = torch.softmax(torch.as_tensor(logits).double(), -1)
+    if rule == "argmax":
+        return space.check(p.argmax(-1).flatten().tolist())
+    if rule != "darts":
+        raise ValueError(f"derive: unknown rule {rule!r}; valid: argmax, darts")
+    none = space.ops.index("none") if "none" in space.ops else None
+    arch = []
+    for kind in p:
+        best = kind.clone()
+        if none is not None:
+            best[:, none] = -1
+        strength, columns = best.max(-1)
+        chosen = columns.tolist()
+        for node in range(space.cell.inputs, space.cell.inputs + space.cell.nodes):
+            edges = sorted(space.cell.into(node), key=lambda e: -float(strength[e]))
+            for e in edges[2:]:
+                if none is None or none not in space.candidates[e]:
+                    raise ValueError(f"derive: edge {space.cell.edges[e].name} has no candidate none to be dropped to")
+                chosen[e] = none
+        # an edge fixed to none stays so
+        arch += [columns[0] if len(columns) == 1 else k for columns, k in zip(space.candidates, chosen, strict=True)]
+    return space.check(arch)

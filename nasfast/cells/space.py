@@ -1,0 +1,399 @@
+"""Cell search spaces as data: a DAG whose edges have candidate operations, and the network it is repeated in. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from typing import Literal
+
+from nasfast.cells.costs import OPERATIONS, factorized_reduce_cost, operation_cost
+from nasfast.config import ConfigBase, load_yaml, nearest
+from nasfast.spaces import Arch, ArchError, SearchSpace
+from nasfast.spaces.cost import Cost, conv_bn_cost, output_size
+
+DARTS_OPS = OPERATIONS[:8]
+"""The candidates of DARTS in the order of every figure of the wiring study."""
+
+NAS_BENCH_201_OPS = ("none", "skip_connect", "conv_1x1", "conv_3x3", "avg_pool_3x3")
+
+Order = Literal["relu_conv_norm", "conv_relu_norm", "conv_norm_relu"]
+Norm = Literal["batch", "layer", "instance"]
+
+
+@dataclass(frozen=True)
+class Edge(ConfigBase):
+    """One searchable edge.
+
+    Attributes:
+        source, target: nodes, source < target.
+        ops: candidates; one fixes the edge to it.
+    """
+
+    source: int
+    target: int
+    ops: tuple[str, ...] = DARTS_OPS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.source < self.target:
+            raise ValueError(f"an edge goes from a node to a later one, got {self.source} to {self.target}")
+        for op in self.ops:
+            if op not in OPERATIONS:
+                raise ValueError(f"edge {self.name}: unknown operation {op!r}; {nearest(op, OPERATIONS)}")
+        if not self.ops or len(set(self.ops)) != len(self.ops):
+            raise ValueError(f"edge {self.name}: needs different operations, at least one, got {list(self.ops)}")
+
+    @property
+    def name(self) -> str:
+        return f"({self.source},{self.target})"
+
+
+@dataclass(frozen=True)
+class Cell(ConfigBase):
+    """A DAG: input nodes, then intermediate nodes, each the sum of its edges; the output joins the channels of some.
+
+    Attributes:
+        inputs: input nodes: 1 (the previous cell's output) or 2 (that of the one before it first).
+        nodes: intermediate nodes.
+        edges: searchable edges; brought into order, by target and then by source.
+        outputs: nodes whose channels are the cell's output.
+    """
+
+    inputs: int
+    nodes: int
+    edges: tuple[Edge, ...]
+    outputs: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.inputs not in (1, 2) or self.nodes < 1:
+            raise ValueError(f"a cell has 1 or 2 inputs and at least one node, got {self.inputs} and {self.nodes}")
+        object.__setattr__(self, "edges", tuple(sorted(self.edges, key=lambda e: (e.target, e.source))))
+        pairs = [(e.source, e.target) for e in self.edges]
+        if len(set(pairs)) != len(pairs):
+            raise ValueError(f"a cell has one edge from a node to another, got {sorted(pairs)}")
+        last = self.inputs + self.nodes
+        for edge in self.edges:
+            if not self.inputs <= edge.target < last:
+                raise ValueError(f"edge {edge.name}: goes to one of the nodes {self.inputs} to {last - 1}")
+        if missing := set(range(self.inputs, last)) - {e.target for e in self.edges}:
+            raise ValueError(f"nodes {sorted(missing)} of the cell have no edge into them")
+        if not self.outputs or not set(self.outputs) <= set(range(self.inputs, last)):
+            raise ValueError(f"outputs must be some of the nodes {self.inputs} to {last - 1}, got {self.outputs}")
+
+    def is_intermediate(self, edge: Edge) -> bool:
+        """Whether the edge leaves an intermediate node; otherwise it leaves an input."""
+        return edge.source >= self.inputs
+
+    @property
+    def intermediate(self) -> tuple[bool, ...]:
+        """Of every edge, in order."""
+        return tuple(map(self.is_intermediate, self.edges))
+
+    def into(self, node: int) -> tuple[int, ...]:
+        """Indices of the edges that enter a node."""
+        return tuple(i for i, edge in enumerate(self.edges) if edge.target == node)
+
+    def restricted(self, source: int, target: int, ops: Iterable[str]) -> Cell:
+        """The cell with other candidates on one edge; a single one fixes it, `("none",)` removes it.
+
+        Raises:
+            ValueError: no such edge.
+        """
+        if not any((e.source, e.target) == (source, target) for e in self.edges):
+            raise ValueError(
+                f"the cell has no edge ({source},{target}); it has {', '.join(e.name for e in self.edges)}"
+            )
+        ops = tuple(ops)
+        changed = (e.replace(ops=ops) if (e.source, e.target) == (source, target) else e for e in self.edges)
+        return self.replace(edges=tuple(changed))
+
+    def without_on_intermediate(self, op: str) -> Cell:
+        """The cell without a candidate on its intermediate edges."""
+        return self.replace(
+            edges=tuple(
+                e.replace(ops=tuple(o for o in e.ops if o != op)) if self.is_intermediate(e) else e for e in self.edges
+            )
+        )
+
+
+def _full_cell(inputs: int, nodes: int, ops: Sequence[str], outputs: Sequence[int] | None = None) -> Cell:
+    """Every node has one edge from every earlier one; the output joins all nodes."""
+    last = inputs + nodes
+    edges = tuple(Edge(i, j, tuple(ops)) for j in range(inputs, last) for i in range(j))
+    return Cell(inputs, nodes, edges, tuple(range(inputs, last)) if outputs is None else tuple(outputs))
+
+
+def minimal_cell(ops: Sequence[str] = DARTS_OPS) -> Cell:
+    """Two inputs, two nodes: the smallest cell with an intermediate edge, (2,3)."""
+    return _full_cell(2, 2, ops)
+
+
+def simplified_cell(ops: Sequence[str] = DARTS_OPS) -> Cell:
+    """One input, two nodes: the minimal cell without its symmetry."""
+    return _full_cell(1, 2, ops)
+
+
+def modified_cell(ops: Sequence[str] = DARTS_OPS) -> Cell:
+    """The simplified cell whose output is node 2 alone, without the output edge (1,3)."""
+    return _full_cell(1, 2, ops, outputs=(2,))
+
+
+def darts_cell(ops: Sequence[str] = DARTS_OPS) -> Cell:
+    """Two inputs, four nodes, 14 edges (DARTS, arXiv 1806.09055)."""
+    return _full_cell(2, 4, ops)
+
+
+def nas_bench_201_cell(ops: Sequence[str] = NAS_BENCH_201_OPS) -> Cell:
+    """One input, three nodes of which the last is the output, six edges (NAS-Bench-201, arXiv 2001.00326)."""
+    return _full_cell(1, 3, ops, outputs=(3,))
+
+
+CELLS = {
+    "minimal": minimal_cell,
+    "simplified": simplified_cell,
+    "modified": modified_cell,
+    "darts": darts_cell,
+    "nas_bench_201": nas_bench_201_cell,
+}
+
+
+@dataclass(frozen=True)
+class CellSpace(ConfigBase):
+    """A network of equal cells; its fields are also the keys of its YAML form.
+
+    Stem (3 x 3 convolution and norm), cells, global average pooling, classifier. Where a cell has two inputs, both of the
+    first cell's are the stem's output. An `Arch` has one value per edge, an index into `ops`: first those of the normal
+    cell, then, where there are reduction cells, those of the reduction cell.
+
+    Attributes:
+        name: shown in files and errors.
+        cell: the DAG of every cell.
+        cells: how many.
+        channels: of every node of the first cell.
+        reductions: indices of cells that halve the resolution and double the channels.
+        reduce_by: `cell`: in those cells edges from input nodes have stride 2, and their architecture is their own;
+            `conv`: before them stands a convolution 3 x 3 of stride 2, and all cells are of one architecture.
+        stem_multiplier: channels of the stem over `channels`.
+        preprocess: inputs of cells pass a convolution 1 x 1 to the cell's channels; otherwise they are taken as they are.
+        head: whether norm and ReLU stand before the pooling.
+        affine: whether the norms of operations and preprocessing have scale and shift in the search.
+        pool_norm: whether pooling operations end in a norm.
+        order: of the parts of a convolution operation.
+        norm: of everything: over the batch, over each image (`layer`), or over each image's channel (`instance`).
+        classifier_bias: theorem 2 of the wiring study holds without one.
+        resolution: height and width of the input in pixels.
+        num_classes: outputs of the classifier.
+        in_channels: of the images.
+    """
+
+    name: str
+    cell: Cell
+    cells: int = 8
+    channels: int = 16
+    reductions: tuple[int, ...] = ()
+    reduce_by: Literal["cell", "conv"] = "cell"
+    stem_multiplier: int = 3
+    preprocess: bool = True
+    head: bool = False
+    affine: bool = False
+    pool_norm: bool = True
+    order: Order = "relu_conv_norm"
+    norm: Norm = "batch"
+    classifier_bias: bool = False
+    resolution: int = 32
+    num_classes: int = 10
+    in_channels: int = 3
+
+    def __post_init__(self) -> None:
+        where = f"cell space {self.name!r}"
+        for field in ("cells", "channels", "stem_multiplier", "resolution", "num_classes", "in_channels"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{where}: {field} must be positive, got {getattr(self, field)}")
+        outside = [i for i in self.reductions if not 0 <= i < self.cells]
+        if outside or len(set(self.reductions)) != len(self.reductions):
+            raise ValueError(
+                f"{where}: reductions must be different indices from 0 to {self.cells - 1}, got {list(self.reductions)}"
+            )
+        if self.reductions and self.channels % 2:
+            raise ValueError(f"{where}: reductions need an even number of channels, got {self.channels}")
+        if not self.preprocess:
+            if self.cell.inputs != 1 or self.stem_multiplier != 1 or len(self.cell.outputs) != 1:
+                raise ValueError(f"{where}: without preprocessing cells need one input, one output, stem_multiplier 1")
+            if self.reductions and self.reduce_by == "cell":
+                raise ValueError(f"{where}: without preprocessing channels change by reduce_by='conv' alone")
+
+    @cached_property
+    def ops(self) -> tuple[str, ...]:
+        """Operations that some edge has, in the order of `OPERATIONS`: the columns of every table of this space."""
+        used = {op for edge in self.cell.edges for op in edge.ops}
+        return tuple(op for op in OPERATIONS if op in used)
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """Kinds of cells with an architecture of their own."""
+        return ("normal", "reduction") if self.reductions and self.reduce_by == "cell" else ("normal",)
+
+    def type_of(self, cell: int) -> int:
+        """Index into `types` of a cell."""
+        return int(cell in self.reductions and self.reduce_by == "cell")
+
+    def stride_of(self, cell: int, edge: int) -> int:
+        """Stride of an edge's operation in a cell."""
+        return 2 if self.type_of(cell) and not self.cell.intermediate[edge] else 1
+
+    def channels_of(self, cell: int) -> int:
+        """Channels of every node of a cell."""
+        return self.channels * 2 ** sum(i <= cell for i in self.reductions)
+
+    @cached_property
+    def candidates(self) -> tuple[tuple[int, ...], ...]:
+        """Per edge: the values an Arch may have, indices into `ops`."""
+        return tuple(tuple(i for i, op in enumerate(self.ops) if op in edge.ops) for edge in self.cell.edges)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change with anything but the name; files of another space are refused by it."""
+        form = {k: v for k, v in self.to_dict().items() if k != "name"}
+        return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        """Values of an Arch."""
+        return len(self.types) * len(self.cell.edges)
+
+    @property
+    def cardinality(self) -> int:
+        """Number of architectures; different ones may compute the same."""
+        return math.prod(len(options) for options in self.candidates) ** len(self.types)
+
+    def check(self, arch: Iterable[int]) -> Arch:
+        """Return `arch` as a tuple of ints if it belongs to this space.
+
+        Raises:
+            ArchError: wrong length, or an operation that its edge does not have.
+        """
+        arch = tuple(arch)
+        if len(arch) != len(self):
+            raise ArchError(
+                f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}"
+            )
+        for i, value in enumerate(arch):
+            kind, e = divmod(i, len(self.cell.edges))
+            if not isinstance(value, Integral) or value not in self.candidates[e]:
+                allowed = ", ".join(f"{k} ({self.ops[k]})" for k in self.candidates[e])
+                edge = self.cell.edges[e]
+                raise ArchError(
+                    f"space {self.name!r}, {self.types[kind]} cell, edge {edge.name}: {value!r} is not one of {allowed}"
+                )
+        return tuple(map(int, arch))
+
+    def parts(self, arch: Iterable[int]) -> tuple[Arch, ...]:
+        """An architecture's values by type of cell."""
+        arch, edges = self.check(arch), len(self.cell.edges)
+        return tuple(arch[t * edges : (t + 1) * edges] for t in range(len(self.types)))
+
+    def describe(self, arch: Iterable[int]) -> list[str]:
+        """One short label per value, e.g. `["normal (0,2) sep_conv_3x3", ...]`."""
+        return [
+            f"{kind} {edge.name} {self.ops[k]}"
+            for kind, part in zip(self.types, self.parts(arch), strict=True)
+            for edge, k in zip(self.cell.edges, part, strict=True)
+        ]
+
+    def cell_inputs(self, cell: int) -> tuple[tuple[int, int], ...]:
+        """(channels, stride of its preprocessing) of every input of a cell, in the order of the input nodes.
+
+        An input whose map is larger than the cell's other one, because the cell between was a reduction, is halved.
+        """
+        outputs = [self.stem_channels, *(self.output_channels(i) for i in range(cell))]
+        found = []
+        for back in range(self.cell.inputs, 0, -1):
+            between = range(max(cell - back + 1, 0), cell)
+            halved = self.reduce_by == "cell" and any(i in self.reductions for i in between)
+            found.append((outputs[max(cell - back + 1, 0)], 2 if halved else 1))
+        return tuple(found)
+
+    @property
+    def stem_channels(self) -> int:
+        return self.stem_multiplier * self.channels
+
+    def output_channels(self, cell: int) -> int:
+        """Channels of a cell's output."""
+        return len(self.cell.outputs) * self.channels_of(cell)
+
+    @property
+    def features(self) -> int:
+        """Channels that reach the classifier."""
+        return self.output_channels(self.cells - 1)
+
+    def size_of(self, cell: int) -> int:
+        """Height of the maps that enter a cell's input edges."""
+        size = self.resolution
+        for i in range(cell + 1):
+            if i in self.reductions and (i < cell or self.reduce_by == "conv"):
+                size = output_size(size, 2)
+        return size
+
+    def cost(self, arch: Iterable[int]) -> Cost:
+        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift.
+
+        Raises:
+            ArchError: `arch` does not belong to this space.
+        """
+        parts = self.parts(arch)
+        total = conv_bn_cost(self.in_channels, self.stem_channels, 3, self.resolution)
+        for i in range(self.cells):
+            channels, size = self.channels_of(i), self.size_of(i)
+            if i in self.reductions and self.reduce_by == "conv":
+                total += conv_bn_cost(channels // 2, channels, 3, size)
+            if self.preprocess:
+                for before, stride in self.cell_inputs(i):
+                    # the input of a strided preprocessing has twice the cell's size
+                    total += (
+                        factorized_reduce_cost(before, channels, size)
+                        if stride == 2
+                        else conv_bn_cost(before, channels, 1, size)
+                    )
+            reduced = output_size(size, 2) if self.type_of(i) else size
+            for e, k in enumerate(parts[self.type_of(i)]):
+                op, stride = self.ops[k], self.stride_of(i, e)
+                total += operation_cost(op, channels, stride, reduced, pool_norm=self.pool_norm)
+        head = Cost(params=2 * self.features) if self.head else Cost()
+        weights = self.features * self.num_classes
+        return total + head + Cost(weights, weights + self.num_classes * self.classifier_bias)
+
+
+def darts_space(
+    *, cells: int = 8, channels: int = 16, reductions: bool = True, num_classes: int = 10, resolution: int = 32
+) -> CellSpace:
+    """The DARTS space: cells of four nodes, reductions at a third and two thirds (`reductions=False`: none, S8n)."""
+    at = tuple(sorted({cells // 3, 2 * cells // 3})) if reductions else ()
+    return CellSpace(
+        name="darts", cell=darts_cell(), cells=cells, channels=channels, reductions=at, num_classes=num_classes,
+        resolution=resolution,
+    )  # fmt: skip
+
+
+def nas_bench_201_space(
+    *, cells: int = 15, channels: int = 16, num_classes: int = 10, resolution: int = 32
+) -> CellSpace:
+    """NAS-Bench-201's cells in three stages; between stages stands a strided convolution instead of a residual block."""
+    at = tuple(sorted({cells // 3, 2 * cells // 3} - {0}))
+    return CellSpace(
+        name="nas_bench_201", cell=nas_bench_201_cell(), cells=cells, channels=channels, reductions=at,
+        reduce_by="conv", stem_multiplier=1, preprocess=False, head=True, affine=True, pool_norm=False,
+        classifier_bias=True, num_classes=num_classes, resolution=resolution,
+    )  # fmt: skip
+
+
+def read_space(path: str | Path) -> SearchSpace | CellSpace:
+    """Read a space of either kind from its YAML form; one of cells has the key `cell`.
+
+    Raises:
+        ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
+    """
+    return (CellSpace if "cell" in load_yaml(path) else SearchSpace).load(path)
