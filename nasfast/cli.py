@@ -28,6 +28,7 @@ _COMMANDS = {
     "latency": "the latency rows of the paper's Table 2 on this machine, beside the published figures",
     "isometry": "what orthogonal and Gaussian weights do to signals in a space or a module, beside the paper's claims",
     "moments": "quick | figures | module: signal and noise with depth, well behaved or pathological at initialisation",
+    "wiring": "theorems | p1 | p2 | p3 | cost: what differentiable search does to the topology of cells, and why",
     "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
 }

@@ -29,6 +29,18 @@ from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
 from nasfast.spaces import format_arch, get_space
 from nasfast.study import StudyReport
+from nasfast.wiring import (
+    CollapseConfig,
+    CostConfig,
+    GrowthConfig,
+    TheoremsConfig,
+    WidthConfig,
+    collapse_study,
+    cost_study,
+    growth_study,
+    theorems_study,
+    width_study,
+)
 
 Config = TypeVar("Config", bound=ConfigBase)
 
@@ -251,12 +263,13 @@ def _latency(parser: _Parser, argv: Sequence[str]) -> None:
 
 
 class _Study(NamedTuple):
-    """A study as a command, or as one kind of a command."""
+    """A study as a command, or as one kind of a command; its files have the command's name unless it says another."""
 
     config: type[ConfigBase]
     run: Callable[..., StudyReport | IsometryReport]
     text: str = ""
     resumes: bool = False
+    files: str | None = None
 
 
 _STUDIES = {
@@ -268,6 +281,15 @@ _STUDIES = {
             FiguresConfig, figures_study, "figures 2 to 5 of the paper, beside its published arrays", resumes=True
         ),
         "module": _Study(ModuleConfig, module_study, "candidates and random paths of a search space, or any module"),
+    },
+    "wiring": {
+        "theorems": _Study(
+            TheoremsConfig, theorems_study, "theorems on local costs, checked on real networks", files="wiring-theorems"
+        ),
+        "p1": _Study(GrowthConfig, growth_study, "growing: None leads first, then operations", True, "wiring-p1"),
+        "p2": _Study(WidthConfig, width_study, "width preference, and a control for its cause", True, "wiring-p2"),
+        "p3": _Study(CollapseConfig, collapse_study, "collapse on two levels, and why", True, "wiring-p3"),
+        "cost": _Study(CostConfig, cost_study, "local costs at initialisation and trained", True, "wiring-cost"),
     },
 }
 """Commands with kinds; a study that resumes is called with `out`."""
@@ -285,12 +307,14 @@ def _kinds(parser: _Parser, argv: Sequence[str]) -> None:
         sys.exit(0)
     if kind not in kinds:
         raise ConfigError(f"expected one of {', '.join(kinds)} behind {parser.command}, got {kind!r}")
-    _carry_out(_Parser(f"{parser.command} {kind}", kinds[kind].text), flags, parser.command, kinds[kind])
+    _carry_out(
+        _Parser(f"{parser.command} {kind}", kinds[kind].text), flags, kinds[kind].files or parser.command, kinds[kind]
+    )
 
 
 def _carry_out(parser: _Parser, argv: Sequence[str], name: str, study: _Study) -> None:
     """Print a study's report, save it as `name`, and raise where a mark is missed."""
-    resumed = "; a run that was stopped continues from its results.jsonl" if study.resumes else ""
+    resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
     parser.add_argument("--out", metavar="DIR", help=f"also write {name}.json and the page {name}.html{resumed}")
     cfg, out = _study_config(parser, argv, study.config)
     report = study.run(cfg, out=out) if study.resumes else study.run(cfg)
