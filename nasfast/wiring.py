@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from scipy import stats
 
 from nasfast.cells import CELLS, DARTS_OPS, Cell, CellSpace, CellSupernet
 from nasfast.cells.costs import NONE, SKIP_CONNECT
@@ -44,9 +45,9 @@ from nasfast.train import TrainConfig
 _METHODS = {"darts": "DARTS", "snas": "SNAS", "dsnas": "DSNAS", "proxyless": "ProxylessNAS", "uniform": "uniform"}
 
 _EXPLANATION = (
-    "C is the local cost <dL/dX, X> of what an operation, edge or cell puts out; of the last cell it is L - H, loss "
-    "minus entropy of the predictions. A positive cost pushes an edge towards None, whose cost is 0; a negative one away "
-    "from it. q is the probability of None."
+    "C is the local cost <dL/dX, X> of what an operation, edge or cell puts out; of the last cell it is L - H, "
+    "loss minus entropy of the predictions. A positive cost pushes an edge towards None, whose cost is 0; a negative one "
+    "away from it. q is the probability of None."
 )
 
 
@@ -476,8 +477,6 @@ def _number(value: float) -> str:
 
 def _interval(values: Sequence[float]) -> str:
     """Mean and 95 % interval of Student's t over the seeds."""
-    from scipy import stats
-
     values = np.asarray(values, dtype=float)
     if len(values) < 2:
         return "-"
