@@ -29,8 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nasfast._triton import bn, depthwise, expansion, pointwise
-from nasfast._triton.configs import FAMILIES, Config
+from nasfast._triton import bn, depthwise, expansion, mixed, pointwise
+from nasfast._triton.configs import FAMILIES, TOGETHER, Config
 
 # bytes of shared memory one program may use, and of a multiprocessor; its registers and threads
 LIMITS = {86: (99 * 1024, 100 * 1024, 65536, 1536), 90: (227 * 1024, 228 * 1024, 65536, 2048)}
@@ -38,11 +38,13 @@ LIMITS = {86: (99 * 1024, 100 * 1024, 65536, 1536), 90: (227 * 1024, 228 * 1024,
 # pointers that are not of the storage type
 _POINTERS = {
     **dict.fromkeys(("fold", "fold_before", "partial", "gamma", "beta", "dgamma", "dbeta"), "*fp32"),
-    **dict.fromkeys(("running_mean", "running_var"), "*fp32"),
+    **dict.fromkeys(("running_mean", "running_var", "gates", "subtotal"), "*fp32"),
     # parameters stay float32 under autocast
     **dict.fromkeys(("weight", "depthwise_weight", "terms"), "*fp32"),
     "statistics": "*fp64",
 }
+# tuples of pointers of the storage type
+_TUPLES = {"xs", "dxs"}
 _STORED = {"x", "y", "grad", "dx", "before", "added", "residual", "out", "even", "product"}
 
 _POINTWISE = {"XSTEP": 1, "KERNEL": 1, "STRIDE": 1, "FOLDED": True, "ACT": "relu6"}
@@ -87,6 +89,10 @@ CASES = [
     (bn.bn_act_reduce_kernel, "batch_norm", {"ACT": "relu6"}),
     (bn.bn_act_backward_kernel, "batch_norm", {"ACT": "relu6"}),
     (bn.shuffle_merge_kernel, "batch_norm", {}),
+    (mixed.mixed_bn_statistics_kernel, "mixed", {}),
+    (mixed.mixed_bn_kernel, "mixed", {"NORMALIZE": True, "FIRST": False}),
+    (mixed.mixed_bn_reduce_kernel, "mixed", {"NORMALIZE": True}),
+    (mixed.mixed_bn_backward_kernel, "mixed", {"NORMALIZE": True}),
     (bn.bn_finalize_kernel, "finalize", {"BATCH": "partial"}),
     (bn.bn_backward_finalize_kernel, "finalize", {"BATCH": True, "WANT_GAMMA": True, "WANT_BETA": True}),
 ]
@@ -147,6 +153,10 @@ def compile_job(job: tuple[int, str, str, int]) -> Compiled:
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
+            continue
+        if argument in _TUPLES:
+            signature[argument] = (f"*{dtype}",) * TOGETHER
+            attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(TOGETHER)}
             continue
         pointer = _POINTERS.get(argument) or (f"*{dtype}" if argument in _STORED else None)
         signature[argument] = pointer or ("fp32" if argument == "eps" else "i32")

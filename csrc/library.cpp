@@ -16,6 +16,14 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
       "bool batch_statistics, bool want_x, bool want_weight, bool want_bias) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
+  // Formula: nasfast/ops/reference.py, mixed_bn. xs are NHWC, of one shape and type, and y, grad and dxs are likewise;
+  // statistics are mean and biased var of those that are normalised, [tensor][2][channel], float64.
+  m.def("mixed_bn_fwd(Tensor[] xs, Tensor gates, bool[] normalize, float eps) -> (Tensor y, Tensor statistics)");
+  // wants: of each dx, and of dgates; what is not wanted comes back empty.
+  m.def(
+      "mixed_bn_bwd(Tensor grad, Tensor[] xs, Tensor gates, Tensor statistics, bool[] normalize, float eps, bool[] wants) "
+      "-> (Tensor[] dxs, Tensor dgates)");
+
   // A chain of stages, each a convolution without bias, BatchNorm, activation: formula in nasfast/ops/reference.py,
   // conv_bn_act_chain. A stage is pointwise (stride 1), depthwise (kernel 3, 5 or 7, stride 1 or 2, padding kernel / 2), or, as
   // the first one, dense; acts are joined by commas. x is NHWC, and y, residual, grad and dx are laid out likewise.

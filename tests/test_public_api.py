@@ -26,10 +26,12 @@ SIGNATURES = {
     "nasfast.supernet:Supernet.freeze": ("self trainable=", "classifier="),
     "nasfast.supernet:build": ("space arch", "activation= init= seed="),
     "nasfast.supernet:inherit": ("net arch", ""),
+    "nasfast.supernet:standalone_network": ("space arch", "activation="),
     "nasfast.supernet:initialize": ("module scheme", "seed="),
     "nasfast.train:train_supernet": ("net loader sampler cfg=", "run_dir= resume= device= world="),
     "nasfast.train:train": (
-        "model loader cfg", "stage run_dir fingerprint sampler= evaluate= settings= prefix= resume= device= world=",
+        "model loader cfg",
+        "stage run_dir fingerprint sampler= evaluate= settings= prefix= resume= device= world= engine= quiet=",
     ),
     "nasfast.train:evaluate": ("forward loader", "device= world="),
     "nasfast.distributed:start": ("device", ""),
@@ -48,6 +50,17 @@ SIGNATURES = {
     "nasfast.retrain:save_model": ("network path", ""),
     "nasfast.retrain:load_model": ("path", ""),
     "nasfast.retrain:export_onnx": ("network path", ""),
+    "nasfast.cells:CellSupernet": ("space", "init= fused= seed="),
+    "nasfast.cells:CellSupernet.forward": ("self x gates runs=", "measures= measured= nodes="),
+    "nasfast.cells:CellStandalone": ("space arch", "activation="),
+    "nasfast.cells:darts_space": ("", "cells= channels= reductions= num_classes= resolution="),
+    "nasfast.cells:nas_bench_201_space": ("", "cells= channels= num_classes= resolution="),
+    "nasfast.cells:read_space": ("path", ""),
+    "nasfast.cells.search:search_cells": (
+        "space loader cfg= train_cfg=", "held_out= run_dir name= resume= device= settings= fused= progress=",
+    ),
+    "nasfast.cells.search:monte_carlo": ("net loader", "batches seed= redraw= device="),
+    "nasfast.cells.search:derive": ("space logits rule", ""),
     "nasfast.lock:run_lock": ("run_dir", "create="),
     "nasfast.pipeline:run": ("cfg", "resume= world="),
     "nasfast.spaces:mobilenet_v2": ("", "num_classes= resolution= variant="),
@@ -60,6 +73,7 @@ SIGNATURES = {
     "nasfast.spaces:UniformSampler": ("space", "seed= layer_indicators="),
     "nasfast.ops:fuse": ("model", ""),
     "nasfast.ops:unfuse": ("model", ""),
+    "nasfast.ops:mixed_bn": ("xs gates", "normalize eps= backend="),
     "nasfast.ops:orthogonalize": ("matrices", "backend="),
     "nasfast.ops:orthogonalize_": ("tensors", "seed= names= gain="),
     "nasfast.ops:use_backend": ("name", ""),
@@ -150,7 +164,8 @@ def test_everything_behind_the_tensors_of_an_operator_is_keyword_only(name):
 
 
 @pytest.mark.parametrize(
-    "package", ["config", "data", "indicators", "ops", "report", "retrain", "search", "spaces", "supernet", "train"]
+    "package",
+    ["cells", "config", "data", "indicators", "ops", "report", "retrain", "search", "spaces", "supernet", "train"],
 )
 def test_every_exported_name_exists(package):
     module = importlib.import_module(f"nasfast.{package}")

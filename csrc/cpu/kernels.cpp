@@ -10,6 +10,7 @@ namespace nasfast::cpu {
   extern const BnActKernels kBnActKernels;         \
   extern const ConvKernels kConvKernels;           \
   extern const DepthwiseKernels kDepthwiseKernels; \
+  extern const MixedBnKernels kMixedBnKernels;     \
   extern const OrthogonalKernels kOrthogonalKernels; \
   }
 NASFAST_DECLARE(baseline)
@@ -22,14 +23,18 @@ Kernels kernels() {
   switch (current_isa()) {
 #ifdef NASFAST_X86_ISAS
     case Isa::kAvx512Bf16:
-      return {avx512bf16::kBnActKernels, avx512bf16::kConvKernels, avx512bf16::kDepthwiseKernels, avx512bf16::kOrthogonalKernels};
+      return {avx512bf16::kBnActKernels, avx512bf16::kConvKernels, avx512bf16::kDepthwiseKernels, avx512bf16::kMixedBnKernels,
+              avx512bf16::kOrthogonalKernels};
     case Isa::kAvx512:
-      return {avx512::kBnActKernels, avx512::kConvKernels, avx512::kDepthwiseKernels, avx512::kOrthogonalKernels};
+      return {avx512::kBnActKernels, avx512::kConvKernels, avx512::kDepthwiseKernels, avx512::kMixedBnKernels,
+              avx512::kOrthogonalKernels};
     case Isa::kAvx2:
-      return {avx2::kBnActKernels, avx2::kConvKernels, avx2::kDepthwiseKernels, avx2::kOrthogonalKernels};
+      return {avx2::kBnActKernels, avx2::kConvKernels, avx2::kDepthwiseKernels, avx2::kMixedBnKernels,
+              avx2::kOrthogonalKernels};
 #endif
     default:
-      return {baseline::kBnActKernels, baseline::kConvKernels, baseline::kDepthwiseKernels, baseline::kOrthogonalKernels};
+      return {baseline::kBnActKernels, baseline::kConvKernels, baseline::kDepthwiseKernels, baseline::kMixedBnKernels,
+              baseline::kOrthogonalKernels};
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include "bn_act.h"
 #include "conv_bn_act.h"
+#include "mixed_bn.h"
 #include "orthogonal.h"
 
 namespace nasfast::cpu {
@@ -11,6 +12,7 @@ struct Kernels {
   const BnActKernels& bn;
   const ConvKernels& conv;
   const DepthwiseKernels& depthwise;
+  const MixedBnKernels& mixed;
   const OrthogonalKernels& orthogonal;
 };
 

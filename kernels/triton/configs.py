@@ -59,6 +59,13 @@ BATCH_NORM = {
     "long": Config({"ROWS": 64, "CHANNELS": 64}, 8, 2),
     "short": Config({"ROWS": 32, "CHANNELS": 64}, 8, 2),
 }
+# ROWS pixels by CHANNELS channels of passes over several tensors of few channels
+MIXED = {
+    "narrow": Config({"ROWS": 128, "CHANNELS": 16}, 8, 1),
+    "wide": Config({"ROWS": 32, "CHANNELS": 64}, 8, 1),
+}
+# Tensors that one such launch reads at most: each number of them is a kernel of its own, all unrolled
+TOGETHER = 8
 # PROGRAMS partial sums by CHANNELS channels at a time
 FINALIZE = {"all": Config({"PROGRAMS": 64, "CHANNELS": 16}, 4, 1)}
 
@@ -72,6 +79,7 @@ FAMILIES = {
     "expansion_terms": EXPANSION_TERMS,
     "expansion_finish": EXPANSION_FINISH,
     "batch_norm": BATCH_NORM,
+    "mixed": MIXED,
     "finalize": FINALIZE,
 }
 

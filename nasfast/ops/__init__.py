@@ -6,6 +6,7 @@ from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain, inverted_residual
 from nasfast.ops.fuse import FusedChain, FuseReport, NotFused, fuse, unfuse
+from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
 from nasfast.ops.reference import ConvBNParams, Stage
 
@@ -22,6 +23,7 @@ __all__ = [
     "empty_cache",
     "fuse",
     "inverted_residual",
+    "mixed_bn",
     "modules",
     "orthogonalize",
     "orthogonalize_",

@@ -105,7 +105,7 @@ _TABLE: dict[str, tuple[Backend, ...]] = {
         Backend(op, "triton", _can_use_triton),
         Backend(op, "reference", _can_use_reference),
     )
-    for op in ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain")
+    for op in ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain", "mixed_bn")
 }
 _TABLE["orthogonalize"] = (
     Backend("orthogonalize", "cpu", _can_use_cpu_orthogonalize),

@@ -110,6 +110,54 @@ def check_inverted_residual(
         )
 
 
+def check_mixed_bn(
+    xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool], eps: float
+) -> tuple[list[Tensor], list[bool]]:
+    """The tensors and flags of `nasfast.ops.mixed_bn`, checked.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    op = "mixed_bn"
+    xs, normalize = _list_of_tensors(op, "xs", xs), [bool(flag) for flag in normalize]
+    if not xs:
+        raise ValueError(f"{op}: needs at least one tensor, got none")
+    first = xs[0]
+    for i, x in enumerate(xs):
+        where = f"{op}: xs[{i}]"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{where} must be a tensor, got {type(x).__name__}")
+        if i == 0:
+            _check_input(op, x, "xs[0]")
+        if x.shape != first.shape:
+            raise ValueError(f"{where} must have the shape of xs[0], {tuple(first.shape)}, got {tuple(x.shape)}")
+        if x.dtype != first.dtype:
+            raise TypeError(f"{where} must have the type of xs[0], {first.dtype}, got {x.dtype}; convert one of them")
+        if x.device != first.device:
+            raise ValueError(f"{where} must be on {first.device} like xs[0], got {x.device}")
+    if len(normalize) != len(xs):
+        raise ValueError(f"{op}: normalize must be one flag per tensor, {len(xs)}, got {len(normalize)}")
+    if gates.shape != (len(xs),):
+        raise ValueError(f"{op}: gates must be one per tensor, shape ({len(xs)},), got {tuple(gates.shape)}")
+    if gates.dtype != torch.float32 and not (gates.dtype == first.dtype == torch.float64):
+        raise TypeError(
+            f"{op}: gates must be float32 (float64 only with float64 xs), got {gates.dtype}; "
+            "convert them with gates.float()"
+        )
+    if gates.device != first.device:
+        raise ValueError(f"{op}: gates must be on {first.device} like xs[0], got {gates.device}")
+    if not eps > 0:
+        raise ValueError(f"{op}: eps must be positive, got {eps}")
+    count = first.numel() // max(1, first.shape[1])
+    if any(normalize) and count <= 1:
+        what = "a single value per channel" if count else "an empty batch"
+        raise ValueError(
+            f"{op}: cannot take batch statistics of {what} (shape {tuple(first.shape)}); use a larger batch, or "
+            "normalize=False"
+        )
+    return xs, normalize
+
+
 def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
     """The entries of `nasfast.ops.orthogonalize`, checked.
 
@@ -243,12 +291,12 @@ def _check_unit(
     return shape
 
 
-def _check_input(op: str, x: Tensor) -> None:
+def _check_input(op: str, x: Tensor, name: str = "x") -> None:
     if x.ndim != 4:
-        raise ValueError(f"{op}: x must be 4-d (N, C, H, W), got shape {tuple(x.shape)}")
+        raise ValueError(f"{op}: {name} must be 4-d (N, C, H, W), got shape {tuple(x.shape)}")
     if x.dtype not in _ACTIVATION_DTYPES:
         raise TypeError(
-            f"{op}: x must be float32, bfloat16, float16 or float64, got {x.dtype}; convert it with x.float()"
+            f"{op}: {name} must be float32, bfloat16, float16 or float64, got {x.dtype}; convert it with {name}.float()"
         )
 
 

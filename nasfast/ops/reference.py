@@ -89,6 +89,29 @@ def bn_act(
     return (y + residual).to(torch.promote_types(x.dtype, residual.dtype))
 
 
+def mixed_bn(xs: Sequence[Tensor], gates: Tensor, *, normalize: Sequence[bool], eps: float = 1e-5) -> Tensor:
+    """Normalise each channel of each tensor, or not, scale the tensors by their gates, and add them.
+
+    y[n,c,h,w] = sum_k gates[k] * (normalize[k] ? (x_k[n,c,h,w] - mean_k[c]) / sqrt(var_k[c] + eps) : x_k[n,c,h,w])
+
+    mean and var (biased) are those of the batch.
+
+    Args:
+        xs: at least one, (N, C, H, W), any floating type.
+        gates: (len(xs),).
+        normalize: one flag per tensor.
+
+    Returns:
+        (N, C, H, W).
+    """
+    dtype = torch.promote_types(xs[0].dtype, torch.float32)
+    terms = []
+    for x, gate, normal in zip(xs, gates.to(dtype).unbind(), normalize, strict=True):
+        x = x.to(dtype)
+        terms.append(gate * (F.batch_norm(x, None, None, None, None, True, 0.0, eps) if normal else x))
+    return sum(terms[1:], terms[0]).to(xs[0].dtype)
+
+
 @torch.no_grad()
 def _copy_back(given: Tensor | None, moved: Tensor | None) -> None:
     if given is not moved:

@@ -26,9 +26,12 @@ def _available() -> list[str]:
 
 
 def _define_triton() -> None:
-    from nasfast.ops import bn_triton, conv_triton
+    from nasfast.ops import bn_triton, conv_triton, mixed_triton
 
-    launchers = bn_triton.bn_act_fwd, bn_triton.bn_act_bwd, conv_triton.conv_bn_act_fwd, conv_triton.conv_bn_act_bwd
+    launchers = (
+        bn_triton.bn_act_fwd, bn_triton.bn_act_bwd, conv_triton.conv_bn_act_fwd, conv_triton.conv_bn_act_bwd,
+        mixed_triton.mixed_bn_fwd, mixed_triton.mixed_bn_bwd,
+    )  # fmt: skip
     for launcher in launchers:
         name = f"{_NAMESPACES['triton']}::{launcher.__name__}"
         torch.library.define(name, torch.library.infer_schema(launcher, mutates_args=()))

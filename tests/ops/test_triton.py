@@ -11,6 +11,11 @@ from cases import CASES as BN_CASES
 from cases import ChainCase, Drawn, exact_chain, run_chain
 from test_bn_act import outputs_and_grads, rstd, widened
 from test_conv_bn_act_chain import ACTS, BFLOAT16_CASES, CHAINS, DEPTHWISE, POINTWISE, eager_autocast, relative_errors
+from test_mixed_bn import CASES as MIXED_CASES
+from test_mixed_bn import EPS as MIXED_EPS
+from test_mixed_bn import MixedCase
+from test_mixed_bn import check_case as check_mixed
+from test_mixed_bn import outputs_and_grads as mixed_outputs
 from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
 
 from nasfast import ops
@@ -133,6 +138,33 @@ def test_bn_act_matches_float64_reference(case, act, training):
         assert_close(name, tensor.cpu(), want[name], floor=floor if name.startswith("d") else 0.0)
 
 
+MIXED = [
+    case
+    for case in [*MIXED_CASES, MixedCase((2, 6, 9, 7), "nxn", dtype=torch.float16)]
+    if DEVICE == "cuda" or case.shape[0] * case.shape[2] * case.shape[3] <= 1000
+]
+
+
+@pytest.mark.parametrize("case", MIXED, ids=str)
+def test_mixed_bn_matches_float64_reference(case):
+    check_mixed(case, "triton", DEVICE)
+
+
+@pytest.mark.parametrize("wanted", ["nnnn", "xnnx", "nxnx", "xxxn", "xxnx"])
+def test_mixed_bn_computes_only_wanted_gradients(wanted):
+    # runs of consecutive tensors are one launch
+    case = MixedCase((2, 6, 5, 4), "nnnxnnnnnnnnnnxxnn")
+    xs, gates, grad = case.draw(DEVICE)
+    want = mixed_outputs(partial(ops.mixed_bn, backend="triton"), xs, gates, grad, case.normalize)
+    leaves = {"dgates": gates.requires_grad_(wanted[0] == "n")}
+    for k, x in enumerate(xs):
+        leaves[f"dx{k}"] = x.requires_grad_(wanted[1 + k % 3] == "n")
+    ops.mixed_bn(xs, gates, normalize=case.normalize, eps=MIXED_EPS, backend="triton").backward(grad)
+    for name, leaf in leaves.items():
+        assert (leaf.grad is not None) == leaf.requires_grad
+        assert leaf.grad is None or torch.equal(leaf.grad, want[name]), name
+
+
 def test_what_is_not_finite_stays_where_the_stencil_reaches():
     drawn = ChainCase((2, 4, 6, 6), "dw3/identity!").draw_once()
     drawn.x[0, :, 0, 0] = torch.inf
@@ -144,6 +176,10 @@ def test_what_is_not_finite_stays_where_the_stencil_reaches():
 def test_two_runs_are_equal_bit_for_bit():
     case = ChainCase((3, 8, 5, 5), "pw24 dw3 pw8/identity", "x")
     first, second = (run(case, case.draw_once()) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    mixed = MixedCase((2, 16, 9, 7), "nnnnx")
+    run_mixed = partial(mixed_outputs, partial(ops.mixed_bn, backend="triton"))
+    first, second = (run_mixed(*mixed.draw(DEVICE), mixed.normalize) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -175,6 +211,10 @@ def test_works_under_no_grad_autocast_and_compile():
         lambda x: triton_chain(x, drawn.stages, residual=x) * 2, backend="aot_eager", fullgraph=True
     )
     torch.testing.assert_close(compiled(drawn.x), 2 * want)
+    xs, gates, _ = MixedCase((2, 6, 5, 4), "nx").draw(DEVICE)
+    mixed = partial(ops.mixed_bn, normalize=[True, False], backend="triton")
+    compiled = torch.compile(lambda *xs: mixed(xs, gates), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*xs), mixed(xs, gates))
 
 
 def test_operators_pass_opcheck():
@@ -195,6 +235,15 @@ def test_operators_pass_opcheck():
         torch.ops.nasfast_triton.bn_act_fwd.default,
         (y, gammas[0][:5].detach(), betas[0][:5].detach(), None, None, None, 1e-5, "relu6"),
     )
+    xs, gates, grad = MixedCase((2, 6, 4, 3), "nxn").draw(DEVICE)
+    flags = [True, False, True]
+    statistics = torch.ops.nasfast_triton.mixed_bn_fwd(xs, gates, flags, 1e-5)[1]
+    for wants in ([True] * 4, [False, True, False, False]):
+        torch.library.opcheck(
+            torch.ops.nasfast_triton.mixed_bn_bwd.default, (grad, xs, gates, statistics, flags, 1e-5, wants)
+        )
+    leaves = [x.requires_grad_() for x in xs]
+    torch.library.opcheck(torch.ops.nasfast_triton.mixed_bn_fwd.default, (leaves, gates.requires_grad_(), flags, 1e-5))
 
 
 def all_configs():
@@ -213,12 +262,19 @@ def test_every_configuration_gives_the_result_of_the_default(family, name, monke
         case = ChainCase((1, 16, 9, 10), "pw40/relu6 dw5s2/relu6", dtype=dtype)
         request.getfixturevalue("in_one_pass")
     drawn = case.draw_once()
-    want = run(case, drawn)
+
+    def results():
+        if family == "mixed":
+            mixed = MixedCase((2, 24, 9, 7), "nnx")
+            return mixed_outputs(partial(ops.mixed_bn, backend="triton"), *mixed.draw(DEVICE), mixed.normalize)
+        return run(case, drawn)
+
+    want = results()
     configs = tuning.FAMILIES[family]
     monkeypatch.setitem(tuning.FAMILIES, family, {name: configs[name], **configs})
     used = []
     monkeypatch.setattr(tuning, "run", functools.partial(_recording, used, tuning.run))
-    got = run(case, drawn)
+    got = results()
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2}[dtype]
     for tensor, expected in zip(got.values(), want.values(), strict=True):
         torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,100 @@
+"""mixed_bn: the sum of gated, normalised tensors, a node of a mixed cell; fake and autograd of the native kernels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import checks, reference
+from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.backends import resolve_backend
+from nasfast.ops.registry import operators, register
+
+
+def mixed_bn(
+    xs: Sequence[Tensor],
+    gates: Tensor,
+    *,
+    normalize: Sequence[bool],
+    eps: float = 1e-5,
+    backend: str | None = None,
+) -> Tensor:
+    """Normalise each channel of each tensor, or not, scale the tensors by their gates, and add them.
+
+    y[n,c,h,w] = sum_k gates[k] * xhat_k[n,c,h,w]
+    xhat_k[n,c,h,w] = (x_k[n,c,h,w] - mean_k[c]) / sqrt(var_k[c] + eps) where normalize[k], else x_k[n,c,h,w]
+
+    mean and var (biased) are those of the batch: BatchNorm without parameters and running statistics. The gradient of
+    gates[k] is <dL/dy, xhat_k>, the cost of one operation of a mixed edge; it is right for gates of 0 too.
+    The native backends save only xs and gates for backward, with two numbers per channel of each normalised tensor, and
+    nothing when no gradient is asked for; they have no second derivatives, the reference has.
+
+    Args:
+        xs: at least one, (N, C, H, W), of one shape, type and device; channels_last (others are copied); float32 or
+            bfloat16, and float16 or float64 on the reference. An entry may come several times.
+        gates: (len(xs),), float32 (float64 allowed with float64 xs); any value.
+        normalize: one flag per tensor.
+        eps: added to the variances, positive.
+        backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
+
+    Returns:
+        (N, C, H, W), of the type of xs; channels_last from the native backends.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; with a flag set also an empty batch or one value per channel.
+        RuntimeError: the named backend cannot serve.
+    """
+    xs, normalize = checks.check_mixed_bn(xs, gates, normalize, eps)
+    name = resolve_backend("mixed_bn", xs[0], backend).name
+    if name == "reference":
+        return reference.mixed_bn(xs, gates, normalize=normalize, eps=eps)
+    xs = [x.contiguous(memory_format=torch.channels_last) for x in xs]
+    y, _ = operators(name).mixed_bn_fwd(xs, gates.contiguous(), normalize, eps)
+    return y
+
+
+def _fwd_fake(backend, xs, gates, normalize, eps):
+    check_device(*xs, gates)
+    return torch.empty_like(xs[0]), gates.new_empty(2 * sum(normalize) * xs[0].shape[1], dtype=torch.float64)
+
+
+def _bwd_fake(grad, xs, gates, statistics, normalize, eps, wants):
+    check_device(grad, *xs, gates, statistics)
+    *want_xs, want_gates = wants
+    dxs = [torch.empty_like(x) if want else x.new_empty(0) for x, want in zip(xs, want_xs, strict=True)]
+    return dxs, gates.new_empty(len(xs) if want_gates else 0)
+
+
+def _setup_context(ctx, inputs, output):
+    xs, gates, ctx.normalize, ctx.eps = inputs
+    _, statistics = output
+    ctx.mark_non_differentiable(statistics)
+    ctx.set_materialize_grads(False)
+    # flat here: those of the tensors, then of the gates
+    if any(ctx.needs_input_grad[: len(xs) + 1]):
+        ctx.save_for_backward(gates, statistics, *xs)
+
+
+def _backward(backward_operator, ctx, grad, grad_statistics):
+    want_xs, want_gates = ctx.needs_input_grad[:2]
+    dxs, dgates = [None] * len(want_xs), None
+    if grad is not None and (want_gates or any(want_xs)):
+        gates, statistics, *xs = ctx.saved_tensors
+        dxs, dgates = backward_operator(
+            grad.contiguous(memory_format=torch.channels_last),
+            xs, gates, statistics, ctx.normalize, ctx.eps, [*want_xs, want_gates],
+        )  # fmt: skip
+        dxs = [dx if want else None for dx, want in zip(dxs, want_xs, strict=True)]
+        dgates = dgates if want_gates else None
+        if torch.is_grad_enabled():  # only under create_graph
+            dgates, *dxs = refuse_second_derivatives("mixed_bn", dgates, *dxs)
+    return dxs, dgates, None, None
+
+
+register(
+    "mixed_bn",
+    forward_fake=_fwd_fake,
+    backward_fake=_bwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

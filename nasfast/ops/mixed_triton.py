@@ -1,0 +1,173 @@
+"""Launchers of the Triton kernels of mixed_bn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nasfast._triton import mixed
+from nasfast._triton.configs import TOGETHER, Config
+from nasfast.ops import tuning
+from nasfast.ops.bn_triton import backward_finalize, cdiv, finalize, on_device_of, options
+
+
+def _runs(wanted: Sequence[bool]) -> Iterator[range]:
+    """The places wanted, as runs of consecutive ones of at most TOGETHER."""
+    begin = 0
+    for place in range(len(wanted) + 1):
+        ends = place == len(wanted) or not wanted[place]
+        if ends or place - begin == TOGETHER:
+            if place > begin:
+                yield range(begin, place)
+            begin = place + 1 if ends else place
+
+
+class _Part:
+    """The tensors of one call that are normalised, or those that are not.
+
+    Attributes:
+        places: in the call.
+        xs, gates: of those places.
+    """
+
+    def __init__(self, xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool], normalized: bool) -> None:
+        self.normalized = normalized
+        self.places = [k for k, flag in enumerate(normalize) if flag == normalized]
+        self.xs = [xs[k] for k in self.places]
+        self.gates = gates if len(self.xs) == len(xs) else torch.stack([gates[k] for k in self.places] or [gates[0]])
+        self.channels = xs[0].shape[1]
+        self.rows = xs[0].numel() // max(1, self.channels)
+        # replaced by BatchNorm's numbers where there are any
+        self.fold = self.gates
+
+    def grid(self, config: Config) -> tuple[int, int]:
+        return cdiv(self.rows, config.tile["ROWS"]), cdiv(self.channels, config.tile["CHANNELS"])
+
+    def sizes(self) -> tuple[int, int, int]:
+        """R, C, COUNT."""
+        return self.rows, self.channels, len(self.xs)
+
+    def shape(self) -> tuple[str, int, int, int]:
+        """What the best configuration may depend on."""
+        return str(self.xs[0].dtype), *self.sizes()
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of BatchNorm, (COUNT * C,) each."""
+        weight = self.gates[:, None].repeat(1, self.channels).view(-1)
+        return weight, torch.zeros_like(weight)
+
+    def measure(self) -> Tensor:
+        """Partial statistics (programs, 4, COUNT * C)."""
+        x = self.xs[0]
+
+        def launch(config: Config) -> Tensor:
+            grid = self.grid(config)
+            partial = x.new_empty((grid[0], 4, len(self.xs) * self.channels), dtype=torch.float32)
+            for run in _runs([True] * len(self.xs)):
+                mixed.mixed_bn_statistics_kernel[grid](
+                    tuple(self.xs[run.start : run.stop]), run.start, partial, *self.sizes(), **options(config)
+                )
+            return partial
+
+        return tuning.run("mixed", "mixed_bn_statistics", self.shape(), x.device, launch)
+
+    def reduce(self, grad: Tensor, wanted: Sequence[bool]) -> Tensor:
+        """Partial sums (programs, 2, COUNT * C) of grad and grad * (x - center), only those wanted."""
+
+        def launch(config: Config) -> Tensor:
+            grid = self.grid(config)
+            partial = grad.new_empty((grid[0], 2, len(self.xs) * self.channels), dtype=torch.float32)
+            for run in _runs(wanted):
+                mixed.mixed_bn_reduce_kernel[grid](
+                    grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, partial, *self.sizes(),
+                    NORMALIZE=self.normalized, **options(config),
+                )  # fmt: skip
+            return partial
+
+        return tuning.run("mixed", "mixed_bn_reduce", self.shape(), grad.device, launch)
+
+    def backward(self, grad: Tensor, dxs: Sequence[Tensor | None]) -> None:
+        """Fill the dxs that are there."""
+
+        def launch(config: Config) -> None:
+            for run in _runs([dx is not None for dx in dxs]):
+                mixed.mixed_bn_backward_kernel[self.grid(config)](
+                    grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, self.gates,
+                    tuple(dxs[run.start : run.stop]), *self.sizes(), NORMALIZE=self.normalized, **options(config),
+                )  # fmt: skip
+
+        if self.xs:
+            tuning.run("mixed", "mixed_bn_backward", self.shape(), grad.device, launch)
+
+
+def _add(parts: Sequence[_Part], y: Tensor) -> None:
+    """y = the sum of all gated tensors."""
+    launches = [(part, run) for part in parts for run in _runs([True] * len(part.xs))]
+    between = y if len(launches) == 1 else torch.empty_like(y, dtype=torch.float32)
+
+    def launch(config: Config) -> None:
+        for i, (part, run) in enumerate(launches):
+            mixed.mixed_bn_kernel[part.grid(config)](
+                tuple(part.xs[run.start : run.stop]), run.start, part.fold, part.gates,
+                between, y if i == len(launches) - 1 else between, *part.sizes(),
+                NORMALIZE=part.normalized, FIRST=i == 0, **options(config),
+            )  # fmt: skip
+
+    shape = (str(y.dtype), *parts[0].sizes()[:2], sum(len(part.xs) for part in parts))
+    tuning.run("mixed", "mixed_bn", shape, y.device, launch)
+
+
+# ---- the operators of the registry: schemas as in csrc/library.cpp
+
+
+def mixed_bn_fwd(xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool], eps: float) -> tuple[Tensor, Tensor]:
+    """y, statistics; see csrc/library.cpp. Here statistics are [2][tensor][channel]."""
+    y = torch.empty_like(xs[0])
+    parts = [_Part(xs, gates, normalize, flag) for flag in (True, False)]
+    measured = parts[0]
+    columns = len(measured.xs) * measured.channels
+    statistics = torch.empty(2 * columns, dtype=torch.float64, device=y.device)
+    if y.numel():
+        with on_device_of(y):
+            if measured.xs:
+                measured.fold = finalize(statistics, *measured.weights(), eps, partial=measured.measure())
+            _add(parts, y)
+    return y, statistics
+
+
+def mixed_bn_bwd(
+    grad: Tensor,
+    xs: Sequence[Tensor],
+    gates: Tensor,
+    statistics: Tensor,
+    normalize: Sequence[bool],
+    eps: float,
+    wants: Sequence[bool],
+) -> tuple[list[Tensor], Tensor]:
+    """dxs, dgates; see csrc/library.cpp."""
+    *want_xs, want_gates = wants
+    dxs = [torch.empty_like(x) if want else x.new_empty(0) for x, want in zip(xs, want_xs, strict=True)]
+    costs = dict.fromkeys(range(len(xs)), gates.new_zeros(()))
+    if grad.numel():
+        with on_device_of(grad):
+            for normalized in (True, False):
+                part = _Part(xs, gates, normalize, normalized)
+                in_sums = [want_gates or (normalized and want_xs[k]) for k in part.places]
+                sums = None
+                if normalized and part.xs:
+                    weight, bias = part.weights()
+                    part.fold = finalize(statistics, weight, bias, eps)
+                    if any(in_sums):
+                        sums, _ = backward_finalize(
+                            part.reduce(grad, in_sums), statistics, weight, eps, part.fold, part.rows,
+                            batch_statistics=True, want_weight=want_gates, want_bias=False,
+                        )  # fmt: skip
+                elif any(in_sums):
+                    sums = part.reduce(grad, in_sums)[:, 1].sum(0, dtype=torch.float64)
+                if want_gates and sums is not None:
+                    cost = sums.view(len(part.xs), part.channels).sum(1, dtype=torch.float64).to(gates.dtype)
+                    costs |= zip(part.places, cost, strict=True)
+                part.backward(grad, [dxs[k] if want_xs[k] else None for k in part.places])
+    return dxs, torch.stack(list(costs.values())) if want_gates else gates.new_empty(0)
