@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from nasfast.config import ConfigBase, ConfigError, difference
+from nasfast.cells import CellSpace, space_kind
+from nasfast.config import ConfigBase, ConfigError, difference, load_yaml
 from nasfast.data import DataConfig, Loader, make_loaders
 from nasfast.device import check_device, torch_device
 from nasfast.distributed import SINGLE, World
@@ -42,7 +43,7 @@ from nasfast.search import (
     run_search,
     save_candidates,
 )
-from nasfast.spaces import SearchSpace, get_space
+from nasfast.spaces import SearchSpace, get_space, load_arch
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
@@ -165,6 +166,16 @@ def _saved_space(cfg: RunConfig) -> SearchSpace:
         return SearchSpace.load(path)
     except ConfigError as error:
         raise ConfigError(f"{error}: `nasfast supernet --resume --out {cfg.out}` writes it again") from error
+
+
+def _space_of_cells(cfg: RunConfig) -> CellSpace | None:
+    """The space of a run directory that a search of cells wrote; None of any other."""
+    path = cfg.run_dir / SPACE_FILE
+    try:
+        form = load_yaml(path)
+    except ConfigError:
+        return None  # `_saved_space` says why it cannot be read
+    return CellSpace.load(path) if space_kind(form) is CellSpace else None
 
 
 def _alone(*, create: bool) -> Callable[[Stage], Stage]:
@@ -378,6 +389,9 @@ def search(cfg: RunConfig) -> list[Candidate]:
 def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> dict[str, RetrainResult]:
     """Retrain the best architectures, and a random one of equal cost if asked; writes retrain/NAME/.
 
+    Where a search of cells wrote space.yaml and arch_NAME.json, each of those architectures is retrained under its name
+    (`argmax`, `darts`); `retrain.top_k` and `retrain.random_baseline` are of no use there.
+
     Args:
         resume: continue each from its newest good checkpoint; so does a run that torchrun began and started again.
         world: the ranks that do it, together or side by side (`cfg.retrain.parallel`). Rank 0 alone reads the run
@@ -392,7 +406,8 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
     """
     found = _chosen(cfg) if world.is_main else None
     form = json.loads(world.broadcast(json.dumps(found).encode()))
-    space, chosen = SearchSpace.from_dict(form["space"]), {n: tuple(a) for n, a in form["chosen"].items()}
+    space = space_kind(form["space"]).from_dict(form["space"])
+    chosen = {n: tuple(a) for n, a in form["chosen"].items()}
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
     train, val = _loaders(cfg, space, hold_out=False, world=team)
@@ -401,7 +416,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
             f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}"
         )
     net = None
-    if cfg.retrain.init == "inherit":
+    if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
         world.send(net.state_dict().values())
@@ -424,6 +439,12 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
 def _chosen(cfg: RunConfig) -> dict[str, Any]:
     """What to retrain, as JSON: the space, and architectures by name."""
     _check_same_run(cfg)
+    if (of_cells := _space_of_cells(cfg)) is not None:
+        paths = sorted(cfg.run_dir.glob("arch_*.json"))
+        if not paths:
+            raise FileNotFoundError(f"no arch_NAME.json in {cfg.run_dir}: a search of cells writes them at its end")
+        archs = {path.stem.removeprefix("arch_"): load_arch(path, of_cells) for path in paths}
+        return {"space": of_cells.to_dict(), "chosen": archs}
     space, path = _saved_space(cfg), cfg.run_dir / ARCHS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")

@@ -46,8 +46,8 @@ _METHODS = {"darts": "DARTS", "snas": "SNAS", "dsnas": "DSNAS", "proxyless": "Pr
 
 _EXPLANATION = (
     "C is the local cost <dL/dX, X> of what an operation, edge or cell puts out; of the last cell it is L - H, "
-    "loss minus entropy of the predictions. A positive cost pushes an edge towards None, whose cost is 0; a negative one "
-    "away from it. q is the probability of None."
+    "loss minus entropy of the predictions. A positive cost pushes an edge towards None, whose cost is 0, a negative "
+    "one away from it. q is the probability of None."
 )
 
 

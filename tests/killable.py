@@ -16,11 +16,14 @@ import time
 import traceback
 from pathlib import Path
 
+import numpy as np
 import torch
 from tiny import tiny_space, write_folder
 
 import nasfast.train.checkpoint as checkpoint_module
 import nasfast.train.loop as loop_module
+from nasfast.cells import CellSpace, minimal_cell
+from nasfast.cells.search import CellSearchConfig, search_cells
 from nasfast.data import DataConfig, FolderSource, Loader, make_loader
 from nasfast.retrain import RetrainConfig, retrain
 from nasfast.spaces import FairSampler
@@ -36,11 +39,11 @@ SETTINGS = TrainConfig(epochs=3, lr=0.3, checkpoint_every=4, log_every=3, keep_c
 ARCH = (1, 0, 2, 1)
 
 
-def loader(images: Path) -> Loader:
+def loader(images: Path, *, batch_size: int = 8) -> Loader:
     """40 images of 4 classes, shuffled and augmented; made when absent."""
     if not images.exists():
         write_folder(images, dict.fromkeys("abcd", 10), side=16)
-    cfg = DataConfig(augment="cifar", batch_size=8, workers=0, loader="torchvision")
+    cfg = DataConfig(augment="cifar", batch_size=batch_size, workers=0, loader="torchvision")
     return make_loader(cfg, FolderSource(images), train=True, resolution=16, seed=1)
 
 
@@ -60,7 +63,18 @@ def retrain_stage(out: Path, images: Path, *, resume: bool, settings: TrainConfi
     return out / "retrain" / "best" / "model.safetensors"
 
 
-STAGES = {"supernet": supernet_stage, "retrain": retrain_stage}
+def cells_stage(out: Path, images: Path, *, resume: bool, settings: TrainConfig = SETTINGS) -> Path:
+    """The final checkpoint of a search of cells, with held-out batches of another number, and record.npz."""
+    torch.manual_seed(0)
+    space = CellSpace("tiny", minimal_cell(), cells=1, channels=2, num_classes=4, resolution=16)
+    cfg = CellSearchConfig(method="proxyless", bilevel=True, alpha_lr=0.05, records=4)
+    train, held_out = loader(images), loader(images, batch_size=12)
+    found = search_cells(space, train, cfg, settings, held_out=held_out, run_dir=out, resume=resume, fused=False)
+    np.savez(out / "record.npz", **found.arrays())
+    return max((out / "checkpoints").iterdir())
+
+
+STAGES = {"supernet": supernet_stage, "retrain": retrain_stage, "cells": cells_stage}
 
 
 def die() -> None:

@@ -16,6 +16,7 @@ from nasfast.cells.space import (
     nas_bench_201_space,
     read_space,
     simplified_cell,
+    space_kind,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "nas_bench_201_space",
     "read_space",
     "simplified_cell",
+    "space_kind",
 ]

@@ -71,8 +71,8 @@ class CellModule(nn.Module):
             inputs: outputs of earlier cells, the older one first.
             gates: (edges, ops) factors of the operations' outputs; None for 1.
             runs: per edge, the columns that are computed.
-            measures: per edge, columns that do not run and whose local cost backward writes to `measured`, one at a time
-                and keeping nothing for it.
+            measures: per edge, columns that do not run and whose local cost backward writes to `measured`, one at a
+                time and keeping nothing for it.
             measured: (edges, ops).
         """
         states, shared = self.prepare(inputs), {}
@@ -86,8 +86,12 @@ class CellModule(nn.Module):
                         key = source, self.strides[e], k
                         terms.append((e, k, *self._term(operation, states[source], key, shared)))
             total = self._sum(terms, gates) if terms else self._zeros(states, node)
-            if measured is not None and total.requires_grad:
-                total.register_hook(partial(self._measure, node, states, measures, measured))
+            if measured is not None and not terms and any(measures[e] for e in self.cell.into(node)):
+                # backward comes by only where a gate has a part in it
+                total = total * gates[0, 0]
+            if measured is not None and total.requires_grad and any(measures[e] for e in self.cell.into(node)):
+                # a copy of the list: one that got `total` too would keep it, and the graph, alive for ever
+                total.register_hook(partial(self._measure, node, list(states), measures, measured))
             states.append(total)
         outputs = [states[i] for i in self.cell.outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), states
@@ -205,8 +209,8 @@ class _Skeleton(nn.Module):
 class CellSupernet(_Skeleton):
     """Every candidate of every edge of every cell; gates say how they are mixed.
 
-    Norms use the statistics of the batch in training and evaluation alike and keep no running ones, because those of one
-    mixture say nothing about another.
+    Norms use the statistics of the batch in training and evaluation alike and keep no running ones, because those of
+    one mixture say nothing about another.
 
     Args:
         space: what to build.

@@ -84,7 +84,7 @@ class AvgPool3x3(nn.Module):
 
 
 class FactorizedReduce(nn.Module):
-    """Halves a map without losing every other pixel: strided 1x1 convolutions of x and of x shifted by a pixel, joined."""
+    """Halves a map and reads all of it: strided 1x1 convolutions of x and of x shifted by a pixel, joined."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()

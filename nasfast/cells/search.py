@@ -28,6 +28,8 @@ from nasfast.train.loop import train
 TRAIN, SEARCH = 0, 1
 """Index of the batch that weights learn from, and of the held-out one, in what is recorded."""
 
+_MAX_DRAWS = 1000
+
 
 @dataclass(frozen=True)
 class CellSearchConfig(ConfigBase):
@@ -390,7 +392,8 @@ def monte_carlo(
         draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
         gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
         predicted = net(x, gates, draw.runs)
-        (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates)
+        # zeros, if every edge has drawn the operation none
+        (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
         table.add(cost, draw.gates[of_type] > 0)
         outputs += grouped_costs(predicted, y)
     return table, outputs
@@ -407,12 +410,20 @@ def uniform_logits(space: CellSpace) -> Tensor:
 def draw_gates(
     space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = 0
 ) -> Draw:
-    """The gates of a step, from (seed, step, purpose) alone."""
+    """The gates of a step, from (seed, step, purpose) alone.
+
+    Raises:
+        RuntimeError: `cfg.redraw`, and hardly any draw lets something into every output node.
+    """
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, 2, step, purpose))
-    while True:
+    for _ in range(_MAX_DRAWS):
         draw = cfg.estimator.draw(logits, generator, progress)
         if not cfg.redraw or reaches_outputs(space, draw.runs):
             return draw
+    raise RuntimeError(
+        f"redraw: in {_MAX_DRAWS} draws some output node had no operation but None; the architecture has collapsed, or "
+        "the cell has no such operation: search without redraw"
+    )
 
 
 def reaches_outputs(space: CellSpace, runs: Columns) -> bool:
@@ -488,7 +499,7 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax"
         space: of the cells.
         logits: (types, edges, ops), as in `CellSearchResult`.
         rule: `argmax`: the most probable candidate of every edge, None included (SNAS, DSNAS, ProxylessNAS); `darts`:
-            the most probable but None, on the two edges into every node where it is most probable, and None on the others.
+            the most probable but None on the two edges into every node where that is most probable, None on the others.
 
     Raises:
         ValueError: unknown rule, or edges that have no None to be dropped to.

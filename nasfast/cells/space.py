@@ -1,16 +1,16 @@
-"""Cell search spaces as data: a DAG whose edges have candidate operations, and the network it is repeated in. No torch."""
+"""Cell search spaces as data: a DAG whose edges have candidates, and the network it is repeated in. No torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nasfast.cells.costs import OPERATIONS, factorized_reduce_cost, operation_cost
 from nasfast.config import ConfigBase, load_yaml, nearest
@@ -166,9 +166,9 @@ CELLS = {
 class CellSpace(ConfigBase):
     """A network of equal cells; its fields are also the keys of its YAML form.
 
-    Stem (3 x 3 convolution and norm), cells, global average pooling, classifier. Where a cell has two inputs, both of the
-    first cell's are the stem's output. An `Arch` has one value per edge, an index into `ops`: first those of the normal
-    cell, then, where there are reduction cells, those of the reduction cell.
+    Stem (3 x 3 convolution and norm), cells, global average pooling, classifier. Where a cell has two inputs, both of
+    the first cell's are the stem's output. An `Arch` has one value per edge, an index into `ops`: first those of the
+    normal cell, then, where there are reduction cells, those of the reduction cell.
 
     Attributes:
         name: shown in files and errors.
@@ -179,7 +179,7 @@ class CellSpace(ConfigBase):
         reduce_by: `cell`: in those cells edges from input nodes have stride 2, and their architecture is their own;
             `conv`: before them stands a convolution 3 x 3 of stride 2, and all cells are of one architecture.
         stem_multiplier: channels of the stem over `channels`.
-        preprocess: inputs of cells pass a convolution 1 x 1 to the cell's channels; otherwise they are taken as they are.
+        preprocess: inputs of cells pass a convolution 1 x 1 to the cell's channels; otherwise they are taken as is.
         head: whether norm and ReLU stand before the pooling.
         affine: whether the norms of operations and preprocessing have scale and shift in the search.
         pool_norm: whether pooling operations end in a norm.
@@ -226,6 +226,8 @@ class CellSpace(ConfigBase):
                 raise ValueError(f"{where}: without preprocessing cells need one input, one output, stem_multiplier 1")
             if self.reductions and self.reduce_by == "cell":
                 raise ValueError(f"{where}: without preprocessing channels change by reduce_by='conv' alone")
+        elif self.reductions and self.reduce_by == "conv":
+            raise ValueError(f"{where}: reduce_by='conv' needs preprocess=False: its convolution doubles the channels")
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
@@ -381,7 +383,7 @@ def darts_space(
 def nas_bench_201_space(
     *, cells: int = 15, channels: int = 16, num_classes: int = 10, resolution: int = 32
 ) -> CellSpace:
-    """NAS-Bench-201's cells in three stages; between stages stands a strided convolution instead of a residual block."""
+    """NAS-Bench-201's cells in three stages, with a strided convolution between them instead of a residual block."""
     at = tuple(sorted({cells // 3, 2 * cells // 3} - {0}))
     return CellSpace(
         name="nas_bench_201", cell=nas_bench_201_cell(), cells=cells, channels=channels, reductions=at,
@@ -390,10 +392,15 @@ def nas_bench_201_space(
     )  # fmt: skip
 
 
+def space_kind(form: Mapping[str, Any]) -> type[SearchSpace] | type[CellSpace]:
+    """The class of a space by its written form; one of cells has the key `cell`."""
+    return CellSpace if "cell" in form else SearchSpace
+
+
 def read_space(path: str | Path) -> SearchSpace | CellSpace:
-    """Read a space of either kind from its YAML form; one of cells has the key `cell`.
+    """Read a space of either kind from its YAML form.
 
     Raises:
         ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
     """
-    return (CellSpace if "cell" in load_yaml(path) else SearchSpace).load(path)
+    return space_kind(load_yaml(path)).load(path)

@@ -18,7 +18,7 @@ from nasfast.distributed import SINGLE, World
 from nasfast.files import write_atomic
 from nasfast.lock import run_lock
 from nasfast.retrain.export import MODEL_FILE, save_model
-from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch
 from nasfast.supernet import Supernet, build, inherit
 from nasfast.train import Evaluation, TrainConfig, evaluate, recalibrate_bn
 from nasfast.train.loop import train
@@ -78,7 +78,7 @@ class RetrainResult(ConfigBase):
 
 
 def retrain(
-    space: SearchSpace,
+    space: ArchSpace,
     arch: Arch,
     train_loader: object,
     val_loader: object,
@@ -96,6 +96,8 @@ def retrain(
     """Train the standalone network of `arch` and write `retrain/NAME/{model.safetensors, arch.json, result.json}`.
 
     Args:
+        space: a `SearchSpace`, or a `nasfast.cells.CellSpace`.
+        arch: one of its architectures.
         name: of the sub-folder and of the stage in metrics.
         supernet: whose weights `cfg.init == "inherit"` takes.
         activation: of the blocks; None takes the space's.
@@ -104,13 +106,15 @@ def retrain(
 
     Raises:
         ArchError: `arch` does not belong to `space`.
-        ValueError: `inherit` without a supernet.
+        ValueError: `inherit` without a supernet, or for a network of cells.
         TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated, RankError: see
             `nasfast.train.train`.
     """
     arch = space.check(arch)
     settings = cfg.train if cfg.train.lr is not None else cfg.train.replace(lr=default_lr("all"))
     if cfg.init == "inherit":
+        if not isinstance(space, SearchSpace):
+            raise ValueError("retrain.init='inherit': networks of cells begin with fresh weights, e.g. 'orthogonal'")
         if supernet is None:
             raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
         network = inherit(supernet, arch).to(device)

@@ -1,6 +1,16 @@
 """Search spaces, architectures, closed-form costs and path samplers. Imports neither torch nor the operators."""
 
-from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_from_json, arch_to_json, format_arch, load_arch, parse_arch
+from nasfast.spaces.arch import (
+    SKIP,
+    Arch,
+    ArchError,
+    ArchSpace,
+    arch_from_json,
+    arch_to_json,
+    format_arch,
+    load_arch,
+    parse_arch,
+)
 from nasfast.spaces.builders import BUILDERS, digits_mini, get_space, mobilenet_v2, nas_bench_macro, shufflenet_v2
 from nasfast.spaces.cost import Cost, block_cost
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
@@ -12,6 +22,7 @@ __all__ = [
     "SKIP",
     "Arch",
     "ArchError",
+    "ArchSpace",
     "Block",
     "Cost",
     "FairSampler",

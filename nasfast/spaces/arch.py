@@ -6,10 +6,10 @@ import json
 import operator
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from nasfast.spaces.space import SearchSpace
+    from nasfast.spaces.cost import Cost
 
 Arch = tuple[int, ...]
 """One choice index per searchable layer; `SKIP` where the layer is its identity (layer-indicator) path."""
@@ -17,18 +17,32 @@ Arch = tuple[int, ...]
 SKIP = -1
 
 
+class ArchSpace(Protocol):
+    """What architectures belong to: a `SearchSpace`, or a `nasfast.cells.CellSpace`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def check(self, arch: Iterable[int]) -> Arch: ...
+
+    def cost(self, arch: Iterable[int]) -> Cost: ...
+
+
 class ArchError(ValueError):
     """An architecture that does not belong to the space; the text names the layer, the value and the legal ones."""
 
 
-def arch_to_json(arch: Arch, space: SearchSpace) -> str:
+def arch_to_json(arch: Arch, space: ArchSpace) -> str:
     """JSON form of an architecture: `{"space": name, "fingerprint": ..., "arch": [...]}`."""
     return json.dumps(
         {"space": space.name, "fingerprint": space.fingerprint, "arch": list(space.check(arch))}, indent=1
     )
 
 
-def arch_from_json(text: str, space: SearchSpace) -> Arch:
+def arch_from_json(text: str, space: ArchSpace) -> Arch:
     """Inverse of `arch_to_json`.
 
     Raises:
@@ -47,7 +61,7 @@ def arch_from_json(text: str, space: SearchSpace) -> Arch:
     return space.check(arch)
 
 
-def load_arch(path: str | Path, space: SearchSpace) -> Arch:
+def load_arch(path: str | Path, space: ArchSpace) -> Arch:
     """Read an `arch.json`.
 
     Raises:

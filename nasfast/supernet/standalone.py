@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import singledispatch
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nasfast.spaces import SKIP, Arch, SearchSpace
+from nasfast.spaces import SKIP, Arch, ArchSpace, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
 from nasfast.supernet.init import Init, InitScheme, initialize
 from nasfast.supernet.supernet import Supernet
@@ -46,11 +45,11 @@ class StandaloneNetwork(nn.Module):
 
 
 @singledispatch
-def standalone_network(space: Any, arch: Iterable[int], *, activation: str | None = None) -> nn.Module:
+def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str | None = None) -> nn.Module:
     """The standalone network of an architecture, of the class that belongs to the kind of space.
 
-    Every one has the attributes `space`, `arch`, `activation` and `classifier`, and `features(x)`, what is pooled for the
-    classifier.
+    Every one has the attributes `space`, `arch`, `activation` and `classifier`, and `features(x)`, what is pooled for
+    the classifier.
 
     Raises:
         TypeError: no search space.
@@ -65,7 +64,7 @@ def _(space: SearchSpace, arch: Iterable[int], *, activation: str | None = None)
 
 
 def build(
-    space: Any,
+    space: ArchSpace,
     arch: Iterable[int],
     *,
     activation: str | None = None,

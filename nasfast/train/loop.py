@@ -185,8 +185,8 @@ def train(
             but for those of this torchrun job, which continues them when it starts its processes again.
         device: where to train; the model is moved there in channels_last.
         world: the ranks that train together; every one begins with the model, sampler and position of rank 0.
-        engine: makes what executes the steps, from the optimiser; None takes `cfg.engine`. What such a step changes besides
-            the parameters that train must be buffers of the model, so that checkpoints have it.
+        engine: makes what executes the steps, from the optimiser; None takes `cfg.engine`. What such a step changes
+            besides the parameters that train must be buffers of the model, so that checkpoints have it.
         quiet: show nothing on the screen.
 
     Raises:

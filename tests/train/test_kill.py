@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import killable
+import numpy as np
 import pytest
 
 from nasfast.train.log import read_metrics
@@ -33,6 +34,7 @@ MOMENTS = {
         "before the model is saved",
         "between the model and its result",
     ],
+    "cells": ["in the first step", "in a step", "half-written checkpoint"],
 }
 CASES = [(stage, moment) for stage, moments in MOMENTS.items() for moment in moments]
 
@@ -78,6 +80,9 @@ def test_resumed_run_ends_with_the_same_bytes(stage, moment, broken_runs, unbrok
     assert final.read_bytes() == final_bytes
     assert checkpoints(run_dir) == checkpoints(reference)
     assert metrics(run_dir) == expected_metrics
+    if stage == "cells":
+        with np.load(run_dir / "record.npz") as one, np.load(reference / "record.npz") as other:
+            assert all(np.array_equal(one[name], other[name]) for name in (*one, *other))
     if stage == "retrain":
         one, other = (json.loads((d / "retrain/best/result.json").read_text()) for d in (run_dir, reference))
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
