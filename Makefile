@@ -41,7 +41,8 @@ sanitize: install  ## the operators' tests with AddressSanitizer and UBSan watch
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 		$(BIN)/pytest -q --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_bn_act.py \
 		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_inverted_residual.py \
-		tests/ops/test_orthogonalize.py tests/ops/test_mixed_bn.py
+		tests/ops/test_orthogonalize.py tests/ops/test_mixed_bn.py tests/ops/test_depthwise_conv2d.py \
+		tests/ops/test_pool_3x3.py
 
 check: install  ## lint and format
 	$(BIN)/ruff check .
@@ -50,6 +51,7 @@ check: install  ## lint and format
 bench: install  ## every benchmark that runs here, in most of an hour
 	$(BIN)/python benchmarks/bench_bn_act.py --out benchmarks/results/bn_act.json
 	$(BIN)/python benchmarks/bench_mixed_bn.py --out benchmarks/results/mixed_bn.json
+	$(BIN)/python benchmarks/bench_depthwise.py --out benchmarks/results/depthwise.json
 	$(BIN)/python benchmarks/bench_conv_bn_act.py --out benchmarks/results/conv_bn_act.json
 	$(BIN)/python benchmarks/bench_supernet_step.py --out benchmarks/results/supernet_step.json
 	$(BIN)/python benchmarks/bench_supernet_step.py --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json

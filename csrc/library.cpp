@@ -45,6 +45,20 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
       "Tensor[] bn_biases, bool[] batch_statistics, int[] strides, str acts, float[] eps, bool add_input, bool one_pass, "
       "bool shuffle, bool[] wants) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
 
+  // Formula: nasfast/ops/reference.py, depthwise_conv2d. x is NHWC, and y, grad and dx are laid out likewise; weight and
+  // dweight are (C, 1, k, k), contiguous, float32.
+  m.def("depthwise_conv2d_fwd(Tensor x, Tensor weight, int stride, int dilation) -> Tensor y");
+  // shape: of x, which is passed only with want_weight. What is not wanted comes back empty.
+  m.def(
+      "depthwise_conv2d_bwd(Tensor grad, Tensor? x, int[] shape, Tensor weight, int stride, int dilation, bool want_x, "
+      "bool want_weight) -> (Tensor dx, Tensor dweight)");
+
+  // Formula: nasfast/ops/reference.py, pool_3x3. x is NHWC, and y, index, grad and dx are laid out likewise. kind is max or
+  // avg. index: of each maximum its place in the window, 3 * row + column, uint8; empty for avg and without `keep`.
+  m.def("pool_3x3_fwd(Tensor x, str kind, int stride, bool keep) -> (Tensor y, Tensor index)");
+  // shape: of x
+  m.def("pool_3x3_bwd(Tensor grad, Tensor index, int[] shape, str kind, int stride) -> Tensor dx");
+
   // Formula: nasfast/ops/reference.py, orthogonalize. Entries are (..., rows, columns), float32 or float64.
   m.def("orthogonalize(Tensor[] matrices) -> Tensor[]");
   // The CUDA kernels of orthogonalize on the host, for tests; slow. `backwards` reverses the order in which the threads of

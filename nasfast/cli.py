@@ -29,6 +29,7 @@ _COMMANDS = {
     "isometry": "what orthogonal and Gaussian weights do to signals in a space or a module, beside the paper's claims",
     "moments": "quick | figures | module: signal and noise with depth, well behaved or pathological at initialisation",
     "wiring": "theorems | p1 | p2 | p3 | cost: what differentiable search does to the topology of cells, and why",
+    "nasi": "quick | search | compare: architectures chosen at initialisation by the kernel's trace norm",
     "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
 }

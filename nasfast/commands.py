@@ -24,6 +24,14 @@ from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.isometry import IsometryConfig, IsometryReport, isometry_study
 from nasfast.latency import LatencyConfig, latency
 from nasfast.moments import FiguresConfig, ModuleConfig, QuickConfig, figures_study, module_study, quick_study
+from nasfast.nasi import (
+    NasiCompareConfig,
+    NasiQuickConfig,
+    NasiSearchConfig,
+    nasi_compare_study,
+    nasi_quick_study,
+    nasi_search_study,
+)
 from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
@@ -270,7 +278,10 @@ class _Study(NamedTuple):
     text: str = ""
     resumes: bool = False
     files: str | None = None
+    writes: str = ""
 
+
+_FOUND = "indicators.json (layers) or arch.json and space.yaml (cells)"
 
 _STUDIES = {
     "moments": {
@@ -291,8 +302,17 @@ _STUDIES = {
         "p3": _Study(CollapseConfig, collapse_study, "collapse on two levels, and why", True, "wiring-p3"),
         "cost": _Study(CostConfig, cost_study, "local costs at initialisation and trained", True, "wiring-cost"),
     },
+    "nasi": {
+        "quick": _Study(NasiQuickConfig, nasi_quick_study, "what Q knows of accuracy, with marks", False, "nasi-quick"),
+        "search": _Study(
+            NasiSearchConfig, nasi_search_study, "any space, at initialisation", False, "nasi-search", _FOUND
+        ),
+        "compare": _Study(
+            NasiCompareConfig, nasi_compare_study, "nas_bench_macro, ranked", False, "nasi-compare", _FOUND
+        ),
+    },
 }
-"""Commands with kinds; a study that resumes is called with `out`."""
+"""Commands with kinds; a study that resumes, or writes more than its report, is called with `out`."""
 
 
 def _kinds(parser: _Parser, argv: Sequence[str]) -> None:
@@ -314,10 +334,12 @@ def _kinds(parser: _Parser, argv: Sequence[str]) -> None:
 
 def _carry_out(parser: _Parser, argv: Sequence[str], name: str, study: _Study) -> None:
     """Print a study's report, save it as `name`, and raise where a mark is missed."""
+    more = f", {study.writes}" if study.writes else ""
     resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
-    parser.add_argument("--out", metavar="DIR", help=f"also write {name}.json and the page {name}.html{resumed}")
+    text = f"also write {name}.json, the page {name}.html{more}{resumed}"
+    parser.add_argument("--out", metavar="DIR", help=text)
     cfg, out = _study_config(parser, argv, study.config)
-    report = study.run(cfg, out=out) if study.resumes else study.run(cfg)
+    report = study.run(cfg, out=out) if study.resumes or study.writes else study.run(cfg)
     print(report)
     if out is not None:
         print(f"written: {report.save(out)}")

@@ -51,9 +51,9 @@ from nasfast.spaces import Arch, SearchSpace, arch_to_json, format_arch, get_spa
 from nasfast.study import Check, StudyReport, Table, Task, check_common, run_study
 
 _EXPLANATION = (
-    "Q is the squared length of one batch's gradient of the loss over all weights of an untrained network; NASI takes it "
-    "for the trace norm of the neural tangent kernel. R is Q with the penalty mu on what exceeds nu. Nothing is trained "
-    "in a search."
+    "Q is the squared length of one batch's gradient of the loss over all weights of an untrained network; NASI takes "
+    "it for the trace norm of the neural tangent kernel. R is Q with the penalty mu on what exceeds nu. Nothing is "
+    "trained in a search."
 )
 Modes = Literal["standard", "random labels", "random images"]
 MODES: dict[str, dict[str, str]] = {
@@ -71,8 +71,8 @@ def choice_blocks_space(
     """A space like the first of NAS-Bench-1Shot1: every node sums two operations on earlier nodes, of one input.
 
     There an operation belongs to a node and works on the sum of its parents, the output joins parents without an
-    operation, and stages are separated by pooling. Here an operation belongs to the edge from each parent, the last node
-    is the output, and a strided convolution separates stages.
+    operation, and stages are separated by pooling. Here an operation belongs to the edge from each parent, the last
+    node is the output, and a strided convolution separates stages.
     """
     ops = ("none", "max_pool_3x3", "conv_1x1", "conv_3x3")
     edges = tuple(Edge(i, j, ops) for j in range(1, 5) for i in range(j))
@@ -138,21 +138,21 @@ def _quick(cfg: NasiQuickConfig, task: Task) -> dict[str, Any]:
     train, test = prototypes(_NOISE, 2000, 1000, seed=cfg.seed)
     trainer = _Trainer(space, train, test, cfg)
     archs = _distinct(space, cfg.cells, cfg.seed)
-    scores = _scores(space, archs, train, cfg, task("scores", len(archs)))
-    done, accuracy = task("training random cells", len(archs)), []
+    scores = _scores(space, archs, train, cfg, _tenths(task("scores", len(archs)), len(archs)))
+    done, accuracy = _tenths(task("training random cells", len(archs)), len(archs)), []
     for i, arch in enumerate(archs, 1):
         accuracy.append(trainer(arch))
         done(i)
     params = np.array([float(space.cost(arch).params) for arch in archs])
     first, correlation = _correlations(scores, np.array(accuracy), params)
     found, searches, moved, marks, records = _searches(space, train, trainer, np.array(accuracy), cfg, task)
-    exact, exact_figure = _exact(space, train, cfg, task("exact traces", cfg.exact))
+    exact, exact_figure = _exact(space, train, cfg, _tenths(task("exact traces", cfg.exact), cfg.exact))
     solved = _closed_form(cfg, train)
     steps = _steps_figure("search without a penalty", solve(records["standard", 0], mu=0.0))
     scatter = {
         "kind": "nasi_scatter", "title": "Q and accuracy of random cells",
         "panels": {
-            **{f"Q, {mode}": {"x": values, "y": accuracy, "labels": ["Q", "accuracy"]} for mode, values in scores.items()},
+            f"Q, {mode}": {"x": x, "y": accuracy, "labels": ["Q", "accuracy"]} for mode, x in scores.items()
         },
     }  # fmt: skip
     return {
@@ -160,9 +160,8 @@ def _quick(cfg: NasiQuickConfig, task: Task) -> dict[str, Any]:
         "notes": (
             f"an accuracy is that of {cfg.train_steps} steps of SGD; a score is the mean of {cfg.repeats} batches of "
             f"{cfg.images}, each with an initialisation of its own",
-            "random cells: accuracy mean {:.3f}, median {:.3f}, best {:.3f}".format(
-                np.mean(accuracy), np.median(accuracy), np.max(accuracy)
-            ),
+            f"random cells: accuracy mean {np.mean(accuracy):.3f}, median {np.median(accuracy):.3f}, best "
+            f"{np.max(accuracy):.3f}",
             "several mu and nu are solved from one set of sampled architectures, because mu and nu only weight them",
         ),
         "tables": (correlation, found, moved, exact, solved),
@@ -200,6 +199,12 @@ class _Trainer:
             return float((net(self._test[0]).argmax(1) == self._test[1]).double().mean())
 
 
+def _tenths(done: Callable[[int], None], total: int) -> Callable[[int], None]:
+    """Tells the progress ten times."""
+    every = max(1, total // 10)
+    return lambda count: done(count) if count % every == 0 or count == total else None
+
+
 def _distinct(space: CellSpace, count: int, seed: int) -> list[Arch]:
     rng, found = np.random.default_rng(derive_seed(seed, 8)), {}
     while len(found) < count:
@@ -222,9 +227,7 @@ def _batches(
 def _scores(
     space: CellSpace, archs: Sequence[Arch], train: Any, cfg: NasiQuickConfig, done: Callable[[int], None]
 ) -> dict[str, list[float]]:
-    batches = {
-        mode: _batches(train, cfg.images, cfg.repeats, mode, space.num_classes, cfg.seed) for mode in MODES
-    }
+    batches = {mode: _batches(train, cfg.images, cfg.repeats, mode, space.num_classes, cfg.seed) for mode in MODES}
     scores: dict[str, list[float]] = {mode: [] for mode in MODES}
     for i, arch in enumerate(archs, 1):
         for mode in MODES:
@@ -278,9 +281,8 @@ def _searches(
             search = NasiConfig(steps=cfg.steps, seed=cfg.seed + i, **changes)
             loader = DrawnBatches(*train, steps=cfg.steps, batch=_BATCH, seed=derive_seed(cfg.seed + i, 12))
             mixture = CellMixture(space, seed=cfg.seed + i)
-            records[mode, i] = sample(
-                mixture, loader, search, progress=task(f"search, {mode}, seed {cfg.seed + i}", cfg.steps)
-            )
+            done = _tenths(task(f"search, {mode}, seed {cfg.seed + i}", cfg.steps), cfg.steps)
+            records[mode, i] = sample(mixture, loader, search, progress=done)
     kinds: dict[str, list[NasiResult]] = {}
     standard = [records["standard", i] for i in range(cfg.seeds)]
     kinds["no penalty"] = [solve(r, mu=0.0) for r in standard]
@@ -354,13 +356,12 @@ def _exact(space: CellSpace, train: Any, cfg: NasiQuickConfig, done: Callable[[i
     x, y = train[0][:_EXACT_IMAGES], train[1][:_EXACT_IMAGES]
     kinds = ("trace_full", "trace_label", "q_sum", "q_batch")
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
-    averaged = []
+    averaged, batches = [], _batches(train, cfg.images, cfg.repeats, "standard", space.num_classes, cfg.seed)
     for i, arch in enumerate(archs, 1):
         net = untrained(space, arch, seed=derive_seed(cfg.seed, 13))
         for kind in kinds:
             found[kind].append(score(net, x, y, kind=kind, chunk=_EXACT_IMAGES * space.num_classes))
-        averaged.append(score_architecture(space, arch, _batches(train, cfg.images, cfg.repeats, "standard",
-                                                                 space.num_classes, cfg.seed), seed=cfg.seed))  # fmt: skip
+        averaged.append(score_architecture(space, arch, batches, seed=cfg.seed))
         done(i)
     params = [float(space.cost(arch).params) for arch in archs]
     full = found["trace_full"]
@@ -368,7 +369,7 @@ def _exact(space: CellSpace, train: Any, cfg: NasiQuickConfig, done: Callable[[i
         (name, f"{_spearman(values, full):.2f}", f"{stats.kendalltau(values, full).statistic:.2f}",
          f"{_pearson(np.log(values), np.log(full)):.2f}")
         for name, values in (
-            ("trace_label", found["trace_label"]), ("q_sum: mean loss's samples apart", found["q_sum"]),
+            ("trace_label", found["trace_label"]), ("q_sum", found["q_sum"]),
             (f"q_batch: the same {_EXACT_IMAGES} images", found["q_batch"]),
             (f"q_batch: {cfg.repeats} x {cfg.images} images", averaged), ("parameters", params),
         )
@@ -421,8 +422,8 @@ def _closed_form(cfg: NasiQuickConfig, train: Any) -> Table:
     ))  # fmt: skip
     title = (
         f"one step from alpha_0 = 0, {len(archs)} architectures: mean Q {float(q.mean()):.4g}, largest "
-        f"{float(q.max()):.4g}; of {_DIRECTIONS} random directions the best reaches {best / float(exact.norm()):.3f} of "
-        "the closed form's first-order gain"
+        f"{float(q.max()):.4g}; of {_DIRECTIONS} random directions the best reaches {best / float(exact.norm()):.3f} "
+        "of the closed form's first-order gain"
     )
     return Table(title, ("Delta", "cosine", "E[Q] at Delta of norm 1", "place of its argmax by Q"), tuple(rows))
 
@@ -569,7 +570,7 @@ class NasiSearchConfig(ConfigBase):
             raise ValueError(f"modes must contain 'standard', got {self.modes!r}")
         if self.batch == 1:
             raise ValueError("batch must be at least 2 (BatchNorm needs more than one image), got 1")
-        if not isinstance(self, NasiCompareConfig) and self.space in ("nas_bench_macro", "mobilenet_v2"):
+        if self.space in ("nas_bench_macro", "mobilenet_v2"):
             for name in ("cells", "channels"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} belongs to spaces of cells, not to {self.space}")
@@ -619,7 +620,16 @@ class _Searches:
         make = CellMixture if isinstance(self.space, CellSpace) else LayerMixture
         mixture = make(self.space, seed=search.seed).to(self.device)
         loader = self.loader(i, batch or self.cfg.batch_size)
-        return sample(mixture, loader, search, device=self.device, progress=self._task(name, search.steps))
+        done = _tenths(self._task(name, search.steps), search.steps)
+        return sample(mixture, loader, search, device=self.device, progress=done)
+
+    def all(self) -> dict[tuple[str, int], NasiResult]:
+        """Every mode with every seed."""
+        results = {}
+        for mode, i in product(self.cfg.mode_list, range(self.cfg.seeds)):
+            search = self.cfg.search(i, **MODES[mode])
+            results[mode, i] = self.solve(self.record(search, i, f"{mode}, seed {search.seed}"), search)
+        return results
 
     def solve(self, record: Record, search: NasiConfig) -> NasiResult:
         return solve(
@@ -677,39 +687,40 @@ def nasi_search_study(cfg: NasiSearchConfig = NasiSearchConfig(), *, out: str | 
 
 def _search(cfg: NasiSearchConfig, task: Task, out: str | Path | None) -> dict[str, Any]:
     searches = _Searches(cfg, task)
-    space, rows, chosen, results = searches.space, [], {}, {}
-    for mode in cfg.mode_list:
-        chosen[mode] = []
-        for i in range(cfg.seeds):
-            search = cfg.search(i, **MODES[mode])
-            result = searches.solve(searches.record(search, i, f"{mode}, seed {search.seed}"), search)
-            arch = searches.arch(result)
-            results[mode, i] = result
-            chosen[mode].append(arch)
-            cost = space.cost(arch)
-            rows.append((
-                f"{mode}, seed {search.seed}", searches.describe(arch), f"{cost.macs:,}", f"{cost.params:,}",
-                f"{float(result.q.median()):.3g}", f"{float(result.nu[-1]):.3g}", str(result.skipped),
-                f"{result.record.seconds:.1f}", f"{result.record.cpu_seconds:.1f}",
-            ))  # fmt: skip
-    first = results["standard", 0]
-    tables = [
-        Table("what was found", ("search", "architecture", "MACs", "parameters", "median Q", "last nu", "skipped",
-                                 "seconds", "CPU seconds"), tuple(rows)),
-    ]  # fmt: skip
-    if len(cfg.mode_list) * cfg.seeds > 1:
+    return _found(searches, searches.all(), out)
+
+
+def _found(
+    searches: _Searches, results: Mapping[tuple[str, int], NasiResult], out: str | Path | None
+) -> dict[str, Any]:
+    """Report of searches, and the files of the first."""
+    cfg, space, rows = searches.cfg, searches.space, []
+    chosen: dict[str, list[Arch]] = {mode: [] for mode in cfg.mode_list}
+    for (mode, i), result in results.items():
+        arch = searches.arch(result)
+        chosen[mode].append(arch)
+        cost = space.cost(arch)
+        rows.append((
+            f"{mode}, seed {cfg.seed + i}", searches.describe(arch), f"{cost.macs:,}", f"{cost.params:,}",
+            f"{float(result.q.median()):.3g}", f"{float(result.nu[-1]):.3g}", str(result.skipped),
+            f"{result.record.seconds:.1f} ({result.record.cpu_seconds:.1f})",
+        ))  # fmt: skip
+    first, arch = results["standard", 0], chosen["standard"][0]
+    header = ("search", "architecture", "MACs", "parameters", "median Q", "last nu", "skipped", "seconds (CPU)")
+    tables = [Table("what was found", header, tuple(rows))]
+    if len(results) > 1:
         tables.append(_moved_table(space, chosen))
     if cfg.sensitivity:
-        tables.append(_sensitivity(searches, first, chosen["standard"][0]))
+        tables.append(_sensitivity(searches, first, arch))
     if out is not None:
-        _write(Path(out), space, first, chosen["standard"][0], cfg)
+        _write(Path(out), space, first, arch, cfg)
     source = "synthetic images" if cfg.images is None else "images of a folder"
     search = cfg.search(0)
     return {
         "subject": f"space {space.name}, {space.resolution} x {space.resolution} {source}",
         "notes": (
-            f"T = {search.steps}, batch {cfg.batch_size}, mu {search.mu:g}, {search.constraint} nu {search.nu:g}, gates "
-            f"{search.gates}, paths {search.paths}",
+            f"T = {search.steps}, batch {cfg.batch_size}, mu {search.mu:g}, {search.constraint} nu {search.nu:g}, "
+            f"gates {search.gates}, paths {search.paths}",
         ),
         "tables": tuple(tables),
         "figures": (
@@ -747,7 +758,9 @@ def _sensitivity(searches: _Searches, reference: NasiResult, arch: Arch) -> Tabl
                           ("chosen paths", {"gates": "straight_through", "paths": "chosen"})):  # fmt: skip
         other = searches.record(base.replace(**changes), 0, name)
         row(name, searches.solve(other, base), f"{other.cpu_seconds:.1f}")
-    title = f"sensitivity: changes to T {base.steps}, batch {cfg.batch_size}, mu {base.mu:g}, {base.constraint} {base.nu:g}"
+    title = (
+        f"sensitivity: changes to T {base.steps}, batch {cfg.batch_size}, mu {base.mu:g}, {base.constraint} {base.nu:g}"
+    )
     header = ("setting", f"choices of {len(arch)} that differ", "cosine of Delta", "architecture", "CPU seconds")
     return Table(title, header, tuple(rows))
 
@@ -823,19 +836,77 @@ def nasi_compare_study(cfg: NasiCompareConfig, *, out: str | Path | None = None)
 
 
 def _compare(cfg: NasiCompareConfig, task: Task, out: str | Path | None) -> dict[str, Any]:
-    # a network of other resolution or classes has the architectures of the published one
-    published = get_space("nas_bench_macro")
+    # images of another size or number of classes leave the architectures those of the published accuracies
+    published = get_space(cfg.space)
     truth = read_accuracies(cfg.accuracies, published)
-    given = None if cfg.indicators is None else IndicatorTable.load(cfg.indicators)
-    found = _search(cfg, task, out)
     searches = _Searches(cfg, task)
-    predictors: dict[str, tuple[Mapping[Arch, float], float | None]] = {}
-    for mode in cfg.mode_list:
-        for i in range(cfg.seeds):
-            pass
-    # as the search study did; sampled once more would double the time
-    for name, (table, seconds) in found.pop("_tables").items():
-        predictors[name] = {arch: table.score(arch) for arch in truth}, seconds
-    if given is not None:
-        predictors["given indicators"] = {arch: given.score(arch) for arch in truth}, None
-    return {**found}
+    results = searches.all()
+    found = _found(searches, results, out)
+    predictors: dict[str, Any] = {}
+    seconds: dict[str, str] = {}
+    for (mode, i), result in results.items():
+        table, name = nasi_table(searches.space, result), f"NASI, {mode}, seed {cfg.seed + i}"
+        predictors[name] = {arch: table.score(arch) for arch in truth}
+        seconds[name] = f"{result.record.seconds:.1f} ({result.record.cpu_seconds:.1f})"
+    if cfg.indicators is not None:
+        predictors["given indicators"] = IndicatorTable.load(cfg.indicators)
+    of_all = _rankings(truth, predictors, published, cfg)
+    tables = [_ranking_table(f"all {len(truth)} architectures", of_all, seconds)]
+    if cfg.architectures:
+        rng = np.random.default_rng(derive_seed(cfg.seed, 15))
+        picks = rng.choice(len(truth), min(cfg.architectures, len(truth)), replace=False)
+        some = [sorted(truth)[i] for i in sorted(picks)]
+        q, seconds["Q"] = _own_scores(searches, some, _tenths(task("Q of architectures", len(some)), len(some)))
+        of_some = _rankings({arch: truth[arch] for arch in some}, {"Q": q, **predictors}, published, cfg)
+        tables.insert(0, _ranking_table(f"{len(some)} random architectures, each scored by itself", of_some, seconds))
+        scatter = {
+            "kind": "nasi_scatter", "title": f"{len(some)} random architectures",
+            "panels": {
+                "Q": {"x": [q[a] for a in some], "y": [truth[a] for a in some], "labels": ["Q", "accuracy"]},
+                "MACs": {"x": [published.cost(a).macs for a in some], "y": [truth[a] for a in some],
+                         "labels": ["MACs", "accuracy"]},
+            },
+        }  # fmt: skip
+        found["figures"] = (scatter, *found["figures"])
+    return {**found, "tables": (*tables, *found["tables"])}
+
+
+def _own_scores(
+    searches: _Searches, archs: Sequence[Arch], done: Callable[[int], None]
+) -> tuple[dict[Arch, float], str]:
+    """Q of every architecture, and the seconds of the clock and of the processor."""
+    cfg, device = searches.cfg, searches.device
+    start, cpu = time.perf_counter(), time.process_time()
+    stream = searches.loader(0, cfg.score_batch).epoch(0, device=device)
+    batches = [next(stream) for _ in range(cfg.repeats)]
+    q = {}
+    for i, arch in enumerate(archs, 1):
+        q[arch] = score_architecture(searches.space, arch, batches, seed=cfg.seed)
+        done(i)
+    return q, f"{time.perf_counter() - start:.1f} ({time.process_time() - cpu:.1f})"
+
+
+def _rankings(
+    truth: Mapping[Arch, float], predictors: Mapping[str, Any], space: SearchSpace, cfg: NasiCompareConfig
+) -> dict[str, RankReport]:
+    return {
+        name: rank(truth, predictor, space, resamples=cfg.resamples, seed=cfg.seed)
+        for name, predictor in predictors.items()
+    }
+
+
+def _ranking_table(title: str, reports: Mapping[str, RankReport], seconds: Mapping[str, str]) -> Table:
+    """Every predictor beside the trivial ones, whose reports are in each."""
+    rows = [_ranking_row(name, r.predictor, str(r.above_depth), seconds.get(name, "-")) for name, r in reports.items()]
+    baselines = next(iter(reports.values())).baselines
+    rows += [_ranking_row(b.name, b, "-", "0") for b in baselines]
+    header = ("predictor", "Kendall's tau", "Spearman's rho", "tau within equal depth", "tau minus that of depth",
+              "points lost by its favourite", "seconds (CPU)")  # fmt: skip
+    return Table(title, header, tuple(rows))
+
+
+def _ranking_row(name: str, report: PredictorReport, above: str, seconds: str) -> tuple[str, ...]:
+    return (
+        name, str(report.kendall), str(report.spearman), str(report.kendall_within_depth), above,
+        f"{report.regret[-1]:.2f}", seconds,
+    )  # fmt: skip

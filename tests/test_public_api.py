@@ -76,6 +76,8 @@ SIGNATURES = {
     "nasfast.ops:mixed_bn": ("xs gates", "normalize eps= backend="),
     "nasfast.ops:orthogonalize": ("matrices", "backend="),
     "nasfast.ops:orthogonalize_": ("tensors", "seed= names= gain="),
+    "nasfast.ops:depthwise_conv2d": ("x weight", "stride= dilation= backend="),
+    "nasfast.ops:pool_3x3": ("x", "kind stride= backend="),
     "nasfast.ops:use_backend": ("name", ""),
     "nasfast.latency:latency": ("cfg=", ""),
     "nasfast.isometry:isometry_study": ("cfg=", ""),

@@ -9,10 +9,6 @@
 namespace nasfast::cpu {
 namespace {
 
-// A strip of an image computes the rows at its upper edge anew, so images are cut only when there are fewer than this many
-// for the threads to share, and into strips of at least this many rows.
-constexpr int64_t kMinStrips = 16;
-constexpr int64_t kMinStripRows = 8;
 // A result that does not fit beside its inputs in the last-level cache is written past it. Below, the next stage finds it
 // there. Rows must be whole cache lines: others would be written in parts.
 constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
@@ -136,13 +132,6 @@ Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, in
   run_items(panels, depth * columns / panels, [&](int64_t begin, int64_t end) {
     kernels().conv.pack(bfloat16, w, depth, columns, stride_k, stride_n, scale_k, scale_n, storage_->data(), begin, end);
   });
-}
-
-Strips::Strips(int64_t batch, int64_t height) {
-  const int64_t wanted = (kMinStrips + batch - 1) / batch;
-  const int64_t most = std::max<int64_t>(1, height / kMinStripRows);
-  strip_rows = (height + std::min(wanted, most) - 1) / std::min(wanted, most);
-  strips = (height + strip_rows - 1) / strip_rows;
 }
 
 AlignedFloats depthwise_weight(const Stage& stage, bool flipped) {

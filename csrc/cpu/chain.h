@@ -74,12 +74,6 @@ class Packed {
   std::unique_ptr<PoolBlock> storage_;
 };
 
-// Strips of the images of a depthwise stage whose result has `height` rows.
-struct Strips {
-  int64_t strips, strip_rows;
-  Strips(int64_t batch, int64_t height);
-};
-
 // (channels, 1, kernel, kernel) as [kernel^2][ld]
 AlignedFloats depthwise_weight(const Stage& stage, bool flipped);
 

@@ -7,196 +7,22 @@
 #include "bn_tile.h"
 #include "conv_bn_act.h"
 #include "gemm.h"
+#include "stencil.h"
 
 namespace nasfast::cpu::NASFAST_ISA {
 namespace {
 
-// Bytes of a ring: with the rows of the tensors that are read beside it, it shall stay in a 1 MiB second-level cache.
-constexpr int64_t kRingBytes = 192 * 1024;
-constexpr int kMaxKernel = 7;
-
-// kOut neighbouring outputs of a kK x kK stencil. rows: the taps' rows, from the first column this segment reads on;
-// weights: kK vectors of channels each, ld apart.
-// Forward (and backward at stride 1, with flipped weights): out[j] = sum over kx of row[j * stride + kx] w[kx].
-template <int kK, int kStride, int kOut>
-inline void stencil(const float* const* rows, const float* const* weights, int64_t ld, int64_t ldw, VecF* sum) {
-#pragma GCC unroll 8
-  for (int j = 0; j < kOut; ++j) sum[j] = VecF{};
-  for (int ky = 0; ky < kK; ++ky) {
-    const float* row = rows[ky];
-    VecF w[kK];
-#pragma GCC unroll 7
-    for (int kx = 0; kx < kK; ++kx) w[kx] = load(weights[ky] + kx * ldw, AllLanes{});
-#pragma GCC unroll 32
-    for (int ix = 0; ix < (kOut - 1) * kStride + kK; ++ix) {
-      const VecF v = load(row + ix * ld, AllLanes{});
-#pragma GCC unroll 8
-      for (int j = 0; j < kOut; ++j) {
-        const int kx = ix - j * kStride;
-        if (kx >= 0 && kx < kK) sum[j] += v * w[kx];
-      }
-    }
-  }
-}
-
-// Backward at stride 2, kOut even: out[j] = sum of row[(j + p - kx) / 2] w[kx] over the kx for which that is whole, and over
-// the given rows, those whose ky fits the row of the output. Rows start p / 2 columns before the segment's first.
-template <int kK, int kOut>
-inline void stencil_transposed(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw,
-                               VecF* sum) {
-  constexpr int p = kK / 2;
-#pragma GCC unroll 16
-  for (int j = 0; j < kOut; ++j) sum[j] = VecF{};
-  for (int t = 0; t < taps; ++t) {
-    const float* row = rows[t];
-    VecF w[kK];
-#pragma GCC unroll 7
-    for (int kx = 0; kx < kK; ++kx) w[kx] = load(weights[t] + kx * ldw, AllLanes{});
-#pragma GCC unroll 32
-    for (int o = -(p / 2); o <= (kOut - 1 + p) / 2; ++o) {
-      const VecF v = load(row + (o + p / 2) * ld, AllLanes{});
-#pragma GCC unroll 16
-      for (int j = 0; j < kOut; ++j) {
-        const int kx = j + p - 2 * o;
-        if (kx >= 0 && kx < kK) sum[j] += v * w[kx];
-      }
-    }
-  }
-}
-
-// A row of `segments` segments, kLanes channels wide, into out [segments * kOut][kLanes].
-template <int kK, int kStride, bool kTransposed, int kOut>
-void stencil_row(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw, int64_t segments,
-                 float* out) {
-  const float* from[kK];
-  for (int t = 0; t < taps; ++t) from[t] = rows[t];
-  for (int64_t segment = 0; segment < segments; ++segment) {
-    VecF sum[kOut];
-    if constexpr (kTransposed) {
-      stencil_transposed<kK, kOut>(from, weights, taps, ld, ldw, sum);
-    } else {
-      stencil<kK, kStride, kOut>(from, weights, ld, ldw, sum);
-    }
-#pragma GCC unroll 16
-    for (int j = 0; j < kOut; ++j) store(out + (segment * kOut + j) * kLanes, sum[j], AllLanes{});
-    const int64_t step = (kTransposed ? kOut / 2 : kOut * kStride) * ld;
-    for (int t = 0; t < taps; ++t) from[t] += step;
-  }
-}
-
-using StencilRow = void (*)(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw,
-                            int64_t segments, float* out);
-
-// One pass of a stencil over an image: from a source of source_height x source_width to a result of height x width.
-struct Pass {
-  int64_t source_height, source_width, height, width;
-  int64_t kernel, stride;
-  bool transposed;   // the stencil of backward at stride 2
-  int64_t outputs;   // per segment
-  int64_t segments;  // per row of the result
-  int64_t halo;      // columns of zeros before the first of a source row
-  int64_t columns;   // of a source row, zeros included
-  StencilRow run;
-
-  // source rows first .. last that row r of the result reads, before clipping to the image
-  int64_t last_source(int64_t r) const { return transposed ? (r + kernel / 2) / 2 : r * stride - kernel / 2 + kernel - 1; }
-  int64_t first_source(int64_t r) const {
-    // the smallest row s with r + kernel / 2 - 2 s < kernel
-    return transposed ? (r < kernel / 2 ? 0 : (r - kernel / 2 + 1) / 2) : r * stride - kernel / 2;
-  }
-};
-
-template <int kK, int kStride, bool kTransposed>
-Pass make_pass(Pass pass) {
-  // maps of 224 x 224 images are multiples of 7 wide, those of 32 x 32 images multiples of 4
-  constexpr int a = kTransposed ? 14 : 7;
-  constexpr int b = kTransposed ? 8 : 4;
-  const bool first = divide_up(pass.width, a) * a <= divide_up(pass.width, b) * b;
-  pass.outputs = first ? a : b;
-  pass.run = first ? stencil_row<kK, kStride, kTransposed, a> : stencil_row<kK, kStride, kTransposed, b>;
-  return pass;
-}
-
-template <int kK>
-Pass make_pass(const Pass& pass) {
-  if (pass.transposed) return make_pass<kK, 2, true>(pass);
-  return pass.stride == 1 ? make_pass<kK, 1, false>(pass) : make_pass<kK, 2, false>(pass);
-}
-
-Pass make_pass(const DepthwiseParams& p, bool backward) {
-  Pass pass{};
-  pass.kernel = p.kernel;
+Pass chain_pass(const DepthwiseParams& p, bool backward) {
   // backward at stride 1 is forward with flipped weights
-  pass.stride = p.stride;
-  pass.transposed = backward && p.stride == 2;
-  pass.source_height = backward ? p.out_height : p.height;
-  pass.source_width = backward ? p.out_width : p.width;
-  pass.height = backward ? p.height : p.out_height;
-  pass.width = backward ? p.width : p.out_width;
-  pass = p.kernel == 3 ? make_pass<3>(pass) : p.kernel == 5 ? make_pass<5>(pass) : make_pass<7>(pass);
-  pass.segments = divide_up(pass.width, pass.outputs);
-  const int64_t half = p.kernel / 2;
-  pass.halo = pass.transposed ? half / 2 : half;
-  const int64_t last = pass.segments * pass.outputs - 1;  // column of the result, surplus ones included
-  const int64_t read = pass.transposed ? (last + half) / 2 + half / 2 + 1 : last * pass.stride + p.kernel;
-  const int64_t held = pass.source_width + 2 * pass.halo;
-  pass.columns = read > held ? read : held;
-  return pass;
-}
-
-// Runs result rows [r0, r1) of one image, for channels that are ld apart in the source.
-//   provide(row, to): writes source row `row`, width x ld, to `to`
-//   finish(r, eval): does result row r; eval(c, out) writes the vector of channels at c to out, [pixel][kLanes]
-// ring has `kernel` rows of columns * ld floats, zero before the first call; zeros is one such row.
-template <typename Provide, typename Finish>
-inline void slide(const Pass& pass, int64_t r0, int64_t r1, int64_t ld, float* ring, const float* zeros, const float* weight,
-                  int64_t ldw, const Provide& provide, const Finish& finish) {
-  const int64_t slot = pass.columns * ld;
-  int64_t next = pass.first_source(r0) < 0 ? 0 : pass.first_source(r0);
-  for (int64_t r = r0; r < r1; ++r) {
-    const int64_t last = lesser(pass.last_source(r), pass.source_height - 1);
-    for (; next <= last; ++next) provide(next, ring + next % pass.kernel * slot + pass.halo * ld);
-    const float* rows[kMaxKernel];
-    const float* weights[kMaxKernel];
-    int taps = 0;
-    for (int64_t ky = 0; ky < pass.kernel; ++ky) {
-      int64_t source = pass.first_source(r) + ky;
-      if (pass.transposed) {
-        const int64_t doubled = r + pass.kernel / 2 - ky;
-        if (doubled % 2 != 0) continue;
-        source = doubled / 2;
-      }
-      const bool inside = source >= 0 && source < pass.source_height;
-      rows[taps] = inside ? ring + source % pass.kernel * slot : zeros;
-      weights[taps++] = weight + ky * pass.kernel * ldw;
-    }
-    finish(r, [&](int64_t c, float* out) {
-      const float* from[kMaxKernel];
-      const float* with[kMaxKernel];
-      for (int t = 0; t < taps; ++t) {
-        from[t] = rows[t] + c;
-        with[t] = weights[t] + c;
-      }
-      pass.run(from, with, taps, ld, ldw, pass.segments, out);
-    });
-  }
-}
-
-// Channels per group: whole vectors, as many as keep the ring within kRingBytes.
-inline int64_t group_channels(int64_t channels, int64_t ring_columns) {
-  const int64_t fitting = kRingBytes / (ring_columns * static_cast<int64_t>(sizeof(float))) / kLanes * kLanes;
-  const int64_t all = divide_up(channels, kLanes) * kLanes;
-  if (fitting >= all) return all;
-  const int64_t most = fitting < kLanes ? kLanes : fitting;
-  // groups of equal size
-  return divide_up(divide_up(all, divide_up(all, most)), kLanes) * kLanes;
+  if (!backward) return make_pass(p.kernel, p.stride, 1, false, p.height, p.width, p.out_height, p.out_width);
+  return make_pass(p.kernel, p.stride, 1, p.stride == 2, p.out_height, p.out_width, p.height, p.width);
 }
 
 // A is the activation of the stage before (of the expansion, where there is one).
 template <typename T, typename A>
 void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
-  const Pass pass = make_pass(p, false);
+  const Pass pass = chain_pass(p, false);
   const bool expanded = p.expansion.in_channels > 0;
   const int64_t all = divide_up(p.channels, kLanes) * kLanes;
   const int64_t group = expanded ? all : group_channels(p.channels, pass.kernel * pass.columns);
@@ -315,7 +141,7 @@ inline void flush_sums(float* sums, float* moments, int64_t channels, int64_t he
 // A is the activation of the stage before, if kFolded.
 template <typename T, typename A, bool kFolded>
 void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
-  const Pass pass = make_pass(p, true);
+  const Pass pass = chain_pass(p, true);
   const int64_t group = group_channels(p.channels, pass.kernel * pass.columns);
   const int64_t ring_size = pass.kernel * pass.columns * group;
   const int64_t out_size = pass.segments * pass.outputs * kLanes;
@@ -384,7 +210,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
 template <typename T, typename A>
 void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
-  const Pass pass = make_pass(p, true);
+  const Pass pass = chain_pass(p, true);
   const Expansion& e = p.expansion;
   const int64_t ld = divide_up(p.channels, kLanes) * kLanes;
   const int64_t lda = tile_ld<C>(e.in_channels);

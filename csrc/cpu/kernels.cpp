@@ -12,6 +12,8 @@ namespace nasfast::cpu {
   extern const DepthwiseKernels kDepthwiseKernels; \
   extern const MixedBnKernels kMixedBnKernels;     \
   extern const OrthogonalKernels kOrthogonalKernels; \
+  extern const DepthwiseConv2dKernels kDepthwiseConv2dKernels; \
+  extern const Pool3x3Kernels kPool3x3Kernels; \
   }
 NASFAST_DECLARE(baseline)
 NASFAST_DECLARE(avx2)
@@ -24,17 +26,17 @@ Kernels kernels() {
 #ifdef NASFAST_X86_ISAS
     case Isa::kAvx512Bf16:
       return {avx512bf16::kBnActKernels, avx512bf16::kConvKernels, avx512bf16::kDepthwiseKernels, avx512bf16::kMixedBnKernels,
-              avx512bf16::kOrthogonalKernels};
+              avx512bf16::kOrthogonalKernels, avx512bf16::kDepthwiseConv2dKernels, avx512bf16::kPool3x3Kernels};
     case Isa::kAvx512:
       return {avx512::kBnActKernels, avx512::kConvKernels, avx512::kDepthwiseKernels, avx512::kMixedBnKernels,
-              avx512::kOrthogonalKernels};
+              avx512::kOrthogonalKernels, avx512::kDepthwiseConv2dKernels, avx512::kPool3x3Kernels};
     case Isa::kAvx2:
       return {avx2::kBnActKernels, avx2::kConvKernels, avx2::kDepthwiseKernels, avx2::kMixedBnKernels,
-              avx2::kOrthogonalKernels};
+              avx2::kOrthogonalKernels, avx2::kDepthwiseConv2dKernels, avx2::kPool3x3Kernels};
 #endif
     default:
       return {baseline::kBnActKernels, baseline::kConvKernels, baseline::kDepthwiseKernels, baseline::kMixedBnKernels,
-              baseline::kOrthogonalKernels};
+              baseline::kOrthogonalKernels, baseline::kDepthwiseConv2dKernels, baseline::kPool3x3Kernels};
   }
 }
 

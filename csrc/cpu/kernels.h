@@ -3,8 +3,10 @@
 
 #include "bn_act.h"
 #include "conv_bn_act.h"
+#include "depthwise_conv2d.h"
 #include "mixed_bn.h"
 #include "orthogonal.h"
+#include "pool_3x3.h"
 
 namespace nasfast::cpu {
 
@@ -14,6 +16,8 @@ struct Kernels {
   const DepthwiseKernels& depthwise;
   const MixedBnKernels& mixed;
   const OrthogonalKernels& orthogonal;
+  const DepthwiseConv2dKernels& depthwise_conv2d;
+  const Pool3x3Kernels& pool_3x3;
 };
 
 Kernels kernels();

@@ -8,6 +8,11 @@
 namespace nasfast::cpu {
 namespace {
 
+// A strip of an image computes the rows at its upper edge anew, so images are cut only when there are fewer than this many
+// for the threads to share, and into strips of at least this many rows.
+constexpr int64_t kMinStrips = 16;
+constexpr int64_t kMinStripRows = 8;
+
 Act parse_act(const std::string& op, const std::string& act) {
   if (act == "identity") return Act::kIdentity;
   if (act == "relu") return Act::kRelu;
@@ -21,6 +26,13 @@ Act parse_act(const std::string& op, const std::string& act) {
 RowItems::RowItems(int64_t total) : rows(total) {
   item_rows = round_up(std::max(kMinItemRows, (rows + kMaxItems - 1) / kMaxItems), kMinItemRows);
   items = (rows + item_rows - 1) / item_rows;
+}
+
+Strips::Strips(int64_t batch, int64_t height) {
+  const int64_t wanted = (kMinStrips + batch - 1) / batch;
+  const int64_t most = std::max<int64_t>(1, height / kMinStripRows);
+  strip_rows = (height + std::min(wanted, most) - 1) / std::min(wanted, most);
+  strips = (height + strip_rows - 1) / strip_rows;
 }
 
 void add_groups(double* partial, int64_t groups, int64_t size) {
@@ -79,9 +91,15 @@ bool is_channels_last(const Tensor& x) {
 Tensor pool_empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type) {
   int64_t count = 1;
   for (int64_t size : sizes) count *= size;
-  void* data = pool_allocate(count * (type == ScalarType::BFloat16 ? 2 : 4));
+  const int64_t element_size = type == ScalarType::Byte ? 1 : type == ScalarType::BFloat16 ? 2 : 4;
+  void* data = pool_allocate(count * element_size);
   return torch::stable::from_blob(data, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU), type,
                                   pool_free);
+}
+
+Tensor channels_last_empty(const std::vector<int64_t>& sizes, ScalarType type) {
+  const int64_t row = sizes[3] * sizes[1];
+  return pool_empty(sizes, {sizes[2] * row, 1, row, sizes[1]}, type);
 }
 
 Tensor pool_empty_like(const Tensor& x) {

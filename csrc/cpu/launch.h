@@ -59,6 +59,12 @@ struct RowItems {
   int64_t count(int64_t item) const { return std::min(item_rows, rows - item * item_rows); }
 };
 
+// How images are cut into strips of rows for the threads to share; the same whatever their number.
+struct Strips {
+  int64_t strips, strip_rows;
+  Strips(int64_t batch, int64_t height);
+};
+
 // phase(begin, end) over items of about item_elements elements each
 template <typename Phase>
 void run_items(int64_t items, int64_t item_elements, const Phase& phase) {
@@ -130,6 +136,9 @@ inline const float* float_data(const Tensor& tensor) { return static_cast<const 
 
 // Uninitialised tensors in recycled memory (pool.h).
 Tensor pool_empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type);
+
+// (N, C, H, W) in channels_last.
+Tensor channels_last_empty(const std::vector<int64_t>& sizes, ScalarType type);
 
 // As x: shape, type and memory format.
 Tensor pool_empty_like(const Tensor& x);

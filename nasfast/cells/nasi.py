@@ -1,8 +1,8 @@
 """NASI: an architecture chosen at initialisation, by the trace norm of the neural tangent kernel (arXiv 2109.00817).
 
-The trace sum_x ||J_x||_F^2 of a network is estimated by Q, the squared norm of one batch's gradient of the loss. A search
-is one pass of Monte Carlo over random architectures of an untrained supernet: it averages gradients of the penalised Q
-with respect to architecture logits, and nothing is trained. What differs from the paper is in docs/nasi.md.
+The trace sum_x ||J_x||_F^2 of a network is estimated by Q, the squared norm of one batch's gradient of the loss. A
+search is one pass of Monte Carlo over random architectures of an untrained supernet: it averages gradients of the
+penalised Q with respect to architecture logits, and nothing is trained. What differs from the paper is in docs/nasi.md.
 """
 
 from __future__ import annotations

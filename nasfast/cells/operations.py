@@ -6,6 +6,7 @@ Definitions and order: DARTS (arXiv 1806.09055) as in the wiring study, section 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,27 +60,22 @@ class DepthwiseConv2d(nn.Conv2d):
         return ops.depthwise_conv2d(x, self.weight, stride=self.stride[0], dilation=self.dilation[0])
 
 
-class MaxPool3x3(nn.Module):
-    """3 x 3 maximum, padding 1."""
+class Pool3x3(nn.Module):
+    """3 x 3 maximum or mean, padding 1, which a mean does not count.
 
-    def __init__(self, *, stride: int, fused: bool) -> None:
+    Args:
+        kind: `max` or `avg`.
+    """
+
+    def __init__(self, kind: Literal["max", "avg"], *, stride: int, fused: bool) -> None:
         super().__init__()
-        self.stride, self.fused = stride, fused
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.max_pool_3x3(x, stride=self.stride) if self.fused else F.max_pool2d(x, 3, self.stride, 1)
-
-
-class AvgPool3x3(nn.Module):
-    """3 x 3 mean, padding 1 that is not counted."""
-
-    def __init__(self, *, stride: int, fused: bool) -> None:
-        super().__init__()
-        self.stride, self.fused = stride, fused
+        self.kind, self.stride, self.fused = kind, stride, fused
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused:
-            return ops.avg_pool_3x3(x, stride=self.stride)
+            return ops.pool_3x3(x, kind=self.kind, stride=self.stride)
+        if self.kind == "max":
+            return F.max_pool2d(x, 3, self.stride, 1)
         return F.avg_pool2d(x, 3, self.stride, 1, count_include_pad=False)
 
 
@@ -165,7 +161,7 @@ def make_operation(op: str, channels: int, stride: int, style: Style) -> Operati
         raise ValueError(f"unknown operation {op!r}; valid: {NONE}, {SKIP_CONNECT}, {', '.join(KERNELS)}")
     kernel = KERNELS[op]
     if "pool" in op:
-        pool = (MaxPool3x3 if op.startswith("max") else AvgPool3x3)(stride=stride, fused=style.fused)
+        pool = Pool3x3("max" if op.startswith("max") else "avg", stride=stride, fused=style.fused)
         return Operation(pool, style.make_norm(channels) if style.pool_norm else None)
     if op.startswith("conv"):
         return _convolutions(

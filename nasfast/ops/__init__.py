@@ -5,9 +5,11 @@ from nasfast.ops._native import empty_cache
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain, inverted_residual
+from nasfast.ops.depthwise import depthwise_conv2d
 from nasfast.ops.fuse import FusedChain, FuseReport, NotFused, fuse, unfuse
 from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
+from nasfast.ops.pooling import pool_3x3
 from nasfast.ops.reference import ConvBNParams, Stage
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "bn_act",
     "conv_bn_act",
     "conv_bn_act_chain",
+    "depthwise_conv2d",
     "empty_cache",
     "fuse",
     "inverted_residual",
@@ -27,6 +30,7 @@ __all__ = [
     "modules",
     "orthogonalize",
     "orthogonalize_",
+    "pool_3x3",
     "reference",
     "resolve_backend",
     "unfuse",

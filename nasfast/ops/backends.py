@@ -112,6 +112,8 @@ _TABLE["orthogonalize"] = (
     Backend("orthogonalize", "cuda", _can_use_cuda_orthogonalize),
     Backend("orthogonalize", "reference", _can_use_reference),
 )
+for _op in ("depthwise_conv2d", "pool_3x3"):
+    _TABLE[_op] = (Backend(_op, "cpu", _can_use_cpu), Backend(_op, "reference", _can_use_reference))
 
 
 def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend:

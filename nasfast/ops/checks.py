@@ -158,6 +158,45 @@ def check_mixed_bn(
     return xs, normalize
 
 
+def check_depthwise_conv2d(x: Tensor, weight: Tensor, *, stride: int, dilation: int) -> None:
+    """Check the arguments of `nasfast.ops.depthwise_conv2d`.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    op = "depthwise_conv2d"
+    _check_map(op, x, stride)
+    if dilation not in (1, 2):
+        raise ValueError(f"{op}: dilation must be 1 or 2, got {dilation}")
+    shapes = [(x.shape[1], 1, k, k) for k in (3, 5, 7)]
+    if tuple(weight.shape) not in shapes:
+        raise ValueError(f"{op}: weight must be one of {shapes} for this x, got {tuple(weight.shape)}")
+    if weight.dtype not in (torch.float32, x.dtype):
+        raise TypeError(f"{op}: weight must be float32 or {x.dtype} like x, got {weight.dtype}")
+    if weight.device != x.device:
+        raise ValueError(f"{op}: weight must be on {x.device} like x, got {weight.device}")
+
+
+def check_pool_3x3(x: Tensor, *, kind: str, stride: int) -> None:
+    """Check the arguments of `nasfast.ops.pool_3x3`.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    op = "pool_3x3"
+    _check_map(op, x, stride)
+    if kind not in ("max", "avg"):
+        raise ValueError(f"{op}: kind must be max or avg, got {kind!r}")
+
+
+def _check_map(op: str, x: Tensor, stride: int) -> None:
+    _check_input(op, x)
+    if 0 in x.shape[1:]:
+        raise ValueError(f"{op}: x must have channels and pixels, got shape {tuple(x.shape)}")
+    if stride not in (1, 2):
+        raise ValueError(f"{op}: stride must be 1 or 2, got {stride}")
+
+
 def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
     """The entries of `nasfast.ops.orthogonalize`, checked.
 

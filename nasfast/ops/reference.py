@@ -245,6 +245,37 @@ def conv_bn_act_chain(
     return x
 
 
+def depthwise_conv2d(x: Tensor, weight: Tensor, *, stride: int = 1, dilation: int = 1) -> Tensor:
+    """Convolve each channel of x with its own filter, without bias, padded to keep the size at stride 1.
+
+    y[n,c,h,w] = sum over i, j of weight[c,0,i,j] * x[n,c, stride*h + dilation*(i-k//2), stride*w + dilation*(j-k//2)]
+
+    Args:
+        x: (N, C, H, W), any floating type.
+        weight: (C, 1, k, k), k odd.
+
+    Returns:
+        (N, C, ceil(H / stride), ceil(W / stride)).
+    """
+    padding = dilation * (weight.shape[2] // 2)
+    return F.conv2d(x, weight.to(x.dtype), None, stride, padding, dilation, weight.shape[0])
+
+
+def pool_3x3(x: Tensor, *, kind: str, stride: int = 1) -> Tensor:
+    """Maximum or mean of 3 x 3 windows with padding 1, which does not count; a tie goes to the first element.
+
+    Args:
+        x: (N, C, H, W), any floating type.
+        kind: max or avg.
+
+    Returns:
+        (N, C, ceil(H / stride), ceil(W / stride)).
+    """
+    if kind == "max":
+        return F.max_pool2d(x, 3, stride, 1)
+    return F.avg_pool2d(x, 3, stride, 1, count_include_pad=False)
+
+
 def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Turn Gaussian matrices into Haar-distributed (semi-)orthogonal ones.
 

@@ -4,7 +4,7 @@
 Triton can run, and has its schemas from the signatures of the launchers, so that it is there without a compiler too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,17 +46,18 @@ def operators(backend: str) -> Any:
 def register(
     op: str,
     *,
+    backends: Sequence[str] = ("cpu", "triton"),
     forward_fake: Callable[..., Any],
     backward_fake: Callable[..., Any],
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
 ) -> None:
-    """Register fake kernels and autograd of `op`_fwd and `op`_bwd in every namespace that is there.
+    """Register fake kernels and autograd of `op`_fwd and `op`_bwd in every namespace of `backends` that is there.
 
     forward_fake gets the name of the backend before the operator's arguments, because backends keep different tensors;
     backward gets the backward operator of its own namespace before the arguments autograd gives it.
     """
-    for name in AVAILABLE:
+    for name in (name for name in AVAILABLE if name in backends):
         namespace = _NAMESPACES[name]
         torch.library.register_fake(f"{namespace}::{op}_fwd", partial(forward_fake, name))
         torch.library.register_fake(f"{namespace}::{op}_bwd", backward_fake)

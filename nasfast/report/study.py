@@ -10,13 +10,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from nasfast.files import write_atomic
-from nasfast.report import moments, wiring
+from nasfast.report import moments, nasi, wiring
 from nasfast.report.page import cards_of, embedded, escape, page_of, table_of
 from nasfast.report.plots import literal
 
 Draw = Callable[[Mapping[str, Any]], Figure]
 
-_FIGURES: dict[str, tuple[Draw, str]] = {**moments.FIGURES, **wiring.FIGURES}
+_FIGURES: dict[str, tuple[Draw, str]] = {**moments.FIGURES, **nasi.FIGURES, **wiring.FIGURES}
 """Kind of figure -> what draws it from its data, and its caption."""
 
 

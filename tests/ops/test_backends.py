@@ -9,7 +9,16 @@ from nasfast import ops
 from nasfast.ops import backends
 
 X = torch.randn(2, 3, 4, 4)
-OPS = ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain", "mixed_bn", "orthogonalize")
+OPS = (
+    "bn_act",
+    "conv_bn_act",
+    "inverted_residual",
+    "conv_bn_act_chain",
+    "mixed_bn",
+    "orthogonalize",
+    "depthwise_conv2d",
+    "pool_3x3",
+)
 
 
 @pytest.fixture(autouse=True)

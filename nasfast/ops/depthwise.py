@@ -1,0 +1,95 @@
+"""depthwise_conv2d: a depthwise convolution that trains; fake and autograd of the native kernels."""
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import checks, reference
+from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.backends import resolve_backend
+from nasfast.ops.conv_native import storage_dtype
+from nasfast.ops.registry import operators, register
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def depthwise_conv2d(
+    x: Tensor, weight: Tensor, *, stride: int = 1, dilation: int = 1, backend: str | None = None
+) -> Tensor:
+    """Convolve each channel with its own filter; padding dilation * (k // 2), no bias.
+
+    y[n,c,h,w] = sum over i, j of weight[c,0,i,j] * x[n,c, stride*h + dilation*(i-k//2), stride*w + dilation*(j-k//2)]
+
+    The native backend sums in float32 whatever the storage type, and the gradient of the weight in float64 beyond some
+    64 pixels. For backward it keeps the weight, and x only when the weight requires a gradient. It has no second
+    derivatives, the reference has. Under autocast x is cast to its type, as PyTorch's convolutions do, and the native
+    backend leaves the weight in float32.
+
+    Args:
+        x: (N, C, H, W), channels_last (other strides are copied); float32 or bfloat16, and float16 or float64 on the
+            reference.
+        weight: (C, 1, k, k), k 3, 5 or 7; float32, or of the type of x.
+        stride: 1 or 2.
+        dilation: 1 or 2.
+        backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
+
+    Returns:
+        (N, C, ceil(H / stride), ceil(W / stride)), channels_last on the native backend.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+        RuntimeError: the named backend cannot serve.
+    """
+    checks.check_depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
+    name = resolve_backend("depthwise_conv2d", x, backend).name
+    dtype = storage_dtype(x)
+    if name == "reference" or dtype not in _DTYPES or x.numel() == 0:
+        return reference.depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
+    x = x.to(dtype).contiguous(memory_format=torch.channels_last)
+    return operators(name).depthwise_conv2d_fwd(x, weight.float().contiguous(), stride, dilation)
+
+
+def _fwd_fake(backend, x, weight, stride, dilation):
+    check_device(x, weight)
+    height, width = ((size - 1) // stride + 1 for size in x.shape[2:])
+    return torch.empty((*x.shape[:2], height, width), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+def _bwd_fake(grad, x, shape, weight, stride, dilation, want_x, want_weight):
+    check_device(grad, x, weight)
+    dx = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
+    return dx if want_x else grad.new_empty(0), torch.empty_like(weight) if want_weight else weight.new_empty(0)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, ctx.stride, ctx.dilation = inputs
+    ctx.shape = list(x.shape)
+    ctx.set_materialize_grads(False)
+    want_x, want_weight = ctx.needs_input_grad[:2]
+    if want_weight:
+        ctx.save_for_backward(weight, x)
+    elif want_x:
+        ctx.save_for_backward(weight)
+
+
+def _backward(backward_operator, ctx, grad):
+    want_x, want_weight = ctx.needs_input_grad[:2]
+    dx = dweight = None
+    if grad is not None and (want_x or want_weight):
+        weight, *kept = ctx.saved_tensors
+        dx, dweight = backward_operator(
+            grad.contiguous(memory_format=torch.channels_last), kept[0] if kept else None,
+            ctx.shape, weight, ctx.stride, ctx.dilation, want_x, want_weight,
+        )  # fmt: skip
+        if torch.is_grad_enabled():  # only under create_graph
+            dx, dweight = refuse_second_derivatives("depthwise_conv2d", dx, dweight)
+    return dx if want_x else None, dweight if want_weight else None, None, None
+
+
+register(
+    "depthwise_conv2d",
+    backends=("cpu",),
+    forward_fake=_fwd_fake,
+    backward_fake=_bwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

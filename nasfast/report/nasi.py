@@ -1,0 +1,77 @@
+"""The figures of the NASI study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from nasfast.report.plots import GREY, SERIES, literal, new_figure
+
+
+def _numbers(values: Any) -> np.ndarray:
+    """Nested lists as float64; None becomes nan."""
+    return np.array(values, dtype=float)
+
+
+def _scatter(data: Mapping[str, Any]) -> Figure:
+    panels = data["panels"]
+    columns = min(len(panels), 3)
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = new_figure(3.7 * columns, 0.5 + 3.1 * rows, rows=rows, columns=columns)
+    for ax, (name, panel) in zip(axes, panels.items(), strict=False):
+        ax.plot(panel["x"], panel["y"], ls="", marker="o", ms=3.5, color=SERIES[0], alpha=0.7)
+        ax.set(title=literal(name), xlabel=panel["labels"][0], ylabel=panel["labels"][1])
+        if panel.get("log"):
+            ax.set(xscale="log", yscale="log")
+    for ax in axes[len(panels) :]:
+        ax.remove()
+    return figure
+
+
+def _steps(data: Mapping[str, Any]) -> Figure:
+    figure, (values, norms) = new_figure(10, 3.6, columns=2)
+    steps = np.arange(1, len(data["q"]) + 1)
+    values.plot(steps, _numbers(data["q"]), ls="", marker="o", ms=3, color=SERIES[0], label="Q")
+    values.plot(steps, _numbers(data["r"]), ls="", marker="x", ms=4, color=SERIES[1], label="R")
+    values.plot(steps, _numbers(data["nu"]), color=GREY, lw=1.2, label="nu")
+    values.set(title="sampled architectures", xlabel="step")
+    values.legend(fontsize=8, frameon=False)
+    norm = _numbers(data["norm"])
+    norms.plot(steps, norm, ls="", marker="o", ms=3, color=SERIES[0], label="norm of the gradient")
+    norms.plot(steps, np.maximum.accumulate(norm), color=GREY, lw=1.2, label="largest so far")
+    norms.set(title="gradient of R", xlabel="step")
+    norms.legend(fontsize=8, frameon=False)
+    for ax in (values, norms):
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return figure
+
+
+def _logits(data: Mapping[str, Any]) -> Figure:
+    values, columns = _numbers(data["values"]), data["columns"]
+    figure, (ax,) = new_figure(2.5 + 0.75 * len(columns), 1.4 + 0.26 * len(values))
+    largest = np.nanmax(np.abs(values)) or 1.0
+    image = ax.imshow(values, cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto")
+    best = np.nanargmax(values, 1)
+    ax.plot(best, np.arange(len(best)), ls="", marker="o", ms=5, mfc="none", mec="black")
+    ax.set_xticks(range(len(columns)), [literal(c) for c in columns], rotation=45, ha="right", fontsize=8)
+    ax.set_yticks(range(len(values)), [literal(r) for r in data["rows"]], fontsize=8)
+    ax.grid(False)
+    figure.colorbar(image, ax=ax, shrink=0.8)
+    return figure
+
+
+FIGURES = {
+    "nasi_scatter": (_scatter, "A dot is an architecture."),
+    "nasi_steps": (
+        _steps,
+        "Q of the architecture sampled at every step, R with the penalty on what exceeds nu, and the norms by which "
+        "gradients are divided: every one by the largest so far.",
+    ),
+    "nasi_logits": (_logits, "Rows: edges or layers; columns: candidates. Rings: the largest of every row."),
+}
+"""Kind of figure -> what draws it from its data, and its caption."""
