@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nasfast.cells import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
+from nasfast.cells.derive import derive
 from nasfast.cells.nasi import (
     CellMixture,
     Constraint,
@@ -38,7 +39,6 @@ from nasfast.cells.nasi import (
     untrained,
 )
 from nasfast.cells.prototypes import DrawnBatches, prototypes
-from nasfast.cells.search import derive
 from nasfast.config import ConfigBase, nearest
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.augment import derive_seed

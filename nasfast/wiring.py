@@ -20,6 +20,8 @@ from scipy import stats
 
 from nasfast.cells import CELLS, DARTS_OPS, Cell, CellSpace, CellSupernet
 from nasfast.cells.costs import NONE, SKIP_CONNECT
+from nasfast.cells.derive import derive
+from nasfast.cells.montecarlo import monte_carlo
 from nasfast.cells.probe import GROUPS, CostTable
 from nasfast.cells.prototypes import DrawnBatches, prototypes
 from nasfast.cells.search import (
@@ -27,8 +29,6 @@ from nasfast.cells.search import (
     TRAIN,
     CellSearchConfig,
     CellSearchResult,
-    derive,
-    monte_carlo,
     search_cells,
 )
 from nasfast.cells.space import Norm, Order

@@ -15,12 +15,11 @@ from torch.nn import functional as F
 
 from nasfast.cells.gates import Columns, Draw, Estimator, Method, make_estimator
 from nasfast.cells.network import CellSupernet
-from nasfast.cells.probe import GROUPS, QUANTITIES, CostTable, grouped_costs
+from nasfast.cells.probe import GROUPS, QUANTITIES, grouped_costs
 from nasfast.cells.space import CellSpace
 from nasfast.config import ConfigBase
 from nasfast.data.augment import derive_seed
 from nasfast.engine import StepResult
-from nasfast.spaces import Arch
 from nasfast.train import TrainConfig
 from nasfast.train.batches import EpochLoader, as_epochs
 from nasfast.train.loop import train
@@ -358,47 +357,6 @@ class CellSearchEngine:
         return (cost - xi * (plus - minus) / (2 * e)).detach(), logits
 
 
-def monte_carlo(
-    net: CellSupernet,
-    loader: object,
-    *,
-    batches: int,
-    seed: int = 0,
-    redraw: bool = False,
-    device: str = "cpu",
-) -> tuple[CostTable, Tensor]:
-    """Local costs of a network that stays as it is, its operations drawn uniformly for every batch (section 4.3).
-
-    Args:
-        net: on `device`.
-        loader: of (images, labels); begun again as often as needed.
-        batches: how many.
-        seed: of the draws.
-        redraw: see `CellSearchConfig`.
-
-    Returns:
-        The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.cells.probe`.
-    """
-    cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
-    loader, space = as_epochs(loader), net.space
-    table, outputs = CostTable.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
-    of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
-    logits = uniform_logits(space)
-    for i in range(batches):
-        epoch, at = divmod(i, len(loader))
-        if at == 0:
-            stream = loader.epoch(epoch, device=device)
-        x, y = next(stream)
-        draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
-        gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
-        predicted = net(x, gates, draw.runs)
-        # zeros, if every edge has drawn the operation none
-        (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
-        table.add(cost, draw.gates[of_type] > 0)
-        outputs += grouped_costs(predicted, y)
-    return table, outputs
-
-
 def uniform_logits(space: CellSpace) -> Tensor:
     """(types, edges, ops) 0 for every candidate, -inf elsewhere."""
     logits = torch.full((len(space.types), len(space.cell.edges), len(space.ops)), -torch.inf, dtype=torch.float64)
@@ -466,15 +424,20 @@ def search_cells(
         progress: called with the number of steps done, instead of progress on the screen.
 
     Raises:
-        ValueError: `held_out` where there is one level, or none where there are two.
+        ValueError: `held_out` where there is one level, or none where there are two; label smoothing or bf16.
         TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated: see
             `nasfast.train.train`.
     """
     if cfg.bilevel != (held_out is not None):
         raise ValueError(f"bilevel={cfg.bilevel} needs {'a' if cfg.bilevel else 'no'} held_out loader")
+    train_cfg = train_cfg or WEIGHTS
+    if train_cfg.label_smoothing or train_cfg.precision != "fp32":
+        raise ValueError(
+            "a search of cells needs label_smoothing=0 and precision='fp32', in which local costs are defined, got "
+            f"{train_cfg.label_smoothing} and {train_cfg.precision!r}"
+        )
     loader = as_epochs(loader)
     held = None if held_out is None else as_epochs(held_out)
-    train_cfg = train_cfg or WEIGHTS
     search = CellSearch(space, cfg, train_cfg.epochs * len(loader), fused=fused)
     train(
         search, loader, train_cfg,
@@ -490,39 +453,3 @@ WEIGHTS = TrainConfig(
     epochs=150, lr=0.025, lr_end=1e-3, weight_decay=3e-4, label_smoothing=0.0, clip_norm=5.0, checkpoint_every=0
 )
 """How weights learn in the published settings of section 7."""
-
-
-def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax", "darts"]) -> Arch:
-    """The architecture that logits stand for.
-
-    Args:
-        space: of the cells.
-        logits: (types, edges, ops), as in `CellSearchResult`.
-        rule: `argmax`: the most probable candidate of every edge, None included (SNAS, DSNAS, ProxylessNAS); `darts`:
-            the most probable but None on the two edges into every node where that is most probable, None on the others.
-
-    Raises:
-        ValueError: unknown rule, or edges that have no None to be dropped to.
-    """
-    p = torch.softmax(torch.as_tensor(logits).double(), -1)
-    if rule == "argmax":
-        return space.check(p.argmax(-1).flatten().tolist())
-    if rule != "darts":
-        raise ValueError(f"derive: unknown rule {rule!r}; valid: argmax, darts")
-    none = space.ops.index("none") if "none" in space.ops else None
-    arch = []
-    for kind in p:
-        best = kind.clone()
-        if none is not None:
-            best[:, none] = -1
-        strength, columns = best.max(-1)
-        chosen = columns.tolist()
-        for node in range(space.cell.inputs, space.cell.inputs + space.cell.nodes):
-            edges = sorted(space.cell.into(node), key=lambda e: -float(strength[e]))
-            for e in edges[2:]:
-                if none is None or none not in space.candidates[e]:
-                    raise ValueError(f"derive: edge {space.cell.edges[e].name} has no candidate none to be dropped to")
-                chosen[e] = none
-        # an edge fixed to none stays so
-        arch += [columns[0] if len(columns) == 1 else k for columns, k in zip(space.candidates, chosen, strict=True)]
-    return space.check(arch)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nasfast.cells import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
+from nasfast.cells.derive import derive
 from nasfast.cells.gates import gumbel
 from nasfast.cells.nasi import (
     LIPSCHITZ,
@@ -35,15 +36,14 @@ from nasfast.cells.nasi import (
     untrained,
 )
 from nasfast.cells.prototypes import DrawnBatches, prototypes
-from nasfast.cells.search import derive
 
 OPS = ("none", "skip_connect", "conv_3x3")
 
 
-def small_space(**changes) -> CellSpace:
+def small_space() -> CellSpace:
     edges = tuple(Edge(i, j, OPS) for i, j in ((0, 1), (0, 2), (1, 2)))
     cell = Cell(1, 2, edges, (2,))
-    return nas_bench_201_space(cells=2, channels=4, resolution=12).replace(cell=cell, **changes)
+    return nas_bench_201_space(cells=2, channels=4, resolution=12).replace(cell=cell)
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +94,14 @@ def test_the_trace_bounds_the_gradients_of_samples_and_those_bound_the_batches(i
     if labels == "random":
         y = torch.randint(10, y.shape)
     net, b = mlp(), 4
-    parameters = list(net.parameters())
     of_samples = score(net, x, y, kind="q_sum")
     of_batches = sum(score(net, x[i : i + b], y[i : i + b]) for i in range(0, 16, b))
     assert score(net, x, y, kind="trace_full") >= of_samples / LIPSCHITZ**2
     assert of_samples >= b * of_batches
-    gradient = torch.autograd.grad(F.cross_entropy(net(x), y, reduction="sum"), out := net(x), allow_unused=True)[0]
-    assert gradient is None and out.requires_grad
     # gamma_L itself: the loss's gradient with respect to the logits
     logits = net(x).detach().requires_grad_()
     (of_logits,) = torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), logits)
     assert float(of_logits.norm(dim=1).max()) <= LIPSCHITZ
-    assert len(parameters) == 4
 
 
 def test_the_trace_is_the_sum_of_squared_jacobians_sample_by_sample(images):
@@ -228,7 +224,11 @@ def test_configs_are_checked():
 
 
 @pytest.mark.parametrize(
-    "space", [small_space(), darts_space(cells=2, channels=4, resolution=12)], ids=["201", "darts"]
+    "space",
+    [
+        pytest.param(small_space(), id="201"),
+        pytest.param(darts_space(cells=2, channels=4, resolution=12), id="darts", marks=pytest.mark.slow),
+    ],
 )
 def test_the_double_backward_agrees_with_differences_of_q(space, images):
     # strided cells of 6 x 6 maps have kinks close by, where a difference sees another slope
@@ -248,7 +248,7 @@ def test_the_double_backward_agrees_with_differences_of_q(space, images):
         moved = torch.zeros(alpha.numel(), dtype=torch.float64)
         moved[int(i)] = step
         moved = moved.view(alpha.shape)
-        difference = float(q(moved) - q(-moved)) / (2 * step)
+        difference = (q(moved) - q(-moved)).item() / (2 * step)
         assert float(gradient.flatten()[int(i)]) == pytest.approx(difference, rel=1e-5, abs=1e-7)
 
 
@@ -257,10 +257,10 @@ def test_straight_through_gates_are_the_discrete_network_and_have_gradients_for_
     x, y = images[0][:8].double(), images[1][:8]
     mixture = CellMixture(space).double()
     alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
-    noise = gumbel(alpha.shape, torch.Generator().manual_seed(3))
-    gates = relaxed_gates(alpha, noise)
-    picks = noise.argmax(-1)
+    # every edge runs something, so that no gradient is 0 for want of a path
+    picks = torch.tensor([[2, 1, 2]])
     hard = F.one_hot(picks, len(space.ops)).double()
+    gates = relaxed_gates(alpha, 2 * hard)
     torch.testing.assert_close(mixture(x, gates), mixture(x, hard), atol=1e-6, rtol=0)
     columns = [[(int(k),) for k in picks[0]]]
     torch.testing.assert_close(mixture(x, hard, columns), mixture(x, hard), atol=1e-9, rtol=0)
@@ -337,7 +337,8 @@ def test_the_penalty_of_a_search_is_that_of_its_record(images):
 
 
 def test_edges_without_a_candidate_never_draw_it(images):
-    space = small_space(cell=small_space().cell.restricted(0, 1, ("conv_3x3",)))
+    space = small_space()
+    space = space.replace(cell=space.cell.restricted(0, 1, ("conv_3x3",)))
     mixture = CellMixture(space)
     found = search(mixture, loader(images), NasiConfig(steps=4))
     column = space.ops.index("conv_3x3")

@@ -121,7 +121,8 @@ def test_equal_costs_have_no_error():
     """Not the root of a negative rounding error."""
     table = CostTable.empty((1, 1, 1))
     for _ in range(10):
-        table.add(torch.full((1, 1, 1), 0.1), torch.ones(1, 1, 1, dtype=torch.bool))
+        table.add(torch.full((1, 1, 1), 0.7, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.bool))
+    assert table.squares < table.total**2 / 10
     assert table.error.item() == pytest.approx(0, abs=1e-8)
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nasfast.cells import CellSpace, darts_space, minimal_cell, simplified_cell
+from nasfast.cells.derive import derive
 from nasfast.cells.gates import one_hot
+from nasfast.cells.montecarlo import monte_carlo
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.search import (
     SEARCH,
@@ -21,9 +23,7 @@ from nasfast.cells.search import (
     CellSearchConfig,
     CellSearchEngine,
     CellSearchResult,
-    derive,
     draw_gates,
-    monte_carlo,
     search_cells,
     uniform_logits,
 )

@@ -1,0 +1,53 @@
+"""Local costs of a network that does not learn, by Monte Carlo over architectures."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nasfast.cells.network import CellSupernet
+from nasfast.cells.probe import GROUPS, QUANTITIES, CostTable, grouped_costs
+from nasfast.cells.search import CellSearchConfig, draw_gates, uniform_logits
+from nasfast.train.batches import as_epochs
+
+
+def monte_carlo(
+    net: CellSupernet,
+    loader: object,
+    *,
+    batches: int,
+    seed: int = 0,
+    redraw: bool = False,
+    device: str = "cpu",
+) -> tuple[CostTable, Tensor]:
+    """Local costs of a network that stays as it is, its operations drawn uniformly for every batch (section 4.3).
+
+    Args:
+        net: on `device`.
+        loader: of (images, labels); begun again as often as needed.
+        batches: how many.
+        seed: of the draws.
+        redraw: see `CellSearchConfig`.
+
+    Returns:
+        The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.cells.probe`.
+    """
+    cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
+    loader, space = as_epochs(loader), net.space
+    table, outputs = CostTable.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
+    of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
+    logits = uniform_logits(space)
+    for i in range(batches):
+        epoch, at = divmod(i, len(loader))
+        if at == 0:
+            stream = loader.epoch(epoch, device=device)
+        x, y = next(stream)
+        draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
+        gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
+        predicted = net(x, gates, draw.runs)
+        # zeros, if every edge has drawn the operation none
+        (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
+        table.add(cost, draw.gates[of_type] > 0)
+        outputs += grouped_costs(predicted, y)
+    return table, outputs
