@@ -11,7 +11,7 @@ and throws them away. Both networks get equal weights; `difference` is the large
 the largest of them.
 
 Memory: bytes that one forward pass keeps for backward, for spaces whose edges have 2, 4 and 8 operations. What samples
-one operation must not depend on their number.
+one operation must not depend on their number. Beside them what the peer keeps of the whole step.
 """
 
 from __future__ import annotations
@@ -261,6 +261,22 @@ def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
     return saved_bytes(forward, [x], exclude=net.parameters())
 
 
+def kept(args: argparse.Namespace) -> dict[str, int]:
+    """Bytes that the whole network keeps for backward, ours and the peer's."""
+    space = darts_space(cells=args.cells, channels=args.channels, reductions=False)
+    search = CellSearch(space, CellSearchConfig(method="darts", records=1), steps=1).to(
+        memory_format=torch.channels_last
+    )
+    plain = PlainDarts(args.cells, args.channels).to(memory_format=torch.channels_last)
+    draw = search.cfg.estimator.draw(search.logits, torch.Generator(), 0.0)
+    gates, alpha = search.spread(draw.gates), search.alpha[0].float().requires_grad_()
+    x = torch.randn(args.batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    return {
+        "nasfast": saved_bytes(lambda x: search.net(x, gates, draw.runs), [x], exclude=search.net.parameters()),
+        "channels_last": saved_bytes(lambda x: plain(x, alpha), [x], exclude=plain.parameters()),
+    }
+
+
 def show(row: dict[str, Any]) -> None:
     """Print a row of times."""
     sizes = f"{row['cells']} cells, {row['channels']} channels, batch {row['batch']}"
@@ -291,6 +307,8 @@ def main() -> None:
         for two_levels in (False, True):
             rows.append(step_row(args, two_levels))
             show(rows[-1])
+        rows.append({"name": "memory, step", "bytes": kept(args)})
+        print("kept for backward:", ", ".join(f"{k} {b / 2**20:.0f} MiB" for k, b in rows[-1]["bytes"].items()))
         for method in ("darts", "dsnas", "proxyless"):
             found = {count: memory(args, method, ops) for count, ops in _OPERATIONS.items()}
             rows.append({"name": f"memory, {method}", "bytes_by_operations": found})

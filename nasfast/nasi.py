@@ -509,7 +509,7 @@ class _Space:
 
 
 _SPACES = {
-    "darts": _Space(lambda **kw: darts_space(cells=5, **kw), 2.0, 32, 64, "darts"),
+    "darts": _Space(lambda **kw: darts_space(**{"cells": 5, **kw}), 2.0, 32, 64, "darts"),
     "nas_bench_201": _Space(nas_bench_201_space, 1.0, 32, 64),
     "choice_blocks": _Space(choice_blocks_space, 1.0, 32, 64, "darts"),
     "nas_bench_macro": _Space(lambda **kw: get_space("nas_bench_macro", **kw), 1.0, 32, 16, steps=64),

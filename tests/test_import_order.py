@@ -61,6 +61,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "moments": {"config", "spaces", "supernet", "data", "device", "analysis", "study"},
     "wiring": {"config", "files", "spaces", "cells", "data", "device", "train", "study"},
+    "nasi": {
+        "config", "files", "spaces", "cells", "data", "device", "indicators", "indicators.rank", "indicators.table",
+        "study",
+    },
     "profile": {"config", "spaces", "supernet", "train", "timing"},
     "pipeline": {
         "config", "files", "lock", "distributed", "spaces", "supernet", "data", "train", "indicators",
@@ -68,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "commands": {
         "config", "distributed", "spaces", "indicators.table", "indicators.rank", "report", "latency", "study",
-        "isometry", "moments", "wiring", "profile", "doctor", "pipeline",
+        "isometry", "moments", "nasi", "wiring", "profile", "doctor", "pipeline",
     },
     "cli": {"config", "files", "termination", "commands"},
     "__main__": {"cli"},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast import ops
-from nasfast.cells.operations import Operation, Style, make_operation, make_preprocess
+from nasfast.cells.operations import Operation, Style, is_plain_batch_norm, make_operation, make_preprocess
 from nasfast.cells.space import CellSpace
 from nasfast.supernet import Init, InitScheme, initialize, standalone_network
 
@@ -115,7 +115,7 @@ class CellModule(nn.Module):
         columns = gates.shape[1]
         index = torch.tensor([e * columns + k for e, k, *_ in terms], device=gates.device)
         factors = gates.flatten()[index]
-        if self.fused and all(o is None or _plain_batch_norm(o) for *_, o in terms):
+        if self.fused and all(o is None or _ends_in_plain_norm(o) for *_, o in terms):
             eps = next((o.norm.eps for *_, o in terms if o is not None), 1e-5)
             normalize = [o is not None for *_, o in terms]
             return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
@@ -152,9 +152,8 @@ def _add(values: list[Tensor]) -> Tensor:
     return total
 
 
-def _plain_batch_norm(operation: Operation) -> bool:
-    norm = operation.norm
-    return isinstance(norm, nn.BatchNorm2d) and not norm.affine and not norm.track_running_stats and not operation.after
+def _ends_in_plain_norm(operation: Operation) -> bool:
+    return is_plain_batch_norm(operation.norm) and not operation.after
 
 
 class _Skeleton(nn.Module):

@@ -125,20 +125,40 @@ class Operation(nn.Module):
         return self.finish(self.body(F.relu(x) if self.activates else x))
 
 
+class BatchNormReLU(nn.Module):
+    """Batch norm without scale and shift, of the batch's statistics, and ReLU as one operator."""
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        self.register_buffer("one", torch.ones(norm.num_features), persistent=False)
+        self.register_buffer("zero", torch.zeros(norm.num_features), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.bn_act(x, self.one, self.zero, act="relu", eps=self.eps)
+
+
+def is_plain_batch_norm(norm: nn.Module | None) -> bool:
+    """Whether a norm is of the batch's statistics alone."""
+    return isinstance(norm, nn.BatchNorm2d) and not norm.affine and not norm.track_running_stats
+
+
+def _norm_relu(norm: nn.Module, *, fused: bool) -> list[nn.Module]:
+    # with a stand-in for the second, so that state dicts have the same keys
+    return [BatchNormReLU(norm), nn.Identity()] if fused and is_plain_batch_norm(norm) else [norm, nn.ReLU()]
+
+
 def _convolutions(groups: list[list[nn.Module]], channels: int, style: Style) -> Operation:
     """Groups of convolutions, each with a ReLU and a norm in the order of `style`."""
     body: list[nn.Module] = []
     for i, group in enumerate(groups):
-        last = i == len(groups) - 1
-        if style.order == "relu_conv_norm" and i:
-            body.append(nn.ReLU())
         body += group
         if style.order == "conv_relu_norm":
             body.append(nn.ReLU())
-        if not last:
-            body.append(style.make_norm(channels))
-            if style.order == "conv_norm_relu":
-                body.append(nn.ReLU())
+        if i < len(groups) - 1:
+            # in both other orders a ReLU comes behind it, of this group or of the next
+            norm = style.make_norm(channels)
+            body += [norm] if style.order == "conv_relu_norm" else _norm_relu(norm, fused=style.fused)
     return Operation(
         nn.Sequential(*body), style.make_norm(channels),
         activates=style.order == "relu_conv_norm", after=style.order == "conv_norm_relu",
