@@ -31,6 +31,8 @@ from nasfast.timing import machine, measuring
 
 _LOG = logging.getLogger(__name__)
 
+_SECONDS_PER_LINE = 10.0
+
 
 @dataclass(frozen=True)
 class Check:
@@ -222,10 +224,10 @@ Task = Callable[[str, int], Callable[[int], None]]
 
 @contextmanager
 def progress() -> Iterator[Task]:
-    """A bar for every task; plain lines, one per call, where standard error is no terminal."""
+    """A bar for every task; a plain line at most every ten seconds where standard error is no terminal."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
-        yield lambda name, total: lambda done: _LOG.info("%s: %d of %d", name, done, total)
+        yield _plain_lines
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as bars:
@@ -235,6 +237,18 @@ def progress() -> Iterator[Task]:
             return lambda done: bars.update(bar, completed=done)
 
         yield task
+
+
+def _plain_lines(name: str, total: int) -> Callable[[int], None]:
+    said = -math.inf
+
+    def tell(done: int) -> None:
+        nonlocal said
+        if done == total or time.monotonic() - said >= _SECONDS_PER_LINE:
+            said = time.monotonic()
+            _LOG.info("%s: %d of %d", name, done, total)
+
+    return tell
 
 
 def carry_out(cfg: Any, study: Callable[[], dict[str, Any]], *, device: str = "cpu") -> dict[str, Any]:

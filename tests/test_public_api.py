@@ -69,8 +69,8 @@ SIGNATURES = {
     "nasfast.cells.search:search_cells": (
         "space loader cfg= train_cfg=", "held_out= run_dir name= resume= device= settings= fused= progress=",
     ),
-    "nasfast.cells.search:monte_carlo": ("net loader", "batches seed= redraw= device="),
-    "nasfast.cells.search:derive": ("space logits rule", ""),
+    "nasfast.cells.montecarlo:monte_carlo": ("net loader", "batches seed= redraw= device="),
+    "nasfast.cells.derive:derive": ("space logits rule", ""),
     "nasfast.lock:run_lock": ("run_dir", "create="),
     "nasfast.pipeline:run": ("cfg", "resume= world="),
     "nasfast.spaces:mobilenet_v2": ("", "num_classes= resolution= variant="),

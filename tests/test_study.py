@@ -140,6 +140,6 @@ def test_a_command_of_kinds(report, monkeypatch, capsys, tmp_path):
     for kind, told in (("long_one", True), ("short", False)):
         with pytest.raises(SystemExit):
             main(["moments", kind, "--help"])
-        assert ("continues from its results.jsonl" in " ".join(capsys.readouterr().out.split())) == told
+        assert ("continues from what it has there" in " ".join(capsys.readouterr().out.split())) == told
     assert main(["moments", "long"]) == 1
     assert "expected one of long_one, short behind moments, got 'long'" in capsys.readouterr().err
