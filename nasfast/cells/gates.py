@@ -128,9 +128,11 @@ class Dsnas:
 
     Attributes:
         clamp: largest magnitude of an edge's cost.
+        clip: largest norm of the gradient of all logits.
     """
 
     clamp: float = 5.0
+    clip: float = 10.0
 
     def draw(self, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
         gates, runs = one_hot(sample(logits.cpu(), generator), logits.shape[-1])
@@ -138,7 +140,8 @@ class Dsnas:
 
     def gradient(self, draw: Draw, cost: Tensor) -> Tensor:
         of_edge = (draw.gates * cost).sum(-1, keepdim=True).clamp(-self.clamp, self.clamp)
-        return (draw.gates - draw.weights) * of_edge
+        gradient = (draw.gates - draw.weights) * of_edge
+        return gradient * (self.clip / gradient.norm()).clamp(max=1)
 
     def updated(self, before: Tensor, after: Tensor, draw: Draw) -> Tensor:
         return after

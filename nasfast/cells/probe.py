@@ -89,7 +89,3 @@ class CostTable:
         mean = self.mean[..., list(columns)]
         mean = mean[torch.isfinite(mean)]
         return float((mean > 0).double().mean()) if len(mean) else float("nan")
-
-    def of_edges(self) -> Tensor:
-        """(cells, edges) mean over the batches that measured any operation of the edge."""
-        return self.total.sum(-1) / self.count.sum(-1)

@@ -258,11 +258,12 @@ class CellSearchEngine:
             draw = self._draw(0)
             xs, ys = self._held_out_batch(x.device)
             if cfg.second_order:
-                cost, logits = self._second_order(draw, (x, y), (xs, ys))
+                cost, logits, learnt_from = self._second_order(draw, (x, y), (xs, ys))
             else:
                 cost, logits, _ = self._costs(draw, xs, ys)
+                learnt_from = cost
             search.note(SEARCH, draw, cost, logits, ys)
-            search.update(estimator.gradient(draw, search.collect(cost)), draw)
+            search.update(estimator.gradient(draw, search.collect(learnt_from)), draw)
         draw = self._draw(1)
         cost, logits, loss = self._costs(draw, x, y, weights=True)
         search.note(TRAIN, draw, cost, logits, y)
@@ -311,8 +312,9 @@ class CellSearchEngine:
 
     def _second_order(
         self, draw: Draw, train_batch: tuple[Tensor, Tensor], search_batch: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Costs on the held-out batch with the weights a step ahead, and what that step owes to the gates (DARTS, 2.3).
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Costs and logits of the held-out batch with the weights a step ahead, and what the architecture learns from:
+        the costs less what that step owes to the gates (DARTS, 2.3).
 
         g = dL_val(w')/dZ - xi (dL_train(w+)/dZ - dL_train(w-)/dZ) / (2 e), w' = w - xi (momentum + decay + gradient),
         w+- = w +- e v, v = dL_val(w')/dw', e = 0.01 / |v|.
@@ -354,7 +356,7 @@ class CellSearchEngine:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(weights, kept)
-        return (cost - xi * (plus - minus) / (2 * e)).detach(), logits
+        return cost, logits, cost - xi * (plus - minus) / (2 * e)
 
 
 def uniform_logits(space: CellSpace) -> Tensor:

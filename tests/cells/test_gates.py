@@ -210,8 +210,8 @@ def chi_square(counts: Tensor, p: Tensor) -> float:
 def test_mean_of_dsnas_is_the_gradient_of_the_expected_cost():
     count = 40_000
     logits = LOGITS.expand(1, count, 5)
-    draw = Dsnas().draw(logits, generator(), 0.0)
-    gradient = Dsnas().gradient(draw, COST.expand(1, count, 5))[0]
+    draw = Dsnas(clip=math.inf).draw(logits, generator(), 0.0)
+    gradient = Dsnas(clip=math.inf).gradient(draw, COST.expand(1, count, 5))[0]
     want = P * (COST - (P * COST).sum())
     error = gradient.std(0) / math.sqrt(count)
     assert ((gradient.mean(0) - want).abs() <= 4 * error).all(), (gradient.mean(0), want, error)
@@ -291,6 +291,17 @@ def test_clamped():
     cost = torch.tensor([12.0, -7.0, 4.5], dtype=torch.float64)[:, None] * draw.gates
     want = (draw.gates - 0.5) * torch.tensor([5.0, -5.0, 4.5], dtype=torch.float64)[:, None]
     torch.testing.assert_close(Dsnas().gradient(draw, cost), want)
+
+
+def test_clipped():
+    logits = torch.zeros(1, 14, 8, dtype=torch.float64)
+    draw = Dsnas().draw(logits, torch.Generator().manual_seed(0), 0.0)
+    free, clipped = (Dsnas(clip=clip).gradient(draw, 5 * draw.gates) for clip in (math.inf, 10.0))
+    assert free.norm() > 10
+    torch.testing.assert_close(clipped, free * 10 / free.norm())
+    small = Dsnas().gradient(draw, 0.1 * draw.gates)
+    torch.testing.assert_close(small, 0.1 * (draw.gates - draw.weights))
+    assert not Dsnas().gradient(draw, torch.zeros_like(logits)).any(), "no cost, no gradient, and no nan"
 
 
 def test_clamped_after_the_sum_over_cells():

@@ -95,8 +95,6 @@ def test_tables_are_those_of_numpy():
     np.testing.assert_allclose(table.error.numpy(), error)
     assert math.isnan(table.mean[0, 0, 1])
     assert (table.mean[0, 0, 2].item(), math.isnan(table.error[0, 0, 2])) == (-1.5, True)
-    edges = np.nansum(values, (0, 3)) / count.sum(-1)
-    np.testing.assert_allclose(table.of_edges().numpy(), edges)
 
 
 @pytest.mark.parametrize("columns", [(0, 1, 2, 3), (1, 2), (3,)])
