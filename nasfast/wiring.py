@@ -20,7 +20,7 @@ from scipy import stats
 
 from nasfast.cells import CELLS, DARTS_OPS, Cell, CellSpace, CellSupernet
 from nasfast.cells.costs import NONE, SKIP_CONNECT
-from nasfast.cells.derive import derive
+from nasfast.cells.derive import derivations
 from nasfast.cells.montecarlo import monte_carlo
 from nasfast.cells.probe import GROUPS, CostTable
 from nasfast.cells.prototypes import DrawnBatches, prototypes
@@ -38,7 +38,6 @@ from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.datasets import split_source
 from nasfast.device import check_device, torch_device
 from nasfast.files import write_atomic
-from nasfast.spaces import arch_to_json
 from nasfast.study import Check, StudyReport, Table, Task, check_common, plain, run_study
 from nasfast.train import TrainConfig
 
@@ -237,7 +236,7 @@ class _Runner:
     def search(
         self, name: str, cfg: ExperimentConfig, search: CellSearchConfig, *, cell: Cell | None = None
     ) -> CellSearchResult:
-        """One search; its arrays are saved as NAME/wiring.npz, and what it derives as NAME/*.json."""
+        """One search; the directory NAME-sSEED gets its files, and the measures of section 6."""
         space = cfg.space(cell)
         train_loader, held_out = loaders(cfg, bilevel=search.bilevel)
         epochs = max(1, round(cfg.steps / len(train_loader)))
@@ -247,12 +246,6 @@ class _Runner:
             name="cells", resume=True, device=self.device, settings={"data": _data_of(cfg)},
             progress=self._task(f"{name}, seed {cfg.seed}", epochs * len(train_loader)),
         )  # fmt: skip
-        with (folder / "wiring.npz.part").open("wb") as file:
-            np.savez_compressed(file, **found.arrays())
-        (folder / "wiring.npz.part").replace(folder / "wiring.npz")
-        write_atomic(folder / "space.yaml", space.to_yaml().encode())
-        for rule, arch in derivations(found).items():
-            write_atomic(folder / f"arch_{rule}.json", (arch_to_json(arch, space) + "\n").encode())
         if NONE in space.ops:
             write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
         return found
@@ -397,11 +390,6 @@ def measures(found: CellSearchResult) -> dict[str, float]:
     return result
 
 
-def derivations(found: CellSearchResult) -> dict[str, tuple[int, ...]]:
-    """The architecture by argmax over every candidate, None included, and by DARTS's rule."""
-    return {rule: derive(found.space, found.logits, rule) for rule in ("argmax", "darts")}
-
-
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
@@ -533,7 +521,7 @@ def _derivation_table(runs: Mapping[int, CellSearchResult]) -> Table:
     rows = []
     for seed, found in runs.items():
         own = "darts" if found.cfg.method == "darts" else "argmax"
-        for rule, arch in derivations(found).items():
+        for rule, arch in derivations(found.space, found.logits).items():
             text = "; ".join(
                 f"{kind}: "
                 + " ".join(

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "config", "spaces", "ops", "supernet", "indicators.table", "analysis.concentration", "analysis.meanfield",
     },
     "train": {"config", "files", "lock", "termination", "distributed", "spaces", "supernet", "engine"},
-    "cells": {"config", "spaces", "ops", "supernet", "data", "engine", "train"},
+    "cells": {"config", "files", "spaces", "ops", "supernet", "data", "engine", "train"},
     "indicators.table": {"files", "spaces"},
     "indicators.rank": {"files", "spaces", "indicators.table"},
     "indicators": {"spaces", "supernet", "train", "cells", "indicators.table"},

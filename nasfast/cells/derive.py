@@ -46,3 +46,13 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax"
         # an edge fixed to none stays so
         arch += [columns[0] if len(columns) == 1 else k for columns, k in zip(space.candidates, chosen, strict=True)]
     return space.check(arch)
+
+
+def derivations(space: CellSpace, logits: Tensor | np.ndarray) -> dict[str, Arch]:
+    """Rule -> architecture; without DARTS's rule where it would drop an edge that has no None."""
+    none = space.ops.index("none") if "none" in space.ops else None
+    nodes = range(space.cell.inputs, space.cell.inputs + space.cell.nodes)
+    droppable = all(
+        len(edges := space.cell.into(node)) <= 2 or all(none in space.candidates[e] for e in edges) for node in nodes
+    )
+    return {rule: derive(space, logits, rule) for rule in ("argmax", *(("darts",) if droppable else ()))}

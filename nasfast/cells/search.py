@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nasfast.cells.derive import derivations
 from nasfast.cells.gates import Columns, Draw, Estimator, Method, make_estimator
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.probe import GROUPS, QUANTITIES, grouped_costs
@@ -20,6 +22,8 @@ from nasfast.cells.space import CellSpace
 from nasfast.config import ConfigBase
 from nasfast.data.augment import derive_seed
 from nasfast.engine import StepResult
+from nasfast.files import write_atomic
+from nasfast.spaces import arch_to_json
 from nasfast.train import TrainConfig
 from nasfast.train.batches import EpochLoader, as_epochs
 from nasfast.train.loop import train
@@ -124,6 +128,15 @@ class CellSearchResult:
         """What is saved as .npz."""
         names = ("steps", "logits", "probabilities", "costs", "edge_costs", "outputs")
         return {name: getattr(self, name) for name in names}
+
+    def save(self, folder: str | Path) -> None:
+        """Write search.npz (`arrays`), space.yaml and arch_RULE.json of every rule of `derivations`."""
+        folder, arrays = Path(folder), io.BytesIO()
+        np.savez_compressed(arrays, **self.arrays())
+        write_atomic(folder / "search.npz", arrays.getvalue())
+        write_atomic(folder / "space.yaml", self.space.to_yaml().encode())
+        for rule, arch in derivations(self.space, self.logits).items():
+            write_atomic(folder / f"arch_{rule}.json", (arch_to_json(arch, self.space) + "\n").encode())
 
 
 class CellSearch(nn.Module):
@@ -418,7 +431,8 @@ def search_cells(
         train_cfg: how the weights learn; None for the published settings (section 7): 150 epochs, SGD 0.025 to 0.001.
         held_out: loader of the held-out images: with `cfg.bilevel` the architecture learns from them; otherwise must be
             None.
-        run_dir, name: gets checkpoints, metrics.jsonl and tensorboard of the stage `name`.
+        run_dir, name: gets checkpoints, metrics.jsonl and tensorboard of the stage `name`, and what
+            `CellSearchResult.save` writes.
         resume: continue from the newest good checkpoint.
         device: where to search.
         settings: what else the result depends on, as JSON: of the data.
@@ -448,7 +462,9 @@ def search_cells(
         settings={"search": cfg.to_dict(), **(settings or {})},
         engine=lambda optimizer: CellSearchEngine(search, optimizer, held, progress),
     )  # fmt: skip
-    return search.result()
+    found = search.result()
+    found.save(run_dir)
+    return found
 
 
 WEIGHTS = TrainConfig(
