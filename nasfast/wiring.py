@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from nasfast.cells.costs import NONE, SKIP_CONNECT
 from nasfast.cells.derive import derivations
 from nasfast.cells.montecarlo import monte_carlo
 from nasfast.cells.probe import GROUPS, CostTable
-from nasfast.cells.prototypes import DrawnBatches, prototypes
+from nasfast.cells.prototypes import CLASSES, SIZE, DrawnBatches, prototypes
 from nasfast.cells.search import (
     SEARCH,
     TRAIN,
@@ -41,7 +42,7 @@ from nasfast.files import write_atomic
 from nasfast.study import Check, StudyReport, Table, Task, check_common, plain, run_study
 from nasfast.train import TrainConfig
 
-_METHODS = {"darts": "DARTS", "snas": "SNAS", "dsnas": "DSNAS", "proxyless": "ProxylessNAS", "uniform": "uniform"}
+_METHODS = {"darts": "DARTS", "snas": "SNAS", "dsnas": "DSNAS", "proxyless": "ProxylessNAS"}
 
 _EXPLANATION = (
     "C is the local cost <dL/dX, X> of what an operation, edge or cell puts out; of the last cell it is L - H, "
@@ -79,7 +80,7 @@ class ExperimentConfig(ConfigBase):
         cell: `minimal`, `simplified`, `modified`, `darts` or `nas_bench_201`.
         cells: how many, one after another.
         channels: of every node of the first cell.
-        reductions: reduction cells at a third and two thirds.
+        reductions: reduction cells at a third and two thirds, of at least three.
         order, norm: of the operations.
         no_skip_on_intermediate: skip is no candidate of intermediate edges.
         images: folder with one sub-folder per class, such as CIFAR-10's training images; null takes synthetic ones.
@@ -87,7 +88,7 @@ class ExperimentConfig(ConfigBase):
         samples: synthetic training images; as many again are held out where there are two levels.
         noise: of synthetic images, in standard deviations of their prototypes' pixels.
         batch_size: images per step.
-        steps: of the search; with a folder rounded to whole epochs.
+        steps: of the search; above 100 rounded to hundreds, with a folder to whole epochs.
         lr, lr_end, weight_decay: of the weights' SGD.
         alpha_lr, alpha_mean, alpha_std: of the logits' Adam, and of what they start from.
         records: how often probabilities and costs are recorded.
@@ -135,22 +136,25 @@ class ExperimentConfig(ConfigBase):
             )
         if not 0 <= self.noise < float("inf"):
             raise ValueError(f"noise must not be negative, got {self.noise}")
+        if self.reductions and self.cells < 3:
+            raise ValueError(f"reductions need at least 3 cells, of which one is normal, got cells={self.cells}")
 
     @property
     def published(self) -> bool:
         """Whether these are the settings that the pass marks are of."""
-        free = ("seeds", "seed", "threads", "device", "records")
+        free = ("seeds", "seed", "threads", "device")
         return self.to_dict() == type(self)(**{name: getattr(self, name) for name in free}).to_dict()
 
     def space(self, cell: Cell | None = None) -> CellSpace:
         """The network that is searched."""
-        cell = cell or CELLS[self.cell](*([DARTS_OPS] if self.cell != "nas_bench_201" else []))
+        cell = cell or CELLS[self.cell]()
         if self.no_skip_on_intermediate:
             cell = cell.without_on_intermediate(SKIP_CONNECT)
         at = tuple(sorted({self.cells // 3, 2 * self.cells // 3})) if self.reductions else ()
         return CellSpace(
             name=self.cell, cell=cell, cells=self.cells, channels=self.channels, reductions=at, order=self.order,
-            norm=self.norm, resolution=self.resolution if self.images else _SYNTHETIC_RESOLUTION,
+            norm=self.norm, resolution=SIZE if self.images is None else self.resolution,
+            num_classes=CLASSES if self.images is None else len(_folder(self.images).classes),
         )  # fmt: skip
 
     @property
@@ -171,8 +175,13 @@ class ExperimentConfig(ConfigBase):
         return self.replace(seed=self.seed + i, **changes)
 
 
-_SYNTHETIC_RESOLUTION = 12
 _STEPS_PER_EPOCH = 100
+
+
+@cache
+def _folder(images: str) -> FolderSource:
+    """Read once for all searches of a study."""
+    return FolderSource(images)
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,10 @@ class WidthConfig(ExperimentConfig):
 
     control_steps: int = 600
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_common(0, 0, control_steps=self.control_steps)
+
 
 @dataclass(frozen=True)
 class CollapseConfig(ExperimentConfig):
@@ -202,6 +215,12 @@ class CollapseConfig(ExperimentConfig):
 
     control_steps: int = 300
     second_order: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_common(0, 0, control_steps=self.control_steps)
+        if self.second_order and self.method != "darts":
+            raise ValueError(f"second_order belongs to method='darts', got {self.method!r}")
 
 
 @dataclass(frozen=True)
@@ -253,8 +272,8 @@ class _Runner:
 
 def _data_of(cfg: ExperimentConfig) -> dict[str, Any]:
     """What of a config decides the batches."""
-    names = ("images", "resolution", "batch_size", "seed") if cfg.images else ("samples", "noise", "batch_size", "seed")
-    return {name: getattr(cfg, name) for name in names}
+    names = ("samples", "noise") if cfg.images is None else ("images", "resolution")
+    return {name: getattr(cfg, name) for name in (*names, "batch_size", "seed")}
 
 
 def loaders(cfg: ExperimentConfig, *, bilevel: bool) -> tuple[Any, Any]:
@@ -271,7 +290,7 @@ def loaders(cfg: ExperimentConfig, *, bilevel: bool) -> tuple[Any, Any]:
         )
         return train, held if bilevel else None
     data = DataConfig(train=cfg.images, batch_size=cfg.batch_size, augment="cifar")
-    source = FolderSource(cfg.images)
+    source = _folder(cfg.images)
     parts = split_source(source, 0.5, cfg.seed) if bilevel else (source, None)
     return tuple(
         None if part is None else make_loader(data, part, train=True, resolution=cfg.resolution, seed=2 * cfg.seed + i)
@@ -485,7 +504,7 @@ def _number(value: float) -> str:
 def _interval(values: Sequence[float]) -> str:
     """Mean and 95 % interval of Student's t over the seeds."""
     values = np.asarray(values, dtype=float)
-    if len(values) < 2:
+    if len(values) < 2 or not np.isfinite(values).all():
         return "-"
     half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     return f"{values.mean():.3f} ± {half:.3f}"
@@ -565,10 +584,11 @@ def _searches(cfg: ExperimentConfig, runner: _Runner, name: str, **changes: Any)
     return found
 
 
-def _subject(cfg: ExperimentConfig) -> str:
+def _subject(cfg: ExperimentConfig, found: CellSearchResult) -> str:
     data = "synthetic images" if cfg.images is None else f"images of {Path(cfg.images).name}"
     return (
-        f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {cfg.steps} steps, {data}"
+        f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {found.steps[-1]} steps, "
+        f"{data}"
     )
 
 
@@ -586,7 +606,7 @@ def _growth(cfg: GrowthConfig, runner: _Runner) -> dict[str, Any]:
     checks = [check for seed, found in runs.items() for check in _growth_checks(seed, found)] if cfg.published else []
     first = next(iter(runs.values()))
     return {
-        "subject": f"P1, growing: {_subject(cfg)}",
+        "subject": f"P1, growing: {_subject(cfg, first)}",
         "notes": _notes(cfg),
         "tables": (_measures_table("P1", runs), _derivation_table(runs)),
         "figures": (
@@ -685,7 +705,7 @@ def _width(cfg: WidthConfig, runner: _Runner) -> dict[str, Any]:
     header = ("control", "", *(f"{e} first half" for e in edges), *(f"{e} last quarter" for e in edges))
     first = next(iter(runs.values()))
     return {
-        "subject": f"P2, width preference: {_subject(cfg)}",
+        "subject": f"P2, width preference: {_subject(cfg, first)}",
         "notes": _notes(cfg),
         "tables": (
             _measures_table("P2", runs), _derivation_table(runs),
@@ -784,7 +804,7 @@ def _collapse(cfg: CollapseConfig, runner: _Runner) -> dict[str, Any]:
              ("wrong, published", *"0.80 2.18 1.70 2.92 0.90 0.74".split())]  # fmt: skip
     first, first_gates = next(iter(runs.values())), next(iter(gates.values()))
     return {
-        "subject": f"P3, collapse on two levels: {_subject(cfg)}",
+        "subject": f"P3, collapse on two levels: {_subject(cfg, first)}",
         "notes": _notes(cfg),
         "tables": (
             _measures_table("P3", runs), _measures_table("the same search on one level", single),
@@ -815,11 +835,10 @@ def _sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float
     """Means of C, L, H over the third quarter of the run: by set of images and group."""
     records = len(found.steps)
     part = found.outputs[records // 2 : max(records // 2 + 1, 3 * records // 4)].sum(0)
+    with np.errstate(invalid="ignore"):
+        means = part[..., :3] / part[..., 3:]
     return {
-        which: {
-            group: dict(zip("CLH", (part[which, g, :3] / part[which, g, 3]).tolist(), strict=True))
-            for g, group in enumerate(GROUPS)
-        }
+        which: {group: dict(zip("CLH", means[which, g].tolist(), strict=True)) for g, group in enumerate(GROUPS)}
         for which in (TRAIN, SEARCH)
     }
 
@@ -865,8 +884,9 @@ def _initial(cfg: CostConfig, runner: _Runner, space: CellSpace, nets: Iterable[
     return tables, cost / count
 
 
-def _joined(tables: Sequence[CostTable]) -> CostTable:
-    return CostTable(*(sum(getattr(t, name) for t in tables) for name in ("total", "squares", "count")))
+def _last_cell(tables: Sequence[CostTable]) -> CostTable:
+    """(1, edges, ops): costs of the last cell, of all networks together."""
+    return CostTable(*(sum(getattr(t, name)[-1:] for t in tables) for name in ("total", "squares", "count")))
 
 
 def _cost(cfg: CostConfig, runner: _Runner) -> dict[str, Any]:
@@ -874,28 +894,30 @@ def _cost(cfg: CostConfig, runner: _Runner) -> dict[str, Any]:
     live = _live(space)
     seeds = range(cfg.seed, cfg.seed + cfg.nets)
     initial, mean_cost = _initial(cfg, runner, space, seeds)
-    at_start = _joined(initial)
+    at_start = _last_cell(initial)
     trained = _searches(cfg, runner, "uniform", method="uniform")
     late = []
     for seed, found in trained.items():
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
         late.append(monte_carlo(found.net, loader, batches=cfg.batches, seed=seed + 1, device=runner.device)[0])
-    at_end = _joined(late)
+    at_end = _last_cell(late)
     rows = []
     for label, tables in (("initialisation", initial), ("trained", late)):
-        joined = _joined(tables)
-        shares = [t.positive(live) for t in tables]
-        mean, error = (v[-1][:, live].numpy() for v in (joined.mean, joined.error))
+        joined = _last_cell(tables)
+        shares = [_last_cell([t]).positive(live) for t in tables]
+        mean, error = (v[0][:, live].numpy() for v in (joined.mean, joined.error))
         clear = np.abs(mean) > 2 * error
         rows.append((
             label, str(len(tables)), f"{joined.positive(live):.2f}", f"{np.mean(shares):.2f}",
             f"{np.nanmean(mean):+.4f}",
             f"{np.nanmean(error):.4f}", f"{(clear & (mean > 0)).sum()} / {(clear & (mean < 0)).sum()}",
         ))  # fmt: skip
-    header = ("last cell", "networks", "costs > 0", "of single networks", "mean cost", "its error", "clearly + / -")
+    header = (
+        "last cell", "networks", "costs > 0", "of single networks", "mean cost", "error over batches", "clearly + / -",
+    )  # fmt: skip
     figures = [
         _heatmap(space, "local costs (figure 4)", {
-            "initialisation": at_start.mean[-1].numpy(), "trained": at_end.mean[-1].numpy(),
+            "initialisation": at_start.mean[0].numpy(), "trained": at_end.mean[0].numpy(),
         }),
     ]  # fmt: skip
     inf = float("inf")
@@ -920,8 +942,8 @@ def _cost(cfg: CostConfig, runner: _Runner) -> dict[str, Any]:
 
 def _sums_table(cfg: CostConfig, runner: _Runner) -> Table:
     """Figure 19: costs of the cells before the last add up to next to nothing, the skip term aside."""
-    space = cfg.replace(cells=2, no_skip_on_intermediate=True).space()
-    tables, _ = _initial(cfg.replace(cells=2), runner, space, [cfg.seed])
+    two = cfg.replace(cells=2, reductions=False, no_skip_on_intermediate=True)
+    tables, _ = _initial(two, runner, two.space(), [cfg.seed])
     sums = tables[0].total.sum((1, 2)) / cfg.batches
     rows = [
         (name, f"{value:+.2e}") for name, value in zip(("second last cell", "last cell"), sums.tolist(), strict=True)
@@ -937,9 +959,9 @@ def _variants_table(cfg: CostConfig, runner: _Runner) -> Table:
         other = cfg.replace(**changes)
         space = other.space()
         tables, mean = _initial(other, runner, space, range(cfg.seed, cfg.seed + max(1, cfg.nets // 3)))
-        joined = _joined(tables)
+        joined = _last_cell(tables)
         rows.append((
             ", ".join(f"{k} {v}" for k, v in changes.items()) or "as above", f"{mean:+.4f}",
-            f"{joined.positive(_live(space)):.2f}", f"{float(np.nanmean(joined.mean[-1][:, _live(space)])):+.5f}",
+            f"{joined.positive(_live(space)):.2f}", f"{float(np.nanmean(joined.mean[0][:, _live(space)])):+.5f}",
         ))  # fmt: skip
     return Table("at initialisation", ("", "C", "costs > 0", "mean cost"), tuple(rows))

@@ -209,11 +209,7 @@ class CellSearch(nn.Module):
         before = self.logits
         self.alpha.grad = gradient
         self._adam.step()
-        self.alpha.copy_(torch.where(self.allowed, self._estimator.updated(before, self.logits, draw), self.alpha))
-
-    @property
-    def _estimator(self) -> Estimator:
-        return self.cfg.estimator
+        self.alpha.copy_(torch.where(self.allowed, self.cfg.estimator.updated(before, self.logits, draw), self.alpha))
 
     def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch to the present record."""
@@ -341,7 +337,8 @@ class CellSearchEngine:
         def gradients(batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
             gates = self._search.spread(draw.gates)
             logits = net(batch[0], gates, draw.runs)
-            found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*weights, gates])
+            # zeros for the preprocessing of an input that no edge leaves
+            found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*weights, gates], materialize_grads=True)
             return list(found[:-1]), found[-1], logits.detach()
 
         @torch.no_grad()
