@@ -69,7 +69,8 @@ def cells_stage(out: Path, images: Path, *, resume: bool, settings: TrainConfig 
     space = CellSpace("tiny", minimal_cell(), cells=1, channels=2, num_classes=4, resolution=16)
     cfg = CellSearchConfig(method="proxyless", bilevel=True, alpha_lr=0.05, records=4)
     train, held_out = loader(images), loader(images, batch_size=12)
-    found = search_cells(space, train, cfg, settings, held_out=held_out, run_dir=out, resume=resume, fused=False)
+    settings = settings.replace(label_smoothing=0.0)
+    found = search_cells(space, train, cfg, settings, held_out=held_out, run_dir=out, resume=resume)
     np.savez(out / "record.npz", **found.arrays())
     return max((out / "checkpoints").iterdir())
 
