@@ -789,6 +789,21 @@ def test_costs_are_those_of_the_last_cell(monkeypatch):
     assert_marks(found, {f"initialisation: {name}": mark for name, mark in expected.items()})
 
 
+def test_sums_are_of_two_cells_without_skips(monkeypatch):
+    asked = []
+
+    def initial(cfg, runner, space, nets):
+        asked.append(space)
+        total = torch.arange(2.0 * 5 * 8).view(2, 5, 8)
+        return [CostTable(total, total, total)], 0.0
+
+    monkeypatch.setattr(wiring, "_initial", initial)
+    table = wiring._sums_table(CostConfig(cells=3, reductions=True, batches=10), None)
+    assert table.rows == (("second last cell", "+7.80e+01"), ("last cell", "+2.38e+02"))
+    assert (asked[0].cells, asked[0].reductions) == (2, ())
+    assert ["skip_connect" in edge.ops for edge in asked[0].cell.edges] == [True] * 4 + [False]
+
+
 def test_other_tables_of_local_costs(reports):
     _, found, _ = reports
     sums, variants = found["cost"].tables[1:]
