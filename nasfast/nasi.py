@@ -124,6 +124,8 @@ class NasiQuickConfig(ConfigBase):
 
 
 _BATCH = 64
+_NU = 0.6
+"""The fixed limit of the penalised searches, beside the quantile; where the adaptive one starts."""
 _EXACT_IMAGES = 16
 _DIRECTIONS = 20000
 
@@ -148,7 +150,8 @@ def _quick(cfg: NasiQuickConfig, task: Task) -> dict[str, Any]:
     found, searches, moved, marks, records = _searches(space, train, trainer, np.array(accuracy), cfg, task)
     exact, exact_figure = _exact(space, train, cfg, _tenths(task("exact traces", cfg.exact), cfg.exact))
     solved = _closed_form(cfg, train)
-    steps = _steps_figure("search without a penalty", solve(records["standard", 0], mu=0.0))
+    penalised = solve(records["standard", 0], mu=2.0, constraint="fixed", nu=_NU)
+    steps = _steps_figure(f"search with mu 2, nu {_NU:g}, seed 0", penalised)
     scatter = {
         "kind": "nasi_scatter", "title": "Q and accuracy of random cells",
         "panels": {
@@ -287,15 +290,15 @@ def _searches(
     standard = [records["standard", i] for i in range(cfg.seeds)]
     kinds["no penalty"] = [solve(r, mu=0.0) for r in standard]
     for mu in (1.0, 2.0):
-        kinds[f"mu {mu:g}, nu 0.9 quantile"] = [solve(r, mu=mu) for r in standard]
+        kinds[f"mu {mu:g}, nu {_NU:g}"] = [solve(r, mu=mu, constraint="fixed", nu=_NU) for r in standard]
     for mode in list(MODES)[1:]:
         kinds[f"no penalty, {mode}"] = [solve(records[mode, i], mu=0.0) for i in range(cfg.seeds)]
+    for mu in (1.0, 2.0):
+        kinds[f"mu {mu:g}, nu 0.9 quantile"] = [solve(r, mu=mu) for r in standard]
     marked = list(kinds)
     for mode in MODES:
-        # the start is the limit of the other searches
         kinds["mu 2, adaptive nu" + ("" if mode == "standard" else f", {mode}")] = [
-            solve(r, mu=2.0, constraint="adaptive", nu=float(torch.quantile(r.q[r.finite], 0.9)))
-            for r in (records[mode, i] for i in range(cfg.seeds))
+            solve(records[mode, i], mu=2.0, constraint="adaptive", nu=_NU) for i in range(cfg.seeds)
         ]
     rows, checks, chosen = [], [], {}
     for name, results in kinds.items():
@@ -601,6 +604,7 @@ class _Searches:
         self.cfg, self._task, self.device = cfg, task, torch_device(cfg.device)
         of_space = _SPACES[cfg.space]
         self._source = None if cfg.images is None else FolderSource(cfg.images)
+        self._loaders: dict[tuple[int, int], Any] = {}
         sizes = {"cells": cfg.cells, "channels": cfg.channels}
         self.space = of_space.make(
             resolution=cfg.resolution or of_space.resolution,
@@ -609,11 +613,16 @@ class _Searches:
         )
 
     def loader(self, i: int, batch: int) -> Any:
-        cfg = self.cfg
-        if self._source is not None:
-            data = DataConfig(train=cfg.images, batch_size=batch)
-            return make_loader(data, self._source, resolution=self.space.resolution, seed=cfg.seed + i)
-        return synthetic(self.space, steps=100, batch=batch, seed=cfg.seed + i)
+        """The same batches whatever a search makes of them."""
+        if (i, batch) not in self._loaders:
+            self._loaders[i, batch] = self._loader(self.cfg.seed + i, batch)
+        return self._loaders[i, batch]
+
+    def _loader(self, seed: int, batch: int) -> Any:
+        if self._source is None:
+            return synthetic(self.space, steps=100, batch=batch, seed=seed)
+        data = DataConfig(train=self.cfg.images, batch_size=batch)
+        return make_loader(data, self._source, resolution=self.space.resolution, seed=seed)
 
     def record(self, search: NasiConfig, i: int, name: str, *, batch: int | None = None) -> Record:
         """What the architectures of one search gave."""
@@ -743,11 +752,13 @@ def _sensitivity(searches: _Searches, reference: NasiResult, arch: Arch) -> Tabl
 
     for mu in (0.0, 0.5, 1.0, 2.0):
         row(f"mu {mu:g}", searches.solve(record, base.replace(mu=mu)))
-    for quantile in (0.25, 0.5, 0.75, 0.9):
-        row(f"nu {quantile:g} quantile", searches.solve(record, base.replace(constraint="quantile", nu=quantile)))
+    # a limit says nothing where there is no penalty, which may be the search's own setting
+    for mu, quantile in product((1.0, 2.0), (0.5, 0.75, 0.9)):
+        changes = {"mu": mu, "constraint": "quantile", "nu": quantile}
+        row(f"mu {mu:g}, nu {quantile:g} quantile", searches.solve(record, base.replace(**changes)))
     for factor in (0.5, 1.0, 2.0):
-        changes = {"constraint": "adaptive", "nu": factor * level}
-        row(f"nu adaptive from {factor:g} x 0.9 quantile", searches.solve(record, base.replace(**changes)))
+        changes = {"mu": 2.0, "constraint": "adaptive", "nu": factor * level}
+        row(f"mu 2, nu adaptive from {factor:g} x 0.9 quantile", searches.solve(record, base.replace(**changes)))
     for share in (10, 4, 2):
         steps = max(1, base.steps // share)
         row(f"T {steps}", searches.solve(record.first(steps), base))

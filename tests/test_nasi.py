@@ -44,11 +44,11 @@ def test_quick_tells_marks_and_tables(tmp_path):
     report = nasi_quick_study(cfg)
     names = [check.name for check in report.checks]
     # section 6: spread, three correlations with accuracy, four of Q; two for each kind of search; and the time
-    assert len(names) == len(set(names)) == 1 + 3 + 4 + 2 * 5 + 1
+    assert len(names) == len(set(names)) == 1 + 3 + 4 + 2 * 7 + 1
     assert [row[0] for row in table(report, "random cells").rows] == [
         "Q, standard", "Q, random labels", "Q, random images", "parameters",
     ]  # fmt: skip
-    assert len(table(report, "searches").rows) == 8
+    assert len(table(report, "searches").rows) == 10
     closed = {row[0]: row for row in table(report, "one step").rows}
     assert closed["closed form, exact gradient"][1] == "1.000"
     assert float(closed["largest E[Q] of norm 1, ascent"][2]) >= float(closed["closed form, exact gradient"][2]) - 1e-6
@@ -114,7 +114,7 @@ def test_searches_repeat_by_their_seed():
 def test_sensitivity_has_a_row_for_every_setting():
     rows = table(nasi_search_study(NasiSearchConfig(sensitivity=True, **CELLS)), "sensitivity").rows
     names = [row[0] for row in rows]
-    assert "mu 0" in names and "nu 0.5 quantile" in names and "T 1" in names and "batch 8" in names
+    assert "mu 0" in names and "mu 2, nu 0.5 quantile" in names and "T 1" in names and "batch 8" in names
     # the settings of the search itself change nothing
     own = next(row for row in rows if row[0] == "mu 1")
     assert own[1] == "0" and own[2] == "1.000"

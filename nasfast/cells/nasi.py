@@ -177,7 +177,8 @@ class NasiConfig(ConfigBase):
         nu: see `constraint`.
         gates: `straight_through`: one operation runs, and gradients are those of the relaxation; `soft`: all are mixed.
         paths: `all` candidates are evaluated, as the gradient of a gate needs; `chosen`: only what is drawn, and the
-            score form of the gradient, with a part of the memory and more variance.
+            score form of the gradient, with a part of the memory, more variance, and none where a norm undoes what a
+            gate scales.
         temperature: of the relaxation.
         xi: length of the step.
         labels: `true`, or `random` ones.

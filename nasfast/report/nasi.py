@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
 
@@ -28,6 +28,9 @@ def _scatter(data: Mapping[str, Any]) -> Figure:
         ax.set(title=literal(name), xlabel=panel["labels"][0], ylabel=panel["labels"][1])
         if panel.get("log"):
             ax.set(xscale="log", yscale="log")
+            # within a decade or two their labels run into each other
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_minor_formatter(NullFormatter())
     for ax in axes[len(panels) :]:
         ax.remove()
     return figure

@@ -96,3 +96,16 @@ def test_a_result_of_another_space_is_refused():
     with pytest.raises(ValueError, match=r"logits must be \(1, 4, ...\) for 'tiny', got \(1, 2, 2\)"):
         nasi_table(tiny_space(), found)
     assert SKIP not in layer_arch(SPACES["identity"], found)
+
+
+def test_the_score_form_is_blind_where_a_norm_follows_the_sum():
+    """A gate that scales all of a layer's output changes nothing behind convolution and norm: its gradient is 0."""
+    space = SPACES["mbconv"]
+    every, chosen = (
+        search(LayerMixture(space).double(), loader(space), NasiConfig(steps=3, mu=0.0, paths=paths)).record.gradients
+        for paths in ("all", "chosen")
+    )
+    # layers 0 and 2 feed a residual too; what follows 1 and 3 is a convolution alone
+    size = every.abs().amax((0, 1, 3)), chosen.abs().amax((0, 1, 3))
+    assert float(size[0].min()) > 1e-3
+    assert float(size[1][[0, 2]].min()) > 1e-3 and float(size[1][[1, 3]].max()) < 1e-4 * float(size[1].max())
