@@ -409,7 +409,7 @@ def _closed_form(cfg: NasiQuickConfig, train: Any) -> Table:
         "closed form, exact gradient", "1.000", f"{_expected(archs, q, step):.4g}", str(place[_argmax(step)]),
     )]  # fmt: skip
     for name, changes in (
-        ("straight-through", {}), ("soft", {"gates": "soft"}), ("score, chosen path", {"paths": "chosen"}),
+        ("straight-through", {}), ("soft", {"gates": "soft"}),
     ):  # fmt: skip
         search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, **changes)
         found = solve(sample(mixture, _Same(x, y), search), mu=0.0).delta
@@ -508,14 +508,13 @@ class _Space:
     resolution: int
     batch: int
     rule: Literal["argmax", "darts"] = "argmax"
-    steps: int = 100
 
 
 _SPACES = {
     "darts": _Space(lambda **kw: darts_space(**{"cells": 5, **kw}), 2.0, 32, 64, "darts"),
     "nas_bench_201": _Space(nas_bench_201_space, 1.0, 32, 64),
     "choice_blocks": _Space(choice_blocks_space, 1.0, 32, 64, "darts"),
-    "nas_bench_macro": _Space(lambda **kw: get_space("nas_bench_macro", **kw), 1.0, 32, 16, steps=64),
+    "nas_bench_macro": _Space(lambda **kw: get_space("nas_bench_macro", **kw), 1.0, 32, 16),
     "mobilenet_v2": _Space(lambda **kw: get_space("mobilenet_v2", **kw), 2.0, 64, 16),
 }
 
@@ -530,9 +529,10 @@ class NasiSearchConfig(ConfigBase):
         images: folder with one sub-folder per class; null takes synthetic images.
         resolution: of the images; null takes 32, and 64 for mobilenet_v2.
         cells, channels: of a space of cells; null takes the space's.
-        steps, batch: sampled architectures, and images for each; null takes the space's.
+        steps: sampled architectures; null takes 100.
+        batch: images for each; null takes the space's.
         mu: null takes the space's.
-        constraint, nu, gates, paths, temperature: see `nasfast.cells.nasi.NasiConfig`.
+        constraint, nu, gates, temperature: see `nasfast.cells.nasi.NasiConfig`.
         modes: what a search sees of the data, comma-separated: `standard`, `random labels`, `random images`.
         seeds: searches in every mode, from `seed` on.
         sensitivity: also measure what mu, nu, T, batch and gates change.
@@ -552,7 +552,6 @@ class NasiSearchConfig(ConfigBase):
     constraint: Constraint = "quantile"
     nu: float = 0.9
     gates: Literal["straight_through", "soft"] = "straight_through"
-    paths: Literal["all", "chosen"] = "all"
     temperature: float = 1.0
     modes: str = "standard"
     seeds: int = 1
@@ -587,8 +586,8 @@ class NasiSearchConfig(ConfigBase):
         """The settings of the i-th search of a mode."""
         of_space = _SPACES[self.space]
         return NasiConfig(
-            steps=self.steps or of_space.steps, mu=of_space.mu if self.mu is None else self.mu,
-            constraint=self.constraint, nu=self.nu, gates=self.gates, paths=self.paths, temperature=self.temperature,
+            steps=self.steps or NasiConfig.steps, mu=of_space.mu if self.mu is None else self.mu,
+            constraint=self.constraint, nu=self.nu, gates=self.gates, temperature=self.temperature,
             seed=self.seed + i,
         ).replace(**changes)  # fmt: skip
 
@@ -729,7 +728,7 @@ def _found(
         "subject": f"space {space.name}, {space.resolution} x {space.resolution} {source}",
         "notes": (
             f"T = {search.steps}, batch {cfg.batch_size}, mu {search.mu:g}, {search.constraint} nu {search.nu:g}, "
-            f"gates {search.gates}, paths {search.paths}",
+            f"gates {search.gates}",
         ),
         "tables": tuple(tables),
         "figures": (
@@ -765,10 +764,9 @@ def _sensitivity(searches: _Searches, reference: NasiResult, arch: Arch) -> Tabl
     for batch in sorted({max(2, cfg.batch_size // 4), max(2, cfg.batch_size // 2), 2 * cfg.batch_size}):
         other = searches.record(base, 0, f"batch {batch}", batch=batch)
         row(f"batch {batch}", searches.solve(other, base), f"{other.cpu_seconds:.1f}")
-    for name, changes in (("soft gates", {"gates": "soft", "paths": "all"}),
-                          ("chosen paths", {"gates": "straight_through", "paths": "chosen"})):  # fmt: skip
-        other = searches.record(base.replace(**changes), 0, name)
-        row(name, searches.solve(other, base), f"{other.cpu_seconds:.1f}")
+    gates = "straight_through" if base.gates == "soft" else "soft"
+    other = searches.record(base.replace(gates=gates), 0, f"{gates} gates")
+    row(f"{gates.replace('_', '-')} gates", searches.solve(other, base), f"{other.cpu_seconds:.1f}")
     title = (
         f"sensitivity: changes to T {base.steps}, batch {cfg.batch_size}, mu {base.mu:g}, {base.constraint} {base.nu:g}"
     )

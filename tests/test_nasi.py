@@ -88,7 +88,7 @@ def test_a_search_of_cells_writes_its_architecture(tmp_path, space):
 
 def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
     report = nasi_search_study(
-        NasiSearchConfig(space="nas_bench_macro", paths="chosen", modes="standard, random labels", seeds=2, **TINY),
+        NasiSearchConfig(space="nas_bench_macro", modes="standard, random labels", seeds=2, **TINY),
         out=tmp_path,
     )
     found = IndicatorTable.load(tmp_path / "indicators.json")
@@ -150,7 +150,7 @@ def test_compare_ranks_beside_trivial_predictors(tmp_path):
     given.save(tmp_path / "given.json")
     cfg = NasiCompareConfig(
         accuracies=str(tmp_path / "truth.json"), indicators=str(tmp_path / "given.json"), architectures=5, repeats=1,
-        score_batch=4, resamples=20, paths="chosen", **TINY,
+        score_batch=4, resamples=20, **TINY,
     )  # fmt: skip
     report = nasi_compare_study(cfg, out=tmp_path)
     names = ["NASI, standard, seed 0", "given indicators", "depth", "macs", "params"]

@@ -82,6 +82,7 @@ def test_at_once_within_noticed(handler):
 HOOK = """
 import os, signal, time
 from nasfast.termination import Terminated, raised
+signal.signal(signal.SIGINT, signal.default_int_handler)  # programs that run in the background ignore it
 hit = []
 def hook():
     if not hit:

@@ -11,14 +11,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.cells.gates import Columns, gumbel, one_hot
+from nasfast.cells.gates import Columns, gumbel, one_hot, softmax_gradient
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.space import CellSpace
 from nasfast.config import ConfigBase
@@ -175,10 +175,8 @@ class NasiConfig(ConfigBase):
         constraint: `fixed`: nu is the limit of Q; `adaptive`: nu is where it begins, then the mean of it and of the Q
             so far; `quantile`: the limit is the nu-quantile of Q over the architectures that the search samples.
         nu: see `constraint`.
-        gates: `straight_through`: one operation runs, and gradients are those of the relaxation; `soft`: all are mixed.
-        paths: `all` candidates are evaluated, as the gradient of a gate needs; `chosen`: only what is drawn, and the
-            score form of the gradient, with a part of the memory, more variance, and none where a norm undoes what a
-            gate scales.
+        gates: `straight_through`: one operation runs, and gradients are those of the relaxation; `soft`: all are mixed,
+            with the memory of all.
         temperature: of the relaxation.
         xi: length of the step.
         labels: `true`, or `random` ones.
@@ -191,7 +189,6 @@ class NasiConfig(ConfigBase):
     constraint: Constraint = "quantile"
     nu: float = 0.9
     gates: Literal["straight_through", "soft"] = "straight_through"
-    paths: Literal["all", "chosen"] = "all"
     temperature: float = 1.0
     xi: float = 1.0
     labels: Literal["true", "random"] = "true"
@@ -205,8 +202,6 @@ class NasiConfig(ConfigBase):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         _check_penalty(self.mu, self.constraint, self.nu)
-        if self.gates == "soft" and self.paths == "chosen":
-            raise ValueError("gates='soft' mixes all candidates: it needs paths='all'")
 
 
 def _check_penalty(mu: float, constraint: Constraint, nu: float) -> None:
@@ -214,6 +209,23 @@ def _check_penalty(mu: float, constraint: Constraint, nu: float) -> None:
         raise ValueError(f"mu and nu must not be negative, got {mu} and {nu}")
     if constraint == "quantile" and nu > 1:
         raise ValueError(f"constraint='quantile' takes nu from 0 to 1, got {nu}")
+
+
+class Output(NamedTuple):
+    """The output of a candidate.
+
+    Attributes:
+        kind, edge, column: which.
+        source, target: its nodes, in the order of a forward pass.
+        value: (N, C, H, W).
+    """
+
+    kind: int
+    edge: int
+    column: int
+    source: int
+    target: int
+    value: Tensor
 
 
 class Mixture(Protocol):
@@ -227,13 +239,25 @@ class Mixture(Protocol):
     allowed: Tensor
     num_classes: int
 
-    def __call__(self, x: Tensor, gates: Tensor, columns: Columns | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
+    ) -> Tensor:
         """Logits (N, num_classes).
 
         Args:
             x: images.
             gates: (kinds, edges, ops) factors of the candidates' outputs.
             columns: the candidates that are computed, by kind and edge; None for all.
+            nodes: gets the values that edges start from and end in.
+        """
+        ...
+
+    def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
+        """Outputs of candidates, one at a time.
+
+        Args:
+            nodes: as a forward pass gave them.
+            columns: the candidates, by kind and edge.
         """
         ...
 
@@ -257,8 +281,26 @@ class CellMixture(nn.Module):
         self.allowed = allowed
         self._of_type = [space.type_of(i) for i in range(space.cells)]
 
-    def forward(self, x: Tensor, gates: Tensor, columns: Columns | None = None) -> Tensor:
-        return self.net(x, gates[self._of_type], columns)
+    def forward(
+        self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
+    ) -> Tensor:
+        of_cells: list[list[Tensor]] | None = None if nodes is None else []
+        logits = self.net(x, gates[self._of_type], columns, nodes=of_cells)
+        if nodes is not None:
+            # a cell's output is its last node or made of its nodes
+            nodes += [value for cell in of_cells for value in cell[:-1]]
+        return logits
+
+    def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
+        """See `Mixture`."""
+        start = 0
+        for kind, module in zip(self._of_type, self.net.cells, strict=True):
+            cell = module.cell
+            states, shared = nodes[start : start + cell.inputs + cell.nodes], {}
+            for node in range(cell.inputs, len(states)):
+                for e, k, y in module.outputs(node, states, columns[kind], shared):
+                    yield Output(kind, e, k, start + cell.edges[e].source, start + node, y)
+            start += len(states)
 
 
 @dataclass(frozen=True)
@@ -330,7 +372,7 @@ def sample(
         progress: called with the number of steps done.
     """
     start, cpu = time.perf_counter(), time.process_time()
-    alpha = _start(mixture, logits).requires_grad_()
+    alpha = _start(mixture, logits)
     parameters = [p for p in mixture.parameters() if p.requires_grad]
     q, gradients, picks = [], [], []
     batches = _stream(loader, device)
@@ -338,8 +380,8 @@ def sample(
         x, y = _disguised(*next(batches), cfg, mixture.num_classes, t)
         x = x.to(parameters[0].dtype)
         noise = gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, _GATES, t)))
-        step = _chosen if cfg.paths == "chosen" else _mixed
-        value, gradient, pick = step(mixture, parameters, alpha, noise, x, y, cfg)
+        step = _soft if cfg.gates == "soft" else _straight_through
+        value, gradient, pick = step(mixture, parameters, alpha, noise, x, y, cfg.temperature)
         q.append(value)
         gradients.append(gradient)
         picks.append(pick)
@@ -351,48 +393,70 @@ def sample(
     )  # fmt: skip
 
 
-def relaxed_gates(alpha: Tensor, noise: Tensor, *, temperature: float = 1.0, soft: bool = False) -> Tensor:
-    """Gumbel-softmax over the last dimension: relaxed, or one-hot with the gradient of the relaxed ones.
+def relaxed_gates(alpha: Tensor, noise: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Gumbel-softmax over the last dimension.
 
     Args:
         alpha: (kinds, edges, ops) logits.
         noise: the same shape of standard Gumbel numbers.
         temperature: of the softmax.
-        soft: whether the gates are the relaxed ones.
     """
-    relaxed = torch.softmax((alpha + noise) / temperature, -1)
-    if soft:
-        return relaxed
-    hard, _ = one_hot(relaxed.argmax(-1), alpha.shape[-1])
-    return hard.to(relaxed) - relaxed.detach() + relaxed
+    return torch.softmax((alpha + noise) / temperature, -1)
 
 
-def _mixed(
-    mixture: Mixture, parameters: list[Tensor], alpha: Tensor, noise: Tensor, x: Tensor, y: Tensor, cfg: NasiConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, its gradient and the sampled columns, by differentiating the norm of a gradient."""
-    gates = relaxed_gates(alpha, noise, temperature=cfg.temperature, soft=cfg.gates == "soft")
+Sampled = tuple[Tensor, Tensor, Tensor]
+"""Q, its gradient with respect to the logits, and the columns of the largest gates."""
+
+
+def _soft(
+    mixture: Mixture, parameters: list[Tensor], alpha: Tensor, noise: Tensor, x: Tensor, y: Tensor, temperature: float
+) -> Sampled:
+    """All candidates run, and the norm of a gradient is differentiated."""
+    alpha = alpha.clone().requires_grad_()
+    gates = relaxed_gates(alpha, noise, temperature=temperature)
     loss = F.cross_entropy(mixture(x, gates.to(x)), y)
     value = gradient_norm(loss, parameters, differentiable=True)
     (gradient,) = torch.autograd.grad(value, alpha, allow_unused=True)
     gradient = torch.zeros_like(alpha) if gradient is None else gradient
-    return value.detach().double().cpu(), gradient, (alpha + noise).argmax(-1)
+    return value.detach().double().cpu(), gradient, (alpha + noise).detach().argmax(-1)
 
 
-def _chosen(
-    mixture: Mixture, parameters: list[Tensor], alpha: Tensor, noise: Tensor, x: Tensor, y: Tensor, cfg: NasiConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with the drawn candidates alone: G_e = dQ/dz_s (1[k = s] - p_k)."""
+def _straight_through(
+    mixture: Mixture, parameters: list[Tensor], alpha: Tensor, noise: Tensor, x: Tensor, y: Tensor, temperature: float
+) -> Sampled:
+    """The drawn candidates run; the others' gates get their gradients one at a time, keeping nothing for long.
+
+    The gradient of the loss by the gate z of O is <L_t, O(X_s)> with source X_s and L_t = dL/dX of the target. With g
+    the gradient by the weights and D the derivative in their direction g, Q = <g, g> and
+
+        dQ/dz = 2 D <L_t, O(X_s)> = 2 <D L_t, O(X_s)> + 2 <J^T L_t, D X_s>,  J the Jacobian of O at X_s,
+
+    as weights of what did not run are not in g. Two backward passes of the drawn path give D X and D L of all nodes.
+    """
     picks = (alpha + noise).argmax(-1)
-    gates, columns = one_hot(picks, alpha.shape[-1])
-    gates = gates.to(x).requires_grad_()
-    loss = F.cross_entropy(mixture(x, gates, columns), y)
-    value = gradient_norm(loss, parameters, differentiable=True)
-    (of_gates,) = torch.autograd.grad(value, gates, allow_unused=True)
-    of_gates = torch.zeros_like(gates) if of_gates is None else of_gates
-    chosen = gates.detach().double().cpu()
-    cost = (of_gates.double().cpu() * chosen).sum(-1, keepdim=True)
-    return value.detach().double().cpu(), (chosen - torch.softmax(alpha.detach(), -1)) * cost, picks
+    hard, columns = one_hot(picks, alpha.shape[-1])
+    gates = hard.to(x).requires_grad_()
+    nodes: list[Tensor] = []
+    logits = mixture(x, gates, columns, nodes=nodes)
+    # the gradient of Q by what is added to dL/dX, here by what is added to L, is 2 D X, and by X it is 2 D dL/dX
+    zeros = [torch.zeros_like(node, requires_grad=True) for node in nodes]
+    loss = F.cross_entropy(logits, y) + sum((z * node).sum() for z, node in zip(zeros, nodes, strict=True))
+    found = torch.autograd.grad(loss, [*parameters, *nodes], create_graph=True, materialize_grads=True)
+    weights, of_nodes = found[: len(parameters)], [g.detach() for g in found[len(parameters) :]]
+    value = torch.stack([g.square().sum() for g in weights]).sum()
+    by_gates, *twice = torch.autograd.grad(value, [gates, *nodes, *zeros], materialize_grads=True)
+    d_of_nodes, d_nodes = twice[: len(nodes)], twice[len(nodes) :]
+    del logits, loss, found, weights
+    by_gates = by_gates.double().cpu()
+    others = [[tuple(torch.nonzero(row).flatten().tolist()) for row in kind] for kind in mixture.allowed & (hard == 0)]
+    leaves = [node.detach().requires_grad_() for node in nodes]
+    for kind, edge, column, source, target, out in mixture.outputs(leaves, others):
+        # what candidates share is needed again
+        (pulled,) = torch.autograd.grad(out, leaves[source], of_nodes[target], retain_graph=True)
+        cost = (d_of_nodes[target] * out.detach()).sum() + (pulled * d_nodes[source]).sum()
+        by_gates[kind, edge, column] += float(cost)
+    relaxed = relaxed_gates(alpha, noise, temperature=temperature)
+    return value.detach().double().cpu(), softmax_gradient(relaxed, by_gates, temperature), picks
 
 
 def solve(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -86,9 +86,9 @@ class CellModule(nn.Module):
                         key = source, self.strides[e], k
                         terms.append((e, k, *self._term(operation, states[source], key, shared)))
             total = self._sum(terms, gates) if terms else self._zeros(states, node)
-            if measured is not None and not terms and any(measures[e] for e in self.cell.into(node)):
-                # backward comes by only where a gate has a part in it
-                total = total * gates[0, 0]
+            if gates is not None and not terms:
+                # backward comes by, for the local costs of what could enter, only where a gate has a part in it
+                total = total * gates[0, 0].to(total.dtype)
             if measured is not None and total.requires_grad and any(measures[e] for e in self.cell.into(node)):
                 # a copy of the list: one that got `total` too would keep it, and the graph, alive for ever
                 total.register_hook(partial(self._measure, node, list(states), measures, measured))
@@ -134,15 +134,27 @@ class CellModule(nn.Module):
     def _measure(
         self, node: int, states: list[Tensor], measures: Sequence[Sequence[int]], measured: Tensor, grad: Tensor
     ) -> None:
-        shared: dict = {}
+        for e, k, y in self.outputs(node, states, measures, {}):
+            measured[e, k] = (grad * y).sum()
+
+    def outputs(
+        self, node: int, states: Sequence[Tensor], columns: Sequence[Sequence[int]], shared: dict
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Edge, column and output of operations into a node, one at a time.
+
+        Args:
+            node: their target.
+            states: of the cell's nodes.
+            columns: per edge, of the operations.
+            shared: keeps what operations of one source have in common.
+        """
         for e in self.cell.into(node):
             source = self.cell.edges[e].source
-            for k in measures[e]:
+            for k in columns[e]:
                 operation = self.operation(e, k)
                 if operation is not None:
                     y, unfinished = self._term(operation, states[source], (source, self.strides[e], k), shared)
-                    y = y if unfinished is None else unfinished.finish(y)
-                    measured[e, k] = (grad * y).sum()
+                    yield e, k, y if unfinished is None else unfinished.finish(y)
 
 
 def _add(values: list[Tensor]) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nasfast.cells.gates import Columns
-from nasfast.cells.nasi import NasiResult
+from nasfast.cells.nasi import NasiResult, Output
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch, SearchSpace
 from nasfast.supernet import Init, InitScheme, Supernet
@@ -46,16 +47,24 @@ class LayerMixture(nn.Module):
             allowed[0, i, : len(layer.options)] = True
         self.allowed = allowed
 
-    def forward(self, x: Tensor, gates: Tensor, columns: Columns | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
+    ) -> Tensor:
         """Logits (N, num_classes); see `nasfast.cells.nasi.Mixture`. There is one kind of layer."""
         net, x = self.net, self.net.stem(x)
+        nodes = [] if nodes is None else nodes
+        nodes.append(x)
         for i, (layer, module) in enumerate(zip(self.space.layers, net.layers, strict=True)):
             runs = range(len(layer.options)) if columns is None else columns[0][i]
-            terms = [gates[0, i, k] * module(x, layer.options[k]) for k in runs]
-            x = terms[0]
-            for term in terms[1:]:
-                x = x + term
+            x = sum(gates[0, i, k] * module(x, layer.options[k]) for k in runs)
+            nodes.append(x)
         return net.classifier(net.head(x).mean((2, 3)))
+
+    def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
+        """See `nasfast.cells.nasi.Mixture`."""
+        for i, (layer, module) in enumerate(zip(self.space.layers, self.net.layers, strict=True)):
+            for k in columns[0][i]:
+                yield Output(0, i, k, i, i + 1, module(nodes[i], layer.options[k]))
 
 
 def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] | None = None) -> IndicatorTable:

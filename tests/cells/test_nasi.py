@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from straight_through import gradient_of_q, straight_through
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,6 +37,7 @@ from nasfast.cells.nasi import (
     untrained,
 )
 from nasfast.cells.prototypes import DrawnBatches, prototypes
+from nasfast.train.batches import as_epochs
 
 OPS = ("none", "skip_connect", "conv_3x3")
 
@@ -216,8 +218,6 @@ def test_configs_are_checked():
         NasiConfig(mu=-1)
     with pytest.raises(ValueError, match="temperature must be positive"):
         NasiConfig(temperature=0)
-    with pytest.raises(ValueError, match="needs paths='all'"):
-        NasiConfig(gates="soft", paths="chosen")
 
 
 # --- gates and searches -------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_the_double_backward_agrees_with_differences_of_q(space, images):
     noise = gumbel(mixture.allowed.shape, torch.Generator().manual_seed(0))
 
     def q(alpha):
-        gates = relaxed_gates(alpha, noise, soft=True)
+        gates = relaxed_gates(alpha, noise)
         return gradient_norm(F.cross_entropy(mixture(x, gates), y), parameters, differentiable=True)
 
     alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
@@ -252,35 +252,91 @@ def test_the_double_backward_agrees_with_differences_of_q(space, images):
         assert float(gradient.flatten()[int(i)]) == pytest.approx(difference, rel=1e-5, abs=1e-7)
 
 
-def test_straight_through_gates_are_the_discrete_network_and_have_gradients_for_what_did_not_run(images):
+def test_straight_through_gates_are_the_discrete_network(images):
     space = small_space()
-    x, y = images[0][:8].double(), images[1][:8]
+    x = images[0][:8].double()
     mixture = CellMixture(space).double()
-    alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
-    # every edge runs something, so that no gradient is 0 for want of a path
     picks = torch.tensor([[2, 1, 2]])
     hard = F.one_hot(picks, len(space.ops)).double()
-    gates = relaxed_gates(alpha, 2 * hard)
+    gates = straight_through(mixture, torch.zeros(mixture.allowed.shape, dtype=torch.float64), 2 * hard)
     torch.testing.assert_close(mixture(x, gates), mixture(x, hard), atol=1e-6, rtol=0)
     columns = [[(int(k),) for k in picks[0]]]
     torch.testing.assert_close(mixture(x, hard, columns), mixture(x, hard), atol=1e-9, rtol=0)
-    value = gradient_norm(F.cross_entropy(mixture(x, gates), y), list(mixture.parameters()), differentiable=True)
-    (gradient,) = torch.autograd.grad(value, alpha)
-    assert (gradient[hard == 0].abs() > 0).all()
 
 
-def test_the_chosen_path_gives_the_score_form_of_the_same_gradient(images):
-    space, cfg = small_space(), NasiConfig(steps=4)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(
+    "space",
+    [
+        pytest.param(small_space(), id="none"),
+        pytest.param(nas_bench_201_space(cells=3, channels=4, resolution=12), id="201"),
+        pytest.param(darts_space(cells=3, channels=4, resolution=12), id="darts"),
+        pytest.param(small_space().replace(order="conv_norm_relu", affine=True), id="conv_norm_relu"),
+        pytest.param(
+            small_space().replace(cell=small_space().cell.restricted(0, 1, ("conv_3x3", "none"))), id="restricted"
+        ),
+    ],
+)
+def test_a_step_that_runs_the_drawn_path_has_the_gradient_of_all_candidates(space, temperature, images):
     mixture = CellMixture(space).double()
-    every = sample(mixture, loader(images), cfg)
-    chosen = sample(mixture, loader(images), cfg.replace(paths="chosen"))
-    assert torch.equal(every.picks, chosen.picks)
-    torch.testing.assert_close(every.q, chosen.q)
-    # dQ/dz_s (1[k = s] - p_k): from the softmax's Jacobian, if all other gates cost nothing
-    hard = F.one_hot(chosen.picks, len(space.ops)).double()
-    cost = (chosen.gradients * hard).sum(-1, keepdim=True) / (1 - 1 / 3)
-    torch.testing.assert_close(chosen.gradients, (hard - 1 / 3) * cost)
-    assert float(cost.abs().max()) > 0
+    record = sample(mixture, loader(images, steps=6), NasiConfig(steps=6, temperature=temperature))
+    unused = 0
+    for t, (x, y) in enumerate(loader(images, steps=6).epoch(0)):
+        q, gradient = gradient_of_q(mixture, x.double(), y, step=t, temperature=temperature)
+        torch.testing.assert_close(record.q[t], q, rtol=1e-10, atol=0)
+        torch.testing.assert_close(record.gradients[t], gradient, rtol=0, atol=1e-9 * float(gradient.abs().max()))
+        hard = F.one_hot(record.picks[t], len(space.ops)).bool()
+        unused += int((gradient[~hard & mixture.allowed].abs() > 1e-6 * float(q)).sum())
+    # candidates that did not run have a part in it
+    assert unused > 6
+
+
+def test_a_node_that_nothing_enters_has_gradients_for_what_could(images):
+    space = small_space()
+    mixture = CellMixture(space).double()
+    none, skip, conv = range(3)
+    record = sample(mixture, loader(images, steps=60), NasiConfig(steps=60))
+    # node 1 is entered by the first edge alone, and a ReLU behind it would have no slope at 0
+    found = [t for t in range(60) if record.picks[t].tolist() in ([[none, conv, skip]], [[none, skip, skip]])]
+    assert found
+    for t in found:
+        x, y = list(loader(images, steps=60).epoch(0))[t]
+        _, gradient = gradient_of_q(mixture, x.double(), y, step=t)
+        assert float(gradient[0, 0].abs().max()) > 0
+        torch.testing.assert_close(record.gradients[t], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_kept_for_backward_does_not_grow_with_the_candidates(images):
+    x, y = images[0][:8], images[1][:8]
+
+    def kept(ops) -> int:
+        edges = tuple(Edge(i, j, ops) for i, j in ((0, 1), (0, 2), (1, 2)))
+        space = nas_bench_201_space(cells=2, channels=4, resolution=12).replace(cell=Cell(1, 2, edges, (2,)))
+        mixture = CellMixture(space)
+        # the first candidate of every edge is drawn
+        alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64)
+        alpha[..., space.ops.index("conv_1x1")] = 50.0
+        largest, held = 0, 0
+
+        def pack(tensor):
+            nonlocal largest, held
+            held += 1
+            largest = max(largest, held)
+            return Kept(tensor)
+
+        class Kept:
+            def __init__(self, tensor):
+                self.tensor = tensor
+
+            def __del__(self):
+                nonlocal held
+                held -= 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+            sample(mixture, as_epochs([(x, y)]), NasiConfig(steps=1), logits=alpha)
+        return largest
+
+    assert kept(("conv_1x1", "conv_3x3", "max_pool_3x3", "avg_pool_3x3")) <= 1.1 * kept(("conv_1x1", "conv_3x3"))
 
 
 def test_gates_are_drawn_by_the_softmax_of_the_logits():
@@ -292,7 +348,7 @@ def test_gates_are_drawn_by_the_softmax_of_the_logits():
     assert stats.chisquare(picks.bincount(minlength=4).numpy(), expected.numpy()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("changes", [{}, {"gates": "soft"}, {"paths": "chosen"}], ids=["hard", "soft", "chosen"])
+@pytest.mark.parametrize("changes", [{}, {"gates": "soft"}], ids=["hard", "soft"])
 def test_a_search_repeats_by_its_seed_and_changes_no_parameter(images, changes):
     space, cfg = small_space(), NasiConfig(steps=3, **changes)
     mixture = CellMixture(space)
