@@ -281,7 +281,7 @@ class _Study(NamedTuple):
     writes: str = ""
 
 
-_FOUND = "indicators.json (layers) or arch.json and space.yaml (cells)"
+_FOUND = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
 
 _STUDIES = {
     "moments": {
@@ -342,7 +342,7 @@ def _carry_out(parser: _Parser, argv: Sequence[str], name: str, study: _Study) -
     report = study.run(cfg, out=out) if study.resumes or study.writes else study.run(cfg)
     print(report)
     if out is not None:
-        print(f"written: {report.save(out)}")
+        print("written:", ", ".join(map(str, (report.save(out), *getattr(report, "files", ())))))
     if report.missed:
         raise RuntimeError(f"{len(report.missed)} of {len(report.checks)} pass marks missed")
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,8 @@ from nasfast.cells.nasi import (
     NasiConfig,
     NasiResult,
     Record,
+    check_penalty,
+    endless,
     random_arch,
     random_images,
     random_labels,
@@ -39,12 +42,13 @@ from nasfast.cells.nasi import (
     untrained,
 )
 from nasfast.cells.prototypes import DrawnBatches, prototypes
-from nasfast.config import ConfigBase, nearest
+from nasfast.cells.space import read_space
+from nasfast.config import ConfigBase, ConfigError, nearest
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.augment import derive_seed
 from nasfast.device import check_device, torch_device
 from nasfast.files import write_atomic
-from nasfast.indicators.nasi import LayerMixture, layer_arch, nasi_table
+from nasfast.indicators.nasi import METHOD, LayerMixture, layer_arch, nasi_table
 from nasfast.indicators.rank import PredictorReport, RankReport, rank, read_accuracies
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch, SearchSpace, arch_to_json, format_arch, get_space
@@ -62,6 +66,8 @@ MODES: dict[str, dict[str, str]] = {
 """What a search sees of the data -> settings of `NasiConfig`."""
 
 _NOISE = 3.0
+_SYNTHETIC = 2000
+"""Images, where there is no folder."""
 AnySpace = CellSpace | SearchSpace
 
 
@@ -137,7 +143,7 @@ def nasi_quick_study(cfg: NasiQuickConfig = NasiQuickConfig()) -> StudyReport:
 
 def _quick(cfg: NasiQuickConfig, task: Task) -> dict[str, Any]:
     space = nas_bench_201_space(cells=2, channels=8, resolution=12)
-    train, test = prototypes(_NOISE, 2000, 1000, seed=cfg.seed)
+    train, test = prototypes(_NOISE, _SYNTHETIC, 1000, seed=cfg.seed)
     trainer = _Trainer(space, train, test, cfg)
     archs = _distinct(space, cfg.cells, cfg.seed)
     scores = _scores(space, archs, train, cfg, _tenths(task("scores", len(archs)), len(archs)))
@@ -408,10 +414,8 @@ def _closed_form(cfg: NasiQuickConfig, train: Any) -> Table:
     rows = [(
         "closed form, exact gradient", "1.000", f"{_expected(archs, q, step):.4g}", str(place[_argmax(step)]),
     )]  # fmt: skip
-    for name, changes in (
-        ("straight-through", {}), ("soft", {"gates": "soft"}),
-    ):  # fmt: skip
-        search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, **changes)
+    for name, gates in (("straight-through", "straight_through"), ("soft", "soft")):
+        search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
         found = solve(sample(mixture, _Same(x, y), search), mu=0.0).delta
         unit = found / found.norm()
         rows.append((
@@ -500,23 +504,42 @@ def _ascend(archs: Sequence[Arch], q: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Space:
-    """A space that can be searched, with the settings of section 4 of the method's description."""
+class _Preset:
+    """How a space is searched, with the settings of section 4 of the method's description."""
 
     make: Callable[..., AnySpace]
-    mu: float
-    resolution: int
-    batch: int
+    mu: float = 1.0
+    resolution: int | None = None
+    batch: int = 16
     rule: Literal["argmax", "darts"] = "argmax"
 
 
-_SPACES = {
-    "darts": _Space(lambda **kw: darts_space(**{"cells": 5, **kw}), 2.0, 32, 64, "darts"),
-    "nas_bench_201": _Space(nas_bench_201_space, 1.0, 32, 64),
-    "choice_blocks": _Space(choice_blocks_space, 1.0, 32, 64, "darts"),
-    "nas_bench_macro": _Space(lambda **kw: get_space("nas_bench_macro", **kw), 1.0, 32, 16),
-    "mobilenet_v2": _Space(lambda **kw: get_space("mobilenet_v2", **kw), 2.0, 64, 16),
+_PRESETS = {
+    "darts": _Preset(lambda **kw: darts_space(**{"cells": 5, **kw}), 2.0, 32, 64, "darts"),
+    "nas_bench_201": _Preset(nas_bench_201_space, 1.0, 32, 64),
+    "choice_blocks": _Preset(choice_blocks_space, 1.0, 32, 64, "darts"),
+    "nas_bench_macro": _Preset(partial(get_space, "nas_bench_macro")),
+    "mobilenet_v2": _Preset(partial(get_space, "mobilenet_v2"), 2.0, 64),
+    "shufflenet_v2": _Preset(partial(get_space, "shufflenet_v2"), 2.0, 64),
+    "digits_mini": _Preset(partial(get_space, "digits_mini")),
 }
+_CELLS = ("darts", "nas_bench_201", "choice_blocks")
+
+
+def _preset(name: str) -> _Preset:
+    """What `--space` names.
+
+    Raises:
+        ConfigError: neither built in nor a readable file.
+    """
+    if name in _PRESETS:
+        return _PRESETS[name]
+    if not (name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()):
+        raise ConfigError(f"unknown space {name!r}: neither a YAML file nor built in; {nearest(name, _PRESETS)}")
+    space = read_space(name)
+    # cells with two inputs are DARTS's, whose nodes keep two edges
+    two = isinstance(space, CellSpace) and space.cell.inputs == 2
+    return _Preset(space.replace, rule="darts" if two else "argmax")
 
 
 @dataclass(frozen=True)
@@ -524,15 +547,20 @@ class NasiSearchConfig(ConfigBase):
     """Searches of one space.
 
     Attributes:
-        space: `darts`, `nas_bench_201`, `choice_blocks` (as NAS-Bench-1Shot1's first), `nas_bench_macro` or
-            `mobilenet_v2`.
-        images: folder with one sub-folder per class; null takes synthetic images.
-        resolution: of the images; null takes 32, and 64 for mobilenet_v2.
-        cells, channels: of a space of cells; null takes the space's.
-        steps: sampled architectures; null takes 100.
-        batch: images for each; null takes the space's.
-        mu: null takes the space's.
-        constraint, nu, gates, temperature: see `nasfast.cells.nasi.NasiConfig`.
+        space: `darts`, `nas_bench_201`, `choice_blocks` (as NAS-Bench-1Shot1's first), `nas_bench_macro`,
+            `mobilenet_v2`, `shufflenet_v2`, `digits_mini`, or the path of a YAML file.
+        images: folder with one sub-folder per class, augmented as for training; null takes synthetic images.
+        resolution: of the images; null takes the space's, and 64 for mobilenet_v2 and shufflenet_v2.
+        cells: how many, of darts, nas_bench_201 and choice_blocks; null takes the space's.
+        channels: of their first cell; null takes the space's.
+        steps: T, sampled architectures.
+        batch: images for each; null takes 64 for built-in cells, else 16.
+        mu: weight of the penalty on what exceeds nu; null takes 2 for darts, mobilenet_v2 and shufflenet_v2, else 1.
+        constraint: `quantile`: nu is the quantile of Q that is the limit; `fixed`: nu is the limit itself;
+            `adaptive`: nu is where it begins, and it goes on as the mean of it and of the Q so far.
+        nu: see `constraint`; null is the 0.9 quantile, and the others need one.
+        gates: `straight_through`, or `soft`, which computes and keeps all candidates.
+        temperature: of the gates' softmax.
         modes: what a search sees of the data, comma-separated: `standard`, `random labels`, `random images`.
         seeds: searches in every mode, from `seed` on.
         sensitivity: also measure what mu, nu, T, batch and gates change.
@@ -541,16 +569,16 @@ class NasiSearchConfig(ConfigBase):
         seed: the first.
     """
 
-    space: Literal["darts", "nas_bench_201", "choice_blocks", "nas_bench_macro", "mobilenet_v2"] = "nas_bench_201"
+    space: str = "nas_bench_201"
     images: str | None = None
     resolution: int | None = None
     cells: int | None = None
     channels: int | None = None
-    steps: int | None = None
+    steps: int = 100
     batch: int | None = None
     mu: float | None = None
     constraint: Constraint = "quantile"
-    nu: float = 0.9
+    nu: float | None = None
     gates: Literal["straight_through", "soft"] = "straight_through"
     temperature: float = 1.0
     modes: str = "standard"
@@ -562,20 +590,20 @@ class NasiSearchConfig(ConfigBase):
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        sizes = {name: getattr(self, name) for name in ("resolution", "cells", "channels", "steps", "batch")}
+        sizes = {name: getattr(self, name) for name in ("resolution", "cells", "channels", "batch")}
         given = {name: value for name, value in sizes.items() if value is not None}
-        check_common(self.threads, self.seed, seeds=self.seeds, **given)
+        check_common(self.threads, self.seed, seeds=self.seeds, steps=self.steps, **given)
         for mode in self.mode_list:
             if mode not in MODES:
                 raise ValueError(f"modes: unknown {mode!r}; {nearest(mode, MODES)}")
-        if "standard" not in self.mode_list:
-            raise ValueError(f"modes must contain 'standard', got {self.modes!r}")
+        if "standard" not in self.mode_list or len(set(self.mode_list)) < len(self.mode_list):
+            raise ValueError(f"modes must contain 'standard', and each only once, got {self.modes!r}")
         if self.batch == 1:
             raise ValueError("batch must be at least 2 (BatchNorm needs more than one image), got 1")
-        if self.space in ("nas_bench_macro", "mobilenet_v2"):
+        if self.space not in _CELLS:
             for name in ("cells", "channels"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"{name} belongs to spaces of cells, not to {self.space}")
+                    raise ValueError(f"{name} belongs to {', '.join(_CELLS)}, not to {self.space}")
         self.search(0)
 
     @property
@@ -584,16 +612,18 @@ class NasiSearchConfig(ConfigBase):
 
     def search(self, i: int, **changes: Any) -> NasiConfig:
         """The settings of the i-th search of a mode."""
-        of_space = _SPACES[self.space]
         return NasiConfig(
-            steps=self.steps or NasiConfig.steps, mu=of_space.mu if self.mu is None else self.mu,
-            constraint=self.constraint, nu=self.nu, gates=self.gates, temperature=self.temperature,
-            seed=self.seed + i,
+            steps=self.steps, mu=self.preset.mu if self.mu is None else self.mu, constraint=self.constraint,
+            nu=self.nu, gates=self.gates, temperature=self.temperature, seed=self.seed + i,
         ).replace(**changes)  # fmt: skip
 
     @property
+    def preset(self) -> _Preset:
+        return _preset(self.space)
+
+    @property
     def batch_size(self) -> int:
-        return self.batch or _SPACES[self.space].batch
+        return self.batch or self.preset.batch
 
 
 class _Searches:
@@ -601,15 +631,18 @@ class _Searches:
 
     def __init__(self, cfg: NasiSearchConfig, task: Task) -> None:
         self.cfg, self._task, self.device = cfg, task, torch_device(cfg.device)
-        of_space = _SPACES[cfg.space]
+        self._preset = cfg.preset
         self._source = None if cfg.images is None else FolderSource(cfg.images)
         self._loaders: dict[tuple[int, int], Any] = {}
-        sizes = {"cells": cfg.cells, "channels": cfg.channels}
-        self.space = of_space.make(
-            resolution=cfg.resolution or of_space.resolution,
-            num_classes=10 if self._source is None else len(self._source.classes),
-            **{name: value for name, value in sizes.items() if value is not None},
-        )
+        self.images = _SYNTHETIC if self._source is None else len(self._source)
+        if self.images < cfg.batch_size:
+            raise ConfigError(f"batch must be at most {self.images}, the number of images, got {cfg.batch_size}")
+        classes = len(self._source.classes) if self._source is not None else 10 if cfg.space in _PRESETS else None
+        sizes = {
+            "resolution": cfg.resolution or self._preset.resolution, "num_classes": classes, "cells": cfg.cells,
+            "channels": cfg.channels,
+        }  # fmt: skip
+        self.space = self._preset.make(**{name: value for name, value in sizes.items() if value is not None})
 
     def loader(self, i: int, batch: int) -> Any:
         """The same batches whatever a search makes of them."""
@@ -636,37 +669,24 @@ class _Searches:
         results = {}
         for mode, i in product(self.cfg.mode_list, range(self.cfg.seeds)):
             search = self.cfg.search(i, **MODES[mode])
-            results[mode, i] = self.solve(self.record(search, i, f"{mode}, seed {search.seed}"), search)
+            results[mode, i] = self.solve(self.record(search, i, f"{mode}, seed {search.seed}"), search).check()
         return results
 
     def solve(self, record: Record, search: NasiConfig) -> NasiResult:
-        return solve(
-            record, mu=search.mu, constraint=search.constraint, nu=search.nu, xi=search.xi, allowed=allowed(self.space)
-        )
+        return solve(record, mu=search.mu, constraint=search.constraint, nu=search.nu, xi=search.xi)
 
     def arch(self, result: NasiResult) -> Arch:
         if isinstance(self.space, CellSpace):
-            return derive(self.space, result.logits, _SPACES[self.cfg.space].rule)
+            return derive(self.space, result.logits, self._preset.rule)
         return layer_arch(self.space, result)
 
     def describe(self, arch: Arch) -> str:
         return _short(self.space, arch) if isinstance(self.space, CellSpace) else format_arch(arch)
 
 
-def allowed(space: AnySpace) -> Tensor:
-    """(kinds, edges, ops) bool: which candidates a search of the space has."""
-    kinds = len(space.types) if isinstance(space, CellSpace) else 1
-    rows = space.candidates if isinstance(space, CellSpace) else [range(k) for k in _options(space)]
-    columns = len(space.ops) if isinstance(space, CellSpace) else max(map(len, rows))
-    table = torch.zeros(kinds, len(rows), columns, dtype=torch.bool)
-    for e, row in enumerate(rows):
-        table[:, e, list(row)] = True
-    return table
-
-
 def synthetic(space: AnySpace, *, steps: int, batch: int, seed: int) -> DrawnBatches:
     """Batches of noisy prototypes, resized to a space's resolution."""
-    (x, y), _ = prototypes(_NOISE, 2000, 1, seed=seed)
+    (x, y), _ = prototypes(_NOISE, _SYNTHETIC, 1, seed=seed)
     if space.resolution != x.shape[-1]:
         size = (space.resolution, space.resolution)
         # a batch at a time would save memory, but 2000 images of 64 x 64 are 100 MB
@@ -679,11 +699,14 @@ def nasi_search_study(cfg: NasiSearchConfig = NasiSearchConfig(), *, out: str | 
 
     Args:
         cfg: what to search, and how.
-        out: gets what the first search in standard mode found: `indicators.json` of a layer-wise space, `arch.json` and
-            `space.yaml` of a space of cells.
+        out: gets `space.yaml`, and what the first search in standard mode found: `indicators.json` of a layer-wise
+            space, `arch_nasi.json` of a space of cells.
 
     Raises:
+        ConfigError: unknown space, or fewer images than a batch.
         DataError: the folder of images cannot be used.
+        FileExistsError: `out` holds another space or the scores of a trained supernet.
+        ValueError: a search that prefers nothing, because no sampled architecture has a slope.
     """
     device = str(torch_device(cfg.device))
 
@@ -695,12 +718,26 @@ def nasi_search_study(cfg: NasiSearchConfig = NasiSearchConfig(), *, out: str | 
 
 def _search(cfg: NasiSearchConfig, task: Task, out: str | Path | None) -> dict[str, Any]:
     searches = _Searches(cfg, task)
-    return _found(searches, searches.all(), out)
+    folder = _claimed(out, searches.space)
+    return _found(searches, searches.all(), folder)
 
 
-def _found(
-    searches: _Searches, results: Mapping[tuple[str, int], NasiResult], out: str | Path | None
-) -> dict[str, Any]:
+def _claimed(out: str | Path | None, space: AnySpace) -> Path | None:
+    """The folder that gets the files, before anything is computed: one that cannot be used is noticed now."""
+    if out is None:
+        return None
+    folder = Path(out)
+    path, table = folder / "space.yaml", folder / "indicators.json"
+    if path.exists() and read_space(path) != space:
+        raise FileExistsError(f"{path} is of another space: choose another --out")
+    if table.exists() and IndicatorTable.load(table).meta.get("method") != METHOD:
+        raise FileExistsError(f"{table} has the scores of a trained supernet: choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, space.to_yaml().encode())
+    return folder
+
+
+def _found(searches: _Searches, results: Mapping[tuple[str, int], NasiResult], folder: Path | None) -> dict[str, Any]:
     """Report of searches, and the files of the first."""
     cfg, space, rows = searches.cfg, searches.space, []
     chosen: dict[str, list[Arch]] = {mode: [] for mode in cfg.mode_list}
@@ -710,26 +747,27 @@ def _found(
         cost = space.cost(arch)
         rows.append((
             f"{mode}, seed {cfg.seed + i}", searches.describe(arch), f"{cost.macs:,}", f"{cost.params:,}",
-            f"{float(result.q.median()):.3g}", f"{float(result.nu[-1]):.3g}", str(result.skipped),
+            f"{float(result.q.median()):.3g}", f"{float(result.nu[-1]):.3g}", f"{100 * result.above:.0f} %",
+            str(result.skipped),
             f"{result.record.seconds:.1f} ({result.record.cpu_seconds:.1f})",
         ))  # fmt: skip
     first, arch = results["standard", 0], chosen["standard"][0]
-    header = ("search", "architecture", "MACs", "parameters", "median Q", "last nu", "skipped", "seconds (CPU)")
+    header = ("search", "architecture", "MACs", "parameters", "median Q", "last nu", "above nu", "skipped",
+              "seconds (CPU)")  # fmt: skip
     tables = [Table("what was found", header, tuple(rows))]
     if len(results) > 1:
         tables.append(_moved_table(space, chosen))
     if cfg.sensitivity:
         tables.append(_sensitivity(searches, first, arch))
-    if out is not None:
-        _write(Path(out), space, first, arch, cfg)
+    files = () if folder is None else (_write(folder, space, first, arch, cfg),)
     source = "synthetic images" if cfg.images is None else "images of a folder"
     search = cfg.search(0)
     return {
         "subject": f"space {space.name}, {space.resolution} x {space.resolution} {source}",
         "notes": (
-            f"T = {search.steps}, batch {cfg.batch_size}, mu {search.mu:g}, {search.constraint} nu {search.nu:g}, "
-            f"gates {search.gates}",
+            f"T = {search.steps}, batch {cfg.batch_size}, mu {search.mu:g}, {_limit(search)}, gates {search.gates}",
         ),
+        "files": files,
         "tables": tuple(tables),
         "figures": (
             _steps_figure("the first search, step by step", first), _logits_figure("alpha* - alpha_0", space, first),
@@ -758,29 +796,35 @@ def _sensitivity(searches: _Searches, reference: NasiResult, arch: Arch) -> Tabl
     for factor in (0.5, 1.0, 2.0):
         changes = {"mu": 2.0, "constraint": "adaptive", "nu": factor * level}
         row(f"mu 2, nu adaptive from {factor:g} x 0.9 quantile", searches.solve(record, base.replace(**changes)))
-    for share in (10, 4, 2):
-        steps = max(1, base.steps // share)
+    for steps in sorted({max(1, base.steps // share) for share in (10, 4, 2)}):
         row(f"T {steps}", searches.solve(record.first(steps), base))
     for batch in sorted({max(2, cfg.batch_size // 4), max(2, cfg.batch_size // 2), 2 * cfg.batch_size}):
+        if batch > searches.images:
+            continue
         other = searches.record(base, 0, f"batch {batch}", batch=batch)
         row(f"batch {batch}", searches.solve(other, base), f"{other.cpu_seconds:.1f}")
     gates = "straight_through" if base.gates == "soft" else "soft"
     other = searches.record(base.replace(gates=gates), 0, f"{gates} gates")
     row(f"{gates.replace('_', '-')} gates", searches.solve(other, base), f"{other.cpu_seconds:.1f}")
-    title = (
-        f"sensitivity: changes to T {base.steps}, batch {cfg.batch_size}, mu {base.mu:g}, {base.constraint} {base.nu:g}"
-    )
+    title = f"sensitivity: changes to T {base.steps}, batch {cfg.batch_size}, mu {base.mu:g}, {_limit(base)}"
     header = ("setting", f"choices of {len(arch)} that differ", "cosine of Delta", "architecture", "CPU seconds")
     return Table(title, header, tuple(rows))
 
 
-def _write(folder: Path, space: AnySpace, result: NasiResult, arch: Arch, cfg: NasiSearchConfig) -> None:
+def _limit(search: NasiConfig) -> str:
+    return f"nu {search.constraint} {check_penalty(search.mu, search.constraint, search.nu):g}"
+
+
+def _write(folder: Path, space: AnySpace, result: NasiResult, arch: Arch, cfg: NasiSearchConfig) -> Path:
+    """What the search found, where `nasfast retrain` and `nasfast search` look for it."""
     if isinstance(space, CellSpace):
-        write_atomic(folder / "arch.json", (arch_to_json(arch, space) + "\n").encode())
-        write_atomic(folder / "space.yaml", space.to_yaml().encode())
+        path = folder / f"arch_{METHOD}.json"
+        write_atomic(path, (arch_to_json(arch, space) + "\n").encode())
     else:
+        path = folder / "indicators.json"
         meta = {"steps": len(result.record.q), "seed": cfg.seed, "images": cfg.images is not None}
-        nasi_table(space, result, meta=meta).save(folder / "indicators.json")
+        nasi_table(space, result, meta=meta).save(path)
+    return path
 
 
 def _steps_figure(title: str, result: NasiResult) -> dict[str, Any]:
@@ -795,7 +839,7 @@ def _logits_figure(title: str, space: AnySpace, result: NasiResult) -> dict[str,
     else:
         rows = [str(i) for i in range(len(space))]
         columns = [str(k) for k in range(result.delta.shape[-1])]
-    values = result.delta.masked_fill(~allowed(space), math.nan).flatten(0, 1).tolist()
+    values = result.delta.masked_fill(~result.logits.isfinite(), math.nan).flatten(0, 1).tolist()
     return {"kind": "nasi_logits", "title": title, "rows": rows, "columns": columns, "values": values}
 
 
@@ -804,10 +848,10 @@ def _logits_figure(title: str, space: AnySpace, result: NasiResult) -> dict[str,
 
 @dataclass(frozen=True)
 class NasiCompareConfig(NasiSearchConfig):
-    """NASI beside other predictors of trained accuracy on nas_bench_macro; the attributes of a search, and:
+    """NASI beside other predictors of trained accuracy on nas_bench_macro, with the attributes of a search.
 
     Attributes:
-        accuracies: JSON of trained accuracies, as NAS-Bench-Macro publishes them.
+        accuracies: JSON of trained accuracies, nas-bench-macro_cifar10.json of NAS-Bench-Macro.
         indicators: an indicators.json of the same space to compare with, such as a trained supernet's.
         architectures: random ones whose own Q is computed, each as a network of its own; 0 for none.
         repeats: initialisations and batches of each.
@@ -816,7 +860,7 @@ class NasiCompareConfig(NasiSearchConfig):
     """
 
     space: Literal["nas_bench_macro"] = "nas_bench_macro"
-    accuracies: str = "nas_bench_macro.json"
+    accuracies: str = "nas-bench-macro_cifar10.json"
     indicators: str | None = None
     architectures: int = 150
     repeats: int = 3
@@ -849,8 +893,11 @@ def _compare(cfg: NasiCompareConfig, task: Task, out: str | Path | None) -> dict
     published = get_space(cfg.space)
     truth = read_accuracies(cfg.accuracies, published)
     searches = _Searches(cfg, task)
+    folder = _claimed(out, searches.space)
+    stream = endless(searches.loader(0, cfg.score_batch), searches.device)
+    batches = [next(stream) for _ in range(cfg.repeats)]
     results = searches.all()
-    found = _found(searches, results, out)
+    found = _found(searches, results, folder)
     predictors: dict[str, Any] = {}
     seconds: dict[str, str] = {}
     for (mode, i), result in results.items():
@@ -865,7 +912,9 @@ def _compare(cfg: NasiCompareConfig, task: Task, out: str | Path | None) -> dict
         rng = np.random.default_rng(derive_seed(cfg.seed, 15))
         picks = rng.choice(len(truth), min(cfg.architectures, len(truth)), replace=False)
         some = [sorted(truth)[i] for i in sorted(picks)]
-        q, seconds["Q"] = _own_scores(searches, some, _tenths(task("Q of architectures", len(some)), len(some)))
+        q, seconds["Q"] = _own_scores(
+            searches, some, batches, _tenths(task("Q of architectures", len(some)), len(some))
+        )
         of_some = _rankings({arch: truth[arch] for arch in some}, {"Q": q, **predictors}, published, cfg)
         tables.insert(0, _ranking_table(f"{len(some)} random architectures, each scored by itself", of_some, seconds))
         scatter = {
@@ -881,16 +930,13 @@ def _compare(cfg: NasiCompareConfig, task: Task, out: str | Path | None) -> dict
 
 
 def _own_scores(
-    searches: _Searches, archs: Sequence[Arch], done: Callable[[int], None]
+    searches: _Searches, archs: Sequence[Arch], batches: Sequence[tuple[Tensor, Tensor]], done: Callable[[int], None]
 ) -> tuple[dict[Arch, float], str]:
     """Q of every architecture, and the seconds of the clock and of the processor."""
-    cfg, device = searches.cfg, searches.device
     start, cpu = time.perf_counter(), time.process_time()
-    stream = searches.loader(0, cfg.score_batch).epoch(0, device=device)
-    batches = [next(stream) for _ in range(cfg.repeats)]
     q = {}
     for i, arch in enumerate(archs, 1):
-        q[arch] = score_architecture(searches.space, arch, batches, seed=cfg.seed)
+        q[arch] = score_architecture(searches.space, arch, batches, seed=searches.cfg.seed)
         done(i)
     return q, f"{time.perf_counter() - start:.1f} ({time.process_time() - cpu:.1f})"
 

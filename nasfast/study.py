@@ -81,6 +81,7 @@ class StudyReport:
         figures: what `nasfast.report` draws: `kind`, `title` and plain data.
         verdicts: what was judged -> plain data, of which `names` are the verdicts and the rest is evidence.
         checks: pass marks.
+        files: written besides the report's own.
         seconds: it took.
     """
 
@@ -93,6 +94,7 @@ class StudyReport:
     figures: tuple[dict[str, Any], ...] = ()
     verdicts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
+    files: tuple[Path, ...] = ()
     seconds: float
     machine: dict[str, Any]
     environment: dict[str, list[str]]

@@ -76,7 +76,6 @@ class ExperimentConfig(ConfigBase):
     """What the experiments have in common. The defaults are those of the pass marks, which hold for nothing else.
 
     Attributes:
-        method: estimator of the architecture's gradient.
         cell: `minimal`, `simplified`, `modified`, `darts` or `nas_bench_201`.
         cells: how many, one after another.
         channels: of every node of the first cell.
@@ -90,7 +89,6 @@ class ExperimentConfig(ConfigBase):
         batch_size: images per step.
         steps: of the search; above 100 rounded to hundreds, with a folder to whole epochs.
         lr, lr_end, weight_decay: of the weights' SGD.
-        alpha_lr, alpha_mean, alpha_std: of the logits' Adam, and of what they start from.
         records: how often probabilities and costs are recorded.
         seeds: how many, from `seed` on.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -98,7 +96,6 @@ class ExperimentConfig(ConfigBase):
         seed: the first.
     """
 
-    method: Literal["darts", "snas", "dsnas", "proxyless"] = "dsnas"
     cell: Literal["minimal", "simplified", "modified", "darts", "nas_bench_201"] = "darts"
     cells: int = 1
     channels: int = 6
@@ -115,9 +112,6 @@ class ExperimentConfig(ConfigBase):
     lr: float = 0.4
     lr_end: float = 1e-3
     weight_decay: float = 3e-4
-    alpha_lr: float = 0.02
-    alpha_mean: float = 0.0
-    alpha_std: float = 1e-3
     records: int = 75
     seeds: int = 3
     device: str = "cpu"
@@ -165,11 +159,8 @@ class ExperimentConfig(ConfigBase):
         )
 
     def search(self, **changes: Any) -> CellSearchConfig:
-        """How the architecture learns, by default on one level."""
-        return CellSearchConfig(
-            method=self.method, alpha_lr=self.alpha_lr, alpha_mean=self.alpha_mean, alpha_std=self.alpha_std,
-            records=self.records, seed=self.seed,
-        ).replace(**changes)  # fmt: skip
+        """How operations are chosen: uniformly, and nothing is learnt of them."""
+        return CellSearchConfig(method="uniform", records=self.records, seed=self.seed).replace(**changes)
 
     def of_seed(self, i: int, **changes: Any) -> ExperimentConfig:
         return self.replace(seed=self.seed + i, **changes)
@@ -185,12 +176,34 @@ def _folder(images: str) -> FolderSource:
 
 
 @dataclass(frozen=True)
-class GrowthConfig(ExperimentConfig):
+class LearntConfig(ExperimentConfig):
+    """Experiments that learn an architecture.
+
+    Attributes:
+        method: estimator of the architecture's gradient.
+        alpha_lr, alpha_mean, alpha_std: of the logits' Adam, and of what they start from.
+    """
+
+    method: Literal["darts", "snas", "dsnas", "proxyless"] = "dsnas"
+    alpha_lr: float = 0.02
+    alpha_mean: float = 0.0
+    alpha_std: float = 1e-3
+
+    def search(self, **changes: Any) -> CellSearchConfig:
+        """How the architecture learns, by default on one level."""
+        return CellSearchConfig(
+            method=self.method, alpha_lr=self.alpha_lr, alpha_mean=self.alpha_mean, alpha_std=self.alpha_std,
+            records=self.records, seed=self.seed,
+        ).replace(**changes)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GrowthConfig(LearntConfig):
     """P1, growing: one DARTS cell, one level."""
 
 
 @dataclass(frozen=True)
-class WidthConfig(ExperimentConfig):
+class WidthConfig(LearntConfig):
     """P2, width preference: the search of P1, and the control for its cause on cells with one input.
 
     Attributes:
@@ -205,7 +218,7 @@ class WidthConfig(ExperimentConfig):
 
 
 @dataclass(frozen=True)
-class CollapseConfig(ExperimentConfig):
+class CollapseConfig(LearntConfig):
     """P3, collapse: the search of P1 on two levels, and costs of DARTS's gates on training and held-out images.
 
     Attributes:
@@ -584,7 +597,7 @@ def _searches(cfg: ExperimentConfig, runner: _Runner, name: str, **changes: Any)
     return found
 
 
-def _subject(cfg: ExperimentConfig, found: CellSearchResult) -> str:
+def _subject(cfg: LearntConfig, found: CellSearchResult) -> str:
     data = "synthetic images" if cfg.images is None else f"images of {Path(cfg.images).name}"
     return (
         f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {found.steps[-1]} steps, "
@@ -771,7 +784,6 @@ def _collapse(cfg: CollapseConfig, runner: _Runner) -> dict[str, Any]:
     runs = _searches(cfg, runner, f"{cfg.method}-bilevel", bilevel=True, **second)
     single = _searches(cfg, runner, cfg.method)
     table_cfg = CostConfig(
-        method="darts",
         samples=300,
         steps=cfg.control_steps,
         seeds=cfg.seeds,
@@ -779,7 +791,7 @@ def _collapse(cfg: CollapseConfig, runner: _Runner) -> dict[str, Any]:
         device=cfg.device,
         records=12,
     )
-    gates = _searches(table_cfg, runner, "table", bilevel=True, alpha_lr=0.0)
+    gates = _searches(table_cfg, runner, "table", method="darts", bilevel=True, alpha_lr=0.0)
     checks, inf = [], float("inf")
     for seed, found in runs.items():
         m = measures(found)
@@ -895,7 +907,7 @@ def _cost(cfg: CostConfig, runner: _Runner) -> dict[str, Any]:
     seeds = range(cfg.seed, cfg.seed + cfg.nets)
     initial, mean_cost = _initial(cfg, runner, space, seeds)
     at_start = _last_cell(initial)
-    trained = _searches(cfg, runner, "uniform", method="uniform")
+    trained = _searches(cfg, runner, "uniform")
     late = []
     for seed, found in trained.items():
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)

@@ -9,10 +9,11 @@ import torch
 from tiny import write_folder
 
 from nasfast import nasi
-from nasfast.cells import read_space
+from nasfast.cells import darts_space, read_space
 from nasfast.cells.nasi import CellMixture
 from nasfast.cells.prototypes import prototypes
 from nasfast.cli import main
+from nasfast.config import ConfigError
 from nasfast.indicators import IndicatorTable
 from nasfast.nasi import (
     NasiCompareConfig,
@@ -76,7 +77,7 @@ def test_the_gradient_by_enumeration_is_that_of_the_expectation_and_the_closed_f
 def test_a_search_of_cells_writes_its_architecture(tmp_path, space):
     report = nasi_search_study(NasiSearchConfig(space=space, **CELLS), out=tmp_path)
     written = read_space(tmp_path / "space.yaml")
-    arch = load_arch(tmp_path / "arch.json", written)
+    arch = load_arch(tmp_path / "arch_nasi.json", written)
     assert report.tables[0].rows[0][1] == " ".join(written.ops[k] for k in arch)
     assert written.num_classes == 10 and written.resolution == 8
     if space != "nas_bench_201":
@@ -102,6 +103,64 @@ def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
     ]  # fmt: skip
     report.save(tmp_path)
     assert json.loads((tmp_path / "nasi-search.json").read_text(encoding="utf-8"))["figures"][0]["kind"] == "nasi_steps"
+
+
+@pytest.mark.parametrize("space", ["nas_bench_201", "digits_mini"])
+def test_what_a_search_writes_is_retrained(tmp_path, capsys, space):
+    images, run = write_folder(tmp_path / "images", {"a": 8, "b": 8}, side=8), tmp_path / "run"
+    flags = {"space": space, "images": images, "resolution": 8, "steps": 2, "batch": 4, "threads": 1, "out": run}
+    flags |= {"cells": 1, "channels": 4} if space == "nas_bench_201" else {}
+    assert main(["nasi", "search", *(f"--{name}={value}" for name, value in flags.items())]) == 0
+    result = run / ("arch_nasi.json" if space == "nas_bench_201" else "indicators.json")
+    assert f"{run / 'nasi-search.html'}, {result}" in capsys.readouterr().out
+    data = [f"--data.{name}={value}" for name, value in
+            {"train": images, "val": images, "batch_size": 4, "workers": 0}.items()]  # fmt: skip
+    if space == "digits_mini":
+        assert main(["search", f"--out={run}", *data, "--search.top_k=1"]) == 0
+        data = []
+    name = "nasi" if space == "nas_bench_201" else "best"
+    flags = [f"--out={run}", *data, "--retrain.train.epochs=1", "--retrain.random_baseline=false", "--threads=1"]
+    assert main(["retrain", *flags]) == 0
+    assert (run / "retrain" / name / "result.json").exists()
+
+
+def test_another_run_is_not_touched(tmp_path):
+    cfg = NasiSearchConfig(**CELLS)
+    nasi_search_study(cfg, out=tmp_path)
+    nasi_search_study(cfg.replace(seed=1), out=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match="space.yaml is of another space: choose another --out"):
+        nasi_search_study(cfg.replace(channels=8), out=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    space = nas_bench_macro()
+    trained = IndicatorTable(
+        space, tuple({k: 0.0 for k in layer.options if k != layer.indicator_choice} for layer in space.layers),
+        (None,) * len(space), {"method": "dinas"},
+    )  # fmt: skip
+    trained.save(tmp_path / "trained" / "indicators.json")
+    with pytest.raises(FileExistsError, match="scores of a trained supernet"):
+        nasi_search_study(NasiSearchConfig(space="nas_bench_macro", **TINY), out=tmp_path / "trained")
+    assert IndicatorTable.load(tmp_path / "trained" / "indicators.json") == trained
+
+
+def test_a_space_of_a_file_is_searched(tmp_path):
+    cells = darts_space(cells=1, channels=4, resolution=8, num_classes=3)
+    (tmp_path / "cells.yaml").write_text(cells.to_yaml(), encoding="utf-8")
+    cfg = NasiSearchConfig(space=str(tmp_path / "cells.yaml"), steps=2, batch=4, threads=1)
+    nasi_search_study(cfg, out=tmp_path / "run")
+    assert read_space(tmp_path / "run" / "space.yaml") == cells
+    arch, none = load_arch(tmp_path / "run" / "arch_nasi.json", cells), cells.ops.index("none")
+    assert all(sum(arch[e] != none for e in cells.cell.into(node)) == 2 for node in range(2, 6))
+
+
+def test_batches_are_of_the_size_that_is_told(tmp_path):
+    images = str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8))
+    with pytest.raises(ConfigError, match="batch must be at most 8, the number of images, got 16"):
+        nasi_search_study(NasiSearchConfig(**{**CELLS, "batch": 16}, images=images), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    # twice the batch is more than there are
+    report = nasi_search_study(NasiSearchConfig(**{**CELLS, "batch": 8}, images=images, sensitivity=True))
+    assert [row[0] for row in table(report, "sensitivity").rows if "batch" in row[0]] == ["batch 2", "batch 4"]
 
 
 def test_searches_repeat_by_their_seed():
@@ -149,8 +208,8 @@ def test_compare_ranks_beside_trivial_predictors(tmp_path):
     )
     given.save(tmp_path / "given.json")
     cfg = NasiCompareConfig(
-        accuracies=str(tmp_path / "truth.json"), indicators=str(tmp_path / "given.json"), architectures=5, repeats=1,
-        score_batch=4, resamples=20, **TINY,
+        accuracies=str(tmp_path / "truth.json"), indicators=str(tmp_path / "given.json"), architectures=5, repeats=3,
+        score_batch=4, resamples=20, images=str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8)), **TINY,
     )  # fmt: skip
     report = nasi_compare_study(cfg, out=tmp_path)
     names = ["NASI, standard, seed 0", "given indicators", "depth", "macs", "params"]
@@ -168,7 +227,10 @@ def test_compare_ranks_beside_trivial_predictors(tmp_path):
     [
         ({"modes": "standard, random label"}, "unknown 'random label'.*random labels"),
         ({"modes": "random labels"}, "modes must contain 'standard'"),
-        ({"space": "nas_bench_macro", "channels": 8}, "channels belongs to spaces of cells"),
+        ({"modes": "standard, standard"}, "each only once"),
+        ({"space": "nas_bench_macr"}, "unknown space 'nas_bench_macr'.*did you mean 'nas_bench_macro'"),
+        ({"constraint": "adaptive"}, "constraint='adaptive' needs nu"),
+        ({"space": "nas_bench_macro", "channels": 8}, "channels belongs to darts, nas_bench_201, choice_blocks"),
         ({"batch": 1}, "batch must be at least 2"),
         ({"nu": 3.0}, "takes nu from 0 to 1"),
         ({"seeds": 0}, "seeds must be at least 1"),
@@ -192,7 +254,7 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     flags = [f"--{name}={value}" for name, value in CELLS.items()]
     assert main(["nasi", "search", *flags, "--out", str(tmp_path)]) == 0
     assert "what was found" in capsys.readouterr().out
-    assert (tmp_path / "arch.json").exists() and (tmp_path / "nasi-search.html").exists()
+    assert (tmp_path / "arch_nasi.json").exists() and (tmp_path / "nasi-search.html").exists()
     # a missed mark shows
     monkeypatch.setattr(nasi, "_quick", lambda cfg, task: {"subject": "x", "checks": (nasi.Check("a", 1, 2, 0.0),)})
     assert main(["nasi", "quick"]) == 1

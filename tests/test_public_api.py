@@ -59,7 +59,7 @@ SIGNATURES = {
     "nasfast.cells.nasi:score": ("network x y", "kind= chunk="),
     "nasfast.cells.nasi:score_architecture": ("space arch batches", "kind= seed="),
     "nasfast.cells.nasi:search": ("mixture loader cfg=", "logits= device= progress="),
-    "nasfast.cells.nasi:solve": ("record", "mu= constraint= nu= xi= logits= allowed="),
+    "nasfast.cells.nasi:solve": ("record", "mu= constraint= nu= xi="),
     "nasfast.cells.prototypes:prototypes": ("noise n_train n_test seed=", ""),
     "nasfast.indicators.nasi:LayerMixture": ("space", "init= seed="),
     "nasfast.indicators.nasi:nasi_table": ("space result", "meta="),

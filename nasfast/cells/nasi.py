@@ -7,11 +7,12 @@ penalised Q with respect to architecture logits, and nothing is trained. What di
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from nasfast.cells.gates import Columns, gumbel, one_hot, softmax_gradient
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.space import CellSpace
-from nasfast.config import ConfigBase
+from nasfast.config import ConfigBase, nearest
 from nasfast.data.augment import derive_seed
 from nasfast.spaces import Arch
 from nasfast.supernet import standalone_network
@@ -73,8 +74,11 @@ def gradient_norm(loss: Tensor, parameters: Sequence[Tensor], *, differentiable:
         parameters: some may have no influence.
         differentiable: keep the graph, so that the result can be differentiated.
     """
-    found = torch.autograd.grad(loss, parameters, create_graph=differentiable, allow_unused=True)
-    squares = [g.square().sum() for g in found if g is not None]
+    return _squared(torch.autograd.grad(loss, parameters, create_graph=differentiable, allow_unused=True), loss)
+
+
+def _squared(gradients: Sequence[Tensor | None], loss: Tensor) -> Tensor:
+    squares = [g.square().sum() for g in gradients if g is not None]
     return torch.stack(squares).sum() if squares else loss.new_zeros(())
 
 
@@ -141,14 +145,14 @@ def score_architecture(
     return float(np.mean(found))
 
 
-def penalised(q: Tensor, nu: float, mu: float) -> Tensor:
+def penalised(q: Tensor, nu: Tensor | float, mu: float) -> Tensor:
     """R = Q - mu max(0, Q - nu)."""
     return q - mu * F.relu(q - nu)
 
 
-def slope(q: Tensor, nu: Tensor, mu: float) -> Tensor:
+def slope(q: Tensor, nu: Tensor | float, mu: float) -> Tensor:
     """dR/dQ: 1 up to nu, 1 - mu above. The gradient of R is that of Q times this, because nu counts as a constant."""
-    return torch.where(q > nu, 1.0 - mu, 1.0).to(q.dtype)
+    return 1 - mu * (q > nu).to(q.dtype)
 
 
 def one_step(gradients: Tensor, *, xi: float = 1.0) -> Tensor:
@@ -167,27 +171,27 @@ def one_step(gradients: Tensor, *, xi: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class NasiConfig(ConfigBase):
-    """A search; the defaults are those of NASI-FIX but for nu, whose absolute values belong to another scaling.
+    """A search; T and mu are the paper's for DARTS, nu is a quantile because its values belong to another scaling.
 
     Attributes:
         steps: T, sampled architectures, each with a batch of its own.
         mu: weight of the penalty; 0 has none, 1 makes R flat above nu, 2 its mirror image.
         constraint: `fixed`: nu is the limit of Q; `adaptive`: nu is where it begins, then the mean of it and of the Q
             so far; `quantile`: the limit is the nu-quantile of Q over the architectures that the search samples.
-        nu: see `constraint`.
+        nu: see `constraint`; None is the 0.9 quantile. The other constraints need one, of the size of Q.
         gates: `straight_through`: one operation runs, and gradients are those of the relaxation; `soft`: all are mixed,
             with the memory of all.
         temperature: of the relaxation.
         xi: length of the step.
         labels: `true`, or `random` ones.
         images: `true`, or `random` ones of N(0, 1).
-        seed: of weights, gates, random labels and images.
+        seed: of gates, random labels and random images.
     """
 
     steps: int = 100
     mu: float = 2.0
     constraint: Constraint = "quantile"
-    nu: float = 0.9
+    nu: float | None = None
     gates: Literal["straight_through", "soft"] = "straight_through"
     temperature: float = 1.0
     xi: float = 1.0
@@ -201,14 +205,32 @@ class NasiConfig(ConfigBase):
         for name in ("temperature", "xi"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        _check_penalty(self.mu, self.constraint, self.nu)
+        for name in ("gates", "labels", "images"):
+            _check_choice(name, getattr(self, name), get_args(get_type_hints(NasiConfig)[name]))
+        check_penalty(self.mu, self.constraint, self.nu)
 
 
-def _check_penalty(mu: float, constraint: Constraint, nu: float) -> None:
+def _check_choice(name: str, value: str, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise ValueError(f"unknown {name} {value!r}; {nearest(value, valid)}")
+
+
+def check_penalty(mu: float, constraint: Constraint, nu: float | None) -> float:
+    """nu, or what it is if it is not given; arguments as in `NasiConfig`.
+
+    Raises:
+        ValueError: unknown constraint, negative mu or nu, no quantile, or a constraint that needs nu.
+    """
+    _check_choice("constraint", constraint, get_args(Constraint))
+    if nu is None:
+        if constraint != "quantile":
+            raise ValueError(f"constraint={constraint!r} needs nu, a value of Q: those of a search are in its report")
+        nu = 0.9
     if not (0 <= mu < math.inf and 0 <= nu < math.inf):
         raise ValueError(f"mu and nu must not be negative, got {mu} and {nu}")
     if constraint == "quantile" and nu > 1:
         raise ValueError(f"constraint='quantile' takes nu from 0 to 1, got {nu}")
+    return nu
 
 
 class Output(NamedTuple):
@@ -311,12 +333,14 @@ class Record:
         q: (T,) Q of each; not finite where its evaluation failed.
         gradients: (T, kinds, edges, ops) of Q with respect to the logits, float64.
         picks: (T, kinds, edges) the columns that were drawn.
+        start: (kinds, edges, ops) alpha_0, -inf where there is no such candidate.
         seconds, cpu_seconds: it took, and those of all threads, which other programs do not lengthen.
     """
 
     q: Tensor
     gradients: Tensor
     picks: Tensor
+    start: Tensor
     seconds: float
     cpu_seconds: float
 
@@ -326,8 +350,8 @@ class Record:
         return self.q.isfinite() & self.gradients.flatten(1).isfinite().all(1)
 
     def first(self, steps: int) -> Record:
-        """The record of a shorter search."""
-        return Record(self.q[:steps], self.gradients[:steps], self.picks[:steps], self.seconds, self.cpu_seconds)
+        """The record of a shorter search, with the seconds of this one."""
+        return replace(self, q=self.q[:steps], gradients=self.gradients[:steps], picks=self.picks[:steps])
 
 
 @dataclass(frozen=True)
@@ -351,6 +375,25 @@ class NasiResult:
     skipped: int
     record: Record
 
+    @property
+    def above(self) -> float:
+        """Share of the counted steps above their limit."""
+        return float((self.q > self.nu).double().mean())
+
+    def check(self) -> NasiResult:
+        """Itself, if it prefers anything.
+
+        Raises:
+            ValueError: Delta* is 0.
+        """
+        if not self.delta.any():
+            raise ValueError(
+                f"no sampled architecture has a slope: {100 * self.above:.0f} % of {len(self.q)} lie above nu = "
+                f"{float(self.nu[-1]):.3g} (Q from {float(self.q.min()):.3g} to {float(self.q.max()):.3g}); "
+                "take a larger nu, another mu or more steps"
+            )
+        return self
+
 
 def sample(
     mixture: Mixture,
@@ -370,12 +413,15 @@ def sample(
         logits: (kinds, edges, ops) alpha_0; None for 0.
         device: where to compute.
         progress: called with the number of steps done.
+
+    Raises:
+        ValueError: alpha_0 of another shape, or a loader without batches.
     """
     start, cpu = time.perf_counter(), time.process_time()
     alpha = _start(mixture, logits)
     parameters = [p for p in mixture.parameters() if p.requires_grad]
     q, gradients, picks = [], [], []
-    batches = _stream(loader, device)
+    batches = endless(loader, device)
     for t in range(cfg.steps):
         x, y = _disguised(*next(batches), cfg, mixture.num_classes, t)
         x = x.to(parameters[0].dtype)
@@ -388,7 +434,7 @@ def sample(
         if progress is not None:
             progress(t + 1)
     return Record(
-        torch.stack(q), torch.stack(gradients), torch.stack(picks), time.perf_counter() - start,
+        torch.stack(q), torch.stack(gradients), torch.stack(picks), alpha, time.perf_counter() - start,
         time.process_time() - cpu,
     )  # fmt: skip
 
@@ -441,47 +487,43 @@ def _straight_through(
     # the gradient of Q by what is added to dL/dX, here by what is added to L, is 2 D X, and by X it is 2 D dL/dX
     zeros = [torch.zeros_like(node, requires_grad=True) for node in nodes]
     loss = F.cross_entropy(logits, y) + sum((z * node).sum() for z, node in zip(zeros, nodes, strict=True))
-    found = torch.autograd.grad(loss, [*parameters, *nodes], create_graph=True, materialize_grads=True)
-    weights, of_nodes = found[: len(parameters)], [g.detach() for g in found[len(parameters) :]]
-    value = torch.stack([g.square().sum() for g in weights]).sum()
+    found = torch.autograd.grad(loss, [*parameters, *nodes], create_graph=True, allow_unused=True)
+    of_nodes = [g.detach() for g in found[len(parameters) :]]
+    value = _squared(found[: len(parameters)], loss)
     by_gates, *twice = torch.autograd.grad(value, [gates, *nodes, *zeros], materialize_grads=True)
     d_of_nodes, d_nodes = twice[: len(nodes)], twice[len(nodes) :]
-    del logits, loss, found, weights
+    del logits, loss, found
     by_gates = by_gates.double().cpu()
     others = [[tuple(torch.nonzero(row).flatten().tolist()) for row in kind] for kind in mixture.allowed & (hard == 0)]
     leaves = [node.detach().requires_grad_() for node in nodes]
+    which, costs = [], []
     for kind, edge, column, source, target, out in mixture.outputs(leaves, others):
         # what candidates share is needed again
         (pulled,) = torch.autograd.grad(out, leaves[source], of_nodes[target], retain_graph=True)
-        cost = (d_of_nodes[target] * out.detach()).sum() + (pulled * d_nodes[source]).sum()
-        by_gates[kind, edge, column] += float(cost)
+        which.append((kind, edge, column))
+        costs.append((d_of_nodes[target] * out.detach()).sum() + (pulled * d_nodes[source]).sum())
+    if which:
+        # read at once, because a GPU would wait for each
+        found = torch.stack(costs).double().cpu()
+        by_gates.index_put_(tuple(torch.tensor(which).T), found, accumulate=True)
     relaxed = relaxed_gates(alpha, noise, temperature=temperature)
     return value.detach().double().cpu(), softmax_gradient(relaxed, by_gates, temperature), picks
 
 
 def solve(
-    record: Record,
-    *,
-    mu: float = 2.0,
-    constraint: Constraint = "quantile",
-    nu: float = 0.9,
-    xi: float = 1.0,
-    logits: Tensor | None = None,
-    allowed: Tensor | None = None,
+    record: Record, *, mu: float = 2.0, constraint: Constraint = "quantile", nu: float | None = None, xi: float = 1.0
 ) -> NasiResult:
     """The closed-form solution of the first-order problem from what was sampled.
 
     Args:
         record: of the sampled architectures.
         mu, constraint, nu, xi: as in `NasiConfig`.
-        logits: alpha_0; None for 0.
-        allowed: which candidates there are; None for all.
 
     Raises:
         FloatingPointError: no step was finite.
-        ValueError: negative mu or nu, or no quantile.
+        ValueError: see `check_penalty`.
     """
-    _check_penalty(mu, constraint, nu)
+    nu = check_penalty(mu, constraint, nu)
     finite = record.finite
     q, gradients = record.q[finite], record.gradients[finite]
     if not len(q):
@@ -489,12 +531,10 @@ def solve(
     limit = limits(q, constraint, nu)
     penal = gradients * slope(q, limit, mu)[:, None, None, None]
     delta = one_step(penal, xi=xi)
-    start = torch.zeros_like(delta) if logits is None else logits.double()
-    found = start + delta
-    if allowed is not None:
-        found = found.masked_fill(~allowed, -torch.inf)
-    r = q - mu * F.relu(q - limit)
-    return NasiResult(found, delta, q, r, limit, penal.flatten(1).norm(dim=1), int((~finite).sum()), record)
+    return NasiResult(
+        record.start + delta, delta, q, penalised(q, limit, mu), limit, penal.flatten(1).norm(dim=1),
+        int((~finite).sum()), record,
+    )  # fmt: skip
 
 
 def limits(q: Tensor, constraint: Constraint, nu: float) -> Tensor:
@@ -516,12 +556,14 @@ def search(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> NasiResult:
-    """One search: `sample`, then `solve`; arguments as there."""
+    """One search: `sample`, then `solve`; arguments as there.
+
+    Raises:
+        ValueError: nothing is preferred, because no sampled architecture has a slope; and as `sample`.
+        FloatingPointError: no step was finite.
+    """
     record = sample(mixture, loader, cfg, logits=logits, device=device, progress=progress)
-    return solve(
-        record, mu=cfg.mu, constraint=cfg.constraint, nu=cfg.nu, xi=cfg.xi, logits=_start(mixture, logits),
-        allowed=mixture.allowed,
-    )  # fmt: skip
+    return solve(record, mu=cfg.mu, constraint=cfg.constraint, nu=cfg.nu, xi=cfg.xi).check()
 
 
 def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
@@ -533,12 +575,19 @@ def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
     return start.masked_fill(~mixture.allowed, -torch.inf)
 
 
-def _stream(loader: EpochLoader, device: str | torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batch after batch, epoch after epoch."""
-    epoch = 0
-    while True:
-        yield from loader.epoch(epoch, device=device)
-        epoch += 1
+def endless(loader: EpochLoader, device: str | torch.device = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+    """Batch after batch, epoch after epoch.
+
+    Raises:
+        ValueError: an epoch has none.
+    """
+    for epoch in itertools.count():
+        count = 0
+        for batch in loader.epoch(epoch, device=device):
+            count += 1
+            yield batch
+        if not count:
+            raise ValueError(f"the loader has no batch in epoch {epoch}: give it more images, or a smaller batch")
 
 
 def _disguised(x: Tensor, y: Tensor, cfg: NasiConfig, classes: int, step: int) -> tuple[Tensor, Tensor]:

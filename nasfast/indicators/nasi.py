@@ -14,12 +14,15 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch, SearchSpace
 from nasfast.supernet import Init, InitScheme, Supernet
 
+METHOD = "nasi"
+"""Of a table's meta."""
+
 
 class LayerMixture(nn.Module):
     """The supernet of a layer-wise space whose layers add up all their candidates, times gates.
 
     It is of plain PyTorch modules, which have second derivatives. A layer's candidates are the options a search has;
-    an identity candidate is the input itself. Memory is that of all candidates, unless `columns` are given.
+    an identity candidate is the input itself.
 
     Args:
         space: layer-wise.
@@ -89,7 +92,7 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
         # a pinned layer has one option, which needs no score
         shift = logits.pop(layer.options[0] if not layer.choices else layer.indicator_choice, 0.0)
         block.append({choice: value - shift for choice, value in logits.items()})
-    return IndicatorTable(space, tuple(block), (None,) * len(space), {"method": "nasi", **(meta or {})})
+    return IndicatorTable(space, tuple(block), (None,) * len(space), {"method": METHOD, **(meta or {})})
 
 
 def layer_arch(space: SearchSpace, result: NasiResult) -> Arch:

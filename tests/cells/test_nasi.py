@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from nasfast.cells.nasi import (
     untrained,
 )
 from nasfast.cells.prototypes import DrawnBatches, prototypes
+from nasfast.data.augment import derive_seed
 from nasfast.train.batches import as_epochs
 
 OPS = ("none", "skip_connect", "conv_3x3")
@@ -160,7 +162,7 @@ def test_two_distributions_of_images_have_traces_as_near_as_the_bound_says():
 # --- the objective and the step -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mu", [0, 0.5, 1, 2])
+@pytest.mark.parametrize("mu", [0, 0.1, 0.5, 1, 2])
 def test_the_penalty_bends_at_nu(mu):
     q = torch.tensor([0.5, 1.5, 3.0, 7.0], dtype=torch.float64, requires_grad=True)
     nu = 2.0
@@ -201,12 +203,12 @@ def test_steps_that_are_not_finite_are_left_out():
     q = torch.tensor([1.0, torch.nan, 2.0, 3.0], dtype=torch.float64)
     gradients = torch.randn(4, 1, 2, 3, dtype=torch.float64)
     gradients[3, 0, 0, 0] = torch.inf
-    record = Record(q, gradients, torch.zeros(4, 1, 2, dtype=torch.long), 1.0, 1.0)
+    record = Record(q, gradients, torch.zeros(4, 1, 2, dtype=torch.long), torch.zeros(1, 2, 3), 1.0, 1.0)
     found = solve(record, mu=1.0, constraint="fixed", nu=100.0)
     assert found.skipped == 2 and found.q.tolist() == [1, 2]
     torch.testing.assert_close(found.delta, one_step(gradients[[0, 2]]))
     with pytest.raises(FloatingPointError, match="none of 1 sampled architectures"):
-        solve(Record(q[1:2], gradients[1:2], record.picks[1:2], 1.0, 1.0))
+        solve(replace(record, q=q[1:2], gradients=gradients[1:2]))
 
 
 def test_configs_are_checked():
@@ -218,6 +220,11 @@ def test_configs_are_checked():
         NasiConfig(mu=-1)
     with pytest.raises(ValueError, match="temperature must be positive"):
         NasiConfig(temperature=0)
+    with pytest.raises(ValueError, match="constraint='fixed' needs nu"):
+        NasiConfig(constraint="fixed")
+    for name in ("constraint", "gates", "labels", "images"):
+        with pytest.raises(ValueError, match=f"unknown {name} 'fixd'"):
+            NasiConfig(**{name: "fixd"})
 
 
 # --- gates and searches -------------------------------------------------------------------------------------------
@@ -388,8 +395,33 @@ def test_the_penalty_of_a_search_is_that_of_its_record(images):
     start = torch.full(mixture.allowed.shape, 0.5)
     moved = search(mixture, loader(images), NasiConfig(steps=4, mu=2.0, nu=0.5), logits=start)
     torch.testing.assert_close(moved.logits, found.logits + 0.5)
+    # the record knows where it was sampled
+    assert torch.equal(solve(moved.record, nu=0.5).logits, moved.logits)
+    first = found.record.first(2)
+    assert torch.equal(first.q, found.record.q[:2]) and torch.equal(first.gradients, found.record.gradients[:2])
     with pytest.raises(ValueError, match=r"logits must be \(1, 3, 3\)"):
         search(mixture, loader(images), logits=torch.zeros(2, 3, 3))
+
+
+def test_a_search_that_prefers_nothing_says_so(images):
+    mixture = CellMixture(small_space())
+    with pytest.raises(ValueError, match=r"100 % of 3 lie above nu = 0 \(Q from .*larger nu"):
+        search(mixture, loader(images), NasiConfig(steps=3, mu=1.0, constraint="fixed", nu=0.0))
+    with pytest.raises(ValueError, match="no batch in epoch 0"):
+        sample(mixture, as_epochs([]), NasiConfig(steps=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_samples_the_same(images):
+    space, cfg = small_space(), NasiConfig(steps=3)
+    x, y = images
+    drawn = DrawnBatches(x.double(), y, steps=3, batch=8)
+    for gates in ("straight_through", "soft"):
+        cpu = sample(CellMixture(space).double(), drawn, cfg.replace(gates=gates))
+        gpu = sample(CellMixture(space).double().cuda(), drawn, cfg.replace(gates=gates), device="cuda")
+        torch.testing.assert_close(gpu.q, cpu.q, rtol=1e-8, atol=0)
+        torch.testing.assert_close(gpu.gradients, cpu.gradients, rtol=1e-6, atol=1e-9)
 
 
 def test_edges_without_a_candidate_never_draw_it(images):
@@ -433,8 +465,9 @@ def test_an_architecture_is_scored_as_a_network_of_its_own(images):
     x, y = images[0][:8], images[1][:8]
     arch = (2, 1, 2)
     assert score_architecture(space, arch, [(x, y)]) == score_architecture(space, arch, [(x, y)])
-    both = score_architecture(space, arch, [(x, y), (x, y)])
-    assert both != score_architecture(space, arch, [(x, y)])
+    both = score_architecture(space, arch, [(x, y), (x, y)], seed=3)
+    alone = [score(untrained(space, arch, seed=derive_seed(3, i)), x, y) for i in range(2)]
+    assert alone[0] != alone[1] and both == pytest.approx(sum(alone) / 2)
     a, b = untrained(space, arch, seed=1), untrained(space, arch, seed=1)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True)) and a.training
 
