@@ -60,6 +60,7 @@ bench: install  ## every benchmark that runs here, in most of an hour
 	$(BIN)/python benchmarks/bench_orthogonalize.py --out benchmarks/results/orthogonalize.json
 	$(BIN)/python benchmarks/bench_moments.py --out benchmarks/results/moments.json
 	$(BIN)/python benchmarks/bench_cells.py --batch 32 --out benchmarks/results/cells.json
+	$(BIN)/python benchmarks/bench_nasi.py --out benchmarks/results/nasi.json
 	$(BIN)/python benchmarks/bench_loader.py --out benchmarks/results/loader.json
 	$(BIN)/python benchmarks/bench_scaling.py --out benchmarks/results/weak_scaling.json
 	$(BIN)/python benchmarks/bench_search.py --out benchmarks/results/search.json

@@ -206,12 +206,12 @@ def _memory_of(workload: Workload, variant: Variant, threads: int) -> dict[str, 
     loss = step.loss()
     loss.backward()
     del loss
-    peak = _status("VmHWM") - before
+    peak = memory_of_process("VmHWM") - before
 
     before = _settled_memory(step)
     loss = step.loss()
-    _trim()  # what forward freed is not kept
-    kept = _status("VmRSS") - before
+    trim_memory()  # what forward freed is not kept
+    kept = memory_of_process("VmRSS") - before
     del loss
     return {"saved": saved, "kept": kept, "peak": peak}
 
@@ -220,16 +220,16 @@ def _settled_memory(step: TrainingStep) -> int:
     """Resident bytes between two steps, when everything free has been given back."""
     step.model.zero_grad(set_to_none=True)
     gc.collect()
-    _trim()
-    return _status("VmRSS")
+    trim_memory()
+    return memory_of_process("VmRSS")
 
 
-def _trim() -> None:
+def trim_memory() -> None:
     ops.empty_cache()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def _status(field: str) -> int:
+def memory_of_process(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

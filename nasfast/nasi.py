@@ -105,7 +105,8 @@ class NasiQuickConfig(ConfigBase):
         steps: architectures that a search samples.
         seeds: searches of every kind, from `seed` on.
         exact: small architectures whose exact NTK trace is computed.
-        threads: CPU threads, 0 for torch's choice.
+        threads: CPU threads, 0 for torch's choice. Small maps gain little from more than one, and the accuracies of
+            short trainings depend on it, by rounding.
         seed: the first; of images, cells and weights too.
     """
 
@@ -116,7 +117,7 @@ class NasiQuickConfig(ConfigBase):
     steps: int = 100
     seeds: int = 3
     exact: int = 50
-    threads: int = 0
+    threads: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -626,11 +627,21 @@ class NasiSearchConfig(ConfigBase):
         return self.batch or self.preset.batch
 
 
-class _Searches:
-    """Searches of the space that a config names."""
+class Searches:
+    """Searches of the space that a config names.
 
-    def __init__(self, cfg: NasiSearchConfig, task: Task) -> None:
-        self.cfg, self._task, self.device = cfg, task, torch_device(cfg.device)
+    Args:
+        cfg: what to search, and how.
+        task: tells the progress; None tells nothing.
+
+    Raises:
+        ConfigError: unknown space, or fewer images than a batch.
+        DataError: the folder of images cannot be used.
+    """
+
+    def __init__(self, cfg: NasiSearchConfig, task: Task | None = None) -> None:
+        self.cfg, self.device = cfg, torch_device(cfg.device)
+        self._task = task or (lambda name, total: lambda done: None)
         self._preset = cfg.preset
         self._source = None if cfg.images is None else FolderSource(cfg.images)
         self._loaders: dict[tuple[int, int], Any] = {}
@@ -656,10 +667,14 @@ class _Searches:
         data = DataConfig(train=self.cfg.images, batch_size=batch)
         return make_loader(data, self._source, resolution=self.space.resolution, seed=seed)
 
+    def mixture(self, search: NasiConfig) -> Mixture:
+        """The untrained supernet of a search."""
+        make = CellMixture if isinstance(self.space, CellSpace) else LayerMixture
+        return make(self.space, seed=search.seed).to(self.device)
+
     def record(self, search: NasiConfig, i: int, name: str, *, batch: int | None = None) -> Record:
         """What the architectures of one search gave."""
-        make = CellMixture if isinstance(self.space, CellSpace) else LayerMixture
-        mixture = make(self.space, seed=search.seed).to(self.device)
+        mixture = self.mixture(search)
         loader = self.loader(i, batch or self.cfg.batch_size)
         done = _tenths(self._task(name, search.steps), search.steps)
         return sample(mixture, loader, search, device=self.device, progress=done)
@@ -717,7 +732,7 @@ def nasi_search_study(cfg: NasiSearchConfig = NasiSearchConfig(), *, out: str | 
 
 
 def _search(cfg: NasiSearchConfig, task: Task, out: str | Path | None) -> dict[str, Any]:
-    searches = _Searches(cfg, task)
+    searches = Searches(cfg, task)
     folder = _claimed(out, searches.space)
     return _found(searches, searches.all(), folder)
 
@@ -737,7 +752,7 @@ def _claimed(out: str | Path | None, space: AnySpace) -> Path | None:
     return folder
 
 
-def _found(searches: _Searches, results: Mapping[tuple[str, int], NasiResult], folder: Path | None) -> dict[str, Any]:
+def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], folder: Path | None) -> dict[str, Any]:
     """Report of searches, and the files of the first."""
     cfg, space, rows = searches.cfg, searches.space, []
     chosen: dict[str, list[Arch]] = {mode: [] for mode in cfg.mode_list}
@@ -775,7 +790,7 @@ def _found(searches: _Searches, results: Mapping[tuple[str, int], NasiResult], f
     }  # fmt: skip
 
 
-def _sensitivity(searches: _Searches, reference: NasiResult, arch: Arch) -> Table:
+def _sensitivity(searches: Searches, reference: NasiResult, arch: Arch) -> Table:
     """What other settings change; mu, nu and T need no new samples."""
     cfg, record, rows = searches.cfg, reference.record, []
     base = cfg.search(0)
@@ -892,7 +907,7 @@ def _compare(cfg: NasiCompareConfig, task: Task, out: str | Path | None) -> dict
     # images of another size or number of classes leave the architectures those of the published accuracies
     published = get_space(cfg.space)
     truth = read_accuracies(cfg.accuracies, published)
-    searches = _Searches(cfg, task)
+    searches = Searches(cfg, task)
     folder = _claimed(out, searches.space)
     stream = endless(searches.loader(0, cfg.score_batch), searches.device)
     batches = [next(stream) for _ in range(cfg.repeats)]
@@ -930,7 +945,7 @@ def _compare(cfg: NasiCompareConfig, task: Task, out: str | Path | None) -> dict
 
 
 def _own_scores(
-    searches: _Searches, archs: Sequence[Arch], batches: Sequence[tuple[Tensor, Tensor]], done: Callable[[int], None]
+    searches: Searches, archs: Sequence[Arch], batches: Sequence[tuple[Tensor, Tensor]], done: Callable[[int], None]
 ) -> tuple[dict[Arch, float], str]:
     """Q of every architecture, and the seconds of the clock and of the processor."""
     start, cpu = time.perf_counter(), time.process_time()

@@ -1,0 +1,108 @@
+"""A sampled architecture of NASI: gradients from the drawn path, against double backward through all candidates.
+
+The peer is PyTorch at its best: torch.compile has no double backward. Both draw the same architectures.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from harness import positive, ratios, write_json
+from steps import memory_of_process, trim_memory
+from straight_through import gradient_of_q
+
+from nasfast.cells.nasi import Mixture, NasiConfig, sample
+from nasfast.nasi import NasiSearchConfig, Searches
+from nasfast.timing import measure
+from nasfast.train.batches import as_epochs
+
+OURS = "nasfast"
+PEERS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+# images of each; the peer's memory of DARTS cells allows no more on a small machine
+BATCHES = {"nas_bench_201": 64, "nas_bench_macro": 16, "darts": 16, "mobilenet_v2": 8}
+ROUNDS, QUICK_ROUNDS = 9, 2
+
+
+def mixture_and_batch(space: str, batch: int) -> tuple[Mixture, torch.Tensor, torch.Tensor]:
+    cfg = NasiSearchConfig(space=space, batch=batch)
+    searches = Searches(cfg)
+    x, y = next(searches.loader(0, batch).epoch(0))
+    return searches.mixture(cfg.search(0)), x, y
+
+
+def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]]:
+    """Name -> one step; the n-th step of every variant draws the same architecture."""
+    mixture, x, y = mixture_and_batch(space, batch)
+
+    def ours() -> Callable[[int], object]:
+        batches = as_epochs([(x.contiguous(memory_format=torch.channels_last), y)])
+        return lambda i: sample(mixture, batches, NasiConfig(steps=1, seed=i))
+
+    def peer(layout: torch.memory_format) -> Callable[[int], object]:
+        images = x.contiguous(memory_format=layout)
+        return lambda i: gradient_of_q(mixture, images, y, seed=i)
+
+    def timed(step: Callable[[int], object]) -> Callable[[], dict[str, float]]:
+        counter = itertools.count()
+
+        def run() -> dict[str, float]:
+            start, cpu = time.perf_counter(), time.process_time()
+            step(next(counter))
+            return {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+
+        return run
+
+    return {OURS: timed(ours()), **{name: timed(peer(layout)) for name, layout in PEERS.items()}}
+
+
+def peak_mib(space: str, batch: int, name: str, threads: int) -> float:
+    """By how much a second step makes this process grow; in a process of its own."""
+    torch.set_num_threads(threads)
+    step = variants(space, batch)[name]
+    step()
+    trim_memory()
+    before = memory_of_process("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest point starts anew
+    step()
+    return (memory_of_process("VmHWM") - before) / 2**20
+
+
+def alone(space: str, batch: int, name: str) -> float:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(peak_mib, space, batch, name, torch.get_num_threads()).result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--spaces", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds")
+    parser.add_argument("--threads", type=positive, help="of PyTorch; all by default")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    rows = []
+    for space in args.spaces:
+        batch = BATCHES[space]
+        found = measure(variants(space, batch), rounds=QUICK_ROUNDS if args.quick else ROUNDS, warmup=1)
+        memory = {name: alone(space, batch, name) for name in (OURS, "channels_last")}
+        row = {
+            "space": space, "batch": batch, "threads": torch.get_num_threads(), "times": found,
+            "speedup": ratios(found, OURS, "step"), "peak_mib": memory,
+        }  # fmt: skip
+        rows.append(row)
+        times = "  ".join(f"{name} {phases['step']['median_ms']:.0f} ms" for name, phases in found.items())
+        grown = "  ".join(f"{name} {value:.0f} MiB" for name, value in memory.items())
+        print(f"{space:16} batch {batch:3}  {times}  best peer / ours {row['speedup']['best_peer']:.2f}  {grown}")
+    if args.out:
+        write_json(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()
