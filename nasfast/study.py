@@ -242,12 +242,12 @@ def progress() -> Iterator[Task]:
 
 
 def _plain_lines(name: str, total: int) -> Callable[[int], None]:
-    said = -math.inf
+    said, last = -math.inf, -1
 
     def tell(done: int) -> None:
-        nonlocal said
-        if done == total or time.monotonic() - said >= _SECONDS_PER_LINE:
-            said = time.monotonic()
+        nonlocal said, last
+        if done != last and (done == total or time.monotonic() - said >= _SECONDS_PER_LINE):
+            said, last = time.monotonic(), done
             _LOG.info("%s: %d of %d", name, done, total)
 
     return tell

@@ -272,12 +272,14 @@ class _Runner:
         space = cfg.space(cell)
         train_loader, held_out = loaders(cfg, bilevel=search.bilevel)
         epochs = max(1, round(cfg.steps / len(train_loader)))
-        folder = self._out / f"{name}-s{cfg.seed}"
+        folder, steps = self._out / f"{name}-s{cfg.seed}", epochs * len(train_loader)
+        done = self._task(f"{name}, seed {cfg.seed}", steps)
         found = search_cells(
             space, train_loader, search, cfg.weights.replace(epochs=epochs), held_out=held_out, run_dir=folder,
             name="cells", resume=True, device=self.device, settings={"data": _data_of(cfg)},
-            progress=self._task(f"{name}, seed {cfg.seed}", epochs * len(train_loader)),
+            progress=done,
         )  # fmt: skip
+        done(steps)  # also of one that had ended before
         if NONE in space.ops:
             write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
         return found

@@ -95,8 +95,11 @@ def test_threads_are_those_of_the_config_and_given_back():
 def test_progress_is_lines_without_a_terminal(caplog):
     caplog.set_level("INFO", "nasfast")
     with progress() as task:
-        task("part", 3)(1)
-    assert "part: 1 of 3" in caplog.text
+        done = task("part", 3)
+        for count in (1, 2, 3, 3):
+            done(count)
+    # at most one every ten seconds, but the end once
+    assert caplog.messages == ["part: 1 of 3", "part: 3 of 3"]
 
 
 def test_progress_is_bars_on_a_terminal(monkeypatch, caplog, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,11 +122,13 @@ def test_studies_share_their_searches(reports):
 
 
 @pytest.mark.parametrize("kind", STUDIES)
-def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, capsys):
+def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, capsys, caplog):
     out, found, _ = reports
     steps.take()
+    caplog.set_level("INFO", "nasfast")
     assert main(["wiring", kind, *flags(STUDIES[kind][1]), "--out", str(out)]) == 0
     assert steps.take() == 0
+    assert any(re.fullmatch(r".*, seed 1: (\d+) of \1", message) for message in caplog.messages)
     form = json.loads((out / f"wiring-{kind}.json").read_text(encoding="utf-8"))
     assert told(form) == told(found[kind].to_dict())
     page = (out / f"wiring-{kind}.html").read_text(encoding="utf-8")

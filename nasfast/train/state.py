@@ -166,7 +166,7 @@ def _found(state: TrainState, folder: CheckpointFolder, stage: str, resume: bool
     if checkpoint.state["settings"] != state.settings:
         raise CheckpointError(
             f"{path} was written with other settings: {difference(checkpoint.state['settings'], state.settings)}; "
-            "resume with the config.yaml of the run"
+            "keep those of the run, or choose another run directory (--out, run_dir)"
         )
     before, now = checkpoint.state.get("loader"), state.loader_kind
     if None not in (before, now) and before != now:
