@@ -280,8 +280,7 @@ class _Runner:
             progress=done,
         )  # fmt: skip
         done(steps)  # also of one that had ended before
-        if NONE in space.ops:
-            write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
+        write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
         return found
 
 
@@ -503,8 +502,7 @@ def _heatmap(space: CellSpace, title: str, panels: Mapping[str, np.ndarray]) -> 
     for label, costs in panels.items():
         known = costs[:, live][np.isfinite(costs[:, live])]
         shown = costs.copy()
-        if NONE in space.ops:
-            shown[:, space.ops.index(NONE)] = np.nan
+        shown[:, space.ops.index(NONE)] = np.nan
         rows.append({"label": label, "mean": shown, "positive": float((known > 0).mean())})
     return {"kind": "cost_heatmap", "title": title, "ops": list(space.ops), "panels": rows, **_edges_of(space)}
 

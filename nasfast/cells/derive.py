@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nasfast.cells.costs import NONE
 from nasfast.cells.space import CellSpace
 from nasfast.spaces import Arch
 
@@ -29,7 +30,7 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax"
         return space.check(p.argmax(-1).flatten().tolist())
     if rule != "darts":
         raise ValueError(f"derive: unknown rule {rule!r}; valid: argmax, darts")
-    none = space.ops.index("none") if "none" in space.ops else None
+    none = space.ops.index(NONE) if NONE in space.ops else None
     arch = []
     for kind in p:
         best = kind.clone()
@@ -50,7 +51,7 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax"
 
 def derivations(space: CellSpace, logits: Tensor | np.ndarray) -> dict[str, Arch]:
     """Rule -> architecture; without DARTS's rule where it would drop an edge that has no None."""
-    none = space.ops.index("none") if "none" in space.ops else None
+    none = space.ops.index(NONE) if NONE in space.ops else None
     nodes = range(space.cell.inputs, space.cell.inputs + space.cell.nodes)
     droppable = all(
         len(edges := space.cell.into(node)) <= 2 or all(none in space.candidates[e] for e in edges) for node in nodes

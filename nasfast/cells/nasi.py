@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nasfast.cells.costs import NONE
 from nasfast.cells.gates import Columns, gumbel, one_hot, softmax_gradient
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.space import CellSpace
@@ -622,6 +623,6 @@ def _connected(space: CellSpace, part: Sequence[int]) -> bool:
     reached = set(range(space.cell.inputs))
     for edge, k in zip(space.cell.edges, part, strict=True):
         # edges are in the order of their targets, so a source is decided before it is asked for
-        if edge.source in reached and space.ops[k] != "none":
+        if edge.source in reached and space.ops[k] != NONE:
             reached.add(edge.target)
     return set(space.cell.outputs) <= reached

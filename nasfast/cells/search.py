@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nasfast.cells.costs import NONE
 from nasfast.cells.derive import derivations
 from nasfast.cells.gates import Columns, Draw, Estimator, Method, make_estimator
 from nasfast.cells.network import CellSupernet
@@ -398,7 +399,7 @@ def draw_gates(
 
 def reaches_outputs(space: CellSpace, runs: Columns) -> bool:
     """Whether every output node has an edge into it that is not None."""
-    none = space.ops.index("none") if "none" in space.ops else -1
+    none = space.ops.index(NONE) if NONE in space.ops else -1
     return all(
         any(k != none for e in space.cell.into(node) for k in kind[e]) for kind in runs for node in space.cell.outputs
     )
