@@ -665,7 +665,9 @@ class Searches:
         if self._source is None:
             return synthetic(self.space, steps=100, batch=batch, seed=seed)
         data = DataConfig(train=self.cfg.images, batch_size=batch)
-        return make_loader(data, self._source, resolution=self.space.resolution, seed=seed)
+        return make_loader(
+            data, self._source, resolution=self.space.resolution, in_channels=self.space.in_channels, seed=seed
+        )
 
     def mixture(self, search: NasiConfig) -> Mixture:
         """The untrained supernet of a search."""
@@ -700,8 +702,15 @@ class Searches:
 
 
 def synthetic(space: AnySpace, *, steps: int, batch: int, seed: int) -> DrawnBatches:
-    """Batches of noisy prototypes, resized to a space's resolution."""
+    """Batches of noisy prototypes, resized to a space's resolution.
+
+    Raises:
+        ConfigError: a space of more than three channels.
+    """
+    if space.in_channels > 3:
+        raise ConfigError(f"synthetic images have up to 3 channels, {space.name} takes {space.in_channels}")
     (x, y), _ = prototypes(_NOISE, _SYNTHETIC, 1, seed=seed)
+    x = x[:, : space.in_channels]
     if space.resolution != x.shape[-1]:
         size = (space.resolution, space.resolution)
         # a batch at a time would save memory, but 2000 images of 64 x 64 are 100 MB

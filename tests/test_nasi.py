@@ -190,6 +190,10 @@ def test_synthetic_images_fill_the_resolution():
     space = choice_blocks_space(cells=1, resolution=20, num_classes=4)
     x, y = next(synthetic(space, steps=1, batch=16, seed=0).epoch(0))
     assert x.shape == (16, 3, 20, 20) and int(y.max()) < 4
+    grey = space.replace(in_channels=1)
+    assert next(synthetic(grey, steps=1, batch=2, seed=0).epoch(0))[0].shape == (2, 1, 20, 20)
+    with pytest.raises(ConfigError, match="up to 3 channels, choice_blocks takes 4"):
+        synthetic(space.replace(in_channels=4), steps=1, batch=2, seed=0)
 
 
 def published(space: SearchSpace) -> dict:
