@@ -20,10 +20,9 @@ HOLDER = """
 import os, sys, time
 from nasfast.lock import run_lock
 with run_lock(sys.argv[1]):
-    if len(sys.argv) > 2 and os.fork() == 0:
-        print("worker", os.getpid(), flush=True)
-    else:
-        print("held", os.getpid(), flush=True)
+    name = "worker" if len(sys.argv) > 2 and os.fork() == 0 else "held"
+    # print may write a line in pieces, between which another process writes
+    os.write(1, f"{name} {os.getpid()}\\n".encode())
     time.sleep(60)
 """
 
