@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,7 @@ from nasfast.indicators.nasi import METHOD, LayerMixture, layer_arch, nasi_table
 from nasfast.indicators.rank import PredictorReport, RankReport, rank, read_accuracies
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch, SearchSpace, arch_to_json, format_arch, get_space
+from nasfast.spaces.builders import names_file
 from nasfast.study import Check, StudyReport, Table, Task, check_common, run_study
 
 _EXPLANATION = (
@@ -417,7 +418,7 @@ def _closed_form(cfg: NasiQuickConfig, train: Any) -> Table:
     )]  # fmt: skip
     for name, gates in (("straight-through", "straight_through"), ("soft", "soft")):
         search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
-        found = solve(sample(mixture, _Same(x, y), search), mu=0.0).delta
+        found = solve(sample(mixture, [(x, y)], search), mu=0.0).delta
         unit = found / found.norm()
         rows.append((
             f"{name}, T = {cfg.steps}", f"{float((unit * step).sum()):.3f}", f"{_expected(archs, q, unit):.4g}",
@@ -434,19 +435,6 @@ def _closed_form(cfg: NasiQuickConfig, train: Any) -> Table:
         "of the closed form's first-order gain"
     )
     return Table(title, ("Delta", "cosine", "E[Q] at Delta of norm 1", "place of its argmax by Q"), tuple(rows))
-
-
-class _Same:
-    """One batch for ever."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self._batch = x, y
-
-    def __len__(self) -> int:
-        return 1
-
-    def epoch(self, epoch: int, *, start: int = 0, device: Any = "cpu") -> Any:
-        return iter([self._batch][start:])
 
 
 def small_space() -> CellSpace:
@@ -535,7 +523,7 @@ def _preset(name: str) -> _Preset:
     """
     if name in _PRESETS:
         return _PRESETS[name]
-    if not (name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()):
+    if not names_file(name):
         raise ConfigError(f"unknown space {name!r}: neither a YAML file nor built in; {nearest(name, _PRESETS)}")
     space = read_space(name)
     # cells with two inputs are DARTS's, whose nodes keep two edges
@@ -618,7 +606,7 @@ class NasiSearchConfig(ConfigBase):
             nu=self.nu, gates=self.gates, temperature=self.temperature, seed=self.seed + i,
         ).replace(**changes)  # fmt: skip
 
-    @property
+    @cached_property
     def preset(self) -> _Preset:
         return _preset(self.space)
 
@@ -642,7 +630,6 @@ class Searches:
     def __init__(self, cfg: NasiSearchConfig, task: Task | None = None) -> None:
         self.cfg, self.device = cfg, torch_device(cfg.device)
         self._task = task or (lambda name, total: lambda done: None)
-        self._preset = cfg.preset
         self._source = None if cfg.images is None else FolderSource(cfg.images)
         self._loaders: dict[tuple[int, int], Any] = {}
         self.images = _SYNTHETIC if self._source is None else len(self._source)
@@ -650,10 +637,10 @@ class Searches:
             raise ConfigError(f"batch must be at most {self.images}, the number of images, got {cfg.batch_size}")
         classes = len(self._source.classes) if self._source is not None else 10 if cfg.space in _PRESETS else None
         sizes = {
-            "resolution": cfg.resolution or self._preset.resolution, "num_classes": classes, "cells": cfg.cells,
+            "resolution": cfg.resolution or self.cfg.preset.resolution, "num_classes": classes, "cells": cfg.cells,
             "channels": cfg.channels,
         }  # fmt: skip
-        self.space = self._preset.make(**{name: value for name, value in sizes.items() if value is not None})
+        self.space = self.cfg.preset.make(**{name: value for name, value in sizes.items() if value is not None})
 
     def loader(self, i: int, batch: int) -> Any:
         """The same batches whatever a search makes of them."""
@@ -694,7 +681,7 @@ class Searches:
 
     def arch(self, result: NasiResult) -> Arch:
         if isinstance(self.space, CellSpace):
-            return derive(self.space, result.logits, self._preset.rule)
+            return derive(self.space, result.logits, self.cfg.preset.rule)
         return layer_arch(self.space, result)
 
     def describe(self, arch: Arch) -> str:

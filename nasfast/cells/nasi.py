@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args, get_type_hints
 
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.cells.costs import NONE
-from nasfast.cells.gates import Columns, gumbel, one_hot, softmax_gradient
+from nasfast.cells.gates import Columns, candidates_of, gumbel, one_hot, softmax_gradient
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.space import CellSpace
 from nasfast.config import ConfigBase, nearest
 from nasfast.data.augment import derive_seed
 from nasfast.spaces import Arch
 from nasfast.supernet import standalone_network
-from nasfast.train.batches import EpochLoader
+from nasfast.train.batches import EpochLoader, as_epochs
 
+Loader = EpochLoader | Collection[tuple[Tensor, Tensor]]
 Score = Literal["q_batch", "q_sum", "trace_label", "trace_full"]
 Constraint = Literal["fixed", "adaptive", "quantile"]
 
@@ -398,7 +399,7 @@ class NasiResult:
 
 def sample(
     mixture: Mixture,
-    loader: EpochLoader,
+    loader: Loader,
     cfg: NasiConfig = NasiConfig(),
     *,
     logits: Tensor | None = None,
@@ -409,7 +410,7 @@ def sample(
 
     Args:
         mixture: on `device`.
-        loader: of a fresh batch for every step.
+        loader: of a fresh batch for every step; also a sized iterable of them, such as a DataLoader or a list.
         cfg: how many, and how gates are drawn.
         logits: (kinds, edges, ops) alpha_0; None for 0.
         device: where to compute.
@@ -495,7 +496,7 @@ def _straight_through(
     d_of_nodes, d_nodes = twice[: len(nodes)], twice[len(nodes) :]
     del logits, loss, found
     by_gates = by_gates.double().cpu()
-    others = [[tuple(torch.nonzero(row).flatten().tolist()) for row in kind] for kind in mixture.allowed & (hard == 0)]
+    others = candidates_of(alpha.masked_fill(hard.bool(), -torch.inf))
     leaves = [node.detach().requires_grad_() for node in nodes]
     which, costs = [], []
     for kind, edge, column, source, target, out in mixture.outputs(leaves, others):
@@ -550,7 +551,7 @@ def limits(q: Tensor, constraint: Constraint, nu: float) -> Tensor:
 
 def search(
     mixture: Mixture,
-    loader: EpochLoader,
+    loader: Loader,
     cfg: NasiConfig = NasiConfig(),
     *,
     logits: Tensor | None = None,
@@ -576,15 +577,17 @@ def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
     return start.masked_fill(~mixture.allowed, -torch.inf)
 
 
-def endless(loader: EpochLoader, device: str | torch.device = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
-    """Batch after batch, epoch after epoch.
+def endless(loader: Loader, device: str | torch.device = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+    """Batch after batch, epoch after epoch, of what `as_epochs` takes.
 
     Raises:
+        TypeError: it does not take it.
         ValueError: an epoch has none.
     """
+    epochs = as_epochs(loader)
     for epoch in itertools.count():
         count = 0
-        for batch in loader.epoch(epoch, device=device):
+        for batch in epochs.epoch(epoch, device=device):
             count += 1
             yield batch
         if not count:

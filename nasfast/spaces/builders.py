@@ -88,6 +88,11 @@ BUILDERS = {
 }
 
 
+def names_file(name: str) -> bool:
+    """Whether a space is named by the path of its YAML file."""
+    return name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()
+
+
 def get_space(
     name: str, *, num_classes: int | None = None, resolution: int | None = None, variant: str | None = None
 ) -> SearchSpace:
@@ -97,7 +102,7 @@ def get_space(
         ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file.
     """
     changes = {k: v for k, v in (("num_classes", num_classes), ("resolution", resolution)) if v is not None}
-    if name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file():
+    if names_file(name):
         if variant is not None:
             raise ConfigError(f"space.variant={variant!r} belongs to mobilenet_v2, not to the file {name}")
         return from_yaml(name).replace(**changes)
