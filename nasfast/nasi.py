@@ -963,10 +963,11 @@ def _rankings(
 
 def _ranking_table(title: str, reports: Mapping[str, RankReport], seconds: Mapping[str, str]) -> Table:
     """Every predictor beside the trivial ones, whose reports are in each."""
-    rows = [_ranking_row(name, r.predictor, str(r.above_depth), seconds.get(name, "-")) for name, r in reports.items()]
-    baselines = next(iter(reports.values())).baselines
-    rows += [_ranking_row(b.name, b, "-", "0") for b in baselines]
-    header = ("predictor", "Kendall's tau", "Spearman's rho", "tau within equal depth", "tau minus that of depth",
+    first = next(iter(reports.values()))
+    best = first.best_baseline.name if first.best_baseline else "depth"
+    rows = [_ranking_row(name, r.predictor, str(r.above[best]), seconds.get(name, "-")) for name, r in reports.items()]
+    rows += [_ranking_row(b.name, b, "-", "0") for b in first.baselines]
+    header = ("predictor", "Kendall's tau", "Spearman's rho", "tau within equal depth", f"tau minus that of {best}",
               "points lost by its favourite", "seconds (CPU)")  # fmt: skip
     return Table(title, header, tuple(rows))
 

@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "train": {"config", "files", "lock", "termination", "distributed", "spaces", "supernet", "engine"},
     "cells": {"config", "files", "spaces", "ops", "supernet", "data", "engine", "train"},
     "indicators.table": {"files", "spaces"},
-    "indicators.rank": {"files", "spaces", "indicators.table"},
+    "indicators.structure": {"config", "spaces", "indicators.table"},
+    "indicators.rank": {"files", "spaces", "indicators.structure", "indicators.table"},
     "indicators": {"spaces", "supernet", "train", "cells", "indicators.table"},
     "search": {"config", "files", "spaces", "indicators.table"},
     "retrain": {"config", "files", "lock", "distributed", "spaces", "supernet", "train", "cells"},
@@ -89,8 +90,8 @@ LATE = {
     ("nasfast.ops.registry", "nasfast.ops.mixed_triton"),
 }
 TORCH_FREE = {
-    "cli", "__main__", "config", "files", "lock", "termination", "spaces", "indicators.table", "indicators.rank",
-    "search",
+    "cli", "__main__", "config", "files", "lock", "termination", "spaces", "indicators.table", "indicators.structure",
+    "indicators.rank", "search",
 }  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 NATIVE = {"nasfast._C", "nasfast._triton"}

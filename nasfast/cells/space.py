@@ -12,10 +12,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from nasfast.cells.costs import OPERATIONS, factorized_reduce_cost, operation_cost
+from nasfast.cells.costs import NONE, OPERATIONS, SKIP_CONNECT, factorized_reduce_cost, operation_cost
 from nasfast.config import ConfigBase, load_yaml, nearest
 from nasfast.spaces import Arch, ArchError, SearchSpace
-from nasfast.spaces.cost import Cost, conv_bn_cost, output_size
+from nasfast.spaces.cost import Cost, Operator, conv_bn_cost, output_size
 
 DARTS_OPS = OPERATIONS[:8]
 """The candidates of DARTS in the order of every figure of the wiring study."""
@@ -340,13 +340,9 @@ class CellSpace(ConfigBase):
                 size = output_size(size, 2)
         return size
 
-    def cost(self, arch: Iterable[int]) -> Cost:
-        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift.
-
-        Raises:
-            ArchError: `arch` does not belong to this space.
-        """
-        parts = self.parts(arch)
+    @cached_property
+    def fixed_cost(self) -> Cost:
+        """Cost of stem, preprocessing, transitions, head and classifier: the part every architecture has."""
         total = conv_bn_cost(self.in_channels, self.stem_channels, 3, self.resolution)
         for i in range(self.cells):
             channels, size = self.channels_of(i), self.size_of(i)
@@ -360,13 +356,37 @@ class CellSpace(ConfigBase):
                         if stride == 2
                         else conv_bn_cost(before, channels, 1, size)
                     )
-            reduced = output_size(size, 2) if self.type_of(i) else size
-            for e, k in enumerate(parts[self.type_of(i)]):
-                op, stride = self.ops[k], self.stride_of(i, e)
-                total += operation_cost(op, channels, stride, reduced, pool_norm=self.pool_norm)
         head = Cost(params=2 * self.features) if self.head else Cost()
         weights = self.features * self.num_classes
         return total + head + Cost(weights, weights + self.num_classes * self.classifier_bias)
+
+    @cached_property
+    def operators(self) -> tuple[dict[int, Operator], ...]:
+        """Per value of an Arch: index into `ops` -> what it stands for in all cells of its type together."""
+        return tuple(
+            {k: self._operator(kind, e, k) for k in options}
+            for kind in range(len(self.types))
+            for e, options in enumerate(self.candidates)
+        )
+
+    def _operator(self, kind: int, edge: int, column: int) -> Operator:
+        op, cost, inputs = self.ops[column], Cost(), []
+        for i in (i for i in range(self.cells) if self.type_of(i) == kind):
+            channels, size = self.channels_of(i), self.size_of(i)
+            reduced = output_size(size, 2) if self.type_of(i) else size
+            cost += operation_cost(op, channels, self.stride_of(i, edge), reduced, pool_norm=self.pool_norm)
+            # edges between intermediate nodes of a reduction cell work on maps that its input edges have halved
+            inputs.append(channels * (reduced if self.cell.intermediate[edge] else size) ** 2)
+        return Operator(cost, tuple(inputs), works=op not in (NONE, SKIP_CONNECT) and "pool" not in op)
+
+    def cost(self, arch: Iterable[int]) -> Cost:
+        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift.
+
+        Raises:
+            ArchError: `arch` does not belong to this space.
+        """
+        parts = (options[k].cost for options, k in zip(self.operators, self.check(arch), strict=True))
+        return sum(parts, self.fixed_cost)
 
 
 def darts_space(

@@ -1,4 +1,4 @@
-"""How well a predictor ranks architectures whose trained accuracy is known, beside what depth, MACs and parameters do.
+"""How well a predictor ranks architectures whose trained accuracy is known, beside baselines that cost nothing.
 
 Run on NAS-Bench-Macro by `nasfast rank`. numpy only; Kendall's tau-b and Spearman's rho follow scipy's definitions.
 """
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from nasfast.files import write_atomic
+from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.spaces import SKIP, Arch, ArchError, SearchSpace, parse_arch
+from nasfast.spaces import Arch, ArchError, ArchSpace, parse_arch
 
 # Names under which published files give one architecture's accuracy, in order of preference.
 _ACCURACY_KEYS = ("mean_acc", "accuracy", "acc", "test_acc", "val_acc")
@@ -49,7 +50,7 @@ class PredictorReport:
     """How one predictor ranks.
 
     Attributes:
-        name: `predictor`, `depth`, `macs` or `params`.
+        name: `predictor`, or a baseline of `nasfast.indicators.structure`.
         kendall: tau-b over all architectures.
         spearman: rho over all architectures.
         kendall_within_depth: mean of tau-b over the groups of equal depth, weighted by their numbers of pairs.
@@ -82,9 +83,9 @@ class RankReport:
         budgets: MACs budgets of the regrets: the 10, 25, 50, 75 and 100 % quantiles of the MACs.
         best_accuracy: per budget, the best trained accuracy under it, in the accuracies' own unit.
         predictor: the report of the predictor.
-        baselines: the same for depth (layers that are not the identity), MACs and parameters.
-        above_depth: tau-b of the predictor minus that of depth; both are of the same resamples, so what they share
-            cancels and the interval is narrower than their own two suggest.
+        baselines: the same for every baseline of `nasfast.indicators.structure`.
+        above: baseline -> tau-b of the predictor minus that of the baseline; both are of the same resamples, so what
+            they share cancels and the interval is narrower than their own two suggest.
         resamples: number of bootstrap resamples.
         seed: of the bootstrap.
         meta: where the predictor comes from (`IndicatorTable.meta`).
@@ -97,31 +98,37 @@ class RankReport:
     best_accuracy: tuple[float, ...]
     predictor: PredictorReport
     baselines: tuple[PredictorReport, ...]
-    above_depth: Estimate
+    above: dict[str, Estimate]
     resamples: int
     seed: int
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def best_baseline(self) -> PredictorReport | None:
+        """The baseline of the highest tau; None where all are constant."""
+        told = [row for row in self.baselines if not row.constant]
+        return max(told, key=lambda row: row.kendall.value, default=None)
+
+    @property
     def verdict(self) -> str:
-        """One plain sentence: whether the predictor knows more than depth does."""
-        depth = next(b for b in self.baselines if b.name == "depth")
+        """One or two plain sentences: whether the predictor knows more than every baseline does."""
         if self.predictor.constant:
             return "The predictor gives every architecture the same score: it ranks nothing."
-        if depth.constant:
-            return f"All architectures have the same depth; the predictor's tau is {self.predictor.kendall.value:+.3f}."
-        mine, theirs = self.predictor.kendall, depth.kendall
-        if mine.value <= theirs.value:
+        mine = f"{self.predictor.kendall.value:+.3f}"
+        told = {row.name: row for row in self.baselines if not row.constant}
+        if not told:
+            return f"Every baseline is constant on these architectures; the predictor's tau is {mine}."
+        beaten = [name for name in told if self.above[name].low > 0]
+        rest = [f"{name} ({row.kendall.value:+.3f})" for name, row in told.items() if name not in beaten]
+        if not rest:
+            best = self.best_baseline
             return (
-                f"The predictor does not beat depth: its tau is {mine.value:+.3f}, counting the layers that are not "
-                f"the identity gives {theirs.value:+.3f}."
+                f"The predictor beats every baseline: its tau is {mine}, that of the best, {best.name}, is "
+                f"{best.kendall.value:+.3f}."
             )
-        if self.above_depth.low <= 0:
-            return (
-                f"The predictor's tau {mine.value:+.3f} is above that of depth, {theirs.value:+.3f}, but not by more "
-                "than chance allows."
-            )
-        return f"The predictor beats depth: its tau is {mine.value:+.3f} against {theirs.value:+.3f}."
+        return f"The predictor's tau is {mine}. It is not above {', '.join(rest)} by more than chance allows" + (
+            f"; it is above {', '.join(beaten)}." if beaten else "."
+        )
 
     def to_json(self) -> str:
         form = _plain(self)
@@ -133,22 +140,24 @@ class RankReport:
 
     def __str__(self) -> str:
         """The report as a text table."""
+        above = {name: str(estimate) for name, estimate in self.above.items()}
         quantiles = " ".join(f"{f'{q:.0%}':>7}" for q in _BUDGET_QUANTILES)
         lines = [
             f"{self.architectures} architectures, 95 % intervals from {self.resamples} bootstrap resamples",
-            f"{'':10} {'Kendall tau-b':>24} {'Spearman rho':>24} {'tau within equal depth':>24}   "
-            f"regret under the MACs quantile",
-            f"{'':10} {'':>24} {'':>24} {'':>24}   {quantiles}",
+            f"{'':10} {'Kendall tau-b':>24} {'predictor minus it':>24} {'tau within equal depth':>24} "
+            f"{'Spearman rho':>24}   regret under the MACs quantile",
+            f"{'':10} {'':>24} {'':>24} {'':>24} {'':>24}   {quantiles}",
         ]
         for row in (self.predictor, *self.baselines):
             regret = " ".join(f"{r:7.2f}" for r in row.regret)
             lines.append(
-                f"{row.name:10} {row.kendall!s:>24} {row.spearman!s:>24} {row.kendall_within_depth!s:>24}   {regret}"
+                f"{row.name:10} {row.kendall!s:>24} {above.get(row.name, '-'):>24} {row.kendall_within_depth!s:>24} "
+                f"{row.spearman!s:>24}   {regret}"
             )
         return "\n".join([*lines, self.verdict])
 
 
-def read_accuracies(path: str | Path, space: SearchSpace) -> dict[Arch, float]:
+def read_accuracies(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
     """Trained accuracies in NAS-Bench-Macro's JSON form: `{"00000011": {"mean_acc": 67.69, ...}, ...}`.
 
     An entry may also be a number or a list of runs (their mean counts). Other keys of an entry are ignored.
@@ -159,7 +168,7 @@ def read_accuracies(path: str | Path, space: SearchSpace) -> dict[Arch, float]:
     return {arch: _accuracy(entry, key, path) for key, arch, entry in _read_entries(path, space)}
 
 
-def read_scores(path: str | Path, space: SearchSpace) -> dict[Arch, float]:
+def read_scores(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
     """Scores of a predictor: a JSON mapping of architecture text to a number.
 
     Raises:
@@ -176,7 +185,7 @@ def read_scores(path: str | Path, space: SearchSpace) -> dict[Arch, float]:
 def rank(
     accuracies: Mapping[Arch, float],
     predictor: IndicatorTable | Mapping[Arch, float],
-    space: SearchSpace,
+    space: ArchSpace,
     *,
     resamples: int = 1000,
     seed: int = 0,
@@ -189,7 +198,7 @@ def rank(
     Args:
         accuracies: architecture -> trained accuracy, in any unit; regrets have the same unit.
         predictor: a table of indicators, or architecture -> score.
-        space: to which the architectures belong; gives depth, MACs and parameters.
+        space: to which the architectures belong; gives the baselines.
         resamples: bootstrap resamples, at least 10.
         seed: of the bootstrap.
 
@@ -217,17 +226,11 @@ def rank(
             "are both files of the same space?"
         )
     truth = np.array([accuracies[a] for a in archs], dtype=np.float64)
-    costs = [space.cost(a) for a in archs]
-    depth = np.array([_depth(space, a) for a in archs])
-    macs = np.array([c.macs for c in costs], dtype=np.float64)
-    columns = {
-        "predictor": np.array([scores[a] for a in archs], dtype=np.float64),
-        "depth": depth.astype(np.float64),
-        "macs": macs,
-        "params": np.array([c.params for c in costs], dtype=np.float64),
-    }
-    # indicator sums that differ only by the order of additions are ties
-    columns["predictor"] = _merge_rounding(columns["predictor"])
+    macs = np.array([space.cost(a).macs for a in archs], dtype=np.float64)
+    # sums that differ only by the order of additions are ties
+    columns = {"predictor": _merge_rounding(np.array([scores[a] for a in archs], dtype=np.float64))}
+    columns |= {name: _merge_rounding(np.array(structure_scores(space, name, archs))) for name in BASELINES}
+    depth = columns["depth"]
 
     rng = np.random.default_rng(seed)
     picks = rng.integers(len(archs), size=(resamples, len(archs)))
@@ -247,7 +250,7 @@ def rank(
         best_accuracy=tuple(float(truth[macs <= b].max()) for b in budgets),
         predictor=reports[0],
         baselines=tuple(reports[1:]),
-        above_depth=_estimate(taus["predictor"] - taus["depth"]),
+        above={name: _estimate(taus["predictor"] - taus[name]) for name in BASELINES},
         resamples=resamples,
         seed=seed,
         meta=meta,
@@ -363,15 +366,7 @@ def _merge_rounding(values: np.ndarray) -> np.ndarray:
     return merged
 
 
-def _depth(space: SearchSpace, arch: Arch) -> int:
-    """Layers that are not the identity."""
-    return sum(
-        choice != SKIP and layer.choices[choice].kind != "identity"
-        for choice, layer in zip(arch, space.layers, strict=True)
-    )
-
-
-def _read_entries(path: str | Path, space: SearchSpace) -> list[tuple[str, Arch, Any]]:
+def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, Any]]:
     try:
         form = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -12,7 +12,7 @@ from nasfast.spaces.arch import (
     parse_arch,
 )
 from nasfast.spaces.builders import BUILDERS, digits_mini, get_space, mobilenet_v2, nas_bench_macro, shufflenet_v2
-from nasfast.spaces.cost import Cost, block_cost
+from nasfast.spaces.cost import Cost, Operator, block_cost
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import Block, FixedLayer, Layer, SearchSpace, Stage, from_yaml
 
@@ -28,6 +28,7 @@ __all__ = [
     "FairSampler",
     "FixedLayer",
     "Layer",
+    "Operator",
     "Sampler",
     "SearchSpace",
     "Stage",

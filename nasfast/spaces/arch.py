@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from nasfast.spaces.cost import Cost
+    from nasfast.spaces.cost import Cost, Operator
 
 Arch = tuple[int, ...]
 """One choice index per searchable layer; `SKIP` where the layer is its identity (layer-indicator) path."""
@@ -25,6 +25,9 @@ class ArchSpace(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def operators(self) -> tuple[dict[int, Operator], ...]: ...
 
     def check(self, arch: Iterable[int]) -> Arch: ...
 

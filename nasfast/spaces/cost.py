@@ -28,6 +28,22 @@ class Cost:
         return Cost(self.macs + other.macs, self.params + other.params)
 
 
+@dataclass(frozen=True)
+class Operator:
+    """What one value of an architecture stands for, over all the places where the network has it.
+
+    Attributes:
+        cost: of all places together.
+        inputs: per place, the elements C * H * W of its input for one image.
+        works: whether it is more than an identity, a pooling or nothing. The strided convolution that stands for an
+            identity on a layer that changes shapes does not count as work: it has weights and costs, but no depth.
+    """
+
+    cost: Cost
+    inputs: tuple[int, ...]
+    works: bool
+
+
 BlockCost = Callable[..., Cost]
 """`(block, in_channels, out_channels, stride, size) -> Cost`; `size` is the input's height (= width) in pixels."""
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from nasfast.config import ConfigBase
 from nasfast.spaces.arch import SKIP, Arch, ArchError
-from nasfast.spaces.cost import Cost, check_kind, cost_of, output_size, shuffle_branches
+from nasfast.spaces.cost import Cost, Operator, check_kind, cost_of, output_size, shuffle_branches
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,10 @@ class Layer:
         if choice == SKIP:
             return Cost()
         return cost_of(self.choices[choice], self.in_channels, self.out_channels, self.stride, self.size)
+
+    def operator(self, choice: int) -> Operator:
+        works = choice != SKIP and self.choices[choice].kind != "identity"
+        return Operator(self.cost(choice), (self.in_channels * self.size**2,), works)
 
     def label(self, choice: int) -> str:
         return "skip" if choice == SKIP else self.choices[choice].label
@@ -256,6 +260,11 @@ class SearchSpace(ConfigBase):
     def cost_table(self) -> tuple[dict[int, Cost], ...]:
         """Per layer: option -> cost."""
         return tuple({choice: layer.cost(choice) for choice in layer.options} for layer in self.layers)
+
+    @cached_property
+    def operators(self) -> tuple[dict[int, Operator], ...]:
+        """Per layer: legal value -> what it stands for."""
+        return tuple({choice: layer.operator(choice) for choice in layer.legal} for layer in self.layers)
 
     def cost(self, arch: Iterable[int]) -> Cost:
         """MACs per image and parameters of the standalone network of `arch`.

@@ -11,6 +11,7 @@ from scipy import stats
 
 from nasfast.indicators.rank import (
     AccuracyError,
+    Estimate,
     kendall_tau,
     rank,
     read_accuracies,
@@ -25,6 +26,12 @@ SPACE = nas_bench_macro()
 
 def depth(arch):
     return sum(c != 0 for c in arch)
+
+
+def sqrt_size(arch):
+    """Written out for NAS-Bench-Macro: sqrt(C H W) of the input of every layer is 32 times the root of its height."""
+    heights = (32, 16, 16, 8, 8, 8, 4, 4)
+    return round(sum((0, 1, 1.2)[c] * h**0.5 for c, h in zip(arch, heights, strict=True)), 9)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,7 @@ def test_perfect_and_reversed_predictors(accuracies):
     assert best.predictor.kendall.value == best.predictor.spearman.value == pytest.approx(1)
     assert best.predictor.kendall_within_depth.value == pytest.approx(1)
     assert best.predictor.regret == (0.0,) * 5
-    assert "beats depth" in best.verdict
+    assert "beats every baseline" in best.verdict
     worst = rank(accuracies, {a: -v for a, v in accuracies.items()}, SPACE, resamples=20)
     assert worst.predictor.kendall.value == pytest.approx(-1)
     assert worst.predictor.regret[-1] == pytest.approx(max(accuracies.values()) - min(accuracies.values()))
@@ -95,7 +102,7 @@ def test_a_depth_counter_is_exposed(accuracies):
     report = rank(accuracies, {a: depth(a) for a in accuracies}, SPACE, resamples=20)
     assert report.predictor.kendall == report.baselines[0].kendall
     assert report.predictor.kendall_within_depth.value is None
-    assert "does not beat depth" in report.verdict
+    assert "It is not above depth" in report.verdict
     assert "undefined" in str(report)
 
 
@@ -130,6 +137,7 @@ def test_baselines_rank_by_cost(accuracies):
             [depth(a) for a in accuracies],
             [SPACE.cost(a).macs for a in accuracies],
             [SPACE.cost(a).params for a in accuracies],
+            [sqrt_size(a) for a in accuracies],
         ),
         strict=True,
     ):
@@ -209,14 +217,28 @@ def test_a_table_of_another_space_is_refused(accuracies):
         rank(accuracies, table, SPACE)
 
 
-def test_beating_depth_is_decided_by_the_paired_difference(accuracies):
+def test_beating_a_baseline_is_decided_by_the_paired_difference(accuracies):
     """A predictor that is depth and a little more: its interval overlaps depth's, the difference is above 0."""
     rng = random.Random(5)
-    report = rank(accuracies, {a: 4 * depth(a) + 0.2 * (v - 4 * depth(a)) for a, v in accuracies.items()}, SPACE)
-    assert report.above_depth.value == pytest.approx(report.predictor.kendall.value - report.baselines[0].kendall.value)
-    assert report.above_depth.low > 0
-    assert "beats depth" in report.verdict
+    known = {a: rng.random() < 0.2 for a in accuracies}
+    report = rank(
+        accuracies, {a: depth(a) + 0.001 * known[a] * (v - 60 - 4 * depth(a)) for a, v in accuracies.items()}, SPACE
+    )
+    for baseline in report.baselines:
+        difference = report.predictor.kendall.value - baseline.kendall.value
+        assert report.above[baseline.name].value == pytest.approx(difference)
+    assert report.above["depth"].low > 0
+    assert report.predictor.kendall.low < report.baselines[0].kendall.high
     # depth with its ties broken by chance
     noise = rank(accuracies, {a: depth(a) + 0.001 * rng.random() for a in accuracies}, SPACE, resamples=200)
-    assert noise.above_depth.low <= 0
-    assert "beats depth" not in noise.verdict
+    assert noise.above["depth"].low <= 0
+    assert "It is not above depth" in noise.verdict
+    assert "it is above" in noise.verdict
+    assert "params" in noise.verdict
+
+
+def test_a_baseline_is_not_above_itself(accuracies):
+    report = rank(accuracies, {a: sqrt_size(a) for a in accuracies}, SPACE, resamples=20)
+    assert report.above["sqrt_size"] == Estimate(0.0, 0.0, 0.0)
+    assert "not above" in report.verdict
+    assert "sqrt_size (+" in report.verdict
