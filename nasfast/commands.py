@@ -16,10 +16,12 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import jsonargparse
 
 from nasfast import pipeline
+from nasfast.cells import CELL_SPACES, read_space
 from nasfast.config import ConfigBase, ConfigError, load_yaml, local, nearest
 from nasfast.distributed import World, environment_rank, start
 from nasfast.doctor import doctor
-from nasfast.indicators.rank import rank, read_accuracies, read_scores
+from nasfast.indicators.accuracies import read_accuracies, read_scores
+from nasfast.indicators.rank import rank
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.isometry import IsometryConfig, IsometryReport, isometry_study
 from nasfast.latency import LatencyConfig, latency
@@ -35,7 +37,7 @@ from nasfast.nasi import (
 from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
-from nasfast.spaces import format_arch, get_space
+from nasfast.spaces import ArchSpace, format_arch, get_space, names_file
 from nasfast.study import StudyReport
 from nasfast.wiring import (
     CollapseConfig,
@@ -227,11 +229,19 @@ def _export(parser: _Parser, argv: Sequence[str]) -> None:
         print(file)
 
 
+def _space_of_scores(name: str) -> ArchSpace:
+    """A built-in space of either kind, or that of a YAML file."""
+    if names_file(name):
+        return read_space(name)
+    return CELL_SPACES[name]() if name in CELL_SPACES else get_space(name)
+
+
 def _rank(parser: _Parser, argv: Sequence[str]) -> None:
-    parser.add_argument("--table", required=True, help="trained accuracies, JSON as of NAS-Bench-Macro")
+    parser.add_argument("--table", required=True, help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
+    parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
-    parser.add_argument("--predictor", help="instead: an indicators.json, or a JSON mapping of architecture to score")
-    parser.add_argument("--space", default="nas_bench_macro", help="space of a score mapping: a name or a YAML file")
+    parser.add_argument("--predictor", help="instead: an indicators.json, or scores as JSON or CSV (arch,score)")
+    parser.add_argument("--space", default="nas_bench_macro", help="space of a file of scores: a name or a YAML file")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     args = parser.parse_args(list(argv))
@@ -240,13 +250,14 @@ def _rank(parser: _Parser, argv: Sequence[str]) -> None:
     path = Path(args.predictor) if args.predictor else Path(args.out) / pipeline.TABLE_FILE
     try:
         predictor = IndicatorTable.load(path)
-        space = predictor.space
+        space: ArchSpace = predictor.space
     except TableError:
         if args.out is not None:
             raise
-        space = get_space(args.space)
+        space = _space_of_scores(args.space)
         predictor = read_scores(path, space)
-    report = rank(read_accuracies(args.table, space), predictor, space, resamples=args.resamples, seed=args.seed)
+    accuracies = read_accuracies(args.table, space, column=args.column)
+    report = rank(accuracies, predictor, space, resamples=args.resamples, seed=args.seed)
     print(report)
     if args.out is not None:
         report.save(Path(args.out) / "rank.json")

@@ -48,8 +48,9 @@ from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.augment import derive_seed
 from nasfast.device import check_device, torch_device
 from nasfast.files import write_atomic
+from nasfast.indicators.accuracies import MIN_ARCHITECTURES, read_accuracies
 from nasfast.indicators.nasi import METHOD, LayerMixture, layer_arch, nasi_table
-from nasfast.indicators.rank import PredictorReport, RankReport, rank, read_accuracies
+from nasfast.indicators.rank import PredictorReport, RankReport, rank
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch, SearchSpace, arch_to_json, format_arch, get_space
 from nasfast.spaces.builders import names_file
@@ -864,7 +865,7 @@ class NasiCompareConfig(NasiSearchConfig):
     Attributes:
         accuracies: JSON of trained accuracies, nas-bench-macro_cifar10.json of NAS-Bench-Macro.
         indicators: an indicators.json of the same space to compare with, such as a trained supernet's.
-        architectures: random ones whose own Q is computed, each as a network of its own; 0 for none.
+        architectures: random ones whose own Q is computed, each as a network of its own; 0 for none, else at least 10.
         repeats: initialisations and batches of each.
         score_batch: images of each.
         resamples: of the bootstrap.
@@ -881,8 +882,8 @@ class NasiCompareConfig(NasiSearchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_common(0, 0, repeats=self.repeats, score_batch=self.score_batch)
-        if self.architectures < 0 or self.architectures == 1:
-            raise ValueError(f"architectures must be 0 or at least 2, got {self.architectures}")
+        if self.architectures != 0 and self.architectures < MIN_ARCHITECTURES:
+            raise ValueError(f"architectures must be 0 or at least {MIN_ARCHITECTURES}, got {self.architectures}")
 
 
 def nasi_compare_study(cfg: NasiCompareConfig, *, out: str | Path | None = None) -> StudyReport:

@@ -297,7 +297,7 @@ def test_a_path_of_another_space_is_refused(capsys, command):
 
 def macro_table(path) -> dict[tuple[int, ...], float]:
     """Made-up accuracies of 40 architectures that grow with the sum of their choices."""
-    archs = [tuple((i * 7 + j * (i % 5 + 1)) % 3 for j in range(8)) for i in range(40)]
+    archs = [tuple((i // 3**j) % 3 for j in range(8)) for i in range(0, 40 * 161, 161)]
     table = {arch: 60.0 + sum(arch) for arch in archs}
     form = {"".join(map(str, a)): {"val_acc": [v, v], "test_acc": [v, v], "mean_acc": v} for a, v in table.items()}
     path.write_text(json.dumps(form))
@@ -335,6 +335,22 @@ def test_rank_of_a_run_writes_rank_json(tmp_path, capsys):
     assert main(argv) == 0
     json.loads((tmp_path / "rank.json").read_text())
     assert "rank.json" in capsys.readouterr().out
+
+
+def test_rank_of_cells_from_csv(tmp_path, capsys):
+    """Names of operations, a column by name, a space of cells; the score is the accuracy itself."""
+    ops = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3")
+    cells = [f"|{a}~0|+|none~0|{b}~1|+|none~0|none~1|{c}~2|" for a in ops for b in ops for c in ops]
+    rows = [f"{cell},1,{i}" for i, cell in enumerate(cells)]
+    (tmp_path / "table.csv").write_text("\n".join(["arch,accuracy,late", *rows]))
+    (tmp_path / "scores.csv").write_text("\n".join(["arch,score", *(f"{c},{i}" for i, c in enumerate(cells))]))
+    argv = ["rank", "--table", str(tmp_path / "table.csv"), "--column", "late", "--resamples", "20",
+            "--predictor", str(tmp_path / "scores.csv"), "--space"]  # fmt: skip
+    assert main([*argv, "nas_bench_201"]) == 0
+    out = capsys.readouterr().out
+    assert "64 architectures" in out and "predictor   +1.000" in out
+    assert main([*argv, "nas_bench_macro"]) == 1
+    assert "64 of 64 architectures are not of space 'nas_bench_macro'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("extra", [[], ["--out", "a", "--predictor", "b"]])

@@ -45,7 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "cells": {"config", "files", "spaces", "ops", "supernet", "data", "engine", "train"},
     "indicators.table": {"files", "spaces"},
     "indicators.structure": {"config", "spaces", "indicators.table"},
-    "indicators.rank": {"files", "spaces", "indicators.structure", "indicators.table"},
+    "indicators.accuracies": {"spaces"},
+    "indicators.rank": {"files", "spaces", "indicators.accuracies", "indicators.structure", "indicators.table"},
     "indicators": {"spaces", "supernet", "train", "cells", "indicators.table"},
     "search": {"config", "files", "spaces", "indicators.table"},
     "retrain": {"config", "files", "lock", "distributed", "spaces", "supernet", "train", "cells"},
@@ -63,8 +64,8 @@ ALLOWED: dict[str, set[str]] = {
     "moments": {"config", "spaces", "supernet", "data", "device", "analysis", "study"},
     "wiring": {"config", "files", "spaces", "cells", "data", "device", "train", "study"},
     "nasi": {
-        "config", "files", "spaces", "cells", "data", "device", "indicators", "indicators.rank", "indicators.table",
-        "study",
+        "config", "files", "spaces", "cells", "data", "device", "indicators", "indicators.accuracies",
+        "indicators.rank", "indicators.table", "study",
     },
     "profile": {"config", "spaces", "supernet", "train", "timing"},
     "pipeline": {
@@ -72,7 +73,8 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.table", "search", "cells", "retrain", "report", "device", "doctor",
     },
     "commands": {
-        "config", "distributed", "spaces", "indicators.table", "indicators.rank", "report", "latency", "study",
+        "config", "distributed", "spaces", "cells", "indicators.accuracies", "indicators.table", "indicators.rank",
+        "report", "latency", "study",
         "isometry", "moments", "nasi", "wiring", "profile", "doctor", "pipeline",
     },
     "cli": {"config", "files", "termination", "commands"},
@@ -90,8 +92,8 @@ LATE = {
     ("nasfast.ops.registry", "nasfast.ops.mixed_triton"),
 }
 TORCH_FREE = {
-    "cli", "__main__", "config", "files", "lock", "termination", "spaces", "indicators.table", "indicators.structure",
-    "indicators.rank", "search",
+    "cli", "__main__", "config", "files", "lock", "termination", "spaces", "indicators.accuracies", "indicators.table",
+    "indicators.structure", "indicators.rank", "search",
 }  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 NATIVE = {"nasfast._C", "nasfast._triton"}

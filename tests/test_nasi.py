@@ -212,12 +212,12 @@ def test_compare_ranks_beside_trivial_predictors(tmp_path):
     )
     given.save(tmp_path / "given.json")
     cfg = NasiCompareConfig(
-        accuracies=str(tmp_path / "truth.json"), indicators=str(tmp_path / "given.json"), architectures=5, repeats=3,
+        accuracies=str(tmp_path / "truth.json"), indicators=str(tmp_path / "given.json"), architectures=10, repeats=3,
         score_batch=4, resamples=20, images=str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8)), **TINY,
     )  # fmt: skip
     report = nasi_compare_study(cfg, out=tmp_path)
-    names = ["NASI, standard, seed 0", "given indicators", "depth", "macs", "params"]
-    assert [row[0] for row in table(report, "5 random").rows] == ["Q", *names]
+    names = ["NASI, standard, seed 0", "given indicators", "depth", "macs", "params", "sqrt_size"]
+    assert [row[0] for row in table(report, "10 random").rows] == ["Q", *names]
     of_all = table(report, "all 24").rows
     assert [row[0] for row in of_all] == names
     depth = next(row for row in of_all if row[0] == "depth")

@@ -4,6 +4,7 @@ from nasfast.cells.derive import derivations, derive
 from nasfast.cells.network import CellStandalone, CellSupernet
 from nasfast.cells.search import CellSearchConfig, CellSearchResult, search_cells
 from nasfast.cells.space import (
+    CELL_SPACES,
     CELLS,
     DARTS_OPS,
     NAS_BENCH_201_OPS,
@@ -23,6 +24,7 @@ from nasfast.cells.space import (
 
 __all__ = [
     "CELLS",
+    "CELL_SPACES",
     "DARTS_OPS",
     "NAS_BENCH_201_OPS",
     "Cell",

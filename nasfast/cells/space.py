@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nasfast.cells.costs import NONE, OPERATIONS, SKIP_CONNECT, factorized_reduce_cost, operation_cost
 from nasfast.config import ConfigBase, load_yaml, nearest
-from nasfast.spaces import Arch, ArchError, SearchSpace
+from nasfast.spaces import Arch, ArchError, SearchSpace, parse_arch
 from nasfast.spaces.cost import Cost, Operator, conv_bn_cost, output_size
 
 DARTS_OPS = OPERATIONS[:8]
@@ -293,6 +293,31 @@ class CellSpace(ConfigBase):
                 )
         return tuple(map(int, arch))
 
+    def parse(self, text: str) -> Arch:
+        """Architecture of a text: the values as `nasfast.spaces.parse_arch` reads them, or names of operations.
+
+        Names are in the form of NAS-Bench-201, `|conv_3x3~0|+|none~0|skip_connect~1|`: per target node the operation
+        and source of every edge; `nor_conv_3x3` is `conv_3x3`. It is for spaces whose cells are all of one type.
+
+        Raises:
+            ArchError: neither form, or not an architecture of this space.
+        """
+        return self.check(self._named(text) if "|" in text else parse_arch(text))
+
+    def _named(self, text: str) -> list[int]:
+        edges = [(e.source, e.target) for e in self.cell.edges]
+        found = {}
+        for target, group in enumerate(text.split("+"), start=self.cell.inputs):
+            for part in group.strip("|").split("|"):
+                op, _, source = part.partition("~")
+                op = op.removeprefix("nor_")
+                if op not in self.ops or not source.isdigit() or (int(source), target) not in edges:
+                    raise ArchError(f"space {self.name!r} has no operation {part!r} into node {target}, in {text!r}")
+                found[int(source), target] = self.ops.index(op)
+        if len(self.types) > 1 or len(found) != len(edges):
+            raise ArchError(f"{text!r} names {len(found)} of the {len(self)} values of space {self.name!r}")
+        return [found[edge] for edge in edges]
+
     def parts(self, arch: Iterable[int]) -> tuple[Arch, ...]:
         """An architecture's values by type of cell."""
         arch, edges = self.check(arch), len(self.cell.edges)
@@ -410,6 +435,9 @@ def nas_bench_201_space(
         reduce_by="conv", stem_multiplier=1, preprocess=False, head=True, affine=True, pool_norm=False,
         classifier_bias=True, num_classes=num_classes, resolution=resolution,
     )  # fmt: skip
+
+
+CELL_SPACES = {"darts": darts_space, "nas_bench_201": nas_bench_201_space}
 
 
 def space_kind(form: Mapping[str, Any]) -> type[SearchSpace] | type[CellSpace]:

@@ -6,7 +6,6 @@ Run on NAS-Bench-Macro by `nasfast rank`. numpy only; Kendall's tau-b and Spearm
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,22 +14,17 @@ from typing import Any
 import numpy as np
 
 from nasfast.files import write_atomic
+from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.spaces import Arch, ArchError, ArchSpace, parse_arch
+from nasfast.spaces import Arch, ArchSpace
 
-# Names under which published files give one architecture's accuracy, in order of preference.
-_ACCURACY_KEYS = ("mean_acc", "accuracy", "acc", "test_acc", "val_acc")
 _BUDGET_QUANTILES = (0.10, 0.25, 0.50, 0.75, 1.00)
 _INTERVAL = (0.025, 0.975)
 # Fewer have no quantiles worth the name.
 _MIN_RESAMPLES = 10
 # Rows of the sign matrices held at once: 256 x 2187 in float32 are 2 MB.
 _CHUNK = 256
-
-
-class AccuracyError(ValueError):
-    """A file of accuracies or scores that cannot be used; the text names the entry and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -157,31 +151,6 @@ class RankReport:
         return "\n".join([*lines, self.verdict])
 
 
-def read_accuracies(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
-    """Trained accuracies in NAS-Bench-Macro's JSON form: `{"00000011": {"mean_acc": 67.69, ...}, ...}`.
-
-    An entry may also be a number or a list of runs (their mean counts). Other keys of an entry are ignored.
-
-    Raises:
-        AccuracyError: not that form, or an architecture that is not of `space`; the entry is named.
-    """
-    return {arch: _accuracy(entry, key, path) for key, arch, entry in _read_entries(path, space)}
-
-
-def read_scores(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
-    """Scores of a predictor: a JSON mapping of architecture text to a number.
-
-    Raises:
-        AccuracyError: not that form, or an architecture that is not of `space`; the entry is named.
-    """
-    scores = {}
-    for key, arch, entry in _read_entries(path, space):
-        if isinstance(entry, bool) or not isinstance(entry, (int, float)) or not math.isfinite(entry):
-            raise AccuracyError(f"{path}: score of {key!r} must be a finite number, got {entry!r}")
-        scores[arch] = float(entry)
-    return scores
-
-
 def rank(
     accuracies: Mapping[Arch, float],
     predictor: IndicatorTable | Mapping[Arch, float],
@@ -203,7 +172,7 @@ def rank(
         seed: of the bootstrap.
 
     Raises:
-        AccuracyError: fewer than two architectures have both an accuracy and a score.
+        AccuracyError: fewer than 10 architectures have both an accuracy and a score.
         ArchError: an architecture is not of `space`.
         TableError: the table belongs to another space.
         ValueError: too few resamples.
@@ -220,10 +189,10 @@ def rank(
     else:
         scores, meta = predictor, {}
     archs = [arch for arch in accuracies if arch in scores]
-    if len(archs) < 2:
+    if len(archs) < MIN_ARCHITECTURES:
         raise AccuracyError(
-            f"{len(archs)} of {len(accuracies)} architectures with an accuracy have a score, at least 2 are needed: "
-            "are both files of the same space?"
+            f"{len(archs)} of {len(accuracies)} architectures with an accuracy have a score, at least "
+            f"{MIN_ARCHITECTURES} are needed: score more of them, and check that both are of the same space"
         )
     truth = np.array([accuracies[a] for a in archs], dtype=np.float64)
     macs = np.array([space.cost(a).macs for a in archs], dtype=np.float64)
@@ -364,40 +333,6 @@ def _merge_rounding(values: np.ndarray) -> np.ndarray:
     starts = np.concatenate(([0], np.flatnonzero(steps) + 1))
     merged[order] = values[order][starts][np.concatenate(([0], np.cumsum(steps)))]
     return merged
-
-
-def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, Any]]:
-    try:
-        form = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise AccuracyError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise AccuracyError(f"{path} is not JSON: {error}") from error
-    if not isinstance(form, dict) or not form:
-        raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {type(form).__name__}")
-    entries = []
-    for key, entry in form.items():
-        try:
-            entries.append((key, space.check(parse_arch(key)), entry))
-        except ArchError as error:
-            raise AccuracyError(f"{path}, entry {key!r}: {error}") from error
-    return entries
-
-
-def _accuracy(entry: Any, key: str, path: str | Path) -> float:
-    value = entry
-    if isinstance(entry, dict):
-        name = next((name for name in _ACCURACY_KEYS if name in entry), None)
-        if name is None:
-            raise AccuracyError(
-                f"{path}, entry {key!r}: no accuracy; expected one of {', '.join(_ACCURACY_KEYS)}, "
-                f"got {', '.join(entry)}"
-            )
-        value = entry[name]
-    runs = value if isinstance(value, list) else [value]
-    if not runs or any(isinstance(r, bool) or not isinstance(r, (int, float)) or not math.isfinite(r) for r in runs):
-        raise AccuracyError(f"{path}, entry {key!r}: accuracy must be a number or a list of numbers, got {value!r}")
-    return float(np.mean(runs))
 
 
 def _plain(value: Any) -> Any:

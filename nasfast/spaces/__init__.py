@@ -11,7 +11,15 @@ from nasfast.spaces.arch import (
     load_arch,
     parse_arch,
 )
-from nasfast.spaces.builders import BUILDERS, digits_mini, get_space, mobilenet_v2, nas_bench_macro, shufflenet_v2
+from nasfast.spaces.builders import (
+    BUILDERS,
+    digits_mini,
+    get_space,
+    mobilenet_v2,
+    names_file,
+    nas_bench_macro,
+    shufflenet_v2,
+)
 from nasfast.spaces.cost import Cost, Operator, block_cost
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import Block, FixedLayer, Layer, SearchSpace, Stage, from_yaml
@@ -44,6 +52,7 @@ __all__ = [
     "load_arch",
     "mean_path",
     "mobilenet_v2",
+    "names_file",
     "nas_bench_macro",
     "parse_arch",
     "shufflenet_v2",

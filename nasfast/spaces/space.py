@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from nasfast.config import ConfigBase
-from nasfast.spaces.arch import SKIP, Arch, ArchError
+from nasfast.spaces.arch import SKIP, Arch, ArchError, parse_arch
 from nasfast.spaces.cost import Cost, Operator, check_kind, cost_of, output_size, shuffle_branches
 
 
@@ -248,6 +248,14 @@ class SearchSpace(ConfigBase):
                 allowed = ", ".join(map(str, layer.legal))
                 raise ArchError(f"layer {i} of space {self.name!r}: choice {choice!r} is not one of {allowed}")
         return tuple(map(int, arch))
+
+    def parse(self, text: str) -> Arch:
+        """Architecture of a text form that `nasfast.spaces.parse_arch` reads.
+
+        Raises:
+            ArchError: not such a form, or not an architecture of this space.
+        """
+        return self.check(parse_arch(text))
 
     @cached_property
     def fixed_cost(self) -> Cost:

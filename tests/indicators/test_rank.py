@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from nasfast.cells import nas_bench_201_space
+from nasfast.indicators.accuracies import AccuracyError
 from nasfast.indicators.rank import (
-    AccuracyError,
     Estimate,
     kendall_tau,
     rank,
-    read_accuracies,
-    read_scores,
     spearman_rho,
 )
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.spaces import digits_mini, format_arch, nas_bench_macro
+from nasfast.spaces import digits_mini, nas_bench_macro
 
 SPACE = nas_bench_macro()
 
@@ -147,60 +146,23 @@ def test_baselines_rank_by_cost(accuracies):
 def test_architectures_without_a_score_are_counted(accuracies, archs):
     report = rank(accuracies, {a: accuracies[a] for a in archs[:50]}, SPACE, resamples=10)
     assert (report.architectures, report.unscored) == (50, len(archs) - 50)
-    with pytest.raises(AccuracyError, match="same space"):
+    with pytest.raises(AccuracyError, match="^0 of .*at least 10 are needed.*same space"):
         rank(accuracies, {}, SPACE)
+    assert rank(accuracies, {a: accuracies[a] for a in archs[:10]}, SPACE, resamples=10).architectures == 10
+    with pytest.raises(AccuracyError, match="^9 of "):
+        rank(accuracies, {a: accuracies[a] for a in archs[:9]}, SPACE)
 
 
-def test_reads_every_published_form(tmp_path):
-    path = tmp_path / "acc.json"
-    entries = {
-        "00000011": {"mean_acc": 67.69, "std": 0.1, "params": 1195306, "flops": 20517376},
-        "00000100": {"test_acc": [70.0, 71.0]},
-        "0 0 0 0 0 1 1 0": 79.5,
-        "00000122": [82.0, 83.0],
-    }
-    path.write_text(json.dumps(entries))
-    read = read_accuracies(path, SPACE)
-    assert list(read.values()) == [67.69, 70.5, 79.5, 82.5]
-    assert format_arch(next(iter(read))) == "0 0 0 0 0 0 1 1"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "expected a mapping"),
-        ('{"0000001": 1.0}', "'0000001'.*must have 8 values, got 7"),
-        ('{"00000019": 1.0}', "layer 7.*9 is not one of 0, 1, 2"),
-        ('{"00000011": {"flops": 3}}', "'00000011': no accuracy; expected one of mean_acc.*got flops"),
-        ('{"00000011": "high"}', "number or a list of numbers, got 'high'"),
-        ('{"00000011": NaN}', "got nan"),
-        ('{"00000011": []}', r"got \[\]"),
-    ],
-)
-def test_file_errors_name_the_entry(tmp_path, content, message):
-    path = tmp_path / "acc.json"
-    path.write_text(content)
-    with pytest.raises(AccuracyError, match=message):
-        read_accuracies(path, SPACE)
-
-
-def test_scores_file(tmp_path):
-    path = tmp_path / "scores.json"
-    path.write_text('{"00000011": 1, "00000100": 2.5}')
-    assert list(read_scores(path, SPACE).values()) == [1.0, 2.5]
-    path.write_text('{"00000011": null}')
-    with pytest.raises(AccuracyError, match="finite number, got None"):
-        read_scores(path, SPACE)
-    with pytest.raises(AccuracyError, match="cannot read"):
-        read_scores(tmp_path / "absent.json", SPACE)
-
-
-def test_file_that_is_not_text(tmp_path):
-    path = tmp_path / "acc.json"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(AccuracyError, match="acc.json is not JSON"):
-        read_accuracies(path, SPACE)
+def test_cells_are_ranked_beside_the_same_baselines():
+    """Accuracy is the number of convolutions: what `depth` means in a space of cells."""
+    space = nas_bench_201_space(cells=3)
+    rng = random.Random(3)
+    archs = list({tuple(rng.randrange(5) for _ in range(6)) for _ in range(60)})
+    accuracies = {a: float(sum(k >= 3 for k in a)) for a in archs}
+    report = rank(accuracies, {a: float(space.cost(a).params) for a in archs}, space, resamples=20)
+    rows = {row.name: row for row in (report.predictor, *report.baselines)}
+    assert rows["depth"].kendall.value == pytest.approx(1)
+    assert rows["predictor"].kendall == rows["params"].kendall
 
 
 @pytest.mark.parametrize("resamples", [0, 9, -1])

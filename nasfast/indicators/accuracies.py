@@ -1,0 +1,146 @@
+"""Files of trained accuracies and of scores: what `rank` compares. No torch.
+
+JSON: a mapping of architecture to an accuracy, to a list of runs (their mean counts), or to a mapping that has one of
+these under a name such as `mean_acc` (the form that NAS-Bench-Macro publishes). CSV: a header `arch,accuracy` and one
+line per architecture. An architecture is written as in `arch.json` (`0 1 2`), as digits (`012`), or, in a space of
+cells, with the names of its operations as in NAS-Bench-201 (`|conv_3x3~0|+|none~0|skip_connect~1|`).
+docs/ranking_zero_cost.md has examples.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from nasfast.spaces import Arch, ArchError, ArchSpace
+
+MIN_ARCHITECTURES = 10
+"""Fewer say next to nothing: even of 10 architectures in random order, tau is beyond +-0.47 once in 20 times."""
+
+# Names under which published files give one architecture's accuracy, in order of preference.
+_ACCURACY_KEYS = ("mean_acc", "accuracy", "acc", "test_acc", "val_acc")
+
+
+class AccuracyError(ValueError):
+    """A file of accuracies or scores that cannot be used; the text names the entry and what was expected."""
+
+
+def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = None) -> dict[Arch, float]:
+    """Trained accuracies of architectures, in the file's own unit.
+
+    Args:
+        path: `.csv`, or JSON under any other name.
+        space: to which the architectures belong.
+        column: name of the accuracy where an entry has several; None takes the first of mean_acc, accuracy, acc,
+            test_acc, val_acc.
+
+    Raises:
+        AccuracyError: not that form, fewer than `MIN_ARCHITECTURES`, or architectures that are not of `space`, which
+            are counted.
+    """
+    names = _ACCURACY_KEYS if column is None else (column,)
+    accuracies = {arch: _accuracy(entry, key, path, names) for key, arch, entry in _read_entries(path, space)}
+    if len(accuracies) < MIN_ARCHITECTURES:
+        raise AccuracyError(
+            f"{path} has {len(accuracies)} architectures, at least {MIN_ARCHITECTURES} are needed to compare rankings: "
+            "train more architectures, or use a published table"
+        )
+    return accuracies
+
+
+def read_scores(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
+    """Scores of a predictor: a JSON mapping of architecture to a number, or a CSV file with the header `arch,score`.
+
+    Raises:
+        AccuracyError: not that form, or architectures that are not of `space`, which are counted.
+    """
+    scores = {}
+    for key, arch, entry in _read_entries(path, space):
+        value = entry["score"] if isinstance(entry, dict) and set(entry) == {"score"} else entry
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise AccuracyError(f"{path}: score of {key!r} must be a finite number, got {value!r}")
+        scores[arch] = float(value)
+    return scores
+
+
+def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, Any]]:
+    """Key, architecture and entry, in the order of the file."""
+    is_csv = Path(path).suffix.lower() == ".csv"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        form = _csv_entries(text, path) if is_csv else list(_json_entries(text, path).items())
+    except OSError as error:
+        raise AccuracyError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise AccuracyError(f"{path} is not {'CSV' if is_csv else 'JSON'}: {error}") from error
+    entries: dict[Arch, tuple[str, Arch, Any]] = {}
+    foreign = []
+    for key, entry in form:
+        try:
+            arch = space.parse(key)
+        except ArchError as error:
+            foreign.append(f"entry {key!r}: {error}")
+            continue
+        if arch in entries:
+            raise AccuracyError(f"{path}: {entries[arch][0]!r} and {key!r} are the same architecture: keep one")
+        entries[arch] = key, arch, entry
+    if foreign:
+        raise AccuracyError(
+            f"{path}: {len(foreign)} of {len(form)} architectures are not of space {space.name!r}; the first, "
+            f"{foreign[0]}. Give the space that the table belongs to, or take those lines out"
+        )
+    return list(entries.values())
+
+
+def _json_entries(text: str, path: str | Path) -> dict[str, Any]:
+    try:
+        form = json.loads(text)
+    except ValueError as error:
+        raise AccuracyError(f"{path} is not JSON: {error}") from error
+    if not isinstance(form, dict) or not form:
+        raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {type(form).__name__}")
+    return form
+
+
+def _csv_entries(text: str, path: str | Path) -> list[tuple[str, dict[str, Any]]]:
+    """Lines as mappings of the columns besides `arch`; numbers become floats."""
+    reader = csv.DictReader(io.StringIO(text))
+    columns = reader.fieldnames or []
+    if "arch" not in columns or len(columns) < 2:
+        raise AccuracyError(
+            f"{path}: expected a header such as arch,accuracy (or arch,score), got {','.join(columns)!r}"
+        )
+    entries = []
+    for line in reader:
+        if None in line or None in line.values():
+            raise AccuracyError(f"{path}, line {reader.line_num}: expected {len(columns)} values ({','.join(columns)})")
+        entries.append((line["arch"], {name: _number(line[name]) for name in columns if name != "arch"}))
+    if not entries:
+        raise AccuracyError(f"{path}: there are no lines behind the header")
+    return entries
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _accuracy(entry: Any, key: str, path: str | Path, names: tuple[str, ...]) -> float:
+    value = entry
+    if isinstance(entry, dict):
+        name = next((name for name in names if name in entry), None)
+        if name is None:
+            raise AccuracyError(
+                f"{path}, entry {key!r}: no accuracy; expected one of {', '.join(names)}, got {', '.join(entry)}"
+            )
+        value = entry[name]
+    runs = value if isinstance(value, list) else [value]
+    if not runs or any(isinstance(r, bool) or not isinstance(r, (int, float)) or not math.isfinite(r) for r in runs):
+        raise AccuracyError(f"{path}, entry {key!r}: accuracy must be a number or a list of numbers, got {value!r}")
+    return math.fsum(runs) / len(runs)
