@@ -147,6 +147,10 @@ class InvertedResidual(nn.Module):
         """The BatchNorm that writes the block's branch: the one behind the projection, before the residual."""
         return self.project.bn
 
+    def linear_paths(self) -> dict[str, list[ConvBNAct]]:
+        """The branch as units in order, which `nasfast.supernet.aligned` reads."""
+        return {"": [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]}
+
     def forward(self, x: Tensor) -> Tensor:
         hidden = x if self.expand is None else self.expand(x)
         return self.project(self.depthwise(hidden), x if self.has_residual else None)

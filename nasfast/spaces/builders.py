@@ -54,7 +54,10 @@ def shufflenet_v2(*, num_classes: int = 1000, resolution: int = 224) -> SearchSp
 
 
 def nas_bench_macro(*, num_classes: int = 10, resolution: int = 32) -> SearchSpace:
-    """The 3^8 space of NAS-Bench-Macro (CIFAR-10): identity, k3 e3, k5 e6; trained accuracies of all are published."""
+    """The 3^8 space of NAS-Bench-Macro (CIFAR-10): identity, k3 e3, k5 e6; trained accuracies of all are published.
+
+    The networks of the benchmark were trained with ReLU, so that is its activation.
+    """
     choices = (Block("identity"), Block("mbconv", kernel=3, expand=3), Block("mbconv", kernel=5, expand=6))
     return SearchSpace(
         name="nas_bench_macro",
@@ -63,7 +66,7 @@ def nas_bench_macro(*, num_classes: int = 10, resolution: int = 32) -> SearchSpa
         stem=(FixedLayer(Block("conv", kernel=3), 32),),
         stages=tuple(Stage(c, n, 2, choices) for c, n in ((64, 2), (128, 3), (256, 3))),
         head=(FixedLayer(Block("conv", kernel=1), 1280),),
-        activation="relu6",
+        activation="relu",
     )
 
 

@@ -96,6 +96,11 @@ class ShuffleUnit(nn.Module):
         """Last BN of the main branch (docs/method.md 2)."""
         return self.main[-1].last_bn
 
+    def linear_paths(self) -> dict[str, list[ConvBNAct]]:
+        """Its branches as units in order, which `nasfast.supernet.aligned` reads."""
+        paths = {"main": self.main, "projection": self.projection}
+        return {role: list(units) for role, units in paths.items() if units is not None}
+
     def forward(self, x: Tensor) -> Tensor:
         if self.projection is None:
             return self.main(x, shuffle=True)
@@ -112,6 +117,10 @@ class StridedIdentity(nn.Module):
     @property
     def last_bn(self) -> nn.BatchNorm2d:
         return self.unit.last_bn
+
+    def linear_paths(self) -> dict[str, list[ConvBNAct]]:
+        """Its one unit, which `nasfast.supernet.aligned` reads."""
+        return {"": [self.unit]}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.unit(x)

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from nasfast.config import nearest
 from nasfast.ops.modules import InvertedResidual
 from nasfast.ops.orthogonal import draw_gaussians, orthogonalize_draws
+from nasfast.supernet.aligned import align
 
-Init = Literal["orthogonal", "delta_orthogonal", "gaussian", "he"]
+Init = Literal["orthogonal", "aligned", "delta_orthogonal", "gaussian", "he"]
 Shape = tuple[int, ...]
 
 _LOG = logging.getLogger(__name__)
@@ -215,9 +216,13 @@ class InitScheme:
             the weights of g = 1, so that a linear pair of pointwise convolutions is the identity; needs `haar`.
         shared_streams: the seed of a weight comes from its layer, role and shape instead of its name, so that
             candidates of a layer share the draws of equal shapes; takes the noise of seeds out of comparisons.
+        alignment: from 0 to 1; None for candidates that share nothing. The candidates of a layer then agree in their
+            linear part (`nasfast.supernet.aligned`), and the centre tap's share of a depthwise filter is this number;
+            needs pointwise `haar` and depthwise `unit_norm`.
 
     Raises:
-        ValueError: an option that the kind does not have, or tied projections that are not `haar`.
+        ValueError: an option that the kind does not have, tied projections that are not `haar`, or an alignment outside
+            of [0, 1] or with other options than those it needs.
     """
 
     pointwise: str = "haar"
@@ -226,6 +231,7 @@ class InitScheme:
     linear: str = "haar"
     tied_projection: bool = False
     shared_streams: bool = False
+    alignment: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -234,10 +240,20 @@ class InitScheme:
                 raise ValueError(f"init: unknown {kind}={option!r}; {nearest(str(option), _RECIPES[kind])}")
         if self.tied_projection and self.pointwise != "haar":
             raise ValueError(f"init: tied_projection needs pointwise='haar', got {self.pointwise!r}")
+        if self.alignment is None:
+            return
+        if not 0 <= self.alignment <= 1:
+            raise ValueError(f"init: alignment must be from 0 to 1, got {self.alignment}")
+        if (self.pointwise, self.depthwise, self.tied_projection) != ("haar", "unit_norm", False):
+            raise ValueError(
+                f"init: alignment needs pointwise='haar', depthwise='unit_norm' and tied_projection=False, "
+                f"got {self.pointwise!r}, {self.depthwise!r} and {self.tied_projection}"
+            )
 
 
 SCHEMES: dict[Init, InitScheme] = {
     "orthogonal": InitScheme(),
+    "aligned": InitScheme(depthwise="unit_norm", alignment=0.7),
     "delta_orthogonal": InitScheme(depthwise="delta", dense="delta"),
     "gaussian": InitScheme("gaussian", "gaussian", "gaussian", "gaussian"),
     "he": InitScheme("kaiming_out", "kaiming_out", "kaiming_out", "small"),
@@ -262,7 +278,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     Args:
         module: any module; a convolution's gain comes from the activation of the ConvBNAct-like unit that holds it
             (attributes `conv` and `act`), 1 where there is none.
-        scheme: one of `orthogonal`, `delta_orthogonal`, `gaussian`, `he`, or an InitScheme.
+        scheme: one of `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian`, `he`, or an InitScheme.
         seed: global seed; each tensor derives its own from it and its name.
 
     Raises:
@@ -295,6 +311,8 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     for norm in modules.values():
         if isinstance(norm, nn.BatchNorm2d):
             norm.reset_parameters()
+    if scheme.alignment is not None:
+        align(module, scheme.alignment, GAINS, seed=seed)
     if scheme.tied_projection:
         _tie_projections(modules)
     if scheme.depthwise == "delta":

@@ -66,7 +66,8 @@ class Supernet(nn.Module):
 
     Args:
         space: what to build.
-        init: `orthogonal` (DI-NAS), `delta_orthogonal`, `gaussian`, `he` as BN-NAS and SPOS publish, or an InitScheme.
+        init: `orthogonal` (DI-NAS), `aligned`, `delta_orthogonal`, `gaussian`, `he` as BN-NAS and SPOS publish, or an
+            InitScheme.
         activation: of the blocks; None takes the space's own.
         layer_indicators: one parallel identity -> BN path on every normal layer.
         fused: use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.

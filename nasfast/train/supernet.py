@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from nasfast.config import ConfigBase, nearest
 from nasfast.distributed import SINGLE, World
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
-from nasfast.supernet import Init, Supernet, Trainable
+from nasfast.supernet import Init, InitScheme, Supernet, Trainable
+from nasfast.supernet.init import SCHEMES
 from nasfast.train.loop import TrainConfig, train
 
 Scoring = Literal["indicators", "accuracy"]
@@ -23,6 +24,7 @@ class Method:
         init: of the frozen or initial weights.
         layer_indicators: identity -> BN path on normal layers.
         trainable: what trains in the supernet.
+        classifier: whether the classifier trains too (`all` includes it).
         sampler: a key of `nasfast.spaces.SAMPLERS`.
         scoring: `indicators` (BN gammas, additive) or `accuracy` (validation accuracy of a recalibrated path).
     """
@@ -30,15 +32,16 @@ class Method:
     init: Init
     layer_indicators: bool
     trainable: Trainable
+    classifier: bool
     sampler: Literal["uniform", "fair", "strict_fair"]
     scoring: Scoring
 
 
 METHODS = {
-    "dinas": Method("orthogonal", True, "indicators", "fair", "indicators"),
-    "bnnas": Method("he", False, "indicators", "uniform", "indicators"),
-    "fairnas": Method("he", False, "all", "strict_fair", "accuracy"),
-    "spos": Method("he", False, "all", "uniform", "accuracy"),
+    "dinas": Method("orthogonal", True, "indicators", False, "fair", "indicators"),
+    "bnnas": Method("he", False, "indicators", False, "uniform", "indicators"),
+    "fairnas": Method("he", False, "all", False, "strict_fair", "accuracy"),
+    "spos": Method("he", False, "all", False, "uniform", "accuracy"),
 }
 """`dinas` is this package's method, the others its baselines as published: BN-NAS, FairNAS, Single Path One-Shot."""
 
@@ -48,7 +51,8 @@ class SupernetConfig(ConfigBase):
     """How the supernet is made and trained; null takes the method's preset.
 
     Attributes:
-        init: `orthogonal`, `delta_orthogonal`, `gaussian` or `he`.
+        init: `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian` or `he`.
+        alignment: of `init: aligned`, the centre tap's share of a depthwise filter, from 0 to 1; null takes 0.7.
         layer_indicators: identity -> BN path on normal layers.
         trainable: `indicators`, `bn` or `all`.
         classifier: train the classifier too (`trainable: all` includes it).
@@ -57,31 +61,45 @@ class SupernetConfig(ConfigBase):
     """
 
     init: Init | None = None
+    alignment: float | None = None
     layer_indicators: bool | None = None
     trainable: Trainable | None = None
-    classifier: bool = False
+    classifier: bool | None = None
     sampler: Literal["uniform", "fair", "strict_fair"] | None = None
     activation: Literal["identity", "relu", "relu6", "tanh"] | None = None
 
+    def __post_init__(self) -> None:
+        if self.alignment is not None and not 0 <= self.alignment <= 1:
+            raise ValueError(f"alignment must be from 0 to 1, got {self.alignment}")
+
     def resolved(self, method: str) -> SupernetConfig:
-        """Every null but the activation replaced by the method's preset.
+        """Every null but alignment and activation replaced by the method's preset.
 
         Raises:
-            ValueError: unknown method.
+            ValueError: unknown method, or an alignment for weights that are not aligned.
         """
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-        preset, names = METHODS[method], ("init", "layer_indicators", "trainable", "sampler")
-        return self.replace(**{name: getattr(preset, name) for name in names if getattr(self, name) is None})
+        preset, names = METHODS[method], ("init", "layer_indicators", "trainable", "classifier", "sampler")
+        chosen = self.replace(**{name: getattr(preset, name) for name in names if getattr(self, name) is None})
+        if chosen.alignment is not None and chosen.init != "aligned":
+            raise ValueError(f"alignment={chosen.alignment} belongs to init='aligned', the init is {chosen.init!r}")
+        return chosen
+
+    @property
+    def scheme(self) -> Init | InitScheme:
+        """What a resolved config initialises the supernet with."""
+        return self.init if self.alignment is None else replace(SCHEMES["aligned"], alignment=self.alignment)
 
 
 def default_lr(trainable: Trainable) -> float:
     """Peak learning rate where none is given.
 
     Gradients of indicators alone are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand
-    steps; 0.5 is the supernet rate of the Single Path One-Shot and BN-NAS settings.
+    steps; 0.5 is the supernet rate of the Single Path One-Shot and BN-NAS settings. All BatchNorms together train at
+    0.4 (docs/ranking.md).
     """
-    return 0.5 if trainable == "indicators" else 0.1
+    return {"indicators": 0.5, "bn": 0.4, "all": 0.1}[trainable]
 
 
 def make_supernet(
@@ -93,7 +111,7 @@ def make_supernet(
         ValueError: unknown method.
     """
     cfg = cfg.resolved(method)
-    net = Supernet(space, init=cfg.init, activation=cfg.activation, layer_indicators=cfg.layer_indicators, seed=seed)
+    net = Supernet(space, init=cfg.scheme, activation=cfg.activation, layer_indicators=cfg.layer_indicators, seed=seed)
     net.freeze(cfg.trainable, classifier=cfg.classifier)
     return net, SAMPLERS[cfg.sampler](space, seed=seed, layer_indicators=cfg.layer_indicators)
 

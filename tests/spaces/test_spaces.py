@@ -63,6 +63,19 @@ def test_nas_bench_macro_rows(arch, params, macs):
     assert nas_bench_macro().cost(parse_arch(arch)) == Cost(macs=macs, params=params)
 
 
+def test_spaces_say_their_activation(tmp_path):
+    """NAS-Bench-Macro's networks were trained with ReLU, those of MobileNetV2 with ReLU6."""
+    assert {name: build().activation for name, build in BUILDERS.items()} == {
+        "mobilenet_v2": "relu6", "shufflenet_v2": "relu", "nas_bench_macro": "relu", "digits_mini": "relu6",
+    }  # fmt: skip
+    space = nas_bench_macro()
+    space.save(tmp_path / "space.yaml")
+    assert from_yaml(tmp_path / "space.yaml").activation == "relu"
+    before = space.replace(activation="relu6")  # as files written by earlier versions have it
+    assert before.fingerprint != space.fingerprint
+    assert [before.cost((c,) * 8) for c in range(3)] == [space.cost((c,) * 8) for c in range(3)]
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "cardinality"),
     [("mobilenet_v2", 20, 6**20), ("bnnas", 21, 6**17), ("shufflenet_v2", 20, 4**20), ("nas_bench_macro", 8, 3**8)],

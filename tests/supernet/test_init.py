@@ -116,7 +116,7 @@ def test_he_is_fan_out_without_gain():
     assert_normal(net.classifier.weight, 0.01)
 
 
-@pytest.mark.parametrize("scheme", ["orthogonal", "delta_orthogonal", "gaussian", "he"])
+@pytest.mark.parametrize("scheme", ["orthogonal", "aligned", "delta_orthogonal", "gaussian", "he"])
 def test_batch_norms_start_at_one_and_zero(scheme):
     net = Supernet(tiny_space())
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_batch_norms_start_at_one_and_zero(scheme):
     assert not net.classifier.bias.any()
 
 
-@pytest.mark.parametrize("scheme", ["orthogonal", "delta_orthogonal", "gaussian", "he"])
+@pytest.mark.parametrize("scheme", ["orthogonal", "aligned", "delta_orthogonal", "gaussian", "he"])
 def test_seeds_decide_and_the_global_generator_does_not(scheme):
     state = lambda seed: Supernet(tiny_space(), init=scheme, seed=seed).state_dict()  # noqa: E731
     torch.manual_seed(1)

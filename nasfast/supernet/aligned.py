@@ -1,0 +1,97 @@
+"""Aligned weights: the candidates of a layer differ, but the linear part of each is the same function.
+
+Independent draws equalise the norms of what candidates give, not what they compute: on a layer that changes shape the
+outputs of two candidates do not correlate, and the layers behind never see one input twice. So the candidates of a
+layer share one matrix R (out x in, Haar times sqrt(max(1, out / in))). Along a path of units from a block's input to
+its output, P_1, ..., P_n being the pointwise weights, the last one is made so that their product is R:
+
+    P_n = g R Q^T / s,    Q = P_(n-1) ... P_1,    Q^T Q = s 1
+
+with g the gain of the activation behind P_n. An inverted residual of expansion t with gain 1 has P_2 = R P_1^T / t; the
+strided convolution of an identity is R itself. A depthwise filter is alpha times the centre tap plus
+sqrt(1 - alpha^2) times a random filter of norm 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.ops.modules import ConvBNAct
+from nasfast.ops.orthogonal import draw_gaussians, orthogonalize_draws
+
+# "layers.3.candidates.2" belongs to the layer "layers.3"
+_CANDIDATE = re.compile(r"\.?\bcandidates\.\d+$")
+
+
+def align(module: nn.Module, alpha: float, gains: Mapping[str, float], *, seed: int) -> None:
+    """Change weights that were drawn independently (pointwise Haar, depthwise of norm 1) into aligned ones.
+
+    Args:
+        module: every block in it that has `linear_paths()` is aligned: a mapping of role to the ConvBNAct units from
+            the block's input (or a part of its channels) to its output.
+        alpha: share of the centre tap in a depthwise filter, from 0 to 1.
+        gains: gain of a convolution by the name of the activation behind it.
+        seed: of the matrices R; each has a stream of its own by layer, role and shape.
+
+    Raises:
+        ValueError: a candidate that has no `linear_paths()`, or a path with a convolution that is neither pointwise nor
+            depthwise, or one before the last that narrows.
+    """
+    paths = list(_paths(module))
+    names = [f"{name}.aligned|{shape}" for name, _, shape in paths]
+    streams = {name: [shape] for name, (_, _, shape) in zip(names, paths, strict=True)}
+    draws = draw_gaussians(list(streams.items()), seed)
+    shared = dict(zip(streams, orthogonalize_draws([z for (z,) in draws]), strict=True))
+    for name, (_, units, shape) in zip(names, paths, strict=True):
+        _align_path(units, shared[name] * math.sqrt(max(1.0, shape[0] / shape[1])), alpha, gains)
+
+
+def _paths(module: nn.Module) -> Iterator[tuple[str, list[ConvBNAct], tuple[int, int]]]:
+    """(layer and role, units, shape of R) of every path of every block."""
+    for name, block in module.named_modules():
+        if not hasattr(block, "linear_paths"):
+            if _CANDIDATE.search(name) and not isinstance(block, nn.Identity):
+                raise ValueError(
+                    f"init='aligned': {name} is a {type(block).__name__}, whose linear part is not known. The kinds "
+                    "mbconv, shuffle, shuffle_xception and identity can be aligned: use these, give the block's module "
+                    "a method linear_paths(), or choose init='orthogonal'"
+                )
+            continue
+        for role, units in block.linear_paths().items():
+            pointwise = [unit.conv for unit in units if not _is_depthwise(unit)]
+            for conv in pointwise:
+                if max(conv.kernel_size) > 1 or conv.groups > 1:
+                    raise ValueError(f"init='aligned': {name} has {conv}, which is neither pointwise nor depthwise")
+            for conv in pointwise[:-1]:
+                if conv.out_channels < conv.in_channels:
+                    raise ValueError(
+                        f"init='aligned': {name} narrows from {conv.in_channels} to {conv.out_channels} channels "
+                        "before its last convolution, so its linear part cannot be any given matrix: choose "
+                        "init='orthogonal'"
+                    )
+            shape = (pointwise[-1].out_channels, pointwise[0].in_channels)
+            yield f"{_CANDIDATE.sub('', name)}.{role}".strip("."), units, shape
+
+
+def _is_depthwise(unit: ConvBNAct) -> bool:
+    return unit.conv.groups == unit.conv.in_channels > 1
+
+
+def _align_path(units: list[ConvBNAct], shared: Tensor, alpha: float, gains: Mapping[str, float]) -> None:
+    product = torch.eye(shared.shape[1], dtype=shared.dtype)
+    *inner, last = [unit for unit in units if not _is_depthwise(unit)]
+    for unit in inner:
+        product = unit.conv.weight.flatten(1).to(product) @ product
+    scale = product.square().sum() / shared.shape[1]
+    weight = shared @ product.T * (gains[last.act_name] / scale)
+    last.conv.weight.copy_(weight.reshape(last.conv.weight.shape))
+    for unit in units:
+        if _is_depthwise(unit):
+            filters, (height, width) = unit.conv.weight, unit.conv.kernel_size
+            filters.mul_(math.sqrt(1 - alpha**2))
+            filters[..., height // 2, width // 2] += alpha * gains[unit.act_name]

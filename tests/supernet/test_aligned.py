@@ -1,0 +1,128 @@
+"""Aligned weights: the linear part of every candidate of a layer is one matrix (nasfast/supernet/aligned.py)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from tiny import tiny_space
+from torch import nn
+
+from nasfast.spaces import BUILDERS, Block, FixedLayer, Stage, nas_bench_macro
+from nasfast.supernet import InitScheme, Supernet
+
+GAIN = {"identity": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2)}
+
+
+def linear_part(units: list[nn.Module]) -> torch.Tensor:
+    """(out, in): what a path does to one pixel without norms and activations, its filters being single centre taps."""
+    product = torch.eye(units[0].conv.in_channels, dtype=torch.float64)
+    for unit in units:
+        if unit.conv.groups == 1:
+            product = unit.conv.weight.detach().double().flatten(1) @ product
+    return product
+
+
+def branches(candidate: nn.Module) -> dict[str, list[nn.Module]]:
+    """Units by branch, written down here for each kind of block, not read from the block's own account of itself."""
+    kind = type(candidate).__name__
+    if kind.endswith("InvertedResidual"):
+        units = (candidate.expand, candidate.depthwise, candidate.project)
+        return {"": [unit for unit in units if unit is not None]}
+    if kind == "StridedIdentity":
+        return {"": [candidate.unit]}
+    assert kind == "ShuffleUnit"
+    return {"main": [*candidate.main], **({"side": [*candidate.projection]} if candidate.projection else {})}
+
+
+def test_the_linear_part_of_every_candidate_is_the_layers_matrix(small_space):
+    if small_space.name == "small_shuffle":  # whose second stage narrows; those of shufflenet_v2 do not
+        first, second = small_space.stages
+        small_space = small_space.replace(stages=(first, second.replace(out=24)))
+    net = Supernet(small_space, init="aligned")
+    shared = []
+    for layer in net.layers:
+        parts: dict[str, list[torch.Tensor]] = {}
+        for candidate in layer.candidates:
+            if not isinstance(candidate, nn.Identity):
+                for role, units in branches(candidate).items():
+                    parts.setdefault(role, []).append(linear_part(units) / GAIN[units[-1].act_name])
+        for first, *others in parts.values():
+            for other in others:
+                torch.testing.assert_close(other, first, rtol=0, atol=1e-6)
+            # Haar times sqrt(max(1, out / in)): all singular values are equal
+            scale = math.sqrt(max(1.0, first.shape[0] / first.shape[1]))
+            values = torch.linalg.svdvals(first)
+            torch.testing.assert_close(values, torch.full_like(values, scale), rtol=0, atol=1e-6)
+            if first.shape[0] >= first.shape[1]:
+                assert first.square().sum(1).mean().item() == pytest.approx(1.0, rel=1e-6)
+            shared.append(first)
+    for one, other in itertools.combinations(shared, 2):
+        assert one.shape != other.shape or not torch.allclose(one, other)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_depthwise_filters_are_a_centre_tap_and_a_random_rest(alpha):
+    net = Supernet(nas_bench_macro(), init=InitScheme(depthwise="unit_norm", alignment=alpha))
+    filters = net.layers[3].candidates[2].depthwise.conv.weight.detach().double()[:, 0] / math.sqrt(2)
+    rest = filters.clone()
+    rest[:, 2, 2] -= alpha
+    torch.testing.assert_close(
+        rest.square().sum((1, 2)), torch.full((len(rest),), 1 - alpha**2).double(), rtol=0, atol=1e-5
+    )
+    # the mean squared row norm is g^2, the cross term being 2 alpha sqrt(1 - alpha^2) times the mean centre of the rest
+    assert filters.square().sum((1, 2)).mean().item() == pytest.approx(1.0, abs=0.1)
+
+
+@torch.no_grad()
+def _correlation(net: Supernet, first: int, second: int) -> float:
+    x = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    layer, x = net.layers[0], net.stem(x)
+    a, b = ((y - y.mean((0, 2, 3), keepdim=True)).flatten() for y in (layer(x, first), layer(x, second)))
+    return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 2), (1, 2)])
+def test_outputs_of_candidates_on_a_reduction_correlate(first, second):
+    space = nas_bench_macro()
+    assert 0.6 < _correlation(Supernet(space, init="aligned"), first, second) < 0.95
+    assert abs(_correlation(Supernet(space, init="orthogonal"), first, second)) < 0.1
+
+
+def test_a_layers_matrix_depends_on_its_name_and_seed_only():
+    space = tiny_space()
+    stages = tuple(stage.replace(choices=(*stage.choices, Block("mbconv", 7, 2))) for stage in space.stages)
+    matrix = lambda s, seed: linear_part(branches(Supernet(s, init="aligned", seed=seed).layers[2].candidates[0])[""])  # noqa: E731
+    first = matrix(space, 3)
+    torch.testing.assert_close(matrix(space.replace(stages=stages), 3), first, rtol=0, atol=0)
+    assert not torch.allclose(matrix(space, 4), first)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_space_of_the_package_can_be_aligned(name):
+    net = Supernet(BUILDERS[name](num_classes=3, resolution=32), init="aligned")
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+
+
+def test_blocks_that_cannot_be_aligned_are_named(shuffle_space):
+    conv = tiny_space(stages=(Stage(8, 1, 1, (Block("conv", 3), Block("mbconv", 3, 2))),))
+    with pytest.raises(ValueError, match=r"layers\.0\.candidates\.0 is a FusedConvBNAct.*mbconv, shuffle"):
+        Supernet(conv, init="aligned")
+    # stem and head have one candidate each, with nothing to agree with
+    Supernet(tiny_space(stem=(FixedLayer(Block("conv", 3), 8, stride=2),)), init="aligned")
+    with pytest.raises(ValueError, match=r"layers\.2\.candidates\.0 narrows from 12 to 8 channels"):
+        Supernet(shuffle_space, init="aligned")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alignment": 1.5, "depthwise": "unit_norm"}, "alignment must be from 0 to 1, got 1.5"),
+        ({"alignment": 0.5}, "alignment needs pointwise='haar', depthwise='unit_norm'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        InitScheme(**options)
