@@ -1,0 +1,28 @@
+"""Scores of an untrained network from the literature: one or a few batches each, and no training.
+
+Each is `score(module, images, labels) -> float` on any `nn.Module` that gives logits, and leaves the module as it was.
+A larger value predicts a higher accuracy, by the papers; docs/ranking_zero_cost.md says how well that holds here.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from nasfast.indicators.zero_cost.gradient_norm import gradient_norm
+from nasfast.indicators.zero_cost.layers import ScoreError
+from nasfast.indicators.zero_cost.naswot import naswot
+from nasfast.indicators.zero_cost.ntk import ntk_q
+from nasfast.indicators.zero_cost.snip import snip
+from nasfast.indicators.zero_cost.synflow import synflow
+from nasfast.indicators.zero_cost.zico import zico
+
+ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {
+    "gradient_norm": gradient_norm,
+    "snip": snip,
+    "synflow": synflow,
+    "naswot": naswot,
+    "zico": zico,
+    "ntk_q": ntk_q,
+}
+
+__all__ = ["ZERO_COST", "ScoreError", "gradient_norm", "naswot", "ntk_q", "snip", "synflow", "zico"]
