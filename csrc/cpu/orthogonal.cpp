@@ -105,7 +105,7 @@ void drop(StableIValue value) { torch::stable::detail::to<Tensor>(value); }
 // torch.geqrf(a, out=(a, tau)): R above, the reflectors below the diagonal.
 void geqrf(const Tensor& a, const Tensor& tau) {
   std::array<StableIValue, 3> stack{to_stack(a), to_stack(a), to_stack(tau)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::geqrf", "a", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::geqrf", "a", stack.data(), TORCH_ABI_VERSION));
   drop(stack[0]);
   drop(stack[1]);
 }
@@ -113,7 +113,7 @@ void geqrf(const Tensor& a, const Tensor& tau) {
 // torch.linalg.householder_product(a, tau, out=a): the reflectors become Q.
 void orgqr(const Tensor& a, const Tensor& tau) {
   std::array<StableIValue, 3> stack{to_stack(a), to_stack(tau), to_stack(a)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::linalg_householder_product", "out", stack.data(), TORCH_ABI_VERSION));
   drop(stack[0]);
 }

@@ -57,7 +57,7 @@ struct Launcher {
 
   explicit Launcher(int device) : device(device) {
     void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
     stream = static_cast<cudaStream_t>(current);
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     STD_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
