@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from captures import EagerCapture
 from killable import at_call, die
 from tiny import batches, tiny_space
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ import nasfast.commands  # noqa: F401, so that not every forked command imports 
 import nasfast.train.loop as loop_module
 from nasfast import cli
 from nasfast.distributed import RankError, World, start
-from nasfast.engine.graphs import EagerCapture, GraphEngine
+from nasfast.engine import GraphEngine
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet, build
 from nasfast.termination import Terminated

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "floor": set(),
     "supernet": {"config", "spaces", "ops"},
     "data": {"config", "files"},
-    "engine": {"spaces", "supernet"},
+    "engine": {"spaces", "supernet", "ops"},
     "analysis.meanfield": set(),
     "analysis.concentration": {"ops"},
     "analysis": {

@@ -10,82 +10,29 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nasfast.engine.eager import EagerEngine, Engine, StepResult, loss_and_correct
+from nasfast.engine.capture import Capture, CudaCapture
+from nasfast.engine.eager import EagerEngine, Engine, StepResult
+from nasfast.engine.segments import Head, Segment
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
 
 _logger = logging.getLogger(__name__)
 
-# kernels compile, and libraries choose their algorithms, before capture
-_WARMUP = 2
 # of free memory that a plan may take: the allocator's rounding and library workspaces need some too
 _USABLE = 0.9
 
 
 class EngineError(RuntimeError):
     """Graphs cannot be captured here; the message says why."""
-
-
-Replay = Callable[[], Any]
-
-
-class Capture(Protocol):
-    """Turns functions on static buffers into replays of what they did."""
-
-    def pool(self) -> Any:
-        """Memory that captures may share, if no two of them are in use at once."""
-        ...
-
-    def capture(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:
-        """Replays of functions that are called in this order; each may use what those before it left."""
-        ...
-
-
-class CudaCapture:
-    """CUDA graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-
-    def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def capture(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:
-        with torch.cuda.device(self.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                for _ in range(_WARMUP):
-                    for function in functions:
-                        function()
-            torch.cuda.current_stream().wait_stream(self.stream)
-            replays = []
-            for function in functions:
-                graph = torch.cuda.CUDAGraph()
-                # other threads, such as one that pins memory for a loader, may go on
-                with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
-                    function()
-                replays.append(graph.replay)
-        return replays
-
-
-class EagerCapture:
-    """Calls the functions again instead of replaying: the engine's buffers and order on any device, for tests."""
-
-    def pool(self) -> None:
-        return None
-
-    def capture(self, functions: Sequence[Replay], pool: None) -> list[Replay]:
-        return list(functions)
 
 
 @dataclass(frozen=True)
@@ -116,72 +63,6 @@ class MemoryPlan:
             f"CUDA graphs: {mib(self.total)} = boundaries {mib(self.boundaries)} + gradients {mib(self.gradients)} + "
             f"kept activations {mib(sum(self.arenas))} (largest layer {mib(max(self.arenas))})"
         )
-
-
-@dataclass
-class _Segment:
-    """One candidate of one layer, from its input boundary to its output boundary and back."""
-
-    module: Callable[[Tensor], Tensor]
-    source: Tensor
-    target: Tensor
-    source_grad: Tensor | None
-    target_grad: Tensor | None
-    parameters: list[nn.Parameter]
-    slots: list[Tensor]
-    autocast: Callable[[], Any]
-    forward_replay: Replay | None = None
-    backward_replay: Replay | None = None
-    _x: Tensor | None = None
-    _y: Tensor | None = None
-
-    def forward(self) -> None:
-        self._x = self.source.detach().requires_grad_(self.source_grad is not None)
-        with self.autocast():
-            self._y = self.module(self._x)
-        self.target.copy_(self._y.detach())
-
-    def backward(self) -> None:
-        self.differentiate(self._y, self.target_grad)
-        self.release()
-
-    def differentiate(self, y: Tensor, grad: Tensor | None) -> None:
-        """Gradients of y into the source's gradient and, added, into the slots."""
-        wanted = [*([self._x] if self.source_grad is not None else []), *self.parameters]
-        if not wanted:
-            return
-        if not y.requires_grad:
-            found = [None] * len(wanted)
-        else:
-            found = list(torch.autograd.grad(y, wanted, grad, allow_unused=True))
-        if self.source_grad is not None:
-            dx = found.pop(0)
-            self.source_grad.zero_() if dx is None else self.source_grad.copy_(dx)
-        for slot, gradient in zip(self.slots, found, strict=True):
-            if gradient is not None:
-                slot.add_(gradient)
-
-    def release(self) -> None:
-        self._x = self._y = None
-
-
-@dataclass
-class _Head(_Segment):
-    """The last segment: head, classifier, loss, and its backward, in one graph. target holds the loss."""
-
-    labels: Tensor | None = None
-    correct: Tensor | None = None
-    label_smoothing: float = 0.0
-
-    def forward(self) -> None:
-        self._x = self.source.detach().requires_grad_(self.source_grad is not None)
-        with self.autocast():
-            logits = self.module(self._x)
-        loss, correct = loss_and_correct(logits, self.labels, self.label_smoothing)
-        self.target.copy_(loss.detach())
-        self.correct.copy_(correct)
-        self.differentiate(loss, None)
-        self.release()
 
 
 @dataclass
@@ -217,6 +98,8 @@ class GraphEngine:
         if self.capture is None and self.device.type != "cuda":
             raise EngineError(f"CUDA graphs need the network on a CUDA device, it is on {self.device}")
         self._trainable = [p for p in self.net.parameters() if p.requires_grad]
+        # those that the last step gave a gradient: there are thousands in a supernet, and few on a path
+        self._graded = self._trainable
         boundaries, self.plan = self._make_plan()
         if self.device.type == "cuda":
             # what the allocator holds and does not use is free too
@@ -288,99 +171,105 @@ class GraphEngine:
 
         self.images = empty(self.batch, torch.float32)
         self.labels = torch.zeros(self.batch[0], dtype=torch.long, device=self.device)
-        self.loss = torch.empty((), device=self.device)
-        self.correct = torch.empty((), dtype=torch.long, device=self.device)
-        self.gradients = torch.zeros(sum(p.numel() for p in self._trainable), device=self.device)
-        pieces = self.gradients.split([p.numel() for p in self._trainable])
-        # laid out as the parameters, as eager gradients are
-        self._slots = {
-            p: piece.as_strided(p.shape, p.stride()) for p, piece in zip(self._trainable, pieces, strict=True)
-        }
         layers = self._modules()
         # a boundary's gradient is needed if something before it trains
         trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in layers]
         self._activations = [self.images, *(empty(*b) for b in boundaries)]
         self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
-        self._segments: list[dict[int | None, _Segment]] | None = [{} for _ in layers]
+        self._segments: list[dict[int | None, Segment]] | None = [{} for _ in layers]
         self._pools = [self.capture.pool() for _ in layers]
         self._layers = layers
 
     def buffers(self) -> Iterator[Tensor]:
         """Every static buffer that a step writes before it reads, for tests that fill them with NaN."""
         yield from (b for b in self._activations[1:] + self._gradients if b is not None)
-        yield self.loss
+        yield from (segment.gradients for choices in self._segments for segment in choices.values())
 
     # ---- steps
 
-    def _segment(self, i: int, choice: int | None) -> _Segment:
+    def _segment(self, i: int, choice: int | None) -> Segment:
         """The captured segment of a layer's choice."""
         if choice in self._segments[i]:
             return self._segments[i][choice]
         modules, choices = self._layers[i]
         function = choices[choice]
         used = function.parameters() if isinstance(function, _Chosen) else [p for m in modules for p in m.parameters()]
-        parameters = [p for p in used if p.requires_grad]
-        common = dict(
+        arguments = dict(
             module=function,
             source=self._activations[i],
             source_grad=self._gradients[i - 1] if i > 0 else None,
-            parameters=parameters,
-            slots=[self._slots[p] for p in parameters],
+            parameters=[p for p in used if p.requires_grad],
             autocast=self._autocast,
         )
-        if i == len(self._layers) - 1:
-            segment = _Head(
-                **common, target=self.loss, target_grad=None,
-                labels=self.labels, correct=self.correct, label_smoothing=self.label_smoothing,
-            )  # fmt: skip
-            functions = [segment.forward]
-        else:
-            segment = _Segment(**common, target=self._activations[i + 1], target_grad=self._gradients[i])
-            wanted = segment.target_grad is not None and (segment.source_grad is not None or parameters)
-            functions = [segment.forward] + [segment.backward] * bool(wanted)
         try:
-            replays = self.capture.capture(functions, self._pools[i])
-        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+            if i == len(self._layers) - 1:
+                segment = Head(
+                    **arguments, target=None, target_grad=None,
+                    labels=self.labels, label_smoothing=self.label_smoothing,
+                )  # fmt: skip
+            else:
+                segment = Segment(**arguments, target=self._activations[i + 1], target_grad=self._gradients[i])
+            segment.set_replays(self.capture.capture(segment.functions(), self._pools[i]))
+        except Exception as error:  # eagerly it comes again if it is none of capturing
             raise EngineError(f"choice {choice} of layer {i - 1} could not be captured: {error}") from error
-        segment.release()  # what was captured is the pool's now, and the next candidate's
-        segment.forward_replay = replays[0]
-        segment.backward_replay = replays[1] if len(replays) > 1 else None
         self._segments[i][choice] = segment
         return segment
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`; a batch of another shape than was captured, as the last of an epoch may be, runs eagerly."""
-        eager = EagerEngine(self.net, self.label_smoothing, self.bf16)
-        if tuple(x.shape) != tuple(self.batch) or self._segments is None:
-            return eager.forward_backward(x, y, paths)
-        checked = [self.net.space.check(path) for path in paths]
-        # capturing runs the segments, so it comes before anything is summed
+        if tuple(x.shape) == tuple(self.batch) and self._segments is not None:
+            # capturing runs the segments, so it comes before anything is summed
+            captured = self._captured([self.net.space.check(path) for path in paths])
+            if captured is not None:
+                return self._replay(x, y, captured)
+        result = EagerEngine(self.net, self.label_smoothing, self.bf16).forward_backward(x, y, paths)
+        self._graded = [p for p in self._trainable if p.grad is not None]
+        return result
+
+    def _captured(self, paths: list[Arch]) -> list[list[Segment]] | None:
+        """The segments of the paths; None, from now on, where one cannot be captured and that is no error."""
         try:
-            steps = [[self._segment(i, choice) for i, choice in enumerate([None, *path, None])] for path in checked]
+            return [[self._segment(i, choice) for i, choice in enumerate([None, *path, None])] for path in paths]
         except EngineError as error:
             if self.strict:
                 raise
             _logger.warning("goes on without CUDA graphs: %s", error)
-            self._segments = None  # and with them the memory they hold
-            return eager.forward_backward(x, y, paths)
+        # the memory of graphs and buffers is for the eager engine now
+        self._segments = self._activations = self._gradients = self.images = None
+        return None
+
+    def _replay(self, x: Tensor, y: Tensor, paths: list[list[Segment]]) -> StepResult:
         self.images.copy_(x)
         self.labels.copy_(y)
-        self.gradients.zero_()
-        losses, correct = [], []
-        for segments in steps:
+        results = []
+        ran: dict[int, Segment] = {}
+        for segments in paths:
             for segment in segments:
-                segment.forward_replay()
-            for segment in reversed(segments[:-1]):
-                if segment.backward_replay is not None:
-                    segment.backward_replay()
-            losses.append(self.loss.clone())
-            correct.append(self.correct.clone())
-        for p in self._trainable:
-            p.grad = None
-        for segment in (s for segments in steps for s in segments):
-            for p in segment.parameters:
-                p.grad = self._slots[p]
+                if segment.forward_replay is not None:
+                    segment.forward_replay()
+            for segment in reversed(segments):
+                segment.replay_backward(adds=id(segment) in ran)
+                ran[id(segment)] = segment
+            head = segments[-1]
+            results.append((head.loss.clone(), head.correct.clone()))
+        self._set_gradients(ran.values())
+        if len(results) == 1:
+            return StepResult(*results[0])
+        losses, correct = zip(*results, strict=True)
         return StepResult(torch.stack(losses).mean(), torch.stack(correct).sum())
+
+    def _set_gradients(self, segments: Iterable[Segment]) -> None:
+        """`grad` of the parameters that these segments reached, and None where the step before left one."""
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for segment in segments:
+            for p, gradient in segment.reached.items():
+                # one that several segments share has their sum
+                gradients[p] = gradients[p] + gradient if p in gradients else gradient
+        for p in self._graded:
+            p.grad = None
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        self._graded = list(gradients)
 
 
 class _Chosen:

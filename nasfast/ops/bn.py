@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nasfast.ops import checks, reference
+from nasfast.ops import checks, destinations, reference
 from nasfast.ops.autograd import check_device, refuse_second_derivatives
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.registry import operators, register
@@ -135,6 +135,7 @@ def _setup_context(ctx, inputs, output):
     _, mean, var = output
     ctx.mark_non_differentiable(mean, var)
     ctx.set_materialize_grads(False)
+    ctx.offer = destinations.current()
     ctx.batch_statistics = running_mean is None
     if any(ctx.needs_input_grad[:3]):
         statistics = (mean, var) if ctx.batch_statistics else (running_mean, running_var)
@@ -146,10 +147,11 @@ def _backward(backward_operator, ctx, grad, grad_mean, grad_var):
     dx = dweight = dbias = None
     if grad is not None and (want_x or want_weight or want_bias):
         x, weight, bias, mean, var = ctx.saved_tensors
-        dx, dweight, dbias = backward_operator(
-            _same_layout(grad, x), x, weight, bias, mean, var,
-            ctx.eps, ctx.act, ctx.batch_statistics, want_x, want_weight, want_bias,
-        )  # fmt: skip
+        with destinations.offered(ctx.offer):
+            dx, dweight, dbias = backward_operator(
+                _same_layout(grad, x), x, weight, bias, mean, var,
+                ctx.eps, ctx.act, ctx.batch_statistics, want_x, want_weight, want_bias,
+            )  # fmt: skip
         # only under create_graph; an autograd of bn_act_bwd itself would cost 30 us in every backward pass
         if torch.is_grad_enabled():
             dx, dweight, dbias = refuse_second_derivatives("bn_act", dx, dweight, dbias)

@@ -11,6 +11,7 @@ from torch import Tensor
 from nasfast._triton import bn
 from nasfast._triton.configs import Config
 from nasfast.ops import tuning
+from nasfast.ops.destinations import new_image, new_parameter_gradient
 
 
 def rows_of(image: Tensor) -> Tensor:
@@ -49,6 +50,11 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     if x.is_contiguous():
         return x.shape[1] * pixels, 1, pixels
     return x.shape[1] * pixels, x.shape[1], 1
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    """Of a dense image."""
+    return torch.contiguous_format if x.is_contiguous() else torch.channels_last
 
 
 def _grid(config: Config, rows: int, channels: int) -> tuple[int, int]:
@@ -110,22 +116,19 @@ def backward_finalize(
     rows: int,
     *,
     batch_statistics: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor]:
-    """Affine gradients (empty if not wanted) from partial (programs, 2, C); completes fold."""
+    dweight: Tensor,
+    dbias: Tensor,
+) -> None:
+    """Affine gradients into dweight and dbias (empty if not wanted) from partial (programs, 2, C); completes fold."""
     channels = gamma.shape[0]
-    dweight = gamma.new_empty(channels if want_weight else 0)
-    dbias = gamma.new_empty(channels if want_bias else 0)
 
     def launch(config: Config) -> None:
         bn.bn_backward_finalize_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
             partial, partial.shape[0], statistics, gamma, eps, dweight, dbias, fold, rows, channels,
-            BATCH=batch_statistics, WANT_GAMMA=want_weight, WANT_BETA=want_bias, **options(config),
+            BATCH=batch_statistics, WANT_GAMMA=dweight.numel() > 0, WANT_BETA=dbias.numel() > 0, **options(config),
         )  # fmt: skip
 
     tuning.run("finalize", "bn_backward_finalize", (channels,), gamma.device, launch)
-    return dweight, dbias
 
 
 def apply(
@@ -198,7 +201,7 @@ def bn_act_fwd(
     """y, mean, var; see csrc/library.cpp."""
     batch = running_mean is None
     statistics = torch.empty((2, x.shape[1]), dtype=torch.float64, device=x.device)
-    y = torch.empty_like(x)
+    y = new_image("result", x.shape, x, _layout(x))
     with on_device_of(x):
         if batch:
             fold = finalize(statistics, weight, bias, eps, partial=statistics_of(x))
@@ -225,12 +228,14 @@ def bn_act_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias; see csrc/library.cpp."""
     statistics = torch.stack((mean.double(), var.double()))
-    dx = torch.empty_like(x) if want_x else x.new_empty(0)
+    dx = new_image("input_gradient", x.shape, x, _layout(x)) if want_x else x.new_empty(0)
+    dweight = new_parameter_gradient(weight, wanted=want_weight)
+    dbias = new_parameter_gradient(bias, wanted=want_bias)
     with on_device_of(x):
         fold = finalize(statistics, weight, bias, eps)
-        dweight, dbias = backward_finalize(
+        backward_finalize(
             reduce_gradient(grad, x, fold, act), statistics, weight, eps, fold, x.numel() // x.shape[1],
-            batch_statistics=batch_statistics, want_weight=want_weight, want_bias=want_bias,
+            batch_statistics=batch_statistics, dweight=dweight, dbias=dbias,
         )  # fmt: skip
         if want_x:
             _backward_apply(grad, x, fold, act, dx)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nasfast.ops import reference
+from nasfast.ops import destinations, reference
 from nasfast.ops.autograd import check_device, refuse_second_derivatives
 from nasfast.ops.reference import Stage
 from nasfast.ops.registry import operators, register
@@ -168,6 +168,7 @@ def _setup_context(ctx, inputs, output):
         )
     ctx.mark_non_differentiable(saved, statistics)
     ctx.set_materialize_grads(False)
+    ctx.offer = destinations.current()
     ctx.shape = list(x.shape)
     ctx.settings = [m.numel() == 0 for m in running_means], *settings
     one_pass = settings[-2]
@@ -187,11 +188,12 @@ def _backward(backward_operator, ctx, grad, grad_saved, grad_statistics):
         saved, statistics, *tensors = ctx.saved_tensors
         n = ctx.n_stages
         wants = [want_x, *(want for pair in zip(want_weights, want_biases, strict=True) for want in pair)]
-        dx, dweights, dbiases = backward_operator(
-            grad.contiguous(memory_format=torch.channels_last),
-            tensors[3 * n] if len(tensors) > 3 * n else None,
-            ctx.shape, saved, statistics, tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n], *ctx.settings, wants,
-        )  # fmt: skip
+        with destinations.offered(ctx.offer):
+            dx, dweights, dbiases = backward_operator(
+                grad.contiguous(memory_format=torch.channels_last), tensors[3 * n] if len(tensors) > 3 * n else None,
+                ctx.shape, saved, statistics, tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n],
+                *ctx.settings, wants,
+            )  # fmt: skip
         dx = dx if want_x else None
         dweights = [d if want else None for d, want in zip(dweights, want_weights, strict=True)]
         dbiases = [d if want else None for d, want in zip(dbiases, want_biases, strict=True)]

@@ -19,6 +19,7 @@ from nasfast._triton import depthwise, expansion, pointwise
 from nasfast._triton.configs import Config, tile_width
 from nasfast.ops import bn_triton, tuning
 from nasfast.ops.bn_triton import cdiv, on_device_of, options, rows_of
+from nasfast.ops.destinations import new_image, new_parameter_gradient
 
 
 class _Geometry(NamedTuple):
@@ -263,10 +264,7 @@ def conv_bn_act_fwd(
     saved = x.new_empty(size if keep else 0)
     count = sum(s.out_channels for s in stages)
     statistics = torch.empty(2 * count + cdiv(5 * count, 2), dtype=torch.float64, device=x.device)
-    out = torch.empty(
-        (x.shape[0], last.out_channels * (2 if shuffle else 1), *last.out_size),
-        dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
-    )  # fmt: skip
+    out = new_image("result", (x.shape[0], last.out_channels * (2 if shuffle else 1), *last.out_size), x)
     rows = rows_of(x)
     given = _Rows(rows[:, 1:], x.shape[1], 2) if shuffle else _Rows(rows, x.shape[1])
     fold, act, y = None, "identity", None
@@ -312,13 +310,9 @@ def conv_bn_act_bwd(
     stages, _ = _geometries(shape, conv_weights, strides, shuffle)
     names = acts.split(",")
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
-    dx = (
-        torch.empty(shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
-        if want_x
-        else saved.new_empty(0)
-    )
-    dweights = [w.new_empty(0) for w in bn_weights]
-    dbiases = [b.new_empty(0) for b in bn_biases]
+    dx = new_image("input_gradient", shape, saved) if want_x else saved.new_empty(0)
+    dweights = [new_parameter_gradient(w, wanted=want) for w, want in zip(bn_weights, want_weights, strict=True)]
+    dbiases = [new_parameter_gradient(b, wanted=want) for b, want in zip(bn_biases, want_biases, strict=True)]
     # the first stage whose BatchNorm backward has to reach
     reached = [i for i, pair in enumerate(zip(want_weights, want_biases, strict=True)) if any(pair)]
     stop = 0 if want_x else reached[0] if reached else len(stages)
@@ -329,9 +323,9 @@ def conv_bn_act_bwd(
     grads = rows_of(grad)
 
     def finish(i: int, partial: Tensor, fold: Tensor) -> None:
-        dweights[i], dbiases[i] = bn_triton.backward_finalize(
+        bn_triton.backward_finalize(
             partial, _statistics(statistics, stages[i]), bn_weights[i], eps[i], fold, stages[i].rows,
-            batch_statistics=batch_statistics[i], want_weight=want_weights[i], want_bias=want_biases[i],
+            batch_statistics=batch_statistics[i], dweight=dweights[i], dbias=dbiases[i],
         )  # fmt: skip
 
     with on_device_of(saved):

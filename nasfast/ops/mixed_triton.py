@@ -160,9 +160,10 @@ def mixed_bn_bwd(
                     weight, bias = part.weights()
                     part.fold = finalize(statistics, weight, bias, eps)
                     if any(in_sums):
-                        sums, _ = backward_finalize(
+                        sums = torch.empty_like(weight) if want_gates else weight.new_empty(0)
+                        backward_finalize(
                             part.reduce(grad, in_sums), statistics, weight, eps, part.fold, part.rows,
-                            batch_statistics=True, want_weight=want_gates, want_bias=False,
+                            batch_statistics=True, dweight=sums, dbias=weight.new_empty(0),
                         )  # fmt: skip
                 elif any(in_sums):
                     sums = part.reduce(grad, in_sums)[:, 1].sum(0, dtype=torch.float64)

@@ -1,0 +1,159 @@
+"""One candidate of one layer on static buffers: what an engine captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.engine.capture import Replay
+from nasfast.engine.eager import loss_and_correct
+from nasfast.ops import destinations
+
+
+@dataclass
+class Segment:
+    """One candidate of one layer, from its input boundary to its output boundary and back.
+
+    Operators that can write where they are told write into the boundaries and gradients; what others computed is
+    copied there.
+
+    Attributes:
+        module: from the input to the output.
+        source, target: input and output boundary.
+        source_grad, target_grad: their gradients; None where nothing before them trains.
+        parameters: of the module, those that train.
+        autocast: makes the context of forward.
+        gradients: of the parameters, one after another; backward writes those in `reached`.
+        reached: gradient by parameter that has one, in the layout of the parameter; set by the first backward.
+        forward_replay, backward_replay: of what was captured; None where there is nothing to do.
+    """
+
+    module: Callable[[Tensor], Tensor]
+    source: Tensor
+    target: Tensor | None
+    source_grad: Tensor | None
+    target_grad: Tensor | None
+    parameters: list[nn.Parameter]
+    autocast: Callable[[], Any]
+    gradients: Tensor = field(init=False)
+    reached: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict)
+    forward_replay: Replay | None = None
+    backward_replay: Replay | None = None
+    _slots: list[Tensor] = field(init=False)
+    # whether the operator that finds the target fitting is the one that makes the result
+    _direct: bool = field(init=False, default=True)
+    _x: Tensor | None = field(init=False, default=None)
+    _y: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        sizes = [p.numel() for p in self.parameters]
+        self.gradients = torch.empty(sum(sizes), device=self.source.device)
+        # laid out as the parameters, as eager gradients are
+        self._slots = [
+            piece.as_strided(p.shape, p.stride())
+            for p, piece in zip(self.parameters, self.gradients.split(sizes), strict=True)
+        ]
+
+    def functions(self) -> list[Replay]:
+        """What is to be captured, in this order; the last one is backward if the segment has one."""
+        return [self.forward, self.backward] if self.has_backward else [self.forward]
+
+    @property
+    def has_backward(self) -> bool:
+        return self.target_grad is not None and (self.source_grad is not None or bool(self.parameters))
+
+    def set_replays(self, replays: list[Replay]) -> None:
+        """Take the replays of `functions`, and let go of what belongs to the capture."""
+        self.forward_replay = replays[0]
+        self.backward_replay = replays[1] if self.has_backward else None
+        self.release()
+
+    def forward(self) -> None:
+        y = self.run(self.target if self._direct else None)
+        if not destinations.lies_in(y, self.target):
+            if self._direct and self._offer.result_taken:
+                # an operator in the middle took the target, and others may have kept what it wrote
+                self._direct = False
+                return self.forward()
+            self.target.copy_(y.detach())
+        self._y = y
+        return None
+
+    def run(self, target: Tensor | None) -> Tensor:
+        """The module's result on the source; target: memory that an operator may use for it."""
+        self._x = self.source.detach().requires_grad_(self.source_grad is not None)
+        slots = {p: s for p, s in zip(self.parameters, self._slots, strict=True) if s.is_contiguous()}
+        self._offer = destinations.Offer(result=target, input_gradient=self.source_grad, parameter_gradients=slots)
+        with self.autocast(), destinations.offered(self._offer):
+            return self.module(self._x)
+
+    def backward(self) -> None:
+        self.differentiate(self._y, self.target_grad)
+        self.release()
+
+    def differentiate(self, y: Tensor, grad: Tensor | None) -> None:
+        """Gradients of y into the source's gradient and those of the parameters."""
+        wanted = [*([self._x] if self.source_grad is not None else []), *self.parameters]
+        if not wanted:
+            return
+        if not y.requires_grad:
+            found = [None] * len(wanted)
+        else:
+            found = list(torch.autograd.grad(y, wanted, grad, allow_unused=True))
+        if self.source_grad is not None:
+            dx = found.pop(0)
+            if dx is None:
+                self.source_grad.zero_()
+            elif not destinations.lies_in(dx, self.source_grad):
+                self.source_grad.copy_(dx)
+        pairs = [(s, g) for s, g in zip(self._slots, found, strict=True) if g is not None]
+        self.reached = {p: s for p, s, g in zip(self.parameters, self._slots, found, strict=True) if g is not None}
+        elsewhere = [(s, g) for s, g in pairs if not destinations.lies_in(g, s)]
+        if elsewhere:
+            torch._foreach_copy_(*map(list, zip(*elsewhere, strict=True)))
+
+    def release(self) -> None:
+        self._x = self._y = self._offer = None
+
+    def replay_backward(self, *, adds: bool) -> None:
+        """Replay backward; adds: to the gradients of an earlier path of this step."""
+        if self.backward_replay is None:
+            return
+        before = self.gradients.clone() if adds else None
+        self.backward_replay()
+        if adds:
+            self.gradients.add_(before)
+
+
+@dataclass
+class Head(Segment):
+    """The last segment: head, classifier, loss, and their backward, in one graph.
+
+    Attributes:
+        labels: (N,).
+        label_smoothing: of the cross-entropy.
+        loss, correct: of the last replay, see `StepResult`.
+    """
+
+    labels: Tensor | None = None
+    label_smoothing: float = 0.0
+    loss: Tensor | None = field(init=False, default=None)
+    correct: Tensor | None = field(init=False, default=None)
+
+    def functions(self) -> list[Replay]:
+        return [self.backward]
+
+    def set_replays(self, replays: list[Replay]) -> None:
+        (self.backward_replay,) = replays
+        self.release()
+
+    def backward(self) -> None:
+        loss, self.correct = loss_and_correct(self.run(None), self.labels, self.label_smoothing)
+        # static too: a graph writes its results to the same memory again, as long as somebody holds them
+        self.loss = loss.detach()
+        self.differentiate(loss, None)
+        self.release()
