@@ -47,7 +47,9 @@ ALLOWED: dict[str, set[str]] = {
     "indicators.structure": {"config", "spaces", "indicators.table"},
     "indicators.accuracies": {"spaces"},
     "indicators.rank": {"files", "spaces", "indicators.accuracies", "indicators.structure", "indicators.table"},
-    "indicators": {"spaces", "supernet", "train", "cells", "indicators.table"},
+    "indicators": {
+        "config", "spaces", "supernet", "train", "cells", "indicators.rank", "indicators.structure", "indicators.table",
+    },
     "search": {"config", "files", "spaces", "indicators.table"},
     "retrain": {"config", "files", "lock", "distributed", "spaces", "supernet", "train", "cells"},
     "report": {"config", "files", "spaces", "indicators.table", "indicators.rank", "search"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nasfast.indicators.evidence import Evidence
+from nasfast.indicators.registry import ScoreError, register
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet, inherit
 from nasfast.train import evaluate, recalibrate_bn
@@ -28,3 +30,14 @@ def path_accuracy(
     network = inherit(net, arch).to(device)
     recalibrate_bn(network, train_loader, batches=recalibration_batches, device=device)
     return evaluate(network, val_loader, device=device).top1
+
+
+@register("recalibrated_accuracy", additive=False, held_out=True)
+def recalibrated_accuracy(evidence: Evidence, arch: Arch) -> float:
+    """Top-1 in [0, 1] of a path on held-out images, its BatchNorms recalibrated: the score of SPOS and FairNAS."""
+    if evidence.training is None:
+        raise ScoreError("recalibrated_accuracy needs training images: give Evidence(training=...)")
+    return path_accuracy(
+        evidence.net, arch, train_loader=evidence.training, val_loader=evidence.images,
+        recalibration_batches=evidence.recalibration_batches, device=str(evidence.device),
+    )  # fmt: skip

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from nasfast.indicators.evidence import Evidence
+from nasfast.indicators.registry import register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.supernet import Supernet
 
@@ -34,3 +36,9 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
         block.append({choice: _mean_abs_gamma(bn) for choice, bn in norms.items() if bn is not None})
         layer_scores.append(None if layer.layer_indicator is None else _mean_abs_gamma(layer.layer_indicator))
     return IndicatorTable(net.space, tuple(block), tuple(layer_scores), meta or {})
+
+
+@register("gamma", additive=True)
+def gamma(evidence: Evidence) -> IndicatorTable:
+    """Mean |gamma| of a candidate's last BatchNorm, times that of the layer indicator: BN-NAS and Algorithm 2."""
+    return score(evidence.net)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from nasfast.files import seal, unseal, write_atomic
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
-_FORMAT = "nasfast.indicator_table/1"
+_FORMAT = "nasfast.indicator_table/2"
+# written before tables had a rule; their rule is "product"
+_OLD_FORMAT = "nasfast.indicator_table/1"
+
+Rule = Literal["product", "sum"]
 
 
 class TableError(ValueError):
@@ -21,22 +25,43 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class IndicatorTable:
-    """What the supernet's BatchNorm indicators say about every candidate.
+    """An additive score: what every candidate of every layer adds to the score of an architecture.
 
     Attributes:
         space: the space the table belongs to; Arch values index its layers.
-        block: per layer, Arch value -> block score S_v = mean |gamma| of the candidate's indicator BN.
-        layer: per layer, layer score S_u = mean |gamma| of the layer indicator; None on reduction and pinned layers and
-            for methods without layer indicators.
+        block: per layer, Arch value -> score of the candidate. Of gammas, S_v = mean |gamma| of its indicator BN.
+        layer: per layer, score of the identity (`Layer.indicator_choice`), of gammas S_u = mean |gamma| of the layer
+            indicator. None on reduction and pinned layers, and where the identity has no score of its own.
         meta: where the scores come from (method, step, checkpoint); not used in any computation.
+        rule: how both make the score of a candidate on a layer that has a layer score: `product` is S_v * S_u
+            (Algorithm 2), `sum` is the block score alone.
     """
 
     space: SearchSpace
     block: tuple[dict[int, float], ...]
     layer: tuple[float | None, ...]
     meta: dict[str, Any] = field(default_factory=dict)
+    rule: Rule = "product"
+
+    @classmethod
+    def of_rows(cls, space: SearchSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
+        """The table with the rule `sum` whose scores are given by layer and Arch value.
+
+        Args:
+            rows: per layer, a score of every candidate; that of the identity of a normal layer may be left out, and a
+                pinned layer needs none.
+        """
+        identities = [layer.indicator_choice for layer in space.layers]
+        block = tuple(
+            {choice: score for choice, score in row.items() if choice not in (identity, SKIP)}
+            for row, identity in zip(rows, identities, strict=True)
+        )
+        layer = tuple(row.get(identity) for row, identity in zip(rows, identities, strict=True))
+        return cls(space, block, layer, meta, "sum")
 
     def __post_init__(self) -> None:
+        if self.rule not in get_args(Rule):
+            raise TableError(f"rule must be one of {', '.join(get_args(Rule))}, got {self.rule!r}")
         if len(self.block) != len(self.space) or len(self.layer) != len(self.space):
             raise TableError(
                 f"table of space {self.space.name!r} must have {len(self.space)} layers, got {len(self.block)}"
@@ -45,22 +70,25 @@ class IndicatorTable:
             expected = set(layer.options) - {layer.indicator_choice, SKIP}
             if set(scores) != expected:
                 raise TableError(f"layer {i}: scores for choices {sorted(scores)}, the space has {sorted(expected)}")
-            for choice, score in scores.items():
+            identity = {} if self.layer[i] is None else {layer.indicator_choice: self.layer[i]}
+            for choice, score in {**scores, **identity}.items():
                 if not math.isfinite(score):
                     raise TableError(
-                        f"layer {i}, choice {choice}: score is {score}: the supernet diverged before scoring"
+                        f"layer {i}, choice {choice} ({layer.label(choice)}): score is {score}: the supernet diverged "
+                        "before scoring"
                     )
 
     @cached_property
     def scores(self) -> tuple[dict[int, float], ...]:
-        """Per layer, combined score S[l, a] of Algorithm 2 for every option (docs/method.md 2).
+        """Per layer, the score of every option.
 
-        S_v on reduction layers, S_v * S_u on normal layers. An identity candidate is the layer-indicator path itself
-        and scores S_u; without layer indicators it has no BN and scores 0, as does a pinned layer.
+        With the rule `product` it is S[l, a] of Algorithm 2 (docs/method.md 2): S_v on reduction layers, S_v * S_u on
+        normal layers. An identity candidate is the layer-indicator path itself and has the layer score; where there is
+        none it scores 0, as does a pinned layer.
         """
         table = []
         for scores, layer_score, layer in zip(self.block, self.layer, self.space.layers, strict=True):
-            factor = 1.0 if layer_score is None else layer_score
+            factor = 1.0 if layer_score is None or self.rule == "sum" else layer_score
             combined = {choice: scores[choice] * factor for choice in layer.options if choice in scores}
             for choice in set(layer.options) - set(scores):
                 combined[choice] = 0.0 if layer_score is None else layer_score
@@ -85,8 +113,8 @@ class IndicatorTable:
             {"block": {str(k): v for k, v in scores.items()}, "layer": layer}
             for scores, layer in zip(self.block, self.layer, strict=True)
         ]
-        form = {"format": _FORMAT, "space": self.space.to_dict(), "layers": rows, "meta": self.meta}
-        return seal(form)
+        head = {"format": _FORMAT, "rule": self.rule}
+        return seal({**head, "space": self.space.to_dict(), "layers": rows, "meta": self.meta})
 
     @classmethod
     def from_json(cls, text: str) -> IndicatorTable:
@@ -97,11 +125,12 @@ class IndicatorTable:
         """
         try:
             form = unseal(text)
-            if form["format"] != _FORMAT:
+            if form["format"] not in (_FORMAT, _OLD_FORMAT):
                 raise TableError(f"indicator table has format {form['format']!r}, this version reads {_FORMAT!r}")
+            rule = form["rule"] if form["format"] == _FORMAT else "product"
             block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in form["layers"])
             layer = tuple(None if row["layer"] is None else float(row["layer"]) for row in form["layers"])
-            return cls(SearchSpace.from_dict(form["space"]), block, layer, form["meta"])
+            return cls(SearchSpace.from_dict(form["space"]), block, layer, form["meta"], rule)
         except TableError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:

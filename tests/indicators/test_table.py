@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from nasfast.files import seal, unseal
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.spaces import SKIP, ArchError, mobilenet_v2, nas_bench_macro
 
@@ -26,6 +27,31 @@ def test_combined_scores_follow_algorithm_2():
     assert scores[2] == {0: 20.0, 1: 21.0, 2: 22.0}
     # a normal layer: S_v * S_u, and the identity is the layer indicator alone
     assert scores[3] == {0: 2.3, 1: 31 * 2.3, 2: 32 * 2.3}
+
+
+def test_rows_of_scores_add_up():
+    space = nas_bench_macro()
+    rows = [{c: 10.0 * i + c for c in range(3)} for i in range(8)]
+    table = IndicatorTable.of_rows(space, rows, {"step": 5})
+    assert list(table.scores) == rows
+    assert table.score((0, 1, 2, 0, 1, 2, 0, 1)) == sum(10 * i + c for i, c in enumerate((0, 1, 2, 0, 1, 2, 0, 1)))
+    # the identities of normal layers are layer scores, those of reductions are candidates like others
+    assert table.layer == tuple(None if u.indicator_choice is None else rows[i][0] for i, u in enumerate(space.layers))
+    skippable = mobilenet_v2()
+    table = IndicatorTable.of_rows(skippable, [{c: float(c) for c in u.legal} for u in skippable.layers], {})
+    assert table.score(SKIP if skippable.layers[i].normal else 5 for i in range(20)) == 5 * 5 - 15
+    again = IndicatorTable.from_json(table.to_json())
+    assert (again.scores, again.layer, again.rule) == (table.scores, table.layer, "sum")
+
+
+def test_tables_of_earlier_versions_are_products():
+    table = macro_table(layer_indicators=True)
+    form = unseal(table.to_json())
+    assert form.pop("rule") == "product"
+    old = IndicatorTable.from_json(seal({**form, "format": "nasfast.indicator_table/1"}))
+    assert old == table
+    with pytest.raises(TableError, match="rule must be one of product, sum, got 'mean'"):
+        IndicatorTable.from_json(seal({**form, "rule": "mean"}))
 
 
 def test_without_layer_indicators_the_identity_scores_zero():
@@ -75,7 +101,10 @@ def test_json_round_trip(tmp_path):
         (lambda form: form.update(format="other/1"), "'other/1'"),
         (lambda form: form["layers"].pop(), "must have 8 layers, got 7"),
         (lambda form: form["layers"][1]["block"].pop("2"), "layer 1: scores for choices"),
-        (lambda form: form["layers"][0]["block"].update({"1": float("nan")}), "layer 0, choice 1: score is nan"),
+        (
+            lambda form: form["layers"][0]["block"].update({"1": float("nan")}),
+            r"layer 0, choice 1 \(k3 e3\): score is nan",
+        ),
         (lambda form: form["layers"][0]["block"].update({"1": None}), "not an indicator table"),
         (lambda form: form.pop("space"), "not an indicator table"),
     ],

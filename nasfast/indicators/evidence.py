@@ -1,0 +1,103 @@
+"""What scores are computed from: a supernet, images, and sampled paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.indicators.registry import ScoreError
+from nasfast.spaces import Arch, FairSampler
+from nasfast.supernet import Supernet
+from nasfast.train.batches import as_epochs
+
+_LEAST_PATHS = 300
+"""Sampled paths where no number is given; more for spaces of more candidates, see `Evidence.paths`."""
+
+
+class Evidence:
+    """A supernet with the images and the sampled paths that its scores are measured on.
+
+    Args:
+        net: the supernet, on its device.
+        images: a `nasfast.data.Loader`, or any sized iterable of (images, labels). Its first batches are used, so it
+            should be in a fixed order. Scores of paths want images that the supernet was not trained on.
+        training: loader of training images, for scores that recalibrate BatchNorms; None where there is none.
+        limit: images used at most, in whole batches and at least one of them.
+        paths: sampled paths; None takes 300, or four per candidate that the space has beyond one per layer if that is
+            more.
+        recalibration_batches: of `training`, for each path that is recalibrated.
+        seed: of the paths.
+        bf16: run the supernet under bfloat16 autocast.
+    """
+
+    def __init__(
+        self,
+        net: Supernet,
+        images: object,
+        *,
+        training: object | None = None,
+        limit: int = 1000,
+        paths: int | None = None,
+        recalibration_batches: int = 20,
+        seed: int = 0,
+        bf16: bool = False,
+    ) -> None:
+        self.net, self.images, self.training, self.limit = net, images, training, limit
+        self.recalibration_batches, self.seed, self.bf16 = recalibration_batches, seed, bf16
+        free = sum(len(values) - 1 for values in self.values)
+        self.paths = max(_LEAST_PATHS, 4 * free) if paths is None else paths
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.net.parameters()).device
+
+    @property
+    def values(self) -> list[tuple[int, ...]]:
+        """Per layer, what a sampled path may take: the candidates, and the skip where the supernet trained one."""
+        trained = self.net.layer_indicators
+        return [layer.legal if trained else layer.options for layer in self.net.space.layers]
+
+    @cached_property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Images (N, C, H, W) and labels (N,) on the supernet's device.
+
+        Raises:
+            ScoreError: the loader gave none.
+        """
+        batches, seen = [], 0
+        for x, y in as_epochs(self.images).epoch(0, device=str(self.device)):
+            if batches and seen + len(x) > self.limit:
+                break
+            batches.append((x, y))
+            seen += len(x)
+        if not batches:
+            raise ScoreError("the loader gave no image to score on")
+        return batches
+
+    def sample(self, count: int | None = None) -> list[Arch]:
+        """Fair random paths, the same for the same seed (`paths` of them where no number is given)."""
+        sampler = FairSampler(self.net.space, seed=self.seed, layer_indicators=self.net.layer_indicators)
+        return [sampler.step()[0] for _ in range(self.paths if count is None else count)]
+
+    def logits(self, x: Tensor, path: Arch) -> Tensor:
+        """Logits (N, classes) in float32 of one path, whose BatchNorms use the statistics of the batch."""
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.net(x, path).float()
+
+    @contextmanager
+    def norms_train(self) -> Iterator[None]:
+        """Within it, exactly the BatchNorms of the supernet have gradients; afterwards all is as before."""
+        before = {p: p.requires_grad for p in self.net.parameters()}
+        norms = {p for m in self.net.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
+        try:
+            for p in before:
+                p.requires_grad_(p in norms)
+            yield
+        finally:
+            for p, required in before.items():
+                p.requires_grad_(required)
+                p.grad = None

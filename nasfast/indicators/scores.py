@@ -1,0 +1,81 @@
+"""Every registered score, and the table of any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nasfast.indicators import (  # noqa: F401  each registers its scores
+    ablation,
+    accuracy,
+    bn_gamma,
+    norm_gradients,
+    path_accuracy,
+    path_loss,
+    structural,
+)
+from nasfast.indicators.distill import distill, z_sum
+from nasfast.indicators.evidence import Evidence
+from nasfast.indicators.registry import SCORES, Score, ScoreError, available, check_score, get_score, register
+from nasfast.indicators.structure import structure_table
+from nasfast.indicators.table import IndicatorTable
+from nasfast.spaces import Arch
+
+__all__ = [
+    "SCORES",
+    "Evidence",
+    "Score",
+    "ScoreError",
+    "available",
+    "check_score",
+    "get_score",
+    "register",
+    "score_paths",
+    "score_table",
+]
+
+
+def score_table(
+    name: str, evidence: Evidence, *, structure: float = 0.0, meta: dict[str, Any] | None = None
+) -> IndicatorTable:
+    """The table of a score: its own if it is additive, else the one distilled from the scores of sampled paths.
+
+    Args:
+        name: one of `SCORES`.
+        evidence: what it is computed from.
+        structure: weight of the baseline `sqrt_size` beside the score, both in units of their standard deviation over
+            the space (`z_sum`); 0 leaves it out, and the score in its own units.
+        meta: kept in the table, besides the score's name and what `distill` finds.
+
+    Raises:
+        ScoreError: unknown, one that the supernet cannot have, or not finite.
+        TableError: a score of a candidate is not finite.
+    """
+    score, space = get_score(name), evidence.net.space
+    check_score(score, evidence.net)
+    meta = {**(meta or {}), "score": name}
+    if score.additive:
+        table = score.function(evidence)
+        table = IndicatorTable(space, table.block, table.layer, {**meta, **table.meta}, table.rule)
+    else:
+        scores = {arch: score.function(evidence, arch) for arch in dict.fromkeys(evidence.sample())}
+        table = distill(space, scores, evidence.values, meta=meta)
+    if not structure:
+        return table
+    parts = [(table, 1.0), (structure_table(space, "sqrt_size"), structure)]
+    return z_sum(parts, meta={**table.meta, "structure": structure})
+
+
+def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Arch, float]:
+    """The score of each architecture, not distilled: a score of paths is computed for every one of them.
+
+    Raises:
+        ScoreError: unknown, or one that the supernet cannot have.
+        ArchError: an architecture is not of the supernet's space.
+    """
+    score = get_score(name)
+    check_score(score, evidence.net)
+    if score.additive:
+        table = score.function(evidence)
+        return {arch: table.score(arch) for arch in archs}
+    return {arch: score.function(evidence, arch) for arch in archs}

@@ -1,0 +1,20 @@
+"""The baselines of `nasfast.indicators.structure` as scores: sums over layers that know the space and nothing else."""
+
+from __future__ import annotations
+
+from nasfast.indicators.evidence import Evidence
+from nasfast.indicators.registry import register
+from nasfast.indicators.structure import BASELINES, structure_table
+from nasfast.indicators.table import IndicatorTable
+
+
+def _register(name: str) -> None:
+    @register(name, additive=True, trained=False)
+    def baseline(evidence: Evidence) -> IndicatorTable:
+        return structure_table(evidence.net.space, name)
+
+    baseline.__doc__ = f"The baseline {name} of docs/ranking_zero_cost.md: it knows the space and nothing else."
+
+
+for _name in BASELINES:
+    _register(_name)

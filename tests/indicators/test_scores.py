@@ -1,0 +1,210 @@
+"""Every registered score against a computation of its own, and the refusals of the registry."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from scipy.stats import kendalltau
+from tiny import batches, tiny_space
+from torch.nn import functional as F
+
+from nasfast.indicators import bn_gamma, registry
+from nasfast.indicators.registry import SCORES, ScoreError, available, get_score, register
+from nasfast.indicators.scores import Evidence, score_paths, score_table
+from nasfast.indicators.structure import structure_table
+from nasfast.search import search
+from nasfast.spaces import Block, FairSampler, FixedLayer
+from nasfast.supernet import Supernet
+from nasfast.train import TrainConfig, train_supernet
+
+HELD_OUT = batches(4, seed=9)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Supernet:
+    net = Supernet(tiny_space(), init="aligned", layer_indicators=False, seed=1)
+    net.freeze("bn", classifier=True)
+    cfg = TrainConfig(epochs=6, lr=0.1, label_smoothing=0)
+    sampler = FairSampler(net.space, seed=1, layer_indicators=False)
+    train_supernet(net, batches(12), sampler, cfg, run_dir=tmp_path_factory.mktemp("aligned"))
+    return net
+
+
+def plain(net: Supernet) -> Supernet:
+    """The same network of PyTorch's own modules."""
+    twin = Supernet(net.space, layer_indicators=net.layer_indicators, fused=False)
+    twin.load_state_dict(net.state_dict())
+    return twin
+
+
+def norms_of(net: Supernet, layer: int, choice: int) -> dict[str, torch.nn.Module]:
+    prefix = f"layers.{layer}.candidates.{choice}."
+    indicator = net.layers[layer].layer_indicator
+    if indicator is not None and choice == net.space.layers[layer].indicator_choice:
+        prefix = f"layers.{layer}.layer_indicator"
+    return {n: m for n, m in net.named_modules() if n.startswith(prefix) and isinstance(m, torch.nn.BatchNorm2d)}
+
+
+def test_path_loss_and_accuracy_are_those_of_the_whole_set(trained):
+    evidence = Evidence(trained, HELD_OUT)
+    arch = (1, 0, 2, 1)
+    logits = [plain(trained)(x, arch) for x, _ in HELD_OUT]  # batch by batch: their statistics are the batch's
+    labels = torch.cat([y for _, y in HELD_OUT])
+    found = score_paths("path_loss", evidence, [arch])[arch]
+    assert found == pytest.approx(-F.cross_entropy(torch.cat(logits), labels).item(), rel=1e-4)
+    accuracy = score_paths("path_accuracy", evidence, [arch])[arch]
+    assert accuracy == (torch.cat(logits).argmax(1) == labels).double().mean().item()
+
+
+def test_images_are_whole_batches_up_to_the_limit(trained):
+    assert [len(Evidence(trained, HELD_OUT, limit=limit).batches) for limit in (1, 16, 23, 24, 1000)] == [1, 2, 2, 3, 4]
+    with pytest.raises(ScoreError, match="no image to score on"):
+        _ = Evidence(trained, []).batches
+
+
+def test_a_distilled_table_ranks_as_the_losses_of_all_paths_do(trained):
+    evidence = Evidence(trained, HELD_OUT, paths=60)
+    table = score_table("path_loss", evidence, meta={"step": 3})
+    archs = list(itertools.product(range(3), repeat=4))
+    losses = score_paths("path_loss", evidence, archs)
+    assert kendalltau([table.score(a) for a in archs], [losses[a] for a in archs]).statistic > 0.6
+    assert table.meta["score"] == "path_loss"
+    assert table.meta["step"] == 3
+    assert table.meta["paths"] == len(set(evidence.sample())) < 60
+    assert 0.3 < table.meta["r2"] <= 1
+    assert search(table, trained.space, top_k=1)[0].arch == max(archs, key=table.score)
+
+
+def test_structure_is_added_in_units_of_its_deviation(trained):
+    evidence = Evidence(trained, HELD_OUT, paths=60)
+    alone, both = (score_table("path_loss", evidence, structure=w) for w in (0.0, 0.5))
+    baseline = structure_table(trained.space, "sqrt_size")
+    archs = list(itertools.product(range(3), repeat=4))
+    z = []
+    for table in (alone, baseline):
+        values = torch.tensor([table.score(a) for a in archs], dtype=torch.float64)
+        z.append((values - values.mean()) / values.std(correction=0))
+    assert [both.score(a) for a in archs] == pytest.approx((z[0] + 0.5 * z[1]).tolist(), abs=1e-9)
+    assert both.meta["structure"] == 0.5
+    assert both.meta["r2"] == alone.meta["r2"]
+
+
+@pytest.mark.parametrize("name", ["beta_gradient", "fisher"])
+def test_gradient_scores_by_hand(name, macro_space):
+    net = Supernet(macro_space, init="aligned", seed=3)
+    with torch.no_grad():
+        for i, p in enumerate(net.parameters()):
+            if p.ndim == 1:
+                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    images = batches(3, resolution=12, seed=4)
+    evidence = Evidence(net, images, paths=20, seed=5)
+    before = {n: (p.requires_grad, p.clone()) for n, p in net.named_parameters()}
+    table = score_table(name, evidence)
+    assert all(p.requires_grad == r and p.grad is None and torch.equal(p, v)
+               for (r, v), p in zip(before.values(), net.parameters(), strict=True))  # fmt: skip
+
+    twin, sums = plain(net), {}
+    twin.freeze("all")
+    for i, path in enumerate(evidence.sample()):
+        x, y = images[i % 3]
+        twin.zero_grad(set_to_none=True)
+        F.cross_entropy(twin(x, path), y).backward()
+        for layer, choice in enumerate(path):
+            norms = norms_of(twin, layer, choice).values()
+            if name == "fisher":
+                value = sum((bn.weight * bn.weight.grad).square().sum().item() for bn in norms)
+            else:
+                value = math.sqrt(sum(bn.bias.grad.square().sum().item() for bn in norms))
+            sums.setdefault((layer, choice), []).append(value)
+    for layer, row in enumerate(table.scores):
+        for choice, value in row.items():
+            wanted = sum(sums[layer, choice]) / len(sums[layer, choice])
+            assert value == pytest.approx(wanted, rel=2e-3, abs=1e-6), (layer, choice)
+
+
+def test_the_shift_of_an_identity_is_dead(macro_space):
+    # a head, so that a convolution with BatchNorm follows every layer
+    net = Supernet(macro_space.replace(head=(FixedLayer(Block("conv", 1), 16),)), init="orthogonal")
+    table = score_table("beta_gradient", Evidence(net, batches(2, resolution=12), paths=20))
+    for layer, row in enumerate(table.scores):
+        assert row[0] < 1e-3 * min(row[1], row[2]), layer
+
+
+def test_ablation_by_hand(macro_space):
+    net = Supernet(macro_space, init="aligned", layer_indicators=False, seed=2)
+    evidence = Evidence(net, batches(2, resolution=12, seed=1), paths=9)
+    table = score_table("ablation", evidence)
+    loss = lambda arch: -SCORES["path_loss"].function(evidence, arch)  # noqa: E731
+    for layer, choice in itertools.product(range(4), (1, 2)):
+        paths = [a for a in evidence.sample() if a[layer] == choice]
+        rises = [loss((*a[:layer], 0, *a[layer + 1 :])) - loss(a) for a in paths]
+        assert table.scores[layer][choice] == pytest.approx(sum(rises) / len(rises))
+    assert [row[0] for row in table.scores] == [0.0] * 4
+
+
+def test_gamma_is_the_table_of_the_indicators(trained):
+    table = score_table("gamma", Evidence(trained, HELD_OUT))
+    assert table.block == bn_gamma.score(trained).block
+    assert table.rule == "product"
+
+
+def test_recalibrated_accuracy_needs_training_images(trained):
+    with pytest.raises(ScoreError, match="needs training images"):
+        score_paths("recalibrated_accuracy", Evidence(trained, HELD_OUT), [(0, 0, 0, 0)])
+    found = score_paths("recalibrated_accuracy", Evidence(trained, HELD_OUT, training=batches(3)), [(0, 0, 0, 0)])
+    assert 0.25 < found[0, 0, 0, 0] <= 1
+
+
+def test_every_score_gives_a_table_or_says_why_not(macro_space):
+    net = Supernet(macro_space, init="aligned")
+    evidence = Evidence(net, batches(2, resolution=12), training=batches(2, resolution=12), paths=24)
+    assert available(net) == list(SCORES)
+    for name in SCORES:
+        table = score_table(name, evidence)
+        assert table.meta["score"] == name
+        assert len(search(table, macro_space, top_k=2)) == 2
+        assert get_score(name).summary
+
+
+def test_refusals_list_what_can_be_had(trained):
+    with pytest.raises(ScoreError, match=r"tiny has no score 'ablation': layers 0, 2 change shape.*path_loss"):
+        score_table("ablation", Evidence(trained, HELD_OUT))
+    assert "ablation" not in available(trained)
+    with pytest.raises(ScoreError, match="unknown score 'path_los'; did you mean 'path_loss'"):
+        score_table("path_los", Evidence(trained, HELD_OUT))
+    with pytest.raises(KeyError, match="'gamma' is registered already"):
+        register("gamma", additive=True)(lambda evidence: None)
+
+
+@pytest.mark.parametrize("name", ["beta_gradient", "ablation"])
+def test_too_few_paths_name_the_candidate(name, macro_space):
+    net = Supernet(macro_space, init="aligned")
+    with pytest.raises(ScoreError, match=r"no sampled path runs through layer 0, choice \d.*more than 1 paths"):
+        score_table(name, Evidence(net, batches(1, resolution=12), paths=1))
+
+
+def test_values_that_are_not_finite_name_the_candidate(macro_space):
+    net = Supernet(macro_space, init="aligned")
+    with torch.no_grad():
+        net.layers[1].candidates[2].project.bn.weight[0] = float("nan")
+    with pytest.raises(ScoreError, match=r"layer 1, choice 2 \(k5 e6\)"):
+        score_table("path_loss", Evidence(net, batches(1, resolution=12), paths=60))
+
+
+def test_a_new_score_is_one_function(trained, monkeypatch):
+    monkeypatch.setattr(registry, "SCORES", SCORES)
+    monkeypatch.delitem(SCORES, "test", raising=False)
+
+    @register("test", additive=False)
+    def test(evidence, arch):
+        """Minus the sum of the choices."""
+        return -float(sum(arch))
+
+    monkeypatch.setitem(SCORES, "test", SCORES["test"])  # taken out again at the end
+    table = score_table("test", Evidence(trained, HELD_OUT, paths=60))
+    assert table.scores[0] == pytest.approx({0: 1, 1: 0, 2: -1}, abs=1e-9)
+    assert SCORES["test"].summary == "Minus the sum of the choices."
+    del SCORES["test"]
