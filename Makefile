@@ -25,7 +25,7 @@ demo: install  ## images -> supernet -> scores -> search -> retrained network ->
 test: install  ## every test, on up to 8 cores at once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
-test-gpu: install  ## only the tests that need a GPU
+test-gpu: install  ## only the tests that run on a GPU; without one they run under the interpreter or say why not
 	$(BIN)/python -m pytest -q -m gpu
 
 # An instrumented library needs the sanitizers' own in the process before everything else, and libstdc++ with them, whose

@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: fixed seeds, and uninitialised memory that shows."""
+"""Fixtures of the whole suite: fixed seeds, the device, the mark `gpu`, and uninitialised memory that shows."""
 
 import os
 
@@ -8,13 +8,37 @@ import torch
 # before the kernels are imported: without a GPU they run under Triton's interpreter
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# before cuBLAS is initialised, which otherwise refuses every matrix product under deterministic algorithms
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+from devices import DEVICE  # noqa: E402
 from interpreter import repair_bfloat16  # noqa: E402
 
 from nasfast.ops import _native, _triton  # noqa: E402
 
 if _triton.interpreted() and _triton.why_missing() is None:
     repair_bfloat16()
+
+
+def pytest_collection_modifyitems(items):
+    """Whatever asks for the device or for a GPU has the mark `gpu`."""
+    for item in items:
+        if {"device", "gpu"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device():
+    """`cuda` where there is a GPU that the Triton kernels run on, else `cpu`."""
+    return DEVICE
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """The GPU, for tests that mean nothing without one."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return "cuda"
 
 
 @pytest.fixture(autouse=True)

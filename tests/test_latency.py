@@ -115,9 +115,7 @@ def test_wrong_settings_are_named(cfg, changes, error, message):
         latency(LatencyConfig.from_dict({**cfg.to_dict(), **changes}))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu(cfg):
-    report = latency(cfg.replace(device="cuda"))
+def test_on_a_gpu(cfg, gpu):
+    report = latency(cfg.replace(device=gpu))
     assert isinstance(report, LatencyReport)
     assert report.machine["device"].startswith("cuda")

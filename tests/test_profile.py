@@ -170,11 +170,9 @@ def test_an_unwritable_folder_is_an_os_error(cfg, tmp_path):
         profile(cfg.replace(out=str(tmp_path / "file" / "out")))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("tracer", ["torch", "nvtx"])
-def test_on_a_gpu(cfg, tracer):
-    report = profile(cfg.replace(device="cuda", tracer=tracer))
+def test_on_a_gpu(cfg, tracer, gpu):
+    report = profile(cfg.replace(device=gpu, tracer=tracer))
     assert report.nsys is not None and "--tracer=nvtx" in report.nsys
     if tracer == "torch":
         assert all(row.forward_ms > 0 for row in report.layers[1:-1])

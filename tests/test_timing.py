@@ -127,11 +127,9 @@ def test_an_absent_gpu_is_named():
         cfg.batch_of(cfg.resolve()[0])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_step_on_a_gpu_is_timed_by_events():
+def test_a_step_on_a_gpu_is_timed_by_events(gpu):
     space = tiny_space()
-    net = Supernet(space).to("cuda").train()
-    images, labels = random_batch(space, 4, device="cuda")
+    net = Supernet(space).to(gpu).train()
+    images, labels = random_batch(space, 4, device=gpu)
     times = TrainingStep(net, images, labels, path=mean_path(space))()
     assert times["step"] == pytest.approx(times["forward"] + times["backward"], rel=1e-3)

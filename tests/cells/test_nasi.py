@@ -411,17 +411,15 @@ def test_a_search_that_prefers_nothing_says_so(images):
         sample(mixture, as_epochs([]), NasiConfig(steps=1))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_samples_the_same(images):
+def test_a_gpu_samples_the_same(images, gpu):
     space, cfg = small_space(), NasiConfig(steps=3)
     x, y = images
     drawn = DrawnBatches(x.double(), y, steps=3, batch=8)
     for gates in ("straight_through", "soft"):
-        cpu = sample(CellMixture(space).double(), drawn, cfg.replace(gates=gates))
-        gpu = sample(CellMixture(space).double().cuda(), drawn, cfg.replace(gates=gates), device="cuda")
-        torch.testing.assert_close(gpu.q, cpu.q, rtol=1e-8, atol=0)
-        torch.testing.assert_close(gpu.gradients, cpu.gradients, rtol=1e-6, atol=1e-9)
+        want = sample(CellMixture(space).double(), drawn, cfg.replace(gates=gates))
+        got = sample(CellMixture(space).double().to(gpu), drawn, cfg.replace(gates=gates), device=gpu)
+        torch.testing.assert_close(got.q, want.q, rtol=1e-8, atol=0)
+        torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-6, atol=1e-9)
 
 
 def test_edges_without_a_candidate_never_draw_it(images):

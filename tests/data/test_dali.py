@@ -488,18 +488,16 @@ def test_batches_of_the_gpu_are_put_together_on_the_cpu(spoilt):
     assert all(decoded.images.is_contiguous(memory_format=torch.channels_last) for decoded in got)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("kind", "side"), [("imagenet", 96), ("cifar", 32), ("eval", 96)])
-def test_a_gpu_shows_the_same_windows(album, spoilt, kind, side):
+def test_a_gpu_shows_the_same_windows(album, spoilt, kind, side, gpu):
     """Tolerances are guesses: nvJPEG is not libjpeg."""
     for source in (album, spoilt):
         augmentation, requests = Augmentation(kind, side), shares(len(source), 5)
         backend = DaliBackend(source, augmentation, batch_size=5)
-        got = list(backend.decode(requests, torch.device("cuda")))
+        got = list(backend.decode(requests, torch.device(gpu)))
         assert all(decoded.images.is_cuda for decoded in got)
         assert all(decoded.images.is_contiguous(memory_format=torch.channels_last) for decoded in got)
         host = [decoded._replace(images=decoded.images.cpu()) for decoded in got]
         assert distance(host, by_torchvision(source, augmentation, requests)).float().mean() < 2
-        again = list(backend.decode(requests, torch.device("cuda")))
+        again = list(backend.decode(requests, torch.device(gpu)))
         assert same([decoded._replace(images=decoded.images.cpu()) for decoded in again], host)

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from captures import EagerCapture
+from devices import DEVICE
 from tiny import tiny_space
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,7 @@ from nasfast.spaces import Block, Stage
 from nasfast.supernet import Supernet
 from nasfast.timing import random_batch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 CAPTURE = None if DEVICE == "cuda" else EagerCapture
 SPACES = {
     "digits_mini": spaces.digits_mini,

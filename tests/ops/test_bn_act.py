@@ -7,29 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, with_layout
+from cases import CASES, EPS, Case, outputs_and_grads, rstd, widened, with_layout
 from tolerances import assert_close
 
 from nasfast import ops
 from nasfast.ops import _native, reference
 
 ACTS = tuple(reference.ACTIVATIONS)
-EPS = 1e-3
-
-
-def outputs_and_grads(function, tensors, *, act, training, tracked=True):
-    """Run function forward and backward on copies of the tensors: result, running statistics, every gradient."""
-    leaves = {
-        name: tensors[name].detach().requires_grad_() for name in ("x", "weight", "bias", "residual") if name in tensors
-    }
-    running = {name: tensors[name].clone() for name in ("running_mean", "running_var")} if tracked else {}
-    y = function(**leaves, **running, act=act, training=training, momentum=0.3, eps=EPS)
-    y.backward(tensors["grad"])
-    return {"y": y, **running, **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
-
-
-def widened(tensors):
-    return {name: tensor.double() for name, tensor in tensors.items()}
 
 
 def check_case(case, act, residual, training, backend):
@@ -48,10 +32,6 @@ def check_case(case, act, residual, training, backend):
     for name, tensor in got.items():
         size = floor * max(1.0, terms) if name.startswith("d") else terms
         assert_close(name, tensor, want[name], floor=size)
-
-
-def rstd(x):
-    return (x.double().var((0, 2, 3), correction=0) + EPS).rsqrt()
 
 
 MODES = {"train": (False, True), "train-residual": (True, True), "eval-residual": (True, False)}

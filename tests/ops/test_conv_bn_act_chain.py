@@ -15,8 +15,20 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch.nn.functional as F
-from cases import ChainCase, Drawn, exact_chain, run_chain, widened_chain
+from chain_cases import (
+    ACTS,
+    BFLOAT16_CASES,
+    CHAINS,
+    DEPTHWISE,
+    POINTWISE,
+    ChainCase,
+    Drawn,
+    eager_autocast,
+    exact_chain,
+    relative_errors,
+    run_chain,
+    widened_chain,
+)
 from hypothesis import HealthCheck, assume, given, settings
 from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
 from torch.utils.checkpoint import checkpoint
@@ -24,89 +36,9 @@ from torch.utils.checkpoint import checkpoint
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, _native, conv_native, reference
 
-ACTS = tuple(reference.ACTIVATIONS)
 BFLOAT16 = torch.bfloat16
 native_chain = partial(ops.conv_bn_act_chain, backend="cpu")
 
-# channels around multiples of 4, 8 and 16 lanes; pixels around multiples of 8 and 64
-POINTWISE = [
-    ChainCase(shape, f"pw{out}")
-    for shape, out in [
-        ((1, 1, 1, 2), 1), ((1, 3, 7, 9), 97), ((2, 15, 5, 13), 17), ((3, 16, 8, 8), 16), ((1, 17, 8, 8), 15),
-        ((2, 24, 9, 7), 49), ((5, 40, 13, 1), 3), ((1, 49, 1, 65), 40), ((2, 97, 5, 5), 1), ((3, 1, 4, 4), 24),
-        # more rows than items, so that an item has several tiles
-        ((2, 3, 65, 66), 5),
-        # a depth whose rows would fall into one cache set, were they not moved apart
-        ((1, 512, 3, 3), 7),
-    ]
-]  # fmt: skip
-DEPTHWISE = [
-    ChainCase((3, channels, *size), f"dw{kernel}s{stride}")
-    for kernel, stride in product((3, 5, 7), (1, 2))
-    for channels, size in [
-        (5, (9, 8)),
-        (17, (4, 4)),
-        (3, (1, 5)),
-        (33, (5, 1)),
-        (4, (8, 11)),
-        (16, (2, 2)),
-        (1, (1, 1)),
-    ]
-]
-CHAINS = [
-    # groups of channels, because the rows of all of them would not fit the cache: many channels, and a wide map
-    ChainCase((1, 1100, 5, 4), "dw7 dw7s2"),
-    ChainCase((2, 40, 3, 500), "dw5 dw5s2"),
-    # few tall images are cut into strips
-    ChainCase((1, 8, 130, 3), "dw3 dw7s2 pw3"),
-    ChainCase((2, 6, 67, 2), "pw13 dw5 dw5s2"),
-    ChainCase((17, 6, 19, 2), "pw13 dw5 dw5s2"),
-    # results of 8 MiB, which are written past the caches
-    ChainCase((1, 16, 363, 362), "dw3 pw16 dw3s2"),
-    ChainCase((1, 32, 257, 256), "pw32 dw3 pw16"),
-    # dense stems, whose input has no gradient
-    ChainCase((2, 3, 9, 11), "dense8k3s2", x_grad=False),
-    ChainCase((1, 3, 9, 11), "dense8k3 dw3 pw8/identity", x_grad=False),
-    ChainCase((2, 2, 8, 7), "dense17k5s2/relu6 pw5", x_grad=False),
-    ChainCase((2, 7, 4, 5), "dense3k3s3 pw33", "tensor", x_grad=False),
-    ChainCase((2, 1, 5, 5), "dense4k7", x_grad=False),
-    # which a stem with a gradient gets from PyTorch
-    ChainCase((2, 3, 9, 11), "dense8k3s2/relu dw3 pw8"),
-    ChainCase((2, 3, 9, 11), "pw8s2 dw3 pw5"),
-    ChainCase((2, 3, 9, 11), "pw8 dw3 pw5s2 dw3"),
-    # blocks: an expansion that is computed again, or too wide for that; residuals
-    ChainCase((2, 24, 9, 7), "pw144/relu6 dw3/relu6 pw24/identity", "x"),
-    ChainCase((1, 24, 12, 1), "pw72/tanh dw5s2/tanh pw40/identity"),
-    ChainCase((3, 64, 4, 4), "pw192 dw7 pw64/identity", "x"),
-    ChainCase((2, 65, 4, 4), "pw195 dw7 pw65/identity", "x"),
-    ChainCase((2, 72, 5, 7), "pw144/relu dw3s2/relu pw33/identity", "tensor"),
-    ChainCase((2, 6, 5, 5), "dw3 pw6/identity", "x"),
-    ChainCase((2, 6, 5, 5), "pw6", "x"),
-    ChainCase((2, 6, 5, 5), "dw5/relu6", "x"),
-    ChainCase((2, 1, 5, 5), "pw7 dw3 pw1/identity", "x"),
-    # any length
-    ChainCase((2, 8, 8, 8), "dw3 pw8"),
-    ChainCase((2, 8, 8, 8), "pw8/relu dw3/identity pw8/relu dw3s2/identity"),
-    ChainCase((2, 8, 8, 8), "dw3/identity pw8/relu dw3/identity pw8/relu dw3/identity"),
-    ChainCase((2, 8, 8, 8), "dw3 pw16 dw5 pw16 dw7 pw8", "x"),
-    ChainCase((2, 16, 8, 8), "pw8/relu dw3/identity pw8/relu", shuffle=True),
-    ChainCase((1, 34, 5, 3), "dw3 pw17 dw5 pw17", shuffle=True),
-    # running statistics, in some stages or in all
-    ChainCase((2, 24, 9, 7), "pw48! dw3! pw24/identity!", "x"),
-    ChainCase((2, 24, 9, 7), "pw48! dw3 pw24/identity", "x"),
-    ChainCase((2, 24, 9, 7), "pw48 dw3! pw24/identity!", "x"),
-    ChainCase((2, 72, 4, 4), "pw144! dw3 pw72!"),
-    ChainCase((2, 72, 4, 4), "pw144 dw3! pw72"),
-    ChainCase((1, 6, 1, 1), "pw12! dw3! pw6!", "x"),
-    # far from zero: squares must not be subtracted
-    ChainCase((2, 24, 9, 7), "pw48 dw3 pw24/identity", "x", mean=1e3),
-    ChainCase((2, 72, 9, 7), "pw48 dw3s2 pw24/identity", mean=1e3),
-    ChainCase((2, 24, 9, 7), "dw5 pw48", mean=-1e3),
-    ChainCase((2, 3, 9, 7), "dense24k3", mean=1e3, x_grad=False),
-    *(ChainCase((2, 9, 6, 5), "pw27 dw3 pw9/identity", "x", layout=layout) for layout in ("nchw", "strided")),
-    *(ChainCase((2, 9, 6, 5), "dw3", "tensor", layout=layout) for layout in ("nchw", "strided")),
-    *(ChainCase((2, 9, 6, 5), f"pw27/{act} dw3/{act} pw9/{act}", "tensor") for act in ACTS),
-]
 CASES = POINTWISE + DEPTHWISE + CHAINS
 EXPANSIONS = [case for case in CHAINS if re.match(r"pw\d+\S* dw", case.units) and case.pixels < 10**4]
 
@@ -194,21 +126,6 @@ def test_random_chains_match_float64_reference(native, case, recompute):
 # ---- bfloat16
 
 
-def eager_autocast(x, stages, *, residual, shuffle):
-    """What a user has without nasfast."""
-    if shuffle:
-        return torch.cat((x[:, 0::2], eager_autocast(x[:, 1::2], stages, residual=None, shuffle=False)), dim=1)
-    with torch.autocast("cpu", BFLOAT16):
-        for params, *geometry, act, training, momentum, eps in stages:
-            stride, padding, groups = geometry
-            x = F.conv2d(x, params.conv_weight, None, stride, padding, 1, groups)
-            running = params.running_mean, params.running_var
-            x = reference.ACTIVATIONS[act](
-                F.batch_norm(x, *running, params.bn_weight, params.bn_bias, training, momentum, eps)
-            )
-        return x if residual is None else x + residual
-
-
 def native_autocast(x, stages, **arguments):
     with torch.autocast("cpu", BFLOAT16):
         return native_chain(x, stages, **arguments)
@@ -221,33 +138,7 @@ def narrowed(drawn: Drawn) -> Drawn:
     return drawn._replace(x=x, residual=residual, grad=grad)
 
 
-BFLOAT16_CASES = [
-    ChainCase((4, 24, 14, 14), "pw144 dw3 pw24/identity", "x"),
-    ChainCase((4, 24, 14, 14), "pw144/relu6 dw3s2/relu6 pw33/identity"),
-    ChainCase((4, 72, 7, 7), "pw216 dw7 pw72/identity", "x"),
-    ChainCase((4, 72, 7, 7), "pw216/relu dw5s2/relu pw17/identity"),
-    ChainCase((4, 17, 14, 13), "dw3", "tensor"),
-    ChainCase((4, 49, 14, 13), "pw17/relu6"),
-    ChainCase((8, 3, 14, 13), "pw9 dw3 pw5"),
-    ChainCase((4, 3, 15, 15), "dense32k3s2", x_grad=False),
-    ChainCase((2, 24, 14, 14), "dw3/identity pw24/relu dw3/identity pw24/relu"),
-    ChainCase((2, 48, 14, 14), "pw24/relu dw3/identity pw24/relu", shuffle=True),
-    ChainCase((4, 24, 14, 14), "pw48! dw3 pw24/identity!", "x"),
-    ChainCase((1, 24, 130, 3), "pw48 dw5 pw24", "x"),
-]
-
-
 BFLOAT16_DRAWS = 4
-
-
-def relative_errors(got, exact):
-    """Norm of the error over that of the truth, or of its terms where they cancel; without running statistics."""
-    names = [name for name in exact.tensors if not name.startswith("running")]
-    return {
-        name: float((got[name].double() - (want := exact.tensors[name])).norm())
-        / max(float(want.norm()), exact.floors[name])
-        for name in names
-    }
 
 
 def check_bfloat16(case, *, autocast=True, shift=0.0):
@@ -635,7 +526,8 @@ def backward_arguments(drawn: Drawn, wants: list[bool] | None = None, **changes)
     }
 
 
-FORWARD, BACKWARD = torch.ops.nasfast.conv_bn_act_fwd, torch.ops.nasfast.conv_bn_act_bwd
+# None without the extension, where every test that calls them is skipped
+FORWARD, BACKWARD = (getattr(torch.ops.nasfast, f"conv_bn_act_{way}", None) for way in ("fwd", "bwd"))
 BLOCK = ChainCase((2, 6, 5, 4), "pw18/relu6 dw3/relu6 pw6/identity")
 # outputs that leave no gap in the saved tensor, whose content is undefined and so is compared with itself
 OPCHECKED = [

@@ -38,9 +38,12 @@ def runner(request):
     """(backend, device) of everything that orthogonalises."""
     if request.param != "reference" and _native.extension is None:
         pytest.skip(_native.why_missing())
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return request.param, "cuda" if request.param == "cuda" else "cpu"
+    if request.param != "cuda":
+        return request.param, "cpu"
+    device = request.getfixturevalue("gpu")
+    if not _native.extension.build_info()["cuda_operators"]:
+        pytest.skip("the extension was built without CUDA")
+    return request.param, device
 
 
 def gaussian(shape, dtype=torch.float32, device="cpu"):
@@ -332,11 +335,10 @@ def test_a_matrix_that_lapack_shares_between_its_threads(native):
     assert departure(q) <= EXACTNESS[torch.float32]
 
 
-@pytest.mark.gpu
-def test_capture_in_a_cuda_graph_is_refused(native):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    z = gaussian((5, 3), device="cuda")
+def test_capture_in_a_cuda_graph_is_refused(native, gpu):
+    if not native.build_info()["cuda_operators"]:
+        pytest.skip("the extension was built without CUDA")
+    z = gaussian((5, 3), device=gpu)
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="cannot be captured in a CUDA"):
         torch.ops.nasfast.orthogonalize([z])
 

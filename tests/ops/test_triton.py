@@ -8,21 +8,35 @@ from itertools import product
 import pytest
 import torch
 from cases import CASES as BN_CASES
-from cases import ChainCase, Drawn, exact_chain, run_chain
-from test_bn_act import outputs_and_grads, rstd, widened
-from test_conv_bn_act_chain import ACTS, BFLOAT16_CASES, CHAINS, DEPTHWISE, POINTWISE, eager_autocast, relative_errors
-from test_mixed_bn import CASES as MIXED_CASES
-from test_mixed_bn import EPS as MIXED_EPS
-from test_mixed_bn import MixedCase
-from test_mixed_bn import check_case as check_mixed
-from test_mixed_bn import outputs_and_grads as mixed_outputs
+from cases import outputs_and_grads, rstd, widened
+from chain_cases import (
+    ACTS,
+    BFLOAT16_CASES,
+    CHAINS,
+    DEPTHWISE,
+    POINTWISE,
+    ChainCase,
+    Drawn,
+    eager_autocast,
+    exact_chain,
+    relative_errors,
+    run_chain,
+)
+from devices import DEVICE, on_device
+from mixed_cases import CASES as MIXED_CASES
+from mixed_cases import EPS as MIXED_EPS
+from mixed_cases import MixedCase
+from mixed_cases import check_case as check_mixed
+from mixed_cases import outputs_and_grads as mixed_outputs
 from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
 
 from nasfast import ops
 from nasfast.ops import _triton, backends, reference
 
-DEVICE = "cpu" if _triton.interpreted() else "cuda"
-pytestmark = pytest.mark.skipif(_triton.why_missing() is not None, reason=str(_triton.why_missing()))
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.skipif(_triton.why_missing() is not None, reason=str(_triton.why_missing())),
+]
 triton_chain = partial(ops.conv_bn_act_chain, backend="triton")
 
 # Under the interpreter every operation of every program is a NumPy call: maps and widths of a few programs, and one
@@ -51,13 +65,13 @@ def few_programs(monkeypatch):
             monkeypatch.setitem(FAMILIES, family, {"wide": Config({"TH": 4, "CB": 256}, 4, 1), **FAMILIES[family]})
 
 
-def moved(value, device=DEVICE):
+def moved(value):
     """Tensors of a nested tuple or list on the device under test, one copy of each."""
     copies = {}
 
     def move(item):
         if torch.is_tensor(item):
-            return copies.setdefault(id(item), item.to(device))
+            return copies.setdefault(id(item), on_device(item))
         if isinstance(item, list):
             return [move(part) for part in item]
         if isinstance(item, tuple):
@@ -130,8 +144,8 @@ def test_16_bit_storage_is_no_worse_than_eager(case, dtype):
 )
 def test_bn_act_matches_float64_reference(case, act, training):
     tensors = case.inputs(act, residual=True)
-    on_device = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    got = outputs_and_grads(partial(ops.bn_act, backend="triton"), on_device, act=act, training=training)
+    there = {name: on_device(tensor) for name, tensor in tensors.items()}
+    got = outputs_and_grads(partial(ops.bn_act, backend="triton"), there, act=act, training=training)
     want = outputs_and_grads(reference.bn_act, widened(tensors), act=act, training=training)
     floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))
     for name, tensor in got.items():

@@ -1,0 +1,22 @@
+"""The device that the tests of kernels, engines and measurements run on, and how to move tensors there.
+
+Tests ask for it with one of the fixtures of conftest.py, from which they get the mark `gpu`:
+
+- `device`: runs on the GPU where there is one, else on the CPU, where Triton's kernels run under its interpreter;
+- `gpu`: needs a GPU and is skipped without one.
+"""
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import _triton
+
+DEVICE = "cuda" if torch.cuda.is_available() and not _triton.interpreted() else "cpu"
+
+
+def on_device(tensor: Tensor) -> Tensor:
+    """The tensor on DEVICE with its strides and what lies around it: `Tensor.to` would make a slice contiguous."""
+    if DEVICE == "cpu":
+        return tensor
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return whole.to(DEVICE).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
