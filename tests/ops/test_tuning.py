@@ -1,6 +1,8 @@
 """The choice of tile sizes, with a clock that is made up."""
 
+import contextlib
 import json
+from itertools import cycle
 
 import pytest
 import torch
@@ -38,31 +40,93 @@ def chosen():
     return tuning.run("pointwise", "kernel", ("bf16", 3), CUDA, lambda config: config)
 
 
-def clock(monkeypatch, fastest):
-    """Time configurations by which of them a launch uses."""
-    configs = FAMILIES["pointwise"]
-    current = []
+class FakeGpu:
+    """A stream that runs behind the host, whose launches take 20 to 60 us; times in us.
 
-    def milliseconds(call):
-        current.append(call())
-        return 1.0 if current[-1] == configs[fastest] else 2.0
+    Args:
+        durations: of a launch, by what it returns.
+        captures: whether CUDA graphs can be captured.
+    """
 
-    monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
-    return current
+    def __init__(self, monkeypatch, durations, *, captures=True):
+        self.durations, self.captures = durations, captures
+        self.host = self.end = 0.0  # what the host has done, and when the last kernel ends
+        self.overhead = cycle([60.0, 25.0, 20.0, 40.0, 25.0])
+        self.captured = None
+        self.launches = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.time = max(gpu.host, gpu.end)
+
+            def synchronize(self):
+                gpu.host = max(gpu.host, self.time)
+
+            def elapsed_time(self, end):
+                return (end.time - self.time) / 1e3
+
+        class Stream:
+            def wait_stream(self, other):
+                pass
+
+        class CUDAGraph:
+            def capture_begin(self, capture_error_mode):
+                gpu.captured = 0.0
+
+            def capture_end(self):
+                self.duration, gpu.captured = gpu.captured, None
+                if not gpu.captures:
+                    raise RuntimeError("another error")
+
+            def replay(self):
+                gpu.run(self.duration)
+
+        for name, fake in (("Event", Event), ("Stream", Stream), ("CUDAGraph", CUDAGraph)):
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def launch(self, config):
+        self.launches += 1
+        if self.captured is None:
+            self.run(self.durations(config))
+        elif self.captures:
+            self.captured += self.durations(config)
+        else:
+            raise RuntimeError("cannot be captured")
+        return config
+
+    def run(self, duration):
+        self.host += next(self.overhead)
+        self.end = max(self.host, self.end) + duration
+
+
+def best_of(gpu):
+    return tuning.run("pointwise", "kernel", ("bf16", 3), CUDA, gpu.launch)
+
+
+def clock(monkeypatch, fastest, short=5.0, long=7.0, **options):
+    """A GPU on which one configuration is faster than the others."""
+    wanted = FAMILIES["pointwise"][fastest]
+    return FakeGpu(monkeypatch, lambda config: short if config == wanted else long, **options)
 
 
 def test_nothing_is_timed_unless_asked(monkeypatch, tmp_path):
-    timed = clock(monkeypatch, "wide")
-    assert chosen() == next(iter(FAMILIES["pointwise"].values()))
-    assert timed == [] and list(tmp_path.iterdir()) == []
+    gpu = clock(monkeypatch, "wide")
+    assert best_of(gpu) == next(iter(FAMILIES["pointwise"].values()))
+    assert gpu.launches == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_the_fastest_is_kept_in_memory_and_on_disk(monkeypatch, tmp_path):
-    timed = clock(monkeypatch, "wide")
+    gpu = clock(monkeypatch, "wide")
     monkeypatch.setenv("NASFAST_TUNE", "1")
-    assert chosen() == FAMILIES["pointwise"]["wide"]
-    assert len(timed) == len(FAMILIES["pointwise"])
-    assert chosen() == FAMILIES["pointwise"]["wide"] and len(timed) == len(FAMILIES["pointwise"])
+    assert best_of(gpu) == FAMILIES["pointwise"]["wide"]
+    timed = gpu.launches
+    assert best_of(gpu) == FAMILIES["pointwise"]["wide"] and gpu.launches == timed + 1
     (file,) = (tmp_path / "nasfast").iterdir()
     assert file.name.startswith("tiles-Some-GPU-2-triton")
     assert json.loads(file.read_text()) == {"kernel bf16 3": "wide"}
@@ -81,7 +145,34 @@ def test_a_file_that_is_of_no_use_means_the_default(content, tmp_path):
 
 
 def test_nothing_is_timed_during_a_capture(monkeypatch):
-    timed = clock(monkeypatch, "wide")
+    gpu = clock(monkeypatch, "wide")
     monkeypatch.setenv("NASFAST_TUNE", "1")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert chosen() == next(iter(FAMILIES["pointwise"].values())) and timed == []
+    assert best_of(gpu) == next(iter(FAMILIES["pointwise"].values())) and gpu.launches == 1
+
+
+@pytest.mark.parametrize("fastest", FAMILIES["pointwise"])
+def test_kernels_that_end_before_the_next_launch_are_told_apart(fastest, monkeypatch):
+    """By 2 us of 5, where the host needs 20 to 60 for a launch."""
+    monkeypatch.setenv("NASFAST_TUNE", "1")
+    assert best_of(clock(monkeypatch, fastest)) == FAMILIES["pointwise"][fastest]
+
+
+def test_without_captures_long_kernels_are_told_apart_and_short_ones_keep_the_default(monkeypatch, caplog):
+    monkeypatch.setenv("NASFAST_TUNE", "1")
+    assert best_of(clock(monkeypatch, "wide", 100.0, 150.0, captures=False)) == FAMILIES["pointwise"]["wide"]
+    # the first error, not that of ending the capture
+    assert {record.message for record in caplog.records} == {
+        "times queued launches, because their capture failed: cannot be captured"
+    }
+    tuning._table(tuning._path(0)).clear()
+    gpu = clock(monkeypatch, "wide", 5.0, 5.1, captures=False)
+    assert best_of(gpu) == next(iter(FAMILIES["pointwise"].values()))
+
+
+def test_one_configuration_is_not_timed(monkeypatch, tmp_path):
+    monkeypatch.setenv("NASFAST_TUNE", "1")
+    monkeypatch.setitem(FAMILIES, "pointwise", {"wide": FAMILIES["pointwise"]["wide"]})
+    gpu = clock(monkeypatch, "wide")
+    assert best_of(gpu) == FAMILIES["pointwise"]["wide"]
+    assert gpu.launches == 1 and list(tmp_path.iterdir()) == []
