@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nasfast.config import ConfigError
 from nasfast.doctor import environment
+from nasfast.engine import Engine, GraphEngine
+from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.files import write_atomic
 from nasfast.floor import measure_machine, trace
 from nasfast.projection import Projection, get_card, kernels_of, passes_of, project
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import StandaloneNetwork, Supernet
-from nasfast.timing import StepConfig, TrainingStep, machine, measure, measuring
+from nasfast.timing import StepConfig, TrainingStep, machine, measure, measuring, seconds_of
 from nasfast.train.supernet import METHODS
 
 _LOG = logging.getLogger(__name__)
@@ -30,12 +33,21 @@ PUBLISHED = (
     "batch 32;\nits path, resolution and number type are not stated"
 )
 
-# row, method, whether on the operators of nasfast
+_OURS = "DI-NAS, nasfast ops"
+# row, method, whether on the operators of nasfast, and how it is run
 _ROWS = (
-    ("SPOS", "spos", False),
-    ("BNNAS", "bnnas", False),
-    ("DI-NAS, reference ops", "dinas", False),
-    ("DI-NAS, nasfast ops", "dinas", True),
+    ("SPOS", "spos", False, "eager"),
+    ("BNNAS", "bnnas", False, "eager"),
+    ("DI-NAS, reference ops", "dinas", False, "eager"),
+    (_OURS, "dinas", True, "eager"),
+)
+_GRAPH_ROWS = (
+    ("DI-NAS, torch graph", "dinas", False, "graph"),
+    ("DI-NAS, nasfast engine", "dinas", True, "engine"),
+)
+_GRAPH_NOTE = (
+    "torch graph: forward and backward of this one path on the reference ops, as one CUDA graph;\n"
+    "nasfast engine: CUDA graphs per layer and candidate, which serve every path"
 )
 
 
@@ -45,7 +57,8 @@ class LatencyConfig(StepConfig):
 
     Attributes:
         rounds: timed steps of every row, after two that are not timed.
-        project: a key of `nasfast.projection.CARDS`, such as `rtx3080`: also what the last row would take there. Needs
+        project: a key of `nasfast.projection.CARDS`, such as `rtx3080`: also what DI-NAS on nasfast's operators would
+            take there. Needs
             a GPU.
     """
 
@@ -62,7 +75,10 @@ class LatencyConfig(StepConfig):
 
 @dataclass(frozen=True)
 class LatencyRow:
-    """One method: phases are `forward`, `backward` and `step`, each with `median_ms`, `q20_ms` and `q80_ms`."""
+    """One method: phases are `forward`, `backward` and `step`, each with `median_ms`, `q20_ms` and `q80_ms`.
+
+    Rows on CUDA graphs have the phase `step` alone.
+    """
 
     name: str
     method: str
@@ -127,28 +143,67 @@ class LatencyReport:
             published = f"{'-':>9} {'-':>7}"
             if row.published_ms is not None:
                 published = f"{row.published_ms:9.1f} {row.published_ms / PUBLISHED_MS['spos']:7.2f}"
+            forward, backward = (
+                f"{row.times[phase]['median_ms']:9.1f}" if phase in row.times else f"{'-':>9}"
+                for phase in ("forward", "backward")
+            )
             lines.append(
-                f"{row.name:22} {row.trainable:>10} {row.times['forward']['median_ms']:9.1f} "
-                f"{row.times['backward']['median_ms']:9.1f} {row.step_ms:9.1f} {quantiles:>17} "
+                f"{row.name:22} {row.trainable:>10} {forward} {backward} {row.step_ms:9.1f} {quantiles:>17} "
                 f"{row.step_ms / cfg.batch:9.2f} {row.step_ms / first.step_ms:7.2f} | {published}"
             )
         return "\n".join([
             *lines, "", PUBLISHED,
             "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",
+            *([_GRAPH_NOTE] if len(self.rows) > len(_ROWS) else []),
             "times are medians over interleaved rounds",
             *([] if self.projection is None else ["", str(self.projection)]),
         ])  # fmt: skip
 
 
+class GraphedStep:
+    """A `TrainingStep` captured as one CUDA graph; a call replays it and returns seconds of `step`.
+
+    Args:
+        step: its images, labels and path are those of every replay.
+        capture: how to capture; None for CUDA graphs.
+    """
+
+    def __init__(self, step: TrainingStep, capture: Capture | None = None) -> None:
+        self._step = step  # the graph reads its tensors
+        capture = capture or CudaCapture(step.images.device)
+        (self._replay,) = capture.capture([self._whole], capture.pool())
+
+    def _whole(self) -> None:
+        # without gradients, backward makes new ones and adds to none
+        self._step.model.zero_grad(set_to_none=True)
+        self._step.loss().backward()
+
+    def __call__(self) -> dict[str, float]:
+        return {"step": seconds_of(self._replay, self._step.images.device)}
+
+
+class EngineStep:
+    """A step of an engine on one path; a call returns seconds of `step`."""
+
+    def __init__(self, engine: Engine, images: Tensor, labels: Tensor, path: Arch) -> None:
+        self._engine, self._arguments = engine, (images, labels, [path])
+
+    def __call__(self) -> dict[str, float]:
+        device = self._arguments[0].device
+        return {"step": seconds_of(lambda: self._engine.forward_backward(*self._arguments), device)}
+
+
 def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
     """Time one training step of SPOS, BN-NAS and DI-NAS on plain PyTorch, and of DI-NAS on the operators of nasfast.
 
-    All four run the same path of the same space on the same images, interleaved in this process. A step is forward,
-    cross entropy and backward, as in the paper, without the optimiser's update.
+    All rows run the same path of the same space on the same images, interleaved in this process. A step is forward,
+    cross entropy and backward, as in the paper, without the optimiser's update. On a GPU DI-NAS is there on CUDA graphs
+    too: PyTorch's of this one path, and those of nasfast's engine.
 
     Raises:
         ConfigError: unknown space, a device that is not there, or a projection without a GPU to measure on.
         ArchError: the path does not belong to the space.
+        EngineError: the engine's buffers do not fit the GPU's memory, or something cannot be captured.
         ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
     """
     space, path = cfg.resolve()
@@ -158,26 +213,35 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
             f"project={cfg.project!r} scales kernels measured on a GPU, and this runs on {images.device}: only a "
             "machine with one can project to another"
         )
+    rows = _ROWS + (_GRAPH_ROWS if images.device.type == "cuda" else ())
     steps, trainable = {}, {}
     with measuring(cfg.threads):
-        for name, method, fused in _ROWS:
+        for name, method, fused, how in rows:
             preset = METHODS[method]
             net = Supernet(
                 space, init=preset.init, layer_indicators=preset.layer_indicators, fused=fused, seed=cfg.seed
             )
             trainable[name] = net.freeze(preset.trainable).trainable
             net.to(device=images.device, memory_format=torch.channels_last).train()
-            steps[name] = TrainingStep(net, images, labels, path=path, bf16=cfg.dtype == "bf16")
+            bf16 = cfg.dtype == "bf16"
+            if how == "engine":
+                steps[name] = EngineStep(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
+                continue
+            steps[name] = TrainingStep(net, images, labels, path=path, bf16=bf16)
+            if how == "graph":
+                steps[name] = GraphedStep(steps[name])
         _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
         times = measure(steps, rounds=cfg.rounds)
         found = {"device": str(images.device), **machine()}
-        projection = None if cfg.project is None else _project(cfg, space, path, steps[_ROWS[-1][0]], times)
-    # the last row is this package's own, not the paper's
-    rows = tuple(
-        LatencyRow(name, method, trainable[name], times[name], None if fused else PUBLISHED_MS[method])
-        for name, method, fused in _ROWS
+        projection = None if cfg.project is None else _project(cfg, space, path, steps[_OURS], times)
+    # the paper has none on nasfast's operators or on graphs
+    measured = tuple(
+        LatencyRow(
+            name, method, trainable[name], times[name], None if fused or how != "eager" else PUBLISHED_MS[method]
+        )
+        for name, method, fused, how in rows
     )
-    return LatencyReport(cfg, space, path, rows, found, environment(), projection)
+    return LatencyReport(cfg, space, path, measured, found, environment(), projection)
 
 
 def _project(
@@ -188,4 +252,4 @@ def _project(
     traced = trace(lambda: StandaloneNetwork(space, path), tuple(step.images.shape))
     here = measure_machine(torch.bfloat16 if cfg.dtype == "bf16" else torch.float32, device=device)
     passes = passes_of(kernels_of(step), traced)
-    return project(passes, times[_ROWS[-1][0]]["step"]["median_ms"], here, get_card(cfg.project), cfg.dtype)
+    return project(passes, times[_OURS]["step"]["median_ms"], here, get_card(cfg.project), cfg.dtype)

@@ -151,6 +151,22 @@ class TrainingStep:
         return {name: ms / 1e3 for name, ms in {**phases, "step": start.elapsed_time(end)}.items()}
 
 
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Time of one call: on a GPU between events around what it queues, which must be all on the current stream."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize(device)
+        return begin.elapsed_time(end) / 1e3
+
+
 def measure(variants: dict[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2) -> dict[str, dict]:
     """Run every variant in every round and summarise its times.
 

@@ -57,7 +57,9 @@ ALLOWED: dict[str, set[str]] = {
     "timing": {"config", "device", "ops", "spaces"},
     "doctor": {"ops"},
     "projection": {"config", "floor", "timing"},
-    "latency": {"config", "files", "spaces", "supernet", "train", "timing", "doctor", "floor", "projection"},
+    "latency": {
+        "config", "files", "spaces", "supernet", "engine", "train", "timing", "doctor", "floor", "projection",
+    },
     "study": {"config", "files", "timing", "doctor", "report"},
     "isometry": {
         "config", "files", "spaces", "supernet", "train", "indicators", "timing", "analysis", "analysis.meanfield",

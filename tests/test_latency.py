@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from captures import EagerCapture
 from tiny import tiny_space
 
 from nasfast import latency as module
 from nasfast.config import ConfigError
-from nasfast.latency import PUBLISHED_MS, LatencyConfig, LatencyReport, latency
+from nasfast.latency import PUBLISHED_MS, LatencyConfig, LatencyReport, LatencyRow, latency
 from nasfast.spaces import ArchError
 
 
@@ -115,7 +117,44 @@ def test_wrong_settings_are_named(cfg, changes, error, message):
         latency(LatencyConfig.from_dict({**cfg.to_dict(), **changes}))
 
 
+def test_a_graph_and_the_engine_run_the_step(cfg):
+    """Over the functions that are captured: the same gradients as the eager step, and its loss."""
+    space, path = cfg.resolve()
+    images, labels = cfg.batch_of(space)
+    gradients = []
+    for make in (
+        lambda net: module.TrainingStep(net, images, labels, path=path),
+        lambda net: module.GraphedStep(module.TrainingStep(net, images, labels, path=path), EagerCapture()),
+        lambda net: module.EngineStep(
+            module.GraphEngine(net, tuple(images.shape), capture=EagerCapture()), images, labels, path
+        ),
+    ):
+        net = module.Supernet(space).train()
+        net.freeze("indicators")
+        run = make(net)
+        for _ in range(2):  # the second adds to nothing
+            assert run()["step"] > 0
+        gradients.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
+    eager, *others = gradients
+    for found in others:
+        assert found.keys() == eager.keys()
+        assert all(torch.equal(grad, eager[name]) for name, grad in found.items())
+
+
+def test_rows_on_graphs_have_no_phases_and_nothing_published(cfg):
+    report = latency(cfg.replace(rounds=1))
+    step = {"step": {"median_ms": 1.25, "q20_ms": 1.0, "q80_ms": 1.5}}
+    row = LatencyRow("DI-NAS, nasfast engine", "dinas", "indicators", step, None)
+    assert "one CUDA graph" not in str(report)
+    text = str(replace(report, rows=(*report.rows, row)))
+    (line,) = (line for line in text.splitlines() if line.startswith("DI-NAS, nasfast engine"))
+    assert line.split()[3:8] == ["indicators", "-", "-", "1.2", "1.0"] and line.split()[-2:] == ["-", "-"]
+    assert "one CUDA graph" in text
+
+
 def test_on_a_gpu(cfg, gpu):
     report = latency(cfg.replace(device=gpu))
     assert isinstance(report, LatencyReport)
     assert report.machine["device"].startswith("cuda")
+    assert [row.name for row in report.rows[4:]] == ["DI-NAS, torch graph", "DI-NAS, nasfast engine"]
+    assert all(row.step_ms > 0 and row.published_ms is None for row in report.rows[4:])

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 _logger = logging.getLogger(__name__)
 
 # launches in one sample, and samples of each configuration
-_LAUNCHES, _ROUNDS = 20, 7
+_LAUNCHES, _ROUNDS = 50, 7
 # share of the default's time that another configuration must stay below, or noise would choose between equals
 _WORTH = 0.98
 
