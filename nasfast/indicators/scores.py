@@ -13,6 +13,7 @@ from nasfast.indicators import (  # noqa: F401  each registers its scores
     path_accuracy,
     path_loss,
     structural,
+    zero_cost_paths,
 )
 from nasfast.indicators.distill import distill, z_sum
 from nasfast.indicators.evidence import Evidence

@@ -7,13 +7,15 @@ import math
 
 import pytest
 import torch
-from tiny import tiny_space
+from tiny import batches, tiny_space
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
 
 from nasfast.cells import nas_bench_201_space
-from nasfast.indicators.zero_cost import ZERO_COST, ScoreError, gradient_norm, naswot, ntk_q, snip, synflow, zico
+from nasfast.indicators.registry import ScoreError, available
+from nasfast.indicators.scores import Evidence, score_paths
+from nasfast.indicators.zero_cost import ZERO_COST, gradient_norm, naswot, ntk_q, snip, synflow, zico
 from nasfast.spaces import nas_bench_macro
 from nasfast.supernet import Supernet, build, inherit
 
@@ -220,9 +222,9 @@ def test_equal_images_have_no_naswot_and_no_zico():
 
 
 def test_batches_of_zico():
-    for size, batches in ((6, 1), (7, 2)):
-        with pytest.raises(ValueError, match=f"got {size} images in {batches} batches"):
-            zico(Pointwise(), *batch(size), batches=batches)
+    for size, parts in ((6, 1), (7, 2)):
+        with pytest.raises(ValueError, match=f"got {size} images in {parts} batches"):
+            zico(Pointwise(), *batch(size), batches=parts)
 
 
 @pytest.mark.parametrize("name", ["gradient_norm", "snip", "synflow", "zico", "ntk_q"])
@@ -254,3 +256,30 @@ def test_fused_norms_cannot_be_left_out():
         synflow(Path(), images, labels)
     with pytest.raises(ScoreError, match="built with fused=True must be built without"):
         naswot(Path(), images, labels)
+
+
+@pytest.mark.parametrize("name", ZERO_COST)
+def test_paths_of_a_supernet_are_scored_by_name(name):
+    """A frozen supernet's path counts all its weights; the first batch of the evidence is the one that is used."""
+    net, images = Supernet(tiny_space(), layer_indicators=False, seed=3), batches(2)
+    net.freeze()
+    path = (0, 2, 1, 1)
+    found = score_paths(name, Evidence(net, images), [path])
+    assert found == {path: ZERO_COST[name](inherit(net, path), *images[0])}
+
+
+def test_a_path_without_a_score_is_named():
+    net = Supernet(tiny_space(), layer_indicators=False)
+    with torch.no_grad():
+        net.layers[1].candidates[2].last_bn.weight.fill_(float("nan"))
+    evidence = Evidence(net, batches(1))
+    assert math.isfinite(score_paths("snip", evidence, [(0, 1, 0, 0)])[0, 1, 0, 0])
+    with pytest.raises(ScoreError, match=r"path 0 2 0 0 of tiny has no snip: .* of layer 'blocks.1.project.bn' is not"):
+        score_paths("snip", evidence, [(0, 2, 0, 0)])
+
+
+def test_a_supernet_without_relu_has_no_naswot():
+    net = Supernet(tiny_space(activation="tanh"), layer_indicators=False)
+    assert {"snip", "synflow"} < set(available(net)) and "naswot" not in available(net)
+    with pytest.raises(ScoreError, match="no score 'naswot': .*the activation is tanh. It can have .*synflow"):
+        score_paths("naswot", Evidence(net, batches(1)), [(0, 0, 0, 0)])

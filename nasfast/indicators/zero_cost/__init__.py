@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.zero_cost.gradient_norm import gradient_norm
-from nasfast.indicators.zero_cost.layers import ScoreError
 from nasfast.indicators.zero_cost.naswot import naswot
 from nasfast.indicators.zero_cost.ntk import ntk_q
 from nasfast.indicators.zero_cost.snip import snip

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class ScoreError(ValueError):
-    """A score that a module cannot have, or that is not finite; the text says why and, of a layer, which."""
+from nasfast.indicators.registry import ScoreError
 
 
 def working_copy(module: nn.Module) -> nn.Module:

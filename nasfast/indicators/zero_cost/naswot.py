@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nasfast.indicators.zero_cost.layers import ScoreError, working_copy
+from nasfast.indicators.registry import ScoreError
+from nasfast.indicators.zero_cost.layers import working_copy
 
 _RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 _CLIPPED = (torch.ops.aten.hardtanh.default, torch.ops.aten.hardtanh_.default)

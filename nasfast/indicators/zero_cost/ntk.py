@@ -7,7 +7,8 @@ import math
 from torch import Tensor, nn
 
 from nasfast.cells.nasi import score as nasi_score
-from nasfast.indicators.zero_cost.layers import ScoreError, not_finite, working_copy
+from nasfast.indicators.registry import ScoreError
+from nasfast.indicators.zero_cost.layers import not_finite, working_copy
 
 
 def ntk_q(module: nn.Module, images: Tensor, labels: Tensor) -> float:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from nasfast.indicators.zero_cost.layers import ScoreError, not_finite, weighted_layers, working_copy
+from nasfast.indicators.registry import ScoreError
+from nasfast.indicators.zero_cost.layers import not_finite, weighted_layers, working_copy
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nasfast.indicators.zero_cost.layers import ScoreError, loss_gradients, weighted_layers, working_copy
+from nasfast.indicators.registry import ScoreError
+from nasfast.indicators.zero_cost.layers import loss_gradients, weighted_layers, working_copy
 
 
 def zico(module: nn.Module, images: Tensor, labels: Tensor, *, batches: int = 2) -> float:
