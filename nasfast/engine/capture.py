@@ -61,7 +61,7 @@ class CudaCapture:
 
     def _record(self, function: Replay, pool: Any) -> torch.cuda.CUDAGraph:
         # torch.cuda.graph would hide an error of the function behind that of ending the capture which it made invalid,
-        # and up to torch 2.14 it would also leave its stream the current one
+        # and in torch 2.11 also leave its stream the current one
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             try:
@@ -83,6 +83,6 @@ class CudaCapture:
                 error.add_note(f"while its capture was ended: {ending}")
         # capture_end does not get to these where CUDA called the capture invalid; where it did, the first one raises
         with suppress(RuntimeError):
-            torch.cuda.memory._cuda_endAllocateToPool(self.device.index, pool)
-        generator = torch.cuda.default_generators[self.device.index]
-        generator.graphsafe_set_state(generator.clone_state())  # up to torch 2.11 the old one goes on capturing
+            torch.cuda.memory._cuda_endAllocateToPool(self.stream.device.index, pool)
+        generator = torch.cuda.default_generators[self.stream.device.index]
+        generator.graphsafe_set_state(generator.clone_state())  # in torch 2.11 the old one goes on capturing
