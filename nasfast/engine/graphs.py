@@ -146,10 +146,16 @@ class GraphEngine:
             x = torch.empty(self.batch, device=self.device).contiguous(memory_format=torch.channels_last)
             for i, (_, choices) in enumerate(self._modules()):
                 results, kept = [], []
-                for function in choices.values():
+                for choice, function in choices.items():
                     source = x.detach().requires_grad_(i > 0)
-                    with _count_saved() as counted, self._autocast():
-                        results.append(function(source))
+                    try:
+                        with _count_saved() as counted, self._autocast():
+                            results.append(function(source))
+                    except Exception as error:
+                        raise EngineError(
+                            f"choice {choice} of layer {i - 1} does not run on fake tensors, which count the memory "
+                            f"that its graphs need: {error}"
+                        ) from error
                     kept.append(counted())
                 arenas.append(max(kept))
                 shapes = {(y.shape, y.dtype) for y in results}

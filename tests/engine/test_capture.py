@@ -194,15 +194,13 @@ def test_a_run_whose_capture_fails_goes_on_eagerly_and_loses_nothing(cuda, caplo
         assert torch.equal(wanted, found), name
     assert [len(choices) for choices in captured[:3]] == [1, 1, 0]
     assert [r.message for r in caplog.records] == [
-        "goes on without CUDA graphs: choice 0 of layer 1 could not be captured: operation not permitted when stream is "
-        "capturing"
+        "goes on without CUDA graphs: choice 0 of layer 1 could not be captured: operation not permitted when stream "
+        "is capturing"
     ]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("how", ["item", "python"])
-def test_a_failed_capture_leaves_a_gpu_usable(how):
+def test_a_failed_capture_leaves_a_gpu_usable(how, gpu):
     device = torch.device("cuda", torch.cuda.current_device())
     capture, stream = CudaCapture(device), torch.cuda.current_stream()
     x, y = torch.arange(4.0, device=device), torch.zeros(4, device=device)

@@ -193,6 +193,15 @@ def test_graphs_of_another_network_are_refused():
         make_engine(torch.nn.Linear(2, 2), "graphs", batch=(1, 2), label_smoothing=0.0, bf16=False)
 
 
+def test_a_candidate_whose_memory_cannot_be_planned_is_named():
+    space = spaces.digits_mini()
+    _, net = networks(space, "bn")
+    net.layers[1].candidates[2].register_forward_hook(lambda module, inputs, y: y * y.sum().item())
+    shape = (4, space.in_channels, space.resolution, space.resolution)
+    with pytest.raises(EngineError, match="choice 2 of layer 1 does not run on fake tensors"):
+        GraphEngine(net, shape, capture=EagerCapture())
+
+
 def test_too_little_memory_says_how_much_is_missing(monkeypatch):
     space = spaces.digits_mini()
     _, net = networks(space, "bn")

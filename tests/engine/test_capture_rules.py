@@ -1,0 +1,177 @@
+"""What the graph engine captures keeps to what a CUDA graph can record: checked on CPU tensors, operator by operator.
+
+A graph records launches. Whatever looks at a number on the host, or allocates as much as a number says, is impossible
+in it, and an error only on a GPU.
+"""
+
+import pytest
+import torch
+from captures import EagerCapture
+from torch.utils._python_dispatch import TorchDispatchMode
+from traffic import recorded
+
+from nasfast import spaces, use_backend
+from nasfast.engine import GraphEngine
+from nasfast.engine.graphs import EngineError
+from nasfast.ops import _triton
+from nasfast.supernet import Supernet
+
+pytestmark = pytest.mark.skipif(
+    _triton.why_missing() is not None or not _triton.interpreted(), reason="needs Triton and no GPU"
+)
+SPACES = {
+    "mobilenet_v2": lambda: spaces.mobilenet_v2(resolution=64),
+    "shufflenet_v2": lambda: spaces.shufflenet_v2(resolution=64),
+    "nas_bench_macro": spaces.nas_bench_macro,
+    "digits_mini": spaces.digits_mini,
+}
+# they read numbers on the host without an operator that a mode sees on CPU tensors
+HOST_METHODS = ("tolist", "numpy", "__array__", "cpu", "cuda", "pin_memory")
+
+
+class Refused(RuntimeError):
+    """A CUDA graph cannot record this."""
+
+
+class Rules(TorchDispatchMode):
+    """Refuses operators that a CUDA graph cannot record, those that launchers call included."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "nasfast_triton":
+            with self:  # inside an operator the mode does not hold by itself
+                return launchers()[name](*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags:
+            raise Refused(f"{func} reads a number on the host")
+        if func is torch.ops.aten.lift_fresh.default:
+            raise Refused(f"{func}: numbers from the host need a copy")
+        if torch.Tag.dynamic_output_shape in func.tags and not is_index_of_integers(func, args):
+            raise Refused(f"{func}: the shape of the result depends on numbers")
+        devices = {t.device.type for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.ndim}
+        if len(devices | ({torch.device(kwargs["device"]).type} if kwargs.get("device") else set())) > 1:
+            raise Refused(f"{func} goes from one device to another")
+        return func(*args, **kwargs)
+
+
+def launchers():
+    from nasfast.ops import bn_triton, conv_triton, mixed_triton
+
+    modules = (bn_triton, conv_triton, mixed_triton)
+    return {name: f for module in modules for name, f in vars(module).items() if name.endswith(("_fwd", "_bwd"))}
+
+
+def is_index_of_integers(func, args):
+    if func.overloadpacket is not torch.ops.aten.index:
+        return False
+    return all(i is None or i.dtype in (torch.int32, torch.int64) for i in args[1])
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """The rules, which also refuse what no mode sees."""
+
+    def refuse(name):
+        def method(self, *args, **kwargs):
+            raise Refused(f"Tensor.{name} reads numbers on the host")
+
+        return method
+
+    for name in HOST_METHODS:
+        monkeypatch.setattr(torch.Tensor, name, refuse(name))
+    return Rules()
+
+
+class CheckedCapture(EagerCapture):
+    """Runs what is captured once, under the rules.
+
+    Attributes:
+        count: functions so far.
+    """
+
+    def __init__(self, rules):
+        self.rules, self.count = rules, 0
+
+    def capture(self, functions, pool):
+        for function in functions:
+            with self.rules:
+                function()
+            self.count += 1
+        return super().capture(functions, pool)
+
+
+def supernet(space, trainable="bn"):
+    net = Supernet(space, init="gaussian")
+    net.freeze(trainable)
+    return net.to(memory_format=torch.channels_last).train()
+
+
+def checked_engine(net, rules, *, bf16=False):
+    space = net.space
+    shape = (2, space.in_channels, space.resolution, space.resolution)
+    return GraphEngine(net, shape, 0.1, bf16, CheckedCapture(rules))
+
+
+@pytest.mark.parametrize("trainable", ["indicators", "bn", "all"])
+@pytest.mark.parametrize("name", SPACES)
+def test_every_candidate_can_be_recorded(name, trainable, rules):
+    """Each kind of candidate once: two layers with the same blocks, stride and kind of layer record the same."""
+    space = SPACES[name]()
+    seen = set()
+    with use_backend("triton"), recorded() as launches:
+        # convolutions that train are PyTorch's, which bfloat16 makes slow here
+        engine = checked_engine(supernet(space, trainable), rules, bf16=trainable != "all")
+        for i, (_, choices) in enumerate(engine._layers):
+            layer = space.layers[i - 1] if 0 < i <= len(space.layers) else None
+            for choice in choices:
+                kind = (layer.choices[choice], layer.stride, layer.normal) if layer else i
+                if kind not in seen:
+                    seen.add(kind)
+                    engine._segment(i, choice)
+    assert engine.capture.count > len(seen) and launches
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.cpu(),
+        lambda x: x.to("meta"),
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: torch.masked_select(x, x > 0),
+        lambda x: torch.equal(x, x),
+    ],
+    ids=[
+        "item", "bool", "tolist", "numpy", "cpu", "to", "tensor", "mask", "nonzero", "unique", "masked_select", "equal",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recorded_is_refused_and_the_candidate_named(breaks, rules):
+    net = supernet(spaces.digits_mini())
+    with use_backend("triton"), recorded():
+        engine = checked_engine(net, rules)
+        engine._segment(2, 1)
+        net.layers[2].candidates[1].register_forward_hook(lambda module, inputs, y: [breaks(y.detach())].clear())
+        with pytest.raises(EngineError, match="choice 1 of layer 2 could not be captured") as raised:
+            engine._segment(3, 1)
+    assert isinstance(raised.value.__cause__, Refused)
+
+
+@pytest.mark.parametrize("launcher", ["conv_bn_act_fwd", "conv_bn_act_bwd"])
+def test_launchers_are_looked_into(launcher, rules, monkeypatch):
+    from nasfast.ops import conv_triton
+
+    run = getattr(conv_triton, launcher)
+
+    def looks(first, *rest):
+        first.sum().item()
+        return run(first, *rest)
+
+    monkeypatch.setattr(conv_triton, launcher, looks)
+    with use_backend("triton"), recorded(), pytest.raises(EngineError, match="reads a number on the host"):
+        checked_engine(supernet(spaces.digits_mini()), rules)._segment(1, 0)
