@@ -1,0 +1,471 @@
+"""The integer instructions of NVIDIA's machine code, carried out for one thread where all operands are known."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable
+
+from registers import (
+    FROM_ATOMIC,
+    MASK,
+    Registers,
+    Truth,
+    Value,
+    both,
+    either,
+    following,
+    is_predicate,
+    negated,
+    shared_address,
+    signed,
+    unknown,
+)  # fmt: skip
+from sass import Instruction
+
+# ---- instructions: each takes the registers, the instruction, and whether its guard surely holds
+
+
+def _split(ins: Instruction) -> tuple[str, list[str], list[str], list[str]]:
+    """Destination, predicates written, sources, and predicates read."""
+    rest = list(ins.operands[1:])
+    written = []
+    while rest and re.fullmatch(r"U?P[0-9T]", rest[0]):
+        written.append(rest.pop(0))
+    read = []
+    while rest and is_predicate(rest[-1]):
+        read.insert(0, rest.pop())
+    return ins.operands[0], written, rest, read
+
+
+def _arithmetic(function: Callable[..., int], *, sources: int) -> Callable:
+    """An instruction whose 32-bit result, and carry, come from a function of its sources."""
+
+    def carry(regs: Registers, ins: Instruction, sure: bool) -> None:
+        to, written, rest, read = _split(ins)
+        values = [regs.get(text) for text in rest[:sources]]
+        extra: list[Truth] = [regs.holds(p) for p in read] if "X" in ins.modifiers else []
+        if all(isinstance(v, int) for v in values) and all(isinstance(e, bool) for e in extra):
+            total = function(ins, *values) + sum(extra)
+            regs.put(to, total, sure=sure)
+            for i, predicate in enumerate(written):
+                regs.put_truth(predicate, total >= (i + 1) << 32, sure=sure)
+        else:
+            missing = unknown((*values, *extra))
+            regs.put(to, missing, sure=sure)
+            for predicate in written:
+                regs.put_truth(predicate, missing, sure=sure)
+
+    return carry
+
+
+def _imad(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to, written, rest, read = _split(ins)
+    wide, high = "WIDE" in ins.modifiers, "HI" in ins.modifiers
+    a, b = regs.get(rest[0]), regs.get(rest[1])
+    c = regs.pair(rest[2]) if wide or high else regs.get(rest[2])
+    extra = [regs.holds(p) for p in read] if "X" in ins.modifiers else []
+    if a == 0 or b == 0:
+        a = b = 0
+    if not all(isinstance(v, int) for v in (a, b, c)) or not all(isinstance(e, bool) for e in extra):
+        missing = unknown((a, b, c, *extra))
+        regs.put_pair(to, missing, sure=sure) if wide else regs.put(to, missing, sure=sure)
+        for predicate in written:
+            regs.put_truth(predicate, missing, sure=sure)
+        return
+    if "U32" not in ins.modifiers and (wide or high):
+        a, b = signed(a), signed(b)
+    result = a * b + c + sum(extra)
+    if wide:
+        regs.put_pair(to, result, sure=sure)
+    else:
+        regs.put(to, result >> 32 if high else result, sure=sure)
+    for predicate in written:
+        regs.put_truth(predicate, (result & (1 << 65) - 1) >> (64 if wide or high else 32) != 0, sure=sure)
+
+
+def _lea(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to, written, rest, read = _split(ins)
+    mods = ins.modifiers
+    extra = regs.holds(read[-1]) if "X" in mods and read else False
+    shift = regs.get(rest[-1])
+    if "HI" not in mods:
+        a, b = regs.get(rest[0]), regs.get(rest[1])
+        values = (a, b, shift, extra)
+        known = all(isinstance(v, int) for v in values)
+        result = ((a << shift) & MASK) + b + extra if known else unknown(values)
+    else:
+        a, b = regs.get(rest[0]), regs.get(rest[1])
+        high = 0 if "SX32" in mods else regs.get(rest[2])
+        values = (a, b, high, shift, extra)
+        known = all(isinstance(v, int) for v in values)
+        if known:
+            whole = signed(a) if "SX32" in mods else high << 32 | a
+            result = ((whole << shift) >> 32 & MASK) + b + extra
+        else:
+            result = unknown(values)
+    regs.put(to, result, sure=sure)
+    for predicate in written:
+        regs.put_truth(predicate, result > MASK if known else result, sure=sure)
+
+
+def _lop3(regs: Registers, ins: Instruction, sure: bool) -> None:
+    operands = list(ins.operands)
+    truth = operands.pop(0) if is_predicate(operands[0]) else None
+    to, *sources = operands[:4]
+    values = [regs.get(s) for s in sources]
+    table = int(operands[4], 16)
+    if table == 0xC0 and 0 in values[:2]:
+        result: Value = 0
+    elif all(isinstance(v, int) for v in values):
+        result = lookup(table, *values)
+    else:
+        used = [v for v, bit in zip(values, (4, 2, 1), strict=True) if _depends(table, bit)]
+        known = all(isinstance(v, int) for v in used)
+        result = lookup(table, *(v if isinstance(v, int) else 0 for v in values)) if known else unknown(tuple(used))
+    regs.put(to, result, sure=sure)
+    if truth:
+        regs.put_truth(truth, result != 0 if isinstance(result, int) else result, sure=sure)
+
+
+def _depends(table: int, bit: int) -> bool:
+    return any((table >> i & 1) != (table >> (i ^ bit) & 1) for i in range(8))
+
+
+def lookup(table: int, a: int, b: int, c: int) -> int:
+    """The bitwise function of three words whose truth table is `table`."""
+    result = 0
+    for i in range(8):
+        if table >> i & 1:
+            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return result & MASK
+
+
+def _plop3(regs: Registers, ins: Instruction, sure: bool) -> None:
+    truths = [regs.holds(p) for p in ins.operands[2:5]]
+    for to, text in zip(ins.operands[:2], ins.operands[5:7], strict=True):
+        table = int(text, 16)
+        cases = {
+            bool(table >> i & 1)
+            for i in range(8)
+            if all(t == bool(i & bit) for t, bit in zip(truths, (4, 2, 1), strict=True) if isinstance(t, bool))
+        }
+        regs.put_truth(to, cases.pop() if len(cases) == 1 else unknown(tuple(truths)), sure=sure)
+
+
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b, "GE": lambda a, b: a >= b,
+    "EQ": lambda a, b: a == b, "NE": lambda a, b: a != b,
+}  # fmt: skip
+
+
+def _isetp(regs: Registers, ins: Instruction, sure: bool) -> None:
+    first, second, left, right, other, *low = ins.operands
+    mods = ins.modifiers
+    name = next(m for m in mods if m in _COMPARE)
+    a, b = regs.get(left), regs.get(right)
+    if isinstance(a, int) and isinstance(b, int):
+        a, b = a & MASK, b & MASK
+        if "EX" in mods and a == b:
+            found: Truth = regs.holds(low[0])
+        else:
+            a, b = (a, b) if "U32" in mods else (signed(a), signed(b))
+            found = _COMPARE[name](a, b)
+    else:
+        found = unknown((a, b))
+    truth = regs.holds(other)
+    for to, value in ((first, found), (second, negated(found))):
+        if "OR" in mods:
+            result = either(value, truth)
+        elif "XOR" in mods:
+            missing = unknown((value, truth))
+            result = value is not truth if isinstance(value, bool) and isinstance(truth, bool) else missing
+        else:
+            result = both(value, truth)
+        regs.put_truth(to, result, sure=sure)
+
+
+def _shift(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to, low, by, high = ins.operands
+    values = (regs.get(low), regs.get(by), regs.get(high))
+    if not all(isinstance(v, int) for v in values):
+        regs.put(to, unknown(values), sure=sure)
+        return
+    low, by, high = values
+    mods = ins.modifiers
+    if not mods & {"U64", "S64"} and "W" not in mods:
+        by = min(by, 32)
+    whole = high << 32 | low
+    if "L" in mods:
+        # the low word is shifted, unless the high word of the result is asked for
+        result = whole << by >> 32 if "HI" in mods else low << by
+    else:
+        whole = signed(whole, 64) if mods & {"S32", "S64"} else whole
+        result = whole >> by >> 32 if "HI" in mods else whole >> by
+    regs.put(to, result, sure=sure)
+
+
+def _select(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to, a, b, predicate = ins.operands
+    holds = regs.holds(predicate)
+    if isinstance(holds, bool):
+        regs.put(to, regs.get(a if holds else b), sure=sure)
+    else:
+        a, b = regs.get(a), regs.get(b)
+        regs.put(to, a if a == b else unknown((a, b, holds)), sure=sure)
+
+
+def _extreme(regs: Registers, ins: Instruction, sure: bool) -> None:
+    """IMNMX, VIMNMX and VIADDMNMX: minimum where the predicate holds, else maximum."""
+    to, *sources, predicate = ins.operands
+    values = [regs.get(s) for s in sources]
+    holds = regs.holds(predicate)
+    if all(isinstance(v, int) for v in values) and isinstance(holds, bool):
+        values = [v & MASK if "U32" in ins.modifiers else signed(v) for v in values]
+        if ins.name == "VIADDMNMX":
+            values = [signed(values[0] + values[1]), values[2]]
+        regs.put(to, min(values) if holds else max(values), sure=sure)
+    else:
+        regs.put(to, unknown((*values, holds)), sure=sure)
+
+
+def _special(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to, name = ins.operands
+    if name.startswith("SR_CTAID."):
+        value = regs.index["XYZ".index(name[-1])]
+    else:
+        # the first thread of the only cluster
+        value = 0 if name.startswith(("SR_TID", "SR_LANEID", "SR_CgaCtaId", "SR_WARPID", "SRZ")) else None
+    regs.put_pair(to, value, sure=sure) if ins.name == "CS2R" and "32" not in ins.modifiers else regs.put(
+        to, value, sure=sure
+    )
+
+
+def _load_constant(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to, source = ins.operands
+    if "64" in ins.modifiers:
+        regs.put_pair(to, regs.pair(source), sure=sure)
+    else:
+        regs.put(to, regs.get(source) if not ins.modifiers & {"U8", "U16", "S8", "S16"} else None, sure=sure)
+
+
+def _move(regs: Registers, ins: Instruction, sure: bool) -> None:
+    sources = [o for o in ins.operands[1:] if not is_predicate(o)]
+    to = ins.operands[0] if not is_predicate(ins.operands[0]) else sources.pop(0)
+    if "64" in ins.modifiers:
+        regs.put_pair(to, regs.pair(sources[0]), sure=sure)
+    else:
+        regs.put(to, regs.get(sources[0]), sure=sure)
+
+
+def _half_constants(regs: Registers, ins: Instruction, sure: bool) -> None:
+    """HFMA2 of zero and zero writes a constant of two halves."""
+    to, a, b, *halves = ins.operands
+    value: Value = None
+    if {a.lstrip("-"), b.lstrip("-")} == {"RZ"} and len(halves) == 2:
+        try:
+            high, low = (struct.unpack("<H", struct.pack("<e", float(h)))[0] for h in halves)
+            value = high << 16 | low
+        except (ValueError, OverflowError):
+            value = None
+    regs.put(to, value, sure=sure)
+
+
+def _float(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits & MASK))[0]
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+def _unary(function: Callable[[Instruction, int], int | None]) -> Callable:
+    """An instruction of one source."""
+
+    def carry(regs: Registers, ins: Instruction, sure: bool) -> None:
+        value = regs.get(ins.operands[1])
+        if not isinstance(value, int):
+            result = unknown((value,))
+        else:
+            result = function(ins, value & MASK)
+        if "F64" in ins.modifiers or "U64" in ins.modifiers or "S64" in ins.modifiers:
+            regs.put_pair(ins.operands[0], None, sure=sure)
+        else:
+            regs.put(ins.operands[0], result, sure=sure)
+
+    return carry
+
+
+def _to_float(ins: Instruction, value: int) -> int | None:
+    if ins.modifiers & {"F64", "U64", "S64", "F16", "BF16", "U16", "S16", "U8", "S8"}:
+        return None
+    exact = value if "U32" in ins.modifiers else signed(value)
+    bits = _bits(float(exact))
+    # rounded to nearest above; the quotient's algorithm wants it rounded up
+    return bits + 1 if "RP" in ins.modifiers and _float(bits) < exact else bits
+
+
+def _reciprocal(ins: Instruction, value: int) -> int | None:
+    if "RCP" not in ins.modifiers or _float(value) == 0 or not math.isfinite(_float(value)):
+        return None
+    return _bits(1 / _float(value))
+
+
+def _to_integer(ins: Instruction, value: int) -> int | None:
+    number = _float(value)
+    if not math.isfinite(number) or "TRUNC" not in ins.modifiers:
+        return None
+    return max(0, min(MASK, int(number))) if "U32" in ins.modifiers else int(number) & MASK
+
+
+def _permute(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to, *sources = ins.operands
+    values = [regs.get(s) for s in sources[:3]]
+    if not all(isinstance(v, int) for v in values) or len(ins.modifiers) > 0:
+        regs.put(to, unknown(tuple(values)), sure=sure)
+        return
+    a, selector, b = values
+    whole = (b << 32 | a).to_bytes(8, "little")
+    result = 0
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = whole[nibble & 7]
+        result |= (0xFF * (byte >> 7) if nibble & 8 else byte) << 8 * i
+    regs.put(to, result, sure=sure)
+
+
+def _sign_extend(ins: Instruction, value: int, bits: int) -> int:
+    value &= (1 << bits) - 1 if bits < 32 else MASK
+    return value if "U32" in ins.modifiers else signed(value, bits)
+
+
+def _shuffle(regs: Registers, ins: Instruction, sure: bool) -> None:
+    """The first thread's own value where all take it from the first."""
+    truth, to, value, lane = ins.operands[:4]
+    value = regs.get(value)
+    same = "IDX" in ins.modifiers and regs.get(lane) == 0
+    regs.put(to, value if same else unknown((value,)), sure=sure)
+    regs.put_truth(truth, None, sure=sure)
+
+
+def _vote(regs: Registers, ins: Instruction, sure: bool) -> None:
+    """As if the first thread were alone."""
+    for operand in ins.operands[:2]:
+        if is_predicate(operand):
+            regs.put_truth(operand, regs.holds(ins.operands[-1]), sure=sure)
+        else:
+            holds = regs.holds(ins.operands[-1])
+            regs.put(operand, int(holds) if isinstance(holds, bool) else holds, sure=sure)
+
+
+def _predicates_to_register(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to, _, base, mask = ins.operands
+    mask_value, base_value = regs.get(mask), regs.get(base)
+    bits: Value = 0
+    for i in range(7):
+        if mask_value >> i & 1:
+            truth = regs.truths.get(f"P{i}")
+            if not isinstance(truth, bool) or not isinstance(bits, int):
+                bits = FROM_ATOMIC if FROM_ATOMIC in (truth, bits) else None
+            else:
+                bits |= truth << i
+    known = isinstance(bits, int) and isinstance(base_value, int) and not ins.modifiers
+    regs.put(to, base_value & ~mask_value | bits if known else unknown((bits,)), sure=sure)
+
+
+def _register_to_predicates(regs: Registers, ins: Instruction, sure: bool) -> None:
+    _, source, mask = ins.operands
+    value, mask_value = regs.get(source), regs.get(mask)
+    for i in range(7):
+        if mask_value >> i & 1:
+            known = isinstance(value, int) and not ins.modifiers
+            regs.put_truth(f"P{i}", bool(value >> i & 1) if known else unknown((value,)), sure=sure)
+
+
+def _store_shared(regs: Registers, ins: Instruction, sure: bool) -> None:
+    address, value = shared_address(regs, ins.operands[0]), regs.get(ins.operands[1])
+    if address is not None:
+        (regs.shared_from_atomic.add if value is FROM_ATOMIC else regs.shared_from_atomic.discard)(address)
+
+
+def _load_shared(regs: Registers, ins: Instruction, sure: bool) -> None:
+    address = shared_address(regs, ins.operands[1])
+    _forget(regs, ins, sure)
+    if address in regs.shared_from_atomic:
+        regs.put(ins.operands[0], FROM_ATOMIC, sure=sure)
+
+
+def _atomic(regs: Registers, ins: Instruction, sure: bool) -> None:
+    to = next((o for o in ins.operands if not is_predicate(o)), None)
+    if to and to.startswith("R"):
+        regs.put(to, FROM_ATOMIC)
+        if "64" in ins.modifiers:
+            regs.put(following(to), FROM_ATOMIC)
+
+
+def _width(ins: Instruction) -> int:
+    """Registers that an instruction writes whose result is not known."""
+    mods, name = ins.modifiers, ins.name
+    if name == "HGMMA":
+        rows, columns, _ = map(int, next(m for m in mods if m.count("x") == 2).split("x"))
+        return rows * columns // 128
+    if name in ("HMMA", "IMMA") or "128" in mods or (name == "LDSM" and "4" in mods):
+        return 4
+    if name in ("DADD", "DMUL", "DFMA", "DMMA") or mods & {"64", "F64", "WIDE", "U64", "S64"}:
+        return 2
+    return 2 if name == "LDSM" and "2" in mods else 1
+
+
+_WITHOUT_RESULT = (
+    "ST", "RED", "BAR", "BSSY", "BSYNC", "NOP", "DEPBAR", "LDGDEPBAR", "LDGSTS", "MEMBAR", "WARPGROUP", "FENCE",
+    "WARPSYNC", "ERRBAR", "CCTL", "YIELD", "NANOSLEEP", "SYNCS", "UBLKCP", "UTMA", "PREEXIT", "ACQBULK", "BMOV",
+    "BREAK",
+)  # fmt: skip
+
+
+def _forget(regs: Registers, ins: Instruction, sure: bool) -> None:
+    """Whatever an instruction writes is unknown after it; it depends on an atomic where its sources do."""
+    if ins.name.startswith(_WITHOUT_RESULT) or not ins.operands:
+        return
+    operands = list(ins.operands)
+    written = []
+    while operands and re.fullmatch(r"U?P[0-9T]", operands[0]):
+        written.append(operands.pop(0))
+    # a comparison writes predicates only
+    register = operands.pop(0) if operands and not ins.name.endswith(("SETP", "SET2")) else None
+    values = tuple(regs.holds(o) if is_predicate(o) else regs.get(o) for o in operands)
+    missing = None if ins.name.startswith("LD") else unknown(values)
+    for predicate in written:
+        regs.put_truth(predicate, missing)
+    for _ in range(_width(ins) if register else 0):
+        regs.put(register, missing)
+        register = following(register)
+
+
+_TABLE: dict[str, Callable[[Registers, Instruction, bool], None]] = {
+    "IADD3": _arithmetic(lambda ins, a, b, c: a + b + c, sources=3),
+    "IADD": _arithmetic(lambda ins, a, b: a + b, sources=2),
+    "VIADD": _arithmetic(lambda ins, a, b: a + b, sources=2),
+    "IMAD": _imad, "LEA": _lea, "LOP3": _lop3, "PLOP3": _plop3, "ISETP": _isetp, "SHF": _shift, "SEL": _select,
+    "IMNMX": _extreme, "VIMNMX": _extreme, "VIADDMNMX": _extreme, "S2R": _special, "S2UR": _special, "CS2R": _special,
+    "LDC": _load_constant, "MOV": _move, "R2UR": _move, "HFMA2": _half_constants,
+    "IABS": _unary(lambda ins, a: abs(signed(a))),
+    "I2F": _unary(_to_float), "MUFU": _unary(_reciprocal), "F2I": _unary(_to_integer),
+    "POPC": _unary(lambda ins, a: a.bit_count()),
+    "FLO": _unary(lambda ins, a: a.bit_length() - 1 if "U32" in ins.modifiers else None),
+    "BREV": _unary(lambda ins, a: int(f"{a:032b}"[::-1], 2)),
+    "PRMT": _permute, "SGXT": _arithmetic(_sign_extend, sources=2), "SHFL": _shuffle, "VOTE": _vote, "VOTEU": _vote,
+    "P2R": _predicates_to_register, "R2P": _register_to_predicates, "STS": _store_shared, "LDS": _load_shared,
+    "ATOM": _atomic, "ATOMG": _atomic,
+}  # fmt: skip
+# the same on registers that a warp shares
+_TABLE |= {f"U{name}": _TABLE[name] for name in (
+    "IADD3", "IMAD", "LEA", "LOP3", "PLOP3", "ISETP", "SHF", "SEL", "LDC", "MOV", "PRMT", "SGXT", "FLO", "POPC", "BREV",
+    "IMNMX", "VIMNMX", "VIADD",
+)}  # fmt: skip
+
+
+def carry_out(regs: Registers, ins: Instruction, *, sure: bool) -> None:
+    """Change the registers as an instruction does; sure: whether it is known that its guard holds."""
+    _TABLE.get(ins.name, _forget)(regs, ins, sure)

@@ -1,0 +1,317 @@
+"""Record every launch of one training step without running a kernel, and without a GPU.
+
+Triton's own just-in-time path runs, with a driver that launches nothing: its binder derives types, alignment and
+divisibility of the arguments as on a GPU. PyTorch's operators run on the CPU and are counted by a dispatch mode.
+"""
+
+from __future__ import annotations
+
+import compilable  # noqa: F401
+
+# isort: split
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from captures import EagerCapture
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from nasfast.engine import EagerEngine
+from nasfast.engine.graphs import GraphEngine
+from nasfast.ops import use_backend
+from nasfast.spaces import Arch, get_space, mean_path
+from nasfast.supernet import Supernet
+from nasfast.train.loop import TrainConfig, make_optimizer
+
+PHASES = ("forward", "backward", "engine", "optimizer")
+# arguments of which a kernel touches a few rows only
+_SAMPLED = {("expansion_terms_kernel", "x")}
+# operators that neither read nor write elements
+_NO_LAUNCH = ("empty", "new_empty", "resize_", "_reshape_alias", "_unsafe_view", "lift_fresh", "set_", "record_stream")
+# tensors that one launch of a _foreach operator takes, by the number of lists it goes through
+_FOREACH_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36}
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """One compilation that the just-in-time path asks for.
+
+    Attributes:
+        module, kernel: where the kernel is defined, and its name.
+        signature: type by argument, as Triton writes them; "constexpr" for constants.
+        constants: value by path (index of the argument, then of the element of a tuple).
+        attributes: what is known of an argument by path, such as divisibility by 16.
+        options: those that differ from the backend's defaults.
+    """
+
+    module: str
+    kernel: str
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The same for equal specialisations."""
+        return repr((self.module, self.kernel, self.signature, self.constants, self.attributes, self.options))
+
+
+@dataclass
+class Launch:
+    """One launch of a Triton kernel.
+
+    Attributes:
+        grid: programs by dimension.
+        arguments: the integers, by name; constants of the kernel among them.
+        bytes: of the distinct tensors it is given.
+        phase: one of PHASES.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    specialization: Specialization
+    bytes: int
+    phase: str
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+
+@dataclass
+class Step:
+    """Everything that one step launches.
+
+    Attributes:
+        launches: of Triton kernels, in order.
+        aten: launches by (phase, operator) of PyTorch.
+    """
+
+    launches: list[Launch] = field(default_factory=list)
+    aten: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def aten_launches(self) -> int:
+        return sum(self.aten.values())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Which step is recorded.
+
+    Attributes:
+        path: candidate by layer; None for the mean path of the space.
+        dtype: bf16 or fp32.
+        trains: what trains, as of `Supernet.freeze`.
+        engine: graphs, eager.
+    """
+
+    space: str = "mobilenet_v2"
+    path: Arch | None = None
+    batch: int = 32
+    resolution: int | None = None
+    dtype: str = "bf16"
+    trains: str = "bn"
+    engine: str = "graphs"
+
+
+class NoDriver:
+    """A Triton driver of a GPU that is not there. Kernels compile for it; their launches do nothing."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+        self.utils = self
+        self.launcher_cls = _no_launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
+
+
+def _no_launcher(source: Any, metadata: Any) -> Any:
+    return lambda *arguments: None
+
+
+@contextmanager
+def no_gpu(arch: int) -> Iterator[None]:
+    """Kernels launched within go through Triton's just-in-time path to a driver that launches nothing."""
+    driver.set_active(NoDriver(arch))
+    with use_backend("triton"):
+        yield
+
+
+class _Noted:
+    """Stands for a compiled kernel, and notes its launches."""
+
+    function = packed_metadata = None
+
+    def __init__(self, step: Step, kernel: JITFunction, specialization: Specialization) -> None:
+        self.step, self.kernel, self.specialization = step, kernel, specialization
+
+    def launch_metadata(self, grid: Any, stream: int, *values: Any) -> None:
+        return None
+
+    def run(self, *given: Any) -> None:
+        names = self.kernel.arg_names
+        grid, values = given[:3], given[len(given) - len(names) :]
+        arguments = dict(zip(names, values, strict=True))
+        name = self.kernel.fn.__name__
+        touched = {
+            (t.data_ptr(), t.numel()): t
+            for argument, value in arguments.items()
+            for t in (value if isinstance(value, (tuple, list)) else (value,))
+            if isinstance(t, Tensor) and (name, argument) not in _SAMPLED
+        }
+        self.step.launches.append(
+            Launch(
+                name, grid,
+                {k: v for k, v in arguments.items() if isinstance(v, (int, float, str))},
+                self.specialization,
+                sum(t.numel() * t.element_size() for t in touched.values()),
+                _phase(sys._getframe(1)),
+            )
+        )  # fmt: skip
+
+
+@contextmanager
+def recorded(step: Step, arch: int = 90) -> Iterator[None]:
+    """Fill `step` with what is launched within; compiles nothing."""
+    kernels: list[JITFunction] = []
+
+    def note(
+        kernel: JITFunction, key: Any, signature: Any, device: int, constants: Any, options: Any, attributes: Any,
+        warmup: bool,
+    ) -> _Noted:  # fmt: skip
+        cache, _, _, backend, _ = kernel.device_caches[device]
+        defaults = vars(backend.parse_options({}))
+        specialization = Specialization(
+            kernel.fn.__module__, kernel.fn.__name__, dict(signature), dict(constants), dict(attributes),
+            {name: value for name, value in vars(options).items() if value != defaults[name]},
+        )  # fmt: skip
+        cache[key] = noted = _Noted(step, kernel, specialization)
+        kernels.append(kernel)
+        return noted
+
+    with no_gpu(arch), patch.object(JITFunction, "_do_compile", note), _CountLaunches(step):
+        try:
+            yield
+        finally:
+            for kernel in kernels:
+                kernel.device_caches.clear()
+
+
+class _CountLaunches(TorchDispatchMode):
+    """Counts PyTorch's operators that would launch a kernel on a GPU."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace.startswith("nasfast"):
+            with self:  # what a launcher calls counts, not the launcher
+                return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        out = func(*args, **kwargs)
+        if not func.is_view and not func._opname.startswith(_NO_LAUNCH) and (count := _launches_of(func, args, out)):
+            self.step.aten[_phase(sys._getframe(1)), func._opname] += count
+        return out
+
+
+def _launches_of(func: Any, args: tuple, out: Any) -> int:
+    """Launches of one call; none where nothing has an element."""
+    if func._opname.startswith("_foreach"):
+        lists = [a for a in args if isinstance(a, (tuple, list)) and a and isinstance(a[0], Tensor)]
+        depth = len(lists) + (not func._opname.endswith("_"))
+        return math.ceil(len(lists[0]) / _FOREACH_TENSORS[min(depth, 4)])
+    tensors = [t for t in (*args, *(out if isinstance(out, (tuple, list)) else (out,))) if isinstance(t, Tensor)]
+    return int(any(t.numel() for t in tensors))
+
+
+def _phase(frame: FrameType | None) -> str:
+    """Which part of the step calls: the nearest frame outside PyTorch decides, if it is not inside a backward."""
+    inside_model = False
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward":
+            return "backward"
+        if "/torch/optim/" in code.co_filename or code.co_name.startswith("clip_grad"):
+            return "optimizer"
+        if "/nasfast/engine/" in code.co_filename and code.co_name != "loss_and_correct":
+            return "forward" if inside_model else "engine"
+        inside_model |= "/nasfast/" in code.co_filename or "/torch/nn/" in code.co_filename
+        frame = frame.f_back
+    return "engine"
+
+
+def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
+    """The path, a function that does forward and backward, and one that does the optimiser's part, all on the CPU."""
+    space = get_space(workload.space)
+    resolution = workload.resolution or space.resolution
+    path = workload.path or mean_path(space)
+    net = Supernet(space, init="gaussian", layer_indicators=False)
+    net.freeze(workload.trains)
+    net.to(memory_format=torch.channels_last).train()
+    shape = (workload.batch, space.in_channels, resolution, resolution)
+    images = torch.zeros(shape).contiguous(memory_format=torch.channels_last)
+    labels = torch.zeros(workload.batch, dtype=torch.long)
+    bf16 = workload.dtype == "bf16"
+    with use_backend("triton"):
+        engine = (
+            EagerEngine(net, bf16=bf16)
+            if workload.engine == "eager"
+            else GraphEngine(net, shape, bf16=bf16, capture=EagerCapture())
+        )
+    optimizer = make_optimizer(net, TrainConfig(lr=0.1))
+    for group in optimizer.param_groups:
+        group["foreach"] = True  # as PyTorch chooses on a GPU
+
+    def update() -> None:
+        used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(used, 5.0, foreach=True)
+        optimizer.step()
+
+    return path, lambda: engine.forward_backward(images, labels, [path]), update
+
+
+def record_step(workload: Workload) -> Step:
+    """Record one whole step, the optimiser's update included; it is not the first, so momentum is there."""
+    _, forward_backward, update = make_step(workload)
+    with recorded(Step()):
+        forward_backward()
+        update()
+    step = Step()
+    with recorded(step):
+        forward_backward()
+        update()
+    return step

@@ -1,0 +1,98 @@
+"""The model of a GPU step: what it counts in kernels that can be counted by hand, and what a real step launches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "issue_model.json"
+# how much worse than the committed results a step may be modelled before it counts as a regression: compilers differ
+SLACK = 1.05
+pytest.importorskip("triton")
+
+
+def _run(*command: str, cache: Path) -> str:
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    result = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+# ---- kernels that can be counted by hand
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """What the model says of the kernels in small_kernels.py, by name and architecture."""
+    return json.loads(_run(str(Path(__file__).parent / "small_kernels.py"), cache=tmp_path_factory.mktemp("cache")))
+
+
+ARCHS = ("86", "90")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("n", "m"), [(0, 3), (1, 1), (5, 1), (3, 7), (16, 9)])
+def test_nested_loops_run_as_often_as_their_bounds_say(small, arch, n, m):
+    walk = small[f"nested {n} {m}"][arch]["ordinary"]
+    assert (walk["loads"], walk["stores"]) == (n * m, 1)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_persistent_loop_runs_as_often_as_its_program_has_tiles(small, arch, index):
+    walk = small[f"persistent {index}"][arch]["ordinary"]
+    assert walk["loads"] == walk["stores"] == len(range(index, 11, 3))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("parts", [5, 37])
+def test_only_the_last_program_to_arrive_adds_the_parts(small, arch, parts):
+    found = small[f"last {parts}"][arch]
+    assert (found["ordinary"]["loads"], found["ordinary"]["stores"], found["ordinary"]["atomics"]) == (1, 1, 1)
+    assert (found["last"]["loads"], found["last"]["stores"], found["last"]["atomics"]) == (1 + parts, 2, 1)
+    assert found["last"]["cycles"] > found["ordinary"]["cycles"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("n", [0, 7, 250])
+def test_unrolled_loops_count_what_they_do(small, arch, n):
+    # two elements per thread
+    assert small[f"fma {n}"][arch]["ordinary"]["fma"] == 2 * n
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_loads_that_depend_on_each_other_wait_for_memory_each_time(small, arch):
+    short, long = (small[f"chase {n}"][arch]["ordinary"] for n in (10, 30))
+    assert long["loads"] - short["loads"] == 20
+    assert 600 <= (long["cycles"] - short["cycles"]) / 20 < 640
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_loop_that_depends_on_memory_is_refused(small, arch):
+    assert "depends on memory" in small["while"][arch]["error"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("ld", "accesses"), [(1024, {"16": 2}), (1040, {"16": 2}), (1048, {"2": 16})])
+def test_accesses_are_wide_where_triton_knows_a_multiple_of_16(small, arch, ld, accesses):
+    # 8 elements of 16 bits per thread, loaded and stored
+    assert small[f"copy {ld}"][arch]["ordinary"]["accesses"] == accesses
+
+
+def test_arguments_are_specialised_as_triton_does_it(small):
+    assert small["copy 1024"]["divisible"] == ["ld", "out", "x"]
+    # `shift` is 16 too, and declared not to be specialised
+    assert small["copy 1048"]["divisible"] == ["out", "x"]
+    assert small["copy 1024"]["signature"]["shift"] == "i32"
+    # 1 becomes a constant
+    assert small["nested 1 1"]["signature"]["n"] == "constexpr"
+    assert small["nested 3 7"]["signature"] == {
+        "x": "*fp32", "out": "*fp32", "n": "i32", "m": "i32", "BLOCK": "constexpr"
+    }  # fmt: skip
