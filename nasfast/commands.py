@@ -37,6 +37,7 @@ from nasfast.nasi import (
 from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
+from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
 from nasfast.spaces import ArchSpace, format_arch, get_space, names_file
 from nasfast.study import StudyReport
 from nasfast.wiring import (
@@ -162,17 +163,24 @@ def _study_config(parser: _Parser, argv: Sequence[str], kind: type[Config]) -> t
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
     for place, c in enumerate(found, start=1):
-        proof = "proven optimal" if c.optimal else c.status
+        proof = (PROVEN if place == 1 else PROVEN_NEXT) if c.optimal else c.status
         print(f"{place}. [{format_arch(c.arch)}]  score {c.score:.6g}  {c.macs:,} MACs  {c.params:,} params  ({proof})")
+    if any(c.optimal for c in found):
+        print(worth_of_score(cfg.run_dir))
     print(f"written: {cfg.run_dir / pipeline.ARCHS_FILE}")
 
 
 def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
+    width = max(map(len, results))
     for name, result in results.items():
         print(
-            f"{name:>8}: top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  {result.macs:,} MACs  "
+            f"{name:>{width}}: top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  {result.macs:,} MACs  "
             f"{result.params:,} params  [{format_arch(result.arch)}]"
         )
+    peers = [result.to_dict() for name, result in results.items() if is_peer(name)]
+    comparison = compare(results["best"].to_dict(), peers) if "best" in results else None
+    if comparison is not None:
+        print(comparison.sentence.replace("it is", "the best is", 1))
     print(f"written: {cfg.run_dir / 'retrain'}")
 
 
@@ -222,7 +230,9 @@ def _retrain(parser: _Parser, argv: Sequence[str]) -> None:
 
 def _export(parser: _Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--out", required=True, help="run directory")
-    parser.add_argument("--name", default="best", help="which retrained network: best, best-2, ..., random")
+    parser.add_argument(
+        "--name", default="best", help="which retrained network: best, best-2, ..., random, random-2, ..."
+    )
     parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
     args = parser.parse_args(list(argv))
     for file in pipeline.export(args.out, name=args.name, onnx=args.onnx):

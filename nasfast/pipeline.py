@@ -43,7 +43,7 @@ from nasfast.search import (
     run_search,
     save_candidates,
 )
-from nasfast.spaces import SearchSpace, get_space, load_arch
+from nasfast.spaces import Arch, SearchSpace, get_space, load_arch
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
@@ -54,6 +54,9 @@ _LOG = logging.getLogger(__name__)
 Stage = TypeVar("Stage", bound=Callable[..., Any])
 
 CONFIG_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "indicators.json", "archs.json"
+
+_PEER_TRIES = 20
+"""Draws per random architecture that is asked for, before it counts as not there."""
 
 _LATER = ("out", "device", "threads", "search", "retrain", "recalibration_batches")
 _LATER_DATA = ("train", "val", "workers", "max_bad_files", "loader", "prefetch", "cache_dir")
@@ -390,7 +393,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
     """Retrain the best architectures, and a random one of equal cost if asked; writes retrain/NAME/.
 
     Where a search of cells wrote space.yaml and arch_NAME.json, each of those architectures is retrained under its name
-    (`argmax`, `darts`); `retrain.top_k` and `retrain.random_baseline` are of no use there.
+    (`argmax`, `darts`); `retrain.top_k` and `retrain.random_architectures` are of no use there.
 
     Args:
         resume: continue each from its newest good checkpoint; so does a run that torchrun began and started again.
@@ -398,7 +401,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
             directory; a rank that trains a network by itself writes the files of that.
 
     Returns:
-        Results by name: `best`, `best-2`, ..., `random`.
+        Results by name: `best`, `best-2`, ..., `random`, `random-2`, ...
 
     Raises:
         FileNotFoundError: the search has not run.
@@ -453,17 +456,32 @@ def _chosen(cfg: RunConfig) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{error}: run `nasfast search --out {cfg.out}` again") from error
     chosen = {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(candidates)}
-    if cfg.retrain.random_baseline:
-        try:
-            chosen["random"] = equal_cost_random(
-                space, random.Random(cfg.seed), candidates[0].arch,
-                limits=cfg.search.limits, allow_identity=cfg.search.allow_identity,
-            )  # fmt: skip
-        except InfeasibleConstraintError as error:
-            _LOG.warning("no random baseline: %s", error)
+    peers = _random_peers(cfg, space, candidates[0].arch)
+    chosen |= {"random" if i == 0 else f"random-{i + 1}": arch for i, arch in enumerate(peers)}
     if len(candidates) < cfg.retrain.top_k:
         _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(candidates))
     return {"space": space.to_dict(), "chosen": chosen}
+
+
+def _random_peers(cfg: RunConfig, space: SearchSpace, best: Arch) -> list[Arch]:
+    """Different random architectures of the cost of `best`; fewer than asked for where there are no more."""
+    wanted, rng = cfg.retrain.random_architectures, random.Random(cfg.seed)
+    found: dict[Arch, None] = {}
+    try:
+        for _ in range(_PEER_TRIES * wanted):
+            if len(found) == wanted:
+                break
+            arch = equal_cost_random(
+                space, rng, best, limits=cfg.search.limits, allow_identity=cfg.search.allow_identity
+            )
+            found[arch] = None
+    except InfeasibleConstraintError as error:
+        _LOG.warning("no random architecture to compare with: %s", error)
+    if 0 < len(found) < wanted:
+        _LOG.warning(
+            "retrain.random_architectures=%d, but only %d different ones of that cost were found", wanted, len(found)
+        )
+    return list(found)
 
 
 def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> list[Path]:

@@ -27,7 +27,12 @@ SETTINGS = {
     "data": {"source": "digits", "batch_size": 128, "workers": 0},
     "train": {"epochs": 2, "lr": 0.1, "log_every": 5, "checkpoint_every": 4},
     "search": {"max_macs": 200_000},
-    "retrain": {"init": "inherit", "top_k": 2, "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4}},
+    "retrain": {
+        "init": "inherit",
+        "top_k": 2,
+        "random_architectures": 1,
+        "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4},
+    },
     "threads": 1,
 }
 NETWORKS = ("best", "best-2", "random")

@@ -119,7 +119,7 @@ def test_what_a_search_writes_is_retrained(tmp_path, capsys, space):
         assert main(["search", f"--out={run}", *data, "--search.top_k=1"]) == 0
         data = []
     name = "nasi" if space == "nas_bench_201" else "best"
-    flags = [f"--out={run}", *data, "--retrain.train.epochs=1", "--retrain.random_baseline=false", "--threads=1"]
+    flags = [f"--out={run}", *data, "--retrain.train.epochs=1", "--retrain.random_architectures=0", "--threads=1"]
     assert main(["retrain", *flags]) == 0
     assert (run / "retrain" / name / "result.json").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.lock import RunDirectoryError
 from nasfast.pipeline import RunConfig
+from nasfast.report.evidence import compare
 from nasfast.retrain import retrain
 from nasfast.search import InfeasibleConstraintError, load_candidates
 from nasfast.spaces import SKIP, FairSampler, SearchSpace, load_arch
@@ -31,7 +33,7 @@ SETTINGS = {
     "data": {"source": "digits", "batch_size": 128, "workers": 0},
     "train": {"epochs": 2, "lr": 0.1, "log_every": 5, "checkpoint_every": 4},
     "search": {"max_macs": LIMIT, "top_k": 3},
-    "retrain": {"top_k": 1, "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4}},
+    "retrain": {"top_k": 1, "random_architectures": 1, "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4}},
     "threads": 1,
 }
 
@@ -227,7 +229,39 @@ def test_later_stages_need_neither_the_space_file_nor_the_old_settings(run_dir, 
     found = load_candidates(out / "archs.json")
     assert (found.max_macs, len(found.candidates)) == (190_000, 1)
     shutil.rmtree(out / "checkpoints")
-    assert main(["retrain", "--out", str(out), "--retrain.random_baseline", "false"]) == 0
+    assert main(["retrain", "--out", str(out), "--retrain.random_architectures", "0"]) == 0
+
+
+def test_what_the_terminal_says_claims_no_more_than_the_interval_allows(run_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    assert main(["search", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("proven: no other within the limits has a higher score") == 1
+    assert shown.count("proven: only those above have a higher score") == 2
+    assert "The proof is of the score alone: how well it ranks trained accuracies was not measured" in shown
+    assert main(["retrain", "--out", str(out), "--resume"]) == 0
+    forms = [json.loads((out / "retrain" / n / "result.json").read_text()) for n in ("best", "random")]
+    expected = compare(forms[0], forms[1:])
+    assert expected.images == forms[0]["images"] > 100
+    assert expected.gain == pytest.approx(100 * (forms[0]["top1"] - forms[1]["top1"]))
+    assert expected.sentence.replace("it is", "the best is", 1) in capsys.readouterr().out
+
+
+def test_random_architectures_differ_and_cost_the_same(run_dir, caplog):
+    space = SearchSpace.load(run_dir / "space.yaml")
+    best = load_candidates(run_dir / "archs.json", space).candidates[0].arch
+    cfg = RunConfig.load(run_dir / "config.yaml")
+    cfg = cfg.replace(retrain=cfg.retrain.replace(random_architectures=3), search=cfg.search.replace(max_macs=None))
+    target = space.cost(best).macs
+    every = set(itertools.product(range(3), repeat=4)) - {best}
+    near = {a for a in every if abs(space.cost(a).macs - target) <= 0.01 * target}
+    peers = pipeline._random_peers(cfg, space, best)
+    assert len(set(peers)) == len(peers) == min(3, len(near)) and set(peers) <= near
+    many = cfg.replace(retrain=cfg.retrain.replace(random_architectures=len(near) + 5))
+    assert set(pipeline._random_peers(many, space, best)) == near
+    assert f"only {len(near)} different ones of that cost were found" in caplog.text
+    assert pipeline._random_peers(cfg.replace(retrain=cfg.retrain.replace(random_architectures=0)), space, best) == []
 
 
 def test_an_identity_in_the_answer_can_be_retrained(run_dir, tmp_path):
@@ -239,7 +273,7 @@ def test_an_identity_in_the_answer_can_be_retrained(run_dir, tmp_path):
     assert main(["search", "--out", str(out), "--search.allow_identity", "true", "--search.max_macs", str(least)]) == 0
     shutil.rmtree(out / "checkpoints")
     assert (
-        main(["retrain", "--out", str(out), "--retrain.random_baseline", "false", "--search.allow_identity", "true"])
+        main(["retrain", "--out", str(out), "--retrain.random_architectures", "0", "--search.allow_identity", "true"])
         == 0
     )
     assert load_arch(out / "retrain/best/arch.json", space)[1::2] == (SKIP, SKIP)
@@ -250,7 +284,7 @@ def test_inherited_retraining(run_dir, tmp_path):
     shutil.copytree(run_dir, out)
     for path in (out / "checkpoints").glob("retrain*"):
         path.unlink()
-    flags = ["--retrain.init", "inherit", "--retrain.random_baseline", "false", "--retrain.top_k", "2"]
+    flags = ["--retrain.init", "inherit", "--retrain.random_architectures", "0", "--retrain.top_k", "2"]
     assert main(["retrain", "--out", str(out), *flags]) == 0
     assert (out / "retrain/best-2/result.json").exists()
     assert (out / "retrain/best/model.safetensors").read_bytes() != (
@@ -409,7 +443,7 @@ EVOLUTION = {
 def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
     settings = write_config(
         tmp_path / "config", method=method, recalibration_batches=2, search=EVOLUTION,
-        train={"epochs": 1, "log_every": 5}, retrain={"random_baseline": False, "train": {"epochs": 1}},
+        train={"epochs": 1, "log_every": 5}, retrain={"random_architectures": 0, "train": {"epochs": 1}},
     )  # fmt: skip
     out = tmp_path / "run"
     assert main(["run", "--out", str(out), "--config", str(settings)]) == 0
@@ -449,7 +483,7 @@ def test_bnnas_runs_without_layer_indicators(tmp_path):
         tmp_path / "config",
         method="bnnas",
         train={"epochs": 1},
-        retrain={"random_baseline": False, "train": {"epochs": 1}},
+        retrain={"random_architectures": 0, "train": {"epochs": 1}},
     )
     out = tmp_path / "run"
     assert main(["run", "--out", str(out), "--config", str(settings)]) == 0
@@ -498,7 +532,7 @@ def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, 
     smaller = space.cost(earlier).macs - 1
     assert main(["search", "--out", str(out), "--search.max_macs", str(smaller)]) == 0
     assert RunConfig.load(out / "config.yaml").search.max_macs == smaller
-    assert main(["retrain", "--out", str(out), "--retrain.random_baseline", "false"]) == 0
+    assert main(["retrain", "--out", str(out), "--retrain.random_architectures", "0"]) == 0
     best = load_candidates(out / "archs.json", space).candidates[0].arch
     assert load_arch(out / "retrain/best/arch.json", space) == best != earlier
     (kept,) = (out / "retrain-superseded").iterdir()

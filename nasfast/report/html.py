@@ -14,9 +14,9 @@ from nasfast.config import load_yaml, portable
 from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import plots
+from nasfast.report.evidence import Comparison, compare, is_peer, worth_of_score
 from nasfast.report.page import embedded, escape, page_of, table_of
 from nasfast.search import SearchResult, load_candidates, pareto_front, sample_under
-from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.spaces import SearchSpace, format_arch, from_yaml
 
 # Random architectures in the score-MACs figure.
@@ -122,7 +122,7 @@ def write_report(run_dir: str | Path) -> Path:
     sections: list[tuple[str, str, Callable[[_Run], str]]] = [
         ("summary", "Summary", _summary),
         ("architecture", "Best architecture", _strip),
-        ("top", "Top architectures and their proof", _top_k),
+        ("top", "Architectures of the highest scores", _top_k),
         ("pareto", "Score against cost", _pareto),
         ("indicators", "Indicators", _heatmap),
         ("supernet", "Supernet training", _supernet_curves),
@@ -155,18 +155,19 @@ def _summary(run: _Run) -> str:
     best = result.candidates[0]
     limits = [f"{_millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
     cards = [
-        (f"{best.score:.4g}", "summed indicator score" if best.optimal else "score"),
+        (f"{best.score:.4g}", "score, proven highest within the limits" if best.optimal else "score"),
         (_millions(best.macs), "MACs per image"),
         (_millions(best.params), "parameters"),
     ]
     retrained = run.retrained
-    trained, peer = retrained.get("best"), retrained.get("random")
+    trained = retrained.get("best")
+    peers = [form for name, form in retrained.items() if is_peer(name)]
     current = trained is not None and trained["arch"] == list(best.arch)
-    comparable = current and peer is not None and _same_terms(trained, peer)
+    comparison = compare(trained, peers) if current else None
     if current:
         cards.append((_percent(trained["top1"]), "top-1, retrained"))
-    if comparable:
-        cards.append((_percent(peer["top1"]), "top-1, random architecture of equal cost"))
+    if comparison is not None:
+        cards.append((_percent(trained["top1"] - comparison.gain / 100), _label_of(comparison)))
     sentences = [
         f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
@@ -177,26 +178,23 @@ def _summary(run: _Run) -> str:
         sentences.append("Not retrained yet: <code>nasfast retrain</code>.")
     elif not current:
         sentences.append(_STALE)
-    elif comparable:
-        gain = 100 * (trained["top1"] - peer["top1"])
-        word = "above" if gain > 0 else "below" if gain < 0 else "away from"
+    elif comparison is not None:
+        sentences.append(comparison.sentence)
+    elif peers:
         sentences.append(
-            f"Retrained, it is {abs(gain):.2f} percentage points {word} a random architecture of equal cost "
-            f"({_millions(peer['macs'])} MACs)."
+            "The retrained random architectures are not of equal cost, training and images, so nothing is compared: "
+            "run <code>nasfast retrain</code> again."
         )
-    elif peer is not None:
-        sentences.append(
-            "The retrained random architecture is not of equal cost and training, so the two are not compared: run "
-            "<code>nasfast retrain</code> again."
-        )
+    if best.optimal:
+        sentences.append(escape(worth_of_score(run.folder)))
     html_cards = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
     return f'<div class="cards">{html_cards}</div>' + "".join(f"<p>{s}</p>" for s in sentences)
 
 
-def _same_terms(trained: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:
-    """Whether a random architecture's result is a baseline of the other: equal cost, trained as long."""
-    near = abs(peer["macs"] - trained["macs"]) <= EQUAL_COST_TOLERANCE * trained["macs"]
-    return near and peer["epochs"] == trained["epochs"]
+def _label_of(comparison: Comparison) -> str:
+    if comparison.peers == 1:
+        return "top-1, random architecture of equal cost"
+    return f"mean top-1 of {comparison.peers} random architectures of equal cost"
 
 
 def _strip(run: _Run) -> str:
@@ -208,13 +206,13 @@ def _strip(run: _Run) -> str:
 def _top_k(run: _Run) -> str:
     rows = []
     for place, c in enumerate(run.result.candidates, 1):
-        proof = f"optimal (gap {c.gap:.1e})" if c.optimal else "not proven"
+        proof = f"highest score (gap {c.gap:.1e})" if c.optimal else "not proven"
         rows.append(
             [place, f"{c.score:.6g}", _millions(c.macs), _millions(c.params), format_arch(c.arch), proof, c.status]
         )
     note = (
-        "Optimal: no architecture within the limits that is not listed above it scores higher; "
-        "gap is the distance between its score and the proven bound."
+        "Highest score: no architecture within the limits that is not listed above it scores higher; gap is the "
+        f"distance between its score and the proven bound. {escape(worth_of_score(run.folder))}"
     )
     header = ["#", "score", "MACs", "parameters", "architecture", "proof", "status"]
     return table_of(header, rows, text_columns=(4, 5, 6)) + f'<p class="soft">{note}</p>'
@@ -245,7 +243,7 @@ def _pareto(run: _Run) -> str:
         [(c.macs, c.score) for c in result.candidates],
         max_macs=result.max_macs,
     )
-    return run.figure("pareto", figure, "The front is exact: no architecture lies above and left of it.")
+    return run.figure("pareto", figure, "The front is exact in the score: no architecture lies above and left of it.")
 
 
 @_needs_indicators

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,7 +38,8 @@ class RetrainConfig(ConfigBase):
     Attributes:
         init: fresh weights by `orthogonal`, `delta_orthogonal`, `gaussian` or `he`, or `inherit` the supernet's.
         top_k: how many of the best architectures to retrain.
-        random_baseline: also retrain a random architecture of about the same MACs, to compare with.
+        random_architectures: how many random architectures of about the best one's MACs are retrained to compare with.
+            Of one alone nobody knows whether it is a good or a bad one of its cost; 0 for no comparison.
         parallel: with several processes, `batch`: all of them train each network, with a share of every batch; or
             `networks`: each trains networks of its own, as a single process would.
         train: the training settings.
@@ -44,13 +47,15 @@ class RetrainConfig(ConfigBase):
 
     init: Literal["orthogonal", "delta_orthogonal", "gaussian", "he", "inherit"] = "orthogonal"
     top_k: int = 1
-    random_baseline: bool = True
+    random_architectures: int = 3
     parallel: Literal["batch", "networks"] = "batch"
     train: TrainConfig = TrainConfig(epochs=20, lr=0.1)
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.random_architectures < 0:
+            raise ValueError(f"random_architectures must not be negative, got {self.random_architectures}")
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,9 @@ class RetrainResult(ConfigBase):
         loss: validation cross-entropy in nats.
         epochs: trained.
         seconds: wall time of this process's part of the training.
+        images: validated on; 0 in results of earlier versions, which have no record of single images.
+        correct: hexadecimal digits whose bits say, image by image, whether the network is right (numpy.packbits).
+        ranks: that shared the images: their order is by rank, then by that of the loader.
     """
 
     arch: Arch
@@ -75,6 +83,9 @@ class RetrainResult(ConfigBase):
     loss: float
     epochs: int
     seconds: float
+    images: int = 0
+    correct: str = ""
+    ranks: int = 1
 
 
 def retrain(
@@ -139,7 +150,8 @@ def retrain(
         measured, cost = evaluation(network), space.cost(arch)
         result = RetrainResult(
             arch=arch, macs=cost.macs, params=cost.params, top1=measured.top1, top5=measured.top5, loss=measured.loss,
-            epochs=settings.epochs, seconds=time.monotonic() - started,
+            epochs=settings.epochs, seconds=time.monotonic() - started, images=measured.images,
+            correct=_packed(world.gather(bytes(measured.correct))), ranks=world.size,
         )  # fmt: skip
         if not world.is_main:
             return result
@@ -148,6 +160,11 @@ def retrain(
             return earlier  # a finished retraining was resumed
         write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
         return result
+
+
+def _packed(shares: Sequence[bytes]) -> str:
+    """Bits of all ranks' images, one byte 0 or 1 for each, as hexadecimal digits."""
+    return np.packbits(np.frombuffer(b"".join(shares), dtype=np.uint8)).tobytes().hex()
 
 
 def _earlier_result(folder: Path, arch: Arch) -> RetrainResult | None:

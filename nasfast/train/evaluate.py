@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -16,12 +16,17 @@ from nasfast.train.batches import as_epochs
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Shares of images in [0, 1], mean cross-entropy in nats, and how many images were seen."""
+    """Shares of images in [0, 1], mean cross-entropy in nats, and how many images were seen.
+
+    Attributes:
+        correct: of each image of this rank, in the loader's order, whether the largest logit is its label's.
+    """
 
     top1: float
     top5: float
     loss: float
     images: int
+    correct: tuple[bool, ...] = field(default=(), repr=False)
 
 
 def count_correct(logits: Tensor, labels: Tensor, k: int) -> Tensor:
@@ -46,14 +51,16 @@ def evaluate(
         TypeError: it has no length or is no iterable.
     """
     training = isinstance(forward, nn.Module) and forward.training
-    totals = torch.zeros(4, dtype=torch.float64)
+    totals, correct = torch.zeros(4, dtype=torch.float64), []
     try:
         if training:
             forward.eval()
         for x, y in as_epochs(loader).epoch(0, device=device):
             logits = forward(x).float()
             loss = F.cross_entropy(logits, y, reduction="sum")
-            totals[:3] += torch.stack([count_correct(logits, y, 1), count_correct(logits, y, 5), loss]).double().cpu()
+            right = logits.topk(1, dim=1).indices[:, 0] == y
+            totals[:3] += torch.stack([right.sum(), count_correct(logits, y, 5), loss]).double().cpu()
+            correct += right.tolist()
             totals[3] += len(y)
     finally:
         if training:
@@ -63,7 +70,7 @@ def evaluate(
     if not images:
         raise ValueError("evaluate: the loader gave no image")
     top1, top5, loss, _ = (totals / images).tolist()
-    return Evaluation(top1, top5, loss, images)
+    return Evaluation(top1, top5, loss, images, tuple(correct))
 
 
 @torch.no_grad()

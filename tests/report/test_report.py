@@ -56,8 +56,10 @@ def test_finished_run(finished_run):
     for expected in (
         "75.12 %",
         "71.03 %",
-        "4.09 percentage points above",
-        "optimal (gap",
+        "4.09 percentage points above the mean of 3 random architectures of equal cost (95 % interval +",
+        "neither the images nor the choice of random architectures explains",
+        "highest score (gap",
+        "The proof is of the score alone. How well the score ranks trained accuracies: The predictor",
         "Kendall",
         "max_macs",
         "avx2",
@@ -110,14 +112,34 @@ def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(finished
     assert "top-1, r" not in text.split("Best architecture:")[0]
 
 
-@pytest.mark.parametrize("changes", [{"macs": 300_000_000}, {"epochs": 1}])
-def test_a_random_architecture_on_other_terms_is_not_compared(finished_run, tmp_path, changes):
+@pytest.mark.parametrize("changes", [{"macs": 300_000_000}, {"epochs": 1}, {"correct": ""}])
+def test_random_architectures_on_other_terms_are_not_compared(finished_run, tmp_path, changes):
     shutil.copytree(finished_run, tmp_path / "run")
-    change_result(tmp_path / "run", "random", **changes)
+    for name in ("random", "random-2"):
+        change_result(tmp_path / "run", name, **changes)
+    assert "above one random architecture of equal cost" in page_of(tmp_path / "run").text
+    change_result(tmp_path / "run", "random-3", **changes)
     text = page_of(tmp_path / "run").text
-    assert "the two are not compared" in text
+    assert "so nothing is compared" in text
     assert "percentage points" not in text
-    assert "top-1, random" not in text
+    assert "random architecture of equal cost" not in text
+
+
+def test_no_difference_is_claimed_inside_its_interval(finished_run, tmp_path):
+    """The random architectures scatter by more than what the best has over their mean."""
+    shutil.copytree(finished_run, tmp_path / "run")
+    form = json.loads((finished_run / "retrain" / "best" / "result.json").read_text())
+    change_result(tmp_path / "run", "random-2", correct=form["correct"], top1=form["top1"])
+    text = page_of(tmp_path / "run").text
+    assert "2.39 percentage points above the mean of 3" in text
+    assert "no difference can be told" in text
+
+
+def test_a_score_that_was_never_compared_is_said_to_be(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    (tmp_path / "run" / "rank.json").unlink()
+    # in the summary and beside the list
+    assert page_of(tmp_path / "run").text.count("was not measured in this run") == 2
 
 
 @pytest.mark.parametrize(("top1", "noted"), [(0.019, True), (0.03, False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from tiny import batches, tiny_space
@@ -34,6 +35,20 @@ def test_it_learns_and_reports_what_it_measured(retrained):
 
 def test_result_json_is_the_result(retrained):
     assert RetrainResult.from_dict(json.loads((retrained.folder / "result.json").read_text())) == retrained.result
+
+
+def test_every_image_is_recorded(tmp_path):
+    """The bits are those of the saved network, image by image; every third label is wrong on purpose."""
+    val = [(x, torch.where(torch.arange(len(y)) % 3 == 0, (y + 1) % 4, y)) for x, y in batches(3, size=7, seed=1)]
+    cfg = RetrainConfig(train=TrainConfig(epochs=4, lr=0.1))
+    result = retrain(tiny_space(), (1, 0, 2, 1), batches(8), val, cfg, run_dir=tmp_path)
+    network = load_model(tmp_path / "retrain" / "best").eval()
+    with torch.no_grad():
+        right = torch.cat([network(x).argmax(1) == y for x, y in val])
+    assert (result.images, result.ranks) == (21, 1)
+    assert result.correct == np.packbits(right.numpy()).tobytes().hex()
+    assert right.double().mean().item() == pytest.approx(result.top1)
+    assert 0 < result.top1 < 1
 
 
 def test_files(retrained):
@@ -115,7 +130,12 @@ def test_another_architecture_does_not_resume_this_one(retrained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("form", "message"), [({"top_k": 0}, "top_k must be at least 1"), ({"init": "kaiming"}, "'kaiming', allowed")]
+    ("form", "message"),
+    [
+        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"random_architectures": -1}, "random_architectures must not be negative, got -1"),
+        ({"init": "kaiming"}, "'kaiming', allowed"),
+    ],
 )
 def test_settings_that_cannot_be(form, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,0 +1,120 @@
+"""What may be said of a difference: intervals by hand, their coverage in simulations, and the sentences."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from nasfast.report.evidence import compare, is_peer, worth_of_score
+
+
+def form(right, *, macs=1000, epochs=5, ranks=1):
+    """`result.json` of a network that is right where `right` is 1."""
+    right = np.asarray(right, dtype=np.uint8)
+    return {
+        "macs": macs, "epochs": epochs, "ranks": ranks, "images": len(right),
+        "correct": np.packbits(right).tobytes().hex(), "top1": float(right.mean()),
+    }  # fmt: skip
+
+
+def test_one_peer_by_hand():
+    """Ten images, nine and seven right: d has mean 0.2 and values 1 (three times), -1 (once), 0 (six times)."""
+    best = form([1, 1, 1, 0, 1, 1, 1, 1, 1, 1])
+    peer = form([0, 0, 0, 1, 1, 1, 1, 1, 1, 1])
+    found = compare(best, [peer])
+    deviation = math.sqrt((3 * 0.8**2 + 1.2**2 + 6 * 0.2**2) / 9)
+    half = 100 * 1.959963985 * deviation / math.sqrt(10)
+    assert (found.gain, found.peers, found.images) == (pytest.approx(20), 1, 10)
+    assert (found.low, found.high) == (pytest.approx(20 - half), pytest.approx(20 + half))
+    assert not found.told
+    assert "20.00 percentage points above one random architecture" in found.sentence
+    assert found.sentence.endswith("no difference can be told.")
+
+
+def test_three_peers_by_hand():
+    rng = np.random.default_rng(0)
+    best, *peers = (rng.random(400) < share for share in (0.9, 0.7, 0.72, 0.77))
+    found = compare(form(best), [form(p) for p in peers])
+    d = best - np.mean(peers, axis=0)
+    of_images = 1.959963985 * np.std(d, ddof=1) / 20
+    of_archs = 4.302652730 * np.std([p.mean() for p in peers], ddof=1) / math.sqrt(3)
+    assert found.gain == pytest.approx(100 * (best.mean() - np.mean([p.mean() for p in peers])))
+    assert found.high - found.gain == pytest.approx(100 * math.hypot(of_images, of_archs))
+    assert found.gain - found.low == pytest.approx(found.high - found.gain)
+
+
+def test_pairing_makes_the_interval_of_a_hard_test_narrow():
+    """Both fail on the same half: what they share tells nothing about their difference."""
+    hard = np.arange(1000) % 2 == 0
+    best, peer = ~hard, ~hard & (np.arange(1000) % 20 != 1)
+    found = compare(form(best), [form(peer)])
+    shuffled = compare(form(best), [form(np.random.default_rng(0).permutation(peer))])
+    assert found.gain == pytest.approx(shuffled.gain) == pytest.approx(5)
+    assert found.high - found.low < 0.4 * (shuffled.high - shuffled.low)
+    assert found.told
+
+
+@pytest.mark.parametrize(("peers", "spread", "least"), [(1, 0.0, 0.92), (3, 0.02, 0.92), (5, 0.05, 0.92)])
+def test_nothing_is_claimed_where_there_is_nothing(peers, spread, least):
+    """Best and random architectures come from one distribution; a difference may be claimed in one run of twenty.
+
+    The best one's own deviation is not in the interval, so it is the distribution's mean here.
+    """
+    rng, covered, runs = np.random.default_rng(1), 0, 600
+    for _ in range(runs):
+        difficulty = rng.normal(0, 0.2, 500)
+        shares = [0.7, *rng.normal(0.7, spread, peers)]
+        best, *others = (rng.random(500) < np.clip(share + difficulty, 0, 1) for share in shares)
+        # clipping moves the mean of all networks alike, up to a part of the spread that 500 images do not see
+        covered += not compare(form(best), [form(o) for o in others]).told
+    assert covered / runs > least
+
+
+def test_a_real_difference_is_told():
+    rng = np.random.default_rng(2)
+    best, *peers = (rng.random(2000) < share for share in (0.8, 0.70, 0.71, 0.72))
+    found = compare(form(best), [form(p) for p in peers])
+    assert found.told and found.low > 0
+    assert "3 random architectures of equal cost" in found.sentence
+    assert "neither the images nor the choice of random architectures explains" in found.sentence
+    worse = compare(form(peers[0]), [form(best)])
+    assert worse.told and worse.high < 0
+    assert "below one random architecture" in worse.sentence and "these two networks" in worse.sentence
+
+
+def test_one_lucky_peer_widens_the_interval():
+    """Images alone would call it a difference; that random architectures scatter as much forbids it."""
+    rng = np.random.default_rng(3)
+    best, low, high = (rng.random(20_000) < share for share in (0.80, 0.70, 0.84))
+    assert compare(form(best), [form(low)]).told
+    assert not compare(form(best), [form(low), form(high)]).told
+
+
+@pytest.mark.parametrize("changes", [{"macs": 1011}, {"epochs": 4}, {"ranks": 2}])
+def test_results_on_other_terms_are_left_out(changes):
+    best, peer = form([1, 0, 1]), form([1, 1, 0])
+    assert compare(best, [form([1, 1, 0], **changes)]) is None
+    assert compare(best, [peer, form([1, 1, 1], **changes)]) == compare(best, [peer])
+    assert compare(best, [form([1, 0, 1, 1])]) is None
+    assert compare(best, [{**peer, "correct": ""}]) is None
+    assert compare({k: v for k, v in best.items() if k != "correct"}, [peer]) is None
+
+
+def test_names_of_peers():
+    assert [name for name in ("best", "random", "random-2", "best-2", "randomly") if is_peer(name)] == [
+        "random",
+        "random-2",
+    ]
+
+
+def test_the_proof_stands_beside_what_the_score_is_worth(tmp_path):
+    assert "was not measured in this run" in worth_of_score(tmp_path)
+    (tmp_path / "rank.json").write_text(json.dumps({"verdict": "It ranks nothing."}))
+    assert worth_of_score(tmp_path).startswith("The proof is of the score alone.")
+    assert worth_of_score(tmp_path).endswith("It ranks nothing.")
+    for damaged in ("{", "[]", "{}", '{"verdict": 3}'):
+        (tmp_path / "rank.json").write_text(damaged)
+        assert "was not measured in this run" in worth_of_score(tmp_path)
