@@ -34,7 +34,7 @@ _SETTINGS: dict[str, Any] = {
     "threads": 1,
     "train": {"epochs": 3, "log_every": 5, "checkpoint_every": 4},
     "search": {"top_k": 2},
-    "retrain": {"train": {"epochs": 2, "log_every": 5, "checkpoint_every": 4}},
+    "retrain": {"random_architectures": 1, "train": {"epochs": 2, "log_every": 5, "checkpoint_every": 4}},
 }
 _EVOLUTION = {
     "method": "evolution", "population": 8, "parents": 4, "crossovers": 3, "mutations": 3, "generations": 4, "top_k": 2,
