@@ -58,8 +58,8 @@ def test_rows_are_computed_once(argv, tmp_path, monkeypatch, capsys):
 
 
 def test_an_architecture_without_a_score_is_the_lowest(argv, tmp_path, monkeypatch):
-    """NASWOT's kernel is singular where no ReLU sees the images: no convolution on the edge (0, 1), where one would have
-    its ReLU though nothing comes of it, and none on (0, 2) and (0, 3), by which alone something reaches the output."""
+    """NASWOT's kernel is singular where no ReLU sees the images: no convolution on the edge (0, 1), which would have
+    a ReLU though nothing comes of it, and none on (0, 2) and (0, 3), by which alone something reaches the output."""
     monkeypatch.setattr(bench_lookups, "ZERO_COST", {"naswot": ZERO_COST["naswot"]})
     seen, rank = {}, bench_lookups.rank
 
