@@ -37,7 +37,7 @@ LIMITS = {86: (99 * 1024, 100 * 1024, 65536, 1536), 90: (227 * 1024, 228 * 1024,
 
 # pointers that are not of the storage type
 _POINTERS = {
-    **dict.fromkeys(("fold", "fold_before", "partial", "gamma", "beta", "dgamma", "dbeta"), "*fp32"),
+    **dict.fromkeys(("fold", "back", "fold_before", "gamma", "beta"), "*fp32"),
     **dict.fromkeys(("running_mean", "running_var", "gates", "subtotal"), "*fp32"),
     # parameters stay float32 under autocast
     **dict.fromkeys(("weight", "depthwise_weight", "terms"), "*fp32"),
@@ -45,6 +45,9 @@ _POINTERS = {
 }
 # tuples of pointers of the storage type
 _TUPLES = {"xs", "dxs"}
+# what completes BatchNorm's coefficients, forward and backward: Norm.sums and NormGradient.sums of bn_triton.py
+_FORWARD_SUMS = ("*fp32", "*fp32", "*i32", "*fp64", "*fp32", "*fp32", "*fp32", "fp32")
+_BACKWARD_SUMS = ("*fp32", "*i32", "*fp64", "*fp32", "*fp32", "*fp32", "*fp32", "fp32", "i32")
 _STORED = {"x", "y", "grad", "dx", "before", "added", "residual", "out", "even", "product"}
 
 _POINTWISE = {"XSTEP": 1, "KERNEL": 1, "STRIDE": 1, "FOLDED": True, "ACT": "relu6"}
@@ -93,8 +96,7 @@ CASES = [
     (mixed.mixed_bn_kernel, "mixed", {"NORMALIZE": True, "FIRST": False}),
     (mixed.mixed_bn_reduce_kernel, "mixed", {"NORMALIZE": True}),
     (mixed.mixed_bn_backward_kernel, "mixed", {"NORMALIZE": True}),
-    (bn.bn_finalize_kernel, "finalize", {"BATCH": "partial"}),
-    (bn.bn_backward_finalize_kernel, "finalize", {"BATCH": True, "WANT_GAMMA": True, "WANT_BETA": True}),
+    (bn.bn_fold_kernel, "fold", {"RUNNING": True}),
 ]
 
 
@@ -157,6 +159,13 @@ def compile_job(job: tuple[int, str, str, int]) -> Compiled:
         if argument in _TUPLES:
             signature[argument] = (f"*{dtype}",) * TOGETHER
             attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(TOGETHER)}
+            continue
+        if argument == "sums":
+            forward = kernel.__name__.endswith(("statistics_kernel", "forward_kernel"))
+            signature[argument] = _FORWARD_SUMS if forward else _BACKWARD_SUMS
+            attributes |= {
+                (i, j): [["tt.divisibility", 16]] for j, kind in enumerate(signature[argument]) if kind[0] == "*"
+            }
             continue
         pointer = _POINTERS.get(argument) or (f"*{dtype}" if argument in _STORED else None)
         signature[argument] = pointer or ("fp32" if argument == "eps" else "i32")

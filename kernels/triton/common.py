@@ -1,18 +1,28 @@
 """What the kernels share: activations, BatchNorm seen from its producer and its consumer, partial sums.
 
 All tensors of pixels are rows (a pixel of an image of the batch) of channels, as NHWC has them. BatchNorm's numbers
-come as float32 rows of one (5, C) array, `fold`: center, scale, shift, slope, offset. With d = y - center, subtracted
-first so that the mean may be large,
+come as float32 rows of one channel each: center, scale and shift in `fold` (3, C), and for backward slope and offset in
+`back` (2, C). With d = y - center, subtracted first so that the mean may be large,
 
     z  = d * scale + shift                    normalised and scaled
     dy = dz * scale + d * slope + offset      gradient behind BatchNorm, from dz = grad * act'(z)
 
-Only the first three rows are there in forward. A sum over pixels is made of one partial sum per program, in a fixed
-order and without atomics, which bn.py adds: two runs agree bit for bit.
+Sums over pixels. Every program of a kernel stores one row of sums for its channels, and the program that comes last for
+these channels adds the rows and completes `fold` or `back`. No launch of its own is needed, and the rows are added in
+the same order whoever comes last, so two runs agree bit for bit. The rows are added in two steps, each in float32:
+first in groups, as soon as a group is complete, then the groups. `sums` is what both steps need, see bn_triton.py.
+
+Who comes last is counted in int32 counters that are zero before a launch and zero again behind it
+(nasfast/ops/arrivals.py). A program may run twice, or in any order: its stores are the same, and the last one to
+arrive finds every row.
 """
 
 import triton
 import triton.language as tl
+
+# Rows of sums that the last program of a group adds. Groups are added in a second step, which takes longer than to read
+# some more rows: few programs are one group.
+GROUP = tl.constexpr(128)
 
 
 @triton.jit
@@ -70,10 +80,10 @@ def forward_fold(fold, c, C):
 
 
 @triton.jit
-def backward_fold(fold, c, C):
+def backward_fold(back, c, C):
     """(slope, offset), as forward_fold."""
-    slope = tl.load(fold + 3 * C + c, mask=c < C, other=0.0)
-    offset = tl.load(fold + 4 * C + c, mask=c < C, other=0.0)
+    slope = tl.load(back + c, mask=c < C, other=0.0)
+    offset = tl.load(back + C + c, mask=c < C, other=0.0)
     return slope[None, :], offset[None, :]
 
 
@@ -100,10 +110,33 @@ def gradient_before(grad, y, fold, c, C, ACT: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(partial, index, v, valid, c, C):
-    """Row `index` of partial (programs, 4, C), of the valid rows of v [rows, channels].
+def _comes_last(counter, programs):
+    """Whether all `programs` have been here, this one included; then what they stored before can be read."""
+    # every thread of this program has stored
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(counter, 0)
+    return last
 
-    Mean in two parts, whose sum it is, squared distance to it, and count.
+
+@triton.jit
+def _group(arrivals, index, programs, block):
+    """(number, first row, rows) of the group of row `index` of `programs`, how many groups there are, and its counter.
+
+    A block of channels has one counter for each group, and one for the groups.
+    """
+    groups = tl.cdiv(programs, GROUP)
+    number = index // GROUP
+    first = number * GROUP
+    return number, first, tl.minimum(GROUP, programs - first), groups, arrivals + block * (groups + 1)
+
+
+@triton.jit
+def store_statistics(partial, counts, index, v, valid, c, C):
+    """Row `index` of partial (rows, 3, C) and of counts (rows,), from the valid rows of v [rows, channels].
+
+    Mean in two parts, whose sum it is, squared distance to it, and how many rows.
     """
     count = tl.sum(valid.to(tl.float32), 0)
     rows = tl.maximum(count, 1.0)
@@ -111,17 +144,160 @@ def store_statistics(partial, index, v, valid, c, C):
     d = tl.where(valid[:, None], v - mean[None, :], 0.0)
     # what rounding left of the mean, which shows where it is large beside the deviation
     rest = tl.sum(d, 0) / rows
-    at = partial + index * 4 * C + c
+    squares = tl.sum(d * d, 0) - rows * rest * rest
+    _store_statistics(partial, counts, index, mean, rest, squares, count, c, C)
+
+
+@triton.jit
+def _store_statistics(partial, counts, index, mean, rest, squares, count, c, C):
+    at = partial + index.to(tl.int64) * 3 * C + c
     tl.store(at, mean, mask=c < C)
     tl.store(at + C, rest, mask=c < C)
-    tl.store(at + 2 * C, tl.maximum(tl.sum(d * d, 0) - rows * rest * rest, 0.0), mask=c < C)
-    tl.store(at + 3 * C, tl.zeros_like(mean) + count, mask=c < C)
+    tl.store(at + 2 * C, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=c < C)
+    tl.store(counts + index, count)
+
+
+@triton.jit
+def _add_statistics(partial, counts, first, rows, c, C):
+    """(mean, rest, squares, count) of all pixels of the rows from `first` on, from those of each row."""
+    # few enough that they need no more registers than the kernel itself
+    AT_ONCE: tl.constexpr = 64 if c.shape[0] <= 32 else 2048 // c.shape[0]
+    # means are taken relative to the first one, so that they may be large
+    pivot = tl.load(partial + first * 3 * C + c, mask=c < C, other=0.0, cache_modifier=".cg")
+    rest = tl.zeros_like(pivot)
+    squares = tl.zeros_like(pivot)
+    count = 0.0
+    for start in range(0, rows, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        n = tl.load(counts + first + row, mask=row < rows, other=0.0, cache_modifier=".cg")
+        at = partial + (first + row)[:, None] * 3 * C + c[None, :]
+        there = (row < rows)[:, None] & (c < C)[None, :]
+        mean = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+        mean = (mean - pivot[None, :]) + tl.load(at + C, mask=there, other=0.0, cache_modifier=".cg")
+        here = tl.sum(n, 0)
+        mean_here = tl.sum(tl.where(there, n[:, None] * mean, 0.0), 0) / here
+        distance = tl.where(there, mean - mean_here[None, :], 0.0)
+        within = tl.load(at + 2 * C, mask=there, other=0.0, cache_modifier=".cg")
+        # Chan's formula for the union of two sets, these rows and those before
+        share = here / (count + here)
+        step = mean_here - rest
+        squares += tl.sum(within + n[:, None] * distance * distance, 0) + step * step * (count * share)
+        rest += step * share
+        count += here
+    return pivot, rest, squares, count
+
+
+@triton.jit
+def finish_statistics(sums, index, programs, block, c, C):
+    """Behind store_statistics: fold of the channels c, by the last of the programs 0 <= index < programs.
+
+    block: of channels; programs with the same one have the same c.
+    """
+    partial, counts, arrivals, statistics, gamma, beta, fold, eps = sums
+    group, first, rows, groups, counters = _group(arrivals, index, programs, block)
+    if _comes_last(counters + group, rows):
+        mean, rest, squares, count = _add_statistics(partial, counts, first, rows, c, C)
+        if groups == 1:
+            _complete_fold(mean, rest, squares / count, statistics, gamma, beta, fold, eps, c, C)
+        else:
+            _store_statistics(partial, counts, programs + group, mean, rest, squares, count, c, C)
+            if _comes_last(counters + groups, groups):
+                mean, rest, squares, count = _add_statistics(partial, counts, programs, groups, c, C)
+                _complete_fold(mean, rest, squares / count, statistics, gamma, beta, fold, eps, c, C)
+
+
+@triton.jit
+def _complete_fold(mean, rest, var, statistics, gamma, beta, fold, eps, c, C):
+    """statistics (2, C), mean and biased variance in float64, and fold (3, C)."""
+    exists = c < C
+    var = tl.maximum(var, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    # the exact sum of both parts, the rounded mean and what that leaves
+    center = mean + rest
+    part = center - mean
+    left = (mean - (center - part)) + (rest - part)
+    tl.store(statistics + c, center.to(tl.float64) + left.to(tl.float64), mask=exists)
+    tl.store(statistics + C + c, var.to(tl.float64), mask=exists)
+    store_fold(center, left, var, gamma, beta, fold, eps, c, C)
+
+
+@triton.jit
+def store_fold(center, left, var, gamma, beta, fold, eps, c, C):
+    """fold (3, C) of a mean of center + left; the part that rounding it leaves goes into the shift."""
+    exists = c < C
+    scale = tl.div_rn(tl.load(gamma + c, mask=exists, other=0.0), tl.sqrt_rn(var + eps))
+    tl.store(fold + c, center, mask=exists)
+    tl.store(fold + C + c, scale, mask=exists)
+    tl.store(fold + 2 * C + c, tl.load(beta + c, mask=exists, other=0.0) - left * scale, mask=exists)
 
 
 @triton.jit
 def store_gradient_sums(partial, index, dz, d, valid, c, C):
-    """Row `index` of partial (programs, 2, C): sum of dz and of dz * d over the valid rows."""
+    """Row `index` of partial (rows, 2, C): sum of dz and of dz * d over the valid rows."""
     dz = tl.where(valid[:, None], dz, 0.0)
-    at = partial + index * 2 * C + c
+    at = partial + index.to(tl.int64) * 2 * C + c
     tl.store(at, tl.sum(dz, 0), mask=c < C)
     tl.store(at + C, tl.sum(dz * tl.where(valid[:, None], d, 0.0), 0), mask=c < C)
+
+
+@triton.jit
+def _add_gradient_sums(partial, first, rows, c, C):
+    """(sum of dz, sum of dz * d) of the rows from `first` on."""
+    AT_ONCE: tl.constexpr = 64 if c.shape[0] <= 32 else 2048 // c.shape[0]
+    sum_dz = tl.zeros((c.shape[0],), tl.float32)
+    sum_dz_d = tl.zeros((c.shape[0],), tl.float32)
+    for start in range(0, rows, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        at = partial + (first + row)[:, None] * 2 * C + c[None, :]
+        there = (row < rows)[:, None] & (c < C)[None, :]
+        sum_dz += tl.sum(tl.load(at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+        sum_dz_d += tl.sum(tl.load(at + C, mask=there, other=0.0, cache_modifier=".cg"), 0)
+    return sum_dz, sum_dz_d
+
+
+@triton.jit
+def finish_gradient(sums, index, programs, block, c, C):
+    """Behind store_gradient_sums, as finish_statistics: affine gradients, and back of the channels c."""
+    partial, arrivals = sums[0], sums[1]
+    group, first, rows, groups, counters = _group(arrivals, index, programs, block)
+    if _comes_last(counters + group, rows):
+        sum_dz, sum_dz_d = _add_gradient_sums(partial, first, rows, c, C)
+        if groups == 1:
+            _complete_back(sums, sum_dz, sum_dz_d, c, C)
+        else:
+            at = partial + (programs + group).to(tl.int64) * 2 * C + c
+            tl.store(at, sum_dz, mask=c < C)
+            tl.store(at + C, sum_dz_d, mask=c < C)
+            if _comes_last(counters + groups, groups):
+                sum_dz, sum_dz_d = _add_gradient_sums(partial, programs, groups, c, C)
+                _complete_back(sums, sum_dz, sum_dz_d, c, C)
+
+
+@triton.jit
+def _complete_back(sums, sum_dz, sum_dz_d, c, C):
+    """dgamma and dbeta, where they are not None, and back (2, C); R is None where mean and var are given numbers.
+
+    statistics None: dgamma is the sum of dz * d as it is.
+    """
+    _, _, statistics, gamma, dgamma, dbeta, back, eps, R = sums
+    exists = c < C
+    if dbeta is not None:
+        tl.store(dbeta + c, sum_dz, mask=exists)
+    if statistics is None:
+        tl.store(dgamma + c, sum_dz_d, mask=exists)
+    else:
+        mean = tl.load(statistics + c, mask=exists, other=0.0)
+        var = tl.load(statistics + C + c, mask=exists, other=0.0).to(tl.float32)
+        left = (mean - mean.to(tl.float32).to(tl.float64)).to(tl.float32)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
+        sum_dz_xhat = (sum_dz_d - left * sum_dz) * rstd
+        if dgamma is not None:
+            tl.store(dgamma + c, sum_dz_xhat, mask=exists)
+        slope = tl.zeros_like(sum_dz)
+        offset = tl.zeros_like(sum_dz)
+        if R is not None:
+            # dy = scale * (dz - mean(dz) - xhat * mean(dz * xhat))
+            scale = tl.load(gamma + c, mask=exists, other=0.0) * rstd
+            slope = -scale * rstd * (sum_dz_xhat / R)
+            offset = -scale * (sum_dz / R) - slope * left
+        tl.store(back + c, slope, mask=exists)
+        tl.store(back + C + c, offset, mask=exists)

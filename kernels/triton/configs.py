@@ -66,8 +66,8 @@ MIXED = {
 }
 # Tensors that one such launch reads at most: each number of them is a kernel of its own, all unrolled
 TOGETHER = 8
-# PROGRAMS partial sums by CHANNELS channels at a time
-FINALIZE = {"all": Config({"PROGRAMS": 64, "CHANNELS": 16}, 4, 1)}
+# CHANNELS whose coefficients a program makes of given statistics
+FOLD = {"all": Config({"CHANNELS": 128}, 4, 1)}
 
 FAMILIES = {
     "pointwise": POINTWISE,
@@ -80,7 +80,7 @@ FAMILIES = {
     "expansion_finish": EXPANSION_FINISH,
     "batch_norm": BATCH_NORM,
     "mixed": MIXED,
-    "finalize": FINALIZE,
+    "fold": FOLD,
 }
 
 TILE_WIDTHS = (16, 8)

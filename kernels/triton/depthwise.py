@@ -11,6 +11,8 @@ import triton.language as tl
 
 from .common import (
     backward_fold,
+    finish_gradient,
+    finish_statistics,
     forward_fold,
     gradient_before,
     gradient_behind,
@@ -46,11 +48,11 @@ def _pixels(image, first, columns, HEIGHT, WIDTH, TH: tl.constexpr, TW: tl.const
 
 @triton.jit
 def depthwise_forward_kernel(
-    x, ldx, fold, weight, y, partial, H, W, OH, OW, C,
+    x, ldx, fold, weight, y, sums, H, W, OH, OW, C,
     XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, FOLDED: tl.constexpr, ACT: tl.constexpr,
     STATISTICS: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """y (images * OH * OW, C) of act(bn(x)), weight (C, KERNEL^2), and partial (tiles, 4, C) of y."""
+    """y (images * OH * OW, C) of act(bn(x)), weight (C, KERNEL^2), and fold (3, C) of the statistics of y."""
     image, first, columns, c, index = _place(OH, OW, C, TH, TW, CB)
     exists = c < C
     if FOLDED:
@@ -77,12 +79,14 @@ def depthwise_forward_kernel(
     stored = tl.reshape(acc, (TH * TW, CB)).to(y.dtype.element_ty)
     tl.store(y + pixel[:, None] * C + c[None, :], stored, mask=valid[:, None] & exists[None, :])
     if STATISTICS:
-        store_statistics(partial, index, stored.to(tl.float32), valid, c, C)
+        store_statistics(sums[0], sums[1], index, stored.to(tl.float32), valid, c, C)
+        blocks_c = tl.cdiv(C, CB)
+        finish_statistics(sums, index, tl.num_programs(0) // blocks_c, tl.program_id(0) % blocks_c, c, C)
 
 
 @triton.jit
 def _transposed(
-    grad, ldg, y, fold, weight, image, first, columns, c, OH, OW, C,
+    grad, ldg, y, fold, back, weight, image, first, columns, c, OH, OW, C,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
     """Gradient [TH * TW, CB] of the stage's input at the tile: dy behind BatchNorm, through the transposed stencil.
@@ -91,7 +95,7 @@ def _transposed(
     """
     exists = c < C
     center, scale, shift = forward_fold(fold, c, C)
-    slope, offset = backward_fold(fold, c, C)
+    slope, offset = backward_fold(back, c, C)
     acc = tl.zeros((TH, TW, CB), tl.float32)
     # the smallest row of the output that reaches the tile; may be negative
     lowest = first // STRIDE - KERNEL // 2 // STRIDE
@@ -117,13 +121,15 @@ def _transposed(
 
 @triton.jit
 def depthwise_backward_kernel(
-    grad, ldg, y, fold, weight, dx, ldx, before, fold_before, partial, added, H, W, OH, OW, C,
+    grad, ldg, y, fold, back, weight, dx, ldx, before, fold_before, sums, added, H, W, OH, OW, C,
     XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, FOLDED: tl.constexpr,
     ACT_BEFORE: tl.constexpr, ADDED: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a depthwise stage's input (images * H * W, C); arguments as of pointwise_backward_kernel."""
     image, first, columns, c, index = _place(H, W, C, TH, TW, CB)
-    out = _transposed(grad, ldg, y, fold, weight, image, first, columns, c, OH, OW, C, KERNEL, STRIDE, ACT, TH, TW, CB)
+    out = _transposed(
+        grad, ldg, y, fold, back, weight, image, first, columns, c, OH, OW, C, KERNEL, STRIDE, ACT, TH, TW, CB
+    )
     pixel, valid = _pixels(image, first, columns, H, W, TH, TW)
     mask = valid[:, None] & (c < C)[None, :]
     at = pixel[:, None] * ldx + c[None, :] * XSTEP
@@ -131,7 +137,9 @@ def depthwise_backward_kernel(
         v = tl.load(before + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
         dz, d = gradient_before(out, v, fold_before, c, C, ACT_BEFORE)
         tl.store(dx + at, dz.to(dx.dtype.element_ty), mask=mask)
-        store_gradient_sums(partial, index, dz, d, valid, c, C)
+        store_gradient_sums(sums[0], index, dz, d, valid, c, C)
+        blocks_c = tl.cdiv(C, CB)
+        finish_gradient(sums, index, tl.num_programs(0) // blocks_c, tl.program_id(0) % blocks_c, c, C)
     else:
         if ADDED:
             out += tl.load(added + pixel[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)

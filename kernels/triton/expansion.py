@@ -15,19 +15,19 @@ Fact 3 of docs/method.md 6.
 import triton
 import triton.language as tl
 
-from .common import gradient_before, store_gradient_sums
+from .common import finish_gradient, gradient_before, store_gradient_sums
 from .depthwise import _pixels, _place, _transposed
 
 
 @triton.jit
 def expansion_backward_kernel(
-    grad, ldg, y, fold, depthwise_weight, before, fold_before, weight, product, partial, H, W, OH, OW, C, CIN,
+    grad, ldg, y, fold, back, depthwise_weight, before, fold_before, weight, product, sums, H, W, OH, OW, C, CIN,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, ACT_BEFORE: tl.constexpr, PRECISION: tl.constexpr,
     TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """product (images * H * W, CIN) = W^T (dz * scale), and partial (tiles, 2, C) of dz.
+    """product (images * H * W, CIN) = W^T (dz * scale), and affine gradients and back (2, C) of the expansion.
 
-    A program makes a tile of pixels, of all channels in turn. grad, y, fold, depthwise_weight: as of
+    A program makes a tile of pixels, of all channels in turn. grad, y, fold, back, depthwise_weight: as of
     depthwise_backward_kernel. before (images * H * W, C): what the expansion's convolution wrote; weight (C, CIN),
     CIN <= BN.
     """
@@ -38,11 +38,13 @@ def expansion_backward_kernel(
     for c0 in range(0, C, CB):
         c = c0 + channels
         da = _transposed(
-            grad, ldg, y, fold, depthwise_weight, image, first, columns, c, OH, OW, C, KERNEL, STRIDE, ACT, TH, TW, CB
-        )
+            grad, ldg, y, fold, back, depthwise_weight, image, first, columns, c, OH, OW, C,
+            KERNEL, STRIDE, ACT, TH, TW, CB,
+        )  # fmt: skip
         v = tl.load(before + pixel[:, None] * C + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
         dz, d = gradient_before(da, v, fold_before, c, C, ACT_BEFORE)
-        store_gradient_sums(partial, index, dz, d, valid, c, C)
+        store_gradient_sums(sums[0], index, dz, d, valid, c, C)
+        finish_gradient(sums, index, tl.num_programs(0), c0 // CB, c, C)
         scale = tl.load(fold_before + C + c, mask=c < C, other=0.0)[None, :]
         w = tl.load(weight + c[:, None] * CIN + n[None, :], mask=(c < C)[:, None] & (n < CIN)[None, :], other=0.0)
         a = (dz * scale).to(y.dtype.element_ty)
@@ -53,7 +55,7 @@ def expansion_backward_kernel(
 
 @triton.jit
 def expansion_terms_kernel(
-    x, fold, weight, terms, M, C, CIN,
+    x, fold, back, weight, terms, M, C, CIN,
     SAMPLES: tl.constexpr, CB: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """terms (CIN + 2, CIN): A, then the pivot, then bias; a program makes COLUMNS columns.
@@ -76,8 +78,8 @@ def expansion_terms_kernel(
         w_n = tl.load(weight + c[:, None] * CIN + n[None, :], mask=exists & (n < CIN)[None, :], other=0.0)
         w_n = w_n.to(tl.float32)
         center = tl.load(fold + c, mask=c < C, other=0.0)
-        slope = tl.load(fold + 3 * C + c, mask=c < C, other=0.0)
-        offset = tl.load(fold + 4 * C + c, mask=c < C, other=0.0)
+        slope = tl.load(back + c, mask=c < C, other=0.0)
+        offset = tl.load(back + C + c, mask=c < C, other=0.0)
         acc = tl.dot(tl.trans(w), w_n * slope[:, None], acc, input_precision="ieee")
         at_pivot = tl.sum(w * pivot[None, :], 1) - center
         bias += tl.sum(w_n * (offset + slope * at_pivot)[:, None], 0)

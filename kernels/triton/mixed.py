@@ -1,14 +1,22 @@
 """The sum of gated, normalised tensors: statistics, sum, and backward, for several tensors in one launch.
 
 To BatchNorm the channels of all tensors that are normalised, one tensor after the other, are those of one wide tensor
-whose weights are the gates: partial sums and `fold` are of COUNT * C of them, and bn.py finishes both. `k` below is
-the place of the first tensor of a launch. The tensors are rows (R, C), channels_last.
+whose weights are the gates: sums, `fold` and `back` are of COUNT * C of them. `k` below is the place of the first
+tensor of a launch. The tensors are rows (R, C), channels_last.
 """
 
 import triton
 import triton.language as tl
 
-from .common import backward_fold, forward_fold, gradient_behind, store_gradient_sums, store_statistics
+from .common import (
+    backward_fold,
+    finish_gradient,
+    finish_statistics,
+    forward_fold,
+    gradient_behind,
+    store_gradient_sums,
+    store_statistics,
+)
 
 
 @triton.jit
@@ -20,13 +28,15 @@ def _tile(R, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["k"])
-def mixed_bn_statistics_kernel(xs, k, partial, R, C, COUNT, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """partial (row blocks, 4, COUNT * C) of the tensors xs."""
+def mixed_bn_statistics_kernel(xs, k, sums, R, C, COUNT, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """fold (3, COUNT * C) of the statistics of the tensors xs."""
     valid, c, at, mask = _tile(R, C, ROWS, CHANNELS)
     for i in tl.static_range(len(xs)):
         v = tl.load(xs[i] + at, mask=mask, other=0.0).to(tl.float32)
         wide = tl.where(c < C, (k + i) * C + c, COUNT * C)
-        store_statistics(partial, tl.program_id(0), v, valid, wide, COUNT * C)
+        store_statistics(sums[0], sums[1], tl.program_id(0), v, valid, wide, COUNT * C)
+        block = (k + i) * tl.num_programs(1) + tl.program_id(1)
+        finish_statistics(sums, tl.program_id(0), tl.num_programs(0), block, wide, COUNT * C)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -51,9 +61,9 @@ def mixed_bn_kernel(
 
 @triton.jit(do_not_specialize=["k"])
 def mixed_bn_reduce_kernel(
-    grad, xs, k, fold, partial, R, C, COUNT, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
+    grad, xs, k, fold, sums, R, C, COUNT, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """partial (row blocks, 2, COUNT * C): sums of grad and grad * (x - center); center is 0 without NORMALIZE."""
+    """Affine gradients and back (2, COUNT * C); without NORMALIZE the sums of grad * x alone."""
     valid, c, at, mask = _tile(R, C, ROWS, CHANNELS)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(len(xs)):
@@ -62,12 +72,26 @@ def mixed_bn_reduce_kernel(
         if NORMALIZE:
             center, _, _ = forward_fold(fold, wide, COUNT * C)
             d -= center
-        store_gradient_sums(partial, tl.program_id(0), g, d, valid, wide, COUNT * C)
+        store_gradient_sums(sums[0], tl.program_id(0), g, d, valid, wide, COUNT * C)
+        block = (k + i) * tl.num_programs(1) + tl.program_id(1)
+        finish_gradient(sums, tl.program_id(0), tl.num_programs(0), block, wide, COUNT * C)
 
 
 @triton.jit(do_not_specialize=["k"])
 def mixed_bn_backward_kernel(
-    grad, xs, k, fold, gates, dxs, R, C, COUNT, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
+    grad,
+    xs,
+    k,
+    fold,
+    back,
+    gates,
+    dxs,
+    R,
+    C,
+    COUNT,
+    NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """The gradients dxs of the tensors xs; without NORMALIZE those are not read."""
     valid, c, at, mask = _tile(R, C, ROWS, CHANNELS)
@@ -77,7 +101,7 @@ def mixed_bn_backward_kernel(
             wide = tl.where(c < C, (k + i) * C + c, COUNT * C)
             v = tl.load(xs[i] + at, mask=mask, other=0.0)
             center, scale, shift = forward_fold(fold, wide, COUNT * C)
-            slope, offset = backward_fold(fold, wide, COUNT * C)
+            slope, offset = backward_fold(back, wide, COUNT * C)
             dx = gradient_behind(g, v, center, scale, shift, slope, offset, "identity")
         else:
             dx = g * tl.load(gates + k + i)

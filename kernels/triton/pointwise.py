@@ -10,6 +10,8 @@ import triton.language as tl
 
 from .common import (
     backward_fold,
+    finish_gradient,
+    finish_statistics,
     forward_fold,
     gradient_before,
     gradient_behind,
@@ -21,11 +23,11 @@ from .common import (
 
 @triton.jit
 def pointwise_forward_kernel(
-    x, ldx, fold, weight, y, partial, M, K, N, H, W, OH, OW,
+    x, ldx, fold, weight, y, sums, M, K, N, H, W, OH, OW,
     XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, FOLDED: tl.constexpr, ACT: tl.constexpr,
     STATISTICS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """y (M, N) = act(bn(x)) weight^T, weight (N, K), and partial (row blocks, 4, N) of y.
+    """y (M, N) = act(bn(x)) weight^T, weight (N, K), and fold (3, N) of the statistics of y.
 
     KERNEL 1: row m of x starts at m * ldx, its channels are XSTEP apart. Otherwise the stage is dense, with padding
     KERNEL // 2: K = channels * KERNEL^2, ordered as the weight's (channel, ky, kx).
@@ -56,18 +58,19 @@ def pointwise_forward_kernel(
     stored = acc.to(y.dtype.element_ty)
     tl.store(y + m[:, None] * N + n[None, :], stored, mask=valid[:, None] & (n < N)[None, :])
     if STATISTICS:
-        store_statistics(partial, pid_m, stored.to(tl.float32), valid, n, N)
+        store_statistics(sums[0], sums[1], pid_m, stored.to(tl.float32), valid, n, N)
+        finish_statistics(sums, pid_m, tl.cdiv(M, BM), pid % blocks_n, n, N)
 
 
 @triton.jit
 def pointwise_backward_kernel(
-    grad, ldg, y, fold, weight, dx, ldx, before, fold_before, partial, added, M, K, N,
+    grad, ldg, y, fold, back, weight, dx, ldx, before, fold_before, sums, added, M, K, N,
     XSTEP: tl.constexpr, ACT: tl.constexpr, FOLDED: tl.constexpr, ACT_BEFORE: tl.constexpr, ADDED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a stage's input (M, N), from grad (M, K) of its result; weight is (K, N), rows of grad are ldg apart.
 
-    FOLDED: dz of the stage before, whose convolution wrote `before` (M, N), and its partial sums (row blocks, 2, N).
+    FOLDED: dz of the stage before, whose convolution wrote `before` (M, N), and its affine gradients and back (2, N).
     Otherwise the input's gradient itself, plus `added` (M, N) if ADDED; dx has rows ldx apart and channels XSTEP apart.
     """
     blocks_n = tl.cdiv(N, BN)
@@ -84,7 +87,7 @@ def pointwise_backward_kernel(
         g = tl.load(grad + m[:, None] * ldg + k[None, :], mask=there, other=0.0)
         v = tl.load(y + m[:, None] * K + k[None, :], mask=there, other=0.0)
         center, scale, shift = forward_fold(fold, k, K)
-        slope, offset = backward_fold(fold, k, K)
+        slope, offset = backward_fold(back, k, K)
         a = gradient_behind(g, v, center, scale, shift, slope, offset, ACT).to(y.dtype.element_ty)
         w = tl.load(weight + k[:, None] * N + n[None, :], mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
         acc = tl.dot(a, w.to(a.dtype), acc, input_precision=PRECISION)
@@ -93,7 +96,8 @@ def pointwise_backward_kernel(
         v = tl.load(before + m[:, None] * N + n[None, :], mask=mask, other=0.0)
         dz, d = gradient_before(acc, v, fold_before, n, N, ACT_BEFORE)
         tl.store(dx + at, dz.to(dx.dtype.element_ty), mask=mask)
-        store_gradient_sums(partial, pid_m, dz, d, valid, n, N)
+        store_gradient_sums(sums[0], pid_m, dz, d, valid, n, N)
+        finish_gradient(sums, pid_m, tl.cdiv(M, BM), pid % blocks_n, n, N)
     else:
         if ADDED:
             acc += tl.load(added + m[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nasfast._triton import bn
+from nasfast._triton.common import GROUP
 from nasfast._triton.configs import Config
 from nasfast.ops import tuning
+from nasfast.ops.arrivals import zeros
 from nasfast.ops.destinations import new_image, new_parameter_gradient
 
 
@@ -66,69 +69,80 @@ def options(config: Config) -> dict[str, int]:
     return {**config.tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def statistics_of(x: Tensor) -> Tensor:
-    """Partial statistics (programs, 4, C) of rows or an image."""
+class Norm(NamedTuple):
+    """BatchNorm of C channels on the way forward; kernels write statistics and fold.
+
+    Attributes:
+        gamma, beta: (C,), float32.
+        statistics: (2, C) or (2 * C,), mean and biased variance, float64.
+        fold: (3, C), float32; see _triton/common.py.
+    """
+
+    gamma: Tensor
+    beta: Tensor
+    eps: float
+    statistics: Tensor
+    fold: Tensor
+
+    def sums(self, programs: int, blocks: int) -> tuple[Any, ...]:
+        """What finish_statistics takes, for the sums of so many programs per block of channels."""
+        groups = cdiv(programs, GROUP.value)
+        partial = self.fold.new_empty((programs + groups) * 3 * self.gamma.shape[0])
+        counts = self.fold.new_empty(programs + groups)
+        arrivals = zeros(blocks * (groups + 1), self.fold.device)
+        return partial, counts, arrivals, self.statistics, self.gamma, self.beta, self.fold, self.eps
+
+
+class NormGradient(NamedTuple):
+    """BatchNorm on the way back; kernels write dgamma, dbeta and back.
+
+    Attributes:
+        statistics: as in Norm; None: dgamma is the plain sum of dz * d, and back is not written.
+        dgamma, dbeta: (C,), or empty where not wanted.
+        back: (2, C), float32; see _triton/common.py.
+        rows: that statistics are those of; None if they do not depend on them.
+    """
+
+    statistics: Tensor | None
+    gamma: Tensor
+    eps: float
+    dgamma: Tensor
+    dbeta: Tensor
+    back: Tensor
+    rows: int | None
+
+    def sums(self, programs: int, blocks: int) -> tuple[Any, ...]:
+        """What finish_gradient takes, as Norm.sums."""
+        groups = cdiv(programs, GROUP.value)
+        partial = self.gamma.new_empty((programs + groups) * 2 * self.gamma.shape[0])
+        arrivals = zeros(blocks * (groups + 1), self.gamma.device)
+        dgamma, dbeta = (gradient if gradient.numel() else None for gradient in (self.dgamma, self.dbeta))
+        return partial, arrivals, self.statistics, self.gamma, dgamma, dbeta, self.back, self.eps, self.rows
+
+
+def measure(x: Tensor, norm: Norm) -> None:
+    """Statistics and fold of rows or an image."""
     r, pixels, channels = _geometry(x)
 
-    def launch(config: Config) -> Tensor:
+    def launch(config: Config) -> None:
         grid = _grid(config, r, channels)
-        partial = x.new_empty((grid[0], 4, channels), dtype=torch.float32)
-        bn.bn_statistics_kernel[grid](x, *_strides(x), partial, r, pixels, channels, **options(config))
-        return partial
+        bn.bn_statistics_kernel[grid](x, *_strides(x), norm.sums(*grid), r, pixels, channels, **options(config))
 
-    return tuning.run("batch_norm", "bn_statistics", (str(x.dtype), r, channels), x.device, launch)
+    tuning.run("batch_norm", "bn_statistics", (str(x.dtype), r, channels), x.device, launch)
 
 
-def finalize(
-    statistics: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    eps: float,
-    *,
-    partial: Tensor | None = None,
-    running: tuple[Tensor, Tensor] | None = None,
-    fold: Tensor | None = None,
-) -> Tensor:
-    """Mean and variance into statistics (2, C), unless they are there already; returns fold (5, C), given or new."""
-    channels = gamma.shape[0]
-    if fold is None:
-        fold = torch.empty((5, channels), dtype=torch.float32, device=gamma.device)
-    source = "partial" if partial is not None else "running" if running is not None else "known"
-    partial = fold if partial is None else partial
-    mean, var = running or (fold, fold)
+def fold_known(norm: Norm, running: tuple[Tensor, Tensor] | None = None) -> None:
+    """fold of statistics that are there, or of running ones, which are copied into them."""
+    channels = norm.gamma.shape[0]
+    mean, var = running or (norm.fold, norm.fold)
 
     def launch(config: Config) -> None:
-        bn.bn_finalize_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
-            partial, partial.shape[0], statistics, mean, var, gamma, beta, eps, fold, channels,
-            BATCH=source, **options(config),
+        bn.bn_fold_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
+            mean, var, norm.statistics, norm.gamma, norm.beta, norm.eps, norm.fold, channels,
+            RUNNING=running is not None, **options(config),
         )  # fmt: skip
 
-    tuning.run("finalize", "bn_finalize", (channels,), gamma.device, launch)
-    return fold
-
-
-def backward_finalize(
-    partial: Tensor,
-    statistics: Tensor,
-    gamma: Tensor,
-    eps: float,
-    fold: Tensor,
-    rows: int,
-    *,
-    batch_statistics: bool,
-    dweight: Tensor,
-    dbias: Tensor,
-) -> None:
-    """Affine gradients into dweight and dbias (empty if not wanted) from partial (programs, 2, C); completes fold."""
-    channels = gamma.shape[0]
-
-    def launch(config: Config) -> None:
-        bn.bn_backward_finalize_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
-            partial, partial.shape[0], statistics, gamma, eps, dweight, dbias, fold, rows, channels,
-            BATCH=batch_statistics, WANT_GAMMA=dweight.numel() > 0, WANT_BETA=dbias.numel() > 0, **options(config),
-        )  # fmt: skip
-
-    tuning.run("finalize", "bn_backward_finalize", (channels,), gamma.device, launch)
+    tuning.run("fold", "bn_fold", (channels,), norm.gamma.device, launch)
 
 
 def apply(
@@ -148,27 +162,26 @@ def apply(
     tuning.run("batch_norm", "bn_act", (str(y.dtype), r, channels), y.device, launch)
 
 
-def reduce_gradient(grad: Tensor, y: Tensor, fold: Tensor, act: str) -> Tensor:
-    """Partial sums (programs, 2, C) of dz and dz * (y - center)."""
+def reduce_gradient(grad: Tensor, y: Tensor, fold: Tensor, act: str, gradient: NormGradient) -> None:
+    """Affine gradients and back, from the gradient of act(bn(y))."""
     r, pixels, channels = _geometry(y)
 
-    def launch(config: Config) -> Tensor:
+    def launch(config: Config) -> None:
         grid = _grid(config, r, channels)
-        partial = y.new_empty((grid[0], 2, channels), dtype=torch.float32)
         bn.bn_act_reduce_kernel[grid](
-            grad, *_strides(grad), y, *_strides(y), fold, partial, r, pixels, channels, ACT=act, **options(config)
-        )
-        return partial
+            grad, *_strides(grad), y, *_strides(y), fold, gradient.sums(*grid), r, pixels, channels,
+            ACT=act, **options(config),
+        )  # fmt: skip
 
-    return tuning.run("batch_norm", "bn_act_reduce", (str(y.dtype), r, channels), y.device, launch)
+    tuning.run("batch_norm", "bn_act_reduce", (str(y.dtype), r, channels), y.device, launch)
 
 
-def _backward_apply(grad: Tensor, y: Tensor, fold: Tensor, act: str, dx: Tensor) -> None:
+def _backward_apply(grad: Tensor, y: Tensor, fold: Tensor, back: Tensor, act: str, dx: Tensor) -> None:
     r, pixels, channels = _geometry(y)
 
     def launch(config: Config) -> None:
         bn.bn_act_backward_kernel[_grid(config, r, channels)](
-            grad, *_strides(grad), y, *_strides(y), fold, dx, *_strides(dx), r, pixels, channels,
+            grad, *_strides(grad), y, *_strides(y), fold, back, dx, *_strides(dx), r, pixels, channels,
             ACT=act, **options(config),
         )  # fmt: skip
 
@@ -200,16 +213,19 @@ def bn_act_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean, var; see csrc/library.cpp."""
     batch = running_mean is None
-    statistics = torch.empty((2, x.shape[1]), dtype=torch.float64, device=x.device)
     y = new_image("result", x.shape, x, _layout(x))
+    norm = Norm(
+        weight, bias, eps, torch.empty((2, x.shape[1]), dtype=torch.float64, device=x.device),
+        torch.empty((3, x.shape[1]), dtype=torch.float32, device=x.device),
+    )  # fmt: skip
     with on_device_of(x):
         if batch:
-            fold = finalize(statistics, weight, bias, eps, partial=statistics_of(x))
+            measure(x, norm)
         else:
-            fold = finalize(statistics, weight, bias, eps, running=(running_mean, running_var))
-        apply(x, fold, act, y, residual=residual)
-    nothing = statistics.new_empty(0)
-    return (y, statistics[0].clone(), statistics[1].clone()) if batch else (y, nothing, nothing.clone())
+            fold_known(norm, (running_mean, running_var))
+        apply(x, norm.fold, act, y, residual=residual)
+    nothing = norm.statistics.new_empty(0)
+    return (y, norm.statistics[0].clone(), norm.statistics[1].clone()) if batch else (y, nothing, nothing.clone())
 
 
 def bn_act_bwd(
@@ -227,16 +243,18 @@ def bn_act_bwd(
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias; see csrc/library.cpp."""
-    statistics = torch.stack((mean.double(), var.double()))
+    channels = x.shape[1]
+    fold = torch.empty((3, channels), dtype=torch.float32, device=x.device)
+    norm = Norm(weight, bias, eps, torch.stack((mean.double(), var.double())), fold)
+    gradient = NormGradient(
+        norm.statistics, weight, eps, new_parameter_gradient(weight, wanted=want_weight),
+        new_parameter_gradient(bias, wanted=want_bias), fold.new_empty((2, channels)),
+        x.numel() // channels if batch_statistics else None,
+    )  # fmt: skip
     dx = new_image("input_gradient", x.shape, x, _layout(x)) if want_x else x.new_empty(0)
-    dweight = new_parameter_gradient(weight, wanted=want_weight)
-    dbias = new_parameter_gradient(bias, wanted=want_bias)
     with on_device_of(x):
-        fold = finalize(statistics, weight, bias, eps)
-        backward_finalize(
-            reduce_gradient(grad, x, fold, act), statistics, weight, eps, fold, x.numel() // x.shape[1],
-            batch_statistics=batch_statistics, dweight=dweight, dbias=dbias,
-        )  # fmt: skip
+        fold_known(norm)
+        reduce_gradient(grad, x, fold, act, gradient)
         if want_x:
-            _backward_apply(grad, x, fold, act, dx)
-    return dx, dweight, dbias
+            _backward_apply(grad, x, fold, gradient.back, act, dx)
+    return dx, gradient.dgamma, gradient.dbeta

@@ -18,7 +18,7 @@ from torch import Tensor
 from nasfast._triton import depthwise, expansion, pointwise
 from nasfast._triton.configs import Config, tile_width
 from nasfast.ops import bn_triton, tuning
-from nasfast.ops.bn_triton import cdiv, on_device_of, options, rows_of
+from nasfast.ops.bn_triton import Norm, NormGradient, cdiv, on_device_of, options, rows_of
 from nasfast.ops.destinations import new_image, new_parameter_gradient
 
 
@@ -78,8 +78,8 @@ def _family(name: str, dtype: torch.dtype) -> str:
     return f"{name}_fp32" if dtype == torch.float32 else name
 
 
-def _run(direction: str, stage: _Geometry, y: Tensor, launch: Callable[[Config], Tensor]) -> Tensor:
-    """Launch a stage's kernel with the tile sizes for it; returns its partial sums."""
+def _run(direction: str, stage: _Geometry, y: Tensor, launch: Callable[[Config], None]) -> None:
+    """Launch a stage's kernel with the tile sizes for it."""
     if stage.depthwise:
         family = "depthwise"
     elif stage.kernel > 1:
@@ -88,37 +88,44 @@ def _run(direction: str, stage: _Geometry, y: Tensor, launch: Callable[[Config],
         family = _family("pointwise", y.dtype)
     kernel = f"{'depthwise' if stage.depthwise else 'pointwise'}_{direction}"
     shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
-    return tuning.run(family, kernel, shape, y.device, launch)
+    tuning.run(family, kernel, shape, y.device, launch)
 
 
 def _forward_stage(
-    stage: _Geometry, weight: Tensor, x: _Rows, fold: Tensor | None, act: str, y: Tensor, *, statistics: bool
-) -> Tensor:
-    """Launch one convolution; returns its partial statistics, empty unless wanted."""
+    stage: _Geometry, weight: Tensor, x: _Rows, fold: Tensor | None, act: str, y: Tensor, norm: Norm | None
+) -> None:
+    """Launch one convolution; norm: of its result, if that has batch statistics."""
     some = y if fold is None else fold
 
-    def pointwise_launch(config: Config) -> Tensor:
-        blocks = cdiv(stage.rows, config.tile["BM"])
-        partial = y.new_empty((blocks if statistics else 0, 4, stage.out_channels), dtype=torch.float32)
-        pointwise.pointwise_forward_kernel[(blocks * cdiv(stage.out_channels, config.tile["BN"]),)](
-            x.data, x.ld, some, weight, y, partial, stage.rows, weight[0].numel(), stage.out_channels,
-            *stage.size, *stage.out_size,
+    def pointwise_launch(config: Config) -> None:
+        rows, blocks = cdiv(stage.rows, config.tile["BM"]), cdiv(stage.out_channels, config.tile["BN"])
+        pointwise.pointwise_forward_kernel[(rows * blocks,)](
+            x.data, x.ld, some, weight, y, norm and norm.sums(rows, blocks),
+            stage.rows, weight[0].numel(), stage.out_channels, *stage.size, *stage.out_size,
             XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
-            STATISTICS=statistics, PRECISION=_precision(), **options(config),
+            STATISTICS=norm is not None, PRECISION=_precision(), **options(config),
         )  # fmt: skip
-        return partial
 
-    def depthwise_launch(config: Config) -> Tensor:
+    def depthwise_launch(config: Config) -> None:
         tiles, tile = _tiles(stage.rows, stage.out_size, config)
-        partial = y.new_empty((tiles if statistics else 0, 4, stage.out_channels), dtype=torch.float32)
-        depthwise.depthwise_forward_kernel[(tiles * cdiv(stage.out_channels, config.tile["CB"]),)](
-            x.data, x.ld, some, weight, y, partial, *stage.size, *stage.out_size, stage.out_channels,
+        blocks = cdiv(stage.out_channels, config.tile["CB"])
+        depthwise.depthwise_forward_kernel[(tiles * blocks,)](
+            x.data, x.ld, some, weight, y, norm and norm.sums(tiles, blocks),
+            *stage.size, *stage.out_size, stage.out_channels,
             XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
-            STATISTICS=statistics, TW=tile, **options(config),
+            STATISTICS=norm is not None, TW=tile, **options(config),
         )  # fmt: skip
-        return partial
 
-    return _run("forward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
+    _run("forward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
+
+
+class _Before(NamedTuple):
+    """The stage before the one whose gradient is taken: its convolution's output, BatchNorm and activation."""
+
+    y: Tensor
+    fold: Tensor
+    act: str
+    gradient: NormGradient
 
 
 def _backward_stage(
@@ -127,43 +134,39 @@ def _backward_stage(
     grad: _Rows,
     y: Tensor,
     fold: Tensor,
+    back: Tensor,
     act: str,
     dx: _Rows,
     *,
-    before: tuple[Tensor, Tensor, str] | None,
+    before: _Before | None,
     added: Tensor | None,
-) -> Tensor:
-    """Launch the input gradient of one convolution.
-
-    before: convolution output, fold and act of the stage before, of which dx then is dz; returns its partial sums, else
-        empty.
-    """
-    before_y, before_fold, before_act = (y, fold, "identity") if before is None else before
+) -> None:
+    """Launch the input gradient of one convolution; dx is dz of `before`, where there is one."""
+    before_y, before_fold, before_act = (y, fold, "identity") if before is None else before[:3]
     other = y if added is None else added
 
-    def pointwise_launch(config: Config) -> Tensor:
-        blocks = cdiv(stage.rows, config.tile["BM"])
-        partial = y.new_empty((0 if before is None else blocks, 2, stage.in_channels), dtype=torch.float32)
-        pointwise.pointwise_backward_kernel[(blocks * cdiv(stage.in_channels, config.tile["BN"]),)](
-            grad.data, grad.ld, y, fold, weight, dx.data, dx.ld, before_y, before_fold, partial, other,
+    def pointwise_launch(config: Config) -> None:
+        rows, blocks = cdiv(stage.rows, config.tile["BM"]), cdiv(stage.in_channels, config.tile["BN"])
+        pointwise.pointwise_backward_kernel[(rows * blocks,)](
+            grad.data, grad.ld, y, fold, back, weight, dx.data, dx.ld, before_y, before_fold,
+            before and before.gradient.sums(rows, blocks), other,
             stage.rows, stage.out_channels, stage.in_channels,
             XSTEP=dx.step, ACT=act, FOLDED=before is not None, ACT_BEFORE=before_act, ADDED=added is not None,
             PRECISION=_precision(), **options(config),
         )  # fmt: skip
-        return partial
 
-    def depthwise_launch(config: Config) -> Tensor:
+    def depthwise_launch(config: Config) -> None:
         tiles, tile = _tiles(stage.in_rows, stage.size, config)
-        partial = y.new_empty((0 if before is None else tiles, 2, stage.in_channels), dtype=torch.float32)
-        depthwise.depthwise_backward_kernel[(tiles * cdiv(stage.in_channels, config.tile["CB"]),)](
-            grad.data, grad.ld, y, fold, weight, dx.data, dx.ld, before_y, before_fold, partial, other,
+        blocks = cdiv(stage.in_channels, config.tile["CB"])
+        depthwise.depthwise_backward_kernel[(tiles * blocks,)](
+            grad.data, grad.ld, y, fold, back, weight, dx.data, dx.ld, before_y, before_fold,
+            before and before.gradient.sums(tiles, blocks), other,
             *stage.size, *stage.out_size, stage.in_channels,
             XSTEP=dx.step, KERNEL=stage.kernel, STRIDE=stage.stride, ACT=act, FOLDED=before is not None,
             ACT_BEFORE=before_act, ADDED=added is not None, TW=tile, **options(config),
         )  # fmt: skip
-        return partial
 
-    return _run("backward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
+    _run("backward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
 
 
 def _expansion_backward(
@@ -172,16 +175,17 @@ def _expansion_backward(
     grad: _Rows,
     ys: list[Tensor],
     folds: list[Tensor],
+    backs: list[Tensor],
     acts: tuple[str, str],
     x: Tensor,
     dx: Tensor,
     *,
-    finish: Callable[[int, Tensor, Tensor], None],
+    gradient: NormGradient,
     added: Tensor | None,
 ) -> None:
     """dx of the first two stages, an expansion and a depthwise one, in one pass over their gradient.
 
-    finish: takes the partial sums of the expansion's BatchNorm, and completes its fold.
+    gradient: of the expansion's BatchNorm.
     """
     first, second = stages[:2]
     hidden, channels = first.out_channels, first.in_channels
@@ -190,22 +194,22 @@ def _expansion_backward(
     product = torch.empty_like(rows)
     shape = (str(dx.dtype), first.rows, channels, hidden, second.kernel, second.stride)
 
-    def backward_launch(config: Config) -> Tensor:
+    def backward_launch(config: Config) -> None:
         tiles, tile = _tiles(first.rows, second.size, config)
-        partial = dx.new_empty((tiles, 2, hidden), dtype=torch.float32)
         expansion.expansion_backward_kernel[(tiles,)](
-            grad.data, grad.ld, ys[1], folds[1], weights[1], ys[0], folds[0], weights[0], product, partial,
+            grad.data, grad.ld, ys[1], folds[1], backs[1], weights[1], ys[0], folds[0], weights[0], product,
+            gradient.sums(tiles, cdiv(hidden, config.tile["CB"])),
             *second.size, *second.out_size, hidden, channels,
             KERNEL=second.kernel, STRIDE=second.stride, ACT=acts[1], ACT_BEFORE=acts[0], PRECISION=_precision(),
             TW=tile, BN=columns, **options(config),
         )  # fmt: skip
-        return partial
 
     def terms_launch(config: Config) -> Tensor:
         terms = dx.new_empty((channels + 2, channels), dtype=torch.float32)
         expansion.expansion_terms_kernel[(cdiv(channels, config.tile["COLUMNS"]),)](
-            rows, folds[0], weights[0], terms, first.rows, hidden, channels, BN=columns, **options(config)
-        )
+            rows, folds[0], backs[0], weights[0], terms, first.rows, hidden, channels,
+            BN=columns, **options(config),
+        )  # fmt: skip
         return terms
 
     def finish_launch(config: Config) -> None:
@@ -215,7 +219,7 @@ def _expansion_backward(
         )  # fmt: skip
 
     family = _family("expansion", dx.dtype)
-    finish(0, tuning.run(family, "expansion_backward", shape, dx.device, backward_launch), folds[0])
+    tuning.run(family, "expansion_backward", shape, dx.device, backward_launch)
     terms = tuning.run("expansion_terms", "expansion_terms", shape[1:4], dx.device, terms_launch)
     tuning.run("expansion_finish", "expansion_finish", shape[:3], dx.device, finish_launch)
 
@@ -236,9 +240,9 @@ def _statistics(statistics: Tensor, stage: _Geometry) -> Tensor:
 
 
 def _fold(folds: Tensor, stage: _Geometry) -> Tensor:
-    """fold (5, C) of a stage in the float64 memory that follows the statistics."""
-    first = stage.statistics_at // 2 * 5
-    return folds.view(torch.float32)[first : first + 5 * stage.out_channels].view(5, stage.out_channels)
+    """fold (3, C) of a stage in the float64 memory that follows the statistics."""
+    first = stage.statistics_at // 2 * 3
+    return folds.view(torch.float32)[first : first + 3 * stage.out_channels].view(3, stage.out_channels)
 
 
 def conv_bn_act_fwd(
@@ -263,7 +267,7 @@ def conv_bn_act_fwd(
     names = acts.split(",")
     saved = x.new_empty(size if keep else 0)
     count = sum(s.out_channels for s in stages)
-    statistics = torch.empty(2 * count + cdiv(5 * count, 2), dtype=torch.float64, device=x.device)
+    statistics = torch.empty(2 * count + cdiv(3 * count, 2), dtype=torch.float64, device=x.device)
     out = new_image("result", (x.shape[0], last.out_channels * (2 if shuffle else 1), *last.out_size), x)
     rows = rows_of(x)
     given = _Rows(rows[:, 1:], x.shape[1], 2) if shuffle else _Rows(rows, x.shape[1])
@@ -271,13 +275,15 @@ def conv_bn_act_fwd(
     with on_device_of(x):
         for i, stage in enumerate(stages):
             y = _piece(saved, stage) if keep else x.new_empty(stage.rows * stage.out_channels)
-            batch = running_means[i].numel() == 0
-            partial = _forward_stage(stage, conv_weights[i], given, fold, act, y, statistics=batch)
-            running = None if batch else (running_means[i], running_vars[i])
-            fold = bn_triton.finalize(
-                _statistics(statistics, stage), bn_weights[i], bn_biases[i], eps[i],
-                partial=partial if batch else None, running=running, fold=_fold(statistics[2 * count :], stage),
+            norm = Norm(
+                bn_weights[i], bn_biases[i], eps[i], _statistics(statistics, stage),
+                _fold(statistics[2 * count :], stage),
             )  # fmt: skip
+            batch = running_means[i].numel() == 0
+            _forward_stage(stage, conv_weights[i], given, fold, act, y, norm if batch else None)
+            if not batch:
+                bn_triton.fold_known(norm, (running_means[i], running_vars[i]))
+            fold = norm.fold
             given, act = _Rows(y, stage.out_channels), names[i]
         added = x if add_input else residual
         target = rows_of(out)
@@ -321,31 +327,28 @@ def conv_bn_act_bwd(
     ys = [_piece(saved, stage) for stage in stages]
     channels = stages[-1].out_channels
     grads = rows_of(grad)
-
-    def finish(i: int, partial: Tensor, fold: Tensor) -> None:
-        bn_triton.backward_finalize(
-            partial, _statistics(statistics, stages[i]), bn_weights[i], eps[i], fold, stages[i].rows,
-            batch_statistics=batch_statistics[i], dweight=dweights[i], dbias=dbiases[i],
-        )  # fmt: skip
-
-    with on_device_of(saved):
-        # backward completes them, and may be called again
-        copy = statistics[2 * sum(s.out_channels for s in stages) :].clone()
-        folds = [_fold(copy, stage) for stage in stages]
-        result_grad = grads[:, channels:] if shuffle else grads
-        finish(
-            len(stages) - 1,
-            bn_triton.reduce_gradient(result_grad, ys[-1].view(-1, channels), folds[-1], names[-1]),
-            folds[-1],
+    count = sum(s.out_channels for s in stages)
+    folds = [_fold(statistics[2 * count :], stage) for stage in stages]
+    backs = [saved.new_empty((2, stage.out_channels), dtype=torch.float32) for stage in stages]
+    gradients = [
+        NormGradient(
+            _statistics(statistics, stage), bn_weights[i], eps[i], dweights[i], dbiases[i], backs[i],
+            stage.rows if batch_statistics[i] else None,
         )
+        for i, stage in enumerate(stages)
+    ]  # fmt: skip
+    with on_device_of(saved):
+        result_grad = grads[:, channels:] if shuffle else grads
+        last = ys[-1].view(-1, channels)
+        bn_triton.reduce_gradient(result_grad, last, folds[-1], names[-1], gradients[-1])
         gradient, act = _Rows(result_grad, grad.shape[1]), names[-1]
         # the first stage's own convolution is only in the way of x
         for i in range(len(stages) - 1, -1 if want_x else stop, -1):
             stage = stages[i]
             if one_pass and want_x and i == 1:
                 _expansion_backward(
-                    stages, conv_weights, gradient, ys, folds, (names[0], act), x, dx,
-                    finish=finish, added=grads if add_input else None,
+                    stages, conv_weights, gradient, ys, folds, backs, (names[0], act), x, dx,
+                    gradient=gradients[0], added=grads if add_input else None,
                 )  # fmt: skip
                 break
             if i == 0:
@@ -354,13 +357,11 @@ def conv_bn_act_bwd(
                 before = None
             else:
                 target = _Rows(saved.new_empty(stage.in_rows * stage.in_channels), stage.in_channels)
-                before = (ys[i - 1], folds[i - 1], names[i - 1])
-            partial = _backward_stage(
-                stage, conv_weights[i], gradient, ys[i], folds[i], act, target,
+                before = _Before(ys[i - 1], folds[i - 1], names[i - 1], gradients[i - 1])
+            _backward_stage(
+                stage, conv_weights[i], gradient, ys[i], folds[i], backs[i], act, target,
                 before=before, added=grads if add_input and i == 0 else None,
             )  # fmt: skip
-            if before is not None:
-                finish(i - 1, partial, folds[i - 1])
             # what follows is dz itself
             gradient, act = target, "identity"
         if want_x and shuffle:

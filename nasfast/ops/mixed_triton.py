@@ -10,7 +10,7 @@ from torch import Tensor
 from nasfast._triton import mixed
 from nasfast._triton.configs import TOGETHER, Config
 from nasfast.ops import tuning
-from nasfast.ops.bn_triton import backward_finalize, cdiv, finalize, on_device_of, options
+from nasfast.ops.bn_triton import Norm, NormGradient, cdiv, fold_known, on_device_of, options
 
 
 def _runs(wanted: Sequence[bool]) -> Iterator[range]:
@@ -40,7 +40,7 @@ class _Part:
         self.channels = xs[0].shape[1]
         self.rows = xs[0].numel() // max(1, self.channels)
         # replaced by BatchNorm's numbers where there are any
-        self.fold = self.gates
+        self.fold = self.back = self.gates
 
     def grid(self, config: Config) -> tuple[int, int]:
         return cdiv(self.rows, config.tile["ROWS"]), cdiv(self.channels, config.tile["CHANNELS"])
@@ -53,40 +53,49 @@ class _Part:
         """What the best configuration may depend on."""
         return str(self.xs[0].dtype), *self.sizes()
 
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of BatchNorm, (COUNT * C,) each."""
+    def norm(self, eps: float, statistics: Tensor) -> Norm:
+        """BatchNorm of all channels, whose fold this part then uses."""
+        columns = len(self.xs) * self.channels
         weight = self.gates[:, None].repeat(1, self.channels).view(-1)
-        return weight, torch.zeros_like(weight)
+        self.fold = weight.new_empty((3, columns))
+        return Norm(weight, torch.zeros_like(weight), eps, statistics, self.fold)
 
-    def measure(self) -> Tensor:
-        """Partial statistics (programs, 4, COUNT * C)."""
-        x = self.xs[0]
+    def measure(self, norm: Norm) -> None:
+        """Statistics and fold."""
 
-        def launch(config: Config) -> Tensor:
+        def launch(config: Config) -> None:
             grid = self.grid(config)
-            partial = x.new_empty((grid[0], 4, len(self.xs) * self.channels), dtype=torch.float32)
+            sums = norm.sums(grid[0], grid[1] * len(self.xs))
             for run in _runs([True] * len(self.xs)):
                 mixed.mixed_bn_statistics_kernel[grid](
-                    tuple(self.xs[run.start : run.stop]), run.start, partial, *self.sizes(), **options(config)
+                    tuple(self.xs[run.start : run.stop]), run.start, sums, *self.sizes(), **options(config)
                 )
-            return partial
 
-        return tuning.run("mixed", "mixed_bn_statistics", self.shape(), x.device, launch)
+        tuning.run("mixed", "mixed_bn_statistics", self.shape(), self.xs[0].device, launch)
 
-    def reduce(self, grad: Tensor, wanted: Sequence[bool]) -> Tensor:
-        """Partial sums (programs, 2, COUNT * C) of grad and grad * (x - center), only those wanted."""
+    def reduce(self, grad: Tensor, wanted: Sequence[bool], norm: Norm | None, *, want_gates: bool) -> Tensor:
+        """back of the tensors wanted; returns their gradient sums (COUNT * C,) if want_gates."""
+        columns = len(self.xs) * self.channels
+        # without BatchNorm these are all that the kernel makes
+        sums = self.gates.new_empty(columns if want_gates or norm is None else 0)
+        nothing = self.gates.new_empty(0)
+        if norm is None:
+            gradient = NormGradient(None, sums, 0.0, sums, nothing, self.back, None)
+        else:
+            self.back = norm.fold.new_empty((2, columns))
+            gradient = NormGradient(norm.statistics, norm.gamma, norm.eps, sums, nothing, self.back, self.rows)
 
-        def launch(config: Config) -> Tensor:
+        def launch(config: Config) -> None:
             grid = self.grid(config)
-            partial = grad.new_empty((grid[0], 2, len(self.xs) * self.channels), dtype=torch.float32)
+            packed = gradient.sums(grid[0], grid[1] * len(self.xs))
             for run in _runs(wanted):
                 mixed.mixed_bn_reduce_kernel[grid](
-                    grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, partial, *self.sizes(),
+                    grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, packed, *self.sizes(),
                     NORMALIZE=self.normalized, **options(config),
                 )  # fmt: skip
-            return partial
 
-        return tuning.run("mixed", "mixed_bn_reduce", self.shape(), grad.device, launch)
+        tuning.run("mixed", "mixed_bn_reduce", self.shape(), grad.device, launch)
+        return sums
 
     def backward(self, grad: Tensor, dxs: Sequence[Tensor | None]) -> None:
         """Fill the dxs that are there."""
@@ -94,7 +103,7 @@ class _Part:
         def launch(config: Config) -> None:
             for run in _runs([dx is not None for dx in dxs]):
                 mixed.mixed_bn_backward_kernel[self.grid(config)](
-                    grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, self.gates,
+                    grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, self.back, self.gates,
                     tuple(dxs[run.start : run.stop]), *self.sizes(), NORMALIZE=self.normalized, **options(config),
                 )  # fmt: skip
 
@@ -132,7 +141,7 @@ def mixed_bn_fwd(xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool],
     if y.numel():
         with on_device_of(y):
             if measured.xs:
-                measured.fold = finalize(statistics, *measured.weights(), eps, partial=measured.measure())
+                measured.measure(measured.norm(eps, statistics))
             _add(parts, y)
     return y, statistics
 
@@ -156,17 +165,11 @@ def mixed_bn_bwd(
                 part = _Part(xs, gates, normalize, normalized)
                 in_sums = [want_gates or (normalized and want_xs[k]) for k in part.places]
                 sums = None
-                if normalized and part.xs:
-                    weight, bias = part.weights()
-                    part.fold = finalize(statistics, weight, bias, eps)
-                    if any(in_sums):
-                        sums = torch.empty_like(weight) if want_gates else weight.new_empty(0)
-                        backward_finalize(
-                            part.reduce(grad, in_sums), statistics, weight, eps, part.fold, part.rows,
-                            batch_statistics=True, dweight=sums, dbias=weight.new_empty(0),
-                        )  # fmt: skip
-                elif any(in_sums):
-                    sums = part.reduce(grad, in_sums)[:, 1].sum(0, dtype=torch.float64)
+                norm = part.norm(eps, statistics) if normalized and part.xs else None
+                if norm is not None:
+                    fold_known(norm)
+                if any(in_sums):
+                    sums = part.reduce(grad, in_sums, norm, want_gates=want_gates)
                 if want_gates and sums is not None:
                     cost = sums.view(len(part.xs), part.channels).sum(1, dtype=torch.float64).to(gates.dtype)
                     costs |= zip(part.places, cost, strict=True)

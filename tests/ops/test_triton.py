@@ -271,7 +271,7 @@ def test_every_configuration_gives_the_result_of_the_default(family, name, monke
     from nasfast.ops import tuning
 
     dtype = torch.float16 if f"{family}_fp32" in tuning.FAMILIES else torch.float32
-    case = ChainCase((1, 3, 9, 10), "dense24k3 pw40/relu6 dw5s2/relu6 pw24/identity", x_grad=False, dtype=dtype)
+    case = ChainCase((1, 3, 9, 10), "dense24k3 pw40/relu6 dw5s2/relu6! pw24/identity", x_grad=False, dtype=dtype)
     if family.startswith("expansion"):
         case = ChainCase((1, 16, 9, 10), "pw40/relu6 dw5s2/relu6", dtype=dtype)
         request.getfixturevalue("in_one_pass")
