@@ -51,13 +51,20 @@ def test_native_off_is_recorded(tmp_path):
     assert "NASFAST_NATIVE=OFF" in record(package)["reason"]
 
 
-@pytest.mark.parametrize("name", ["NASFAST_NATIVE", "NASFAST_CUDA", "NASFAST_SANITIZE"])
-def test_wrong_switch_values_are_named(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("NASFAST_NATIVE", "AUTO, ON or OFF"),
+        ("NASFAST_CUDA", "AUTO, ON or OFF"),
+        ("NASFAST_SANITIZE", "ON or OFF"),
+        ("NASFAST_ISAS", "ALL or BASELINE"),
+    ],
+)
+def test_wrong_switch_values_are_named(tmp_path, name, values):
     if name != "NASFAST_NATIVE" and not has_compiler():
         pytest.skip("no C++ compiler, so the build is not reached")
     result, _ = build(tmp_path, **{name: "MAYBE"})
     assert result.returncode != 0
-    values = "ON or OFF" if name == "NASFAST_SANITIZE" else "AUTO, ON or OFF"
     assert f"{name} must be {values}, got" in result.stderr
 
 
