@@ -4,13 +4,14 @@
 """
 
 import argparse
+import importlib.metadata
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import scipy
 import torch
 
 from nasfast.timing import machine
@@ -79,10 +80,12 @@ def ratios(summaries: dict[str, dict], ours: str, phase: str) -> dict[str, float
 
 def provenance() -> dict:
     """Device, versions, commit and date of a result file."""
-    return {"commit": _commit(), **machine(), "scipy": scipy.__version__}
+    return {"commit": _commit(), **machine(), "scipy": importlib.metadata.version("scipy")}
 
 
 def _commit() -> str | None:
+    if shutil.which("git") is None:
+        return None
     result = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return result.stdout.strip() or None
 

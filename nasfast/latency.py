@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nasfast.config import ConfigError
 from nasfast.doctor import environment
-from nasfast.engine import Engine, GraphEngine
-from nasfast.engine.capture import Capture, CudaCapture
+from nasfast.engine import GraphEngine
 from nasfast.files import write_atomic
 from nasfast.floor import measure_machine, trace
 from nasfast.projection import Projection, get_card, kernels_of, passes_of, project
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import StandaloneNetwork, Supernet
-from nasfast.timing import StepConfig, TrainingStep, machine, measure, measuring, seconds_of
+from nasfast.timing import EngineStep, GraphedStep, StepConfig, TrainingStep, machine, measure, measuring
 from nasfast.train.supernet import METHODS
 
 _LOG = logging.getLogger(__name__)
@@ -160,39 +158,6 @@ class LatencyReport:
         ])  # fmt: skip
 
 
-class GraphedStep:
-    """A `TrainingStep` captured as one CUDA graph; a call replays it and returns seconds of `step`.
-
-    Args:
-        step: its images, labels and path are those of every replay.
-        capture: how to capture; None for CUDA graphs.
-    """
-
-    def __init__(self, step: TrainingStep, capture: Capture | None = None) -> None:
-        self._step = step  # the graph reads its tensors
-        capture = capture or CudaCapture(step.images.device)
-        (self._replay,) = capture.capture([self._whole], capture.pool())
-
-    def _whole(self) -> None:
-        # without gradients, backward makes new ones and adds to none
-        self._step.model.zero_grad(set_to_none=True)
-        self._step.loss().backward()
-
-    def __call__(self) -> dict[str, float]:
-        return {"step": seconds_of(self._replay, self._step.images.device)}
-
-
-class EngineStep:
-    """A step of an engine on one path; a call returns seconds of `step`."""
-
-    def __init__(self, engine: Engine, images: Tensor, labels: Tensor, path: Arch) -> None:
-        self._engine, self._arguments = engine, (images, labels, [path])
-
-    def __call__(self) -> dict[str, float]:
-        device = self._arguments[0].device
-        return {"step": seconds_of(lambda: self._engine.forward_backward(*self._arguments), device)}
-
-
 def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
     """Time one training step of SPOS, BN-NAS and DI-NAS on plain PyTorch, and of DI-NAS on the operators of nasfast.
 
@@ -251,5 +216,5 @@ def _project(
     device = step.images.device
     traced = trace(lambda: StandaloneNetwork(space, path), tuple(step.images.shape))
     here = measure_machine(torch.bfloat16 if cfg.dtype == "bf16" else torch.float32, device=device)
-    passes = passes_of(kernels_of(step), traced)
+    passes = passes_of(kernels_of(step, device), traced)
     return project(passes, times[_OURS]["step"]["median_ms"], here, get_card(cfg.project), cfg.dtype)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from nasfast.config import ConfigError, nearest
 from nasfast.floor import Machine, Trace, conv_floor, expansion_floor
-from nasfast.timing import TrainingStep
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ def _label(kernel: str, x: int, y: int) -> str:
     return f"{kernel.removesuffix('_kernel')} {x}->{y}"
 
 
-def kernels_of(step: TrainingStep) -> list[tuple[str, float]]:
-    """Name and ms of every GPU kernel of one step, in the order they ran."""
+def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
+    """Name and ms of every kernel that the second of two calls runs on a GPU, in the order they ran."""
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         step()
-        torch.cuda.synchronize(step.images.device)
+        torch.cuda.synchronize(device)
     events = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda e: e.time_range.start)
     return [(e.name, e.device_time / 1e3) for e in events]

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.device import check_device, torch_device
+from nasfast.engine import Engine
+from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.ops import _native
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
 from nasfast.spaces.cost import output_size
@@ -165,6 +167,39 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
         end.record()
         torch.cuda.synchronize(device)
         return begin.elapsed_time(end) / 1e3
+
+
+class GraphedStep:
+    """A `TrainingStep` captured as one CUDA graph; a call replays it and returns seconds of `step`.
+
+    Args:
+        step: its images, labels and path are those of every replay.
+        capture: how to capture; None for CUDA graphs.
+    """
+
+    def __init__(self, step: TrainingStep, capture: Capture | None = None) -> None:
+        self._step = step  # the graph reads its tensors
+        capture = capture or CudaCapture(step.images.device)
+        (self._replay,) = capture.capture([self._whole], capture.pool())
+
+    def _whole(self) -> None:
+        # without gradients, backward makes new ones and adds to none
+        self._step.model.zero_grad(set_to_none=True)
+        self._step.loss().backward()
+
+    def __call__(self) -> dict[str, float]:
+        return {"step": seconds_of(self._replay, self._step.images.device)}
+
+
+class EngineStep:
+    """A step of an engine on one path; a call returns seconds of `step`."""
+
+    def __init__(self, engine: Engine, images: Tensor, labels: Tensor, path: Arch) -> None:
+        self._engine, self._arguments = engine, (images, labels, [path])
+
+    def __call__(self) -> dict[str, float]:
+        device = self._arguments[0].device
+        return {"step": seconds_of(lambda: self._engine.forward_backward(*self._arguments), device)}
 
 
 def measure(variants: dict[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2) -> dict[str, dict]:

@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "retrain": {"config", "files", "lock", "distributed", "spaces", "supernet", "train", "cells"},
     "report": {"config", "files", "spaces", "indicators.table", "indicators.rank", "search"},
     "device": {"config"},
-    "timing": {"config", "device", "ops", "spaces"},
+    "timing": {"config", "device", "ops", "spaces", "engine"},
     "doctor": {"ops"},
     "projection": {"config", "floor", "timing"},
     "latency": {

@@ -1,0 +1,397 @@
+"""What the parts of gpu_plan.py measure; started by it, one process each.
+
+The step is forward, cross entropy and backward of the mean path of the 6^20 space, batch 32, 224 x 224, bf16 autocast,
+and only BatchNorms train. On the CPU it is that of a tiny network, and Triton's kernels run under its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from captures import EagerCapture
+from gpu_plan import append
+from launches import noted_launches
+from torch import nn
+
+from nasfast.engine import EagerEngine, GraphEngine
+from nasfast.floor import Machine, measure_machine, step_floor, trace
+from nasfast.projection import CARDS, kernels_of, passes_of, project
+from nasfast.spaces import Arch, Block, FixedLayer, SearchSpace, Stage, get_space, mean_path
+from nasfast.supernet import StandaloneNetwork, Supernet
+from nasfast.timing import EngineStep, GraphedStep, TrainingStep, measure, measuring, random_batch
+
+Step = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a part measures, where its rows go, and until when.
+
+    Attributes:
+        part: its name.
+        rows: file of JSON lines.
+        device: `cuda` or `cpu`.
+        end: of the part, by time.monotonic().
+    """
+
+    part: str
+    rows: Path
+    device: str
+    end: float
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    @property
+    def batch(self) -> int:
+        return 32 if self.on_gpu else 1
+
+    @cached_property
+    def space(self) -> SearchSpace:
+        if self.on_gpu:
+            return get_space("mobilenet_v2")
+        choices = (Block("mbconv", 3, 1), Block("mbconv", 3, 2))
+        return SearchSpace(
+            name="dry", resolution=8, num_classes=4, stem=(FixedLayer(Block("conv", 3), 8, stride=2),),
+            stages=(Stage(8, 2, 1, choices),), head=(FixedLayer(Block("conv", 1), 16),),
+        )  # fmt: skip
+
+    @cached_property
+    def path(self) -> Arch:
+        return mean_path(self.space)
+
+    def row(self, kind: str, **fields: Any) -> None:
+        """Append a result."""
+        row = {"part": self.part, "kind": kind, **fields}
+        print(row, flush=True)
+        append(self.rows, row)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """An error within becomes a row, and the part goes on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            last = traceback.format_exception_only(error)[-1].strip()
+            where = traceback.format_tb(error.__traceback__)[-3:]
+            self.row("error", what=what, error=last[:2000], tail="".join(where).splitlines())
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a step is run.
+
+    Attributes:
+        ops: `nasfast` or `torch`.
+        how: `eager`, `graph` (one CUDA graph of this path), `engine` (nasfast's), `compile` or `compile graph`.
+        trainable: `bn`, or `indicators`: the last BatchNorm of each block.
+    """
+
+    ops: str
+    how: str
+    trainable: str = "bn"
+
+    @property
+    def name(self) -> str:
+        return f"{self.ops} {self.how}" + (f", {self.trainable}" if self.trainable != "bn" else "")
+
+
+# those that are known to run come first: a kernel that writes where it must not takes the process with it
+PEERS = (Variant("torch", "eager"), Variant("torch", "graph"))
+STEPS = (*PEERS, Variant("nasfast", "eager"), Variant("nasfast", "engine"))
+MORE_STEPS = (Variant("torch", "graph", "indicators"), Variant("nasfast", "engine", "indicators"))
+
+
+def network(bench: Bench, variant: Variant) -> Supernet:
+    net = Supernet(bench.space, init="he", layer_indicators=False, fused=variant.ops == "nasfast")
+    net.freeze(variant.trainable)
+    return net.to(device=bench.device, memory_format=torch.channels_last).train()
+
+
+class Fixed(nn.Module):
+    """A supernet on one path."""
+
+    def __init__(self, net: Supernet, path: Arch) -> None:
+        super().__init__()
+        self.net, self.path = net, path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x, self.path)
+
+
+def make(bench: Bench, variant: Variant) -> tuple[Step, float]:
+    """A step and its loss; both have run everything once."""
+    images, labels = random_batch(bench.space, bench.batch, device=bench.device)
+    net, capture = network(bench, variant), None if bench.on_gpu else EagerCapture()
+    if variant.how == "engine":
+        engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture)
+        loss = engine.forward_backward(images, labels, [bench.path]).loss
+        return EngineStep(engine, images, labels, bench.path), float(loss)
+    model, path = net, bench.path
+    if "compile" in variant.how:
+        backend = "inductor" if bench.on_gpu else "aot_eager"
+        model, path = torch.compile(Fixed(net, path), dynamic=False, backend=backend), None
+    step = TrainingStep(model, images, labels, path=path, bf16=True)
+    loss = step.loss()
+    loss.backward()
+    return (GraphedStep(step, capture) if "graph" in variant.how else step), float(loss.detach())
+
+
+def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) -> dict[str, float]:
+    """A row for each variant when it has run, and one with its time beside the others; returns the medians in ms."""
+    steps: dict[str, Step] = {}
+    for variant in variants:
+        with bench.attempt(variant.name):
+            start = time.monotonic()
+            step, loss = make(bench, variant)
+            first = time.monotonic() - start
+            if bench.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            alone = statistics.median(step()["step"] for _ in range(5 if bench.on_gpu else 1))
+            # what a graph uses is allocated when it is captured
+            counts = bench.on_gpu and variant.how in ("eager", "compile")
+            peak = {"peak_MiB": (torch.cuda.max_memory_allocated() - before) / 2**20} if counts else {}
+            bench.row("variant", name=variant.name, first_s=first, alone_ms=1e3 * alone, loss=loss, **peak)
+            steps[variant.name] = step
+    times = measure(steps, rounds=rounds if bench.on_gpu else 1, warmup=2 if bench.on_gpu else 0) if steps else {}
+    for name, phases in times.items():
+        bench.row("step", name=name, **phases["step"])
+    return {name: phases["step"]["median_ms"] for name, phases in times.items()}
+
+
+def bench_step(bench: Bench) -> None:
+    bench_variants(bench, PEERS, rounds=5)
+    compile_ahead(bench, list(enumerate(bench.path)), seconds=0.4 * bench.left)
+    medians = bench_variants(bench, STEPS, rounds=20)
+    with bench.attempt("floor"):
+        machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
+        floor = 1e3 * step_floor(traced(bench), machine, torch.bfloat16).step
+        bench.row("floor", ms=floor, ceilings=machine._asdict(), times={n: ms / floor for n, ms in medians.items()})
+    if bench.left > 25:
+        # under the interpreter a step takes seconds
+        bench_variants(bench, MORE_STEPS if bench.on_gpu else MORE_STEPS[:1], rounds=10)
+    else:
+        bench.row("left_out", what="indicators", error=f"{bench.left:.0f} s left")
+
+
+def traced(bench: Bench) -> Any:
+    space = bench.space
+    shape = (bench.batch, space.in_channels, space.resolution, space.resolution)
+    return trace(lambda: StandaloneNetwork(space, bench.path), shape)
+
+
+# ---- compilation in parallel
+
+
+def compile_ahead(bench: Bench, layers: Sequence[tuple[int, int]], *, seconds: float) -> None:
+    """Run layers in as many processes as there are cores, so that later ones find their kernels in Triton's cache.
+
+    Args:
+        layers: index and choice.
+        seconds: to go on without what is not finished.
+    """
+    tasks = [(bench, i, choice) for i, choice in [(-1, 0), (len(bench.space.layers), 0), *layers]]
+    processes = min(16, os.cpu_count() or 1, len(tasks)) if bench.on_gpu else 1
+    start, failed, done = time.monotonic(), 0, 0
+    # ended by force where one of them hangs
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        results = pool.imap_unordered(_run_layer, tasks)
+        try:
+            for _ in tasks:
+                layer, choice, problem = results.next(max(1.0, start + seconds - time.monotonic()))
+                done += 1
+                if problem is not None:
+                    failed += 1
+                    bench.row("error", what=f"layer {layer}, choice {choice}", error=problem)
+        except multiprocessing.TimeoutError:
+            bench.row("left_out", what="compilation", error=f"{len(tasks) - done} layers after {seconds:.0f} s")
+    bench.row(
+        "compiled", seconds=time.monotonic() - start, processes=processes, layers=done, failed=failed, of=len(tasks)
+    )
+
+
+def _run_layer(task: tuple[Bench, int, int]) -> tuple[int, int, str | None]:
+    """Forward and backward of a layer alone; -1 is the stem, one past the last the head."""
+    bench, i, choice = task
+    try:
+        net = _network_of_process(bench)
+        space = bench.space
+        modules = [net.stem, *(lambda x, layer=layer: layer(x, choice) for layer in net.layers), net.head]
+        first = [space.stem_layers[0], *space.layers, space.head_layers[0]][i + 1]
+        x = torch.randn(bench.batch, first.in_channels, first.size, first.size, device=bench.device)
+        x = x.contiguous(memory_format=torch.channels_last)
+        if i >= 0:
+            x = x.to(torch.bfloat16).requires_grad_()
+        with torch.autocast(bench.device, torch.bfloat16):
+            y = modules[i + 1](x)
+        y.backward(torch.randn_like(y))
+        if bench.on_gpu:
+            torch.cuda.synchronize()
+    except Exception as error:
+        traceback.print_exc()
+        return i, choice, traceback.format_exception_only(error)[-1].strip()[:1000]
+    return i, choice, None
+
+
+@cache
+def _network_of_process(bench: Bench) -> Supernet:
+    torch.set_num_threads(1)
+    return network(bench, Variant("nasfast", "eager"))
+
+
+# ---- kernels
+
+
+def bench_kernels(bench: Bench) -> None:
+    """Rows of a kernel with one grid and one set of arguments: launches and us in all, of nasfast's eager step; by name
+    alone, of the engine's replays and of PyTorch's eager step."""
+    with bench.attempt("nasfast eager"):
+        step, _ = make(bench, Variant("nasfast", "eager"))
+        with noted_launches() as launches:
+            kernels = _kernels(bench, step, launches)
+        # kernels_of runs the step twice, and the second time is the one it returns
+        _write_kernels(bench, "nasfast eager", kernels, launches[len(launches) // 2 :] if bench.on_gpu else launches)
+        with bench.attempt("projections"):
+            _write_passes(bench, kernels)
+    for variant in (Variant("nasfast", "engine"), Variant("torch", "eager")):
+        with bench.attempt(variant.name):
+            step, _ = make(bench, variant)
+            with noted_launches() as launches:
+                kernels = _kernels(bench, step, launches)
+            _write_kernels(bench, variant.name, kernels, [])
+
+
+def _kernels(bench: Bench, step: Step, launches: list) -> list[tuple[str, float]]:
+    """Name and ms of what ran, in order; without a GPU, of the interpreted kernels."""
+    if bench.on_gpu:
+        return kernels_of(step, torch.device(bench.device))
+    step()
+    return [(launch.kernel, launch.ms) for launch in launches]
+
+
+def _write_kernels(bench: Bench, variant: str, kernels: list[tuple[str, float]], launches: list) -> None:
+    by_name: dict[str, list] = {}
+    for launch in launches:
+        by_name.setdefault(launch.kernel, []).append(launch)
+    counts = {name: sum(kernel == name for kernel, _ in kernels) for name in by_name}
+    # a stream keeps the order; where the numbers differ, nothing says which launch was which
+    queues = {name: iter(found) for name, found in by_name.items() if len(found) == counts[name]}
+    groups: dict[tuple, list[float]] = {}
+    for name, ms in kernels:
+        launch = next(queues[name]) if name in queues else None
+        key = (name, *((launch.grid, launch.arguments) if launch else ((), ())))
+        groups.setdefault(key, []).append(1e3 * ms)
+    for (name, grid, arguments), us in sorted(groups.items(), key=lambda group: -sum(group[1])):
+        bench.row(
+            "kernel", variant=variant, kernel=name, grid=grid, arguments=dict(arguments), launches=len(us),
+            us=sum(us), min_us=min(us), max_us=max(us),
+        )  # fmt: skip
+    if unmatched := sorted(name for name in by_name if name not in queues):
+        bench.row("left_out", what="arguments of kernels", error=f"other numbers of launches: {', '.join(unmatched)}")
+
+
+def _write_passes(bench: Bench, kernels: list[tuple[str, float]]) -> None:
+    """Convolution passes with their fraction of the floor, and what they would take on other cards."""
+    machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
+    passes, total = passes_of(kernels, traced(bench)), sum(ms for _, ms in kernels)
+    projected = {name: project(passes, total, machine, card, "bf16") for name, card in CARDS.items()}
+    # a machine of one byte a second and endless arithmetic
+    only_bytes = Machine(1.0, float("inf"), float("inf"))
+    for found, measured in zip(next(iter(projected.values())).passes, passes, strict=True):
+        bench.row(
+            "pass", name=found.name, ms=found.ms, floor_ms=found.floor_ms, fraction=found.fraction,
+            GB_per_s=measured.floor(only_bytes, 2) / found.ms / 1e6,
+        )  # fmt: skip
+    bench.row("projection", label="PROJECTION, not measured", ms={name: p.step_ms for name, p in projected.items()})
+
+
+# ---- random paths and torch.compile
+
+
+def bench_paths(bench: Bench) -> None:
+    """Images per second with a new path every step, where a graph or compilation of one path cannot follow."""
+    generator = random.Random(0)
+    count = 60 if bench.on_gpu else 2
+    paths = [tuple(generator.randrange(len(layer.choices)) for layer in bench.space.layers) for _ in range(count)]
+    images, labels = random_batch(bench.space, bench.batch, device=bench.device)
+    for ops, how in (("torch", "eager"), ("nasfast", "eager"), ("nasfast", "engine")):
+        if (ops, how) == ("nasfast", "eager"):
+            used = sorted({(i, choice) for path in paths for i, choice in enumerate(path)})
+            compile_ahead(bench, used, seconds=0.6 * bench.left)
+        with bench.attempt(f"{ops} {how}"):
+            net = network(bench, Variant(ops, how))
+            if how == "engine":
+                capture = None if bench.on_gpu else EagerCapture()
+                engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture)
+            else:
+                engine = EagerEngine(net, bf16=True)
+            first = _seconds_of_paths(bench, engine, paths, images, labels)  # captures, kernels, algorithms
+            seconds = _seconds_of_paths(bench, engine, paths, images, labels)
+            bench.row("paths", name=f"{ops} {how}", first_s=first, images_per_s=bench.batch * count / seconds)
+
+
+def _seconds_of_paths(bench: Bench, engine: Any, paths: list[Arch], images: Any, labels: Any) -> float:
+    start = time.perf_counter()
+    for path in paths:
+        engine.forward_backward(images, labels, [path])
+    if bench.on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def bench_compile(bench: Bench) -> None:
+    bench_variants(bench, [Variant("torch", "compile"), Variant("nasfast", "engine")], rounds=20)
+    if bench.left > 20 or not bench.on_gpu:
+        torch.compiler.reset()
+        bench_variants(bench, [Variant("torch", "compile graph"), Variant("nasfast", "engine")], rounds=20)
+    else:
+        bench.row("left_out", what="compile graph", error=f"{bench.left:.0f} s left")
+
+
+def main() -> None:
+    import gpu_system
+
+    parts = {
+        "step": bench_step, "kernels": bench_kernels, "paths": bench_paths, "compile": bench_compile,
+    }  # fmt: skip
+    system = {
+        "machine": gpu_system.bench_machine, "native": gpu_system.bench_native,
+        "orthogonalize": gpu_system.bench_orthogonalize,
+    }  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=[*parts, *system])
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    args = parser.parse_args()
+    if args.device == "cpu" and args.part in parts:
+        os.environ["NASFAST_BACKEND"] = "triton"  # the interpreter runs for those who ask for it
+    # a program of its own, with the extension that the part `native` built
+    part = "native" if args.part == "orthogonalize" else args.part
+    bench = Bench(part, args.rows, args.device, time.monotonic() + args.seconds)
+    with measuring():
+        {**parts, **system}[args.part](bench)
+
+
+if __name__ == "__main__":
+    main()

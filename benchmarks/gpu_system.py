@@ -1,0 +1,206 @@
+"""The parts of gpu_plan.py about the machine and the compiled extension: ceilings, costs of launches, native build."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from gpu_plan import HERE, ROOT, environment_of, tests_command
+
+from nasfast.doctor import environment
+from nasfast.timing import machine, measure, seconds_of
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+if TYPE_CHECKING:
+    from gpu_parts import Bench
+
+_PACKAGES = (
+    "torch", "triton", "numpy", "scipy", "torchvision", "pytest", "pytest-xdist", "hypothesis", "pybind11", "cmake",
+    "ninja", "jsonargparse", "rich", "timm", "onnx", "nvidia-dali-cuda130",
+)  # fmt: skip
+_SMI = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit,temperature.gpu"
+
+
+def bench_machine(bench: Bench) -> None:
+    """Device and versions, then the ceilings, then what a launch and a replay cost."""
+    with bench.attempt("device"):
+        bench.row("machine", **machine(), cores=os.cpu_count(), packages=_versions(), **_device(bench))
+        bench.row("doctor", **environment())
+    with bench.attempt("clocks"):
+        bench.row("clocks", when="idle", **_clocks())
+    with bench.attempt("copies"):
+        for mebibytes in (1024, 256, 16) if bench.on_gpu else (1,):
+            source = torch.randn(mebibytes << 18, device=bench.device)
+            target = torch.empty_like(source)
+            seconds = _best(bench, lambda source=source, target=target: target.copy_(source))
+            bench.row("ceiling", what=f"copy of {mebibytes} MiB", GB_per_s=2 * source.nbytes / seconds / 1e9)
+    with bench.attempt("matrix products"):
+        n = 8192 if bench.on_gpu else 64
+        for dtype in (torch.bfloat16, torch.float32):
+            a, b = (torch.randn(n, n, device=bench.device).to(dtype) for _ in range(2))
+            seconds = _best(bench, lambda a=a, b=b: a @ b)
+            bench.row("ceiling", what=f"product {n} {str(dtype)[6:]}", TFLOP_per_s=2 * n**3 / seconds / 1e12)
+    with bench.attempt("clocks"):
+        bench.row("clocks", when="busy", **_clocks())
+    with bench.attempt("launches"):
+        _bench_launches(bench)
+
+
+def _versions() -> dict[str, str | None]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _device(bench: Bench) -> dict:
+    if not bench.on_gpu:
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "capability": torch.cuda.get_device_capability(),
+        "multiprocessors": properties.multi_processor_count,
+        "memory_GiB": properties.total_memory / 2**30,
+        "L2_MiB": properties.L2_cache_size / 2**20,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nvcc": shutil.which("nvcc"),
+    }
+
+
+def _clocks() -> dict:
+    """What nvidia-smi says, or that it is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return {"error": "no nvidia-smi"}
+    command = ["nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    values = answer.stdout.strip().splitlines()[0].split(", ") if answer.returncode == 0 else []
+    return dict(zip(_SMI.split(","), values, strict=False)) or {"error": answer.stderr.strip()[:500]}
+
+
+def _best(bench: Bench, work: Callable[[], object], repeats: int = 8) -> float:
+    device = torch.device(bench.device)
+    return min(seconds_of(work, device) for _ in range(repeats + 2))
+
+
+def _bench_launches(bench: Bench) -> None:
+    """us of the host for a launch, and of the device for one in a replayed graph; by PyTorch and by Triton."""
+    count = 1000 if bench.on_gpu else 5
+    x = torch.zeros(32, device=bench.device)
+    kinds: dict[str, Callable[[], object]] = {"torch": lambda: x.add_(1)}
+    if triton is not None:
+        kinds["triton"] = lambda: _add_kernel[(1,)](x, 32, BLOCK=32)
+    for name, launch in kinds.items():
+        launch()
+        _wait(bench)
+        start = time.perf_counter()
+        for _ in range(count):
+            launch()
+        host = time.perf_counter() - start
+        _wait(bench)
+        row = {"name": name, "host_us": 1e6 * host / count}
+        if bench.on_gpu:
+            many, one = _graph_of(launch, count), _graph_of(launch, 1)
+            row |= {
+                "in_graph_us": 1e6 * _best(bench, many.replay) / count,
+                "replay_of_one_us": 1e6 * _best(bench, one.replay),
+            }
+            start = time.perf_counter()
+            for _ in range(count):
+                one.replay()
+            row["replay_host_us"] = 1e6 * (time.perf_counter() - start) / count
+            _wait(bench)
+        bench.row("launch", **row)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _add_kernel(x, n, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+
+def _graph_of(launch: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            launch()
+    graph.replay()
+    return graph
+
+
+def _wait(bench: Bench) -> None:
+    if bench.on_gpu:
+        torch.cuda.synchronize()
+
+
+# ---- the compiled extension
+
+
+def bench_native(bench: Bench) -> None:
+    """Build beside the checkout, then run the tests of orthogonalize and its times with what was built."""
+    folder = ROOT / "build" / "gpu-plan"
+    shutil.rmtree(folder / "lib", ignore_errors=True)
+    env = environment_of(bench.device)
+    if bench.on_gpu:
+        major, minor = torch.cuda.get_device_capability()
+        env |= {"NASFAST_NATIVE": "ON", "NASFAST_CUDA": "ON", "NASFAST_ISAS": "BASELINE"}
+        env["CUDAARCHS"] = f"{major}{minor}-real"
+    else:
+        env["NASFAST_NATIVE"] = "OFF"
+    build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "build", "--build-base", folder]
+    build += ["--build-lib", folder / "lib", "--build-temp", folder / "native"]
+    folder.mkdir(parents=True, exist_ok=True)
+    if not _run(bench, "build", build, env, ROOT):
+        sys.exit("the build failed")
+    env["PYTHONPATH"] = os.pathsep.join([str(folder / "lib"), env["PYTHONPATH"]])
+    tests = tests_command(bench.rows, bench.part, ["tests/ops/test_orthogonalize.py"], bench.device)
+    passed = _run(bench, "tests", tests, env, folder / "lib")
+    parts = [sys.executable, str(HERE / "gpu_parts.py"), "orthogonalize", "--rows", str(bench.rows)]
+    timed = _run(
+        bench, "times", [*parts, "--device", bench.device, "--seconds", f"{bench.left:.0f}"], env, folder / "lib"
+    )
+    if not (passed and timed):
+        sys.exit("tests or times failed")
+
+
+def _run(bench: Bench, what: str, command: list[str | Path], env: dict[str, str], folder: Path) -> bool:
+    """Run a command in a folder, from which `python -m` imports first; whether it ended well."""
+    start = time.monotonic()
+    code = subprocess.run(command, cwd=folder, env=env).returncode
+    bench.row("ran", what=what, seconds=round(time.monotonic() - start, 1), code=code)
+    return code == 0
+
+
+def bench_orthogonalize(bench: Bench) -> None:
+    """orthogonalize of all weights of the 6^20 space by size class, and then PyTorch's batched QR of the same."""
+    from bench_orthogonalize import OURS, setup_orthogonalize, weights
+
+    bench.row("doctor", **environment())
+    classes = weights(bench.device)
+    if not bench.on_gpu:
+        classes = {"n <= 32": classes["n <= 32"][:3]}
+    repeated = dict(rounds=7, warmup=2) if bench.on_gpu else dict(rounds=1, warmup=0)
+    for peer, settings in ((OURS, repeated), ("qr grouped", dict(rounds=1, warmup=0))):
+        for name, matrices in classes.items():
+            with bench.attempt(f"{peer}, {name}"):
+                run = {peer: setup_orthogonalize(matrices)[peer]}
+                times = measure(run, **settings)[peer]["full"]
+                bench.row("orthogonalize", name=peer, of=name, tensors=len(matrices), **times)

@@ -1,0 +1,59 @@
+"""Which Triton kernels run, with which grids and arguments, in the order of their launches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+
+class Launch(NamedTuple):
+    """One launch.
+
+    Attributes:
+        kernel: name of the function.
+        grid: programs.
+        arguments: (name, value) of every integer, boolean and string, tile sizes and launch options included.
+        ms: of the call; the kernel's own time under the interpreter alone.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: tuple[tuple[str, Any], ...]
+    ms: float
+
+
+@contextmanager
+def noted_launches() -> Iterator[list[Launch]]:
+    """The launches within, which run as they always do; none without Triton."""
+    launches: list[Launch] = []
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield launches
+        return
+
+    def noting(original: Any) -> Any:
+        def launcher(kernel: Any, grid: Any) -> Any:
+            launch = original(kernel, grid)
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                start = time.perf_counter()
+                result = launch(*args, **kwargs)
+                ms = 1e3 * (time.perf_counter() - start)
+                values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+                plain = tuple((name, value) for name, value in values.items() if isinstance(value, int | str))
+                launches.append(Launch(kernel.fn.__name__, tuple(grid), plain, ms))
+                return result
+
+            return noted
+
+        return launcher
+
+    with ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(patch.object(kind, "__getitem__", noting(kind.__getitem__)))
+        yield launches
