@@ -1,10 +1,21 @@
-"""Triton's interpreter, with bfloat16 as a GPU has it.
+"""Triton's interpreter, with bfloat16 as a GPU has it, and with the disorder of a GPU where a test wants it.
 
 As of Triton 3.9 it keeps bfloat16 as the bits in a uint16, cuts digits off where a GPU rounds, and multiplies the bits
-themselves in `tl.dot`. Results in bfloat16 mean something only with this.
+themselves in `tl.dot`. Results in bfloat16 mean something only with `repair_bfloat16`.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
 import numpy as np
+import torch
+from torch import Tensor
 
 
 def repair_bfloat16() -> None:
@@ -35,3 +46,139 @@ def repair_bfloat16() -> None:
 
     interpreter._convert_float = rounded
     interpreter.InterpreterBuilder.create_dot = exact_dot
+
+
+@contextmanager
+def disturbed() -> Iterator[None]:
+    """Run kernels as they may run on a GPU or worse, and refuse what they must not do.
+
+    - The programs of a launch come in another order: backwards, or mixed, in turn.
+    - Every launch runs twice, as tuning does, and so every program.
+    - All memory that a launch is given has guards before and behind it, a slice of an allocation too. A write there
+      raises an AssertionError, and what is read there is not a number.
+
+    Results must be the same bits as without.
+    """
+    from triton.runtime import interpreter
+
+    from nasfast.ops import tuning
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    set_size, set_index, call, run = builder.set_grid_dim, builder.set_grid_idx, executor.__call__, tuning.run
+    random, orders = np.random.default_rng(0), []
+
+    def ordered(self, *size):
+        count = math.prod(size)
+        orders.append(np.arange(count)[::-1] if len(orders) % 2 == 0 else random.permutation(count))
+        return set_size(self, *size)
+
+    def reordered(self, *index):
+        place = np.ravel_multi_index(index, self.grid_dim)
+        return set_index(self, *map(int, np.unravel_index(orders[-1][place], self.grid_dim)))
+
+    def guarded(self, *args, **kwargs):
+        guards = _Guards(dict(zip(self.arg_names, args, strict=False)))
+        call(self, *map(guards.placed, args), **kwargs)
+        guards.check(self.fn.__name__)
+
+    def twice(family, kernel, shape, device, launch):
+        return run(family, kernel, shape, device, lambda config: (launch(config), launch(config))[1])
+
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (builder, "set_grid_dim", ordered), (builder, "set_grid_idx", reordered), (executor, "__call__", guarded),
+            (tuning, "run", twice),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(owner, name, replacement))
+        yield
+
+
+class _Guards:
+    """The tensors of one launch, moved to memory with guards.
+
+    A contiguous tensor has guards of its own, unless others overlap it. One with gaps shares those of its allocation,
+    because kernels also use what lies between.
+    """
+
+    SIZE = 4096
+    FILL = 0xFF  # in all floating types a NaN
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._spans: list[_Span] = []
+        for name, argument in arguments.items():
+            for tensor in _tensors(argument):
+                self._add(name, tensor)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        begin, end = 0, storage.nbytes()
+        if tensor.is_contiguous():
+            begin = tensor.storage_offset() * tensor.element_size()
+            end = begin + tensor.numel() * tensor.element_size()
+        if begin == end:
+            return
+        span = _Span(storage, begin, end, name)
+        for other in [s for s in self._spans if s.overlaps(span)]:
+            self._spans.remove(other)
+            span = _Span(
+                storage, min(span.begin, other.begin), max(span.end, other.end), f"{other.names}, {span.names}"
+            )
+        self._spans.append(span)
+
+    def placed(self, argument: Any) -> Any:
+        """The argument with its tensors in guarded memory."""
+        if isinstance(argument, tuple):
+            parts = map(self.placed, argument)
+            return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+        if not isinstance(argument, Tensor) or not argument.numel():
+            return argument
+        at = argument.storage_offset() * argument.element_size()
+        (span,) = (s for s in self._spans if s.holds(argument.untyped_storage(), at))
+        if span.memory is None:
+            span.memory = torch.full((span.end - span.begin + 2 * self.SIZE,), self.FILL, dtype=torch.uint8)
+            span.memory[self.SIZE : -self.SIZE] = span.content()
+        offset, rest = divmod(at - span.begin + self.SIZE, argument.element_size())
+        assert rest == 0
+        moved = torch.empty(0, dtype=argument.dtype)
+        return moved.set_(span.memory.untyped_storage(), offset, argument.shape, argument.stride())
+
+    def check(self, kernel: str) -> None:
+        """Bring the numbers back.
+
+        Raises:
+            AssertionError: a guard was written.
+        """
+        for span in self._spans:
+            for side, guard in (("before", span.memory[: self.SIZE]), ("behind", span.memory[-self.SIZE :])):
+                written = (guard != self.FILL).nonzero()
+                assert not len(written), f"{kernel} writes {side} {span.names}: {len(written)} bytes"
+            span.content().copy_(span.memory[self.SIZE : -self.SIZE])
+
+
+@dataclass
+class _Span:
+    """Bytes [begin, end) of an allocation, the arguments that lie there, and the memory that stands for them."""
+
+    storage: torch.UntypedStorage
+    begin: int
+    end: int
+    names: str
+    memory: Tensor | None = None
+
+    def overlaps(self, other: _Span) -> bool:
+        same = self.storage.data_ptr() == other.storage.data_ptr()
+        return same and self.begin < other.end and other.begin < self.end
+
+    def holds(self, storage: torch.UntypedStorage, at: int) -> bool:
+        return self.storage.data_ptr() == storage.data_ptr() and self.begin <= at < self.end
+
+    def content(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(self.storage, self.begin, (self.end - self.begin,), (1,))
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    if isinstance(argument, tuple):
+        for part in argument:
+            yield from _tensors(part)
+    elif isinstance(argument, Tensor):
+        yield argument

@@ -1,0 +1,165 @@
+"""The Triton kernels do not depend on the order of their programs, and touch no memory but their own.
+
+Under the interpreter, which runs programs one after another in a fixed order, with tiles so small that every launch is
+several programs. `interpreter.disturbed` says what is disturbed.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from cases import outputs_and_grads
+from chain_cases import ChainCase, run_chain
+from interpreter import disturbed
+from mixed_cases import MixedCase
+from mixed_cases import outputs_and_grads as mixed_outputs
+
+from nasfast import ops
+from nasfast.ops import _triton
+
+pytestmark = pytest.mark.skipif(
+    _triton.why_missing() is not None or not _triton.interpreted(), reason="needs Triton and its interpreter"
+)
+if _triton.why_missing() is None:
+    import triton
+    import triton.language as tl
+
+SMALL = {"BM": 16, "BN": 16, "BK": 16, "TH": 2, "CB": 16, "ROWS": 16, "CHANNELS": 16}
+# channels, rows and pixels that no tile divides
+CHAINS = {
+    "pointwise": ChainCase((2, 17, 4, 5), "pw20/relu6 pw17/identity", "x"),
+    "strides": ChainCase((1, 18, 5, 6), "dw3/relu6 dw5s2/tanh"),
+    "dense": ChainCase((1, 3, 7, 9), "dense18k3s2/relu6 pw9", x_grad=False),
+    "one pass": ChainCase((1, 17, 5, 6), "pw40/tanh dw3s2/relu6 pw9/identity"),
+    "shuffle": ChainCase((2, 36, 3, 3), "pw20/relu dw3/identity pw18/relu", shuffle=True),
+    "running": ChainCase((1, 6, 5, 6), "pw18! dw3! pw6!", "x"),
+    "16 bits": replace(ChainCase((1, 17, 4, 5), "pw20 dw3 pw17/identity", "x"), dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    from nasfast._triton.configs import FAMILIES
+
+    for family, configs in FAMILIES.items():
+        default = next(iter(configs.values()))
+        tile = {name: min(size, SMALL.get(name, size)) for name, size in default.tile.items()}
+        monkeypatch.setitem(FAMILIES, family, {"small": default._replace(tile=tile), **configs})
+
+
+def check(results):
+    """results() under disturbance is what it is without, bit for bit."""
+    # first, because a write to memory of others may end the process
+    with disturbed():
+        got = results()
+    want = results()
+    assert want.keys() == got.keys()
+    for name, tensor in want.items():
+        assert torch.equal(tensor, got[name]), name
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains(name, monkeypatch):
+    from nasfast.ops import conv_native
+
+    monkeypatch.setattr(conv_native, "MIN_ONE_PASS_PIXELS", 0 if name == "one pass" else 10**9)
+    case = CHAINS[name]
+    chain = partial(ops.conv_bn_act_chain, backend="triton")
+    check(lambda: run_chain(chain, case.draw_once(), x_grad=case.x_grad))
+
+
+def check_bn_act(x):
+    channels = x.shape[1]
+    tensors = {"x": x, "residual": torch.randn_like(x), "grad": torch.randn_like(x)}
+    tensors |= {name: torch.randn(channels) for name in ("weight", "bias", "running_mean", "running_var")}
+
+    def results():
+        run = partial(ops.bn_act, backend="triton")
+        return outputs_and_grads(run, {n: t.clone() for n, t in tensors.items()}, act="relu6", training=True)
+
+    check(results)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_bn_act(layout):
+    check_bn_act(torch.randn(2, 18, 4, 5).contiguous(memory_format=layout))
+
+
+def test_mixed_bn(monkeypatch):
+    from nasfast.ops import mixed_triton
+
+    monkeypatch.setattr(mixed_triton, "TOGETHER", 2)
+    case = MixedCase((2, 18, 3, 5), "nnxnn")
+    check(lambda: mixed_outputs(partial(ops.mixed_bn, backend="triton"), *case.draw("cpu"), case.normalize))
+
+
+# ---- the disturbance is one: kernels that must fail under it
+
+if _triton.why_missing() is None:
+
+    @triton.jit
+    def shift_kernel(x, y, N, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+        """y = x, both moved by SHIFT: reads and writes beyond the end where it is not 0."""
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + i + SHIFT, tl.load(x + i, mask=i < N), mask=i < N)
+
+    @triton.jit
+    def read_kernel(x, y, N, BLOCK: tl.constexpr):
+        """y = x moved by one; reads one element too many."""
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + i, tl.load(x + i + 1, mask=i < N), mask=i < N)
+
+    @triton.jit
+    def last_kernel(y, N, BLOCK: tl.constexpr):
+        """y is the number of the program that came last."""
+        tl.store(y + tl.arange(0, BLOCK), tl.program_id(0) + tl.zeros((BLOCK,), tl.float32))
+
+    @triton.jit
+    def add_kernel(x, y, N, BLOCK: tl.constexpr):
+        """y += x."""
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + i, tl.load(y + i, mask=i < N) + tl.load(x + i, mask=i < N), mask=i < N)
+
+
+def launched(launch):
+    """As the launchers do it."""
+    from nasfast.ops import tuning
+
+    tuning.run("batch_norm", "of this test", (), torch.device("cpu"), lambda config: launch())
+
+
+@pytest.mark.parametrize(
+    ("shift", "side"), [(1, "behind y: 4 bytes"), (-1, "before y: 4 bytes"), (100, "behind y: 128 bytes")]
+)
+def test_writing_beyond_a_tensor_is_noticed(shift, side):
+    x, y = torch.arange(1.0, 33.0), torch.zeros(100)
+    piece = y[8:40]  # inside the allocation
+    with disturbed():
+        launched(lambda: shift_kernel[(2,)](x, piece, 32, SHIFT=0, BLOCK=16))
+        assert torch.equal(y, torch.nn.functional.pad(x, (8, 60)))
+        with pytest.raises(AssertionError, match=f"shift_kernel writes {side}"):
+            launched(lambda: shift_kernel[(2,)](x, piece, 32, SHIFT=shift, BLOCK=16))
+
+
+def test_reading_beyond_a_tensor_is_noticed():
+    x, y = torch.zeros(33), torch.zeros(32)
+    launched(lambda: read_kernel[(2,)](x[:32], y, 32, BLOCK=16))
+    assert not y.isnan().any()
+    with disturbed():
+        launched(lambda: read_kernel[(2,)](x[:32], y, 32, BLOCK=16))
+    assert y.isnan().tolist() == [False] * 31 + [True]
+
+
+@pytest.mark.parametrize("kernel", ["last", "add"])
+def test_order_and_repetition_are_noticed(kernel):
+    def results():
+        x, y = torch.ones(48), torch.zeros(48)
+        if kernel == "last":
+            launched(lambda: last_kernel[(3,)](y, 48, BLOCK=16))
+        else:
+            launched(lambda: add_kernel[(3,)](x, y, 48, BLOCK=16))
+        return {"y": y}
+
+    with pytest.raises(AssertionError, match="y"):
+        check(results)
