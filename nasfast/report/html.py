@@ -309,9 +309,11 @@ def _rank(run: _Run) -> str:
     rows = []
     for row in (form["predictor"], *form["baselines"]):
         estimates = [_interval(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
-        rows.append([row["name"], *estimates, *(f"{r:.2f}" for r in row["regret"])])
+        # files of earlier versions have the difference from depth alone, under another name
+        above = form.get("above", {}).get(row["name"])
+        rows.append([row["name"], *estimates, _interval(above) if above else "", *(f"{r:.2f}" for r in row["regret"])])
     budgets = [f"regret, {_millions(b)}" for b in form["budgets"]]
-    header = ["", "Kendall tau-b", "Spearman rho", "tau within equal depth", *budgets]
+    header = ["", "Kendall tau-b", "Spearman rho", "tau within equal depth", "predictor's tau minus it", *budgets]
     note = (
         f"{form['architectures']} architectures; 95 % intervals from {form['resamples']} bootstrap resamples. "
         "Regret: accuracy lost by taking the favourite under that many MACs."

@@ -125,6 +125,19 @@ def test_random_architectures_on_other_terms_are_not_compared(finished_run, tmp_
     assert "random architecture of equal cost" not in text
 
 
+def test_every_baseline_stands_beside_the_predictor(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    form = json.loads((finished_run / "rank.json").read_text())
+    text = page_of(tmp_path / "run").text
+    # every architecture has the same depth
+    assert form["above"].pop("depth")["value"] is None and form["above"].keys() == {"macs", "params", "sqrt_size"}
+    for above in form["above"].values():
+        assert f"{above['value']:+.3f} [{above['low']:+.3f}, {above['high']:+.3f}]" in text
+    del form["above"]
+    (tmp_path / "run" / "rank.json").write_text(json.dumps(form))
+    assert "cannot be read" not in page_of(tmp_path / "run").text
+
+
 def test_no_difference_is_claimed_inside_its_interval(finished_run, tmp_path):
     """The random architectures scatter by more than what the best has over their mean."""
     shutil.copytree(finished_run, tmp_path / "run")
