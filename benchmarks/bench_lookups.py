@@ -159,29 +159,39 @@ def append(path: Path, row: dict[str, Any]) -> None:
             file.write(json.dumps(form) + "\n")
 
 
+_HEAD = (
+    "| score | tau: mean (lowest to highest) | within equal depth | Spearman | above sqrt_size in seeds "
+    "| regret at 10, 25, 50, 75, 100 % of the MACs | CPU seconds | failed |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
 def summary(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown: per table and score, means over seeds, with the lowest and highest tau."""
+    """Markdown: per table and score means over seeds; then the baselines on all architectures of the table."""
     lines = []
     for table in dict.fromkeys(r["table"] for r in found):
-        lines += [
-            f"\n{table}, {next(r['architectures'] for r in found if r['table'] == table)} architectures per seed\n",
-            "| score | tau: mean (lowest to highest) | within equal depth | Spearman | above sqrt_size in seeds | "
-            "regret at 10, 25, 50, 75, 100 % of the MACs | CPU seconds | failed |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for score in dict.fromkeys(r["score"] for r in found):
-            mine = [r for r in found if (r["table"], r["score"]) == (table, score)]
-            if not mine:
-                continue
-            tau = [r["kendall"]["value"] for r in mine]
-            regret = ", ".join(f"{statistics.mean(r['regret'][i] for r in mine):.2f}" for i in range(5))
-            above = sum(r["above"]["sqrt_size"]["low"] > 0 for r in mine)
-            lines.append(
-                f"| {score} | {statistics.mean(tau):.3f} ({min(tau):.3f} to {max(tau):.3f}) "
-                f"| {_mean(mine, 'within_depth')} | {_mean(mine, 'spearman')} | {above} of {len(mine)} | {regret} "
-                f"| {statistics.mean(r['cpu_seconds'] for r in mine):.1f} | {sum(r.get('failed', 0) for r in mine)} |"
-            )
+        mine = [r for r in found if r["table"] == table]
+        lines += [f"\n{table}, {mine[0]['architectures']} architectures per seed\n", *_HEAD]
+        names = list(dict.fromkeys(r["score"] for r in mine))
+        lines += [_line(name, [r for r in mine if r["score"] == name]) for name in names]
+        whole = {r["score"]: r["whole_table"] for r in mine if r["seed"] == 0 and "whole_table" in r}
+        if whole:
+            lines += [f"\n{table}, all {next(iter(whole.values()))['architectures']} architectures\n", *_HEAD]
+            lines += [_line(name, [row]) for name, row in whole.items()]
     return "\n".join(lines)
+
+
+def _line(name: str, found: Sequence[dict[str, Any]]) -> str:
+    tau = [r["kendall"]["value"] for r in found]
+    regret = ", ".join(f"{statistics.mean(r['regret'][i] for r in found):.2f}" for i in range(5))
+    # a baseline is not above itself
+    above = sum((r["above"]["sqrt_size"]["low"] or 0) > 0 for r in found)
+    seconds = statistics.mean(r.get("cpu_seconds", 0) for r in found)
+    return (
+        f"| {name} | {statistics.mean(tau):.3f} ({min(tau):.3f} to {max(tau):.3f}) | {_mean(found, 'within_depth')} "
+        f"| {_mean(found, 'spearman')} | {above} of {len(found)} | {regret} | {seconds:.1f} "
+        f"| {sum(r.get('failed', 0) for r in found)} |"
+    )
 
 
 def _mean(found: Sequence[dict[str, Any]], key: str) -> str:

@@ -55,6 +55,7 @@ def test_rows_are_computed_once(argv, tmp_path, monkeypatch, capsys):
     bench_lookups.main([*argv, "--summary"])
     shown = capsys.readouterr().out
     assert shown.count("| naswot |") == 2 and "nas_bench_201 a, 20 architectures per seed" in shown
+    assert shown.count("| depth |") == 4 and "nas_bench_201 b, all 64 architectures" in shown
 
 
 def test_an_architecture_without_a_score_is_the_lowest(argv, tmp_path, monkeypatch):
