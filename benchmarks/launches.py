@@ -14,13 +14,13 @@ class Launch(NamedTuple):
 
     Attributes:
         kernel: name of the function.
-        grid: programs.
+        grid: programs by dimension.
         arguments: (name, value) of every integer, boolean and string, tile sizes and launch options included.
         ms: of the call; the kernel's own time under the interpreter alone.
     """
 
     kernel: str
-    grid: tuple[int, ...]
+    grid: tuple[int, int, int]
     arguments: tuple[tuple[str, Any], ...]
     ms: float
 
@@ -46,7 +46,7 @@ def noted_launches() -> Iterator[list[Launch]]:
                 ms = 1e3 * (time.perf_counter() - start)
                 values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
                 plain = tuple((name, value) for name, value in values.items() if isinstance(value, int | str))
-                launches.append(Launch(kernel.fn.__name__, tuple(grid), plain, ms))
+                launches.append(Launch(kernel.fn.__name__, (*grid, 1, 1)[:3], plain, ms))
                 return result
 
             return noted

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 # before cuBLAS is initialised, which otherwise refuses every matrix product under deterministic algorithms
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from devices import DEVICE  # noqa: E402
+from devices import DEVICE, no_gpu  # noqa: E402
 from interpreter import repair_bfloat16  # noqa: E402
 
 from nasfast.ops import _native, _triton  # noqa: E402
@@ -20,11 +20,25 @@ if _triton.interpreted() and _triton.why_missing() is None:
     repair_bfloat16()
 
 
+INTERPRETED = _triton.interpreted()
+
+
 def pytest_collection_modifyitems(items):
     """Whatever asks for the device or for a GPU has the mark `gpu`."""
+    if _triton.interpreted() != INTERPRETED:
+        raise pytest.UsageError("a module that a test imports sets TRITON_INTERPRET: it must only as a program")
     for item in items:
         if {"device", "gpu"} & set(item.fixturenames):
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test without the mark finds no GPU, in its fixtures of every scope neither."""
+    if not torch.cuda.is_available() or item.get_closest_marker("gpu"):
+        return (yield)
+    with no_gpu():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,13 @@ Tests ask for it with one of the fixtures of conftest.py, from which they get th
 
 - `device`: runs on the GPU where there is one, else on the CPU, where Triton's kernels run under its interpreter;
 - `gpu`: needs a GPU and is skipped without one.
+
+For all other tests there is no GPU, so that what uses one has the mark.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,3 +26,10 @@ def on_device(tensor: Tensor) -> Tensor:
         return tensor
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return whole.to(DEVICE).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@contextmanager
+def no_gpu() -> Iterator[None]:
+    """PyTorch says that there is no GPU, here and in processes that are started; devices called `auto` are the CPU."""
+    with patch.object(torch.cuda, "is_available", lambda: False), patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
+        yield

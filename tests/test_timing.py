@@ -120,7 +120,6 @@ def test_what_cannot_be_measured_is_refused(changes, error, message):
         StepConfig(**{"space": "digits_mini", **changes}).resolve()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_an_absent_gpu_is_named():
     cfg = StepConfig(space="digits_mini", device="cuda")
     with pytest.raises(ConfigError, match="torch sees no GPU: use --device cpu"):

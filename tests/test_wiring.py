@@ -319,7 +319,6 @@ def test_impossible_settings_are_refused(config, settings, message):
         config(**settings)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         growth_study(GrowthConfig(**TINY, device="cuda"), out=tmp_path)

@@ -70,11 +70,10 @@ def test_a_capture_before_any_other_launch_has_counters(cuda):
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 61, 70), (1, 3, 3, 2771)], ids=str)
-def test_sums_of_more_programs_than_one_group_holds(shape):
+def test_sums_of_more_programs_than_one_group_holds(shape, device):
     tensors = Case(shape, "nhwc", mean=1e4).inputs("identity", residual=False)
     # the rows from whose mean distances are taken are unlike the others
     tensors["x"][0, :, 0, :70] -= 20.0
-    device = "cpu" if _triton.interpreted() else "cuda"
     ours = {name: tensor.to(device) for name, tensor in tensors.items()}
     got = outputs_and_grads(partial(ops.bn_act, backend="triton"), ours, act="identity", training=True)
     want = outputs_and_grads(reference.bn_act, widened(tensors), act="identity", training=True)
