@@ -191,6 +191,13 @@ def test_beating_a_baseline_is_decided_by_the_paired_difference(accuracies):
         assert report.above[baseline.name].value == pytest.approx(difference)
     assert report.above["depth"].low > 0
     assert report.predictor.kendall.low < report.baselines[0].kendall.high
+    # above it in this sample, and not by more than chance allows
+    known = {a: rng.random() < 0.01 for a in accuracies}
+    report = rank(
+        accuracies, {a: depth(a) + 0.001 * known[a] * (v - 60 - 4 * depth(a)) for a, v in accuracies.items()}, SPACE
+    )
+    assert report.above["depth"].value > 0 >= report.above["depth"].low
+    assert "It is not above depth" in report.verdict
     # depth with its ties broken by chance
     noise = rank(accuracies, {a: depth(a) + 0.001 * rng.random() for a in accuracies}, SPACE, resamples=200)
     assert noise.above["depth"].low <= 0
