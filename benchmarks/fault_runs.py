@@ -29,6 +29,7 @@ IMAGES, BAD, MANY, NAMES = "images", "bad-images", "many-images", "bilder-größ
 """Folders of images: sound ones, the same with some unreadable, enough for several parts of a cache, and odd names."""
 
 _SETTINGS: dict[str, Any] = {
+    "method": "dinas_paper",  # all of whose stages but training and retraining need no image
     "space": {"name": "digits_mini", "resolution": 16},
     "data": {"train": IMAGES, "batch_size": 16, "workers": 0, "loader": "torchvision", "augment": "shift"},
     "threads": 1,

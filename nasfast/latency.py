@@ -23,7 +23,7 @@ from nasfast.train.supernet import METHODS
 
 _LOG = logging.getLogger(__name__)
 
-PUBLISHED_MS = {"spos": 137.4, "bnnas": 96.3, "dinas": 93.1}
+PUBLISHED_MS = {"spos": 137.4, "bnnas": 96.3, "dinas_paper": 93.1}
 """ms per step by method: latency column of Table 2, rows SPOS, BNNAS(S), and Ours(F) with layer indicators."""
 
 PUBLISHED = (
@@ -36,12 +36,12 @@ _OURS = "DI-NAS, nasfast ops"
 _ROWS = (
     ("SPOS", "spos", False, "eager"),
     ("BNNAS", "bnnas", False, "eager"),
-    ("DI-NAS, reference ops", "dinas", False, "eager"),
-    (_OURS, "dinas", True, "eager"),
+    ("DI-NAS, reference ops", "dinas_paper", False, "eager"),
+    (_OURS, "dinas_paper", True, "eager"),
 )
 _GRAPH_ROWS = (
-    ("DI-NAS, torch graph", "dinas", False, "graph"),
-    ("DI-NAS, nasfast engine", "dinas", True, "engine"),
+    ("DI-NAS, torch graph", "dinas_paper", False, "graph"),
+    ("DI-NAS, nasfast engine", "dinas_paper", True, "engine"),
 )
 _GRAPH_NOTE = (
     "torch graph: forward and backward of this one path on the reference ops, as one CUDA graph;\n"

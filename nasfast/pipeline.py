@@ -13,29 +13,26 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from nasfast.cells import CellSpace, space_kind
-from nasfast.config import ConfigBase, ConfigError, difference, load_yaml
-from nasfast.data import DataConfig, Loader, make_loaders
-from nasfast.device import check_device, torch_device
+from nasfast.config import ConfigError, difference, load_yaml
+from nasfast.data import Loader, make_loader, make_loaders, random_subset
 from nasfast.distributed import SINGLE, World
 from nasfast.doctor import environment
 from nasfast.files import read_metrics, write_atomic
-from nasfast.indicators.accuracy import path_accuracy
-from nasfast.indicators.bn_gamma import score as score_supernet
+from nasfast.indicators.scores import Evidence, check_score, get_score, score_table
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.lock import run_lock
 from nasfast.report import at_chance, write_report
-from nasfast.retrain import RetrainConfig, RetrainResult, export_onnx, load_model, retrain
+from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
 from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE
 from nasfast.search import (
     Candidate,
     History,
     InfeasibleConstraintError,
-    SearchConfig,
     equal_cost_random,
     evolve,
     load_candidates,
@@ -43,11 +40,11 @@ from nasfast.search import (
     run_search,
     save_candidates,
 )
+from nasfast.settings import RunConfig
 from nasfast.spaces import Arch, SearchSpace, get_space, load_arch
 from nasfast.supernet import Supernet
-from nasfast.train import TrainConfig
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
-from nasfast.train.supernet import METHODS, SupernetConfig, default_lr, make_supernet, train_supernet
+from nasfast.train.supernet import make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,88 +55,9 @@ CONFIG_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "indicators.json", "archs.j
 _PEER_TRIES = 20
 """Draws per random architecture that is asked for, before it counts as not there."""
 
-_LATER = ("out", "device", "threads", "search", "retrain", "recalibration_batches")
+_LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches")
 _LATER_DATA = ("train", "val", "workers", "max_bad_files", "loader", "prefetch", "cache_dir")
 """Settings, and those of `data`, that may change when a supernet resumes: of later stages, or of the machine."""
-
-
-@dataclass(frozen=True)
-class SpaceConfig(ConfigBase):
-    """The search space of a run.
-
-    Attributes:
-        name: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
-        variant: `bnnas` is the released BN-NAS configuration of `mobilenet_v2`.
-        resolution: of the images in pixels; null takes the space's.
-    """
-
-    name: str = "mobilenet_v2"
-    variant: str | None = None
-    resolution: int | None = None
-
-
-@dataclass(frozen=True)
-class RunConfig(ConfigBase):
-    """Everything a run depends on; the resolved form is saved as config.yaml in the run directory.
-
-    Attributes:
-        out: run directory.
-        seed: of weights, paths, data order, augmentation and search.
-        device: `auto`, `cpu` or `cuda`.
-        threads: CPU threads, 0 for torch's choice; bit-identical repeats need the same number.
-        method: `dinas`, or a baseline: `bnnas`, `fairnas`, `spos`.
-        space: the search space.
-        data: images.
-        supernet: overrides of the method's preset.
-        train: supernet training.
-        recalibration_batches: batches for BN statistics where paths are scored by accuracy (fairnas, spos).
-        search: limits and search method.
-        retrain: training of the chosen architectures.
-    """
-
-    names_files: ClassVar[bool] = True
-
-    out: str = "runs/nasfast"
-    seed: int = 0
-    device: str = "auto"
-    threads: int = 0
-    method: Literal["dinas", "bnnas", "fairnas", "spos"] = "dinas"
-    space: SpaceConfig = SpaceConfig()
-    data: DataConfig = DataConfig()
-    supernet: SupernetConfig = SupernetConfig()
-    train: TrainConfig = TrainConfig()
-    recalibration_batches: int = 20
-    search: SearchConfig = SearchConfig()
-    retrain: RetrainConfig = RetrainConfig()
-
-    def __post_init__(self) -> None:
-        if self.threads < 0 or self.seed < 0:
-            raise ValueError(f"threads and seed must not be negative, got {self.threads} and {self.seed}")
-        if self.recalibration_batches < 1:
-            raise ValueError(f"recalibration_batches must be at least 1, got {self.recalibration_batches}")
-        check_device(self.device)
-
-    def resolved(self) -> RunConfig:
-        """Every setting that was left to the method's preset made explicit."""
-        chosen = self.supernet.resolved(self.method)
-        lr = default_lr(chosen.trainable) if self.train.lr is None else self.train.lr
-        search_seed = self.seed if self.search.seed is None else self.search.seed
-        return self.replace(
-            supernet=chosen, train=self.train.replace(lr=lr), search=self.search.replace(seed=search_seed)
-        )
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.out)
-
-    @property
-    def torch_device(self) -> str:
-        """The device to use.
-
-        Raises:
-            ConfigError: cuda was asked for and there is none.
-        """
-        return torch_device(self.device)
 
 
 def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
@@ -157,8 +75,8 @@ def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool, world: World
     )  # fmt: skip
 
 
-def _scored_by_accuracy(cfg: RunConfig) -> bool:
-    return METHODS[cfg.method].scoring == "accuracy"
+def _holds_out(cfg: RunConfig) -> bool:
+    return cfg.supernet.resolved(cfg.method).hold_out
 
 
 def _saved_space(cfg: RunConfig) -> SearchSpace:
@@ -212,9 +130,10 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
     space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
-    loader, _ = _loaders(cfg, space, hold_out=_scored_by_accuracy(cfg), world=world)
+    loader, _ = _loaders(cfg, space, hold_out=_holds_out(cfg), world=world)
     space = space.replace(num_classes=len(loader.source.classes))
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    _check_score(cfg, net)
     _check_search(cfg, space)
     if world.is_main:
         _prepare(cfg, space, resume=resume, world=world)
@@ -251,17 +170,30 @@ def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
     top1 = [m["top1"] for m in read_metrics(cfg.run_dir) if m["stage"] == "supernet" and "top1" in m]
     if top1 and at_chance(top1[-1], space.num_classes):
         _LOG.warning(
-            "the supernet's training accuracy is at chance (%.1f %%, 1 of %d classes): its indicators may rank "
-            "nothing. Compare with `nasfast rank` or the random baseline, or let more train (supernet.trainable)",
+            "the supernet's training accuracy is at chance (%.1f %%, 1 of %d classes): its scores may rank nothing. "
+            "Compare with `nasfast rank` or the random baseline, or let more train (supernet.trainable)",
             100 * top1[-1], space.num_classes,
         )  # fmt: skip
 
 
+def _check_score(cfg: RunConfig, net: Supernet) -> None:
+    """Refuse a score that the supernet cannot have, before hours of training."""
+    score = get_score(cfg.score.resolved(cfg.method).name)
+    check_score(score, net)
+    if score.held_out and not _holds_out(cfg):
+        raise ConfigError(
+            f"score {score.name!r} needs images that the supernet is not trained on: train with "
+            "supernet.hold_out=true, or choose another score"
+        )
+
+
 def _check_search(cfg: RunConfig, space: SearchSpace) -> None:
     """Refuse what the search would refuse, before hours of training."""
-    if _scored_by_accuracy(cfg) and cfg.search.method == "exact":
+    score = cfg.score.resolved(cfg.method)
+    if not score.gives_table and cfg.search.method == "exact":
         raise ConfigError(
-            f"search.method='exact' needs additive scores; {cfg.method} scores whole paths: use 'evolution'"
+            f"search.method='exact' needs additive scores; {score.name!r} scores whole paths: use 'evolution', or "
+            "score.distill=true"
         )
     cfg.search.limits.check(space, allow_identity=cfg.search.allow_identity)
 
@@ -290,6 +222,12 @@ def _check_same_run(cfg: RunConfig) -> None:
     path = cfg.run_dir / CONFIG_FILE
     if not path.exists():
         return
+    form = load_yaml(path)
+    if form.get("method") == "dinas" and "score" not in form:
+        raise ConfigError(
+            f"{path} was written when 'dinas' meant what is 'dinas_paper' now: put `method: dinas_paper` there, and "
+            "the run goes on as it was"
+        )
     forms = [config.resolved().to_dict() for config in (RunConfig.load(path), cfg)]
     for form in forms:
         for mapping, keys in ((form, _LATER), (form["data"], _LATER_DATA)):
@@ -329,20 +267,53 @@ def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
     return net.to(device=cfg.torch_device, memory_format=torch.channels_last), checkpoint
 
 
-@_alone(create=False)
-def score(cfg: RunConfig) -> IndicatorTable | None:
-    """Write indicators.json; None for methods that score whole paths by accuracy, which the search stage does.
+def _evidence(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
+    """What the score of a run is computed from, and the checkpoint of the supernet.
 
     Raises:
         FileNotFoundError, CheckpointError: see `load_supernet`.
+        ConfigError, ScoreError: the supernet cannot have this score.
+    """
+    settings = cfg.score.resolved(cfg.method)
+    score = get_score(settings.name)
+    net, checkpoint = load_supernet(cfg)
+    if not score.trained:
+        net, _ = make_supernet(net.space, cfg.method, cfg.supernet, seed=cfg.seed)
+        net.to(device=cfg.torch_device, memory_format=torch.channels_last)
+    _check_score(cfg, net)
+    images, loaders = (), None
+    if score.images:
+        held = _holds_out(cfg)
+        loaders = _loaders(cfg, net.space, hold_out=held)
+        images = make_loader(
+            cfg.data, random_subset(loaders[held].source, settings.images, cfg.seed), train=False,
+            resolution=net.space.resolution, in_channels=net.space.in_channels,
+        )  # fmt: skip
+    evidence = Evidence(
+        net, images, loaders=loaders, paths=settings.paths, recalibration_batches=cfg.recalibration_batches,
+        seed=cfg.seed, bf16=cfg.train.precision == "bf16",
+    )  # fmt: skip
+    return evidence, checkpoint
+
+
+@_alone(create=False)
+def score(cfg: RunConfig) -> IndicatorTable | None:
+    """Write indicators.json; None for scores of whole paths that are not distilled, which the search stage asks for.
+
+    Raises:
+        FileNotFoundError, CheckpointError: see `load_supernet`.
+        ConfigError, ScoreError, TableError: the supernet cannot have this score, or it is not finite.
     """
     _check_same_run(cfg)
-    if _scored_by_accuracy(cfg):
-        _LOG.info("%s scores paths by validation accuracy during the search: no indicator table", cfg.method)
+    settings = cfg.score.resolved(cfg.method)
+    if not settings.gives_table:
+        _LOG.info("%s scores whole paths during the search: no table", settings.name)
         return None
-    net, checkpoint = load_supernet(cfg)
-    table = score_supernet(net, meta={"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"]})
+    evidence, checkpoint = _evidence(cfg)
+    meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"]}
+    table = score_table(settings.name, evidence, structure=settings.structure, meta=meta)
     table.save(cfg.run_dir / TABLE_FILE)
+    _save_config(cfg)
     return table
 
 
@@ -357,21 +328,16 @@ def search(cfg: RunConfig) -> list[Candidate]:
     _check_same_run(cfg)
     space, run_dir, front = _saved_space(cfg), cfg.run_dir, []
     settings = cfg.resolved().search
-    if _scored_by_accuracy(cfg):
+    scoring = cfg.score.resolved(cfg.method)
+    if not scoring.gives_table:
         _check_search(cfg, space)
-        train, val = _loaders(cfg, space, hold_out=True)
-        net, checkpoint = load_supernet(cfg)
-        # everything an accuracy depends on: a score of another supernet must not be taken for this one's
+        evidence, checkpoint = _evidence(cfg)
+        # everything a score depends on: that of another supernet must not be taken for this one's
         scorer = f"accuracy of {checkpoint.digest}, recalibration {cfg.recalibration_batches}"
+        if scoring.name != "recalibrated_accuracy":
+            scorer = f"{scoring.name} of {checkpoint.digest}, {scoring.images} images"
         history = History(run_dir / "history.jsonl", space, scorer=scorer)
-
-        def accuracy(arch: tuple[int, ...]) -> float:
-            return path_accuracy(
-                net, arch, train_loader=train, val_loader=val,
-                recalibration_batches=cfg.recalibration_batches, device=cfg.torch_device,
-            )  # fmt: skip
-
-        found = evolve(space, accuracy, settings, history=history)
+        found = evolve(space, functools.partial(get_score(scoring.name).function, evidence), settings, history=history)
     else:
         path = run_dir / TABLE_FILE
         if not path.exists():

@@ -18,7 +18,7 @@ from nasfast.config import ConfigError
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
 from nasfast.timing import StepConfig, TrainingStep, measuring
-from nasfast.train.supernet import METHODS
+from nasfast.train.supernet import METHODS, MethodName
 
 TRACE_FILE, NSYS_FILE, NCU_FILE = "trace.json", "nsys", "ncu"
 
@@ -35,13 +35,13 @@ class ProfileConfig(StepConfig):
 
     Attributes:
         out: folder of the trace.
-        method: `dinas`, `bnnas`, `fairnas` or `spos`: what trains, and from which weights.
+        method: of `nasfast.train.supernet.METHODS`: what trains, and from which weights.
         tracer: `torch` fills the tables and writes trace.json; `nvtx` only emits the ranges, for a run under nsys.
         top: rows of the table of operators.
     """
 
     out: str = "runs/profile"
-    method: Literal["dinas", "bnnas", "fairnas", "spos"] = "dinas"
+    method: MethodName = "dinas"
     tracer: Literal["torch", "nvtx"] = "torch"
     top: int = 20
 
@@ -134,7 +134,7 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
     out.mkdir(parents=True, exist_ok=True)
     preset = METHODS[cfg.method]
     net = Supernet(space, init=preset.init, layer_indicators=preset.layer_indicators, seed=cfg.seed)
-    net.freeze(preset.trainable)
+    net.freeze(preset.trainable, classifier=preset.classifier)
     net.to(device=images.device, memory_format=torch.channels_last).train()
     step = TrainingStep(net, images, labels, path=path, bf16=cfg.dtype == "bf16")
     title = (

@@ -108,7 +108,7 @@ def test_resume_reaches_the_stage(seen):
     [
         ("trian: {epochs: 3}\n", "unknown config key 'trian'; did you mean 'train'"),
         ("train: {epoch: 3}\n", "unknown config key 'train.epoch'; did you mean 'epochs'"),
-        ("method: dina\n", "'method': got 'dina', allowed: 'dinas', 'bnnas', 'fairnas', 'spos'"),
+        ("method: dina\n", "'method': got 'dina', allowed: 'dinas', 'dinas_paper', 'bnnas', 'fairnas', 'spos'"),
         ("train: {epochs: many}\n", "'train.epochs': expected int, got 'many'"),
         ("train: {epochs: 0}\n", "epochs must be positive, got 0"),
         ("- a\n", "expected a mapping at the top level"),

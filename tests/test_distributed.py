@@ -34,6 +34,7 @@ SETTINGS = {
         "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4},
     },
     "threads": 1,
+    "method": "dinas_paper",  # whose steps are counted here
 }
 NETWORKS = ("best", "best-2", "random")
 

@@ -72,9 +72,10 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.rank", "indicators.table", "study",
     },
     "profile": {"config", "spaces", "supernet", "train", "timing"},
+    "settings": {"config", "data", "device", "indicators", "retrain", "search", "train"},
     "pipeline": {
         "config", "files", "lock", "distributed", "spaces", "supernet", "data", "train", "indicators",
-        "indicators.table", "search", "cells", "retrain", "report", "device", "doctor",
+        "indicators.table", "search", "cells", "retrain", "report", "doctor", "settings",
     },
     "commands": {
         "config", "distributed", "spaces", "cells", "indicators.accuracies", "indicators.table", "indicators.rank",

@@ -144,7 +144,7 @@ def test_a_graph_and_the_engine_run_the_step(cfg):
 def test_rows_on_graphs_have_no_phases_and_nothing_published(cfg):
     report = latency(cfg.replace(rounds=1))
     step = {"step": {"median_ms": 1.25, "q20_ms": 1.0, "q80_ms": 1.5}}
-    row = LatencyRow("DI-NAS, nasfast engine", "dinas", "indicators", step, None)
+    row = LatencyRow("DI-NAS, nasfast engine", "dinas_paper", "indicators", step, None)
     assert "one CUDA graph" not in str(report)
     text = str(replace(report, rows=(*report.rows, row)))
     (line,) = (line for line in text.splitlines() if line.startswith("DI-NAS, nasfast engine"))

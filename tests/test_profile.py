@@ -32,7 +32,8 @@ def ranges_of(report) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize(
     ("method", "without_backward"),
-    [("dinas", ["stem.0"]), ("spos", [])],  # in DI-NAS the stem is frozen and its input needs no gradient
+    # with the literal DI-NAS the stem is frozen and its input needs no gradient
+    [("dinas_paper", ["stem.0"]), ("dinas", []), ("spos", [])],
 )
 def test_every_layer_has_its_ranges(cfg, method, without_backward):
     ranges = ranges_of(profile(cfg.replace(method=method)))
@@ -62,7 +63,7 @@ def test_operators_lie_in_the_ranges_of_their_layers(cfg):
 
 
 def test_tables(cfg):
-    report = profile(cfg.replace(top=5))
+    report = profile(cfg.replace(top=5, method="dinas_paper"))
     assert [row.name for row in report.layers] == [*LAYERS, "rest"]
     assert [row.block for row in report.layers[1:5]] == ["k3 e2", "k5 e1", "k3 e3", "k3 e2"]
     assert all(row.forward_ms > 0 for row in report.layers[:-1])
@@ -71,11 +72,16 @@ def test_tables(cfg):
     assert len(report.ops) == 5
     assert [row.self_ms for row in report.ops] == sorted((row.self_ms for row in report.ops), reverse=True)
     assert 0 < sum(row.share for row in report.ops) <= 1
-    names = {row.name for row in profile(cfg.replace(top=1000)).ops}
+    names = {row.name for row in profile(cfg.replace(top=1000, method="dinas_paper")).ops}
     assert not [name for name in names if name.startswith("GeneratedBackwardFor_nasfast") and name.endswith("default")]
     assert not names & {"forward", "backward", "forward layers.0"}
     text = str(report)
-    for word in ("one training step: tiny, dinas, batch 4, 16 x 16, fp32, cpu", "layers.3", "self ms", "trace.json"):
+    for word in (
+        "one training step: tiny, dinas_paper, batch 4, 16 x 16, fp32, cpu",
+        "layers.3",
+        "self ms",
+        "trace.json",
+    ):
         assert word in text
 
 
@@ -156,7 +162,7 @@ def test_the_ncu_command_counts_every_kernel_of_the_profiled_step():
     [
         ({"tracer": "nvtx"}, "tracer='nvtx' marks ranges for nsys and needs a GPU, got device='cpu'"),
         ({"top": 0}, "top must be at least 1, got 0"),
-        ({"method": "dina"}, "got 'dina', allowed: 'dinas', 'bnnas', 'fairnas', 'spos'"),
+        ({"method": "dina"}, "got 'dina', allowed: 'dinas', 'dinas_paper', 'bnnas', 'fairnas', 'spos'"),
     ],
 )
 def test_wrong_settings_are_named(cfg, changes, message):

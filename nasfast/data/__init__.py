@@ -2,10 +2,18 @@
 
 from nasfast.data.augment import Augmentation
 from nasfast.data.backends import TorchvisionBackend
-from nasfast.data.datasets import DataError, DatasetSource, DigitsSource, FolderSource, ImageSource, ListSource
+from nasfast.data.datasets import (
+    DataError,
+    DatasetSource,
+    DigitsSource,
+    FolderSource,
+    ImageSource,
+    ListSource,
+    random_subset,
+)
 from nasfast.data.loader import DataConfig, Loader, make_loader, make_loaders
 
 __all__ = [
     "Augmentation", "DataConfig", "DataError", "DatasetSource", "DigitsSource", "FolderSource", "ImageSource",
-    "ListSource", "Loader", "TorchvisionBackend", "make_loader", "make_loaders",
+    "ListSource", "Loader", "TorchvisionBackend", "make_loader", "make_loaders", "random_subset",
 ]  # fmt: skip

@@ -349,3 +349,8 @@ def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[S
         val.append(members[:held_out])
         train.append(members[held_out:])
     return SubsetSource(source, np.sort(np.concatenate(train))), SubsetSource(source, np.sort(np.concatenate(val)))
+
+
+def random_subset(source: ImageSource, count: int, seed: int) -> SubsetSource:
+    """`count` images (all of them if there are fewer) in random order, so that batches hold a mixture of classes."""
+    return SubsetSource(source, np.random.default_rng(seed).permutation(len(source))[:count])

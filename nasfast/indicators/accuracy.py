@@ -35,9 +35,10 @@ def path_accuracy(
 @register("recalibrated_accuracy", additive=False, held_out=True)
 def recalibrated_accuracy(evidence: Evidence, arch: Arch) -> float:
     """Top-1 in [0, 1] of a path on held-out images, its BatchNorms recalibrated: the score of SPOS and FairNAS."""
-    if evidence.training is None:
-        raise ScoreError("recalibrated_accuracy needs training images: give Evidence(training=...)")
+    if evidence.loaders is None:
+        raise ScoreError("recalibrated_accuracy needs training images too: give Evidence(loaders=(training, held_out))")
+    training, held_out = evidence.loaders
     return path_accuracy(
-        evidence.net, arch, train_loader=evidence.training, val_loader=evidence.images,
+        evidence.net, arch, train_loader=training, val_loader=held_out,
         recalibration_batches=evidence.recalibration_batches, device=str(evidence.device),
     )  # fmt: skip

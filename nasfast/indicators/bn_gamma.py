@@ -38,7 +38,7 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
     return IndicatorTable(net.space, tuple(block), tuple(layer_scores), meta or {})
 
 
-@register("gamma", additive=True)
+@register("gamma", additive=True, images=False)
 def gamma(evidence: Evidence) -> IndicatorTable:
     """Mean |gamma| of a candidate's last BatchNorm, times that of the layer indicator: BN-NAS and Algorithm 2."""
     return score(evidence.net)

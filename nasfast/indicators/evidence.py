@@ -23,13 +23,13 @@ class Evidence:
 
     Args:
         net: the supernet, on its device.
-        images: a `nasfast.data.Loader`, or any sized iterable of (images, labels). Its first batches are used, so it
-            should be in a fixed order. Scores of paths want images that the supernet was not trained on.
-        training: loader of training images, for scores that recalibrate BatchNorms; None where there is none.
-        limit: images used at most, in whole batches and at least one of them.
+        images: a `nasfast.data.Loader`, or any sized iterable of (images, labels); all of it is kept in memory.
+            BatchNorms use the statistics of its batches, so each should hold a mixture of classes. Scores of paths
+            want images that the supernet was not trained on.
+        loaders: whole training and held-out loaders, for scores that recalibrate BatchNorms; None where there are none.
         paths: sampled paths; None takes 300, or four per candidate that the space has beyond one per layer if that is
             more.
-        recalibration_batches: of `training`, for each path that is recalibrated.
+        recalibration_batches: of the training loader, for each path that is recalibrated.
         seed: of the paths.
         bf16: run the supernet under bfloat16 autocast.
     """
@@ -39,14 +39,13 @@ class Evidence:
         net: Supernet,
         images: object,
         *,
-        training: object | None = None,
-        limit: int = 1000,
+        loaders: tuple[object, object] | None = None,
         paths: int | None = None,
         recalibration_batches: int = 20,
         seed: int = 0,
         bf16: bool = False,
     ) -> None:
-        self.net, self.images, self.training, self.limit = net, images, training, limit
+        self.net, self.images, self.loaders = net, images, loaders
         self.recalibration_batches, self.seed, self.bf16 = recalibration_batches, seed, bf16
         free = sum(len(values) - 1 for values in self.values)
         self.paths = max(_LEAST_PATHS, 4 * free) if paths is None else paths
@@ -68,12 +67,7 @@ class Evidence:
         Raises:
             ScoreError: the loader gave none.
         """
-        batches, seen = [], 0
-        for x, y in as_epochs(self.images).epoch(0, device=str(self.device)):
-            if batches and seen + len(x) > self.limit:
-                break
-            batches.append((x, y))
-            seen += len(x)
+        batches = list(as_epochs(self.images).epoch(0, device=str(self.device)))
         if not batches:
             raise ScoreError("the loader gave no image to score on")
         return batches

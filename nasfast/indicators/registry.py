@@ -37,7 +37,8 @@ class Score:
         function: `evidence -> IndicatorTable` of an additive score, `(evidence, arch) -> float` of one of paths.
         additive: which of the two.
         trained: whether it is of the trained supernet; otherwise it is of the weights before training.
-        held_out: whether it must see images that the supernet was not trained on.
+        images: whether it looks at images.
+        held_out: whether they must be images that the supernet was not trained on.
         refusal: supernet -> why it cannot have this score, or None.
     """
 
@@ -45,6 +46,7 @@ class Score:
     function: TableScore | PathScore
     additive: bool
     trained: bool
+    images: bool
     held_out: bool
     refusal: Callable[[Supernet], str | None]
 
@@ -62,6 +64,7 @@ def register(
     *,
     additive: bool,
     trained: bool = True,
+    images: bool = True,
     held_out: bool = False,
     refusal: Callable[[Supernet], str | None] = lambda net: None,
 ) -> Callable[[Callable], Callable]:
@@ -74,7 +77,7 @@ def register(
     def decorate(function: Callable) -> Callable:
         if name in SCORES:
             raise KeyError(f"a score {name!r} is registered already: choose another name")
-        SCORES[name] = Score(name, function, additive, trained, held_out, refusal)
+        SCORES[name] = Score(name, function, additive, trained, images, held_out, refusal)
         return function
 
     return decorate

@@ -9,7 +9,7 @@ from nasfast.indicators.table import IndicatorTable
 
 
 def _register(name: str) -> None:
-    @register(name, additive=True, trained=False)
+    @register(name, additive=True, trained=False, images=False)
     def baseline(evidence: Evidence) -> IndicatorTable:
         return structure_table(evidence.net.space, name)
 

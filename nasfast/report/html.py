@@ -24,14 +24,11 @@ _CLOUD = 1000
 # A training accuracy no more than this above guessing shows no learning: at 10 classes the accuracy over 1000 images
 # scatters by 0.01.
 _CHANCE_MARGIN = 0.02
-# Methods that rank by the validation accuracy of whole paths.
-_ACCURACY_METHODS = ("spos", "fairnas")
 
 _STALE = "Retraining is of another architecture than the present search's best: run <code>nasfast retrain</code> again."
 _AT_CHANCE = (
-    "The supernet's own accuracy is at chance: with frozen convolutions and sampled paths this is usual, and it means "
-    "that the ranking is not supported by what the supernet learned. Judge it by <code>nasfast rank</code> or by the "
-    "comparison with the random architecture."
+    "The supernet's own accuracy is at chance: the ranking is not supported by what the supernet learned. Judge it by "
+    "<code>nasfast rank</code> or by the comparison with the random architecture."
 )
 
 
@@ -219,13 +216,16 @@ def _top_k(run: _Run) -> str:
 
 
 def _needs_indicators(build: Callable[[_Run], str]) -> Callable[[_Run], str]:
-    """The section, or the reason why a method without indicators does not have it."""
+    """The section, or the reason why a run whose score gives no table does not have it."""
 
     def section(run: _Run) -> str:
         if not (run.folder / "indicators.json").exists() and (run.folder / "config.yaml").exists():
-            method = load_yaml(run.folder / "config.yaml").get("method")
-            if method in _ACCURACY_METHODS:
-                return f"<p>Method {method} has no indicators: it scores whole paths by their validation accuracy.</p>"
+            form = load_yaml(run.folder / "config.yaml")
+            # runs of earlier versions have no score in their config, and these two methods scored paths by accuracy
+            score = form.get("score") or {"distill": form.get("method") not in ("spos", "fairnas")}
+            if score.get("distill") is False:
+                name = escape(str(score.get("name", "accuracy")))
+                return f"<p>There is no table of scores: {name} scores whole paths during the search.</p>"
         return build(run)
 
     return section

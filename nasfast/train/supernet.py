@@ -13,7 +13,7 @@ from nasfast.supernet import Init, InitScheme, Supernet, Trainable
 from nasfast.supernet.init import SCHEMES
 from nasfast.train.loop import TrainConfig, train
 
-Scoring = Literal["indicators", "accuracy"]
+MethodName = Literal["dinas", "dinas_paper", "bnnas", "fairnas", "spos"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,10 @@ class Method:
         trainable: what trains in the supernet.
         classifier: whether the classifier trains too (`all` includes it).
         sampler: a key of `nasfast.spaces.SAMPLERS`.
-        scoring: `indicators` (BN gammas, additive) or `accuracy` (validation accuracy of a recalibrated path).
+        hold_out: whether `data.val_fraction` of the training images are kept from the supernet, for its score.
+        score: a name of `nasfast.indicators.scores`.
+        distill: whether a score of paths is made a table; otherwise the search asks for it path by path.
+        structure: weight of the baseline `sqrt_size` beside the score.
     """
 
     init: Init
@@ -34,16 +37,21 @@ class Method:
     trainable: Trainable
     classifier: bool
     sampler: Literal["uniform", "fair", "strict_fair"]
-    scoring: Scoring
+    hold_out: bool
+    score: str
+    distill: bool
+    structure: float
 
 
-METHODS = {
-    "dinas": Method("orthogonal", True, "indicators", False, "fair", "indicators"),
-    "bnnas": Method("he", False, "indicators", False, "uniform", "indicators"),
-    "fairnas": Method("he", False, "all", False, "strict_fair", "accuracy"),
-    "spos": Method("he", False, "all", False, "uniform", "accuracy"),
+METHODS: dict[MethodName, Method] = {
+    "dinas": Method("aligned", True, "bn", True, "fair", True, "path_loss", True, 1.0),
+    "dinas_paper": Method("orthogonal", True, "indicators", False, "fair", False, "gamma", True, 0.0),
+    "bnnas": Method("he", False, "indicators", False, "uniform", False, "gamma", True, 0.0),
+    "fairnas": Method("he", False, "all", False, "strict_fair", True, "recalibrated_accuracy", False, 0.0),
+    "spos": Method("he", False, "all", False, "uniform", True, "recalibrated_accuracy", False, 0.0),
 }
-"""`dinas` is this package's method, the others its baselines as published: BN-NAS, FairNAS, Single Path One-Shot."""
+"""`dinas` is this package's method (docs/ranking.md); the others are as published: DI-NAS to the letter, BN-NAS,
+FairNAS, Single Path One-Shot."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class SupernetConfig(ConfigBase):
         classifier: train the classifier too (`trainable: all` includes it).
         sampler: `fair` (Algorithm 1), `strict_fair` (FairNAS) or `uniform` (SPOS).
         activation: of the blocks; null takes the space's.
+        hold_out: keep `data.val_fraction` of the training images from the supernet, which scores of paths need.
     """
 
     init: Init | None = None
@@ -67,6 +76,7 @@ class SupernetConfig(ConfigBase):
     classifier: bool | None = None
     sampler: Literal["uniform", "fair", "strict_fair"] | None = None
     activation: Literal["identity", "relu", "relu6", "tanh"] | None = None
+    hold_out: bool | None = None
 
     def __post_init__(self) -> None:
         if self.alignment is not None and not 0 <= self.alignment <= 1:
@@ -80,7 +90,8 @@ class SupernetConfig(ConfigBase):
         """
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-        preset, names = METHODS[method], ("init", "layer_indicators", "trainable", "classifier", "sampler")
+        preset = METHODS[method]
+        names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
         chosen = self.replace(**{name: getattr(preset, name) for name in names if getattr(self, name) is None})
         if chosen.alignment is not None and chosen.init != "aligned":
             raise ValueError(f"alignment={chosen.alignment} belongs to init='aligned', the init is {chosen.init!r}")

@@ -10,7 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from tiny import write_folder
 
-from nasfast.data import DataConfig, DataError, DigitsSource, FolderSource, ListSource, make_loaders
+from nasfast.data import DataConfig, DataError, DigitsSource, FolderSource, ListSource, make_loaders, random_subset
 from nasfast.data.datasets import SubsetSource, split_source
 
 
@@ -272,3 +272,17 @@ def test_lists_are_taken_where_folders_are(tmp_path):
     train, val = make_loaders(cfg, resolution=12)
     assert (train.num_images, val.num_images) == (6, 6)
     assert next(iter(val.epoch(0)))[1].tolist() == [0, 0, 0, 1]
+
+
+def test_a_random_subset_mixes_the_classes():
+    source = DigitsSource("val")
+    subset = random_subset(source, 100, seed=3)
+    assert (len(subset), subset.classes) == (100, source.classes)
+    names = [subset.name(i) for i in range(100)]
+    assert len(set(names)) == 100
+    labels = {source.name(i): source.labels[i] for i in range(len(source))}
+    assert [labels[name] for name in names] == list(subset.labels)
+    assert len(set(subset.labels[:30].tolist())) > 5
+    assert names == [random_subset(source, 100, seed=3).name(i) for i in range(100)]
+    assert names != [random_subset(source, 100, seed=4).name(i) for i in range(100)]
+    assert len(random_subset(source, 10_000, seed=3)) == len(source)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import get_args
 
 import pytest
 import torch
 from tiny import batches, tiny_space
 
 from nasfast.indicators.bn_gamma import score
+from nasfast.indicators.scores import SCORES
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
-from nasfast.train.supernet import METHODS, make_supernet, train_supernet
+from nasfast.train.supernet import METHODS, MethodName, make_supernet, train_supernet
 
 CHOICES = (Block("identity"), Block("mbconv", 3, 2))
 SPACES = {
@@ -115,28 +118,34 @@ def test_a_diverged_supernet_is_refused():
         score(net)
 
 
-@pytest.mark.parametrize("method", ["dinas", "bnnas"])
+@pytest.mark.parametrize("method", ["dinas_paper", "bnnas"])
 def test_training_moves_the_scores_of_sampled_candidates(method, tmp_path):
     net, sampler = make_supernet(tiny_space(), method, seed=1)
     train_supernet(net, batches(8), sampler, TrainConfig(epochs=1, lr=0.5), run_dir=tmp_path)
     table = score(net)
     assert all(v != 1.0 for row in table.block for v in row.values())
-    assert [v is not None for v in table.layer] == [False, method == "dinas", False, method == "dinas"]
+    assert [v is not None for v in table.layer] == [False, method == "dinas_paper"] * 2
     assert all(0 < v < 3 for row in table.scores for v in row.values())
 
 
 def test_presets_of_the_methods():
-    """What each paper publishes."""
+    """What each paper publishes, and this package's own choice (docs/ranking.md)."""
+    gamma, distilled = ("gamma", True, 0.0), ("path_loss", True, 1.0)
+    accuracy = ("recalibrated_accuracy", False, 0.0)
     wanted = {
-        "dinas": ("orthogonal", True, "indicators", "fair", "indicators"),
-        "bnnas": ("he", False, "indicators", "uniform", "indicators"),
-        "fairnas": ("he", False, "all", "strict_fair", "accuracy"),
-        "spos": ("he", False, "all", "uniform", "accuracy"),
+        "dinas": ("aligned", True, "bn", True, "fair", True, *distilled),
+        "dinas_paper": ("orthogonal", True, "indicators", False, "fair", False, *gamma),
+        "bnnas": ("he", False, "indicators", False, "uniform", False, *gamma),
+        "fairnas": ("he", False, "all", False, "strict_fair", True, *accuracy),
+        "spos": ("he", False, "all", False, "uniform", True, *accuracy),
     }
-    assert {k: (m.init, m.layer_indicators, m.trainable, m.sampler, m.scoring) for k, m in METHODS.items()} == wanted
-    for method, (_, indicators, trainable, _, _) in wanted.items():
+    assert {name: dataclasses.astuple(method) for name, method in METHODS.items()} == wanted
+    assert set(METHODS) == set(get_args(MethodName))
+    for method, (_, indicators, trainable, classifier, *_) in wanted.items():
         net, sampler = make_supernet(tiny_space(), method)
         assert net.layer_indicators == sampler.layer_indicators == indicators
         assert net.summary.trainable == trainable
+        assert ("classifier" in net.summary.by_role) == (classifier or trainable == "all")
+        assert METHODS[method].score in SCORES
     with pytest.raises(ValueError, match="unknown method 'dina'; did you mean 'dinas'"):
         make_supernet(tiny_space(), "dina")

@@ -59,8 +59,7 @@ def test_path_loss_and_accuracy_are_those_of_the_whole_set(trained):
     assert accuracy == (torch.cat(logits).argmax(1) == labels).double().mean().item()
 
 
-def test_images_are_whole_batches_up_to_the_limit(trained):
-    assert [len(Evidence(trained, HELD_OUT, limit=limit).batches) for limit in (1, 16, 23, 24, 1000)] == [1, 2, 2, 3, 4]
+def test_no_images_are_refused(trained):
     with pytest.raises(ScoreError, match="no image to score on"):
         _ = Evidence(trained, []).batches
 
@@ -152,15 +151,16 @@ def test_gamma_is_the_table_of_the_indicators(trained):
 
 
 def test_recalibrated_accuracy_needs_training_images(trained):
-    with pytest.raises(ScoreError, match="needs training images"):
+    with pytest.raises(ScoreError, match="needs training images too"):
         score_paths("recalibrated_accuracy", Evidence(trained, HELD_OUT), [(0, 0, 0, 0)])
-    found = score_paths("recalibrated_accuracy", Evidence(trained, HELD_OUT, training=batches(3)), [(0, 0, 0, 0)])
+    found = score_paths("recalibrated_accuracy", Evidence(trained, [], loaders=(batches(3), HELD_OUT)), [(0, 0, 0, 0)])
     assert 0.25 < found[0, 0, 0, 0] <= 1
 
 
 def test_every_score_gives_a_table_or_says_why_not(macro_space):
     net = Supernet(macro_space, init="aligned")
-    evidence = Evidence(net, batches(2, resolution=12), training=batches(2, resolution=12), paths=24)
+    images = batches(2, resolution=12)
+    evidence = Evidence(net, images, loaders=(images, images), paths=24)
     assert available(net) == list(SCORES)
     for name in SCORES:
         table = score_table(name, evidence)

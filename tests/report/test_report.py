@@ -165,12 +165,19 @@ def test_a_supernet_at_chance_is_said_to_be(finished_run, tmp_path, top1, noted)
     assert "accuracy is at chance" not in page_of(tmp_path / "run").text
 
 
-@pytest.mark.parametrize("method", ["spos", "fairnas"])
-def test_a_method_without_indicators_says_so(tmp_path, method):
-    (tmp_path / "config.yaml").write_text(f"method: {method}\n")
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("method: spos\n", "accuracy"),  # as earlier versions wrote it
+        ("method: fairnas\n", "accuracy"),
+        ("method: dinas\nscore: {name: path_loss, distill: false}\n", "path_loss"),
+    ],
+)
+def test_a_run_without_a_table_says_so(tmp_path, config, name):
+    (tmp_path / "config.yaml").write_text(config)
     page = page_of(tmp_path)
     # the Pareto front and the heat map
-    assert page.text.count(f"Method {method} has no indicators: it scores whole paths") == 2
+    assert page.text.count(f"There is no table of scores: {name} scores whole paths during the search.") == 2
     assert "nasfast score" not in page.text
 
 

@@ -1,0 +1,260 @@
+"""What scores of supernets know of trained accuracies: NAS-Bench-Macro, one row per supernet, seed and score.
+
+A queue of supernets is trained, in order, each in a directory of its own below --work, and ranked by every score that
+its row of the queue names; `nasfast.indicators.rank.rank` compares with the trained accuracies, beside the baselines.
+A training that was stopped goes on from its last checkpoint. A row is appended to a JSON-lines file as soon as it is
+finished, and rows that are there are not computed again; --summary prints them as Markdown.
+
+    python benchmarks/bench_ranking.py --train cifar10/train --val cifar10/test --accuracies nas_bench_macro.json
+    python benchmarks/bench_ranking.py --summary
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import provenance
+
+from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
+from nasfast.indicators.accuracies import read_accuracies
+from nasfast.indicators.rank import kendall_tau, rank
+from nasfast.indicators.scores import Evidence, score_table
+from nasfast.indicators.table import IndicatorTable
+from nasfast.spaces import Arch, SearchSpace, nas_bench_macro
+from nasfast.supernet import Supernet
+from nasfast.train import TrainConfig, train_supernet
+from nasfast.train.checkpoint import CheckpointFolder
+from nasfast.train.supernet import SupernetConfig, default_lr, make_supernet
+
+OUT = Path(__file__).parent / "results" / "ranking_nas_bench_macro.jsonl"
+LEARNED = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0), ("fisher", 0.0), ("gamma", 0.0))
+"""(score, weight of structure beside it), the default's first."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One supernet of the queue.
+
+    Attributes:
+        name: of its rows; seeds share it.
+        method: whose preset it starts from.
+        epochs: of training; 0 scores the weights before training.
+        changes: of the preset, fields of SupernetConfig.
+        scores: (score, weight of structure) of its rows.
+        paths: sampled paths of a score; None takes the package's number.
+        batch_size, augment: of training.
+    """
+
+    name: str
+    method: str = "dinas"
+    epochs: int = 30
+    changes: tuple[tuple[str, Any], ...] = ()
+    scores: tuple[tuple[str, float], ...] = LEARNED
+    paths: int | None = None
+    batch_size: int = 128
+    augment: str = "none"
+
+    @property
+    def supernet(self) -> SupernetConfig:
+        return SupernetConfig(hold_out=True, **dict(self.changes)).resolved(self.method)
+
+    @property
+    def train(self) -> TrainConfig:
+        return TrainConfig(
+            epochs=self.epochs or 1, lr=default_lr(self.supernet.trainable), label_smoothing=0.0, precision="bf16",
+            warmup_epochs=1.0, log_every=20, keep_checkpoints=3,
+        )  # fmt: skip
+
+
+def _initial(init: str) -> Entry:
+    changes = (("init", init), ("layer_indicators", False))
+    return Entry(f"initial-{init}", epochs=0, changes=changes, scores=(("beta_gradient", 0.0),), paths=400)
+
+
+QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
+    (_initial("orthogonal"), (0, 1, 2)),
+    (_initial("aligned"), (0, 1, 2)),
+    (_initial("he"), (0, 1, 2)),
+    (Entry("default"), (0, 1, 2)),
+    (Entry("spos", method="spos", epochs=10, scores=LEARNED[:3]), (0,)),
+    (Entry("paper", method="dinas_paper", scores=(("gamma", 0.0),)), (0, 1, 2)),
+    (Entry("augmented", augment="cifar"), (0,)),
+    (Entry("60 epochs", epochs=60), (0, 1, 2)),
+    (Entry("independent", changes=(("init", "orthogonal"),)), (0,)),
+    (Entry("alpha 0.5", changes=(("alignment", 0.5),)), (0,)),
+    (Entry("alpha 0.9", changes=(("alignment", 0.9),)), (0,)),
+    (Entry("no layer indicators", changes=(("layer_indicators", False),)), (0,)),
+    (Entry("bn", changes=(("classifier", False),)), (0,)),
+    (Entry("indicators and classifier", changes=(("trainable", "indicators"),)), (0,)),
+    (Entry("batch 32", batch_size=32), (0,)),
+)  # fmt: skip
+
+
+def images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[object, object]:
+    """Training loader, and a loader of random held-out training images without augmentation."""
+    cfg = DataConfig(
+        train=args.train, val=args.val, batch_size=entry.batch_size, augment=entry.augment, loader="cache",
+        cache_dir=str(args.work / "cache"), workers=0,
+    )  # fmt: skip
+    train, held = make_loaders(cfg, resolution=space.resolution, seed=seed, hold_out=True)
+    subset = random_subset(held.source, args.images, seed)
+    return train, make_loader(cfg.replace(batch_size=128), subset, train=False, resolution=space.resolution)
+
+
+def trained(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[Supernet, object, dict]:
+    """The supernet, its held-out images, and what its training cost."""
+    train, held = images(args, entry, seed, space)
+    net, sampler = make_supernet(space, entry.method, entry.supernet, seed=seed)
+    if not entry.epochs:
+        return net, held, {}
+    folder, spent = args.work / f"{entry.name.replace(' ', '-')}-s{seed}", args.work / "spent.jsonl"
+    torch.manual_seed(seed)
+    newest = CheckpointFolder(folder / "checkpoints", "supernet").paths()[-1:]
+    before = int(newest[0].stem.rpartition("-")[2]) if newest else 0
+    wall, cpu = time.perf_counter(), time.process_time()
+    train_supernet(net, train, sampler, entry.train, run_dir=folder, resume=True)
+    steps = entry.epochs * len(train)
+    if steps > before:
+        row = {"folder": folder.name, "steps": steps - before, "wall": time.perf_counter() - wall,
+               "cpu": time.process_time() - cpu}  # fmt: skip
+        _append(spent, row)
+    parts = [row for row in _rows(spent) if row["folder"] == folder.name]
+    measured = sum(row["steps"] for row in parts)
+    # a session that was killed left no time: its steps cost what the others did
+    kinds = ("wall", "cpu") if measured else ()
+    cost = {f"train_{kind}_s": round(steps * sum(row[kind] for row in parts) / measured, 1) for kind in kinds}
+    return net, held, {"steps": steps, **cost}
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    space = nas_bench_macro()
+    truth = read_accuracies(args.accuracies, space)
+    done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in _rows(args.out)}
+    for entry, seed in chosen(args):
+        missing = [s for s in entry.scores if (entry.name, seed, *s) not in done]
+        if not missing:
+            continue
+        net, held, cost = trained(args, entry, seed, space)
+        for name, structure in missing:
+            evidence = Evidence(net, held, paths=entry.paths, seed=seed, bf16=True)
+            start = time.process_time()
+            table = score_table(name, evidence, structure=structure)
+            seconds = time.process_time() - start
+            table.save(args.work / f"{entry.name.replace(' ', '-')}-s{seed}-{name}-{structure:g}.json")
+            row = {"name": entry.name, "seed": seed, "score": name, "structure": structure, **cost,
+                   "score_cpu_s": round(seconds, 1), **_row(truth, table, space, args.resamples),
+                   "meta": table.meta, "threads": args.threads,
+                   "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
+                   "batch_size": entry.batch_size, "augment": entry.augment, "provenance": provenance()}  # fmt: skip
+            _append(args.out, row)
+            tau = row["kendall"]["value"]
+            print(f"{entry.name}, seed {seed}, {name} + {structure:g} structure: tau {tau:+.3f}", flush=True)
+
+
+def _row(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace, resamples: int) -> dict[str, Any]:
+    report = rank(truth, table, space, resamples=resamples)
+    mine = report.predictor
+    return {
+        "architectures": report.architectures,
+        "kendall": asdict(mine.kendall),
+        "within_depth": asdict(mine.kendall_within_depth),
+        "spearman": asdict(mine.spearman),
+        "regret": mine.regret,
+        "above_sqrt_size": asdict(report.above["sqrt_size"]),
+        "scores": [round(table.score(arch), 6) for arch in sorted(truth)],
+    }
+
+
+def chosen(args: argparse.Namespace) -> Iterator[tuple[Entry, int]]:
+    for entry, seeds in QUEUE:
+        for seed in seeds:
+            if (not args.only or entry.name in args.only) and (not args.seeds or seed in args.seeds):
+                yield entry, seed
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Means over seeds with the range, as a Markdown table."""
+    lines = [
+        "| supernet | score | seeds | tau | within equal depth | above `sqrt_size` (lower ends) | regret at 10, 25, "
+        "50, 75, 100 % of MACs | R^2 | path accuracy | tau between seeds | train, score CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["name"], row["score"], row["structure"]), []).append(row)
+    accuracy = {(r["name"], r["seed"]): r["meta"]["intercept"] for r in rows if r["score"] == "path_accuracy"}
+    for (name, score, structure), group in groups.items():
+        regrets = zip(*(row["regret"] for row in group), strict=True)
+        known = [100 * accuracy[name, r["seed"]] for r in group if (name, r["seed"]) in accuracy]
+        pairs = [
+            float(kendall_tau(a["scores"], b["scores"], np.ones((1, len(a["scores"]))))[0])
+            for a, b in itertools.combinations(group, 2)
+        ]
+        r2 = [row["meta"]["r2"] for row in group if row["meta"].get("r2") is not None]
+        cells = [
+            name, score + (f" + {structure:g} structure" if structure else ""),
+            " ".join(str(row["seed"]) for row in group),
+            _spread([row["kendall"]["value"] for row in group]),
+            _spread([row["within_depth"]["value"] for row in group]),
+            " ".join(f"{row['above_sqrt_size']['low']:+.3f}" for row in group),
+            " ".join(f"{statistics.mean(values):.2f}" for values in regrets),
+            _spread(r2), _spread(known, "{:.1f} %"), _spread(pairs),
+            f"{_spread([r['train_cpu_s'] for r in group if 'train_cpu_s' in r], '{:.0f}')}, "
+            f"{_spread([r['score_cpu_s'] for r in group], '{:.0f}')}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _spread(values: list[float], form: str = "{:.3f}") -> str:
+    if not values:
+        return "-"
+    mean = form.format(statistics.mean(values))
+    return mean if len(values) == 1 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", help="folder of training images, one sub-folder per class")
+    parser.add_argument("--val", help="folder of test images of the same classes, which only keeps them apart")
+    parser.add_argument("--accuracies", help="trained accuracies of NAS-Bench-Macro, JSON")
+    parser.add_argument("--work", type=Path, default=Path("runs/ranking"), help="folder of checkpoints and tables")
+    parser.add_argument("--out", type=Path, default=OUT, help="JSON-lines file that rows are appended to")
+    parser.add_argument(
+        "--only", nargs="*", help=f"entries of the queue: {', '.join(entry.name for entry, _ in QUEUE)}"
+    )
+    parser.add_argument("--seeds", nargs="*", type=int, help="only these")
+    parser.add_argument("--images", type=int, default=1000, help="held-out images that paths are scored on")
+    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--summary", action="store_true", help="print the rows of --out as Markdown, and nothing else")
+    args = parser.parse_args()
+    if args.summary:
+        print(summary(_rows(args.out)))
+        return
+    if None in (args.train, args.val, args.accuracies):
+        parser.error("give --train, --val and --accuracies, or --summary")
+    run(args)
+
+
+if __name__ == "__main__":
+    main()
