@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 
-.PHONY: help install demo test test-gpu sanitize check bench clean
+.PHONY: help install demo test test-oldest test-gpu sanitize check bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,27 @@ demo: install  ## images -> supernet -> scores -> search -> retrained network ->
 # One thread for each process of pytest, or their teams would wait for each other's cores.
 test: install  ## every test, on up to 8 cores at once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+
+# Python 3.12 on PATH (where pyenv leaves a launcher that may find none), of pyenv or of uv; else $(PYTHON).
+FIND_PYTHON = for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python3.12 \
+	"$$(uv python find 3.12 2>/dev/null)"; do "$$python" -c 'import venv' 2>/dev/null && echo "$$python" && exit; done; \
+	echo "no Python 3.12 found: $(PYTHON) takes its place (PYTHON_OLDEST=... names another)" >&2; echo "$(PYTHON)"
+PYTHON_OLDEST = $(shell $(FIND_PYTHON))
+OLDEST ?= .venv-oldest
+TESTS_OLDEST = ops engine benchmarks/test_aot.py supernet train indicators search test_cli.py test_doctor.py
+
+$(OLDEST)/installed: constraints-oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON_OLDEST) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
+	touch $@
+
+# nasfast is copied there, because an editable installation would delete the compiled module of $(VENV). The tests start in
+# another folder, because Python would import the nasfast of this one. The kernels of each instruction set are those of make test.
+test-oldest: $(OLDEST)/installed  ## tests of what calls torch and Triton, on the oldest versions (constraints-oldest.txt)
+	rm -rf build/lib.*
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
+	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q -n auto --maxprocesses 8 \
+		-k "not every_instruction_set" --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml $(TESTS_OLDEST:%=$(CURDIR)/tests/%)
 
 test-gpu: install  ## only the tests that run on a GPU; without one they run under the interpreter or say why not
 	$(BIN)/python -m pytest -q -m gpu
