@@ -256,6 +256,8 @@ class GraphEngine:
             for segment in reversed(segments):
                 segment.replay_backward(adds=id(segment) in ran)
                 ran[id(segment)] = segment
+                if not segment.passes_on:
+                    break
             head = segments[-1]
             results.append((head.loss.clone(), head.correct.clone()))
         self._set_gradients(ran.values())

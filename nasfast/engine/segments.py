@@ -29,6 +29,7 @@ class Segment:
         autocast: makes the context of forward.
         gradients: of the parameters, one after another; backward writes those in `reached`.
         reached: gradient by parameter that has one, in the layout of the parameter; set by the first backward.
+        passes_on: whether backward makes a gradient of the source; otherwise nothing before has one either.
         forward_replay, backward_replay: of what was captured; None where there is nothing to do.
     """
 
@@ -41,8 +42,9 @@ class Segment:
     autocast: Callable[[], Any]
     gradients: Tensor = field(init=False)
     reached: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict)
-    forward_replay: Replay | None = None
-    backward_replay: Replay | None = None
+    passes_on: bool = field(init=False, default=True)
+    forward_replay: Replay | None = field(init=False, default=None)
+    backward_replay: Replay | None = field(init=False, default=None)
     _slots: list[Tensor] = field(init=False)
     # whether the operator that finds the target fitting is the one that makes the result
     _direct: bool = field(init=False, default=True)
@@ -106,13 +108,12 @@ class Segment:
             found = list(torch.autograd.grad(y, wanted, grad, allow_unused=True))
         if self.source_grad is not None:
             dx = found.pop(0)
-            if dx is None:
-                self.source_grad.zero_()
-            elif not destinations.lies_in(dx, self.source_grad):
+            self.passes_on = dx is not None
+            if self.passes_on and not destinations.lies_in(dx, self.source_grad):
                 self.source_grad.copy_(dx)
-        pairs = [(s, g) for s, g in zip(self._slots, found, strict=True) if g is not None]
-        self.reached = {p: s for p, s, g in zip(self.parameters, self._slots, found, strict=True) if g is not None}
-        elsewhere = [(s, g) for s, g in pairs if not destinations.lies_in(g, s)]
+        made = [(p, s, g) for p, s, g in zip(self.parameters, self._slots, found, strict=True) if g is not None]
+        self.reached = {p: slot for p, slot, _ in made}
+        elsewhere = [(slot, gradient) for _, slot, gradient in made if not destinations.lies_in(gradient, slot)]
         if elsewhere:
             torch._foreach_copy_(*map(list, zip(*elsewhere, strict=True)))
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nasfast import spaces, use_backend
 from nasfast.engine import EagerEngine, GraphEngine, make_engine
 from nasfast.engine.graphs import EngineError
-from nasfast.ops import _triton
+from nasfast.ops import _triton, bn_act
+from nasfast.ops.modules import BNAct2d
 from nasfast.spaces import Block, Stage
 from nasfast.supernet import Supernet
 from nasfast.timing import random_batch
@@ -49,8 +50,8 @@ def gradients(net):
     return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
-def compare(space, trainable, steps, *, bf16=False, batch=4, **options):
-    eager_net, net = networks(space, trainable, **options)
+def compare(space, trainable, steps, *, bf16=False, batch=4, make=networks, **options):
+    eager_net, net = make(space, trainable, **options)
     images, labels = random_batch(space, batch, device=DEVICE)
     eager = EagerEngine(eager_net, 0.1, bf16)
     graphs = GraphEngine(net, tuple(images.shape), 0.1, bf16, capture())
@@ -78,11 +79,74 @@ def test_steps_are_those_of_the_eager_engine_bit_for_bit(name, trainable):
     compare(space, trainable, [sampler.step() for _ in range(4)], layer_indicators=False)
 
 
+@pytest.mark.parametrize("trainable", ["indicators", "bn"])
 @pytest.mark.parametrize("sampler", [spaces.FairSampler, spaces.StrictFairSampler])
-def test_gradients_of_several_paths_and_layer_indicators_add_up(sampler):
+def test_gradients_of_several_paths_and_layer_indicators_add_up(sampler, trainable):
+    """With all BatchNorms training, those of stem and head are on every path."""
     space = spaces.nas_bench_macro()
     fair = sampler(space, seed=1, layer_indicators=True)
-    compare(space, "indicators", [fair.step() for _ in range(3)], layer_indicators=True)
+    compare(space, trainable, [fair.step() for _ in range(3)], layer_indicators=True)
+
+
+class Constant(torch.nn.Module):
+    """Has a parameter, and a result that depends on nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return torch.full_like(x, 0.5)
+
+
+class Twice(torch.nn.Module):
+    """Two Triton operators, of which the second keeps the result of the first."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.bns = torch.nn.ModuleList(BNAct2d(channels) for _ in range(2))
+
+    def forward(self, x):
+        for bn in self.bns:
+            x = bn_act(x, bn.weight, bn.bias, backend="triton")
+        return x
+
+
+class Shared(torch.nn.Module):
+    """A BatchNorm that other candidates have too."""
+
+    def __init__(self, bn):
+        super().__init__()
+        self.bn = bn
+
+    def forward(self, x):
+        return self.bn(x) + x
+
+
+@pytest.mark.parametrize("kind", ["constant", "twice", "shared"])
+def test_candidates_of_other_kinds(kind):
+    """One that cuts the gradient off, one whose first operator finds the boundary fitting, two with one parameter."""
+    if kind == "twice" and _triton.why_missing() is not None:
+        pytest.skip(_triton.why_missing())
+    space = spaces.digits_mini()
+    normal = [i for i, layer in enumerate(space.layers) if layer.normal]
+
+    def changed(*arguments, **options):
+        nets = networks(*arguments, **options)
+        channels = space.layers[normal[0]].in_channels
+        for net in nets:
+            if kind == "shared":
+                bn = BNAct2d(channels, act="relu6")
+                others = [Shared(bn), Shared(bn)]
+            else:
+                others = [Twice(channels) if kind == "twice" else Constant()]
+            for i, other in zip(normal, others, strict=False):
+                net.layers[i].candidates[0] = other.to(DEVICE).train()
+        return nets
+
+    first = tuple(0 for _ in space.layers)
+    second = tuple(int(i in normal) for i in range(len(space.layers)))
+    compare(space, "bn", [[first], [second, first], [second]], make=changed, layer_indicators=False)
 
 
 def test_autocast():
