@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from captures import EagerCapture
-from gpu_plan import append
+from gpu_plan import append, processes
 from launches import noted_launches
 from torch import nn
 
@@ -211,14 +211,14 @@ def compile_ahead(bench: Bench, layers: Sequence[tuple[int, int]], *, seconds: f
         seconds: to go on without what is not finished.
     """
     tasks = [(bench, i, choice) for i, choice in [(-1, 0), (len(bench.space.layers), 0), *layers]]
-    processes = min(16, os.cpu_count() or 1, len(tasks)) if bench.on_gpu else 1
+    workers = min(processes(), len(tasks)) if bench.on_gpu else 1
     start, failed, done = time.monotonic(), 0, 0
     # ended by force where one of them hangs
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
         results = pool.imap_unordered(_run_layer, tasks)
         try:
             for _ in tasks:
-                layer, choice, problem = results.next(max(1.0, start + seconds - time.monotonic()))
+                layer, choice, problem = results.next(max(0.0, start + seconds - time.monotonic()))
                 done += 1
                 if problem is not None:
                     failed += 1
@@ -226,13 +226,18 @@ def compile_ahead(bench: Bench, layers: Sequence[tuple[int, int]], *, seconds: f
         except multiprocessing.TimeoutError:
             bench.row("left_out", what="compilation", error=f"{len(tasks) - done} layers after {seconds:.0f} s")
     bench.row(
-        "compiled", seconds=time.monotonic() - start, processes=processes, layers=done, failed=failed, of=len(tasks)
+        "compiled", seconds=time.monotonic() - start, processes=workers, layers=done, failed=failed, of=len(tasks)
     )
 
 
 def _run_layer(task: tuple[Bench, int, int]) -> tuple[int, int, str | None]:
     """Forward and backward of a layer alone; -1 is the stem, one past the last the head."""
     bench, i, choice = task
+    if bench.on_gpu:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            return i, choice, f"not run, because an earlier layer lost the CUDA context of this process: {error}"[:1000]
     try:
         net = _network_of_process(bench)
         space = bench.space

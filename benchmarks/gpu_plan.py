@@ -96,8 +96,18 @@ def tests_command(rows: Path, part: str, tests: Sequence[str], device: str) -> l
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
     command += ["-p", "no:cacheprovider", "-p", "gpu_rows", "--rows", str(rows), "--part", part]
     if device == "cuda" and find_spec("xdist"):
-        command += ["-n", str(min(16, os.cpu_count() or 1))]
+        command += ["-n", str(processes())]
     return [*command, *(str(ROOT / test) for test in tests)]
+
+
+def processes() -> int:
+    """How many processes may use the GPU at once: one per core, and 2 GiB of its memory for each."""
+    question = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        mebibytes = int(subprocess.run(question, capture_output=True, text=True, timeout=20).stdout.split()[0])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        mebibytes = 8192
+    return max(1, min(16, os.cpu_count() or 1, mebibytes // 2048))
 
 
 def environment_of(device: str) -> dict[str, str]:

@@ -118,6 +118,17 @@ def test_the_plan_takes_ten_minutes_and_lists_itself():
     assert sum(part.seconds for part in PARTS) <= 600
 
 
+@pytest.mark.parametrize(("memory", "wanted"), [("143771\n", 16), ("10240\n", 5), ("1000", 1), ("[N/A]", 4), (None, 4)])
+def test_the_memory_of_a_gpu_limits_its_processes(memory, wanted, tmp_path, monkeypatch):
+    if memory is not None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n/bin/echo '{memory}'\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert gpu_plan.processes() == wanted
+
+
 # ---- parts that end badly
 
 
