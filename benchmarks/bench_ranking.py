@@ -14,7 +14,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -232,7 +232,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", help="folder of training images, one sub-folder per class")
     parser.add_argument("--val", help="folder of test images of the same classes, which only keeps them apart")
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--summary", action="store_true", help="print the rows of --out as Markdown, and nothing else")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.summary:
         print(summary(_rows(args.out)))
         return

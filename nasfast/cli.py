@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 _COMMANDS = {
     "run": "everything: train a supernet, score, search, retrain, report",
     "supernet": "train the supernet",
-    "score": "read the trained supernet's BN indicators into indicators.json",
+    "score": "score the candidates of the trained supernet into indicators.json",
     "search": "best architectures under MACs and parameter limits into archs.json",
     "retrain": "train the chosen architectures as plain networks",
     "export": "files of a retrained network, ONNX included",

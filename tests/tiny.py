@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage
+from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, nas_bench_macro
 
 CHOICES = (Block("mbconv", 3, 2), Block("mbconv", 5, 1), Block("mbconv", 3, 3))
 
@@ -24,6 +24,13 @@ def tiny_space(*, num_classes: int = 4, resolution: int = 16, **changes) -> Sear
         "head": (FixedLayer(Block("conv", 1), 16),),
     }
     return SearchSpace(**{**form, **changes})
+
+
+def tiny_macro_space() -> SearchSpace:
+    """Two reductions and two normal layers with the choices of NAS-Bench-Macro, the identity among them."""
+    stages = tuple(Stage(c, 2, 2, nas_bench_macro().stages[0].choices) for c in (8, 12))
+    stem = (FixedLayer(Block("conv", 3), 6),)
+    return nas_bench_macro(num_classes=4, resolution=12).replace(name="small_macro", stem=stem, stages=stages, head=())
 
 
 def batches(count: int, *, size: int = 8, num_classes: int = 4, resolution: int = 16, seed: int = 0) -> list:

@@ -124,7 +124,7 @@ def score_macs(
         )
     if max_macs is not None:
         ax.axvline(max_macs * million, color="black", lw=1, ls="--", label=f"limit {max_macs * million:,.4g} M")
-    ax.set(xlabel="MACs (millions)", ylabel="summed indicator score", title="Score against cost")
+    ax.set(xlabel="MACs (millions)", ylabel="score", title="Score against cost")
     legend = ax.legend(fontsize=8, frameon=False, loc="lower right")
     if cloud:
         # the dots of the cloud are too faint and small for a legend

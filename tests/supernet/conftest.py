@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiny import tiny_space
+from tiny import tiny_macro_space, tiny_space
 
-from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, nas_bench_macro
+from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage
 
 _SHUFFLE = (*(Block("shuffle", kernel=k) for k in (3, 5)), Block("shuffle_xception", kernel=3))
 
@@ -23,14 +23,7 @@ def _shuffle_space() -> SearchSpace:
     )
 
 
-def _macro_space() -> SearchSpace:
-    """The choices of NAS-Bench-Macro, identity among them."""
-    stages = tuple(Stage(c, 2, 2, nas_bench_macro().stages[0].choices) for c in (8, 12))
-    stem = (FixedLayer(Block("conv", 3), 6),)
-    return nas_bench_macro(num_classes=4, resolution=12).replace(name="small_macro", stem=stem, stages=stages, head=())
-
-
-SMALL_SPACES = {"mbconv": tiny_space(), "shuffle": _shuffle_space(), "macro": _macro_space()}
+SMALL_SPACES = {"mbconv": tiny_space(), "shuffle": _shuffle_space(), "macro": tiny_macro_space()}
 
 
 @pytest.fixture(params=sorted(SMALL_SPACES))

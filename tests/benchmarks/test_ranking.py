@@ -1,0 +1,85 @@
+"""The queue of supernets: it goes on where it stopped, rows are computed once, and the summary shows them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import bench_ranking
+import pytest
+from bench_ranking import Entry
+from tiny import tiny_macro_space, write_folder
+
+import nasfast.train.loop as loop
+from nasfast.indicators.table import IndicatorTable
+
+SCORES = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0))
+QUEUE = (
+    (Entry("initial", epochs=0, scores=(("beta_gradient", 0.0),), paths=30), (0, 1)),
+    (Entry("short", epochs=2, scores=SCORES, paths=60, batch_size=16), (0, 1)),
+)
+
+
+@pytest.fixture
+def argv(tmp_path, monkeypatch):
+    space = tiny_macro_space()
+    monkeypatch.setattr(bench_ranking, "nas_bench_macro", tiny_macro_space)
+    monkeypatch.setattr(bench_ranking, "QUEUE", QUEUE)
+    folders = [write_folder(tmp_path / name, dict.fromkeys("abcd", count)) for name, count in (("t", 20), ("v", 2))]
+    truth = {"".join(map(str, a)): space.cost(a).params / 100 for a in itertools.product(range(3), repeat=4)}
+    (tmp_path / "truth.json").write_text(json.dumps(truth))
+    return [
+        f"--train={folders[0]}", f"--val={folders[1]}", f"--accuracies={tmp_path / 'truth.json'}", "--images=16",
+        f"--work={tmp_path / 'work'}", f"--out={tmp_path / 'out.jsonl'}", "--resamples=10", "--threads=1",
+    ]  # fmt: skip
+
+
+def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
+    step, steps = loop._step, []
+
+    def counted(*args, **kwargs):
+        steps.append(1)
+        if len(steps) == 6:  # of 8: 72 images in batches of 16, twice
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_step", counted)
+    with pytest.raises(KeyboardInterrupt):
+        bench_ranking.main(argv)
+    rows = bench_ranking._rows(tmp_path / "out.jsonl")
+    assert [(r["name"], r["seed"]) for r in rows] == [("initial", 0), ("initial", 1)]
+    bench_ranking.main(argv)
+    assert len(steps) == 6 + 4 + 8  # from the checkpoint of the first epoch; then the other seed
+    rows = bench_ranking._rows(tmp_path / "out.jsonl")
+    assert [(r["name"], r["seed"], r["score"], r["structure"]) for r in rows[2:]] == [
+        ("short", seed, *score) for seed in (0, 1) for score in SCORES
+    ]
+    before = (tmp_path / "out.jsonl").read_bytes()
+    bench_ranking.main(argv)
+    assert len(steps) == 18
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    # a session that was killed left no time: the steps of the others stand for its own
+    (first, second) = bench_ranking._rows(tmp_path / "work" / "spent.jsonl")
+    assert [first["steps"], second["steps"]] == [4, 8]
+    assert rows[2]["train_cpu_s"] == pytest.approx(2 * first["cpu"], abs=0.06)
+
+    table = IndicatorTable.load(tmp_path / "work" / "short-s1-path_loss-1.json")
+    archs = sorted(itertools.product(range(3), repeat=4))
+    assert rows[6]["scores"] == [round(table.score(arch), 6) for arch in archs]
+    capsys.readouterr()
+    bench_ranking.main([*argv, "--summary"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1:4] for line in shown[2:]] == [
+        [" initial ", " beta_gradient ", " 0 1 "],
+        [" short ", " path_loss ", " 0 1 "],
+        [" short ", " path_loss + 1 structure ", " 0 1 "],
+        [" short ", " path_accuracy ", " 0 1 "],
+    ]
+    mean = sum(row["kendall"]["value"] for row in rows if (row["score"], row["structure"]) == SCORES[1]) / 2
+    assert f" {mean:.3f} (" in shown[4]
+
+
+def test_the_default_entry_is_the_package_default():
+    entry = next(entry for entry, _ in bench_ranking.QUEUE if entry.name == "default")
+    assert entry.supernet == bench_ranking.SupernetConfig().resolved("dinas")
+    assert (entry.train.lr, entry.train.label_smoothing, entry.train.epochs) == (0.4, 0.0, 30)
