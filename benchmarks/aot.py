@@ -29,8 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nasfast._triton import bn, depthwise, expansion, mixed, pointwise
-from nasfast._triton.configs import FAMILIES, TOGETHER, Config
+from nasfast._triton import bn, depthwise, mixed, pointwise
+from nasfast._triton.configs import FAMILIES, TOGETHER, Config, stencil_tile
 
 # bytes of shared memory one program may use, and of a multiprocessor; its registers and threads
 LIMITS = {86: (99 * 1024, 100 * 1024, 65536, 1536), 90: (227 * 1024, 228 * 1024, 65536, 2048)}
@@ -40,7 +40,7 @@ _POINTERS = {
     **dict.fromkeys(("fold", "back", "fold_before", "gamma", "beta"), "*fp32"),
     **dict.fromkeys(("running_mean", "running_var", "gates", "subtotal"), "*fp32"),
     # parameters stay float32 under autocast
-    **dict.fromkeys(("weight", "depthwise_weight", "terms"), "*fp32"),
+    **dict.fromkeys(("weight", "taps"), "*fp32"),
     "statistics": "*fp64",
 }
 # tuples of pointers of the storage type
@@ -48,11 +48,14 @@ _TUPLES = {"xs", "dxs"}
 # what completes BatchNorm's coefficients, forward and backward: Norm.sums and NormGradient.sums of bn_triton.py
 _FORWARD_SUMS = ("*fp32", "*fp32", "*i32", "*fp64", "*fp32", "*fp32", "*fp32", "fp32")
 _BACKWARD_SUMS = ("*fp32", "*i32", "*fp64", "*fp32", "*fp32", "*fp32", "*fp32", "fp32", "i32")
-_STORED = {"x", "y", "grad", "dx", "before", "added", "residual", "out", "even", "product"}
+_STORED = {"x", "y", "grad", "dx", "before", "added", "residual", "out", "even"}
 
 _POINTWISE = {"XSTEP": 1, "KERNEL": 1, "STRIDE": 1, "FOLDED": True, "ACT": "relu6"}
-_DEPTHWISE = {"XSTEP": 1, "FOLDED": True, "ACT": "relu6", "TW": 16}
+# of maps, and their channels
+_WIDTH = 56
+_DEPTHWISE = {"XSTEP": 1, "FOLDED": True, "ACT": "relu6", "C": 192, "LDX": 192, "EVEN": True}
 _BACKWARD = {"XSTEP": 1, "FOLDED": True, "ACT": "identity", "ACT_BEFORE": "relu6", "ADDED": False}
+_TRANSPOSED = {"C": 192, "LDG": 192, "LDX": 192, "EVEN": True}
 
 # kernel, family, and the constants of the cases that are compiled: those of an inverted residual, and of the stem
 CASES = [
@@ -71,22 +74,10 @@ CASES = [
         for s in (1, 2)
     ),
     *(
-        (depthwise.depthwise_backward_kernel, "depthwise", {**_BACKWARD, "KERNEL": k, "STRIDE": s, "TW": 16})
+        (depthwise.depthwise_backward_kernel, "depthwise", {**_BACKWARD, **_TRANSPOSED, "KERNEL": k, "STRIDE": s})
         for k in (3, 5, 7)
         for s in (1, 2)
     ),
-    *(
-        (
-            expansion.expansion_backward_kernel,
-            family,
-            {"KERNEL": k, "STRIDE": s, "ACT": "identity", "ACT_BEFORE": "relu6", "TW": 16, "BN": 64},
-        )
-        for k in (3, 5, 7)
-        for s in (1, 2)
-        for family in ("expansion", "expansion_fp32")
-    ),
-    (expansion.expansion_terms_kernel, "expansion_terms", {"BN": 64}),
-    (expansion.expansion_finish_kernel, "expansion_finish", {"ADDED": True, "BN": 64}),
     (bn.bn_statistics_kernel, "batch_norm", {}),
     (bn.bn_act_kernel, "batch_norm", {"ACT": "relu6", "RESIDUAL": True, "SHUFFLE": False}),
     (bn.bn_act_reduce_kernel, "batch_norm", {"ACT": "relu6"}),
@@ -135,7 +126,7 @@ def jobs(
         )
         for i_config, config in enumerate(FAMILIES[family]):
             # one stencil of each kernel stands for the configurations that are not the default
-            stencil = family.startswith(("depthwise", "expansion")) and "KERNEL" in constants
+            stencil = family == "depthwise"
             if i_config and (default_only or (stencil and constants["KERNEL"] != 7)):
                 continue
             for dtype in dtypes:
@@ -148,7 +139,11 @@ def compile_job(job: tuple[int, str, str, int]) -> Compiled:
     index, name, dtype, arch = job
     kernel, family, constants = CASES[index]
     config: Config = FAMILIES[family][name]
-    constants = {**constants, **config.tile}
+    if family == "depthwise":
+        back = constants["STRIDE"] if kernel is depthwise.depthwise_backward_kernel else 0
+        constants = {**constants, **stencil_tile(config, _WIDTH, constants["C"], back)}
+    else:
+        constants = {**constants, **config.tile}
     if "PRECISION" in kernel.arg_names:
         constants["PRECISION"] = "ieee"
     signature, attributes = {}, {}
@@ -170,7 +165,7 @@ def compile_job(job: tuple[int, str, str, int]) -> Compiled:
         pointer = _POINTERS.get(argument) or (f"*{dtype}" if argument in _STORED else None)
         signature[argument] = pointer or ("fp32" if argument == "eps" else "i32")
         # as at run time: allocations are aligned, and channels and strides mostly multiples of 16
-        if pointer or argument in {"C", "K", "N", "CIN", "ldx", "ldg"}:
+        if pointer or argument in {"C", "K", "N", "ldx", "ldg"}:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -218,7 +218,7 @@ def show_each(launches: Iterable[Launch], found: Iterable[Cost]) -> None:
               f"{cost.shared_bytes}, {cost.programs_per_processor} per SM, {cost.rounds:.2f} rounds")  # fmt: skip
 
 
-_SHOWN = ("KERNEL", "STRIDE", "M", "K", "N", "C", "CIN", "H", "W", "OH", "R", "programs", "TH", "TW", "CB", "BM", "BN")
+_SHOWN = ("KERNEL", "STRIDE", "M", "K", "N", "C", "H", "W", "OH", "R", "programs", "ROWS", "COLUMNS", "CB", "BM", "BN")
 
 
 def show_mix(kernel: str, launches: Iterable[Launch], found: Iterable[Cost]) -> None:

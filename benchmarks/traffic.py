@@ -45,9 +45,7 @@ def recorded() -> Iterator[list[tuple[str, int]]]:
     def launcher(kernel: Any, grid: Any) -> Any:
         def note(*args: Any, **kwargs: Any) -> None:
             name = kernel.fn.__name__
-            # of its first tensor it reads a few rows
-            given = args[1:] if name == "expansion_terms_kernel" else args
-            tensors = [t for a in given for t in (a if isinstance(a, tuple) else (a,))]
+            tensors = [t for a in args for t in (a if isinstance(a, tuple) else (a,))]
             distinct = {(t.data_ptr(), t.numel()): t for t in tensors if isinstance(t, Tensor)}
             launches.append((name, sum(t.numel() * t.element_size() for t in distinct.values())))
 

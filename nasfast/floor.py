@@ -162,19 +162,6 @@ def conv_floor(conv: Conv, machine: Machine, item_bytes: int, *, backward: bool)
     return cost.conv_backward(conv, write=True) if backward else cost.conv_forward(conv)
 
 
-def expansion_floor(expand: Conv, depthwise: Conv, machine: Machine, item_bytes: int, *, finish: bool) -> float:
-    """Seconds of the backward of an expansion and its depthwise convolution in one pass that writes no wide gradient.
-
-    finish: of the small product that completes the narrow one instead.
-    """
-    cost = _Cost(machine, item_bytes)
-    if finish:
-        # matrix of the input's channels; x and the product are read, their sum is written
-        return cost(3 * expand.x + expand.skip_grad, matmul=2.0 * expand.macs * expand.x / expand.y)
-    flops = {**_flops(depthwise), **_flops(expand)}
-    return cost(2 * depthwise.y + depthwise.x + expand.x, depthwise.weight + expand.weight, **flops)
-
-
 @dataclass(frozen=True)
 class _Cost:
     """Seconds of one pass over memory."""

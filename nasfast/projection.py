@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nasfast.config import ConfigError, nearest
-from nasfast.floor import Machine, Trace, conv_floor, expansion_floor
+from nasfast.floor import Machine, Trace, conv_floor
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Pass:
-    """One measured pass over a convolution, or over an expansion and its depthwise one.
+    """One measured pass over a convolution.
 
     Attributes:
         name: of the kernel and layer.
@@ -101,12 +101,7 @@ def get_card(name: str) -> Card:
 
 # the kernels of kernels/triton that go over convolutions' tensors
 _FORWARD = ("pointwise_forward_kernel", "depthwise_forward_kernel")
-_BACKWARD = (
-    "pointwise_backward_kernel",
-    "depthwise_backward_kernel",
-    "expansion_backward_kernel",  # a depthwise convolution and the expansion before it
-    "expansion_finish_kernel",  # of the same expansion
-)
+_BACKWARD = ("pointwise_backward_kernel", "depthwise_backward_kernel")
 
 
 def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
@@ -123,9 +118,7 @@ def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
     forward = [(name, ms) for name, ms in kernels if name in _FORWARD]
     convs = found.convs
     backward = [(name, ms) for name, ms in kernels if name in _BACKWARD]
-    in_pairs = sum(name == "expansion_backward_kernel" for name, _ in backward)
-    finished = sum(name == "expansion_finish_kernel" for name, _ in backward)
-    if len(forward) != len(convs) or len(backward) - finished + in_pairs > len(convs):
+    if len(forward) != len(convs) or len(backward) > len(convs):
         raise ConfigError(
             f"a projection needs every convolution on the Triton kernels: {len(forward)} of {len(convs)} ran there"
         )
@@ -133,17 +126,8 @@ def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
         Pass(_label(name, conv.x, conv.y), partial(conv_floor, conv, backward=False), ms)
         for (name, ms), conv in zip(forward, convs, strict=True)
     ]
-    at = len(convs)
-    for name, ms in backward:
-        if name == "expansion_finish_kernel":
-            floor = partial(expansion_floor, convs[at], convs[at + 1], finish=True)
-        elif name == "expansion_backward_kernel":
-            at -= 2
-            floor = partial(expansion_floor, convs[at], convs[at + 1], finish=False)
-        else:
-            at -= 1
-            floor = partial(conv_floor, convs[at], backward=True)
-        passes.append(Pass(_label(name, convs[at].x, convs[at].y), floor, ms))
+    for (name, ms), conv in zip(backward, reversed(convs), strict=False):
+        passes.append(Pass(_label(name, conv.x, conv.y), partial(conv_floor, conv, backward=True), ms))
     return passes
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from nasfast.config import ConfigError
-from nasfast.floor import Conv, Machine, Trace, conv_floor, trace
+from nasfast.floor import Conv, Machine, conv_floor, trace
 from nasfast.latency import LatencyConfig, latency
 from nasfast.projection import CARDS, Card, Pass, get_card, passes_of, project
 from nasfast.spaces import digits_mini, mean_path
@@ -63,19 +63,3 @@ def test_unknown_cards_and_cpus_are_refused():
     with pytest.raises(ConfigError, match="scales kernels measured on a GPU, and this runs on cpu"):
         latency(LatencyConfig(space="digits_mini", batch=2, project="rtx3080"))
     assert all(card.bf16 > card.bytes and card.fp32 <= card.bf16 for card in CARDS.values())
-
-
-def test_an_expansion_and_its_depthwise_convolution_are_one_pass_and_one_that_finishes():
-    expand = Conv(macs=60_000, x=1000, y=6000, weight=60, depthwise=False)
-    depthwise = Conv(macs=54_000, x=6000, y=6000, weight=54, depthwise=True)
-    project = Conv(macs=60_000, x=6000, y=1000, weight=60, depthwise=False)
-    kernels = [
-        *((name, 1.0) for name in ("pointwise_forward_kernel", "depthwise_forward_kernel", "pointwise_forward_kernel")),
-        *((name, 2.0) for name in ("pointwise_backward_kernel", "expansion_backward_kernel", "expansion_terms_kernel")),
-        ("expansion_finish_kernel", 1.0),
-    ]
-    *_, both, finish = passes_of(kernels, Trace([expand, depthwise, project]))
-    one_byte = Machine(bytes=1.0, matmul=1e30, vector=1e30)
-    # y and its gradient, the expansion, the product; then the product, x and the result
-    assert both.floor(one_byte, 1) == 6000 + 6000 + 6000 + 1000 + 60 + 54
-    assert finish.floor(one_byte, 1) == 3 * 1000

@@ -145,11 +145,12 @@ def store_statistics(partial, counts, index, v, valid, c, C):
     # what rounding left of the mean, which shows where it is large beside the deviation
     rest = tl.sum(d, 0) / rows
     squares = tl.sum(d * d, 0) - rows * rest * rest
-    _store_statistics(partial, counts, index, mean, rest, squares, count, c, C)
+    store_moments(partial, counts, index, mean, rest, squares, count, c, C)
 
 
 @triton.jit
-def _store_statistics(partial, counts, index, mean, rest, squares, count, c, C):
+def store_moments(partial, counts, index, mean, rest, squares, count, c, C):
+    """Row `index` as of store_statistics."""
     at = partial + index.to(tl.int64) * 3 * C + c
     tl.store(at, mean, mask=c < C)
     tl.store(at + C, rest, mask=c < C)
@@ -200,7 +201,7 @@ def finish_statistics(sums, index, programs, block, c, C):
         if groups == 1:
             _complete_fold(mean, rest, squares / count, statistics, gamma, beta, fold, eps, c, C)
         else:
-            _store_statistics(partial, counts, programs + group, mean, rest, squares, count, c, C)
+            store_moments(partial, counts, programs + group, mean, rest, squares, count, c, C)
             if _comes_last(counters + groups, groups):
                 mean, rest, squares, count = _add_statistics(partial, counts, programs, groups, c, C)
                 _complete_fold(mean, rest, squares / count, statistics, gamma, beta, fold, eps, c, C)
@@ -234,9 +235,15 @@ def store_fold(center, left, var, gamma, beta, fold, eps, c, C):
 def store_gradient_sums(partial, index, dz, d, valid, c, C):
     """Row `index` of partial (rows, 2, C): sum of dz and of dz * d over the valid rows."""
     dz = tl.where(valid[:, None], dz, 0.0)
+    store_sums(partial, index, tl.sum(dz, 0), tl.sum(dz * tl.where(valid[:, None], d, 0.0), 0), c, C)
+
+
+@triton.jit
+def store_sums(partial, index, sum_dz, sum_dz_d, c, C):
+    """Row `index` as of store_gradient_sums."""
     at = partial + index.to(tl.int64) * 2 * C + c
-    tl.store(at, tl.sum(dz, 0), mask=c < C)
-    tl.store(at + C, tl.sum(dz * tl.where(valid[:, None], d, 0.0), 0), mask=c < C)
+    tl.store(at, sum_dz, mask=c < C)
+    tl.store(at + C, sum_dz_d, mask=c < C)
 
 
 @triton.jit
@@ -264,9 +271,7 @@ def finish_gradient(sums, index, programs, block, c, C):
         if groups == 1:
             _complete_back(sums, sum_dz, sum_dz_d, c, C)
         else:
-            at = partial + (programs + group).to(tl.int64) * 2 * C + c
-            tl.store(at, sum_dz, mask=c < C)
-            tl.store(at + C, sum_dz_d, mask=c < C)
+            store_sums(partial, programs + group, sum_dz, sum_dz_d, c, C)
             if _comes_last(counters + groups, groups):
                 sum_dz, sum_dz_d = _add_gradient_sums(partial, programs, groups, c, C)
                 _complete_back(sums, sum_dz, sum_dz_d, c, C)

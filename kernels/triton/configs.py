@@ -32,27 +32,11 @@ DENSE = {
     "small": Config({"BM": 32, "BN": 32, "BK": 32}, 4, 2),
     "tall": Config({"BM": 64, "BN": 32, "BK": 32}, 8, 2),
 }
-# TH rows of pixels (even, for stride 2) by CB channels; TW follows from the width of the map, see tile_width.
+# ELEMENTS of a program's tensors, strips by channels: two for each thread by default. See stencil_tile.
 DEPTHWISE = {
-    "rows4": Config({"TH": 4, "CB": 32}, 4, 2),
-    "rows2": Config({"TH": 2, "CB": 64}, 4, 2),
-    "rows8": Config({"TH": 8, "CB": 16}, 4, 2),
-}
-# A tile as of DEPTHWISE, of all channels in turn: its rows of the narrow gradient are summed in registers
-EXPANSION = {
-    "rows4": Config({"TH": 4, "CB": 16}, 4, 2),
-    "warps8": Config({"TH": 4, "CB": 16}, 8, 2),
-    "rows8": Config({"TH": 8, "CB": 16}, 8, 2),
-}
-EXPANSION_FP32 = {
-    "rows2": Config({"TH": 2, "CB": 16}, 4, 2),
-    "rows4": Config({"TH": 4, "CB": 16}, 8, 2),
-}
-# COLUMNS of the matrix of terms, from CB channels at a time; SAMPLES rows for a pivot near the mean
-EXPANSION_TERMS = {"columns16": Config({"COLUMNS": 16, "CB": 32, "SAMPLES": 64}, 4, 2)}
-EXPANSION_FINISH = {
-    "rows64": Config({"BM": 64, "BK": 16}, 4, 2),
-    "rows128": Config({"BM": 128, "BK": 16}, 8, 2),
+    "pairs": Config({"ELEMENTS": 256}, 4, 1),
+    "single": Config({"ELEMENTS": 128}, 4, 1),
+    "small": Config({"ELEMENTS": 128}, 2, 1),
 }
 # ROWS pixels by CHANNELS channels of passes over a tensor
 BATCH_NORM = {
@@ -74,18 +58,28 @@ FAMILIES = {
     "pointwise_fp32": POINTWISE_FP32,
     "dense": DENSE,
     "depthwise": DEPTHWISE,
-    "expansion": EXPANSION,
-    "expansion_fp32": EXPANSION_FP32,
-    "expansion_terms": EXPANSION_TERMS,
-    "expansion_finish": EXPANSION_FINISH,
     "batch_norm": BATCH_NORM,
     "mixed": MIXED,
     "fold": FOLD,
 }
 
-TILE_WIDTHS = (16, 8)
+# Columns and rows of a depthwise strip: as many results as fit a thread's registers, beside what backward needs more.
+# Every size of a map of 224 x 224 images is a multiple of 7. The key is 0 forward, and backward the stride, of which
+# columns and rows are multiples.
+STRIPS = {0: ((7, 7), (8, 4)), 1: ((7, 4), (8, 4)), 2: ((14, 4), (8, 4))}
+# Channels of a depthwise program, whose bytes are at least one sector of memory
+CHANNEL_BLOCKS = (64, 32, 16)
+# Programs from which a launch is as wide as the largest GPU, with its 132 multiprocessors
+MIN_PROGRAMS = 128
 
 
-def tile_width(width: int) -> int:
-    """TW of a map of this width: the fewest columns beyond its edge, and then the fewest tiles."""
-    return min(TILE_WIDTHS, key=lambda tile: -(-width // tile) * tile)
+def stencil_tile(config: Config, width: int, channels: int, back: int) -> dict[str, int]:
+    """Constants of a depthwise kernel on maps of this width: ROWS, COLUMNS, STRIPS and CB.
+
+    Args:
+        back: 0 forward, the stride backward.
+    """
+    # as little as possible beyond the edge and the last channel
+    columns, rows = min(STRIPS[back], key=lambda tile: -(-width // tile[0]) * tile[0])
+    block = min(CHANNEL_BLOCKS, key=lambda block: -(-channels // block) * block)
+    return {"ROWS": rows, "COLUMNS": columns, "STRIPS": config.tile["ELEMENTS"] // block, "CB": block}

@@ -1,146 +1,260 @@
 """Depthwise convolutions, kernel 3, 5 or 7, stride 1 or 2, with the prologues and epilogues of pointwise.py.
 
-A program makes a tile of TH x TW pixels of CB channels. It goes down the rows of its source: a row is read once for
-each kx, normalised, and multiplied into all rows of the tile at once, with the weight of ky = the distance of the two
-rows, which is zero where the stencil does not reach. So a pixel is read and normalised about KERNEL * (TH + KERNEL - 1)
-/ TH times, from the caches, where a program of single outputs would do it KERNEL^2 times.
+A thread makes ROWS x COLUMNS pixels of a few channels, its results in registers until the end. It goes down the rows of
+its source. Each pixel of a row is loaded and normalised once, and multiplied into all results that it reaches. Which
+these are along the row is known when the kernel is compiled, because the columns of a strip are elements of a tuple and
+not of a tensor: no lane multiplies for nothing, selects, or asks another lane.
+
+Tensors are [STRIPS, CB]: the strips of a program, COLUMNS wide, are of any images, and their rows are the same.
 """
 
 import triton
 import triton.language as tl
 
 from .common import (
+    activation_gradient,
     backward_fold,
     finish_gradient,
     finish_statistics,
     forward_fold,
-    gradient_before,
     gradient_behind,
     normalize,
-    store_gradient_sums,
-    store_statistics,
+    store_moments,
+    store_sums,
 )
+
+# arguments of which Triton would make a kernel each, for whether they are 1 or multiples of 16
+SIZES = ("images", "H", "W", "OH", "OW")
 
 
 @triton.jit
-def _place(HEIGHT, WIDTH, C, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr):
-    """(image, first row, columns, channels, index among the programs of one channel block) of this program."""
+def _place(images, height, width, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIPS: tl.constexpr, CB: tl.constexpr):
+    """Where a program is.
+
+    Its index among those of the same channels, first row, images, first columns, which strips exist, channels.
+    """
     blocks_c = tl.cdiv(C, CB)
     pid = tl.program_id(0)
     index = pid // blocks_c
-    tiles_x = tl.cdiv(WIDTH, TW)
-    tiles_y = tl.cdiv(HEIGHT, TH)
-    image = (index // (tiles_x * tiles_y)).to(tl.int64)
-    first = index // tiles_x % tiles_y * TH
-    columns = index % tiles_x * TW + tl.arange(0, TW)
-    return image, first, columns, pid % blocks_c * CB + tl.arange(0, CB), index
+    blocks_y = tl.cdiv(height, ROWS)
+    per_image = tl.cdiv(width, COLUMNS)
+    strip = index // blocks_y * STRIPS + tl.arange(0, STRIPS)
+    image = (strip // per_image).to(tl.int64)
+    left = strip % per_image * COLUMNS
+    c = pid % blocks_c * CB + tl.arange(0, CB)
+    return index, index % blocks_y * ROWS, image, left, strip < images * per_image, c
 
 
 @triton.jit
-def _pixels(image, first, columns, HEIGHT, WIDTH, TH: tl.constexpr, TW: tl.constexpr):
-    """(rows of pixels of the tile [TH * TW], which of them exist)."""
-    row = (first + tl.arange(0, TH))[:, None]
-    column = columns[None, :]
-    pixel = (image * HEIGHT + row) * WIDTH + column
-    exists = (row < HEIGHT) & (column < WIDTH)
-    return tl.reshape(pixel, (TH * TW,)), tl.reshape(exists, (TH * TW,))
+def _tap_major(weight, taps, c, C, TAPS: tl.constexpr, CB: tl.constexpr):
+    """Copy weight (C, TAPS) of the channels c to this program's part of taps (programs, TAPS, CB); returns the part.
+
+    A thread's channels are then one access. Neighbours of weight would be TAPS elements apart.
+    """
+    mine = taps + tl.program_id(0).to(tl.int64) * TAPS * CB
+    tap = tl.arange(0, triton.next_power_of_2(TAPS))
+    exists = (tap < TAPS)[:, None]
+    w = tl.load(weight + c[None, :] * TAPS + tap[:, None], mask=exists & (c < C)[None, :], other=0.0)
+    tl.store(mine + tap[:, None] * CB + tl.arange(0, CB)[None, :], w.to(tl.float32), mask=exists)
+    # other threads of the program read it
+    tl.debug_barrier()
+    return mine
 
 
 @triton.jit
-def depthwise_forward_kernel(
-    x, ldx, fold, weight, y, sums, H, W, OH, OW, C,
-    XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, FOLDED: tl.constexpr, ACT: tl.constexpr,
-    STATISTICS: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
+def _zeros(COUNT: tl.constexpr, STRIPS: tl.constexpr, CB: tl.constexpr):
+    zeros = ()
+    for _ in tl.static_range(COUNT):
+        zeros = zeros + (tl.zeros((STRIPS, CB), tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _add_row(
+    acc, M: tl.constexpr, source, taps,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr, COLUMNS: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """y (images * OH * OW, C) of act(bn(x)), weight (C, KERNEL^2), and fold (3, C) of the statistics of y."""
-    image, first, columns, c, index = _place(OH, OW, C, TH, TW, CB)
-    exists = c < C
+    """acc, its row M plus the row `source` times the weights of one ky, which start at taps.
+
+    acc: COLUMNS results of each row, one after another.
+    """
+    weights = ()
+    for kx in tl.static_range(KERNEL):
+        weights = weights + (tl.load(taps + kx * CB + tl.arange(0, CB))[None, :],)
+    out = ()
+    for i in tl.static_range(len(acc)):
+        a = acc[i]
+        if i // COLUMNS == M:
+            for kx in tl.static_range(KERNEL):
+                if not TRANSPOSED:
+                    a = tl.fma(source[i % COLUMNS * STRIDE + kx], weights[kx], a)
+                elif (i % COLUMNS + KERNEL // 2 - kx) % STRIDE == 0:
+                    a = tl.fma(
+                        source[(i % COLUMNS + KERNEL // 2 - kx) // STRIDE + KERNEL // 2 // STRIDE], weights[kx], a
+                    )
+        out = out + (a,)
+    return out
+
+
+@triton.jit(do_not_specialize=SIZES)
+def depthwise_forward_kernel(
+    x, fold, weight, taps, y, sums, images, H, W, OH, OW,
+    C: tl.constexpr, LDX: tl.constexpr, XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
+    FOLDED: tl.constexpr, ACT: tl.constexpr, STATISTICS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIPS: tl.constexpr, CB: tl.constexpr,
+):  # fmt: skip
+    """y (images * OH * OW, C) of act(bn(x)), weight (C, KERNEL^2), and fold (3, C) of the statistics of y.
+
+    Rows of x are LDX apart, channels XSTEP. EVEN: OW is a multiple of COLUMNS, and W is OW * STRIDE. taps: see
+    _tap_major.
+    """
+    PADDING: tl.constexpr = KERNEL // 2
+    index, first, image, left, there, c = _place(images, OH, OW, C, ROWS, COLUMNS, STRIPS, CB)
+    exists = there[:, None] & (c < C)[None, :]
+    taps = _tap_major(weight, taps, c, C, KERNEL * KERNEL, CB)
     if FOLDED:
         center, scale, shift = forward_fold(fold, c, C)
-    acc = tl.zeros((TH, TW, CB), tl.float32)
-    for r in range((TH - 1) * STRIDE + KERNEL):
-        # a vector: under the interpreter a mask made of scalars is none
-        iy = first * STRIDE - KERNEL // 2 + r + tl.zeros_like(columns)
-        ky = r - tl.arange(0, TH) * STRIDE
-        reaches = (ky >= 0) & (ky < KERNEL)
-        for kx in tl.static_range(KERNEL):
-            ix = columns * STRIDE - KERNEL // 2 + kx
-            inside = ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W))[:, None] & exists[None, :]
-            pixel = (image * H + iy) * W + ix
-            v = tl.load(x + pixel[:, None] * ldx + c[None, :] * XSTEP, mask=inside, other=0.0).to(tl.float32)
+    pitch = W.to(tl.int64) * LDX
+    source = x + (image * H * pitch + (left * STRIDE - PADDING) * LDX)[:, None] + c[None, :] * XSTEP
+    acc = _zeros(ROWS * COLUMNS, STRIPS, CB)
+    top = first * STRIDE - PADDING
+    for r in range(tl.maximum(top, 0), tl.minimum(top + (ROWS - 1) * STRIDE + KERNEL, H)):
+        row = ()
+        for j in tl.static_range((COLUMNS - 1) * STRIDE + KERNEL):
+            column = (left * STRIDE + (j - PADDING))[:, None]
+            inside = exists
+            if j < PADDING:
+                inside = exists & (column >= 0)
+            elif j >= PADDING + COLUMNS * STRIDE or not EVEN:
+                inside = exists & (column < W)
+            v = tl.load(source + r * pitch + j * LDX, mask=inside, other=0.0).to(tl.float32)
             if FOLDED:
-                # the padding is zero behind the activation
-                v = tl.where(inside, normalize(v, center, scale, shift, ACT), 0.0)
-            tap = (c * KERNEL * KERNEL + kx)[None, :] + (ky * KERNEL)[:, None]
-            w = tl.load(weight + tap, mask=reaches[:, None] & exists[None, :], other=0.0).to(tl.float32)
-            # where the stencil does not reach, not even NaN
-            acc += tl.where(reaches[:, None, None], v[None, :, :] * w[:, None, :], 0.0)
-    pixel, valid = _pixels(image, first, columns, OH, OW, TH, TW)
-    stored = tl.reshape(acc, (TH * TW, CB)).to(y.dtype.element_ty)
-    tl.store(y + pixel[:, None] * C + c[None, :], stored, mask=valid[:, None] & exists[None, :])
+                v = normalize(v, center, scale, shift, ACT)
+                if j < PADDING or j >= PADDING + COLUMNS * STRIDE or not EVEN:
+                    # the padding is zero behind the activation
+                    v = tl.where(inside, v, 0.0)
+            row = row + (v,)
+        for m in tl.static_range(ROWS):
+            ky = r - top - m * STRIDE
+            if (ky >= 0) & (ky < KERNEL):
+                acc = _add_row(acc, m, row, taps + ky * (KERNEL * CB), KERNEL, STRIDE, False, COLUMNS, CB)
+    target = y + ((image * OH + first) * OW + left)[:, None] * C + c[None, :]
+    # a result of the strip: distances from it are of the order of the deviation
+    pivot = acc[0].to(y.dtype.element_ty).to(tl.float32)
+    total = tl.zeros((STRIPS, CB), tl.float32)
+    squares = tl.zeros((STRIPS, CB), tl.float32)
+    for m in tl.static_range(ROWS):
+        if first + m < OH:
+            for s in tl.static_range(COLUMNS):
+                stored = acc[m * COLUMNS + s].to(y.dtype.element_ty)
+                inside = exists
+                if not EVEN:
+                    inside = exists & (left + s < OW)[:, None]
+                tl.store(target + (m * OW.to(tl.int64) + s) * C, stored, mask=inside)
+                if STATISTICS:
+                    d = stored.to(tl.float32) - pivot
+                    if not EVEN:
+                        d = tl.where(inside, d, 0.0)
+                    total += d
+                    squares = tl.fma(d, d, squares)
     if STATISTICS:
-        store_statistics(sums[0], sums[1], index, stored.to(tl.float32), valid, c, C)
-        blocks_c = tl.cdiv(C, CB)
-        finish_statistics(sums, index, tl.num_programs(0) // blocks_c, tl.program_id(0) % blocks_c, c, C)
+        pixels = tl.minimum(OW - left, COLUMNS) * tl.minimum(OH - first, ROWS)
+        _store_statistics(sums, index, pivot, total, squares, tl.where(there, pixels, 0), c, C)
+        finish_statistics(sums, index, tl.num_programs(0) // tl.cdiv(C, CB), tl.program_id(0) % tl.cdiv(C, CB), c, C)
 
 
 @triton.jit
-def _transposed(
-    grad, ldg, y, fold, back, weight, image, first, columns, c, OH, OW, C,
-    KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
-):  # fmt: skip
-    """Gradient [TH * TW, CB] of the stage's input at the tile: dy behind BatchNorm, through the transposed stencil.
+def _store_statistics(sums, index, pivot, total, squares, pixels, c, C):
+    """store_statistics of strips: sums [STRIPS, CB] of the distances of so many pixels from pivot, and of squares."""
+    n = pixels.to(tl.float32)[:, None]
+    count = tl.sum(pixels, 0).to(tl.float32)
+    rows = tl.maximum(count, 1.0)
+    mean = tl.sum(pivot * n, 0) / rows
+    own = total / tl.maximum(n, 1.0)
+    # what a strip without pixels holds does not count
+    within = tl.where(n > 0.0, squares - total * own, 0.0)
+    d = tl.where(n > 0.0, (pivot - mean[None, :]) + own, 0.0)
+    rest = tl.sum(n * d, 0) / rows
+    squares = tl.sum(within + n * d * d, 0) - rows * rest * rest
+    store_moments(sums[0], sums[1], index, mean, rest, squares, count, c, C)
 
-    Input pixel i gets from output pixel o the weight at i + KERNEL // 2 - STRIDE * o. TH must be a multiple of STRIDE.
+
+@triton.jit(do_not_specialize=SIZES)
+def depthwise_backward_kernel(
+    grad, y, fold, back, weight, taps, dx, before, fold_before, sums, added, images, H, W, OH, OW,
+    C: tl.constexpr, LDG: tl.constexpr, LDX: tl.constexpr, XSTEP: tl.constexpr,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, FOLDED: tl.constexpr, ACT_BEFORE: tl.constexpr,
+    ADDED: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIPS: tl.constexpr, CB: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a depthwise stage's input (images * H * W, C); arguments as of pointwise_backward_kernel.
+
+    Input pixel i gets from output pixel o the weight at i + KERNEL // 2 - STRIDE * o. ROWS and COLUMNS are multiples of
+    STRIDE. EVEN: W is a multiple of COLUMNS and of STRIDE.
     """
-    exists = c < C
+    # columns of the output to the left of a strip that reach it
+    HALO: tl.constexpr = KERNEL // 2 // STRIDE
+    index, first, image, left, there, c = _place(images, H, W, C, ROWS, COLUMNS, STRIPS, CB)
+    exists = there[:, None] & (c < C)[None, :]
+    taps = _tap_major(weight, taps, c, C, KERNEL * KERNEL, CB)
     center, scale, shift = forward_fold(fold, c, C)
     slope, offset = backward_fold(back, c, C)
-    acc = tl.zeros((TH, TW, CB), tl.float32)
-    # the smallest row of the output that reaches the tile; may be negative
-    lowest = first // STRIDE - KERNEL // 2 // STRIDE
-    for r in range((TH - 1 + KERNEL // 2) // STRIDE + KERNEL // 2 // STRIDE + 1):
-        oy = lowest + r + tl.zeros_like(columns)
-        ky = first + tl.arange(0, TH) + KERNEL // 2 - STRIDE * (lowest + r)
-        reaches = (ky >= 0) & (ky < KERNEL)
-        for kx in tl.static_range(KERNEL):
-            t = columns + KERNEL // 2 - kx
-            ox = t // STRIDE
-            inside = (oy >= 0) & (oy < OH) & (t >= 0) & (t % STRIDE == 0) & (ox < OW)
-            inside = inside[:, None] & exists[None, :]
-            pixel = (image * OH + oy) * OW + ox
-            g = tl.load(grad + pixel[:, None] * ldg + c[None, :], mask=inside, other=0.0)
-            v = tl.load(y + pixel[:, None] * C + c[None, :], mask=inside, other=0.0)
-            dy = tl.where(inside, gradient_behind(g, v, center, scale, shift, slope, offset, ACT), 0.0)
-            tap = (c * KERNEL * KERNEL + kx)[None, :] + (ky * KERNEL)[:, None]
-            w = tl.load(weight + tap, mask=reaches[:, None] & exists[None, :], other=0.0).to(tl.float32)
-            # a gradient that is not finite may reach all rows of the tile: a select here would cost registers
-            acc += dy[None, :, :] * w[:, None, :]
-    return tl.reshape(acc, (TH * TW, CB))
-
-
-@triton.jit
-def depthwise_backward_kernel(
-    grad, ldg, y, fold, back, weight, dx, ldx, before, fold_before, sums, added, H, W, OH, OW, C,
-    XSTEP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, ACT: tl.constexpr, FOLDED: tl.constexpr,
-    ACT_BEFORE: tl.constexpr, ADDED: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CB: tl.constexpr,
-):  # fmt: skip
-    """Gradient of a depthwise stage's input (images * H * W, C); arguments as of pointwise_backward_kernel."""
-    image, first, columns, c, index = _place(H, W, C, TH, TW, CB)
-    out = _transposed(
-        grad, ldg, y, fold, back, weight, image, first, columns, c, OH, OW, C, KERNEL, STRIDE, ACT, TH, TW, CB
-    )
-    pixel, valid = _pixels(image, first, columns, H, W, TH, TW)
-    mask = valid[:, None] & (c < C)[None, :]
-    at = pixel[:, None] * ldx + c[None, :] * XSTEP
+    pitch = OW.to(tl.int64)
+    pixel = (image * OH * pitch + left // STRIDE - HALO)[:, None]
+    grads = grad + pixel * LDG + c[None, :]
+    outputs = y + pixel * C + c[None, :]
+    acc = _zeros(ROWS * COLUMNS, STRIPS, CB)
+    top = first // STRIDE - HALO
+    for r in range(tl.maximum(top, 0), tl.minimum(top + HALO + (ROWS - 1 + KERNEL // 2) // STRIDE + 1, OH)):
+        row = ()
+        for j in tl.static_range(HALO + (COLUMNS - 1 + KERNEL // 2) // STRIDE + 1):
+            column = (left // STRIDE + (j - HALO))[:, None]
+            inside = exists
+            if j < HALO:
+                inside = exists & (column >= 0)
+            elif j >= HALO + COLUMNS // STRIDE or not EVEN:
+                inside = exists & (column < OW)
+            g = tl.load(grads + (r * pitch * LDG + j * LDG), mask=inside, other=0.0)
+            v = tl.load(outputs + (r * pitch * C + j * C), mask=inside, other=0.0)
+            dy = gradient_behind(g, v, center, scale, shift, slope, offset, ACT)
+            if j < HALO or j >= HALO + COLUMNS // STRIDE or not EVEN:
+                dy = tl.where(inside, dy, 0.0)
+            row = row + (dy,)
+        for m in tl.static_range(ROWS):
+            ky = first + m + KERNEL // 2 - r * STRIDE
+            if (ky >= 0) & (ky < KERNEL):
+                acc = _add_row(acc, m, row, taps + ky * (KERNEL * CB), KERNEL, STRIDE, True, COLUMNS, CB)
+    pitch = W.to(tl.int64)
+    pixel = ((image * H + first) * pitch + left)[:, None]
+    beside = (before if FOLDED else added) + pixel * C + c[None, :]
+    target = dx + pixel * LDX + c[None, :] * XSTEP
     if FOLDED:
-        v = tl.load(before + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
-        dz, d = gradient_before(out, v, fold_before, c, C, ACT_BEFORE)
-        tl.store(dx + at, dz.to(dx.dtype.element_ty), mask=mask)
-        store_gradient_sums(sums[0], index, dz, d, valid, c, C)
-        blocks_c = tl.cdiv(C, CB)
-        finish_gradient(sums, index, tl.num_programs(0) // blocks_c, tl.program_id(0) % blocks_c, c, C)
-    else:
-        if ADDED:
-            out += tl.load(added + pixel[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
+        center, scale, shift = forward_fold(fold_before, c, C)
+    total = tl.zeros((STRIPS, CB), tl.float32)
+    products = tl.zeros((STRIPS, CB), tl.float32)
+    for m in tl.static_range(ROWS):
+        if first + m < H:
+            # a load behind a store would wait alone: the compiler cannot know that it reads something else
+            read = ()
+            for s in tl.static_range(COLUMNS):
+                if FOLDED or ADDED:
+                    inside = exists if EVEN else exists & (left + s < W)[:, None]
+                    read = read + (tl.load(beside + (m * pitch + s) * C, mask=inside, other=0.0).to(tl.float32),)
+            for s in tl.static_range(COLUMNS):
+                inside = exists if EVEN else exists & (left + s < W)[:, None]
+                out = acc[m * COLUMNS + s]
+                if FOLDED:
+                    d = read[s] - center
+                    out = activation_gradient(out, d * scale + shift, ACT_BEFORE)
+                    if not EVEN:
+                        out = tl.where(inside, out, 0.0)
+                    total += out
+                    products = tl.fma(out, d, products)
+                elif ADDED:
+                    out += read[s]
+                tl.store(target + (m * pitch + s) * LDX, out.to(dx.dtype.element_ty), mask=inside)
+    if FOLDED:
+        total = tl.where(exists, total, 0.0)
+        products = tl.where(exists, products, 0.0)
+        store_sums(sums[0], index, tl.sum(total, 0), tl.sum(products, 0), c, C)
+        finish_gradient(sums, index, tl.num_programs(0) // tl.cdiv(C, CB), tl.program_id(0) % tl.cdiv(C, CB), c, C)

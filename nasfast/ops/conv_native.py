@@ -21,12 +21,6 @@ DTYPES = {
 MAX_RECOMPUTED_CHANNELS = 64
 # Expansion factor from which that saves memory: the chain's input is kept in place of the expansion.
 MIN_RECOMPUTED_EXPANSION = 2
-# On Triton the expansion's output is kept, and its gradient, which is as wide, never written where its backward goes in
-# one pass with the depthwise stage's. A program does that for a tile of pixels and all channels, so there must be
-# enough pixels for a few programs per multiprocessor, and few enough input channels for the tile's sums to stay in
-# registers.
-MAX_ONE_PASS_CHANNELS = 64
-MIN_ONE_PASS_PIXELS = 16384
 
 
 def storage_dtype(x: Tensor) -> torch.dtype:
@@ -64,7 +58,7 @@ def conv_bn_act(
         ",".join(stage.act for stage in stages),
         [stage.eps for stage in stages],
         add_input,
-        not shuffle and goes_in_one_pass([p.conv_weight for p in params], x, backend),
+        not shuffle and goes_in_one_pass([p.conv_weight for p in params], backend),
         shuffle,
         torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
     )
@@ -87,22 +81,17 @@ class _Subsample(torch.autograd.Function):
         return dx, None
 
 
-def goes_in_one_pass(conv_weights: Sequence[Tensor], x: Tensor, backend: str) -> bool:
-    """The plan of a chain: whether backward goes through an expansion and its depthwise stage at once, with x kept.
+def goes_in_one_pass(conv_weights: Sequence[Tensor], backend: str) -> bool:
+    """The plan of a chain on the CPU: whether backward goes through an expansion and its depthwise stage at once.
 
-    In C++ the output of the expansion is then computed again instead of kept.
+    The chain's input is then kept, and the expansion's output computed again.
     """
-    if len(conv_weights) < 2:
+    if backend != "cpu" or len(conv_weights) < 2:
         return False
     first, second = conv_weights[:2]
     hidden, channels, kernel, _ = first.shape
     is_expansion = kernel == 1 and second.shape[1] == 1 and second.shape[2] > 1
-    if not is_expansion or hidden < MIN_RECOMPUTED_EXPANSION * channels:
-        return False
-    if backend == "cpu":
-        return channels <= MAX_RECOMPUTED_CHANNELS
-    pixels = x.shape[0] * x.shape[2] * x.shape[3]
-    return x.requires_grad and channels <= MAX_ONE_PASS_CHANNELS and pixels >= MIN_ONE_PASS_PIXELS
+    return is_expansion and hidden >= MIN_RECOMPUTED_EXPANSION * channels and channels <= MAX_RECOMPUTED_CHANNELS
 
 
 def _update_running(stages: Sequence[Stage], strides: Sequence[int], statistics: Tensor, x: Tensor) -> None:
@@ -130,7 +119,7 @@ def _fwd_fake(
     saved = 0
     for i_stage, (weight, stride) in enumerate(zip(conv_weights, strides, strict=True)):
         height, width = (height - 1) // stride + 1, (width - 1) // stride + 1
-        if keep and not (i_stage == 0 and one_pass and backend == "cpu"):
+        if keep and not (i_stage == 0 and one_pass):
             saved += (batch * height * width * weight.shape[0] + 63) // 64 * 64
     channels = conv_weights[-1].shape[0] * (2 if shuffle else 1)
     y = torch.empty(

@@ -2,8 +2,7 @@
 
 Every convolution's output is written once and read once forward. BatchNorm and activation of a stage are applied by the
 next one while it reads, statistics are summed by the stage that writes; backward likewise (schedule b of docs/method.md
-6). An expansion is always stored: computing it again would need the stencil to read on-chip results, which Triton has
-not. Its gradient is never written where `one_pass` says so (_triton/expansion.py).
+6). An expansion and its gradient are always stored: the plan `one_pass` is for the CPU, and false here.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from nasfast._triton import depthwise, expansion, pointwise
-from nasfast._triton.configs import Config, tile_width
+from nasfast._triton import depthwise, pointwise
+from nasfast._triton.configs import MIN_PROGRAMS, Config, stencil_tile
 from nasfast.ops import bn_triton, tuning
 from nasfast.ops.bn_triton import Norm, NormGradient, cdiv, on_device_of, options, rows_of
 from nasfast.ops.destinations import new_image, new_parameter_gradient
@@ -26,6 +24,7 @@ class _Geometry(NamedTuple):
     """One stage: what it does to pixels, and where its numbers are."""
 
     depthwise: bool
+    images: int
     in_channels: int
     out_channels: int
     kernel: int
@@ -52,7 +51,18 @@ def _geometries(
         in_rows, rows = batch * size[0] * size[1], batch * out_size[0] * out_size[1]
         stages.append(
             _Geometry(
-                is_depthwise, channels, out, kernel, stride, tuple(size), out_size, in_rows, rows, saved, statistics
+                is_depthwise,
+                batch,
+                channels,
+                out,
+                kernel,
+                stride,
+                tuple(size),
+                out_size,
+                in_rows,
+                rows,
+                saved,
+                statistics,
             )
         )
         saved += (rows * out + 63) // 64 * 64
@@ -107,13 +117,11 @@ def _forward_stage(
         )  # fmt: skip
 
     def depthwise_launch(config: Config) -> None:
-        tiles, tile = _tiles(stage.rows, stage.out_size, config)
-        blocks = cdiv(stage.out_channels, config.tile["CB"])
-        depthwise.depthwise_forward_kernel[(tiles * blocks,)](
-            x.data, x.ld, some, weight, y, norm and norm.sums(tiles, blocks),
-            *stage.size, *stage.out_size, stage.out_channels,
-            XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
-            STATISTICS=norm is not None, TW=tile, **options(config),
+        cut = _stencil(stage, 0, config, y)
+        depthwise.depthwise_forward_kernel[(cut.tiles * cut.blocks,)](
+            x.data, some, weight, cut.taps, y, norm and norm.sums(cut.tiles, cut.blocks),
+            stage.images, *stage.size, *stage.out_size,
+            LDX=x.ld, XSTEP=x.step, FOLDED=fold is not None, ACT=act, STATISTICS=norm is not None, **cut.constants,
         )  # fmt: skip
 
     _run("forward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
@@ -156,79 +164,50 @@ def _backward_stage(
         )  # fmt: skip
 
     def depthwise_launch(config: Config) -> None:
-        tiles, tile = _tiles(stage.in_rows, stage.size, config)
-        blocks = cdiv(stage.in_channels, config.tile["CB"])
-        depthwise.depthwise_backward_kernel[(tiles * blocks,)](
-            grad.data, grad.ld, y, fold, back, weight, dx.data, dx.ld, before_y, before_fold,
-            before and before.gradient.sums(tiles, blocks), other,
-            *stage.size, *stage.out_size, stage.in_channels,
-            XSTEP=dx.step, KERNEL=stage.kernel, STRIDE=stage.stride, ACT=act, FOLDED=before is not None,
-            ACT_BEFORE=before_act, ADDED=added is not None, TW=tile, **options(config),
+        cut = _stencil(stage, stage.stride, config, y)
+        depthwise.depthwise_backward_kernel[(cut.tiles * cut.blocks,)](
+            grad.data, y, fold, back, weight, cut.taps, dx.data, before_y, before_fold,
+            before and before.gradient.sums(cut.tiles, cut.blocks), other,
+            stage.images, *stage.size, *stage.out_size,
+            LDG=grad.ld, LDX=dx.ld, XSTEP=dx.step, ACT=act, FOLDED=before is not None, ACT_BEFORE=before_act,
+            ADDED=added is not None, **cut.constants,
         )  # fmt: skip
 
     _run("backward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
 
 
-def _expansion_backward(
-    stages: list[_Geometry],
-    weights: list[Tensor],
-    grad: _Rows,
-    ys: list[Tensor],
-    folds: list[Tensor],
-    backs: list[Tensor],
-    acts: tuple[str, str],
-    x: Tensor,
-    dx: Tensor,
-    *,
-    gradient: NormGradient,
-    added: Tensor | None,
-) -> None:
-    """dx of the first two stages, an expansion and a depthwise one, in one pass over their gradient.
+class _Stencil(NamedTuple):
+    """How a depthwise kernel cuts maps, for its launch and its compilation.
 
-    gradient: of the expansion's BatchNorm.
+    Attributes:
+        tiles, blocks: of pixels and of channels; a program makes one of each.
+        taps: memory for every program's weights.
+        constants: what the kernel is compiled for.
     """
-    first, second = stages[:2]
-    hidden, channels = first.out_channels, first.in_channels
-    columns = max(16, triton.next_power_of_2(channels))
-    rows = rows_of(x)
-    product = torch.empty_like(rows)
-    shape = (str(dx.dtype), first.rows, channels, hidden, second.kernel, second.stride)
 
-    def backward_launch(config: Config) -> None:
-        tiles, tile = _tiles(first.rows, second.size, config)
-        expansion.expansion_backward_kernel[(tiles,)](
-            grad.data, grad.ld, ys[1], folds[1], backs[1], weights[1], ys[0], folds[0], weights[0], product,
-            gradient.sums(tiles, cdiv(hidden, config.tile["CB"])),
-            *second.size, *second.out_size, hidden, channels,
-            KERNEL=second.kernel, STRIDE=second.stride, ACT=acts[1], ACT_BEFORE=acts[0], PRECISION=_precision(),
-            TW=tile, BN=columns, **options(config),
-        )  # fmt: skip
-
-    def terms_launch(config: Config) -> Tensor:
-        terms = dx.new_empty((channels + 2, channels), dtype=torch.float32)
-        expansion.expansion_terms_kernel[(cdiv(channels, config.tile["COLUMNS"]),)](
-            rows, folds[0], backs[0], weights[0], terms, first.rows, hidden, channels,
-            BN=columns, **options(config),
-        )  # fmt: skip
-        return terms
-
-    def finish_launch(config: Config) -> None:
-        expansion.expansion_finish_kernel[(cdiv(first.rows, config.tile["BM"]),)](
-            product, rows, terms, product if added is None else added, rows_of(dx), first.rows, channels,
-            ADDED=added is not None, PRECISION=_precision(), BN=columns, **options(config),
-        )  # fmt: skip
-
-    family = _family("expansion", dx.dtype)
-    tuning.run(family, "expansion_backward", shape, dx.device, backward_launch)
-    terms = tuning.run("expansion_terms", "expansion_terms", shape[1:4], dx.device, terms_launch)
-    tuning.run("expansion_finish", "expansion_finish", shape[:3], dx.device, finish_launch)
+    tiles: int
+    blocks: int
+    taps: Tensor
+    constants: dict[str, int]
 
 
-def _tiles(rows: int, size: tuple[int, int], config: Config) -> tuple[int, int]:
-    """Number of tiles of a batch of maps, and their width."""
-    height, width = size
-    tile = tile_width(width)
-    return rows // (height * width) * cdiv(height, config.tile["TH"]) * cdiv(width, tile), tile
+def _stencil(stage: _Geometry, back: int, config: Config, like: Tensor) -> _Stencil:
+    """Cut the maps of the result, or of the gradient; back: see STRIPS."""
+    height, width = stage.size if back else stage.out_size
+    tile = stencil_tile(config, width, stage.in_channels, back)
+    blocks = cdiv(stage.in_channels, tile["CB"])
+    wide = cdiv(stage.images * cdiv(width, tile["COLUMNS"]), tile["STRIPS"])
+    # fewer rows each where there would be too few programs
+    while wide * cdiv(height, tile["ROWS"]) * blocks < MIN_PROGRAMS and tile["ROWS"] > 2:
+        tile["ROWS"] = cdiv(tile["ROWS"], 2)
+    tiles = wide * cdiv(height, tile["ROWS"])
+    constants = {
+        "C": stage.in_channels, "KERNEL": stage.kernel, "STRIDE": stage.stride,
+        "EVEN": width % tile["COLUMNS"] == 0 and stage.size[1] == stage.out_size[1] * stage.stride,
+        **tile, "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    taps = like.new_empty(tiles * blocks * stage.kernel**2 * tile["CB"], dtype=torch.float32)
+    return _Stencil(tiles, blocks, taps, constants)
 
 
 def _piece(saved: Tensor, stage: _Geometry) -> Tensor:
@@ -345,12 +324,6 @@ def conv_bn_act_bwd(
         # the first stage's own convolution is only in the way of x
         for i in range(len(stages) - 1, -1 if want_x else stop, -1):
             stage = stages[i]
-            if one_pass and want_x and i == 1:
-                _expansion_backward(
-                    stages, conv_weights, gradient, ys, folds, backs, (names[0], act), x, dx,
-                    gradient=gradients[0], added=grads if add_input else None,
-                )  # fmt: skip
-                break
             if i == 0:
                 rows = rows_of(dx)
                 target = _Rows(rows[:, 1:], shape[1], 2) if shuffle else _Rows(rows, shape[1])

@@ -59,10 +59,9 @@ def few_programs(monkeypatch):
 
         monkeypatch.setattr(tuning, "_table", lambda path: {})  # whatever this machine was tuned to
     if DEVICE == "cpu":
-        from nasfast._triton.configs import FAMILIES, Config
+        from nasfast.ops import conv_triton
 
-        for family in ("depthwise", "expansion", "expansion_fp32"):
-            monkeypatch.setitem(FAMILIES, family, {"wide": Config({"TH": 4, "CB": 256}, 4, 1), **FAMILIES[family]})
+        monkeypatch.setattr(conv_triton, "MIN_PROGRAMS", 0)
 
 
 def moved(value):
@@ -107,6 +106,30 @@ def test_small_and_odd_maps(kernel, stride):
     for width in (1, 6, 17):
         check(ChainCase((2, 3, 2, width), f"dw{kernel}s{stride}"))
     check(ChainCase((1, 3, 9, 1), f"dw{kernel}s{stride}!"))
+
+
+# how depthwise kernels cut maps into strips 7 (8, 14) wide, rows, images and blocks of 16 to 64 channels
+CUTS = [
+    ChainCase((2, 24, 9, 14), "dw3"),
+    ChainCase((1, 3, 15, 28), "dw5s2/relu6"),
+    ChainCase((2, 3, 14, 28), "dw7s2"),
+    ChainCase((1, 3, 5, 16), "dw7"),
+    ChainCase((1, 3, 5, 16), "dw5s2"),
+    # the last result is in the middle of the last column of the map, not beside it
+    ChainCase((2, 3, 13, 13), "dw3s2/relu"),
+    # some images, and not a multiple of those of a program
+    ChainCase((17, 1, 3, 5), "dw5"),
+    ChainCase((5, 65, 2, 7), "dw3! dw3"),
+]
+
+
+@pytest.mark.parametrize(("case", "programs"), [(c, 0) for c in CUTS] + [(c, 10**9) for c in CUTS[1:6:2]], ids=str)
+def test_maps_are_cut_into_strips(case, programs, monkeypatch):
+    from nasfast.ops import conv_triton
+
+    # the more programs, the fewer rows in each
+    monkeypatch.setattr(conv_triton, "MIN_PROGRAMS", programs)
+    check(case)
 
 
 SIXTEEN_BITS = BFLOAT16_CASES + [
@@ -267,14 +290,11 @@ def all_configs():
 
 
 @pytest.mark.parametrize(("family", "name"), all_configs() if _triton.why_missing() is None else [])
-def test_every_configuration_gives_the_result_of_the_default(family, name, monkeypatch, request):
+def test_every_configuration_gives_the_result_of_the_default(family, name, monkeypatch):
     from nasfast.ops import tuning
 
     dtype = torch.float16 if f"{family}_fp32" in tuning.FAMILIES else torch.float32
     case = ChainCase((1, 3, 9, 10), "dense24k3 pw40/relu6 dw5s2/relu6! pw24/identity", x_grad=False, dtype=dtype)
-    if family.startswith("expansion"):
-        case = ChainCase((1, 16, 9, 10), "pw40/relu6 dw5s2/relu6", dtype=dtype)
-        request.getfixturevalue("in_one_pass")
     drawn = case.draw_once()
 
     def results():
@@ -310,51 +330,3 @@ def test_tensors_it_cannot_serve_are_refused_with_the_reason():
     with pytest.raises(RuntimeError, match="'triton'.*serves CPU tensors, got one on meta|serves CUDA tensors"):
         ops.resolve_backend("bn_act", x.to("meta"), "triton")
     assert backends.explain(DEVICE)
-
-
-ONE_PASS = [
-    ChainCase((2, 8, 6, 6), "pw24 dw3 pw8/identity", "x"),
-    ChainCase((1, 17, 5, 9), "pw40/tanh dw5s2/relu6 pw9/identity"),
-    ChainCase((2, 5, 4, 7), "pw33/relu dw7/tanh"),
-    ChainCase((2, 6, 6, 6), "pw18! dw3! pw6!", "x"),
-    ChainCase((2, 4, 6, 17), "pw9 dw3s2 pw4", mean=100.0),
-]
-
-
-@pytest.fixture
-def in_one_pass(monkeypatch):
-    """However few pixels there are, and a list of how often it was done."""
-    from nasfast.ops import conv_native, conv_triton
-
-    monkeypatch.setattr(conv_native, "MIN_ONE_PASS_PIXELS", 0)
-    calls, backward = [], conv_triton._expansion_backward
-    monkeypatch.setattr(conv_triton, "_expansion_backward", lambda *a, **k: calls.append(1) or backward(*a, **k))
-    return calls
-
-
-@pytest.mark.parametrize("case", ONE_PASS, ids=str)
-def test_expansion_backward_in_one_pass_matches_float64_reference(case, in_one_pass):
-    check(case)
-    assert in_one_pass
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_expansion_backward_in_one_pass_is_as_exact_as_in_two(dtype, in_one_pass, monkeypatch):
-    from nasfast.ops import conv_native
-
-    errors = {"one": 0.0, "two": 0.0}
-    for attempt in range(4):
-        drawn = replace(ChainCase((2, 16, 6, 6), "pw64 dw3 pw16/identity", "x"), dtype=dtype).draw_once(attempt)
-        exact = exact_chain(drawn, x_grad=True)
-        for passes, pixels in (("one", 0), ("two", 10**9)):
-            monkeypatch.setattr(conv_native, "MIN_ONE_PASS_PIXELS", pixels)
-            errors[passes] += sum(relative_errors(run(ONE_PASS[0], drawn), exact).values())
-    assert errors["one"] <= 1.1 * errors["two"], errors
-
-
-def test_expansion_backward_in_one_pass_keeps_x(in_one_pass):
-    drawn = moved(ONE_PASS[0].draw_once())
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        triton_chain(drawn.x.requires_grad_(), drawn.stages)
-    assert any(t.data_ptr() == drawn.x.data_ptr() for t in kept)

@@ -25,13 +25,12 @@ if _triton.why_missing() is None:
     import triton
     import triton.language as tl
 
-SMALL = {"BM": 16, "BN": 16, "BK": 16, "TH": 2, "CB": 16, "ROWS": 16, "CHANNELS": 16}
+SMALL = {"BM": 16, "BN": 16, "BK": 16, "ELEMENTS": 64, "ROWS": 16, "CHANNELS": 16}
 # channels, rows and pixels that no tile divides
 CHAINS = {
     "pointwise": ChainCase((2, 17, 4, 5), "pw20/relu6 pw17/identity", "x"),
     "strides": ChainCase((1, 18, 5, 6), "dw3/relu6 dw5s2/tanh"),
     "dense": ChainCase((1, 3, 7, 9), "dense18k3s2/relu6 pw9", x_grad=False),
-    "one pass": ChainCase((1, 17, 5, 6), "pw40/tanh dw3s2/relu6 pw9/identity"),
     "shuffle": ChainCase((2, 36, 3, 3), "pw20/relu dw3/identity pw18/relu", shuffle=True),
     "running": ChainCase((1, 6, 5, 6), "pw18! dw3! pw6!", "x"),
     "16 bits": replace(ChainCase((1, 17, 4, 5), "pw20 dw3 pw17/identity", "x"), dtype=torch.bfloat16),
@@ -60,10 +59,7 @@ def check(results):
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_chains(name, monkeypatch):
-    from nasfast.ops import conv_native
-
-    monkeypatch.setattr(conv_native, "MIN_ONE_PASS_PIXELS", 0 if name == "one pass" else 10**9)
+def test_chains(name):
     case = CHAINS[name]
     chain = partial(ops.conv_bn_act_chain, backend="triton")
     check(lambda: run_chain(chain, case.draw_once(), x_grad=case.x_grad))
