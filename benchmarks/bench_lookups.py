@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     done = {(r["table"], r["score"], r["seed"]) for r in rows(args.out)}
     settings = {"batch": args.batch, "cells": args.cell_count, "channels": args.channels}
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         batch = batch_of(args.images, args.batch, seed)
         kept: dict[tuple[str, str], tuple[dict, dict]] = {}
         for task in tasks(args):
@@ -171,10 +171,11 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
     lines = []
     for table in dict.fromkeys(r["table"] for r in found):
         mine = [r for r in found if r["table"] == table]
-        lines += [f"\n{table}, {mine[0]['architectures']} architectures per seed\n", *_HEAD]
+        counts = ", ".join(map(str, dict.fromkeys(r["architectures"] for r in mine)))
+        lines += [f"\n{table}, {counts} architectures per seed\n", *_HEAD]
         names = list(dict.fromkeys(r["score"] for r in mine))
         lines += [_line(name, [r for r in mine if r["score"] == name]) for name in names]
-        whole = {r["score"]: r["whole_table"] for r in mine if r["seed"] == 0 and "whole_table" in r}
+        whole = {r["score"]: r["whole_table"] for r in mine if r["seed"] == mine[0]["seed"] and "whole_table" in r}
         if whole:
             lines += [f"\n{table}, all {next(iter(whole.values()))['architectures']} architectures\n", *_HEAD]
             lines += [_line(name, [row]) for name, row in whole.items()]
@@ -209,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--channels", type=positive, default=8, help="their channels")
     parser.add_argument("--architectures", type=positive, default=200, help="per table and seed")
     parser.add_argument("--batch", type=positive, default=64, help="images per score; zico splits them in two")
-    parser.add_argument("--seeds", type=positive, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of architectures, weights and images")
     parser.add_argument("--resamples", type=positive, default=1000)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lookups.jsonl"))
     parser.add_argument("--summary", action="store_true", help="only print what --out has, as Markdown")

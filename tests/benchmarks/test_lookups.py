@@ -23,7 +23,7 @@ def argv(tmp_path):
     (tmp_path / "cells.json").write_text(json.dumps(table))
     return [
         f"--images={images}", f"--cells={tmp_path / 'cells.json'}", "--columns", "a", "b", "--cell-count=1",
-        "--channels=2", "--architectures=64", "--batch=8", "--seeds=1", "--resamples=10",
+        "--channels=2", "--architectures=64", "--batch=8", "--seeds", "4", "--resamples=10",
         f"--out={tmp_path / 'out.jsonl'}",
     ]  # fmt: skip
 
