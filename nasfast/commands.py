@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import json
 import logging
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from nasfast.distributed import World, environment_rank, start
 from nasfast.doctor import doctor
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
+from nasfast.indicators.scores import score_paths
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.isometry import IsometryConfig, IsometryReport, isometry_study
 from nasfast.latency import LatencyConfig, latency
@@ -38,7 +40,7 @@ from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
-from nasfast.spaces import ArchSpace, format_arch, get_space, names_file
+from nasfast.spaces import Arch, ArchSpace, format_arch, get_space, names_file
 from nasfast.study import StudyReport
 from nasfast.wiring import (
     CollapseConfig,
@@ -250,28 +252,52 @@ def _rank(parser: _Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--table", required=True, help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
+    parser.add_argument("--score", help="with --out: a score by name, of the run's supernet, for each architecture")
+    parser.add_argument("--sample", type=int, help="with --score: only that many architectures, at random")
     parser.add_argument("--predictor", help="instead: an indicators.json, or scores as JSON or CSV (arch,score)")
     parser.add_argument("--space", default="nas_bench_macro", help="space of a file of scores: a name or a YAML file")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap and the sample")
     args = parser.parse_args(list(argv))
     if (args.out is None) == (args.predictor is None):
         parser.error("give either --out RUN or --predictor FILE")
+    if args.score is not None and args.out is None or args.sample is not None and args.score is None:
+        parser.error("--score needs --out, and --sample needs --score")
+    name = "rank" if args.score is None else f"rank-{args.score}"
+    if args.score is not None:
+        accuracies, predictor, space = _ranked_by_score(args)
+    else:
+        predictor, space = _predictor(args)
+        accuracies = read_accuracies(args.table, space, column=args.column)
+    report = rank(accuracies, predictor, space, resamples=args.resamples, seed=args.seed)
+    print(report)
+    if args.out is not None:
+        report.save(Path(args.out) / f"{name}.json")
+        print(f"written: {Path(args.out) / name}.json")
+
+
+def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
     path = Path(args.predictor) if args.predictor else Path(args.out) / pipeline.TABLE_FILE
     try:
-        predictor = IndicatorTable.load(path)
-        space: ArchSpace = predictor.space
+        table = IndicatorTable.load(path)
     except TableError:
         if args.out is not None:
             raise
         space = _space_of_scores(args.space)
-        predictor = read_scores(path, space)
+        return read_scores(path, space), space
+    return table, table.space
+
+
+def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
+    """Accuracies and scores of the same architectures; the scores are not distilled."""
+    cfg = RunConfig.load(Path(args.out) / CONFIG_FILE)
+    evidence, _ = pipeline.evidence_of(cfg.replace(out=args.out, score=cfg.score.replace(name=args.score)))
+    space = evidence.net.space
     accuracies = read_accuracies(args.table, space, column=args.column)
-    report = rank(accuracies, predictor, space, resamples=args.resamples, seed=args.seed)
-    print(report)
-    if args.out is not None:
-        report.save(Path(args.out) / "rank.json")
-        print(f"written: {Path(args.out) / 'rank.json'}")
+    archs = sorted(accuracies)
+    if args.sample is not None:
+        archs = random.Random(args.seed).sample(archs, min(args.sample, len(archs)))
+    return {arch: accuracies[arch] for arch in archs}, score_paths(args.score, evidence, archs), space
 
 
 def _report(parser: _Parser, argv: Sequence[str]) -> None:

@@ -267,7 +267,7 @@ def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
     return net.to(device=cfg.torch_device, memory_format=torch.channels_last), checkpoint
 
 
-def _evidence(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
+def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
     """What the score of a run is computed from, and the checkpoint of the supernet.
 
     Raises:
@@ -309,7 +309,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     if not settings.gives_table:
         _LOG.info("%s scores whole paths during the search: no table", settings.name)
         return None
-    evidence, checkpoint = _evidence(cfg)
+    evidence, checkpoint = evidence_of(cfg)
     meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"]}
     table = score_table(settings.name, evidence, structure=settings.structure, meta=meta)
     table.save(cfg.run_dir / TABLE_FILE)
@@ -331,7 +331,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
     scoring = cfg.score.resolved(cfg.method)
     if not scoring.gives_table:
         _check_search(cfg, space)
-        evidence, checkpoint = _evidence(cfg)
+        evidence, checkpoint = evidence_of(cfg)
         # everything a score depends on: that of another supernet must not be taken for this one's
         scorer = f"accuracy of {checkpoint.digest}, recalibration {cfg.recalibration_batches}"
         if scoring.name != "recalibrated_accuracy":

@@ -78,8 +78,8 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.table", "search", "cells", "retrain", "report", "doctor", "settings",
     },
     "commands": {
-        "config", "distributed", "spaces", "cells", "indicators.accuracies", "indicators.table", "indicators.rank",
-        "report", "latency", "study",
+        "config", "distributed", "spaces", "cells", "indicators", "indicators.accuracies", "indicators.table",
+        "indicators.rank", "report", "latency", "study",
         "isometry", "moments", "nasi", "wiring", "profile", "doctor", "pipeline",
     },
     "cli": {"config", "files", "termination", "commands"},

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from scipy.stats import kendalltau
 from tiny import batches, tiny_space
 
 import nasfast.train.loop as loop
@@ -444,7 +446,7 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
     )
     assert 0 < table.meta["r2"] <= 1
     cfg = RunConfig.load(run_dir / "config.yaml")
-    evidence, _ = pipeline._evidence(cfg.replace(out=str(run_dir)))
+    evidence, _ = pipeline.evidence_of(cfg.replace(out=str(run_dir)))
     train, held = evidence.loaders
     assert len(train.source) + len(held.source) == 1442  # the digits of the training part
     assert sum(len(y) for _, y in evidence.batches) == len(held.source)
@@ -470,6 +472,29 @@ def test_another_score_of_the_same_supernet(run_dir, tmp_path):
     assert IndicatorTable.load(out / "indicators.json").meta["score"] == "beta_gradient"
 
 
+def test_a_score_can_be_ranked_path_by_path(run_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    archs = list(itertools.product(range(3), repeat=4))
+    table = tmp_path / "accuracies.json"
+    table.write_text(json.dumps({"".join(map(str, a)): 50 + sum(a) + a[0] / 10 for a in archs}))
+    ranked = ["rank", "--out", str(out), "--table", str(table), "--resamples", "10"]
+    assert main([*ranked, "--score", "path_accuracy", "--sample", "12"]) == 0
+    assert "12 architectures" in capsys.readouterr().out
+    report = json.loads((out / "rank-path_accuracy.json").read_text())
+    cfg = RunConfig.load(out / "config.yaml")
+    evidence, _ = pipeline.evidence_of(cfg.replace(out=str(out), score=cfg.score.replace(name="path_accuracy")))
+    chosen = random.Random(0).sample(archs, 12)
+    scores = score_paths("path_accuracy", evidence, chosen)
+    tau = kendalltau([scores[a] for a in chosen], [50 + sum(a) + a[0] / 10 for a in chosen]).statistic
+    assert report["predictor"]["kendall"]["value"] == pytest.approx(tau)
+    assert not (out / "rank.json").exists()
+    assert main([*ranked, "--score", "ablation"]) == 1
+    assert "tiny has no score 'ablation'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*ranked, "--sample", "12"])
+
+
 def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)
@@ -479,7 +504,7 @@ def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, cap
     assert not (out / "indicators.json").exists()
     assert main(["search", "--out", str(out), *flags]) == 0
     (best, *_) = load_candidates(out / "archs.json").candidates
-    evidence, checkpoint = pipeline._evidence(RunConfig.load(out / "config.yaml").replace(out=str(out)))
+    evidence, checkpoint = pipeline.evidence_of(RunConfig.load(out / "config.yaml").replace(out=str(out)))
     assert best.score == score_paths("path_loss", evidence, [best.arch])[best.arch]
     header = json.loads((out / "history.jsonl").read_text().splitlines()[0])
     assert header["scorer"] == f"path_loss of {checkpoint.digest}, 1000 images"
