@@ -39,8 +39,13 @@ CHAINS = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
+    """Tiles, and groups of partial sums, so small that most launches have several of each."""
+    from nasfast._triton import common
     from nasfast._triton.configs import FAMILIES
+    from nasfast.ops import bn_triton
 
+    for module in (common, bn_triton):
+        monkeypatch.setattr(module, "GROUP", tl.constexpr(2))
     for family, configs in FAMILIES.items():
         default = next(iter(configs.values()))
         tile = {name: min(size, SMALL.get(name, size)) for name, size in default.tile.items()}
