@@ -51,7 +51,7 @@ _BACKWARD_SUMS = ("*fp32", "*i32", "*fp64", "*fp32", "*fp32", "*fp32", "*fp32", 
 _STORED = {"x", "y", "grad", "dx", "before", "added", "residual", "out", "even"}
 
 _POINTWISE = {"XSTEP": 1, "KERNEL": 1, "STRIDE": 1, "FOLDED": True, "ACT": "relu6"}
-# of maps, and their channels
+# The maps of a stencil are so wide. Strips and blocks of channels fit them.
 _WIDTH = 56
 _DEPTHWISE = {"XSTEP": 1, "FOLDED": True, "ACT": "relu6", "C": 192, "LDX": 192, "EVEN": True}
 _BACKWARD = {"XSTEP": 1, "FOLDED": True, "ACT": "identity", "ACT_BEFORE": "relu6", "ADDED": False}
