@@ -182,8 +182,7 @@ def _check_score(cfg: RunConfig, net: Supernet) -> None:
     check_score(score, net)
     if score.held_out and not _holds_out(cfg):
         raise ConfigError(
-            f"score {score.name!r} needs images that the supernet is not trained on: train with "
-            "supernet.hold_out=true, or choose another score"
+            f"score {score.name!r} needs images the supernet is not trained on: set supernet.hold_out=true"
         )
 
 
@@ -346,6 +345,9 @@ def search(cfg: RunConfig) -> list[Candidate]:
             table = IndicatorTable.load(path)
         except TableError as error:
             raise TableError(f"{error}: run `nasfast score --out {cfg.out}` again") from error
+        if table.meta.get("score", scoring.name) != scoring.name:
+            given = f"{path} has the score {table.meta['score']!r}, the settings say {scoring.name!r}"
+            raise ConfigError(f"{given}: run `nasfast score --out {cfg.out}` with these settings first")
         history = run_dir / "history.jsonl" if settings.method == "evolution" else None
         found = run_search(table, space, settings, history=history)
         front = pareto_front(table, space, allow_identity=settings.allow_identity)

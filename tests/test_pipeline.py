@@ -456,13 +456,17 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
     assert [again.score(a) for a in evidence.sample(5)] == [table.score(a) for a in evidence.sample(5)]
 
 
-def test_another_score_of_the_same_supernet(run_dir, tmp_path):
+def test_another_score_of_the_same_supernet(run_dir, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)
     assert main(["score", "--out", str(out), "--score.name", "gamma", "--score.structure", "0"]) == 0
     net, _ = pipeline.load_supernet(RunConfig.load(out / "config.yaml").replace(out=str(out)))
     table = IndicatorTable.load(out / "indicators.json")
     assert table.scores == bn_gamma.score(net).scores
+    before = (out / "config.yaml").read_bytes()
+    assert main(["search", "--out", str(out), "--score.name", "fisher"]) == 1
+    assert "has the score 'gamma', the settings say 'fisher': run `nasfast score" in capsys.readouterr().err
+    assert (out / "config.yaml").read_bytes() == before
     assert main(["search", "--out", str(out)]) == 0
     assert load_candidates(out / "archs.json").candidates[0].score == pytest.approx(
         table.score(load_candidates(out / "archs.json").candidates[0].arch)
@@ -515,7 +519,10 @@ def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, cap
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--method", "dinas_paper", "--score.name", "path_loss"], "train with supernet.hold_out=true"),
+        (
+            ["--method", "dinas_paper", "--score.name", "path_loss"],
+            "needs images the supernet is not trained on: set supernet.hold_out=true",
+        ),
         (["--score.name", "ablation"], "tiny has no score 'ablation': layers 0, 2 change shape"),
     ],
 )
