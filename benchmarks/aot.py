@@ -50,7 +50,16 @@ _FORWARD_SUMS = ("*fp32", "*fp32", "*i32", "*fp64", "*fp32", "*fp32", "*fp32", "
 _BACKWARD_SUMS = ("*fp32", "*i32", "*fp64", "*fp32", "*fp32", "*fp32", "*fp32", "fp32", "i32")
 _STORED = {"x", "y", "grad", "dx", "before", "added", "residual", "out", "even"}
 
-_POINTWISE = {"XSTEP": 1, "KERNEL": 1, "STRIDE": 1, "FOLDED": True, "ACT": "relu6"}
+# a projection of 28 x 28 pixels, and back through its expansion's
+_POINTWISE = {
+    **dict.fromkeys(("H", "W", "OH", "OW"), 0), "K": 168, "N": 56, "LDX": 168, "XSTEP": 1, "KERNEL": 1, "STRIDE": 1,
+    "FOLDED": True, "ACT": "relu6", "STATISTICS": True, "TILES": 1,
+}  # fmt: skip
+_STEM = {
+    "H": 224, "W": 224, "OH": 112, "OW": 112, "K": 27, "N": 40, "LDX": 3, "KERNEL": 3, "STRIDE": 2, "FOLDED": False,
+}  # fmt: skip
+_POINTWISE_BACKWARD = {"K": 56, "N": 168, "LDG": 56, "LDX": 168, "TILES": 2}
+_ROWS = {"C": 56, **dict.fromkeys(("X_ROW", "Y_ROW", "GRAD_ROW", "RESIDUAL_ROW", "OUT_ROW"), 56), "TILES": 2}
 # The maps of a stencil are so wide. Strips and blocks of channels fit them.
 _WIDTH = 56
 _DEPTHWISE = {"XSTEP": 1, "FOLDED": True, "ACT": "relu6", "C": 192, "LDX": 192, "EVEN": True}
@@ -59,15 +68,11 @@ _TRANSPOSED = {"C": 192, "LDG": 192, "LDX": 192, "EVEN": True}
 
 # kernel, family, and the constants of the cases that are compiled: those of an inverted residual, and of the stem
 CASES = [
-    (pointwise.pointwise_forward_kernel, "pointwise", {**_POINTWISE, "STATISTICS": True}),
-    (pointwise.pointwise_forward_kernel, "pointwise_fp32", {**_POINTWISE, "STATISTICS": True}),
-    (
-        pointwise.pointwise_forward_kernel,
-        "dense",
-        {**_POINTWISE, "KERNEL": 3, "STRIDE": 2, "FOLDED": False, "STATISTICS": True},
-    ),
-    (pointwise.pointwise_backward_kernel, "pointwise", _BACKWARD),
-    (pointwise.pointwise_backward_kernel, "pointwise_fp32", _BACKWARD),
+    (pointwise.pointwise_forward_kernel, "pointwise", _POINTWISE),
+    (pointwise.pointwise_forward_kernel, "pointwise_fp32", _POINTWISE),
+    (pointwise.pointwise_forward_kernel, "dense", {**_POINTWISE, **_STEM}),
+    (pointwise.pointwise_backward_kernel, "pointwise_backward", {**_BACKWARD, **_POINTWISE_BACKWARD}),
+    (pointwise.pointwise_backward_kernel, "pointwise_backward_fp32", {**_BACKWARD, **_POINTWISE_BACKWARD}),
     *(
         (depthwise.depthwise_forward_kernel, "depthwise", {**_DEPTHWISE, "KERNEL": k, "STRIDE": s, "STATISTICS": True})
         for k in (3, 5, 7)
@@ -78,11 +83,11 @@ CASES = [
         for k in (3, 5, 7)
         for s in (1, 2)
     ),
-    (bn.bn_statistics_kernel, "batch_norm", {}),
-    (bn.bn_act_kernel, "batch_norm", {"ACT": "relu6", "RESIDUAL": True, "SHUFFLE": False}),
-    (bn.bn_act_reduce_kernel, "batch_norm", {"ACT": "relu6"}),
-    (bn.bn_act_backward_kernel, "batch_norm", {"ACT": "relu6"}),
-    (bn.shuffle_merge_kernel, "batch_norm", {}),
+    (bn.bn_statistics_kernel, "batch_norm", _ROWS),
+    (bn.bn_act_kernel, "batch_norm", {**_ROWS, "ACT": "relu6", "RESIDUAL": True, "SHUFFLE": False}),
+    (bn.bn_act_reduce_kernel, "batch_norm", {**_ROWS, "ACT": "relu6"}),
+    (bn.bn_act_backward_kernel, "batch_norm", {**_ROWS, "ACT": "relu6"}),
+    (bn.shuffle_merge_kernel, "batch_norm", _ROWS),
     (mixed.mixed_bn_statistics_kernel, "mixed", {}),
     (mixed.mixed_bn_kernel, "mixed", {"NORMALIZE": True, "FIRST": False}),
     (mixed.mixed_bn_reduce_kernel, "mixed", {"NORMALIZE": True}),
@@ -143,7 +148,7 @@ def compile_job(job: tuple[int, str, str, int]) -> Compiled:
         back = constants["STRIDE"] if kernel is depthwise.depthwise_backward_kernel else 0
         constants = {**constants, **stencil_tile(config, _WIDTH, constants["C"], back)}
     else:
-        constants = {**constants, **config.tile}
+        constants = {k: v for k, v in {**constants, **config.tile}.items() if k in kernel.arg_names}
     if "PRECISION" in kernel.arg_names:
         constants["PRECISION"] = "ieee"
     signature, attributes = {}, {}

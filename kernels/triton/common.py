@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 # Rows of sums that the last program of a group adds. Groups are added in a second step, which takes longer than to read
-# some more rows: few programs are one group.
-GROUP = tl.constexpr(128)
+# as many rows again: so few programs are one group.
+GROUP = tl.constexpr(64)
 
 
 @triton.jit
@@ -105,6 +105,12 @@ def gradient_behind(grad, y, center, scale, shift, slope, offset, ACT: tl.conste
 def gradient_before(grad, y, fold, c, C, ACT: tl.constexpr):
     """(dz, d) of a tile: the gradient of act(bn(y)) taken through the activation, and y - center."""
     center, scale, shift = forward_fold(fold, c, C)
+    return gradient_through(grad, y, center, scale, shift, ACT)
+
+
+@triton.jit
+def gradient_through(grad, y, center, scale, shift, ACT: tl.constexpr):
+    """As gradient_before, with the coefficients at hand."""
     d = y.to(tl.float32) - center
     return activation_gradient(grad, d * scale + shift, ACT), d
 
@@ -126,10 +132,25 @@ def _group(arrivals, index, programs, block):
 
     A block of channels has one counter for each group, and one for the groups.
     """
-    groups = tl.cdiv(programs, GROUP)
-    number = index // GROUP
+    few = programs <= 2 * GROUP
+    groups = tl.where(few, 1, tl.cdiv(programs, GROUP))
+    number = tl.where(few, 0, index // GROUP)
     first = number * GROUP
-    return number, first, tl.minimum(GROUP, programs - first), groups, arrivals + block * (groups + 1)
+    rows = tl.where(few, programs, tl.minimum(GROUP, programs - first))
+    return number, first, rows, groups, arrivals + block * (groups + 1)
+
+
+@triton.jit
+def mean_of(v, valid):
+    """Mean of the valid rows of v [rows, channels]."""
+    count = tl.maximum(tl.sum(valid.to(tl.float32), 0), 1.0)
+    return tl.sum(tl.where(valid[:, None], v, 0.0), 0) / count
+
+
+@triton.jit
+def distances(v, pivot, valid):
+    """v [rows, channels] - pivot [channels] where rows are valid, else 0."""
+    return tl.where(valid[:, None], v - pivot[None, :], 0.0)
 
 
 @triton.jit
@@ -138,14 +159,22 @@ def store_statistics(partial, counts, index, v, valid, c, C):
 
     Mean in two parts, whose sum it is, squared distance to it, and how many rows.
     """
-    count = tl.sum(valid.to(tl.float32), 0)
+    mean = mean_of(v, valid)
+    d = distances(v, mean, valid)
+    store_distances(partial, counts, index, mean, d, d * d, tl.sum(valid.to(tl.float32), 0), c, C)
+
+
+@triton.jit
+def store_distances(partial, counts, index, pivot, d, squares, count, c, C):
+    """As store_statistics, of `count` rows in several tiles, the first of which has the mean `pivot`.
+
+    d, squares [rows, channels]: sums over the tiles of the distances from pivot, and of their squares.
+    """
     rows = tl.maximum(count, 1.0)
-    mean = tl.sum(tl.where(valid[:, None], v, 0.0), 0) / rows
-    d = tl.where(valid[:, None], v - mean[None, :], 0.0)
-    # what rounding left of the mean, which shows where it is large beside the deviation
+    # what rounding left of the mean shows where it is large beside the deviation; and the first tile is not all
     rest = tl.sum(d, 0) / rows
-    squares = tl.sum(d * d, 0) - rows * rest * rest
-    store_moments(partial, counts, index, mean, rest, squares, count, c, C)
+    squares = tl.sum(squares, 0) - rows * rest * rest
+    store_moments(partial, counts, index, pivot, rest, squares, count, c, C)
 
 
 @triton.jit
@@ -162,7 +191,7 @@ def store_moments(partial, counts, index, mean, rest, squares, count, c, C):
 def _add_statistics(partial, counts, first, rows, c, C):
     """(mean, rest, squares, count) of all pixels of the rows from `first` on, from those of each row."""
     # few enough that they need no more registers than the kernel itself
-    AT_ONCE: tl.constexpr = 64 if c.shape[0] <= 32 else 2048 // c.shape[0]
+    AT_ONCE: tl.constexpr = 64 if c.shape[0] <= 64 else 4096 // c.shape[0]
     # means are taken relative to the first one, so that they may be large
     pivot = tl.load(partial + first * 3 * C + c, mask=c < C, other=0.0, cache_modifier=".cg")
     rest = tl.zeros_like(pivot)
@@ -249,7 +278,7 @@ def store_sums(partial, index, sum_dz, sum_dz_d, c, C):
 @triton.jit
 def _add_gradient_sums(partial, first, rows, c, C):
     """(sum of dz, sum of dz * d) of the rows from `first` on."""
-    AT_ONCE: tl.constexpr = 64 if c.shape[0] <= 32 else 2048 // c.shape[0]
+    AT_ONCE: tl.constexpr = 64 if c.shape[0] <= 64 else 4096 // c.shape[0]
     sum_dz = tl.zeros((c.shape[0],), tl.float32)
     sum_dz_d = tl.zeros((c.shape[0],), tl.float32)
     for start in range(0, rows, AT_ONCE):

@@ -15,22 +15,29 @@ class Config(NamedTuple):
     num_stages: int
 
 
-# BM x BN results per program, BK of the depth at a time, for 16-bit storage. The first of each family is the default.
+# BM x BN results per tile, BK of the depth at a time, for 16-bit storage: the most, `product_tiles` makes them fit the
+# matrices. The first of each family is the default.
 POINTWISE = {
-    "square": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 3),
-    "wide": Config({"BM": 128, "BN": 64, "BK": 32}, 8, 3),
-    "narrow": Config({"BM": 128, "BN": 32, "BK": 32}, 4, 3),
-    "large": Config({"BM": 128, "BN": 128, "BK": 32}, 8, 2),
+    "square": Config({"BM": 64, "BN": 64, "BK": 64}, 4, 3),
+    "shallow": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 3),
+    "tall": Config({"BM": 128, "BN": 64, "BK": 32}, 8, 3),
+    "wide": Config({"BM": 64, "BN": 128, "BK": 32}, 8, 2),
+}
+# the epilogue keeps coefficients and two sums of its columns in registers, so tiles are smaller
+POINTWISE_BACKWARD = {
+    "low": Config({"BM": 32, "BN": 64, "BK": 64}, 4, 3),
+    "shallow": Config({"BM": 32, "BN": 64, "BK": 32}, 4, 3),
+    "square": Config({"BM": 64, "BN": 64, "BK": 64}, 8, 2),
 }
 # float32 without tf32 has no tensor cores: its products live in registers, and its tiles are twice the bytes
 POINTWISE_FP32 = {
     "square": Config({"BM": 64, "BN": 64, "BK": 16}, 8, 2),
-    "wide": Config({"BM": 128, "BN": 32, "BK": 16}, 8, 2),
+    "narrow": Config({"BM": 64, "BN": 32, "BK": 16}, 4, 2),
 }
 # gathers an element of the image for each element of a patch, with an address of its own
 DENSE = {
-    "small": Config({"BM": 32, "BN": 32, "BK": 32}, 4, 2),
-    "tall": Config({"BM": 64, "BN": 32, "BK": 32}, 8, 2),
+    "square": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 2),
+    "narrow": Config({"BM": 64, "BN": 32, "BK": 32}, 8, 2),
 }
 # ELEMENTS of a program's tensors, strips by channels: two for each thread by default. See stencil_tile.
 DEPTHWISE = {
@@ -38,10 +45,10 @@ DEPTHWISE = {
     "single": Config({"ELEMENTS": 128}, 4, 1),
     "small": Config({"ELEMENTS": 128}, 2, 1),
 }
-# ROWS pixels by CHANNELS channels of passes over a tensor
+# ROWS pixels by CHANNELS channels of a tile of passes over a tensor; `pass_tiles` makes them fit the channels
 BATCH_NORM = {
-    "long": Config({"ROWS": 64, "CHANNELS": 64}, 8, 2),
-    "short": Config({"ROWS": 32, "CHANNELS": 64}, 8, 2),
+    "short": Config({"ROWS": 32, "CHANNELS": 64}, 4, 1),
+    "long": Config({"ROWS": 64, "CHANNELS": 64}, 4, 1),
 }
 # ROWS pixels by CHANNELS channels of passes over several tensors of few channels
 MIXED = {
@@ -56,6 +63,8 @@ FOLD = {"all": Config({"CHANNELS": 128}, 4, 1)}
 FAMILIES = {
     "pointwise": POINTWISE,
     "pointwise_fp32": POINTWISE_FP32,
+    "pointwise_backward": POINTWISE_BACKWARD,
+    "pointwise_backward_fp32": POINTWISE_FP32,
     "dense": DENSE,
     "depthwise": DEPTHWISE,
     "batch_norm": BATCH_NORM,
@@ -71,6 +80,47 @@ STRIPS = {0: ((7, 7), (8, 4)), 1: ((7, 4), (8, 4)), 2: ((14, 4), (8, 4))}
 CHANNEL_BLOCKS = (64, 32, 16)
 # Programs from which a launch is as wide as the largest GPU, with its 132 multiprocessors
 MIN_PROGRAMS = 128
+# Programs of one launch above which each makes several tiles: several rounds on a GPU of 132 multiprocessors, and
+# few enough that their sums are quickly added. Not the number of the GPU's own, so that no result depends on it.
+PROGRAMS = 1024
+# ... and below which smaller tiles make more of them: one for each of the multiprocessors
+_FEW_PROGRAMS = 132
+# Instructions for an element of a row that is only read, normalised, or gathered from a patch; for one of the result;
+# and for a step of the depth, in elements of a row
+READ, NORMALIZED, GATHERED = 2, 8, 30
+_RESULT, _STEP = 12, 24
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def product_tiles(config: Config, m: int, k: int, n: int, element: int) -> Config:
+    """The tiles of a product (m, k) (k, n), no larger than those of config.
+
+    A block of columns makes its rows anew, and a block wider than the matrix computes what nobody wants; so with the
+    depth of a step. BN and BK cost least by a count of instructions, `element` for each element of the rows.
+    """
+    most = config.tile
+    columns = [b for b in (128, 64, 32) if b <= most["BN"] and n > 16] or [16]
+    bn = min(columns, key=lambda b: _cdiv(n, b) * (element * k + _RESULT * b))
+    depths = [b for b in (64, 32, 16) if b <= most["BK"]]
+    bk = max(16, 1 << (k - 1).bit_length())
+    if k > depths[0]:
+        bk = min(depths, key=lambda b: _cdiv(k, b) * (b + _STEP))
+    bm = most["BM"]
+    while bm > 32 and _cdiv(m, bm) * _cdiv(n, bn) < _FEW_PROGRAMS:
+        bm //= 2
+    tiles = max(1, _cdiv(m, bm) * _cdiv(n, bn) // PROGRAMS)
+    return config._replace(tile={"BM": bm, "BN": bn, "BK": bk, "TILES": tiles})
+
+
+def pass_tiles(config: Config, rows: int, channels: int) -> Config:
+    """The tiles of a pass over (rows, channels) with as many elements as those of config."""
+    size = config.tile["ROWS"] * config.tile["CHANNELS"]
+    width = min((128, 64, 32, 16), key=lambda b: (_cdiv(channels, b) * b, -b))
+    tiles = max(1, _cdiv(rows, size // width) * _cdiv(channels, width) // PROGRAMS)
+    return config._replace(tile={"ROWS": size // width, "CHANNELS": width, "TILES": tiles})
 
 
 def stencil_tile(config: Config, width: int, channels: int, back: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nasfast._triton import bn
 from nasfast._triton.common import GROUP
-from nasfast._triton.configs import Config
+from nasfast._triton.configs import Config, pass_tiles
 from nasfast.ops import tuning
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.destinations import new_image, new_parameter_gradient
@@ -60,8 +60,14 @@ def _layout(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format if x.is_contiguous() else torch.channels_last
 
 
+def _row(x: Tensor) -> int:
+    """Elements from row to row where channels are next to each other and images too, else 0; see _triton/bn.py."""
+    image, pixel, channel = _strides(x)
+    return pixel if channel == 1 and (x.ndim == 2 or image == pixel * x.shape[2] * x.shape[3]) else 0
+
+
 def _grid(config: Config, rows: int, channels: int) -> tuple[int, int]:
-    return cdiv(rows, config.tile["ROWS"]), cdiv(channels, config.tile["CHANNELS"])
+    return cdiv(rows, config.tile["ROWS"] * config.tile["TILES"]), cdiv(channels, config.tile["CHANNELS"])
 
 
 def options(config: Config) -> dict[str, int]:
@@ -125,8 +131,11 @@ def measure(x: Tensor, norm: Norm) -> None:
     r, pixels, channels = _geometry(x)
 
     def launch(config: Config) -> None:
+        config = pass_tiles(config, r, channels)
         grid = _grid(config, r, channels)
-        bn.bn_statistics_kernel[grid](x, *_strides(x), norm.sums(*grid), r, pixels, channels, **options(config))
+        bn.bn_statistics_kernel[grid](
+            x, *_strides(x), norm.sums(*grid), r, pixels, C=channels, X_ROW=_row(x), **options(config)
+        )
 
     tuning.run("batch_norm", "bn_statistics", (str(x.dtype), r, channels), x.device, launch)
 
@@ -153,9 +162,10 @@ def apply(
     added = y if residual is None else residual
 
     def launch(config: Config) -> None:
+        config = pass_tiles(config, r, channels)
         bn.bn_act_kernel[_grid(config, r, channels)](
-            y, *_strides(y), fold, added, *_strides(added), out, *_strides(out), y if even is None else even,
-            r, pixels, channels,
+            y, *_strides(y), fold, added, *_strides(added), out, *_strides(out), y if even is None else even, r, pixels,
+            C=channels, Y_ROW=_row(y), RESIDUAL_ROW=_row(added), OUT_ROW=_row(out),
             ACT=act, RESIDUAL=residual is not None, SHUFFLE=even is not None, **options(config),
         )  # fmt: skip
 
@@ -167,10 +177,11 @@ def reduce_gradient(grad: Tensor, y: Tensor, fold: Tensor, act: str, gradient: N
     r, pixels, channels = _geometry(y)
 
     def launch(config: Config) -> None:
+        config = pass_tiles(config, r, channels)
         grid = _grid(config, r, channels)
         bn.bn_act_reduce_kernel[grid](
-            grad, *_strides(grad), y, *_strides(y), fold, gradient.sums(*grid), r, pixels, channels,
-            ACT=act, **options(config),
+            grad, *_strides(grad), y, *_strides(y), fold, gradient.sums(*grid), r, pixels,
+            C=channels, GRAD_ROW=_row(grad), Y_ROW=_row(y), ACT=act, **options(config),
         )  # fmt: skip
 
     tuning.run("batch_norm", "bn_act_reduce", (str(y.dtype), r, channels), y.device, launch)
@@ -180,9 +191,10 @@ def _backward_apply(grad: Tensor, y: Tensor, fold: Tensor, back: Tensor, act: st
     r, pixels, channels = _geometry(y)
 
     def launch(config: Config) -> None:
+        config = pass_tiles(config, r, channels)
         bn.bn_act_backward_kernel[_grid(config, r, channels)](
-            grad, *_strides(grad), y, *_strides(y), fold, back, dx, *_strides(dx), r, pixels, channels,
-            ACT=act, **options(config),
+            grad, *_strides(grad), y, *_strides(y), fold, back, dx, *_strides(dx), r, pixels,
+            C=channels, GRAD_ROW=_row(grad), Y_ROW=_row(y), X_ROW=_row(dx), ACT=act, **options(config),
         )  # fmt: skip
 
     tuning.run("batch_norm", "bn_act_backward", (str(y.dtype), r, channels), y.device, launch)
@@ -193,7 +205,8 @@ def merge_shuffled(grad: Tensor, dx: Tensor, channels: int) -> None:
     r = dx.shape[0]
 
     def launch(config: Config) -> None:
-        bn.shuffle_merge_kernel[_grid(config, r, channels)](grad, dx, r, channels, **options(config))
+        config = pass_tiles(config, r, channels)
+        bn.shuffle_merge_kernel[_grid(config, r, channels)](grad, dx, r, C=channels, **options(config))
 
     tuning.run("batch_norm", "shuffle_merge", (str(dx.dtype), r, channels), dx.device, launch)
 

@@ -7,6 +7,7 @@ next one while it reads, statistics are summed by the stage that writes; backwar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nasfast._triton import depthwise, pointwise
-from nasfast._triton.configs import MIN_PROGRAMS, Config, stencil_tile
+from nasfast._triton.configs import GATHERED, MIN_PROGRAMS, NORMALIZED, READ, Config, product_tiles, stencil_tile
 from nasfast.ops import bn_triton, tuning
 from nasfast.ops.bn_triton import Norm, NormGradient, cdiv, on_device_of, options, rows_of
 from nasfast.ops.destinations import new_image, new_parameter_gradient
@@ -95,10 +96,16 @@ def _run(direction: str, stage: _Geometry, y: Tensor, launch: Callable[[Config],
     elif stage.kernel > 1:
         family = "dense"
     else:
-        family = _family("pointwise", y.dtype)
+        family = _family("pointwise" if direction == "forward" else "pointwise_backward", y.dtype)
     kernel = f"{'depthwise' if stage.depthwise else 'pointwise'}_{direction}"
     shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
     tuning.run(family, kernel, shape, y.device, launch)
+
+
+def _product_programs(config: Config, rows: int, columns: int) -> tuple[int, int]:
+    """Programs one below the other, and blocks of columns."""
+    tile = config.tile
+    return cdiv(rows, tile["BM"] * tile["TILES"]), cdiv(columns, tile["BN"])
 
 
 def _forward_stage(
@@ -108,12 +115,16 @@ def _forward_stage(
     some = y if fold is None else fold
 
     def pointwise_launch(config: Config) -> None:
-        rows, blocks = cdiv(stage.rows, config.tile["BM"]), cdiv(stage.out_channels, config.tile["BN"])
-        pointwise.pointwise_forward_kernel[(rows * blocks,)](
-            x.data, x.ld, some, weight, y, norm and norm.sums(rows, blocks),
-            stage.rows, weight[0].numel(), stage.out_channels, *stage.size, *stage.out_size,
-            XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, FOLDED=fold is not None, ACT=act,
-            STATISTICS=norm is not None, PRECISION=_precision(), **options(config),
+        depth, columns, size = weight[0].numel(), stage.out_channels, dict.fromkeys(("H", "W", "OH", "OW"), 0)
+        if stage.kernel > 1:
+            size = dict(zip(size, (*stage.size, *stage.out_size), strict=True))
+        element = GATHERED if stage.kernel > 1 else READ if fold is None else NORMALIZED
+        config = product_tiles(config, stage.rows, depth, columns, element)
+        programs = _product_programs(config, stage.rows, columns)
+        pointwise.pointwise_forward_kernel[(math.prod(programs),)](
+            x.data, some, weight, y, norm and norm.sums(*programs), stage.rows,
+            K=depth, N=columns, LDX=x.ld, XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, **size,
+            FOLDED=fold is not None, ACT=act, STATISTICS=norm is not None, PRECISION=_precision(), **options(config),
         )  # fmt: skip
 
     def depthwise_launch(config: Config) -> None:
@@ -154,13 +165,14 @@ def _backward_stage(
     other = y if added is None else added
 
     def pointwise_launch(config: Config) -> None:
-        rows, blocks = cdiv(stage.rows, config.tile["BM"]), cdiv(stage.in_channels, config.tile["BN"])
-        pointwise.pointwise_backward_kernel[(rows * blocks,)](
-            grad.data, grad.ld, y, fold, back, weight, dx.data, dx.ld, before_y, before_fold,
-            before and before.gradient.sums(rows, blocks), other,
-            stage.rows, stage.out_channels, stage.in_channels,
-            XSTEP=dx.step, ACT=act, FOLDED=before is not None, ACT_BEFORE=before_act, ADDED=added is not None,
-            PRECISION=_precision(), **options(config),
+        depth, columns = stage.out_channels, stage.in_channels
+        config = product_tiles(config, stage.rows, depth, columns, NORMALIZED)
+        programs = _product_programs(config, stage.rows, columns)
+        pointwise.pointwise_backward_kernel[(math.prod(programs),)](
+            grad.data, y, fold, back, weight, dx.data, before_y, before_fold,
+            before and before.gradient.sums(*programs), other, stage.rows,
+            K=depth, N=columns, LDG=grad.ld, LDX=dx.ld, XSTEP=dx.step, ACT=act, FOLDED=before is not None,
+            ACT_BEFORE=before_act, ADDED=added is not None, PRECISION=_precision(), **options(config),
         )  # fmt: skip
 
     def depthwise_launch(config: Config) -> None:
