@@ -7,11 +7,13 @@ finished, and rows that are there are not computed again; --summary prints them 
 
     python benchmarks/bench_ranking.py --train cifar10/train --val cifar10/test --accuracies nas_bench_macro.json
     python benchmarks/bench_ranking.py --summary
+    python benchmarks/bench_ranking.py --steps
 """
 
 import argparse
 import itertools
 import json
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -24,11 +26,12 @@ import torch
 from harness import provenance
 
 from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
+from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
 from nasfast.indicators.scores import Evidence, score_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import Arch, SearchSpace, nas_bench_macro
+from nasfast.spaces import Arch, FairSampler, SearchSpace, nas_bench_macro
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet
 from nasfast.train.checkpoint import CheckpointFolder
@@ -37,6 +40,10 @@ from nasfast.train.supernet import SupernetConfig, default_lr, make_supernet
 OUT = Path(__file__).parent / "results" / "ranking_nas_bench_macro.jsonl"
 LEARNED = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0), ("fisher", 0.0), ("gamma", 0.0))
 """(score, weight of structure beside it), the default's first."""
+_COMPARED = 2000
+"""Random architectures on which the tables of two seeds are compared."""
+_WARMUP = 2
+"""Steps that are not timed."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +177,35 @@ def _row(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace, re
         "spearman": asdict(mine.spearman),
         "regret": mine.regret,
         "above_sqrt_size": asdict(report.above["sqrt_size"]),
-        "scores": [round(table.score(arch), 6) for arch in sorted(truth)],
+        "table": [{str(choice): round(score, 6) for choice, score in row.items()} for row in table.scores],
     }
+
+
+def step_costs(threads: int, *, paths: int = 12, batch: int = 128) -> str:
+    """CPU seconds of training steps of the default and of SPOS, on the same paths in turn, and medians of ratios."""
+    torch.set_num_threads(threads)
+    space = nas_bench_macro()
+    sampler = FairSampler(space, layer_indicators=False)
+    x = torch.randn(batch, space.in_channels, space.resolution, space.resolution).to(memory_format=torch.channels_last)
+    y = torch.randint(space.num_classes, (batch,))
+    engines = {}
+    for method, bf16 in (("dinas", True), ("dinas", False), ("spos", True), ("spos", False)):
+        net, _ = make_supernet(space, method)
+        net.to(memory_format=torch.channels_last).train()
+        engines[f"{method} {'bf16' if bf16 else 'fp32'}"] = EagerEngine(net, bf16=bf16)
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for path in (sampler.step() for _ in range(paths + _WARMUP)):
+        for name, engine in engines.items():
+            start = time.process_time()
+            engine.forward_backward(x, y, path)
+            seconds[name].append(time.process_time() - start)
+    measured = {name: values[_WARMUP:] for name, values in seconds.items()}
+    first = measured["dinas bf16"]
+    return "\n".join(
+        f"{name}: {statistics.mean(values):.3f} s, "
+        f"{statistics.median(a / b for a, b in zip(values, first, strict=True)):.2f} of dinas bf16"
+        for name, values in measured.items()
+    )
 
 
 def chosen(args: argparse.Namespace) -> Iterator[tuple[Entry, int]]:
@@ -195,10 +229,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for (name, score, structure), group in groups.items():
         regrets = zip(*(row["regret"] for row in group), strict=True)
         known = [100 * accuracy[name, r["seed"]] for r in group if (name, r["seed"]) in accuracy]
-        pairs = [
-            float(kendall_tau(a["scores"], b["scores"], np.ones((1, len(a["scores"]))))[0])
-            for a, b in itertools.combinations(group, 2)
-        ]
+        pairs = [_agreement(one["table"], other["table"]) for one, other in itertools.combinations(group, 2)]
         r2 = [row["meta"]["r2"] for row in group if row["meta"].get("r2") is not None]
         cells = [
             name, score + (f" + {structure:g} structure" if structure else ""),
@@ -213,6 +244,16 @@ def summary(rows: list[dict[str, Any]]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _agreement(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
+    """Kendall's tau between the scores that two tables give the same random architectures."""
+    rng = random.Random(0)
+    archs = [[rng.choice(list(row)) for row in one] for _ in range(_COMPARED)]
+    scores = [
+        [sum(row[choice] for row, choice in zip(table, arch, strict=True)) for arch in archs] for table in (one, other)
+    ]
+    return float(kendall_tau(*scores, np.ones((1, _COMPARED)))[0])
 
 
 def _spread(values: list[float], form: str = "{:.3f}") -> str:
@@ -247,12 +288,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--summary", action="store_true", help="print the rows of --out as Markdown, and nothing else")
+    parser.add_argument("--steps", action="store_true", help="print what training steps cost, and nothing else")
     args = parser.parse_args(argv)
+    if args.steps:
+        print(step_costs(args.threads))
+        return
     if args.summary:
         print(summary(_rows(args.out)))
         return
     if None in (args.train, args.val, args.accuracies):
-        parser.error("give --train, --val and --accuracies, or --summary")
+        parser.error("give --train, --val and --accuracies, or --summary or --steps")
     run(args)
 
 

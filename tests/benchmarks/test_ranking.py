@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 
 import bench_ranking
 import pytest
@@ -64,8 +65,8 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     assert rows[2]["train_cpu_s"] == pytest.approx(2 * first["cpu"], abs=0.06)
 
     table = IndicatorTable.load(tmp_path / "work" / "short-s1-path_loss-1.json")
-    archs = sorted(itertools.product(range(3), repeat=4))
-    assert rows[6]["scores"] == [round(table.score(arch), 6) for arch in archs]
+    for row, kept in zip(table.scores, rows[6]["table"], strict=True):
+        assert {int(choice): score for choice, score in kept.items()} == pytest.approx(row, abs=1e-6)
     capsys.readouterr()
     bench_ranking.main([*argv, "--summary"])
     shown = capsys.readouterr().out.splitlines()
@@ -79,7 +80,24 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     assert f" {mean:.3f} (" in shown[4]
 
 
+def test_agreement_is_tau_of_the_scores():
+    one = [{str(c): float(c * (i + 1)) for c in range(3)} for i in range(4)]
+    turned = [{c: -score for c, score in row.items()} for row in one]
+    assert bench_ranking._agreement(one, one) == pytest.approx(1)
+    assert bench_ranking._agreement(one, turned) == pytest.approx(-1)
+    noise = [{c: random.Random(f"{i} {c}").random() for c in row} for i, row in enumerate(one)]
+    assert abs(bench_ranking._agreement(one, noise)) < 0.6
+
+
 def test_the_default_entry_is_the_package_default():
     entry = next(entry for entry, _ in bench_ranking.QUEUE if entry.name == "default")
     assert entry.supernet == bench_ranking.SupernetConfig().resolved("dinas")
     assert (entry.train.lr, entry.train.label_smoothing, entry.train.epochs) == (0.4, 0.0, 30)
+
+
+def test_costs_of_steps(monkeypatch, capsys):
+    monkeypatch.setattr(bench_ranking, "nas_bench_macro", tiny_macro_space)
+    bench_ranking.main(["--steps", "--threads=1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["dinas bf16", "dinas fp32", "spos bf16", "spos fp32"]
+    assert lines[0].endswith("1.00 of dinas bf16")
