@@ -10,9 +10,12 @@ from collections.abc import Callable
 from registers import (
     FROM_ATOMIC,
     MASK,
+    Bits,
     Registers,
     Truth,
     Value,
+    as_bits,
+    as_value,
     both,
     either,
     following,
@@ -62,6 +65,9 @@ def _arithmetic(function: Callable[..., int], *, sources: int) -> Callable:
 
 def _imad(regs: Registers, ins: Instruction, sure: bool) -> None:
     to, written, rest, read = _split(ins)
+    if "MOV" in ins.modifiers:
+        regs.put(to, regs.get(rest[2]), sure=sure)
+        return
     wide, high = "WIDE" in ins.modifiers, "HI" in ins.modifiers
     a, b = regs.get(rest[0]), regs.get(rest[1])
     c = regs.pair(rest[2]) if wide or high else regs.get(rest[2])
@@ -114,32 +120,26 @@ def _lop3(regs: Registers, ins: Instruction, sure: bool) -> None:
     operands = list(ins.operands)
     truth = operands.pop(0) if is_predicate(operands[0]) else None
     to, *sources = operands[:4]
-    values = [regs.get(s) for s in sources]
-    table = int(operands[4], 16)
-    if table == 0xC0 and 0 in values[:2]:
-        result: Value = 0
-    elif all(isinstance(v, int) for v in values):
-        result = lookup(table, *values)
-    else:
-        used = [v for v, bit in zip(values, (4, 2, 1), strict=True) if _depends(table, bit)]
-        known = all(isinstance(v, int) for v in used)
-        result = lookup(table, *(v if isinstance(v, int) else 0 for v in values)) if known else unknown(tuple(used))
+    result = lookup(int(operands[4], 16), *(regs.get(source) for source in sources))
     regs.put(to, result, sure=sure)
     if truth:
-        regs.put_truth(truth, result != 0 if isinstance(result, int) else result, sure=sure)
+        known = result != 0 if isinstance(result, int) else True if isinstance(result, Bits) and result.value else None
+        regs.put_truth(truth, unknown((result,)) if known is None else known, sure=sure)
 
 
-def _depends(table: int, bit: int) -> bool:
-    return any((table >> i & 1) != (table >> (i ^ bit) & 1) for i in range(8))
-
-
-def lookup(table: int, a: int, b: int, c: int) -> int:
+def lookup(table: int, a: Value, b: Value, c: Value) -> Value:
     """The bitwise function of three words whose truth table is `table`."""
-    result = 0
+    words = as_bits(a), as_bits(b), as_bits(c)
+    # where each word may be one, and where it may be zero
+    ones = [word.value | ~word.known for word in words]
+    zeros = [~word.value | ~word.known for word in words]
+    may = [0, 0]
     for i in range(8):
-        if table >> i & 1:
-            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return result & MASK
+        reached = MASK
+        for k, bit in enumerate((4, 2, 1)):
+            reached &= ones[k] if i & bit else zeros[k]
+        may[table >> i & 1] |= reached
+    return as_value(may[1], ~(may[0] & may[1]) & MASK, atomic=any(word.atomic for word in words))
 
 
 def _plop3(regs: Registers, ins: Instruction, sure: bool) -> None:
@@ -361,26 +361,24 @@ def _vote(regs: Registers, ins: Instruction, sure: bool) -> None:
 
 def _predicates_to_register(regs: Registers, ins: Instruction, sure: bool) -> None:
     to, _, base, mask = ins.operands
-    mask_value, base_value = regs.get(mask), regs.get(base)
-    bits: Value = 0
+    chosen, rest = regs.get(mask), as_bits(regs.get(base))
+    value, known, atomic = rest.value & ~chosen, rest.known & ~chosen, rest.atomic
     for i in range(7):
-        if mask_value >> i & 1:
+        if chosen >> i & 1:
             truth = regs.truths.get(f"P{i}")
-            if not isinstance(truth, bool) or not isinstance(bits, int):
-                bits = FROM_ATOMIC if FROM_ATOMIC in (truth, bits) else None
-            else:
-                bits |= truth << i
-    known = isinstance(bits, int) and isinstance(base_value, int) and not ins.modifiers
-    regs.put(to, base_value & ~mask_value | bits if known else unknown((bits,)), sure=sure)
+            value |= (truth is True) << i
+            known |= isinstance(truth, bool) << i
+            atomic |= truth is FROM_ATOMIC
+    regs.put(to, unknown((regs.get(base),)) if ins.modifiers else as_value(value, known, atomic=atomic), sure=sure)
 
 
 def _register_to_predicates(regs: Registers, ins: Instruction, sure: bool) -> None:
     _, source, mask = ins.operands
-    value, mask_value = regs.get(source), regs.get(mask)
+    word, chosen = as_bits(None if ins.modifiers else regs.get(source)), regs.get(mask)
     for i in range(7):
-        if mask_value >> i & 1:
-            known = isinstance(value, int) and not ins.modifiers
-            regs.put_truth(f"P{i}", bool(value >> i & 1) if known else unknown((value,)), sure=sure)
+        if chosen >> i & 1:
+            known = word.known >> i & 1
+            regs.put_truth(f"P{i}", bool(word.value >> i & 1) if known else unknown((word,)), sure=sure)
 
 
 def _store_shared(regs: Registers, ins: Instruction, sure: bool) -> None:
@@ -394,6 +392,22 @@ def _load_shared(regs: Registers, ins: Instruction, sure: bool) -> None:
     _forget(regs, ins, sure)
     if address in regs.shared_from_atomic:
         regs.put(ins.operands[0], FROM_ATOMIC, sure=sure)
+
+
+def _store_local(regs: Registers, ins: Instruction, sure: bool) -> None:
+    address, register = shared_address(regs, ins.operands[0]), ins.operands[1]
+    for i in range(_width(ins)):
+        if address is not None:
+            regs.local[address + 4 * i] = regs.get(register)
+        register = following(register)
+
+
+def _load_local(regs: Registers, ins: Instruction, sure: bool) -> None:
+    """A register that was spilled comes back."""
+    register, address = ins.operands[0], shared_address(regs, ins.operands[1])
+    for i in range(_width(ins)):
+        regs.put(register, None if address is None else regs.local.get(address + 4 * i), sure=sure)
+        register = following(register)
 
 
 def _atomic(regs: Registers, ins: Instruction, sure: bool) -> None:
@@ -457,7 +471,7 @@ _TABLE: dict[str, Callable[[Registers, Instruction, bool], None]] = {
     "BREV": _unary(lambda ins, a: int(f"{a:032b}"[::-1], 2)),
     "PRMT": _permute, "SGXT": _arithmetic(_sign_extend, sources=2), "SHFL": _shuffle, "VOTE": _vote, "VOTEU": _vote,
     "P2R": _predicates_to_register, "R2P": _register_to_predicates, "STS": _store_shared, "LDS": _load_shared,
-    "ATOM": _atomic, "ATOMG": _atomic,
+    "ATOM": _atomic, "ATOMG": _atomic, "STL": _store_local, "LDL": _load_local,
 }  # fmt: skip
 # the same on registers that a warp shares
 _TABLE |= {f"U{name}": _TABLE[name] for name in (

@@ -34,7 +34,7 @@ from walk import Latencies, Program, Walk, walks
 
 # assumed cycles until a load has its value, from DRAM and from the L2 cache, by architecture, and bytes of that cache
 _DRAM, _L2, _L2_BYTES = {90: 600, 86: 480}, {90: 280, 86: 240}, {90: 50e6, 86: 5e6}
-_ATOMIC = {90: 700, 86: 600}
+_ATOMIC = {90: 350, 86: 300}
 # cycles that double precision keeps its unit busy for one warp: 64 lanes per multiprocessor, and 2
 _DOUBLE = {90: 0.5, 86: 16}
 # assumed microseconds between the ends of two launches that do nothing

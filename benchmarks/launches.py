@@ -26,8 +26,8 @@ class Launch(NamedTuple):
 
 
 @contextmanager
-def noted_launches() -> Iterator[list[Launch]]:
-    """The launches within, which run as they always do; none without Triton."""
+def noted_launches(*, run: bool = True) -> Iterator[list[Launch]]:
+    """The launches within, which run as they always do, or not at all where `run` is false; none without Triton."""
     launches: list[Launch] = []
     try:
         from triton.runtime.interpreter import InterpretedFunction
@@ -42,7 +42,7 @@ def noted_launches() -> Iterator[list[Launch]]:
 
             def noted(*args: Any, **kwargs: Any) -> Any:
                 start = time.perf_counter()
-                result = launch(*args, **kwargs)
+                result = launch(*args, **kwargs) if run else None
                 ms = 1e3 * (time.perf_counter() - start)
                 values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
                 plain = tuple((name, value) for name, value in values.items() if isinstance(value, int | str))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import compilable  # noqa: F401
 
 # isort: split
+import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -27,13 +29,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+import nasfast
+from nasfast._triton.configs import FAMILIES, Config
 from nasfast.engine import EagerEngine
 from nasfast.engine.graphs import GraphEngine
-from nasfast.ops import bn_triton, use_backend
+from nasfast.ops import bn_triton, tuning, use_backend
 from nasfast.spaces import Arch, get_space, mean_path
 from nasfast.supernet import Supernet
 from nasfast.train.loop import TrainConfig, make_optimizer
 
+_PACKAGE = str(Path(nasfast.__file__).parent)
+_ENGINE = str(Path(_PACKAGE, "engine"))
 PHASES = ("forward", "backward", "engine", "optimizer")
 # operators that neither read nor write elements
 _NO_LAUNCH = ("empty", "new_empty", "resize_", "_reshape_alias", "_unsafe_view", "lift_fresh", "set_", "record_stream")
@@ -72,9 +78,10 @@ class Launch:
 
     Attributes:
         grid: programs by dimension.
-        arguments: the integers, by name; constants of the kernel among them.
+        arguments: the numbers and strings, by name, such as sums[2] in a tuple; constants of the kernel among them.
         bytes: of the distinct tensors it is given.
         phase: one of PHASES.
+        configuration: family and name of its tile sizes in configs.FAMILIES.
     """
 
     kernel: str
@@ -83,6 +90,7 @@ class Launch:
     specialization: Specialization
     bytes: int
     phase: str
+    configuration: tuple[str, str] | None
 
     @property
     def programs(self) -> int:
@@ -96,10 +104,12 @@ class Step:
     Attributes:
         launches: of Triton kernels, in order.
         aten: launches by (phase, operator) of PyTorch.
+        configuration: of the launches that are made now.
     """
 
     launches: list[Launch] = field(default_factory=list)
     aten: Counter[tuple[str, str]] = field(default_factory=Counter)
+    configuration: tuple[str, str] | None = None
 
     @property
     def aten_launches(self) -> int:
@@ -126,16 +136,21 @@ class Workload:
     engine: str = "graphs"
 
 
+_devices = itertools.count()
+
+
 class NoDriver:
     """A Triton driver of a GPU that is not there. Kernels compile for it; their launches do nothing."""
 
     def __init__(self, arch: int) -> None:
+        # Triton keeps compiled kernels by device: no two of these share any
+        self.device = next(_devices)
         self.target = GPUTarget("cuda", arch, 32)
         self.utils = self
         self.launcher_cls = _no_launcher
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -184,14 +199,12 @@ class _Noted:
     def run(self, *given: Any) -> None:
         names = self.kernel.arg_names
         grid, values = given[:3], given[len(given) - len(names) :]
-        arguments = dict(zip(names, values, strict=True))
+        arguments = {}
+        for name, value in zip(names, values, strict=True):
+            parts = {f"{name}[{i}]": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else {}
+            arguments |= parts or {name: value}
         name = self.kernel.fn.__name__
-        touched = {
-            (t.data_ptr(), t.numel()): t
-            for value in arguments.values()
-            for t in (value if isinstance(value, (tuple, list)) else (value,))
-            if isinstance(t, Tensor)
-        }
+        touched = {(t.data_ptr(), t.numel()): t for t in arguments.values() if isinstance(t, Tensor)}
         self.step.launches.append(
             Launch(
                 name, grid,
@@ -199,14 +212,14 @@ class _Noted:
                 self.specialization,
                 sum(t.numel() * t.element_size() for t in touched.values()),
                 _phase(sys._getframe(1)),
+                self.step.configuration,
             )
         )  # fmt: skip
 
 
 @contextmanager
-def recorded(step: Step, arch: int = 90) -> Iterator[None]:
-    """Fill `step` with what is launched within; compiles nothing."""
-    kernels: list[JITFunction] = []
+def recorded(step: Step, arch: int = 90, *, every_configuration: bool = False) -> Iterator[None]:
+    """Fill `step` with what is launched within, in every configuration where that is asked for; compiles nothing."""
 
     def note(
         kernel: JITFunction, key: Any, signature: Any, device: int, constants: Any, options: Any, attributes: Any,
@@ -219,15 +232,20 @@ def recorded(step: Step, arch: int = 90) -> Iterator[None]:
             {name: value for name, value in vars(options).items() if value != defaults[name]},
         )  # fmt: skip
         cache[key] = noted = _Noted(step, kernel, specialization)
-        kernels.append(kernel)
         return noted
 
-    with no_gpu(arch), patch.object(JITFunction, "_do_compile", note), _CountLaunches(step):
-        try:
-            yield
-        finally:
-            for kernel in kernels:
-                kernel.device_caches.clear()
+    def run(family: str, kernel: str, shape: Any, device: torch.device, launch: Callable[[Config], Any]) -> Any:
+        default, *others = FAMILIES[family]
+        # the default comes last, so that its results are the ones that go on
+        for name in (*(others if every_configuration else ()), default):
+            step.configuration = family, name
+            result = launch(FAMILIES[family][name])
+        step.configuration = None
+        return result
+
+    compiles, tunes = patch.object(JITFunction, "_do_compile", note), patch.object(tuning, "run", run)
+    with no_gpu(arch), compiles, tunes, _CountLaunches(step):
+        yield
 
 
 class _CountLaunches(TorchDispatchMode):
@@ -267,9 +285,9 @@ def _phase(frame: FrameType | None) -> str:
             return "backward"
         if "/torch/optim/" in code.co_filename or code.co_name.startswith("clip_grad"):
             return "optimizer"
-        if "/nasfast/engine/" in code.co_filename and code.co_name != "loss_and_correct":
+        if code.co_filename.startswith(_ENGINE) and code.co_name != "loss_and_correct":
             return "forward" if inside_model else "engine"
-        inside_model |= "/nasfast/" in code.co_filename or "/torch/nn/" in code.co_filename
+        inside_model |= code.co_filename.startswith(_PACKAGE) or "/torch/nn/" in code.co_filename
         frame = frame.f_back
     return "engine"
 

@@ -1,20 +1,30 @@
 """Registers and predicates of one thread, of which some are known, and the operands of instructions as written.
 
-A value is an int of 32 bits, None where nobody knows it, or FROM_ATOMIC where it depends on an atomic operation.
+A value is an int of 32 bits, Bits where some of them are known (compilers keep predicates in the bits of a register),
+None where nobody knows it, or FROM_ATOMIC where it depends on an atomic operation.
 A predicate is True, False, None or FROM_ATOMIC.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from sass import Instruction
 
 MASK = 0xFFFFFFFF
 FROM_ATOMIC = "depends on an atomic operation"
 
-Value = int | None | str
+
+class Bits(NamedTuple):
+    """A word of which the bits in `known` are those of `value`; whether any other depends on an atomic operation."""
+
+    value: int
+    known: int
+    atomic: bool
+
+
+Value = int | Bits | None | str
 Truth = bool | None | str
 
 _REGISTER = re.compile(r"^(-|~|!)?(\|)?(U?[RP])(\d+|Z|T)\|?$")
@@ -37,6 +47,7 @@ class Registers:
         self.values: dict[str, Value] = {"RZ": 0, "URZ": 0}
         self.truths: dict[str, Truth] = {"PT": True, "UPT": True}
         self.shared_from_atomic: set[int] = set()
+        self.local: dict[int, Value] = {}
 
     def holds(self, predicate: str | None) -> Truth:
         """A predicate, "!" before it negates it; true where there is none."""
@@ -56,6 +67,8 @@ class Registers:
         if kind == "number":
             return name
         value = self.constants.get(name) if kind == "constant" else self.values.get(name)
+        if sign and isinstance(value, Bits):
+            return unknown((value,))
         if sign and isinstance(value, int):
             # not reduced, so that the carry of a subtraction shows
             return (~value & MASK) + 1 if sign == "-" else ~value & MASK
@@ -71,7 +84,7 @@ class Registers:
         else:
             low, high = self.values.get(name), self.values.get(following(name))
         if not isinstance(low, int) or not isinstance(high, int):
-            return FROM_ATOMIC if FROM_ATOMIC in (low, high) else None
+            return unknown((low, high))
         value = high << 32 | low
         return -value & MASK << 32 | MASK if sign == "-" else value
 
@@ -79,8 +92,8 @@ class Registers:
         """Write a register; where it is not sure that this happens, nobody knows what it holds then."""
         if register in ("RZ", "URZ"):
             return
-        if not sure and self.values.get(register) != value:
-            value = FROM_ATOMIC if FROM_ATOMIC in (value, self.values.get(register)) else None
+        if not sure:
+            value = merged(value, self.values.get(register))
         self.values[register] = value & MASK if isinstance(value, int) else value
 
     def put_pair(self, register: str, value: Value, *, sure: bool = True) -> None:
@@ -114,6 +127,26 @@ def _operand(text: str) -> tuple[str, Any, str | None]:
             parsed = ("register", "?", None)
         _operands[text] = parsed
     return _operands[text]
+
+
+def as_bits(value: Value) -> Bits:
+    """Which bits of a value are known."""
+    if isinstance(value, Bits):
+        return value
+    return Bits(value & MASK, MASK, False) if isinstance(value, int) else Bits(0, 0, value is FROM_ATOMIC)
+
+
+def as_value(value: int, known: int, *, atomic: bool) -> Value:
+    """The word of which these bits are known."""
+    if known & MASK == MASK:
+        return value & MASK
+    return Bits(value & known, known, atomic) if known else FROM_ATOMIC if atomic else None
+
+
+def merged(a: Value, b: Value) -> Value:
+    """What is known of a word that is one of two."""
+    a, b = as_bits(a), as_bits(b)
+    return as_value(a.value, a.known & b.known & ~(a.value ^ b.value), atomic=a.atomic or b.atomic)
 
 
 def following(register: str) -> str:
@@ -153,7 +186,7 @@ def is_predicate(text: str) -> bool:
 
 def unknown(values: tuple[Any, ...]) -> Value:
     """What depends on these values, of which one is unknown."""
-    return FROM_ATOMIC if FROM_ATOMIC in values else None
+    return FROM_ATOMIC if any(v is FROM_ATOMIC or (isinstance(v, Bits) and v.atomic) for v in values) else None
 
 
 def shared_address(regs: Registers, text: str) -> int | None:

@@ -2,57 +2,30 @@
 
     python benchmarks/traffic.py [--space mobilenet_v2] [--batch 32] [--dtypes bf16 fp32] [--out FILE]
 
-The step is launched for real, but every kernel only notes the tensors it is given: each counts once, as if what a
-program reads again came from the caches. The floor is that of nasfast.floor: every convolution's output written once
+The step is recorded (recorder.py): of every launch, each tensor that it is given counts once, as if what a program
+reads again came from the caches. The floor is that of nasfast.floor: every convolution's output written once
 and read once forward, one write and three reads backward; it counts no statistics, and no gradient twice.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+import compilable  # noqa: F401
 
-# Only a kernel made for the interpreter takes CPU tensors. A test that imports this file has made its own choice.
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+# isort: split
+import argparse
+from collections import defaultdict
+from pathlib import Path
 
 import torch
 from harness import positive, write_json
-from torch import Tensor
-from triton.runtime import interpreter
+from recorder import Workload, record_step
 
-from nasfast.engine import EagerEngine
 from nasfast.floor import Machine, step_floor, trace
-from nasfast.ops import use_backend
 from nasfast.spaces import get_space, mean_path
-from nasfast.supernet import StandaloneNetwork, Supernet
+from nasfast.supernet import StandaloneNetwork
 
 # seconds are bytes
 _ONE_BYTE_PER_SECOND = Machine(1.0, float("inf"), float("inf"))
-
-
-@contextmanager
-def recorded() -> Iterator[list[tuple[str, int]]]:
-    """Name and bytes of every kernel launched within, none of which runs."""
-    launches: list[tuple[str, int]] = []
-
-    def launcher(kernel: Any, grid: Any) -> Any:
-        def note(*args: Any, **kwargs: Any) -> None:
-            name = kernel.fn.__name__
-            tensors = [t for a in args for t in (a if isinstance(a, tuple) else (a,))]
-            distinct = {(t.data_ptr(), t.numel()): t for t in tensors if isinstance(t, Tensor)}
-            launches.append((name, sum(t.numel() * t.element_size() for t in distinct.values())))
-
-        return note
-
-    with patch.object(interpreter.InterpretedFunction, "__getitem__", launcher):
-        yield launches
 
 
 def traffic(space_name: str, batch: int, dtype: str) -> dict:
@@ -60,20 +33,14 @@ def traffic(space_name: str, batch: int, dtype: str) -> dict:
     space = get_space(space_name)
     path = mean_path(space)
     shape = (batch, space.in_channels, space.resolution, space.resolution)
-    net = Supernet(space, init="gaussian", layer_indicators=False)
-    net.freeze("bn")
-    net.to(memory_format=torch.channels_last).train()
-    images = torch.empty(shape).contiguous(memory_format=torch.channels_last)
-    with use_backend("triton"), recorded() as launches:
-        labels = torch.zeros(batch, dtype=torch.long)
-        EagerEngine(net, bf16=dtype == "bf16").forward_backward(images, labels, [path])
+    launches = record_step(Workload(space_name, path, batch, dtype=dtype, engine="eager")).launches
     kernels: dict[str, list[int]] = defaultdict(list)
-    for name, count in launches:
-        kernels[name].append(count)
+    for launch in launches:
+        kernels[launch.kernel].append(launch.bytes)
     found = trace(lambda: StandaloneNetwork(space, path), shape)
     found.linear_macs = found.linear_weights = 0  # the classifier is PyTorch's
     floor = step_floor(found, _ONE_BYTE_PER_SECOND, torch.bfloat16 if dtype == "bf16" else torch.float32)
-    total = sum(count for _, count in launches)
+    total = sum(launch.bytes for launch in launches)
     return {
         "space": space_name,
         "batch": batch,

@@ -22,6 +22,8 @@ from sass import Code, Instruction
 
 # nobody may wait for a program that goes on for so long
 _MOST_STEPS = 20_000_000
+# where the constant bank holds the end of the stack
+_STACK = 0x28
 _BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
@@ -98,7 +100,7 @@ class Program:
     def constants(self) -> dict[int, int]:
         """The constant bank: the launch's shape, then the parameters."""
         shape = (self.threads, 1, 1, *self.grid)
-        return {**{4 * i: value for i, value in enumerate(shape)}, **self.parameters}
+        return {**{4 * i: value for i, value in enumerate(shape)}, _STACK: 1 << 24, **self.parameters}
 
 
 def walks(code: Code, program: Program, latencies: Latencies) -> tuple[Walk, Walk]:

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "issue_model.json"
 # how much worse than the committed results a step may be modelled before it counts as a regression: compilers differ
 SLACK = 1.05
+# what a step of the default workload may take: launches in all, and microseconds by architecture
+MOST_LAUNCHES, MOST_US = 300, {90: 4000, 86: 16000}
 pytest.importorskip("triton")
 
 
@@ -96,3 +98,50 @@ def test_arguments_are_specialised_as_triton_does_it(small):
     assert small["nested 3 7"]["signature"] == {
         "x": "*fp32", "out": "*fp32", "n": "i32", "m": "i32", "BLOCK": "constexpr"
     }  # fmt: skip
+
+
+# ---- a real step
+
+
+def _rows(path: Path) -> tuple[dict, dict[int, dict]]:
+    """Launches by part of the step, and the table of kernels by architecture."""
+    rows = json.loads(path.read_text())["rows"]
+    return rows[0]["launches"], {row["arch"]: row["kernels"] for row in rows if "arch" in row}
+
+
+def test_a_step_launches_no_more_than_the_results_say(tmp_path):
+    out = tmp_path / "launches.json"
+    _run(str(ROOT / "benchmarks" / "issue_model.py"), "--arch", "--out", str(out), cache=tmp_path / "cache")
+    found, expected = _rows(out)[0], _rows(RESULTS)[0]
+    assert found["engine"]["triton"] == found["optimizer"]["triton"] == 0
+    assert found["forward"]["triton"] > 0 and found["backward"]["triton"] > 0
+    assert sum(sum(counts.values()) for counts in found.values()) <= MOST_LAUNCHES
+    for phase, counts in expected.items():
+        assert found[phase]["triton"] <= counts["triton"]
+        assert found[phase]["pytorch"] <= counts["pytorch"]
+
+
+@pytest.mark.slow
+def test_a_step_is_modelled_no_worse_than_the_results_say(tmp_path):
+    out = tmp_path / "model.json"
+    # the default cache folder: a second run compiles only what changed
+    _run(str(ROOT / "benchmarks" / "issue_model.py"), "--out", str(out), cache=tmp_path / "unused")
+    found, expected = _rows(out)[1], _rows(RESULTS)[1]
+    assert set(found) == set(expected) == {86, 90}
+    for arch, kernels in found.items():
+        now, then = kernels["all"], expected[arch]["all"]
+        assert now["largest"] <= min(MOST_US[arch], SLACK * then["largest"])
+        assert now["issue"] <= SLACK * then["issue"]
+        assert now["wide_share_of_bytes"] >= then["wide_share_of_bytes"] - 0.02
+        assert now["spilling_launches"] <= then["spilling_launches"]
+        # every tensor is moved once at least
+        assert 0 < now["memory"] <= now["largest"]
+
+
+def test_a_cache_made_here_serves_the_just_in_time_path(tmp_path):
+    out = tmp_path / "host.json"
+    command = ["--space", "nas_bench_macro", "--cache", str(tmp_path / "kernels"), "--out", str(out)]
+    _run(str(ROOT / "benchmarks" / "host_cost.py"), *command, cache=tmp_path / "unused")
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["found"] == row["specializations"] > 10 and row["compiled_again"] == 0
+    assert row["launches"] > 0 and 0 < row["launch_us"] < row["step_us"]

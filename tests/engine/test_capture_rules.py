@@ -7,8 +7,8 @@ in it, and an error only on a GPU.
 import pytest
 import torch
 from captures import EagerCapture
+from launches import noted_launches
 from torch.utils._python_dispatch import TorchDispatchMode
-from traffic import recorded
 
 from nasfast import spaces, use_backend
 from nasfast.engine import GraphEngine
@@ -118,7 +118,7 @@ def test_every_candidate_can_be_recorded(name, trainable, rules):
     """Each kind of candidate once: two layers with the same blocks, stride and kind of layer record the same."""
     space = SPACES[name]()
     seen = set()
-    with use_backend("triton"), recorded() as launches:
+    with use_backend("triton"), noted_launches(run=False) as launches:
         # convolutions that train are PyTorch's, which bfloat16 makes slow here
         engine = checked_engine(supernet(space, trainable), rules, bf16=trainable != "all")
         for i, (_, choices) in enumerate(engine._layers):
@@ -153,7 +153,7 @@ def test_every_candidate_can_be_recorded(name, trainable, rules):
 )  # fmt: skip
 def test_what_cannot_be_recorded_is_refused_and_the_candidate_named(breaks, rules):
     net = supernet(spaces.digits_mini())
-    with use_backend("triton"), recorded():
+    with use_backend("triton"), noted_launches(run=False):
         engine = checked_engine(net, rules)
         engine._segment(2, 1)
         net.layers[2].candidates[1].register_forward_hook(lambda module, inputs, y: [breaks(y.detach())].clear())
@@ -173,5 +173,9 @@ def test_launchers_are_looked_into(launcher, rules, monkeypatch):
         return run(first, *rest)
 
     monkeypatch.setattr(conv_triton, launcher, looks)
-    with use_backend("triton"), recorded(), pytest.raises(EngineError, match="reads a number on the host"):
+    with (
+        use_backend("triton"),
+        noted_launches(run=False),
+        pytest.raises(EngineError, match="reads a number on the host"),
+    ):
         checked_engine(supernet(spaces.digits_mini()), rules)._segment(1, 0)

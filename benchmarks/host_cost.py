@@ -1,0 +1,133 @@
+"""What the host does for one step on a GPU: compilations, and microseconds of Python per step and per launch.
+
+    python benchmarks/host_cost.py [--arch 90] [--engine eager] [--cache DIR] [--out FILE]
+
+Triton's own just-in-time path runs with a driver that launches nothing, so what the CUDA driver needs for a launch is
+not in the times. The step has one small image, so that PyTorch's operators, which run on the CPU here, take about as
+long as it takes to launch them. --cache fills a folder of compiled kernels for the step at full size: a machine with
+such a GPU, and the same versions of Triton and of this package, compiles none of them again with TRITON_CACHE_DIR=DIR.
+"""
+
+from __future__ import annotations
+
+import compilable  # noqa: F401
+
+# isort: split
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from compiled import GPUS, compile_for, in_processes
+from harness import positive, write_json
+from recorder import Workload, make_step, no_gpu, record_step
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+_REPEATS = 30
+_SMALL = {"batch": 1, "resolution": 64}
+
+
+class _Ready:
+    """A compiled kernel that is never needed."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *arguments: Any) -> None:
+        return None
+
+    def run(self, *arguments: Any) -> None:
+        return None
+
+
+def _ready(kernel: JITFunction, key: Any, signature: Any, device: int, *rest: Any) -> _Ready:
+    kernel.device_caches[device][0][key] = found = _Ready()
+    return found
+
+
+@contextmanager
+def _timed_launches() -> Iterator[list[float]]:
+    """Seconds of every launch within."""
+    times: list[float] = []
+    run = JITFunction.run
+
+    def timed(self: JITFunction, *arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = run(self, *arguments, **options)
+        times.append(time.perf_counter() - start)
+        return result
+
+    with patch.object(JITFunction, "run", timed):
+        yield times
+
+
+def host_times(workload: Workload, arch: int) -> dict[str, float]:
+    """Median microseconds of a small step's forward and backward, and of a launch within it."""
+    _, forward_backward, _ = make_step(workload)
+    with no_gpu(arch), patch.object(JITFunction, "_do_compile", _ready):
+        forward_backward()
+        steps = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            forward_backward()
+            steps.append(time.perf_counter() - start)
+        with _timed_launches() as launches:
+            forward_backward()
+    return {
+        "step_us": statistics.median(steps) * 1e6,
+        "launches": len(launches),
+        "launch_us": statistics.median(launches) * 1e6,
+    }
+
+
+def fill_cache(workload: Workload, arch: int, cache: Path, processes: int) -> dict[str, int]:
+    """Compile a step's kernels into a folder, and count what the just-in-time path then still has to compile."""
+    step = record_step(workload)
+    distinct = list({launch.specialization.key: launch.specialization for launch in step.launches}.values())
+    in_processes(_compile, [(specialization, arch) for specialization in distinct], processes, str(cache))
+    found = {"specializations": len(distinct), "found": 0, "compiled_again": 0}
+
+    def count(*, cache_hit: bool, **rest: Any) -> None:
+        found["found" if cache_hit else "compiled_again"] += 1
+
+    _, forward_backward, _ = make_step(workload)
+    with no_gpu(arch), patch.object(knobs.cache, "dir", str(cache)), patch.object(knobs.compilation, "listener", count):
+        forward_backward()
+    return found
+
+
+def _compile(job: tuple[Any, int]) -> None:
+    compile_for(*job)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--space", default="mobilenet_v2")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--engine", choices=("graphs", "eager"), default="eager")
+    parser.add_argument("--arch", type=int, choices=GPUS, default=90)
+    parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cache", type=Path, help="folder to fill, for TRITON_CACHE_DIR on a machine with such a GPU")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    args = parser.parse_args()
+    common = {"space": args.space, "dtype": args.dtype, "engine": args.engine}
+    row = {**common, "arch": args.arch, "triton": triton.__version__}
+    row |= host_times(Workload(**common, **_SMALL), args.arch)
+    print(f"{row['step_us']:.0f} us of host per step; {row['launches']} launches of Triton kernels, "
+          f"{row['launch_us']:.1f} us each")  # fmt: skip
+    if args.cache:
+        row |= fill_cache(Workload(**common), args.arch, args.cache, args.jobs)
+        print(f"{args.cache}: {row['specializations']} specialisations for sm_{args.arch} and Triton {row['triton']}; "
+              f"the just-in-time path found {row['found']} and compiled {row['compiled_again']} again")  # fmt: skip
+    if args.out:
+        write_json(args.out, [row])
+
+
+if __name__ == "__main__":
+    main()
