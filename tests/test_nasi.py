@@ -248,7 +248,7 @@ def test_impossible_searches_are_refused(settings, message):
 def test_impossible_studies_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cells must be at least 3"):
         NasiQuickConfig(cells=2)
-    with pytest.raises(ValueError, match="architectures must be 0 or at least 2"):
+    with pytest.raises(ValueError, match="architectures must be 0 or at least 10"):
         NasiCompareConfig(architectures=1)
     with pytest.raises(ValueError, match="cannot read"):
         nasi_compare_study(NasiCompareConfig(accuracies=str(tmp_path / "absent.json"), **TINY))
