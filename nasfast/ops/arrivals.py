@@ -19,6 +19,8 @@ from torch import Tensor
 
 # counters of one stream at least, and of one block for captured launches
 _STREAM, _BLOCK = 1 << 14, 1 << 20
+# counters in 16 bytes
+_ALIGNMENT = 4
 
 _streams: dict[tuple[int | None, int], Tensor] = {}
 # blocks of each device, kept forever because graphs hold addresses in them, and how much of the last one is given away
@@ -49,7 +51,8 @@ def _for_capture(count: int, device: torch.device) -> Tensor:
     if begin + count > _BLOCK:
         # the graph itself then makes zeros, in its own memory, at every replay
         return torch.zeros(count, dtype=torch.int32, device=device)
-    _given[device.index] = begin + count
+    # Triton compiles a kernel again for an address that is not a multiple of 16 bytes
+    _given[device.index] = begin + -(-count // _ALIGNMENT) * _ALIGNMENT
     return _blocks[device.index][-1][begin : begin + count]
 
 
