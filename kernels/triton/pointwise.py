@@ -29,21 +29,12 @@ from .common import (
 
 
 @triton.jit
-def _rows_and_depth(valid, k, K: tl.constexpr, BK: tl.constexpr):
-    """Mask of a tile [rows, depth]."""
-    if K % BK == 0:
+def _tile_mask(valid, i, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Mask of a tile [rows, BLOCK] whose columns are i of SIZE."""
+    if SIZE % BLOCK == 0:
         return valid[:, None]
     else:
-        return valid[:, None] & (k < K)[None, :]
-
-
-@triton.jit
-def _rows_and_columns(valid, n, N: tl.constexpr, BN: tl.constexpr):
-    """Mask of a tile [rows, columns]."""
-    if N % BN == 0:
-        return valid[:, None]
-    else:
-        return valid[:, None] & (n < N)[None, :]
+        return valid[:, None] & (i < SIZE)[None, :]
 
 
 @triton.jit
@@ -85,7 +76,7 @@ def _forward_tile(
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
         if KERNEL == 1:
-            there = _rows_and_depth(valid, k, K, BK)
+            there = _tile_mask(valid, k, K, BK)
             a = tl.load(x + m[:, None] * LDX + k[None, :] * XSTEP, mask=there, other=0.0)
         else:
             a = _patches(x, first, m, valid, k, K, LDX, XSTEP, KERNEL, STRIDE, H, W, OH, OW)
@@ -134,7 +125,7 @@ def pointwise_forward_kernel(
         K, N, LDX, XSTEP, KERNEL, STRIDE, H, W, OH, OW, FOLDED, ACT, PRECISION, BM, BN, BK,
     )  # fmt: skip
     stored = acc.to(y.dtype.element_ty)
-    tl.store(y + m[:, None] * N + n[None, :], stored, mask=_rows_and_columns(m < rows, n, N, BN))
+    tl.store(y + m[:, None] * N + n[None, :], stored, mask=_tile_mask(m < rows, n, N, BN))
     if STATISTICS:
         v = stored.to(tl.float32)
         pivot = mean_of(v, m < rows)
@@ -147,7 +138,7 @@ def pointwise_forward_kernel(
             K, N, LDX, XSTEP, KERNEL, STRIDE, H, W, OH, OW, FOLDED, ACT, PRECISION, BM, BN, BK,
         )  # fmt: skip
         stored = acc.to(y.dtype.element_ty)
-        tl.store(y + m[:, None] * N + n[None, :], stored, mask=_rows_and_columns(m < rows, n, N, BN))
+        tl.store(y + m[:, None] * N + n[None, :], stored, mask=_tile_mask(m < rows, n, N, BN))
         if STATISTICS:
             here = distances(stored.to(tl.float32), pivot, m < rows)
             d += here
@@ -195,7 +186,7 @@ def pointwise_backward_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k0 in range(0, K, BK):
             k = k0 + tl.arange(0, BK)
-            there = _rows_and_depth(valid, k, K, BK)
+            there = _tile_mask(valid, k, K, BK)
             g = tl.load(grad + m[:, None] * LDG + k[None, :], mask=there, other=0.0)
             v = tl.load(y + m[:, None] * K + k[None, :], mask=there, other=0.0)
             if K > BK:
@@ -204,7 +195,7 @@ def pointwise_backward_kernel(
                 slope, offset = backward_fold(back, k, K)
             a = gradient_behind(g, v, center, scale, shift, slope, offset, ACT).to(y.dtype.element_ty)
             acc = tl.dot(a, w.to(a.dtype), acc, input_precision=PRECISION)
-        mask = _rows_and_columns(valid, n, N, BN)
+        mask = _tile_mask(valid, n, N, BN)
         if FOLDED:
             v = tl.load(before + m[:, None] * N + n[None, :], mask=mask, other=0.0)
             dz, d = gradient_through(acc, v, center_n, scale_n, shift_n, ACT_BEFORE)
