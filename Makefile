@@ -32,7 +32,7 @@ FIND_PYTHON = for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/
 PYTHON_OLDEST = $(shell $(FIND_PYTHON))
 OLDEST ?= .venv-oldest
 TESTS_OLDEST = ops engine benchmarks/test_aot.py benchmarks/test_issue_model.py supernet train indicators search \
-	test_cli.py test_doctor.py
+	cli measure/test_doctor.py
 OPTIONS_OLDEST =
 
 $(OLDEST)/installed: constraints-oldest.txt
@@ -51,7 +51,7 @@ test-oldest: $(OLDEST)/installed  ## tests of what calls torch and Triton, on th
 
 # Each backend, the engine, and Triton's compilation ahead of time; the time limit of CI has no room for all of test-oldest.
 test-oldest-fast: TESTS_OLDEST = ops/test_bn_act.py ops/test_inverted_residual.py ops/test_orthogonalize.py \
-	ops/test_triton_disorder.py ops/test_arrivals.py engine benchmarks/test_issue_model.py indicators test_cli.py test_doctor.py
+	ops/test_triton_disorder.py ops/test_arrivals.py engine benchmarks/test_issue_model.py indicators cli measure/test_doctor.py
 # With Triton 3.6 the just-in-time path finds only part of a cache that was made ahead of time (37 of 44 kernels).
 test-oldest-fast: OPTIONS_OLDEST = -m "not slow" \
 	--deselect tests/benchmarks/test_issue_model.py::test_a_cache_made_here_serves_the_just_in_time_path

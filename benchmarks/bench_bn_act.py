@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness import forward_backward, ratios, saved_bytes, write_json
 
 from nasfast import ops
-from nasfast.timing import measure
+from nasfast.measure.timing import measure
 
 # (channels, height): expanded tensors of the MobileNetV2 space at 224 x 224 input
 SHAPES = [(144, 112), (192, 56), (336, 28), (672, 14), (1536, 7)]

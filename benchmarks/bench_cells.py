@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from nasfast.cells import DARTS_OPS, CellSpace, CellSupernet, darts_cell, darts_space
 from nasfast.cells.gates import make_estimator
 from nasfast.cells.search import CellSearch, CellSearchConfig, CellSearchEngine, uniform_logits
-from nasfast.timing import measure, measuring
+from nasfast.measure.timing import measure, measuring
 
 
 def _norm(channels: int) -> nn.Module:

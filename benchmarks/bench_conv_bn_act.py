@@ -18,12 +18,12 @@ import torch
 from harness import forward_backward, positive, saved_bytes, write_json
 from torch import nn
 
-from nasfast import floor
+from nasfast.measure import floor
+from nasfast.measure.timing import measure
 from nasfast.ops.modules import ConvBNAct, FusedConvBNAct
 from nasfast.spaces import Block, Layer, SearchSpace, mean_path, mobilenet_v2, shufflenet_v2
 from nasfast.supernet import UnitFactory
 from nasfast.supernet.blocks import build_block
-from nasfast.timing import measure
 
 BATCH, QUICK_BATCH = 32, 4
 ROUNDS, QUICK_ROUNDS = 9, 3

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from harness import forward_backward, ratios, write_json
 
 from nasfast import ops
-from nasfast.timing import measure
+from nasfast.measure.timing import measure
 
 # (batch, channels, height): the three stages of a DARTS search at 32 x 32 input
 SHAPES = [(64, 16, 32), (64, 32, 16), (64, 64, 8)]

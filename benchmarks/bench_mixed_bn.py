@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness import forward_backward, positive, ratios, saved_bytes, write_json
 
 from nasfast import ops
-from nasfast.timing import measure
+from nasfast.measure.timing import measure
 
 # (channels, height): the nodes of the cells of a search network of 16 first channels at 32 x 32 input
 SHAPES = [(16, 32), (32, 16), (64, 8)]

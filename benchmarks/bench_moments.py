@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from nasfast.analysis.moments import NetConfig, fields, gaussian, run
 from nasfast.analysis.moments.inputs import Source, standardised
-from nasfast.timing import measure, measuring
+from nasfast.measure.timing import measure, measuring
 
 FC, CONV = gaussian(192), fields(3, 16)
 CASES: dict[str, tuple[NetConfig, Source, int]] = {

@@ -17,8 +17,8 @@ from steps import memory_of_process, trim_memory
 from straight_through import gradient_of_q
 
 from nasfast.cells.nasi import Mixture, NasiConfig, sample
+from nasfast.measure.timing import measure
 from nasfast.nasi import NasiSearchConfig, Searches
-from nasfast.timing import measure
 from nasfast.train.batches import as_epochs
 
 OURS = "nasfast"

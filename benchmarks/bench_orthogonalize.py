@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import nasfast
 from nasfast import ops
-from nasfast.timing import measure, measuring
+from nasfast.measure.timing import measure, measuring
 
 ROUNDS, QUICK_ROUNDS = 15, 5
 OURS = "nasfast"

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from harness import positive, write_json
 
-from nasfast.distributed import SINGLE, World, start
 from nasfast.engine import EagerEngine
+from nasfast.measure.timing import summarise
+from nasfast.runtime.distributed import SINGLE, World, start
 from nasfast.spaces import FairSampler, SearchSpace, get_space, mean_path
 from nasfast.supernet import Supernet, build
-from nasfast.timing import summarise
 from nasfast.train import TrainConfig
 from nasfast.train.checkpoint import Checkpoint, CheckpointFolder, CheckpointWriter
 from nasfast.train.exchange import FlatExchange, OverlappedExchange

@@ -19,9 +19,9 @@ from typing import Any
 from harness import write_json
 
 from nasfast.indicators.table import IndicatorTable
+from nasfast.measure.timing import summarise
 from nasfast.search import Limits, SearchConfig, pareto_front, run_search, sample_under, top_k
 from nasfast.spaces import SKIP, SearchSpace, mobilenet_v2, shufflenet_v2
-from nasfast.timing import summarise
 
 CASES = (
     (mobilenet_v2(), Limits(max_macs=475e6)),

@@ -17,9 +17,9 @@ from harness import positive, write_json
 from steps import VARIANTS, Variant, Workload, bench, make_step, show, train_batch_norms
 from torch import nn
 
+from nasfast.measure.timing import measure
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet, inherit
-from nasfast.timing import measure
 
 # batch, resolution
 SIZES = {"mobilenet_v2": (32, 224), "nas_bench_macro": (128, 32), "shufflenet_v2": (32, 224)}

@@ -17,10 +17,10 @@ import yaml
 from PIL import Image
 from processes import Run
 
-from nasfast.files import read_metrics
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import RetrainResult, load_model
+from nasfast.runtime.files import read_metrics
 from nasfast.search import load_candidates
 from nasfast.spaces import SearchSpace
 from nasfast.train.checkpoint import CheckpointError, load_checkpoint

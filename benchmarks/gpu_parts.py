@@ -27,11 +27,11 @@ from launches import noted_launches
 from torch import nn
 
 from nasfast.engine import EagerEngine, GraphEngine
-from nasfast.floor import Machine, measure_machine, step_floor, trace
-from nasfast.projection import CARDS, kernels_of, passes_of, project
+from nasfast.measure.floor import Machine, measure_machine, step_floor, trace
+from nasfast.measure.projection import CARDS, kernels_of, passes_of, project
+from nasfast.measure.timing import EngineStep, GraphedStep, TrainingStep, measure, measuring, random_batch
 from nasfast.spaces import Arch, Block, FixedLayer, SearchSpace, Stage, get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet
-from nasfast.timing import EngineStep, GraphedStep, TrainingStep, measure, measuring, random_batch
 
 Step = Callable[[], dict[str, float]]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from gpu_plan import HERE, ROOT, environment_of, tests_command
 
-from nasfast.doctor import environment
-from nasfast.timing import machine, measure, seconds_of
+from nasfast.measure.doctor import environment
+from nasfast.measure.timing import machine, measure, seconds_of
 
 try:
     import triton

@@ -1,6 +1,6 @@
 """What every benchmark does: make variants, count what they save, and write results that say where they come from.
 
-`nasfast.timing.measure` times variants interleaved in one process.
+`nasfast.measure.timing.measure` times variants interleaved in one process.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from nasfast.timing import machine
+from nasfast.measure.timing import machine
 
 ROOT = Path(__file__).parent.parent
 

@@ -161,8 +161,8 @@ class ForkServer:
 
 def _serve() -> None:
     """Fork for every request on standard input; answer with the child's number, and at its end with its status."""
-    import nasfast.commands  # noqa: F401, PLC0415  (what takes seconds, once for all)
-    from nasfast.cli import main  # noqa: PLC0415
+    import nasfast.cli.commands  # noqa: F401, PLC0415  (what takes seconds, once for all)
+    from nasfast.cli.main import main  # noqa: PLC0415
 
     print(json.dumps({"pid": os.getpid()}), flush=True)
     for line in sys.stdin:

@@ -33,7 +33,8 @@ import nasfast
 from nasfast._triton.configs import FAMILIES, Config
 from nasfast.engine import EagerEngine
 from nasfast.engine.graphs import GraphEngine
-from nasfast.ops import bn_triton, tuning, use_backend
+from nasfast.ops import tuning, use_backend
+from nasfast.ops.triton import bn as bn_triton
 from nasfast.spaces import Arch, get_space, mean_path
 from nasfast.supernet import Supernet
 from nasfast.train.loop import TrainConfig, make_optimizer

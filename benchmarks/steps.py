@@ -19,9 +19,10 @@ import torch
 from harness import saved_bytes
 from torch import Tensor, nn
 
-from nasfast import floor, ops
+from nasfast import ops
+from nasfast.measure import floor
+from nasfast.measure.timing import TrainingStep, measure
 from nasfast.spaces import Arch
-from nasfast.timing import TrainingStep, measure
 
 _OURS = "nasfast"
 # a loss of about 7 must agree to this part of it; bf16 rounds activations to 8 bits through some sixty layers

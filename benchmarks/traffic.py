@@ -3,7 +3,7 @@
     python benchmarks/traffic.py [--space mobilenet_v2] [--batch 32] [--dtypes bf16 fp32] [--out FILE]
 
 The step is recorded (recorder.py): of every launch, each tensor that it is given counts once, as if what a program
-reads again came from the caches. The floor is that of nasfast.floor: every convolution's output written once
+reads again came from the caches. The floor is that of nasfast.measure.floor: every convolution's output written once
 and read once forward, one write and three reads backward; it counts no statistics, and no gradient twice.
 """
 
@@ -20,7 +20,7 @@ import torch
 from harness import positive, write_json
 from recorder import Workload, record_step
 
-from nasfast.floor import Machine, step_floor, trace
+from nasfast.measure.floor import Machine, step_floor, trace
 from nasfast.spaces import get_space, mean_path
 from nasfast.supernet import StandaloneNetwork
 

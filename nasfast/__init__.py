@@ -8,14 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from nasfast.runtime import moved
+
 __version__ = "0.1.0"
+
+moved.install()
 
 if TYPE_CHECKING:
     from nasfast import data, ops, retrain, search, spaces, supernet, train
+    from nasfast.fusion import fuse, unfuse
     from nasfast.indicators.bn_gamma import score
     from nasfast.indicators.rank import rank
     from nasfast.indicators.table import IndicatorTable
-    from nasfast.ops import fuse, orthogonalize_, unfuse, use_backend
+    from nasfast.ops import orthogonalize_, use_backend
     from nasfast.pipeline import RunConfig, run
     from nasfast.supernet import Supernet, build, inherit
     from nasfast.train import train_supernet
@@ -34,14 +39,14 @@ _HOMES = {
     "RunConfig": "nasfast.pipeline",
     "Supernet": "nasfast.supernet",
     "build": "nasfast.supernet",
-    "fuse": "nasfast.ops",
+    "fuse": "nasfast.fusion",
     "inherit": "nasfast.supernet",
     "orthogonalize_": "nasfast.ops",
     "rank": "nasfast.indicators.rank",
     "run": "nasfast.pipeline",
     "score": "nasfast.indicators.bn_gamma",
     "train_supernet": "nasfast.train",
-    "unfuse": "nasfast.ops",
+    "unfuse": "nasfast.fusion",
     "use_backend": "nasfast.ops",
 }
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from nasfast.cli import main
+from nasfast.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

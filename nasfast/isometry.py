@@ -33,13 +33,13 @@ from nasfast.analysis.study import (
     relative_gain,
 )
 from nasfast.config import ConfigBase
-from nasfast.files import write_atomic
 from nasfast.indicators.bn_gamma import score
+from nasfast.measure.timing import random_batch
 from nasfast.report import write_isometry_page
+from nasfast.runtime.files import write_atomic
 from nasfast.spaces import FairSampler, SearchSpace, get_space, mean_path
 from nasfast.study import carry_out, check_common, maker, plain, sample_shape
 from nasfast.supernet import Init, Supernet, initialize
-from nasfast.timing import random_batch
 from nasfast.train import TrainConfig, train_supernet
 
 # Larger inputs change borders alone, and cost their area.

@@ -43,7 +43,7 @@ from nasfast.analysis.moments.detect import EXPLODING, ONE_DIMENSIONAL, WELL_BEH
 from nasfast.analysis.moments.module import sensitivity, statistics_of
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.data import FolderSource
-from nasfast.device import check_device, torch_device
+from nasfast.runtime.device import check_device, torch_device
 from nasfast.spaces import SearchSpace, UniformSampler, get_space
 from nasfast.study import Check, StudyReport, Table, Task, check_common, maker, run_study, sample_shape
 from nasfast.supernet import Init, Supernet, initialize

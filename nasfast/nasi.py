@@ -42,18 +42,18 @@ from nasfast.cells.nasi import (
     untrained,
 )
 from nasfast.cells.prototypes import DrawnBatches, prototypes
-from nasfast.cells.space import read_space
 from nasfast.config import ConfigBase, ConfigError, nearest
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.augment import derive_seed
-from nasfast.device import check_device, torch_device
-from nasfast.files import write_atomic
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, read_accuracies
 from nasfast.indicators.nasi import METHOD, LayerMixture, layer_arch, nasi_table
 from nasfast.indicators.rank import PredictorReport, RankReport, rank
 from nasfast.indicators.table import IndicatorTable
+from nasfast.runtime.device import check_device, torch_device
+from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, SearchSpace, arch_to_json, format_arch, get_space
 from nasfast.spaces.builders import names_file
+from nasfast.spaces.cells import read_space
 from nasfast.study import Check, StudyReport, Table, Task, check_common, run_study
 
 _EXPLANATION = (

@@ -20,15 +20,15 @@ import torch
 from nasfast.cells import CellSpace, space_kind
 from nasfast.config import ConfigError, difference, load_yaml
 from nasfast.data import Loader, make_loader, make_loaders, random_subset
-from nasfast.distributed import SINGLE, World
-from nasfast.doctor import environment
-from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.scores import Evidence, check_score, get_score, score_table
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.lock import run_lock
+from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
 from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE
+from nasfast.runtime.distributed import SINGLE, World
+from nasfast.runtime.files import read_metrics, write_atomic
+from nasfast.runtime.lock import run_lock
 from nasfast.search import (
     Candidate,
     History,

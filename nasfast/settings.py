@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from nasfast.config import ConfigBase
 from nasfast.data import DataConfig
-from nasfast.device import check_device, torch_device
 from nasfast.indicators.config import ScoreConfig
 from nasfast.retrain import RetrainConfig
+from nasfast.runtime.device import check_device, torch_device
 from nasfast.search import SearchConfig
 from nasfast.train import TrainConfig
 from nasfast.train.supernet import MethodName, SupernetConfig, default_lr

@@ -24,10 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.doctor import environment
-from nasfast.files import write_atomic
+from nasfast.measure.doctor import environment
+from nasfast.measure.timing import machine, measuring
 from nasfast.report import write_study_page
-from nasfast.timing import machine, measuring
+from nasfast.runtime.files import write_atomic
 
 _LOG = logging.getLogger(__name__)
 

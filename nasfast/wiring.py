@@ -20,7 +20,6 @@ import torch
 from scipy import stats
 
 from nasfast.cells import CELLS, DARTS_OPS, Cell, CellSpace, CellSupernet
-from nasfast.cells.costs import NONE, SKIP_CONNECT
 from nasfast.cells.derive import derivations
 from nasfast.cells.montecarlo import monte_carlo
 from nasfast.cells.probe import GROUPS, CostTable
@@ -32,13 +31,14 @@ from nasfast.cells.search import (
     CellSearchResult,
     search_cells,
 )
-from nasfast.cells.space import Norm, Order
 from nasfast.cells.theorems import check_theorems
 from nasfast.config import ConfigBase
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.datasets import split_source
-from nasfast.device import check_device, torch_device
-from nasfast.files import write_atomic
+from nasfast.runtime.device import check_device, torch_device
+from nasfast.runtime.files import write_atomic
+from nasfast.spaces.cell_costs import NONE, SKIP_CONNECT
+from nasfast.spaces.cells import Norm, Order
 from nasfast.study import Check, StudyReport, Table, Task, check_common, plain, run_study
 from nasfast.train import TrainConfig
 

@@ -77,3 +77,11 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
     if pool is not None:
         pool.poison_pool(False)
+
+
+@pytest.fixture
+def native():
+    """The compiled extension; skipped with the loader's reason where it was not built."""
+    if _native.extension is None:
+        pytest.skip(_native.why_missing())
+    return _native.extension

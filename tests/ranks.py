@@ -22,14 +22,14 @@ from killable import at_call, die
 from tiny import batches, tiny_space
 from torch import Tensor, nn
 
-import nasfast.commands  # noqa: F401, so that not every forked command imports it
+import nasfast.cli.commands  # noqa: F401, so that not every forked command imports it
 import nasfast.train.loop as loop_module
-from nasfast import cli
-from nasfast.distributed import RankError, World, start
+from nasfast.cli import main as cli
 from nasfast.engine import GraphEngine
+from nasfast.runtime.distributed import RankError, World, start
+from nasfast.runtime.termination import Terminated
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet, build
-from nasfast.termination import Terminated
 from nasfast.train import CheckpointError, TrainConfig, evaluate, train, train_supernet
 
 ARCH = (1, 0, 2, 1)

@@ -26,79 +26,76 @@ ROOT = Path(nasfast.__file__).parent
 # room -> rooms it may import; a room not named here must be given its arrows when it is made
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
-    "files": set(),
-    "lock": {"files"},
-    "termination": set(),
-    "distributed": set(),
+    "runtime.files": set(),
+    "runtime.lock": {"runtime.files"},
+    "runtime.moved": set(),
+    "runtime.termination": set(),
+    "runtime": {"config"},
     "spaces": {"config"},
-    "ops": {"files"},
-    "floor": set(),
+    "ops": {"runtime.files", "runtime.moved"},
+    "fusion": {"ops"},
     "supernet": {"config", "spaces", "ops"},
-    "data": {"config", "files"},
+    "data": {"config", "runtime.files"},
     "engine": {"spaces", "supernet", "ops"},
     "analysis.meanfield": set(),
     "analysis.concentration": {"ops"},
     "analysis": {
         "config", "spaces", "ops", "supernet", "indicators.table", "analysis.concentration", "analysis.meanfield",
     },
-    "train": {"config", "files", "lock", "termination", "distributed", "spaces", "supernet", "engine"},
-    "cells": {"config", "files", "spaces", "ops", "supernet", "data", "engine", "train"},
-    "indicators.table": {"files", "spaces"},
+    "train": {
+        "config", "runtime.files", "runtime.lock", "runtime.termination", "runtime", "spaces", "supernet", "engine",
+    },
+    "cells": {"config", "runtime.files", "spaces", "ops", "supernet", "data", "engine", "train"},
+    "indicators.table": {"runtime.files", "spaces"},
     "indicators.structure": {"config", "spaces", "indicators.table"},
     "indicators.accuracies": {"spaces"},
-    "indicators.rank": {"files", "spaces", "indicators.accuracies", "indicators.structure", "indicators.table"},
+    "indicators.rank": {
+        "runtime.files", "spaces", "indicators.accuracies", "indicators.structure", "indicators.table",
+    },
     "indicators": {
         "config", "spaces", "supernet", "train", "cells", "indicators.rank", "indicators.structure", "indicators.table",
     },
-    "search": {"config", "files", "spaces", "indicators.table"},
-    "retrain": {"config", "files", "lock", "distributed", "spaces", "supernet", "train", "cells"},
-    "report": {"config", "files", "spaces", "indicators.table", "indicators.rank", "search"},
-    "device": {"config"},
-    "timing": {"config", "device", "ops", "spaces", "engine"},
-    "doctor": {"ops"},
-    "projection": {"config", "floor", "timing"},
-    "latency": {
-        "config", "files", "spaces", "supernet", "engine", "train", "timing", "doctor", "floor", "projection",
-    },
-    "study": {"config", "files", "timing", "doctor", "report"},
+    "search": {"config", "runtime.files", "spaces", "indicators.table"},
+    "retrain": {"config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "cells"},
+    "report": {"config", "runtime.files", "spaces", "indicators.table", "indicators.rank", "search"},
+    "measure": {"config", "runtime.files", "runtime", "ops", "fusion", "spaces", "supernet", "engine", "train"},
+    "study": {"config", "runtime.files", "measure", "report"},
     "isometry": {
-        "config", "files", "spaces", "supernet", "train", "indicators", "timing", "analysis", "analysis.meanfield",
-        "report", "study",
+        "config", "runtime.files", "spaces", "supernet", "train", "indicators", "measure", "analysis",
+        "analysis.meanfield", "report", "study",
     },
-    "moments": {"config", "spaces", "supernet", "data", "device", "analysis", "study"},
-    "wiring": {"config", "files", "spaces", "cells", "data", "device", "train", "study"},
+    "moments": {"config", "spaces", "supernet", "data", "runtime", "analysis", "study"},
+    "wiring": {"config", "runtime.files", "spaces", "cells", "data", "runtime", "train", "study"},
     "nasi": {
-        "config", "files", "spaces", "cells", "data", "device", "indicators", "indicators.accuracies",
+        "config", "runtime.files", "spaces", "cells", "data", "runtime", "indicators", "indicators.accuracies",
         "indicators.rank", "indicators.table", "study",
     },
-    "profile": {"config", "spaces", "supernet", "train", "timing"},
-    "settings": {"config", "data", "device", "indicators", "retrain", "search", "train"},
+    "settings": {"config", "data", "runtime", "indicators", "retrain", "search", "train"},
     "pipeline": {
-        "config", "files", "lock", "distributed", "spaces", "supernet", "data", "train", "indicators",
-        "indicators.table", "search", "cells", "retrain", "report", "doctor", "settings",
+        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "indicators",
+        "indicators.table", "search", "cells", "retrain", "report", "measure", "settings",
     },
-    "commands": {
-        "config", "distributed", "spaces", "cells", "indicators", "indicators.accuracies", "indicators.table",
-        "indicators.rank", "report", "latency", "study",
-        "isometry", "moments", "nasi", "wiring", "profile", "doctor", "pipeline",
+    "cli.commands": {
+        "config", "runtime", "spaces", "cells", "indicators", "indicators.accuracies", "indicators.table",
+        "indicators.rank", "report", "measure", "study", "isometry", "moments", "nasi", "wiring", "pipeline",
     },
-    "cli": {"config", "files", "termination", "commands"},
+    "cli": {"config", "runtime.files", "runtime.termination", "cli.commands"},
     "__main__": {"cli"},
     # names the others only while a type checker reads it
-    "": set(),
+    "": {"runtime.moved"},
 }  # fmt: skip
 
-# `cli` imports `commands` only when it is to run one: usage must not wait for torch
+# `cli.main` imports `cli.commands` only when it is to run one: usage must not wait for torch.
 # The launchers import Triton and its kernels, which `registry` wants only where they can run.
 LATE = {
-    ("nasfast.cli", "nasfast.commands"),
-    ("nasfast.ops.registry", "nasfast.ops.bn_triton"),
-    ("nasfast.ops.registry", "nasfast.ops.conv_triton"),
-    ("nasfast.ops.registry", "nasfast.ops.mixed_triton"),
+    ("nasfast.cli.main", "nasfast.cli.commands"),
+    ("nasfast.ops.registry", "nasfast.ops.triton.bn"),
+    ("nasfast.ops.registry", "nasfast.ops.triton.conv"),
+    ("nasfast.ops.registry", "nasfast.ops.triton.mixed"),
 }
 TORCH_FREE = {
-    "cli", "__main__", "config", "files", "lock", "termination", "spaces", "indicators.accuracies", "indicators.table",
-    "indicators.structure", "indicators.rank", "search",
+    "cli", "__main__", "config", "runtime.files", "runtime.lock", "runtime.moved", "runtime.termination", "spaces",
+    "indicators.accuracies", "indicators.table", "indicators.structure", "indicators.rank", "search",
 }  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 NATIVE = {"nasfast._C", "nasfast._triton"}
@@ -260,14 +257,14 @@ def test_the_reader_sees_the_imports():
         ("train", "supernet"),
         ("supernet", "ops"),
         ("search", "indicators.table"),
-        ("commands", "pipeline"),
+        ("cli.commands", "pipeline"),
     } <= seen
     assert {room for room in ALLOWED if room} == {room_of(n.removesuffix(".__init__")) for n in sources} - {""}
 
 
 def test_the_arrows_themselves_have_no_cycle():
     assert _cycles(ALLOWED) == []
-    assert ALLOWED["search"] == {"config", "files", "spaces", "indicators.table"}
+    assert ALLOWED["search"] == {"config", "runtime.files", "spaces", "indicators.table"}
 
 
 FAKE = {

@@ -21,7 +21,7 @@ from nasfast.analysis.study import (
     parts_of,
     relative_gain,
 )
-from nasfast.cli import main
+from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.isometry import IsometryConfig, indicator_stability, isometry_study
 from nasfast.report import write_isometry_page
@@ -292,7 +292,7 @@ def test_a_missed_mark_gives_an_exit_status(report, capsys, monkeypatch, tmp_pat
         calls.append(cfg)
         return found
 
-    monkeypatch.setattr("nasfast.commands.isometry_study", study)
+    monkeypatch.setattr("nasfast.cli.commands.isometry_study", study)
     found = report
     assert main(["isometry", "--space", "digits_mini", "--paths", "5"]) == 0
     assert calls[-1] == IsometryConfig(space="digits_mini", paths=5)

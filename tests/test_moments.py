@@ -13,7 +13,7 @@ from torch import nn
 
 from nasfast import moments as module
 from nasfast.analysis.moments import NetConfig, detect, fields, gaussian, run, summarise
-from nasfast.cli import main
+from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.moments import (
     FiguresConfig,

@@ -12,7 +12,7 @@ from nasfast import nasi
 from nasfast.cells import darts_space, read_space
 from nasfast.cells.nasi import CellMixture
 from nasfast.cells.prototypes import prototypes
-from nasfast.cli import main
+from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators import IndicatorTable
 from nasfast.nasi import (

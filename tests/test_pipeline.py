@@ -16,15 +16,15 @@ from tiny import batches, tiny_space
 
 import nasfast.train.loop as loop
 from nasfast import pipeline
-from nasfast.cli import main
+from nasfast.cli.main import main
 from nasfast.config import ConfigError, dump_yaml, load_yaml
 from nasfast.indicators import bn_gamma
 from nasfast.indicators.scores import score_paths, score_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.lock import RunDirectoryError
 from nasfast.pipeline import RunConfig
 from nasfast.report.evidence import compare
 from nasfast.retrain import retrain
+from nasfast.runtime.lock import RunDirectoryError
 from nasfast.search import InfeasibleConstraintError, load_candidates
 from nasfast.spaces import SKIP, FairSampler, SearchSpace, load_arch
 from nasfast.supernet import Supernet

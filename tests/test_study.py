@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nasfast import commands
-from nasfast.cli import main
+from nasfast.cli import commands
+from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.moments import ModuleConfig, QuickConfig
 from nasfast.report import write_study_page

@@ -18,7 +18,7 @@ from nasfast import wiring
 from nasfast.cells import DARTS_OPS, Cell, CellSpace, Edge, minimal_cell, read_space
 from nasfast.cells.probe import CostTable
 from nasfast.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchEngine, CellSearchResult
-from nasfast.cli import main
+from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.data import DataError
 from nasfast.report import study_figure

@@ -3,7 +3,7 @@
 from nasfast.cells.derive import derivations, derive
 from nasfast.cells.network import CellStandalone, CellSupernet
 from nasfast.cells.search import CellSearchConfig, CellSearchResult, search_cells
-from nasfast.cells.space import (
+from nasfast.spaces.cells import (
     CELL_SPACES,
     CELLS,
     DARTS_OPS,

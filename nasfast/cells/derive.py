@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nasfast.cells.costs import NONE
-from nasfast.cells.space import CellSpace
 from nasfast.spaces import Arch
+from nasfast.spaces.cell_costs import NONE
+from nasfast.spaces.cells import CellSpace
 
 
 def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax", "darts"]) -> Arch:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.cells.costs import NONE
 from nasfast.cells.gates import Columns, candidates_of, gumbel, one_hot, softmax_gradient
 from nasfast.cells.network import CellSupernet
-from nasfast.cells.space import CellSpace
 from nasfast.config import ConfigBase, nearest
 from nasfast.data.augment import derive_seed
 from nasfast.spaces import Arch
+from nasfast.spaces.cell_costs import NONE
+from nasfast.spaces.cells import CellSpace
 from nasfast.supernet import standalone_network
 from nasfast.train.batches import EpochLoader, as_epochs
 

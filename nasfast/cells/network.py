@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from nasfast import ops
 from nasfast.cells.operations import Operation, Style, is_plain_batch_norm, make_operation, make_preprocess
-from nasfast.cells.space import CellSpace
+from nasfast.spaces.cells import CellSpace
 from nasfast.supernet import Init, InitScheme, initialize, standalone_network
 
 Runs = Sequence[Sequence[Sequence[int]]]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast import ops
-from nasfast.cells.costs import KERNELS, NONE, SKIP_CONNECT
-from nasfast.cells.space import Norm, Order
+from nasfast.spaces.cell_costs import KERNELS, NONE, SKIP_CONNECT
+from nasfast.spaces.cells import Norm, Order
 
 
 @dataclass(frozen=True)

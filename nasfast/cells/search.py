@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.cells.costs import NONE
 from nasfast.cells.derive import derivations
 from nasfast.cells.gates import Columns, Draw, Estimator, Method, make_estimator
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.probe import GROUPS, QUANTITIES, grouped_costs
-from nasfast.cells.space import CellSpace
 from nasfast.config import ConfigBase
 from nasfast.data.augment import derive_seed
 from nasfast.engine import StepResult
-from nasfast.files import write_atomic
+from nasfast.runtime.files import write_atomic
 from nasfast.spaces import arch_to_json
+from nasfast.spaces.cell_costs import NONE
+from nasfast.spaces.cells import CellSpace
 from nasfast.train import TrainConfig
 from nasfast.train.batches import EpochLoader, as_epochs
 from nasfast.train.loop import train

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.cells.costs import NONE, SKIP_CONNECT
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.operations import Operation
 from nasfast.cells.probe import sample_costs
-from nasfast.cells.space import CELLS, Cell, CellSpace
+from nasfast.spaces.cell_costs import NONE, SKIP_CONNECT
+from nasfast.spaces.cells import CELLS, Cell, CellSpace
 
 EXACT = 1e-10
 """Bound of what holds but for rounding."""

@@ -50,7 +50,7 @@ from torchvision.transforms.v2 import functional as F
 from nasfast.data.augment import Augmentation, Views, render
 from nasfast.data.backends import Decoded, Request
 from nasfast.data.datasets import DataError, ImageSource, SubsetSource
-from nasfast.files import write_atomic
+from nasfast.runtime.files import write_atomic
 
 _LOG = logging.getLogger(__name__)
 

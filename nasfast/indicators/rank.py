@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from nasfast.files import write_atomic
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, ArchSpace
 
 _BUDGET_QUANTILES = (0.10, 0.25, 0.50, 0.75, 1.00)

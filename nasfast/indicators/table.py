@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nasfast.files import seal, unseal, write_atomic
+from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
 _FORMAT = "nasfast.indicator_table/2"

@@ -1,30 +1,28 @@
 """Functional operators of frozen-weight supernets, each with a reference and faster backends behind one contract."""
 
+from typing import Any
+
 from nasfast.ops import modules, reference
 from nasfast.ops._native import empty_cache
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain, inverted_residual
 from nasfast.ops.depthwise import depthwise_conv2d
-from nasfast.ops.fuse import FusedChain, FuseReport, NotFused, fuse, unfuse
 from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
 from nasfast.ops.pooling import pool_3x3
 from nasfast.ops.reference import ConvBNParams, Stage
+from nasfast.runtime import moved
 
 __all__ = [
     "BACKENDS",
     "ConvBNParams",
-    "FuseReport",
-    "FusedChain",
-    "NotFused",
     "Stage",
     "bn_act",
     "conv_bn_act",
     "conv_bn_act_chain",
     "depthwise_conv2d",
     "empty_cache",
-    "fuse",
     "inverted_residual",
     "mixed_bn",
     "modules",
@@ -33,6 +31,9 @@ __all__ = [
     "pool_3x3",
     "reference",
     "resolve_backend",
-    "unfuse",
     "use_backend",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return moved.find(__name__, name)

@@ -26,7 +26,9 @@ def _available() -> list[str]:
 
 
 def _define_triton() -> None:
-    from nasfast.ops import bn_triton, conv_triton, mixed_triton
+    from nasfast.ops.triton import bn as bn_triton
+    from nasfast.ops.triton import conv as conv_triton
+    from nasfast.ops.triton import mixed as mixed_triton
 
     launchers = (
         bn_triton.bn_act_fwd, bn_triton.bn_act_bwd, conv_triton.conv_bn_act_fwd, conv_triton.conv_bn_act_bwd,

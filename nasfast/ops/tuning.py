@@ -22,7 +22,7 @@ import torch
 import triton
 
 from nasfast._triton.configs import FAMILIES, Config
-from nasfast.files import write_atomic
+from nasfast.runtime.files import write_atomic
 
 Result = TypeVar("Result")
 

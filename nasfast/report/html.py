@@ -11,11 +11,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from nasfast.config import load_yaml, portable
-from nasfast.files import read_metrics, write_atomic
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, worth_of_score
 from nasfast.report.page import embedded, escape, page_of, table_of
+from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.search import SearchResult, load_candidates, pareto_front, sample_under
 from nasfast.spaces import SearchSpace, format_arch, from_yaml
 

@@ -12,9 +12,9 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nasfast.files import write_atomic
 from nasfast.report.page import cards_of, embedded, escape, page_of, table_of
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.runtime.files import write_atomic
 
 _FAIRNESS = {
     "f_var": "f_var: std of log variance",

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from nasfast.files import write_atomic
+from nasfast.runtime.files import write_atomic
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #ffffff; --fg: #1c2024; --soft: #5b6470; --line: #d9dee4; --card: #f5f7f9;

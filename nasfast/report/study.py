@@ -9,10 +9,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from nasfast.files import write_atomic
 from nasfast.report import moments, nasi, wiring
 from nasfast.report.page import cards_of, embedded, escape, page_of, table_of
 from nasfast.report.plots import literal
+from nasfast.runtime.files import write_atomic
 
 Draw = Callable[[Mapping[str, Any]], Figure]
 

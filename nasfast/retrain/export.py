@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nasfast.cells import read_space
-from nasfast.files import temporary_beside, write_atomic
+from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.spaces import arch_to_json, format_arch, load_arch
 from nasfast.supernet import standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint

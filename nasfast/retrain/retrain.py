@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.distributed import SINGLE, World
-from nasfast.files import write_atomic
-from nasfast.lock import run_lock
 from nasfast.retrain.export import MODEL_FILE, save_model
+from nasfast.runtime.distributed import SINGLE, World
+from nasfast.runtime.files import write_atomic
+from nasfast.runtime.lock import run_lock
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch
 from nasfast.supernet import Supernet, build, inherit
 from nasfast.train import Evaluation, TrainConfig, evaluate, recalibrate_bn

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.files import seal, unseal, write_atomic
+from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.search.limits import Limits
 from nasfast.spaces import Arch, SearchSpace
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nasfast.config import ConfigError
-from nasfast.files import seal, unseal
+from nasfast.runtime.files import seal, unseal
 from nasfast.spaces import Arch, SearchSpace
 
 _LOG = logging.getLogger(__name__)

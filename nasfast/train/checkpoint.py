@@ -18,7 +18,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from nasfast.files import check_room, link_atomic, write_atomic
+from nasfast.runtime.files import check_room, link_atomic, write_atomic
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.distributed import SINGLE, World
+from nasfast.runtime.distributed import SINGLE, World
 from nasfast.train.batches import as_epochs
 
 

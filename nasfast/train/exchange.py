@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nasfast.distributed import World
 from nasfast.engine import StepResult
+from nasfast.runtime.distributed import World
 
 
 class Outcome(NamedTuple):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from nasfast.files import METRICS_FILE, locked_lines, read_metrics, write_atomic
+from nasfast.runtime.files import METRICS_FILE, locked_lines, read_metrics, write_atomic
 
 _LOG = logging.getLogger(__name__)
 

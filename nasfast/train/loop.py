@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.config import ConfigBase
-from nasfast.distributed import SINGLE, World
 from nasfast.engine import Engine, make_engine
-from nasfast.lock import run_lock
+from nasfast.runtime.distributed import SINGLE, World
+from nasfast.runtime.lock import run_lock
+from nasfast.runtime.termination import Terminated, noticed
 from nasfast.spaces import Sampler
-from nasfast.termination import Terminated, noticed
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import CheckpointFolder, CheckpointWriter
 from nasfast.train.evaluate import Evaluation

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nasfast.config import difference
-from nasfast.distributed import World
+from nasfast.runtime.distributed import World
 from nasfast.spaces import Sampler
 from nasfast.train.checkpoint import SUFFIX, Checkpoint, CheckpointError, CheckpointFolder, decode, encode, storable
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nasfast.config import ConfigBase, nearest
-from nasfast.distributed import SINGLE, World
+from nasfast.runtime.distributed import SINGLE, World
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
 from nasfast.supernet import Init, InitScheme, Supernet, Trainable
 from nasfast.supernet.init import SCHEMES
@@ -148,7 +148,7 @@ def train_supernet(
         run_dir: gets checkpoints/, metrics.jsonl and tensorboard/.
         resume: continue from the newest good checkpoint of `run_dir`.
         device: where to train.
-        world: the ranks that train together (`nasfast.distributed.start`), each with its share of every batch.
+        world: the ranks that train together (`nasfast.runtime.distributed.start`), each with its share of every batch.
 
     Returns:
         Path of the final checkpoint.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.cells.costs import OPERATIONS
 from nasfast.cells.operations import FactorizedReduce, Operation, Style, make_operation, make_preprocess
+from nasfast.spaces.cell_costs import OPERATIONS
 
 C = 6
 PLAIN = Style(fused=False)

@@ -26,10 +26,10 @@ from nasfast.cells import (
     read_space,
     simplified_cell,
 )
-from nasfast.cells.costs import OPERATIONS, operation_cost
 from nasfast.cells.operations import Style, make_operation
 from nasfast.config import ConfigError
 from nasfast.spaces import ArchError, Cost, SearchSpace, arch_from_json, arch_to_json, load_arch, mobilenet_v2
+from nasfast.spaces.cell_costs import OPERATIONS, operation_cost
 
 S1 = CellSpace("s1", minimal_cell(), cells=1, channels=8, resolution=12)
 SPACES = {

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from nasfast.cells import CELLS, CellSpace, Edge, minimal_cell
-from nasfast.cells.space import Cell
 from nasfast.cells.theorems import (
     EXACT,
     STATISTICS,
@@ -29,6 +28,7 @@ from nasfast.cells.theorems import (
     theorem_2,
     theorem_3,
 )
+from nasfast.spaces.cells import Cell
 
 SMALL = CellSpace("minimal", minimal_cell(), cells=2, channels=4, resolution=8)
 

@@ -14,8 +14,8 @@ import torch
 from nasfast import spaces
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.engine.capture import CudaCapture
+from nasfast.measure.timing import random_batch
 from nasfast.supernet import Supernet
-from nasfast.timing import random_batch
 
 POOL = (0, 1)
 

@@ -55,7 +55,9 @@ class Rules(TorchDispatchMode):
 
 
 def launchers():
-    from nasfast.ops import bn_triton, conv_triton, mixed_triton
+    from nasfast.ops.triton import bn as bn_triton
+    from nasfast.ops.triton import conv as conv_triton
+    from nasfast.ops.triton import mixed as mixed_triton
 
     modules = (bn_triton, conv_triton, mixed_triton)
     return {name: f for module in modules for name, f in vars(module).items() if name.endswith(("_fwd", "_bwd"))}
@@ -164,7 +166,7 @@ def test_what_cannot_be_recorded_is_refused_and_the_candidate_named(breaks, rule
 
 @pytest.mark.parametrize("launcher", ["conv_bn_act_fwd", "conv_bn_act_bwd"])
 def test_launchers_are_looked_into(launcher, rules, monkeypatch):
-    from nasfast.ops import conv_triton
+    from nasfast.ops.triton import conv as conv_triton
 
     run = getattr(conv_triton, launcher)
 

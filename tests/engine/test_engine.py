@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nasfast import spaces, use_backend
 from nasfast.engine import EagerEngine, GraphEngine, make_engine
 from nasfast.engine.graphs import EngineError
+from nasfast.measure.timing import random_batch
 from nasfast.ops import _native, _triton, bn_act
 from nasfast.ops.modules import BNAct2d
 from nasfast.spaces import Block, Stage
 from nasfast.supernet import Supernet
-from nasfast.timing import random_batch
 
 pytestmark = pytest.mark.usefixtures("device")
 CAPTURE = None if DEVICE == "cuda" else EagerCapture

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from nasfast.files import seal, unseal
 from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.runtime.files import seal, unseal
 from nasfast.spaces import SKIP, ArchError, mobilenet_v2, nas_bench_macro
 
 

@@ -16,11 +16,3 @@ def backend(request):
     if request.param == "cpu" and _native.extension is None:
         pytest.skip(_native.why_missing())
     return request.param
-
-
-@pytest.fixture
-def native():
-    """The compiled extension; skipped with the loader's reason where it was not built."""
-    if _native.extension is None:
-        pytest.skip(_native.why_missing())
-    return _native.extension

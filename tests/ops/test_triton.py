@@ -59,7 +59,7 @@ def few_programs(monkeypatch):
 
         monkeypatch.setattr(tuning, "_table", lambda path: {})  # whatever this machine was tuned to
     if DEVICE == "cpu":
-        from nasfast.ops import conv_triton
+        from nasfast.ops.triton import conv as conv_triton
 
         monkeypatch.setattr(conv_triton, "MIN_PROGRAMS", 0)
 
@@ -125,7 +125,7 @@ CUTS = [
 
 @pytest.mark.parametrize(("case", "programs"), [(c, 0) for c in CUTS] + [(c, 10**9) for c in CUTS[1:6:2]], ids=str)
 def test_maps_are_cut_into_strips(case, programs, monkeypatch):
-    from nasfast.ops import conv_triton
+    from nasfast.ops.triton import conv as conv_triton
 
     # the more programs, the fewer rows in each
     monkeypatch.setattr(conv_triton, "MIN_PROGRAMS", programs)

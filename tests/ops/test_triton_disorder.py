@@ -42,7 +42,7 @@ def small_tiles(monkeypatch):
     """Tiles, and groups of partial sums, so small that most launches have several of each."""
     from nasfast._triton import common
     from nasfast._triton.configs import FAMILIES
-    from nasfast.ops import bn_triton
+    from nasfast.ops.triton import bn as bn_triton
 
     for module in (common, bn_triton):
         monkeypatch.setattr(module, "GROUP", tl.constexpr(2))
@@ -88,7 +88,7 @@ def test_bn_act(layout):
 
 
 def test_mixed_bn(monkeypatch):
-    from nasfast.ops import mixed_triton
+    from nasfast.ops.triton import mixed as mixed_triton
 
     monkeypatch.setattr(mixed_triton, "TOGETHER", 2)
     case = MixedCase((2, 18, 3, 5), "nnxnn")

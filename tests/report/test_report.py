@@ -188,7 +188,7 @@ def test_a_failed_write_leaves_the_older_report(finished_run, tmp_path, monkeypa
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nasfast.files.os.replace", fail)
+    monkeypatch.setattr("nasfast.runtime.files.os.replace", fail)
     with pytest.raises(OSError, match="No space left"):
         write_report(tmp_path / "run")
     assert (tmp_path / "run" / "report.html").read_bytes() == before

@@ -10,9 +10,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 
-from nasfast.cells.costs import OPERATIONS
-from nasfast.cells.space import DARTS_OPS
 from nasfast.report import study_figure, wiring, write_study_page
+from nasfast.spaces.cell_costs import OPERATIONS
+from nasfast.spaces.cells import DARTS_OPS
 
 STEPS = [100, 200, 300, 400, 500, 600]
 R = len(STEPS)

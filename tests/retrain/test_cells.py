@@ -11,7 +11,7 @@ from tiny import batches, tiny_space
 
 import nasfast
 from nasfast.cells import CellSpace, CellStandalone, CellSupernet, darts_space, minimal_cell, nas_bench_201_space
-from nasfast.cli import main
+from nasfast.cli.main import main
 from nasfast.pipeline import RunConfig, retrain_best
 from nasfast.retrain import RetrainConfig, export_onnx, load_model, retrain, save_model, timm_plugin  # noqa: F401
 from nasfast.spaces import ArchError, arch_to_json, load_arch

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tiny import tiny_space
 from torch import nn
 
-from nasfast.distributed import SINGLE, World
+from nasfast.runtime.distributed import SINGLE, World
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet, build
 from nasfast.train import evaluate, train

@@ -13,10 +13,10 @@ import ranks
 import torch
 from tiny import tiny_space
 
-from nasfast.cli import main
-from nasfast.distributed import SINGLE
+from nasfast.cli.main import main
+from nasfast.runtime.distributed import SINGLE
+from nasfast.runtime.termination import Terminated
 from nasfast.supernet import build
-from nasfast.termination import Terminated
 from nasfast.train import Evaluation, evaluate, train
 from nasfast.train.checkpoint import CheckpointFolder, load_checkpoint
 from nasfast.train.log import read_metrics
@@ -123,7 +123,7 @@ def test_one_that_comes_with_the_end_is_not_lost(tmp_path):
 
 
 def test_a_command_that_does_not_train_ends_with_143(monkeypatch, caplog):
-    monkeypatch.setattr("nasfast.commands.doctor", lambda: (send(), time.sleep(9)))
+    monkeypatch.setattr("nasfast.cli.commands.doctor", lambda: (send(), time.sleep(9)))
     with caplog.at_level("INFO", logger="nasfast"):
         assert main(["doctor"]) == 143
     assert caplog.messages == ["nasfast doctor: terminated"]

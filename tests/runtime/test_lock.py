@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from nasfast import lock
-from nasfast.lock import RunDirectoryError, run_lock
+from nasfast.runtime import lock
+from nasfast.runtime.lock import RunDirectoryError, run_lock
 
 HOLDER = """
 import os, sys, time
-from nasfast.lock import run_lock
+from nasfast.runtime.lock import run_lock
 with run_lock(sys.argv[1]):
     name = "worker" if len(sys.argv) > 2 and os.fork() == 0 else "held"
     # print may write a line in pieces, between which another process writes

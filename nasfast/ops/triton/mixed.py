@@ -10,7 +10,7 @@ from torch import Tensor
 from nasfast._triton import mixed
 from nasfast._triton.configs import TOGETHER, Config
 from nasfast.ops import tuning
-from nasfast.ops.bn_triton import Norm, NormGradient, cdiv, fold_known, on_device_of, options
+from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, fold_known, on_device_of, options
 
 
 def _runs(wanted: Sequence[bool]) -> Iterator[range]:

@@ -12,11 +12,13 @@ import sys
 import pytest
 from tiny import tiny_space
 
-from nasfast import cli, commands, pipeline
-from nasfast.cli import main
-from nasfast.distributed import SINGLE
+from nasfast import pipeline
+from nasfast.cli import commands
+from nasfast.cli import main as cli
+from nasfast.cli.main import main
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import save_model
+from nasfast.runtime.distributed import SINGLE
 from nasfast.spaces import format_arch, nas_bench_macro
 from nasfast.supernet import build
 
@@ -204,7 +206,8 @@ def test_usage_lists_every_command(capsys, argv):
 
 def test_usage_does_not_wait_for_torch():
     code = (
-        "import sys; from nasfast.cli import main; main(['--help']); main(['serach']); sys.exit('torch' in sys.modules)"
+        "import sys; from nasfast.cli.main import main; main(['--help']); main(['serach']); "
+        "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
 
@@ -393,6 +396,8 @@ def test_export_of_nothing(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_module_is_a_program():
-    done = subprocess.run([sys.executable, "-m", "nasfast.cli", "nothing"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "nasfast.cli.main", "nothing"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2
     assert "unknown command 'nothing'" in done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nasfast
-from nasfast.files import check_room, read_metrics, seal, temporary_beside, unseal, write_atomic
+from nasfast.runtime.files import check_room, read_metrics, seal, temporary_beside, unseal, write_atomic
 
 
 def test_write_atomic_replaces(tmp_path):

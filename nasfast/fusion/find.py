@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from nasfast.ops.deferred import Chain, ChainForward, activation_of, square_conv
+from nasfast.fusion.run import Chain, ChainForward, activation_of, square_conv
 from nasfast.ops.modules import BNAct2d, FusedConvBNAct, FusedInvertedResidual
 
 _OURS = (FusedConvBNAct, FusedInvertedResidual)

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from nasfast.config import ConfigError
-from nasfast.floor import Conv, Machine, conv_floor, trace
-from nasfast.latency import LatencyConfig, latency
-from nasfast.projection import CARDS, Card, Pass, get_card, passes_of, project
+from nasfast.measure.floor import Conv, Machine, conv_floor, trace
+from nasfast.measure.latency import LatencyConfig, latency
+from nasfast.measure.projection import CARDS, Card, Pass, get_card, passes_of, project
 from nasfast.spaces import digits_mini, mean_path
 from nasfast.supernet import StandaloneNetwork
 

@@ -15,9 +15,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from nasfast.config import ConfigError
+from nasfast.measure.timing import StepConfig, TrainingStep, measuring
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
-from nasfast.timing import StepConfig, TrainingStep, measuring
 from nasfast.train.supernet import METHODS, MethodName
 
 TRACE_FILE, NSYS_FILE, NCU_FILE = "trace.json", "nsys", "ncu"

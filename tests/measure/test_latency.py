@@ -10,9 +10,9 @@ import torch
 from captures import EagerCapture
 from tiny import tiny_space
 
-from nasfast import latency as module
 from nasfast.config import ConfigError
-from nasfast.latency import PUBLISHED_MS, LatencyConfig, LatencyReport, LatencyRow, latency
+from nasfast.measure import latency as module
+from nasfast.measure.latency import PUBLISHED_MS, LatencyConfig, LatencyReport, LatencyRow, latency
 from nasfast.spaces import ArchError
 
 

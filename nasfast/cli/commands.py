@@ -19,14 +19,14 @@ import jsonargparse
 from nasfast import pipeline
 from nasfast.cells import CELL_SPACES, read_space
 from nasfast.config import ConfigBase, ConfigError, load_yaml, local, nearest
-from nasfast.distributed import World, environment_rank, start
-from nasfast.doctor import doctor
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.scores import score_paths
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.isometry import IsometryConfig, IsometryReport, isometry_study
-from nasfast.latency import LatencyConfig, latency
+from nasfast.measure.doctor import doctor
+from nasfast.measure.latency import LatencyConfig, latency
+from nasfast.measure.profile import ProfileConfig, profile
 from nasfast.moments import FiguresConfig, ModuleConfig, QuickConfig, figures_study, module_study, quick_study
 from nasfast.nasi import (
     NasiCompareConfig,
@@ -37,9 +37,9 @@ from nasfast.nasi import (
     nasi_search_study,
 )
 from nasfast.pipeline import CONFIG_FILE, RunConfig
-from nasfast.profile import ProfileConfig, profile
 from nasfast.report import write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
+from nasfast.runtime.distributed import World, environment_rank, start
 from nasfast.spaces import Arch, ArchSpace, format_arch, get_space, names_file
 from nasfast.study import StudyReport
 from nasfast.wiring import (

@@ -8,9 +8,9 @@ from tiny import tiny_space
 from torch import nn
 
 from nasfast.config import ConfigError
+from nasfast.measure.timing import StepConfig, TrainingStep, machine, measure, measuring, random_batch, summarise
 from nasfast.spaces import ArchError, mean_path
 from nasfast.supernet import Supernet
-from nasfast.timing import StepConfig, TrainingStep, machine, measure, measuring, random_batch, summarise
 
 
 def test_variants_are_interleaved_in_rotating_order():

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import yaml
 from tiny import tiny_space
 
-import nasfast.distributed as distributed
-from nasfast.cli import main
-from nasfast.distributed import SINGLE, RankError, World, start
+import nasfast.runtime.distributed as distributed
+from nasfast.cli.main import main
+from nasfast.runtime.distributed import SINGLE, RankError, World, start
 from nasfast.train.log import read_metrics
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from nasfast.config import ConfigError
-from nasfast.doctor import environment
 from nasfast.engine import GraphEngine
-from nasfast.files import write_atomic
-from nasfast.floor import measure_machine, trace
-from nasfast.projection import Projection, get_card, kernels_of, passes_of, project
+from nasfast.measure.doctor import environment
+from nasfast.measure.floor import measure_machine, trace
+from nasfast.measure.projection import Projection, get_card, kernels_of, passes_of, project
+from nasfast.measure.timing import EngineStep, GraphedStep, StepConfig, TrainingStep, machine, measure, measuring
+from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import StandaloneNetwork, Supernet
-from nasfast.timing import EngineStep, GraphedStep, StepConfig, TrainingStep, machine, measure, measuring
 from nasfast.train.supernet import METHODS
 
 _LOG = logging.getLogger(__name__)
@@ -55,9 +55,8 @@ class LatencyConfig(StepConfig):
 
     Attributes:
         rounds: timed steps of every row, after two that are not timed.
-        project: a key of `nasfast.projection.CARDS`, such as `rtx3080`: also what DI-NAS on nasfast's operators would
-            take there. Needs
-            a GPU.
+        project: a key of `nasfast.measure.projection.CARDS`, such as `rtx3080`: adds what DI-NAS on nasfast's
+            operators would take on that card. Needs a GPU.
     """
 
     rounds: int = 10

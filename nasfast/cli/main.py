@@ -1,4 +1,4 @@
-"""Entry point of the `nasfast` script: usage, errors and exit status; `nasfast.commands` does the work."""
+"""Entry point of the `nasfast` script: usage, errors and exit status; `nasfast.cli.commands` does the work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Sequence
 
 from nasfast.config import nearest
-from nasfast.files import NO_ROOM
-from nasfast.termination import Terminated, raised
+from nasfast.runtime.files import NO_ROOM
+from nasfast.runtime.termination import Terminated, raised
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nasfast: unknown command {command!r}; {nearest(command, _COMMANDS)}", file=sys.stderr)
         return 2
     # only now: the commands import torch, which takes seconds
-    commands = importlib.import_module("nasfast.commands")
+    commands = importlib.import_module("nasfast.cli.commands")
     try:
         with raised():
             commands.execute(command, _COMMANDS[command], rest)

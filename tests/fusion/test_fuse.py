@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import nasfast
-from nasfast.ops import deferred
+from nasfast.fusion import run as deferred
 from nasfast.ops.modules import BNAct2d, FusedConvBNAct
 
 timm = pytest.importorskip("timm")

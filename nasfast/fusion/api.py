@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from nasfast.ops import chains
+from nasfast.fusion import find as chains
+from nasfast.fusion.run import ChainForward
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.conv import native_place
-from nasfast.ops.deferred import ChainForward
 
 # names that one reason lists before it only counts
 _NAMES_SHOWN = 4

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from nasfast.doctor import doctor
+from nasfast.measure.doctor import doctor
 from nasfast.ops import _native, backends
 
 
@@ -28,7 +28,7 @@ def test_native_build_is_described():
 
 
 def test_missing_extension_is_explained():
-    code = "import sys; sys.modules['nasfast._C'] = None; from nasfast.doctor import doctor; print(doctor())"
+    code = "import sys; sys.modules['nasfast._C'] = None; from nasfast.measure.doctor import doctor; print(doctor())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "bn_act on cpu: reference" in result.stdout

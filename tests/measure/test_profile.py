@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny import tiny_space
 
-from nasfast import profile as module
 from nasfast.config import ConfigError
-from nasfast.profile import ProfileConfig, profile
+from nasfast.measure import profile as module
+from nasfast.measure.profile import ProfileConfig, profile
 
 LAYERS = ["stem.0", "layers.0", "layers.1", "layers.2", "layers.3", "head.0", "classifier"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nasfast.config import ConfigError, nearest
-from nasfast.floor import Machine, Trace, conv_floor
+from nasfast.measure.floor import Machine, Trace, conv_floor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from nasfast.termination import Terminated, noticed, raised
+from nasfast.runtime.termination import Terminated, noticed, raised
 
 
 def send() -> None:
@@ -81,7 +81,7 @@ def test_at_once_within_noticed(handler):
 
 HOOK = """
 import os, signal, time
-from nasfast.termination import Terminated, raised
+from nasfast.runtime.termination import Terminated, raised
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs that run in the background ignore it
 hit = []
 def hook():
@@ -141,6 +141,8 @@ def test_other_threads_have_no_handlers():
 
 
 def test_a_program_that_knows_nothing_of_it_ends_with_143():
-    program = "import os\nfrom nasfast.termination import raised\nwith raised():\n    os.kill(os.getpid(), 15)\n"
+    program = (
+        "import os\nfrom nasfast.runtime.termination import raised\nwith raised():\n    os.kill(os.getpid(), 15)\n"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (143, "")

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.device import check_device, torch_device
 from nasfast.engine import Engine
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.ops import _native
+from nasfast.runtime.device import check_device, torch_device
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
 from nasfast.spaces.cost import output_size
 

@@ -12,9 +12,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from nasfast.cells.costs import NONE, OPERATIONS, SKIP_CONNECT, factorized_reduce_cost, operation_cost
 from nasfast.config import ConfigBase, load_yaml, nearest
 from nasfast.spaces import Arch, ArchError, SearchSpace, parse_arch
+from nasfast.spaces.cell_costs import NONE, OPERATIONS, SKIP_CONNECT, factorized_reduce_cost, operation_cost
 from nasfast.spaces.cost import Cost, Operator, conv_bn_cost, output_size
 
 DARTS_OPS = OPERATIONS[:8]

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from nasfast._triton import depthwise, pointwise
 from nasfast._triton.configs import GATHERED, MIN_PROGRAMS, NORMALIZED, READ, Config, product_tiles, stencil_tile
-from nasfast.ops import bn_triton, tuning
-from nasfast.ops.bn_triton import Norm, NormGradient, cdiv, on_device_of, options, rows_of
+from nasfast.ops import tuning
 from nasfast.ops.destinations import new_image, new_parameter_gradient
+from nasfast.ops.triton import bn as bn_triton
+from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, on_device_of, options, rows_of
 
 
 class _Geometry(NamedTuple):

@@ -15,14 +15,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nasfast.files import NO_ROOM
+from nasfast.runtime.files import NO_ROOM
 
 _LOG = logging.getLogger(__name__)
 
 _LOCK_FILE = ".lock"
 
 _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
-"""Names that `nasfast.files.temporary_beside` gives."""
+"""Names that `nasfast.runtime.files.temporary_beside` gives."""
 
 _FOLDERS = (".", "checkpoints", "report", "retrain/*")
 """Where a run writes files of its own; a user may keep images below a run directory, which are not looked through."""
@@ -46,7 +46,7 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
     that dies. A block within a block of the same process and directory changes nothing. Left-over temporary files of
     killed processes are removed at the outermost. Where the file system cannot lock, a warning says so.
 
-    Of several processes of one run, the one that leads holds it for all (`nasfast.distributed.World.leads`).
+    Of several processes of one run, the one that leads holds it for all (`nasfast.runtime.distributed.World.leads`).
 
     `nasfast report` and `nasfast rank` take no lock: what they write is theirs alone and replaced atomically, and a
     report of a run that is going on is worth having.

@@ -1,0 +1,76 @@
+"""Old names of what has moved: they work for one more version, and warn.
+
+`install` makes old module names importable, and `find` serves old names of a module from its `__getattr__`.
+Delete an entry in the version after the one that moved it, and this file with the last of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MODULES = {
+    "nasfast.cells.costs": "nasfast.spaces.cell_costs",
+    "nasfast.cells.space": "nasfast.spaces.cells",
+    "nasfast.device": "nasfast.runtime.device",
+    "nasfast.distributed": "nasfast.runtime.distributed",
+    "nasfast.doctor": "nasfast.measure.doctor",
+    "nasfast.files": "nasfast.runtime.files",
+    "nasfast.floor": "nasfast.measure.floor",
+    "nasfast.latency": "nasfast.measure.latency",
+    "nasfast.lock": "nasfast.runtime.lock",
+    "nasfast.profile": "nasfast.measure.profile",
+    "nasfast.projection": "nasfast.measure.projection",
+    "nasfast.termination": "nasfast.runtime.termination",
+    "nasfast.timing": "nasfast.measure.timing",
+}
+NAMES = {
+    "nasfast.ops": {name: "nasfast.fusion" for name in ("FuseReport", "FusedChain", "NotFused", "fuse", "unfuse")},
+}
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(
+        f"{old} is now {new}; the old name goes away in the next version", category=FutureWarning, stacklevel=3
+    )
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Gives an import of an old module name the module of the new one."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        _warn(spec.name, MODULES[spec.name])
+        module = importlib.import_module(MODULES[spec.name])
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # the import system has just written the old name's specification over the module's own
+        module.__spec__ = self._spec
+
+
+def install() -> None:
+    """Make the old module names importable; once per process."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _MovedModules())
+
+
+def find(module: str, name: str) -> Any:
+    """What `name` of `module` has become, for the module's `__getattr__`.
+
+    Raises:
+        AttributeError: the module never had such a name.
+    """
+    home = NAMES.get(module, {}).get(name)
+    if home is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    _warn(f"{module}.{name}", f"{home}.{name}")
+    return getattr(importlib.import_module(home), name)
