@@ -85,3 +85,11 @@ def native():
     if _native.extension is None:
         pytest.skip(_native.why_missing())
     return _native.extension
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def backend(request):
+    """Each backend that serves CPU tensors; skipped with the loader's reason where it was not built."""
+    if request.param == "cpu" and _native.extension is None:
+        pytest.skip(_native.why_missing())
+    return request.param
