@@ -81,21 +81,21 @@ check: install  ## lint and format
 	$(BIN)/ruff format --check .
 
 bench: install  ## every benchmark that runs here, in most of an hour
-	$(BIN)/python benchmarks/bench_bn_act.py --out benchmarks/results/bn_act.json
-	$(BIN)/python benchmarks/bench_mixed_bn.py --out benchmarks/results/mixed_bn.json
-	$(BIN)/python benchmarks/bench_depthwise.py --out benchmarks/results/depthwise.json
-	$(BIN)/python benchmarks/bench_conv_bn_act.py --out benchmarks/results/conv_bn_act.json
-	$(BIN)/python benchmarks/bench_supernet_step.py --out benchmarks/results/supernet_step.json
-	$(BIN)/python benchmarks/bench_supernet_step.py --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json
-	$(BIN)/python benchmarks/bench_fuse.py --out benchmarks/results/fuse.json
+	$(BIN)/python -m benchmarks.bench_bn_act --out benchmarks/results/bn_act.json
+	$(BIN)/python -m benchmarks.bench_mixed_bn --out benchmarks/results/mixed_bn.json
+	$(BIN)/python -m benchmarks.bench_depthwise --out benchmarks/results/depthwise.json
+	$(BIN)/python -m benchmarks.bench_conv_bn_act --out benchmarks/results/conv_bn_act.json
+	$(BIN)/python -m benchmarks.bench_supernet_step --out benchmarks/results/supernet_step.json
+	$(BIN)/python -m benchmarks.bench_supernet_step --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json
+	$(BIN)/python -m benchmarks.bench_fuse --out benchmarks/results/fuse.json
 	$(BIN)/nasfast latency --out benchmarks/results/latency.json
-	$(BIN)/python benchmarks/bench_orthogonalize.py --out benchmarks/results/orthogonalize.json
-	$(BIN)/python benchmarks/bench_moments.py --out benchmarks/results/moments.json
-	$(BIN)/python benchmarks/bench_cells.py --batch 32 --out benchmarks/results/cells.json
-	$(BIN)/python benchmarks/bench_nasi.py --out benchmarks/results/nasi.json
-	$(BIN)/python benchmarks/bench_loader.py --out benchmarks/results/loader.json
-	$(BIN)/python benchmarks/bench_scaling.py --out benchmarks/results/weak_scaling.json
-	$(BIN)/python benchmarks/bench_search.py --out benchmarks/results/search.json
+	$(BIN)/python -m benchmarks.bench_orthogonalize --out benchmarks/results/orthogonalize.json
+	$(BIN)/python -m benchmarks.bench_moments --out benchmarks/results/moments.json
+	$(BIN)/python -m benchmarks.bench_cells --batch 32 --out benchmarks/results/cells.json
+	$(BIN)/python -m benchmarks.bench_nasi --out benchmarks/results/nasi.json
+	$(BIN)/python -m benchmarks.bench_loader --out benchmarks/results/loader.json
+	$(BIN)/python -m benchmarks.bench_scaling --out benchmarks/results/weak_scaling.json
+	$(BIN)/python -m benchmarks.bench_search --out benchmarks/results/search.json
 
 clean:  ## remove what was built
 	rm -rf build dist *.egg-info nasfast/_C.*.so nasfast/_build.json

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from harness import forward_backward, ratios, saved_bytes, write_json
 
+from benchmarks.harness import forward_backward, ratios, saved_bytes, write_json
 from nasfast import ops
 from nasfast.measure.timing import measure
 

@@ -1,6 +1,6 @@
 """Step of a differentiable search on a network of cells, against a straightforward PyTorch implementation of it.
 
-    python benchmarks/bench_cells.py [--rounds 5] [--threads N] [--cells 8] [--batch 64] [--out FILE]
+    python -m benchmarks.bench_cells [--rounds 5] [--threads N] [--cells 8] [--batch 64] [--out FILE]
 
 The work: DARTS on the cell with four nodes, every operation of every edge mixed by softmax(a), 32 x 32 images. `one
 level` is one forward and backward pass of weights and logits, `two levels` one for the logits on one batch and then
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import positive, ratios, saved_bytes, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.harness import positive, ratios, saved_bytes, write_json
 from nasfast.cells import DARTS_OPS, CellSpace, CellSupernet, darts_cell, darts_space
 from nasfast.cells.gates import make_estimator
 from nasfast.cells.search import CellSearch, CellSearchConfig, CellSearchEngine, uniform_logits

@@ -1,6 +1,6 @@
 """conv -> BatchNorm -> activation by kind of layer, inverted residual blocks and ShuffleNetV2 units, against PyTorch.
 
-    python benchmarks/bench_conv_bn_act.py [--quick] [--kind WORD ...] [--out FILE]
+    python -m benchmarks.bench_conv_bn_act [--quick] [--kind WORD ...] [--out FILE]
 
 The layers are those of the mean paths of the MobileNetV2 and ShuffleNetV2 spaces, one of each kind per resolution;
 convolutions are frozen, BatchNorms train. The last table adds them up by kind, each for all of its kind and resolution
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from harness import forward_backward, positive, saved_bytes, write_json
 from torch import nn
 
+from benchmarks.harness import forward_backward, positive, saved_bytes, write_json
 from nasfast.measure import floor
 from nasfast.measure.timing import measure
 from nasfast.ops.modules import ConvBNAct, FusedConvBNAct

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from harness import forward_backward, ratios, write_json
 
+from benchmarks.harness import forward_backward, ratios, write_json
 from nasfast import ops
 from nasfast.measure.timing import measure
 

@@ -1,6 +1,6 @@
 """A training step of torchvision's mobilenet_v2 after `nasfast.fuse`, against PyTorch; its reports on five models.
 
-    python benchmarks/bench_fuse.py [--quick] [--out FILE]
+    python -m benchmarks.bench_fuse [--quick] [--out FILE]
 
 Convolutions and classifier are frozen and every BatchNorm trains.
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 import timm
 import torch
 import torchvision
-from harness import positive, write_json
-from steps import VARIANTS, Workload, bench, show, train_batch_norms
 from torch import nn
 
 import nasfast
+from benchmarks.harness import positive, write_json
+from benchmarks.steps import VARIANTS, Workload, bench, show, train_batch_norms
 
 BATCH, RESOLUTION, ROUNDS = 32, 224, 9
 QUICK_BATCH, QUICK_RESOLUTION, QUICK_ROUNDS = 4, 64, 3

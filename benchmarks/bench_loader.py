@@ -3,7 +3,7 @@
 Photographs of 500 x 375 are made here (1/f noise with edges, JPEG of quality 90, about the bytes of an ImageNet image);
 `--cifar` takes an image folder of CIFAR size. A loader's figure is a whole epoch up to normalised fp32 batches.
 
-    python benchmarks/bench_loader.py --cifar images/cifar10/train --out benchmarks/results/loader.json
+    python -m benchmarks.bench_loader --cifar images/cifar10/train --out benchmarks/results/loader.json
 """
 
 import argparse
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import positive, write_json
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -26,6 +25,7 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 import nasfast
+from benchmarks.harness import positive, write_json
 from nasfast.data import DataConfig, FolderSource, Loader, dali, make_loader
 from nasfast.train import TrainConfig
 

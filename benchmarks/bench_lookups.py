@@ -5,7 +5,7 @@ PyTorch's initialisation; `nasfast.indicators.rank.rank` compares the scores wit
 baselines. A row is appended to a JSON-lines file as soon as it is finished, and rows that are there are not computed
 again. `--summary` prints the means over seeds as Markdown.
 
-    python benchmarks/bench_lookups.py --images cifar10/train --macro nas_bench_macro.json --cells nas_bench_201.json
+    python -m benchmarks.bench_lookups --images cifar10/train --macro nas_bench_macro.json --cells nas_bench_201.json
 """
 
 import argparse
@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import positive, provenance
 from torch import Tensor, nn
 
+from benchmarks.harness import positive, provenance
 from nasfast.cells import nas_bench_201_space
 from nasfast.cells.nasi import untrained
 from nasfast.data import DataConfig, FolderSource, make_loader

@@ -1,6 +1,6 @@
 """Speed of the moments experiments against a plain PyTorch loop, and the drift of float32 against float64.
 
-    python benchmarks/bench_moments.py [--rounds 5] [--threads N] [--quick] [--out FILE]
+    python -m benchmarks.bench_moments [--rounds 5] [--threads N] [--quick] [--out FILE]
 
 The peer is the experiment written down straightforwardly: one network at a time, one call of the layer for the signal
 and one for the noise, weights by `torch.randn`, moments in float64 at the same layers, eigenvalues of the covariance of
@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import positive, ratios, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.harness import positive, ratios, write_json
 from nasfast.analysis.moments import NetConfig, fields, gaussian, run
 from nasfast.analysis.moments.inputs import Source, standardised
 from nasfast.measure.timing import measure, measuring

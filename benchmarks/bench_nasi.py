@@ -12,10 +12,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from harness import positive, ratios, write_json
-from steps import memory_of_process, trim_memory
-from straight_through import gradient_of_q
 
+from benchmarks.harness import positive, ratios, write_json
+from benchmarks.steps import memory_of_process, trim_memory
+from benchmarks.straight_through import gradient_of_q
 from nasfast.cells.nasi import Mixture, NasiConfig, sample
 from nasfast.measure.timing import measure
 from nasfast.nasi import NasiSearchConfig, Searches

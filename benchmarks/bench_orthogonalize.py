@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import positive, ratios, write_json
 from torch import Tensor, nn
 
 import nasfast
+from benchmarks.harness import positive, ratios, write_json
 from nasfast import ops
 from nasfast.measure.timing import measure, measuring
 

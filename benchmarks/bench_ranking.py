@@ -5,9 +5,9 @@ its row of the queue names; `nasfast.indicators.rank.rank` compares with the tra
 A training that was stopped goes on from its last checkpoint. A row is appended to a JSON-lines file as soon as it is
 finished, and rows that are there are not computed again; --summary prints them as Markdown.
 
-    python benchmarks/bench_ranking.py --train cifar10/train --val cifar10/test --accuracies nas_bench_macro.json
-    python benchmarks/bench_ranking.py --summary
-    python benchmarks/bench_ranking.py --steps
+    python -m benchmarks.bench_ranking --train cifar10/train --val cifar10/test --accuracies nas_bench_macro.json
+    python -m benchmarks.bench_ranking --summary
+    python -m benchmarks.bench_ranking --steps
 """
 
 import argparse
@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import provenance
 
+from benchmarks.harness import provenance
 from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
 from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import read_accuracies

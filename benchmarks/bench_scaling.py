@@ -1,6 +1,6 @@
 """Weak scaling of training steps over gloo ranks on this machine, and what a checkpoint costs the loop.
 
-    python benchmarks/bench_scaling.py [--ranks 2] [--threads 1] [--batch 32] [--steps 4] [--rounds 5] [--out FILE]
+    python -m benchmarks.bench_scaling [--ranks 2] [--threads 1] [--batch 32] [--steps 4] [--rounds 5] [--out FILE]
 
 Efficiency is the images per second of N ranks with N times the batch over N times those of one process. Beside it
 stands what the machine itself allows: N processes of the same kind that exchange nothing, which share its memory,
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import positive, write_json
 
+from benchmarks.harness import positive, write_json
 from nasfast.engine import EagerEngine
 from nasfast.measure.timing import summarise
 from nasfast.runtime.distributed import SINGLE, World, start

@@ -1,6 +1,6 @@
 """Times of the search stage on the papers' spaces with random scores: top-10, Pareto front, sampling, evolution.
 
-    python benchmarks/bench_search.py [--repeats 5] [--out FILE]
+    python -m benchmarks.bench_search [--repeats 5] [--out FILE]
 
 Prints JSON: seconds per call (median, 20 % and 80 % quantile over repeats with different scores) and sizes.
 """
@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import write_json
-
+from benchmarks.harness import write_json
 from nasfast.indicators.table import IndicatorTable
 from nasfast.measure.timing import summarise
 from nasfast.search import Limits, SearchConfig, pareto_front, run_search, sample_under, top_k

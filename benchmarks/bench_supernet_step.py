@@ -1,6 +1,6 @@
 """A whole training step of a supernet's mean path, convolutions frozen and every BatchNorm training, against PyTorch.
 
-    python benchmarks/bench_supernet_step.py [--quick] [--space NAME ...] [--scaling] [--out FILE]
+    python -m benchmarks.bench_supernet_step [--quick] [--space NAME ...] [--scaling] [--out FILE]
 
 Peers are the same path as a network of plain modules: eager and torch.compile, contiguous and channels_last, fp32 and
 bf16 autocast. --scaling shows instead how ours and the best eager peer grow with the batch, and with threads.
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from harness import positive, write_json
-from steps import VARIANTS, Variant, Workload, bench, make_step, show, train_batch_norms
 from torch import nn
 
+from benchmarks.harness import positive, write_json
+from benchmarks.steps import VARIANTS, Variant, Workload, bench, make_step, show, train_batch_norms
 from nasfast.measure.timing import measure
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet, inherit

@@ -4,4 +4,6 @@
 #
 #     bash benchmarks/gpu.sh [--out DIR] [--part NAME]... [--list] [--device cuda|cpu]
 set -euo pipefail
-exec "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/gpu_plan.py" "$@"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" -m benchmarks.gpu.plan "$@"

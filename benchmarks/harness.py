@@ -16,7 +16,7 @@ import torch
 
 from nasfast.measure.timing import machine
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def forward_backward(

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from harness import saved_bytes
 from torch import Tensor, nn
 
+from benchmarks.harness import saved_bytes
 from nasfast import ops
 from nasfast.measure import floor
 from nasfast.measure.timing import TrainingStep, measure

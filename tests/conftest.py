@@ -1,9 +1,14 @@
 """Fixtures of the whole suite: fixed seeds, the device, the mark `gpu`, and uninitialised memory that shows."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+# for `benchmarks`; at the end, because an installed nasfast comes before the one in this folder
+sys.path.append(str(Path(__file__).parents[1]))
 
 # before the kernels are imported: without a GPU they run under Triton's interpreter
 if not torch.cuda.is_available():

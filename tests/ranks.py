@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from captures import EagerCapture
 from killable import at_call, die
 from tiny import batches, tiny_space
 from torch import Tensor, nn
 
 import nasfast.cli.commands  # noqa: F401, so that not every forked command imports it
 import nasfast.train.loop as loop_module
+from benchmarks.captures import EagerCapture
 from nasfast.cli import main as cli
 from nasfast.engine import GraphEngine
 from nasfast.runtime.distributed import RankError, World, start

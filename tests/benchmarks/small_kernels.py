@@ -4,7 +4,7 @@ Prints, as JSON by name: what the ordinary program and the last one to arrive lo
 switches off for the first thread is issued, but does not count as a load, a store or a product.
 """
 
-import compilable  # noqa: F401
+import benchmarks.gpu_model.compilable  # noqa: F401
 
 # isort: split
 import json
@@ -13,9 +13,10 @@ import sys
 import torch
 import triton
 import triton.language as tl
-from compiled import compile_for, parameters
-from recorder import Step, recorded
-from walk import Latencies, Program, UnknownLoop, walks
+
+from benchmarks.gpu_model.compiled import compile_for, parameters
+from benchmarks.gpu_model.recorder import Step, recorded
+from benchmarks.gpu_model.walk import Latencies, Program, UnknownLoop, walks
 
 MEMORY = 600
 

@@ -1,14 +1,9 @@
 """Every Triton kernel and configuration compiles for sm_86 and sm_90, without a GPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton")
 # bytes per thread that the binaries of some kernels spill by (kernel, storage type): one or two registers
 SPILLED = {
@@ -20,14 +15,11 @@ SPILLED = {
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory):
+def table(program, tmp_path_factory):
     """The program's own table: kernels that the interpreter holds cannot be compiled in this process."""
     out = tmp_path_factory.mktemp("aot") / "aot.json"
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    cache = str(out.parent / "cache")
-    command = [sys.executable, str(ROOT / "benchmarks" / "aot.py"), "--cache", cache, "--out", str(out)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+    command = ["--cache", str(out.parent / "cache"), "--out", str(out)]
+    program("-m", "benchmarks.gpu_model.aot", *command, TRITON_INTERPRET="0")
     return json.loads(out.read_text())["rows"]
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import gpu_plan
 import pytest
-from gpu_plan import PARTS, ROWS, SUMMARY, Part, read_rows, run_part, summarise_file
 
-BENCHMARKS = Path(gpu_plan.__file__).parent
+from benchmarks.gpu import plan
+from benchmarks.gpu.plan import PARTS, ROWS, SUMMARY, Part, read_rows, run_part, summarise_file
+
+ROOT = Path(plan.__file__).parents[2]
+COMMAND = [shutil.which("bash"), str(ROOT / "benchmarks" / "gpu.sh")]
 pytest.importorskip("triton")
 
 # what a machine with a GPU may lack
@@ -26,12 +29,13 @@ def bare(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("bare")
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({MISSING}))\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("NASFAST_", "TRITON_"))}
-    return {**env, "PYTHONPATH": str(folder), "PATH": str(folder), "OMP_NUM_THREADS": "1"}
+    (folder / "dirname").symlink_to(shutil.which("dirname"))
+    return {**env, "PYTHON": sys.executable, "PYTHONPATH": str(folder), "PATH": str(folder), "OMP_NUM_THREADS": "1"}
 
 
 def dry_run(name: str, env: dict[str, str], out: Path) -> list[dict]:
     """The rows of one part on the CPU, which ended well."""
-    command = [sys.executable, str(BENCHMARKS / "gpu_plan.py"), "--device", "cpu", "--part", name, "--out", str(out)]
+    command = [*COMMAND, "--device", "cpu", "--part", name, "--out", str(out)]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = read_rows(out / ROWS)
@@ -111,10 +115,10 @@ def test_compile(bare, tmp_path):
 
 
 def test_the_plan_takes_ten_minutes_and_lists_itself():
-    listed = subprocess.run(["bash", str(BENCHMARKS / "gpu.sh"), "--list"], capture_output=True, text=True, check=True)
+    listed = subprocess.run([*COMMAND, "--list"], capture_output=True, text=True, check=True)
     for part in PARTS:
         assert f"{part.name:8} {part.seconds:4} s  {part.text}" in listed.stdout
-    assert sum(part.seconds for part in PARTS) + gpu_plan._GRACE * len(PARTS) <= 610
+    assert sum(part.seconds for part in PARTS) + plan._GRACE * len(PARTS) <= 610
     assert sum(part.seconds for part in PARTS) <= 600
 
 
@@ -126,22 +130,23 @@ def test_the_memory_of_a_gpu_limits_its_processes(memory, wanted, tmp_path, monk
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert gpu_plan.processes() == wanted
+    assert plan.processes() == wanted
 
 
 # ---- parts that end badly
 
 
 def run_code(code: str, out: Path, limit: float = 30.0) -> dict:
-    env = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return run_part(Part("step", 10, ""), [sys.executable, "-c", code], env, out, limit)
 
 
 def test_a_part_that_crashes_leaves_its_rows_its_last_lines_and_the_next_part(tmp_path):
     row = "{'part': 'step', 'kind': 'step', 'name': 'torch eager', 'median_ms': 2.0, 'q20_ms': 1.0, 'q80_ms': 3.0}"
     code = f"""
-import os, pathlib, gpu_plan
-gpu_plan.append(pathlib.Path({str(tmp_path / ROWS)!r}), {row})
+import os, pathlib
+from benchmarks.gpu import plan
+plan.append(pathlib.Path({str(tmp_path / ROWS)!r}), {row})
 print("line before the end", flush=True)
 os.abort()
 """
@@ -182,7 +187,7 @@ def test_a_summary_names_the_best_peer_and_other_losses():
     steps = {"torch eager": 8.0, "torch graph": 4.0, "nasfast engine": 2.0, "nasfast engine, indicators": 1.0}
     rows = [{"kind": "variant", "name": name, "first_s": 1.0, "loss": ms} for name, ms in steps.items()]
     rows += [{"kind": "step", "name": n, "median_ms": ms, "q20_ms": ms, "q80_ms": ms} for n, ms in steps.items()]
-    text = gpu_plan.summarise({"step": [*rows, {"kind": "floor", "ms": 0.5}]})
+    text = plan.summarise({"step": [*rows, {"kind": "floor", "ms": 0.5}]})
     assert "step: did not end" in text
     assert "  nasfast engine: 0.50 of torch graph" in text and "nasfast engine, indicators: " not in text
     assert "4.0 x floor" in text and "LOSSES DIFFER" in text
@@ -214,8 +219,21 @@ def test_d():
 def test_a_lost_context_costs_one_test(tmp_path):
     pytest.importorskip("xdist")
     (tmp_path / "test_some.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "gpu_rows", "--rows", "rows", "--part", "tests"]
-    env = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "1",
+        "-p",
+        "benchmarks.gpu.rows",
+        "--rows",
+        "rows",
+        "--part",
+        "tests",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, "test_some.py"], cwd=tmp_path, env=env, capture_output=True)
     rows = {row["test"].partition("::")[2]: row for row in read_rows(tmp_path / "rows") if row["outcome"] != "passed"}
     assert rows.keys() == {"test_loses_the_context", "test_c", "test_d"}

@@ -1,15 +1,11 @@
 """The model of a GPU step: what it counts in kernels that can be counted by hand, and what a real step launches."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "issue_model.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "issue_model.json"
 # how much worse than the committed results a step may be modelled before it counts as a regression: compilers differ
 SLACK = 1.05
 # what a step of the default workload may take: launches in all, and microseconds by architecture
@@ -17,23 +13,19 @@ MOST_LAUNCHES, MOST_US = 300, {90: 4000, 86: 16000}
 pytest.importorskip("triton")
 
 
-def _run(*command: str, cache: Path) -> str:
-    environment = {
-        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
-    result = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+@pytest.fixture(scope="session")
+def run(program):
+    """Runs a program that compiles for a GPU, with `cache` as Triton's folder of kernels; returns what it prints."""
+    return lambda *command, cache: program(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache))
 
 
 # ---- kernels that can be counted by hand
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small(run, tmp_path_factory):
     """What the model says of the kernels in small_kernels.py, by name and architecture."""
-    return json.loads(_run(str(Path(__file__).parent / "small_kernels.py"), cache=tmp_path_factory.mktemp("cache")))
+    return json.loads(run(str(Path(__file__).parent / "small_kernels.py"), cache=tmp_path_factory.mktemp("cache")))
 
 
 ARCHS = ("86", "90")
@@ -109,9 +101,9 @@ def _rows(path: Path) -> tuple[dict, dict[int, dict]]:
     return rows[0]["launches"], {row["arch"]: row["kernels"] for row in rows if "arch" in row}
 
 
-def test_a_step_launches_no_more_than_the_results_say(tmp_path):
+def test_a_step_launches_no_more_than_the_results_say(run, tmp_path):
     out = tmp_path / "launches.json"
-    _run(str(ROOT / "benchmarks" / "issue_model.py"), "--arch", "--out", str(out), cache=tmp_path / "cache")
+    run("-m", "benchmarks.gpu_model", "--arch", "--out", str(out), cache=tmp_path / "cache")
     found, expected = _rows(out)[0], _rows(RESULTS)[0]
     assert found["engine"]["triton"] == found["optimizer"]["triton"] == 0
     assert found["forward"]["triton"] > 0 and found["backward"]["triton"] > 0
@@ -122,10 +114,10 @@ def test_a_step_launches_no_more_than_the_results_say(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_is_modelled_no_worse_than_the_results_say(tmp_path):
+def test_a_step_is_modelled_no_worse_than_the_results_say(run, tmp_path):
     out = tmp_path / "model.json"
     # the default cache folder: a second run compiles only what changed
-    _run(str(ROOT / "benchmarks" / "issue_model.py"), "--out", str(out), cache=tmp_path / "unused")
+    run("-m", "benchmarks.gpu_model", "--out", str(out), cache=tmp_path / "unused")
     found, expected = _rows(out)[1], _rows(RESULTS)[1]
     assert set(found) == set(expected) == {86, 90}
     for arch, kernels in found.items():
@@ -138,10 +130,10 @@ def test_a_step_is_modelled_no_worse_than_the_results_say(tmp_path):
         assert 0 < now["memory"] <= now["largest"]
 
 
-def test_a_cache_made_here_serves_the_just_in_time_path(tmp_path):
+def test_a_cache_made_here_serves_the_just_in_time_path(run, tmp_path):
     out = tmp_path / "host.json"
     command = ["--space", "nas_bench_macro", "--cache", str(tmp_path / "kernels"), "--out", str(out)]
-    _run(str(ROOT / "benchmarks" / "host_cost.py"), *command, cache=tmp_path / "unused")
+    run("-m", "benchmarks.gpu_model.host_cost", *command, cache=tmp_path / "unused")
     (row,) = json.loads(out.read_text())["rows"]
     assert row["found"] == row["specializations"] > 10 and row["compiled_again"] == 0
     assert row["launches"] > 0 and 0 < row["launch_us"] < row["step_us"]

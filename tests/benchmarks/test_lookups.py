@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 
-import bench_lookups
 import pytest
 from tiny import write_folder
 
+from benchmarks import bench_lookups
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.zero_cost import ZERO_COST
 

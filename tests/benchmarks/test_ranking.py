@@ -6,12 +6,12 @@ import itertools
 import json
 import random
 
-import bench_ranking
 import pytest
-from bench_ranking import Entry
 from tiny import tiny_macro_space, write_folder
 
 import nasfast.train.loop as loop
+from benchmarks import bench_ranking
+from benchmarks.bench_ranking import Entry
 from nasfast.indicators.table import IndicatorTable
 
 SCORES = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import steps
 import torch
-from bench_supernet_step import SupernetWorkload
-from harness import saved_bytes
-from steps import VARIANTS
 from torch import nn
 
+from benchmarks import steps
+from benchmarks.bench_supernet_step import SupernetWorkload
+from benchmarks.harness import saved_bytes
+from benchmarks.steps import VARIANTS
 from nasfast.spaces import digits_mini, mean_path
 
 WORKLOAD = SupernetWorkload("digits_mini", 4, 32, mean_path(digits_mini()))

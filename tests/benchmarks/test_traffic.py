@@ -1,24 +1,17 @@
 """What the Triton kernels of a real step are given to read and write, beside the floor."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory):
+def step(program, tmp_path_factory):
     """The mean path of the 6^20 space at batch 32 in bf16."""
     out = tmp_path_factory.mktemp("traffic") / "traffic.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), "--dtypes", "bf16", "--out", str(out)]
-    result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+    program("-m", "benchmarks.gpu_model.traffic", "--dtypes", "bf16", "--out", str(out), TRITON_INTERPRET="1")
     (row,) = json.loads(out.read_text())["rows"]
     return row
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from straight_through import gradient_of_q, straight_through
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.straight_through import gradient_of_q, straight_through
 from nasfast.cells import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
 from nasfast.cells.derive import derive
 from nasfast.cells.gates import gumbel

@@ -6,10 +6,10 @@ in it, and an error only on a GPU.
 
 import pytest
 import torch
-from captures import EagerCapture
-from launches import noted_launches
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.captures import EagerCapture
+from benchmarks.gpu.launches import noted_launches
 from nasfast import spaces, use_backend
 from nasfast.engine import GraphEngine
 from nasfast.engine.graphs import EngineError

@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
-from captures import EagerCapture
 from devices import DEVICE
 from tiny import tiny_space
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.captures import EagerCapture
 from nasfast import spaces, use_backend
 from nasfast.engine import EagerEngine, GraphEngine, make_engine
 from nasfast.engine.graphs import EngineError

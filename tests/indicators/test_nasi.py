@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from straight_through import gradient_of_q
 from tiny import batches, tiny_space
 from torch.nn import functional as F
 
+from benchmarks.straight_through import gradient_of_q
 from nasfast.cells.nasi import NasiConfig, sample, search
 from nasfast.indicators import IndicatorTable
 from nasfast.indicators.nasi import LayerMixture, layer_arch, nasi_table

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from captures import EagerCapture
 from tiny import tiny_space
 
+from benchmarks.captures import EagerCapture
 from nasfast.config import ConfigError
 from nasfast.measure import latency as module
 from nasfast.measure.latency import PUBLISHED_MS, LatencyConfig, LatencyReport, LatencyRow, latency

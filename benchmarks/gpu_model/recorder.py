@@ -6,7 +6,7 @@ divisibility of the arguments as on a GPU. PyTorch's operators run on the CPU an
 
 from __future__ import annotations
 
-import compilable  # noqa: F401
+import benchmarks.gpu_model.compilable  # noqa: F401
 
 # isort: split
 import itertools
@@ -22,7 +22,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from captures import EagerCapture
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
@@ -30,6 +29,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import nasfast
+from benchmarks.captures import EagerCapture
 from nasfast._triton.configs import FAMILIES, Config
 from nasfast.engine import EagerEngine
 from nasfast.engine.graphs import GraphEngine

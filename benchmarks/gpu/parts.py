@@ -1,4 +1,4 @@
-"""What the parts of gpu_plan.py measure; started by it, one process each.
+"""What the parts of plan.py measure; started by it, one process each.
 
 The step is forward, cross entropy and backward of the mean path of the 6^20 space, batch 32, 224 x 224, bf16 autocast,
 and only BatchNorms train. On the CPU it is that of a tiny network, and Triton's kernels run under its interpreter.
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from captures import EagerCapture
-from gpu_plan import append, processes
-from launches import noted_launches
 from torch import nn
 
+from benchmarks.captures import EagerCapture
+from benchmarks.gpu.launches import noted_launches
+from benchmarks.gpu.plan import append, processes
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.measure.floor import Machine, measure_machine, step_floor, trace
 from nasfast.measure.projection import CARDS, kernels_of, passes_of, project
@@ -374,17 +374,17 @@ def bench_compile(bench: Bench) -> None:
 
 
 def main() -> None:
-    import gpu_system
+    from benchmarks.gpu import system
 
     parts = {
         "step": bench_step, "kernels": bench_kernels, "paths": bench_paths, "compile": bench_compile,
     }  # fmt: skip
-    system = {
-        "machine": gpu_system.bench_machine, "native": gpu_system.bench_native,
-        "orthogonalize": gpu_system.bench_orthogonalize,
+    of_the_system = {
+        "machine": system.bench_machine, "native": system.bench_native,
+        "orthogonalize": system.bench_orthogonalize,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=[*parts, *system])
+    parser.add_argument("part", choices=[*parts, *of_the_system])
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--seconds", type=float, required=True)
@@ -395,7 +395,7 @@ def main() -> None:
     part = "native" if args.part == "orthogonalize" else args.part
     bench = Bench(part, args.rows, args.device, time.monotonic() + args.seconds)
     with measuring():
-        {**parts, **system}[args.part](bench)
+        {**parts, **of_the_system}[args.part](bench)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 _POLL = 0.002
 """Seconds between two looks at a process or file; a run's work takes about one."""
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 
 
 class Run:

@@ -1,16 +1,16 @@
 """Compile every Triton kernel in every configuration, without a GPU, and show what each asks of one.
 
-    python benchmarks/aot.py [--arch 86 90] [--default] [--kernel NAME ...] [--jobs N] [--cache DIR] [--out FILE]
+    python -m benchmarks.gpu_model.aot [--arch 86 90] [--default] [--kernel NAME ...] [--out FILE]
 
 Real calls are recorded (recorder.py) and compiled for the arguments that they give: registers and spilled bytes per
 thread, shared memory per program, and how many programs fit a multiprocessor. sm_86 is the RTX 3080, with 99 KB of
-shared memory per program; sm_90 the H200. `issue_model.py` looks at every launch of a step, in the default
+shared memory per program; sm_90 the H200. The model (`__main__.py`) looks at every launch of a step, in the default
 configurations.
 """
 
 from __future__ import annotations
 
-import compilable  # noqa: F401
+import benchmarks.gpu_model.compilable  # noqa: F401
 
 # isort: split
 import argparse
@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from compiled import GPUS, compile_for, in_processes
-from harness import ROOT, positive, write_json
-from recorder import Launch, Specialization, Step, Workload, make_step, recorded
 from torch import Tensor
 
+from benchmarks.gpu_model.compiled import GPUS, compile_for, in_processes
+from benchmarks.gpu_model.recorder import Launch, Specialization, Step, Workload, make_step, recorded
+from benchmarks.harness import ROOT, positive, write_json
 from nasfast._triton.configs import FAMILIES
 from nasfast.ops import bn_act, mixed_bn
 

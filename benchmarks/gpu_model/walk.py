@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from integers import carry_out
-from registers import FROM_ATOMIC, Registers, both, global_address, is_predicate
-from sass import Code, Instruction
+from benchmarks.gpu_model.integers import carry_out
+from benchmarks.gpu_model.registers import FROM_ATOMIC, Registers, both, global_address, is_predicate
+from benchmarks.gpu_model.sass import Code, Instruction
 
 # nobody may wait for a program that goes on for so long
 _MOST_STEPS = 20_000_000

@@ -1,6 +1,6 @@
 """Bytes that the Triton kernels of one training step move, kernel by kernel, beside the floor; needs no GPU.
 
-    python benchmarks/traffic.py [--space mobilenet_v2] [--batch 32] [--dtypes bf16 fp32] [--out FILE]
+    python -m benchmarks.gpu_model.traffic [--space mobilenet_v2] [--batch 32] [--dtypes bf16 fp32] [--out FILE]
 
 The step is recorded (recorder.py): of every launch, each tensor that it is given counts once, as if what a program
 reads again came from the caches. The floor is that of nasfast.measure.floor: every convolution's output written once
@@ -9,7 +9,7 @@ and read once forward, one write and three reads backward; it counts no statisti
 
 from __future__ import annotations
 
-import compilable  # noqa: F401
+import benchmarks.gpu_model.compilable  # noqa: F401
 
 # isort: split
 import argparse
@@ -17,9 +17,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from harness import positive, write_json
-from recorder import Workload, record_step
 
+from benchmarks.gpu_model.recorder import Workload, record_step
+from benchmarks.harness import positive, write_json
 from nasfast.measure.floor import Machine, step_floor, trace
 from nasfast.spaces import get_space, mean_path
 from nasfast.supernet import StandaloneNetwork

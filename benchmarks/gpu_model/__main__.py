@@ -1,6 +1,6 @@
 """How long a training step takes at least on a GPU, kernel by kernel, from its machine code; needs no GPU.
 
-    python benchmarks/issue_model.py [--arch 90 86] [--each] [--mix KERNEL] [--compare FILE] [--out FILE]
+    python -m benchmarks.gpu_model [--arch 90 86] [--each] [--mix KERNEL] [--compare FILE] [--out FILE]
 
 One step is recorded launch by launch (recorder.py), every specialisation that occurs is compiled (compiled.py), and
 one warp of each launch is followed through the machine code (walk.py). A launch takes at least
@@ -13,7 +13,7 @@ takes to start a launch is stated beside it, and not in the sum.
 
 from __future__ import annotations
 
-import compilable  # noqa: F401
+import benchmarks.gpu_model.compilable  # noqa: F401
 
 # isort: split
 import argparse
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from compiled import GPUS, Compiled, compile_for, in_processes, parameters
-from harness import ROOT, positive, write_json
-from recorder import PHASES, Launch, Specialization, Step, Workload, record_step
-from sass import Code
-from walk import Latencies, Program, Walk, walks
+from benchmarks.gpu_model.compiled import GPUS, Compiled, compile_for, in_processes, parameters
+from benchmarks.gpu_model.recorder import PHASES, Launch, Specialization, Step, Workload, record_step
+from benchmarks.gpu_model.sass import Code
+from benchmarks.gpu_model.walk import Latencies, Program, Walk, walks
+from benchmarks.harness import ROOT, positive, write_json
 
 # assumed cycles until a load has its value, from DRAM and from the L2 cache, by architecture, and bytes of that cache
 _DRAM, _L2, _L2_BYTES = {90: 600, 86: 480}, {90: 280, 86: 240}, {90: 50e6, 86: 5e6}

@@ -1,4 +1,4 @@
-"""The rows of gpu_plan.py as a page for people: times, ratios to the best peer, multiples of the floor."""
+"""The rows of plan.py as a page for people: times, ratios to the best peer, multiples of the floor."""
 
 from __future__ import annotations
 

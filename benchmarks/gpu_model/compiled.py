@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import compilable  # noqa: F401
+import benchmarks.gpu_model.compilable  # noqa: F401
 
 # isort: split
 import importlib
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from recorder import Specialization
-from sass import TOOLS, Code, disassemble
 from triton import compile as triton_compile
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from benchmarks.gpu_model.recorder import Specialization
+from benchmarks.gpu_model.sass import TOOLS, Code, disassemble
 
 # byte offset of the parameters in the constant bank
 _PARAMETERS_AT = {86: 0x160, 90: 0x210}

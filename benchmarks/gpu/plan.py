@@ -1,6 +1,6 @@
-"""The ten-minute plan for a machine with a CUDA GPU; `benchmarks/gpu.sh` starts it.
+"""The ten-minute plan for a machine with a CUDA GPU.
 
-    python benchmarks/gpu_plan.py [--out DIR] [--part NAME]... [--list] [--device cuda|cpu]
+    bash benchmarks/gpu.sh [--out DIR] [--part NAME]... [--list] [--device cuda|cpu]
 
 Parts run in the order of what they teach, each in a process of its own with a time limit, so that no part can take
 another one with it: a crash, a lost CUDA context or a hang ends its part alone. A part may use the time that those
@@ -25,10 +25,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_summary import summarise
+from benchmarks.gpu.summary import summarise
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROWS, LOG, SUMMARY = "rows.jsonl", "log.txt", "summary.txt"
 # seconds between asking a part to end and killing it
 _GRACE = 3.0
@@ -77,7 +76,7 @@ def command_of(part: Part, device: str, rows: Path, seconds: float) -> list[str]
     if part.name == "tests":
         return tests_command(rows, part.name, ["tests"] if device == "cuda" else _DRY_TESTS, device)
     return [
-        sys.executable, str(HERE / "gpu_parts.py"), part.name,
+        sys.executable, "-m", "benchmarks.gpu.parts", part.name,
         "--rows", str(rows), "--device", device, "--seconds", f"{seconds:.0f}",
     ]  # fmt: skip
 
@@ -94,7 +93,7 @@ def tests_command(rows: Path, part: str, tests: Sequence[str], device: str) -> l
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "--continue-on-collection-errors"]
     # the settings are named, because a part may run it in another folder, whose nasfast it is to test
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-    command += ["-p", "no:cacheprovider", "-p", "gpu_rows", "--rows", str(rows), "--part", part]
+    command += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.rows", "--rows", str(rows), "--part", part]
     if device == "cuda" and find_spec("xdist"):
         command += ["-n", str(processes())]
     return [*command, *(str(ROOT / test) for test in tests)]
@@ -113,7 +112,7 @@ def processes() -> int:
 def environment_of(device: str) -> dict[str, str]:
     """Of the parts: this checkout first, and the interpreter only without a GPU."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env.pop("TRITON_INTERPRET", None)
     if device == "cpu":
         env["TRITON_INTERPRET"] = "1"
@@ -207,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(f"{part.name:8} {part.seconds:4} s  {part.text}" for part in parts))
         print(f"{'all':8} {sum(part.seconds for part in parts):4} s")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_plan: ended from outside"))  # and the part with it
+    # the exception that this raises ends the running part too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu.sh: ended from outside"))
     run_plan(parts, args.device, args.out.resolve())
 
 

@@ -1,14 +1,15 @@
-"""Every kind of fault of `benchmarks/faults.py` once, and that its comparison can fail."""
+"""Every kind of fault that the injector knows, once, and that its comparison can fail."""
 
 from __future__ import annotations
 
 import json
 import shutil
 
-import faults
 import pytest
-from fault_runs import contents, damaged_files, newest_checkpoints
-from processes import ForkServer
+
+from . import __main__ as faults
+from .processes import ForkServer
+from .runs import contents, damaged_files, newest_checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Injects faults into real runs of the command line, and compares what comes out with runs in peace.
 
-    python benchmarks/faults.py [--seed 0] [--scale 1.0] [--kinds KIND ...] [--jobs 2] [--work DIR] [--out FILE]
+    python -m tests.faults [--seed 0] [--scale 1.0] [--kinds KIND ...] [--jobs 2] [--work DIR] [--out FILE]
 
 Every case copies the files of the stages before it, disturbs one stage at a random moment, looks whether anything that
 was saved is lost, does what a user would do (run it again, with --resume where it trains), and compares every file with
@@ -30,9 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fault_runs import RECIPES, Reference, contents, damaged_files, make_inputs, newest_checkpoints, older_checkpoints
-from harness import positive, write_json
-from processes import ForkServer, RealRun, Run
+from benchmarks.harness import positive, write_json
+
+from .processes import ForkServer, RealRun, Run
+from .runs import RECIPES, Reference, contents, damaged_files, make_inputs, newest_checkpoints, older_checkpoints
 
 _START_SECONDS = 5.0
 """Of importing torch and what belongs to it."""

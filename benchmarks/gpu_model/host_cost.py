@@ -1,6 +1,6 @@
 """What the host does for one step on a GPU: compilations, and microseconds of Python per step and per launch.
 
-    python benchmarks/host_cost.py [--arch 90] [--engine eager] [--cache DIR] [--out FILE]
+    python -m benchmarks.gpu_model.host_cost [--arch 90] [--engine eager] [--cache DIR] [--out FILE]
 
 Triton's own just-in-time path runs with a driver that launches nothing, so what the CUDA driver needs for a launch is
 not in the times. The step has one small image, so that PyTorch's operators, which run on the CPU here, take about as
@@ -10,7 +10,7 @@ such a GPU, and the same versions of Triton and of this package, compiles none o
 
 from __future__ import annotations
 
-import compilable  # noqa: F401
+import benchmarks.gpu_model.compilable  # noqa: F401
 
 # isort: split
 import argparse
@@ -24,11 +24,12 @@ from typing import Any
 from unittest.mock import patch
 
 import triton
-from compiled import GPUS, compile_for, in_processes
-from harness import positive, write_json
-from recorder import Workload, make_step, no_gpu, record_step
 from triton import knobs
 from triton.runtime.jit import JITFunction
+
+from benchmarks.gpu_model.compiled import GPUS, compile_for, in_processes
+from benchmarks.gpu_model.recorder import Workload, make_step, no_gpu, record_step
+from benchmarks.harness import positive, write_json
 
 _REPEATS = 30
 _SMALL = {"batch": 1, "resolution": 64}

@@ -7,7 +7,7 @@ import re
 import struct
 from collections.abc import Callable
 
-from registers import (
+from benchmarks.gpu_model.registers import (
     FROM_ATOMIC,
     MASK,
     Bits,
@@ -25,7 +25,7 @@ from registers import (
     signed,
     unknown,
 )  # fmt: skip
-from sass import Instruction
+from benchmarks.gpu_model.sass import Instruction
 
 # ---- instructions: each takes the registers, the instruction, and whether its guard surely holds
 

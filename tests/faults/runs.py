@@ -1,4 +1,4 @@
-"""The small runs that `faults.py` disturbs: their inputs, what they leave undisturbed, and how two results compare."""
+"""The small runs that the injector disturbs: their inputs, what they leave undisturbed, and how two results compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import yaml
 from PIL import Image
-from processes import Run
 
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
@@ -24,6 +23,8 @@ from nasfast.runtime.files import read_metrics
 from nasfast.search import load_candidates
 from nasfast.spaces import SearchSpace
 from nasfast.train.checkpoint import CheckpointError, load_checkpoint
+
+from .processes import Run
 
 IMAGES, BAD, MANY, NAMES = "images", "bad-images", "many-images", "bilder-größe"
 """Folders of images: sound ones, the same with some unreadable, enough for several parts of a cache, and odd names."""

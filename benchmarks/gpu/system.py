@@ -1,4 +1,4 @@
-"""The parts of gpu_plan.py about the machine and the compiled extension: ceilings, costs of launches, native build."""
+"""The parts of plan.py about the machine and the compiled extension: ceilings, costs of launches, native build."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from gpu_plan import HERE, ROOT, environment_of, tests_command
 
+from benchmarks.gpu.plan import ROOT, environment_of, tests_command
 from nasfast.measure.doctor import environment
 from nasfast.measure.timing import machine, measure, seconds_of
 
@@ -25,7 +25,7 @@ except ImportError:
     triton = None
 
 if TYPE_CHECKING:
-    from gpu_parts import Bench
+    from benchmarks.gpu.parts import Bench
 
 _PACKAGES = (
     "torch", "triton", "numpy", "scipy", "torchvision", "pytest", "pytest-xdist", "hypothesis", "pybind11", "cmake",
@@ -173,7 +173,7 @@ def bench_native(bench: Bench) -> None:
     env["PYTHONPATH"] = os.pathsep.join([str(folder / "lib"), env["PYTHONPATH"]])
     tests = tests_command(bench.rows, bench.part, ["tests/ops/test_orthogonalize.py"], bench.device)
     passed = _run(bench, "tests", tests, env, folder / "lib")
-    parts = [sys.executable, str(HERE / "gpu_parts.py"), "orthogonalize", "--rows", str(bench.rows)]
+    parts = [sys.executable, "-m", "benchmarks.gpu.parts", "orthogonalize", "--rows", str(bench.rows)]
     timed = _run(
         bench, "times", [*parts, "--device", bench.device, "--seconds", f"{bench.left:.0f}"], env, folder / "lib"
     )
@@ -191,7 +191,7 @@ def _run(bench: Bench, what: str, command: list[str | Path], env: dict[str, str]
 
 def bench_orthogonalize(bench: Bench) -> None:
     """orthogonalize of all weights of the 6^20 space by size class, and then PyTorch's batched QR of the same."""
-    from bench_orthogonalize import OURS, setup_orthogonalize, weights
+    from benchmarks.bench_orthogonalize import OURS, setup_orthogonalize, weights
 
     bench.row("doctor", **environment())
     classes = weights(bench.device)

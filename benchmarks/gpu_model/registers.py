@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from sass import Instruction
+from benchmarks.gpu_model.sass import Instruction
 
 MASK = 0xFFFFFFFF
 FROM_ATOMIC = "depends on an atomic operation"

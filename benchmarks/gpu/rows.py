@@ -1,6 +1,6 @@
 """A plugin of pytest: a row for every test as soon as it ends, and a new process after a lost CUDA context.
 
-pytest -p gpu_rows --rows FILE --part NAME ...
+pytest -p benchmarks.gpu.rows --rows FILE --part NAME ...
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_plan import append
+
+from benchmarks.gpu.plan import append
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
