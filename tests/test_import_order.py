@@ -66,7 +66,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "moments": {"config", "spaces", "supernet", "data", "runtime", "analysis", "study"},
     "wiring": {"config", "runtime.files", "spaces", "cells", "data", "runtime", "train", "study"},
-    "nasi": {
+    "studies": set(),
+    "studies.nasi": {
         "config", "runtime.files", "spaces", "cells", "data", "runtime", "indicators", "indicators.accuracies",
         "indicators.rank", "indicators.table", "study",
     },
@@ -77,7 +78,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli.commands": {
         "config", "runtime", "spaces", "cells", "indicators", "indicators.accuracies", "indicators.table",
-        "indicators.rank", "report", "measure", "study", "isometry", "moments", "nasi", "wiring", "pipeline",
+        "indicators.rank", "report", "measure", "study", "isometry", "moments",
+        "studies.nasi", "wiring", "pipeline",
     },
     "cli": {"config", "runtime.files", "runtime.termination", "cli.commands"},
     "__main__": {"cli"},

@@ -8,14 +8,16 @@ import pytest
 import torch
 from tiny import write_folder
 
-from nasfast import nasi
 from nasfast.cells import darts_space, read_space
 from nasfast.cells.nasi import CellMixture
 from nasfast.cells.prototypes import prototypes
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators import IndicatorTable
-from nasfast.nasi import (
+from nasfast.search import search
+from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro
+from nasfast.studies.nasi import study as nasi
+from nasfast.studies.nasi.study import (
     NasiCompareConfig,
     NasiQuickConfig,
     NasiSearchConfig,
@@ -28,8 +30,6 @@ from nasfast.nasi import (
     small_space,
     synthetic,
 )
-from nasfast.search import search
-from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro
 
 CELLS = {"cells": 2, "channels": 4, "resolution": 8, "steps": 3, "batch": 4, "threads": 1}
 TINY = {"resolution": 8, "steps": 2, "batch": 4, "threads": 1}

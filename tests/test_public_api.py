@@ -73,9 +73,9 @@ SIGNATURES = {
     "nasfast.cells.prototypes:prototypes": ("noise n_train n_test seed=", ""),
     "nasfast.indicators.nasi:LayerMixture": ("space", "init= seed="),
     "nasfast.indicators.nasi:nasi_table": ("space result", "meta="),
-    "nasfast.nasi:nasi_quick_study": ("cfg=", ""),
-    "nasfast.nasi:nasi_search_study": ("cfg=", "out="),
-    "nasfast.nasi:nasi_compare_study": ("cfg", "out="),
+    "nasfast.studies.nasi.study:nasi_quick_study": ("cfg=", ""),
+    "nasfast.studies.nasi.study:nasi_search_study": ("cfg=", "out="),
+    "nasfast.studies.nasi.study:nasi_compare_study": ("cfg", "out="),
     "nasfast.cells.search:search_cells": (
         "space loader cfg= train_cfg=", "held_out= run_dir name= resume= device= settings= fused= progress=",
     ),

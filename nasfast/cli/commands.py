@@ -28,7 +28,12 @@ from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import LatencyConfig, latency
 from nasfast.measure.profile import ProfileConfig, profile
 from nasfast.moments import FiguresConfig, ModuleConfig, QuickConfig, figures_study, module_study, quick_study
-from nasfast.nasi import (
+from nasfast.pipeline import CONFIG_FILE, RunConfig
+from nasfast.report import write_report
+from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
+from nasfast.runtime.distributed import World, environment_rank, start
+from nasfast.spaces import Arch, ArchSpace, format_arch, get_space, names_file
+from nasfast.studies.nasi.study import (
     NasiCompareConfig,
     NasiQuickConfig,
     NasiSearchConfig,
@@ -36,11 +41,6 @@ from nasfast.nasi import (
     nasi_quick_study,
     nasi_search_study,
 )
-from nasfast.pipeline import CONFIG_FILE, RunConfig
-from nasfast.report import write_report
-from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
-from nasfast.runtime.distributed import World, environment_rank, start
-from nasfast.spaces import Arch, ArchSpace, format_arch, get_space, names_file
 from nasfast.study import StudyReport
 from nasfast.wiring import (
     CollapseConfig,

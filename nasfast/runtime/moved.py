@@ -24,6 +24,7 @@ MODULES = {
     "nasfast.floor": "nasfast.measure.floor",
     "nasfast.latency": "nasfast.measure.latency",
     "nasfast.lock": "nasfast.runtime.lock",
+    "nasfast.nasi": "nasfast.studies.nasi.study",
     "nasfast.profile": "nasfast.measure.profile",
     "nasfast.projection": "nasfast.measure.projection",
     "nasfast.termination": "nasfast.runtime.termination",
