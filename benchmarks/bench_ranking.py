@@ -1,4 +1,7 @@
-"""What scores of supernets know of trained accuracies: NAS-Bench-Macro, one row per supernet, seed and score.
+"""What scores of supernets know of trained accuracies: one row per supernet, seed and score.
+
+Supernets of NAS-Bench-Macro are ranked against its trained accuracies. Of mobilenet_v2 no accuracies are known, so there
+the rows say only how far seeds agree.
 
 A queue of supernets is trained, in order, each in a directory of its own below --work, and ranked by every score that
 its row of the queue names; `nasfast.indicators.rank.rank` compares with the trained accuracies, beside the baselines.
@@ -31,7 +34,7 @@ from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
 from nasfast.indicators.scores import Evidence, score_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import Arch, FairSampler, SearchSpace, nas_bench_macro
+from nasfast.spaces import Arch, FairSampler, SearchSpace, mobilenet_v2, nas_bench_macro
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet
 from nasfast.train.checkpoint import CheckpointFolder
@@ -58,6 +61,7 @@ class Entry:
         scores: (score, weight of structure) of its rows.
         paths: sampled paths of a score; None takes the package's number.
         batch_size, augment: of training.
+        space: `nas_bench_macro`, or `mobilenet_v2` for 6^20 on images of 64 x 64 pixels.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Entry:
     paths: int | None = None
     batch_size: int = 128
     augment: str = "none"
+    space: str = "nas_bench_macro"
 
     @property
     def supernet(self) -> SupernetConfig:
@@ -102,7 +107,13 @@ QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
     (Entry("bn", changes=(("classifier", False),)), (0,)),
     (Entry("indicators and classifier", changes=(("trainable", "indicators"),)), (0,)),
     (Entry("batch 32", batch_size=32), (0,)),
+    (Entry("mobilenet_v2", epochs=15, space="mobilenet_v2", scores=(*LEARNED[:2], ("gamma", 0.0))), (0, 1, 2)),
 )  # fmt: skip
+
+
+def search_space(entry: Entry) -> SearchSpace:
+    """The space of an entry, for the ten classes of CIFAR-10."""
+    return nas_bench_macro() if entry.space == "nas_bench_macro" else mobilenet_v2(num_classes=10, resolution=64)
 
 
 def images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[object, object]:
@@ -143,13 +154,13 @@ def trained(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpac
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    space = nas_bench_macro()
-    truth = read_accuracies(args.accuracies, space)
     done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in _rows(args.out)}
     for entry, seed in chosen(args):
         missing = [s for s in entry.scores if (entry.name, seed, *s) not in done]
         if not missing:
             continue
+        space = search_space(entry)
+        truth = read_accuracies(args.accuracies, space) if entry.space == "nas_bench_macro" else None
         net, held, cost = trained(args, entry, seed, space)
         for name, structure in missing:
             evidence = Evidence(net, held, paths=entry.paths, seed=seed, bf16=True)
@@ -157,17 +168,22 @@ def run(args: argparse.Namespace) -> None:
             table = score_table(name, evidence, structure=structure)
             seconds = time.process_time() - start
             table.save(args.work / f"{entry.name.replace(' ', '-')}-s{seed}-{name}-{structure:g}.json")
-            row = {"name": entry.name, "seed": seed, "score": name, "structure": structure, **cost,
-                   "score_cpu_s": round(seconds, 1), **_row(truth, table, space, args.resamples),
-                   "meta": table.meta, "threads": args.threads,
+            row = {"name": entry.name, "space": entry.space, "seed": seed, "score": name, "structure": structure, **cost,
+                   "score_cpu_s": round(seconds, 1), "table": _scores(table),
+                   **(_ranked(truth, table, space, args.resamples) if truth else {}), "meta": table.meta, "threads": args.threads,
                    "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
                    "batch_size": entry.batch_size, "augment": entry.augment, "provenance": provenance()}  # fmt: skip
             _append(args.out, row)
-            tau = row["kendall"]["value"]
-            print(f"{entry.name}, seed {seed}, {name} + {structure:g} structure: tau {tau:+.3f}", flush=True)
+            tau = f"tau {row['kendall']['value']:+.3f}" if truth else "no accuracies to compare with"
+            print(f"{entry.name}, seed {seed}, {name} + {structure:g} structure: {tau}", flush=True)
 
 
-def _row(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace, resamples: int) -> dict[str, Any]:
+def _scores(table: IndicatorTable) -> list[dict[str, float]]:
+    return [{str(choice): round(score, 6) for choice, score in row.items()} for row in table.scores]
+
+
+def _ranked(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace, resamples: int) -> dict[str, Any]:
+    """What the trained accuracies say of a table."""
     report = rank(truth, table, space, resamples=resamples)
     mine = report.predictor
     return {
@@ -177,7 +193,6 @@ def _row(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace, re
         "spearman": asdict(mine.spearman),
         "regret": mine.regret,
         "above_sqrt_size": asdict(report.above["sqrt_size"]),
-        "table": [{str(choice): round(score, 6) for choice, score in row.items()} for row in table.scores],
     }
 
 
@@ -227,17 +242,18 @@ def summary(rows: list[dict[str, Any]]) -> str:
         groups.setdefault((row["name"], row["score"], row["structure"]), []).append(row)
     accuracy = {(r["name"], r["seed"]): r["meta"]["intercept"] for r in rows if r["score"] == "path_accuracy"}
     for (name, score, structure), group in groups.items():
-        regrets = zip(*(row["regret"] for row in group), strict=True)
+        ranked = [row for row in group if "kendall" in row]
+        regrets = zip(*(row["regret"] for row in ranked), strict=True)
         known = [100 * accuracy[name, r["seed"]] for r in group if (name, r["seed"]) in accuracy]
         pairs = [_agreement(one["table"], other["table"]) for one, other in itertools.combinations(group, 2)]
         r2 = [row["meta"]["r2"] for row in group if row["meta"].get("r2") is not None]
         cells = [
             name, score + (f" + {structure:g} structure" if structure else ""),
             " ".join(str(row["seed"]) for row in group),
-            _spread([row["kendall"]["value"] for row in group]),
-            _spread([row["within_depth"]["value"] for row in group]),
-            " ".join(f"{row['above_sqrt_size']['low']:+.3f}" for row in group),
-            " ".join(f"{statistics.mean(values):.2f}" for values in regrets),
+            _spread([row["kendall"]["value"] for row in ranked]),
+            _spread([row["within_depth"]["value"] for row in ranked]),
+            " ".join(f"{row['above_sqrt_size']['low']:+.3f}" for row in ranked) or "-",
+            " ".join(f"{statistics.mean(values):.2f}" for values in regrets) or "-",
             _spread(r2), _spread(known, "{:.1f} %"), _spread(pairs),
             f"{_spread([r['train_cpu_s'] for r in group if 'train_cpu_s' in r], '{:.0f}')}, "
             f"{_spread([r['score_cpu_s'] for r in group], '{:.0f}')}",

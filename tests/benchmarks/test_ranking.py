@@ -101,3 +101,18 @@ def test_costs_of_steps(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["dinas bf16", "dinas fp32", "spos bf16", "spos fp32"]
     assert lines[0].endswith("1.00 of dinas bf16")
+
+
+def test_without_trained_accuracies_the_summary_says_how_far_seeds_agree(argv, tmp_path, monkeypatch, capsys):
+    entry = Entry("other", epochs=0, scores=(("beta_gradient", 0.0),), paths=30, space="mobilenet_v2")
+    monkeypatch.setattr(bench_ranking, "QUEUE", ((entry, (0, 1)),))
+    monkeypatch.setattr(bench_ranking, "mobilenet_v2", lambda **kwargs: tiny_macro_space())
+    bench_ranking.main(argv)
+    rows = bench_ranking._rows(tmp_path / "out.jsonl")
+    assert [(row["space"], "kendall" in row) for row in rows] == [("mobilenet_v2", False)] * 2
+    capsys.readouterr()
+    bench_ranking.main([*argv, "--summary"])
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
+    agreement = bench_ranking._agreement(rows[0]["table"], rows[1]["table"])
+    assert cells[:7] == ["other", "beta_gradient", "0 1", "-", "-", "-", "-"]
+    assert cells[9] == f"{agreement:.3f}"
