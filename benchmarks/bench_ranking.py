@@ -1,7 +1,7 @@
 """What scores of supernets know of trained accuracies: one row per supernet, seed and score.
 
-Supernets of NAS-Bench-Macro are ranked against its trained accuracies. Of mobilenet_v2 no accuracies are known, so there
-the rows say only how far seeds agree.
+Supernets of NAS-Bench-Macro are ranked against its trained accuracies. For mobilenet_v2 no accuracies are known, so its
+rows say only how far seeds agree.
 
 A queue of supernets is trained, in order, each in a directory of its own below --work, and ranked by every score that
 its row of the queue names; `nasfast.indicators.rank.rank` compares with the trained accuracies, beside the baselines.
@@ -168,10 +168,10 @@ def run(args: argparse.Namespace) -> None:
             table = score_table(name, evidence, structure=structure)
             seconds = time.process_time() - start
             table.save(args.work / f"{entry.name.replace(' ', '-')}-s{seed}-{name}-{structure:g}.json")
-            row = {"name": entry.name, "space": entry.space, "seed": seed, "score": name, "structure": structure, **cost,
-                   "score_cpu_s": round(seconds, 1), "table": _scores(table),
-                   **(_ranked(truth, table, space, args.resamples) if truth else {}), "meta": table.meta, "threads": args.threads,
-                   "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
+            ranked = _ranked(truth, table, space, args.resamples) if truth else {}
+            row = {"name": entry.name, "space": entry.space, "seed": seed, "score": name, "structure": structure,
+                   **cost, "score_cpu_s": round(seconds, 1), **ranked, "table": _scores(table), "meta": table.meta,
+                   "threads": args.threads, "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
                    "batch_size": entry.batch_size, "augment": entry.augment, "provenance": provenance()}  # fmt: skip
             _append(args.out, row)
             tau = f"tau {row['kendall']['value']:+.3f}" if truth else "no accuracies to compare with"
