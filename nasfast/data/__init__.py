@@ -1,4 +1,7 @@
-"""Images to batches."""
+"""Images to batches: sources, augmentation, the decoding backends and the loader.
+
+`make_loader(cfg)` is the entry; a batch depends only on the seed, the epoch and its place in the epoch.
+"""
 
 from nasfast.data.augment import Augmentation
 from nasfast.data.backends import TorchvisionBackend

@@ -1,7 +1,8 @@
 """Augmentation as numbers: which window of an image a batch shows, drawn before any pixel is read.
 
-Every loader renders the same windows, so what a run sees does not depend on the loader, its workers, the batch size or
-the number of ranks: the draws of an image depend only on (seed, epoch, its place in the order of the epoch).
+The draws of an image depend only on (seed, epoch, the image's place in the order of the epoch), and every loader
+renders the same windows. So what a run sees does not depend on the loader, its workers, the batch size or the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -18,37 +19,39 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 _PADDING = {"cifar": 4, "shift": 2, "none": 0}
-"""By how many pixels a window of the whole image may be moved over its border."""
+"""Number of pixels by which a window of the whole image may be moved over its border."""
 
 _EVAL_CROP = 0.875
 """Share of the resized image that the centre crop keeps, as in ImageNet evaluation (224 of 256)."""
 
 SMALL = 64
-"""Up to this resolution images are objects that fill the frame (CIFAR, digits): no crop at evaluation."""
+"""Up to this resolution, objects fill the frame (CIFAR, digits), so evaluation does not crop."""
 
 _SCALE, _RATIO, _TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
-"""Random resized crop as torchvision's: share of the area, width / height, draws before the centre is taken."""
+"""torchvision's random resized crop: share of the area, width / height, draws before it takes the centre."""
 
 _DRAWS = 28
 """Uniform numbers per image: 20 for sizes of a window, 2 for its place, 1 for mirroring, 3 for lighting, 2 to spare.
 
-A multiple of 4, which is what a step of the Philox generator's counter gives."""
+A multiple of 4, because each step of the Philox generator's counter gives four numbers."""
 
-# Eigenvalues and eigenvectors of ImageNet's RGB covariance (Krizhevsky et al. 2012, 4.1), and the noise's deviation
+# Eigenvalues and eigenvectors of ImageNet's RGB covariance, and the noise's standard deviation (Krizhevsky et al.
+# 2012, 4.1)
 _EIGENVALUES = np.array([0.2175, 0.0188, 0.0045])
 _EIGENVECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 _LIGHTING = 0.1
 
 
 class Views(NamedTuple):
-    """What a batch shows of its images; rows are images.
+    """What a batch shows of its images; each row is an image.
 
     Attributes:
-        fit: (N, 2) int64 height and width that the whole image is resized to first; its own size leaves it alone.
-        window: (N, 4) int64 top, left, height and width in the fitted image; what lies outside of it is black.
+        fit: (N, 2) int64 height and width that the whole image is resized to first; an image that has this size already
+            is not resized.
+        window: (N, 4) int64 top, left, height and width in the resized image; what lies outside the image is black.
             The window is then resized to the resolution, with antialiasing (bilinear).
         mirror: (N,) bool, flip left and right.
-        shift: (N, 3) float32 whole numbers added to the values 0 to 255 of the channels, cut off there; None for none.
+        shift: (N, 3) float32 whole numbers added to the channels; results are clamped to 0 to 255. None adds nothing.
     """
 
     fit: np.ndarray
@@ -58,20 +61,21 @@ class Views(NamedTuple):
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from a few integers; unlike `hash`, the same in every Python."""
+    """A 63-bit seed from a few integers; unlike `hash`, it is the same in every Python."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How images become (C, resolution, resolution).
+    """How images become arrays (C, resolution, resolution).
 
     Attributes:
         kind: `imagenet` (the paper's: random resized crop, flip, lighting), `cifar` (pad 4, crop, flip), `shift` (pad
-            2, crop: for digits, which a flip would change), `none` (resize), or `eval` (short side, centre crop).
-        resolution: of the results in pixels.
-        grey: one channel; without lighting, which is noise of colours.
-        seed: of the draws.
+            2, crop: for digits, which a flip would change), `none` (resize), or `eval` (resize the short side, then
+            crop the centre).
+        resolution: height and width of the results in pixels.
+        grey: whether results have one channel; these get no lighting, because it is colour noise.
+        seed: seed of the draws.
     """
 
     kind: Literal["imagenet", "cifar", "shift", "none", "eval"]
@@ -81,7 +85,7 @@ class Augmentation:
 
     @property
     def fixed(self) -> bool:
-        """Whether every image is first resized to (resolution, resolution), whatever is drawn."""
+        """Whether every image is first resized to (resolution, resolution), independent of the draws."""
         return self.kind in _PADDING
 
     def views(self, sizes: np.ndarray, *, epoch: int, start: int) -> Views:
@@ -89,8 +93,8 @@ class Augmentation:
 
         Args:
             sizes: (N, 2) heights and widths of the images in pixels.
-            epoch: of the draws.
-            start: place of the first of them in the order of the epoch, over all ranks.
+            epoch: the epoch whose draws are used.
+            start: place of the first image in the order of the epoch, counted over all ranks.
         """
         count, side = len(sizes), self.resolution
         if self.kind == "eval":
@@ -108,7 +112,10 @@ class Augmentation:
         return Views(np.full((count, 2), side), window, mirror & (self.kind == "cifar"), None)
 
     def _centre(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Short side to `resolution`, above SMALL to 8/7 of it, and a window in the middle (torchvision's rounding)."""
+        """Sizes and centre windows at evaluation, with torchvision's rounding.
+
+        The short side becomes `resolution`, or 8/7 of it where `resolution` is above SMALL.
+        """
         side = self.resolution if self.resolution <= SMALL else round(self.resolution / _EVAL_CROP)
         short = sizes.min(axis=1, keepdims=True)
         fit = np.where(sizes == short, side, side * sizes // short)
@@ -117,7 +124,7 @@ class Augmentation:
 
 
 def _resized_crop(sizes: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """Windows of torchvision's RandomResizedCrop: the first of ten random sizes that fits, else the largest centre."""
+    """Windows of torchvision's RandomResizedCrop: the first of ten random sizes that fits, or a centre crop."""
     height, width = sizes[:, :1], sizes[:, 1:]
     area = height * width * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * u[:, :_TRIES])
     low, high = np.log(_RATIO)
@@ -138,12 +145,12 @@ def _resized_crop(sizes: np.ndarray, u: np.ndarray) -> np.ndarray:
 def _lighting(u: np.ndarray) -> np.ndarray:
     """AlexNet's colour noise: sum_k alpha_k lambda_k p_k with alpha_k ~ N(0, 0.1^2) per image, times 255."""
     alpha = _LIGHTING * ndtri(np.maximum(u, 2.0**-54))
-    # in whole levels: the sums of pixels are then exact, however a loader adds
+    # whole levels make the sums of pixels exact, in whatever arithmetic a loader adds
     return np.rint(255 * (alpha * _EIGENVALUES) @ _EIGENVECTORS.T).astype(np.float32)
 
 
 def render(image: Image.Image, views: Views, row: int, augmentation: Augmentation) -> Tensor:
-    """One view of a PIL image of mode RGB, or L for grey, as uint8 (C, resolution, resolution)."""
+    """One view of a PIL image of mode RGB (L for grey), as uint8 (C, resolution, resolution)."""
     side = augmentation.resolution
     fit, (top, left, height, width) = views.fit[row].tolist(), views.window[row].tolist()
     if (image.height, image.width) != tuple(fit):
@@ -156,7 +163,7 @@ def render(image: Image.Image, views: Views, row: int, augmentation: Augmentatio
         image = F.horizontal_flip(image)
     pixels = F.pil_to_tensor(image)
     if views.shift is not None:
-        # in numpy: PyTorch would start threads of its own beside each thread of a loader
+        # numpy adds here because PyTorch would start threads of its own beside each thread of a loader
         rows = pixels.permute(1, 2, 0).numpy().reshape(side, -1) + np.tile(views.shift[row], side)
         rows = rows.clip(0, 255, out=rows).astype(np.uint8)
         pixels = torch.from_numpy(rows).view(side, side, -1).permute(2, 0, 1)

@@ -1,4 +1,7 @@
-"""What turns requests for images into uint8 batches; torchvision in DataLoader workers is the one that always works."""
+"""The interface of backends, which turn requests for images into uint8 batches, and the torchvision backend.
+
+The torchvision backend runs in DataLoader workers and works everywhere.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ class Request(NamedTuple):
     """One rank's share of a batch.
 
     Attributes:
-        indices: (n,) of the images in the source.
-        epoch: of the draws.
-        start: place of the first image in the order of the epoch, over all ranks.
+        indices: (n,) indices of the images in the source.
+        epoch: the epoch whose draws are used.
+        start: place of the first image in the order of the epoch, counted over all ranks.
     """
 
     indices: np.ndarray
@@ -39,9 +42,9 @@ class Decoded(NamedTuple):
     """The answer to a request.
 
     Attributes:
-        images: (m, C, resolution, resolution) uint8 in channels_last, on any device; m = 0 where none could be read.
+        images: (m, C, resolution, resolution) uint8 in channels_last, on any device; m = 0 if none could be read.
         kept: (m,) int64, which images of the request these are.
-        bad: what the others are called.
+        bad: names of the images that could not be read.
     """
 
     images: Tensor
@@ -50,7 +53,7 @@ class Decoded(NamedTuple):
 
 
 class Backend(Protocol):
-    """Decodes and augments; the same request always gives the same images.
+    """Decodes and augments images; the same request always gives the same images.
 
     Attributes:
         kind: `torchvision`, `dali` or `cache`.
@@ -62,14 +65,14 @@ class Backend(Protocol):
         """Answers in the order of the requests, prepared ahead.
 
         Args:
-            device: where the images are wanted: a backend that decodes there does so, others may leave them in
-                (pinned) host memory.
+            device: where the images are wanted. A backend that can decode there does so; others may leave the images
+                in (pinned) host memory.
         """
         ...
 
 
 def decode_one(source: ImageSource, augmentation: Augmentation, request: Request) -> Decoded:
-    """One request, image by image, by PIL and torchvision."""
+    """Answer one request with PIL and torchvision, image by image."""
     pictures, sizes, kept, bad = [], [], [], []
     for row, index in enumerate(request.indices.tolist()):
         try:
@@ -80,7 +83,7 @@ def decode_one(source: ImageSource, augmentation: Augmentation, request: Request
         pictures.append(image.convert("L") if augmentation.grey else image)
         sizes.append((image.height, image.width))
         kept.append(row)
-    # those of unreadable images are drawn too: the others' do not depend on it
+    # views of unreadable images are drawn too, so that the views of the others do not depend on them
     shown = np.ones((len(request.indices), 2), np.int64)
     shown[kept] = np.array(sizes, np.int64).reshape(-1, 2)
     views = augmentation.views(shown, epoch=request.epoch, start=request.start)
@@ -109,9 +112,9 @@ def _as_is(decoded: Decoded) -> Decoded:
 
 
 def _unwatch(batches: Iterator[Decoded]) -> None:
-    """Let PyTorch tell of a dead worker only where the next batch is asked for, which may take it five seconds.
+    """Make PyTorch report a dead worker only when the next batch is asked for, which may take it five seconds.
 
-    It would tell at once, by an exception from a signal handler, wherever the main thread is: in a training step.
+    Otherwise PyTorch raises from a signal handler at once, wherever the main thread is, for example in a training step.
     """
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))
@@ -119,13 +122,13 @@ def _unwatch(batches: Iterator[Decoded]) -> None:
 
 
 class TorchvisionBackend:
-    """PIL and torchvision, in the worker processes of a `torch.utils.data.DataLoader`.
+    """Decodes with PIL and torchvision in the worker processes of a `torch.utils.data.DataLoader`.
 
     Args:
         source: the images.
-        augmentation: of them.
-        workers: processes; 0 decodes in this one.
-        prefetch: batches each worker is ahead.
+        augmentation: how the images are augmented.
+        workers: number of processes; 0 decodes in this process.
+        prefetch: number of batches that each worker prepares ahead.
     """
 
     kind = "torchvision"
@@ -135,7 +138,7 @@ class TorchvisionBackend:
         self._workers, self._prefetch = workers, prefetch
 
     def decode(self, requests: Sequence[Request], device: torch.device) -> Iterator[Decoded]:
-        """Answers in order; workers that were killed are started again, at the batch that is missing.
+        """Answers in the order of the requests; if a worker is killed, workers start again at the missing batch.
 
         Raises:
             DataError: workers died four times at the same batch.
@@ -147,11 +150,11 @@ class TorchvisionBackend:
                 batch_size=None,
                 num_workers=self._workers,
                 prefetch_factor=self._prefetch if self._workers else None,
-                # what a forked worker inherits need not be picklable, as a user's data set may not be
+                # a forked worker inherits its data set, which then need not be picklable; a user's may not be
                 multiprocessing_context="fork" if self._workers else None,
                 collate_fn=_as_is,
                 pin_memory=device.type == "cuda",
-                # its own generator: the loader otherwise draws from the global one, which a resumed run would notice
+                # without a generator of its own the loader draws from the global one, and a resumed run would differ
                 generator=torch.Generator(),
             )
             try:
@@ -161,7 +164,7 @@ class TorchvisionBackend:
                     yield decoded
                     done, restarts = done + 1, 0
             except RuntimeError as error:
-                # what PyTorch says of a worker that the kernel or a person killed; what a worker raised is passed on
+                # PyTorch's messages for a worker that the kernel or a person killed; a worker's own error is passed on
                 if "exited unexpectedly" not in str(error) and "is killed by signal" not in str(error):
                     raise
                 restarts += 1

@@ -1,15 +1,15 @@
 """The DALI backend: NVIDIA DALI reads and decodes image files, on a GPU or in threads on the CPU.
 
-On a GPU everything is done there: decoding (of the window alone, where the augmentation is a random resized crop),
-resizing, mirroring, lighting. On the CPU DALI decodes the window and PyTorch does the rest: its resizing of bytes takes
-a fifth of the time of DALI's.
+On a GPU, DALI does everything there: it decodes (only the window, where the augmentation is a random resized crop),
+resizes, mirrors and adds the lighting. On the CPU, DALI decodes the window and PyTorch does the rest, because its
+resizing of bytes takes a fifth of the time of DALI's.
 
-How far images are from those of the torchvision backend, for the same view, in levels of 0 to 255:
-    CPU: at most 2, and more than 1 for about one value in a million. Decoding is exact, also at the edges of a window;
-        what differs is the rounding of the resizing's weights, to 16 bits instead of 32.
-    GPU: not measured. nvJPEG has an inverse DCT and a chroma upsampling of its own. DALI's resizing, on the CPU, is at
-        most 1 away but for the outermost pixels of what is scaled down, where it repeats the edge and PIL leaves out
-        what is beyond it: 30 for photographs scaled down to an eighth.
+Differences from the torchvision backend for the same view, in levels of 0 to 255:
+    CPU: at most 2 levels, and more than 1 for about one value in a million. Decoding is exact, also at the edges of a
+        window; the difference comes from rounding the resizing weights to 16 bits instead of 32.
+    GPU: not measured. nvJPEG has its own inverse DCT and chroma upsampling. DALI's resizing, measured on the CPU, is at
+        most 1 level away, except for the outermost pixels of a reduced image: there it repeats the edge, where PIL
+        leaves out what is beyond it. For photographs reduced to an eighth these differ by up to 30 levels.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"\x00\x00\x00\x00IEND\xaeB`\x82"}
-"""What a complete file ends with: DALI shows windows of JPEG files that are cut off, which PIL refuses."""
+"""The last bytes of a complete file. They are checked because DALI decodes truncated JPEG files, which PIL refuses."""
 
 _PNG_DEPTH = 24
-"""Where a PNG file says how many bits its values have."""
+"""Offset in a PNG file of the number of bits per value."""
 
 
 def refusal(source: ImageSource) -> str | None:
@@ -52,7 +52,7 @@ def refusal(source: ImageSource) -> str | None:
 
 def _no_files(source: ImageSource) -> str | None:
     if source.path(0) is None:
-        return f"DALI decodes image files, which {type(source).__name__} has none of: take another data.loader"
+        return f"DALI decodes image files, and {type(source).__name__} has none: set another data.loader"
     return None
 
 
@@ -65,7 +65,7 @@ def _missing() -> str | None:
 
 
 def _windowed(augmentation: Augmentation) -> bool:
-    """Whether a window is cut out of the image first, so that no more need be decoded."""
+    """Whether a window is cut out of the image first, so that only the window need be decoded."""
     return augmentation.kind == "imagenet"
 
 
@@ -74,8 +74,8 @@ class _Plan(NamedTuple):
 
     Attributes:
         request: the request.
-        views: of all of its images.
-        rows: (n,) which of them DALI decodes; the others are left to PIL.
+        views: the views of all images of the request.
+        rows: (n,) which of these images DALI decodes; PIL decodes the others.
     """
 
     request: Request
@@ -84,14 +84,17 @@ class _Plan(NamedTuple):
 
 
 class _Inbox:
-    """What a pipeline calls for its next batch; knows nothing of the pipeline, which so ends when it is dropped."""
+    """The function that a pipeline calls for its next batch.
+
+    It has no reference to the pipeline, so that the pipeline is freed when its last user drops it.
+    """
 
     def __init__(self, source: ImageSource, wanted: Sequence[str]) -> None:
         self.plans: Iterator[_Plan] = iter(())
         self._source, self._wanted = source, wanted
 
     def __call__(self) -> tuple[list[np.ndarray], ...]:
-        request, views, rows = next(self.plans)  # StopIteration is what tells the pipeline of the end
+        request, views, rows = next(self.plans)  # StopIteration tells the pipeline that there are no more batches
         paths = [self._source.path(index) for index in request.indices[rows].tolist()]
         numbers = {
             "fit": views.fit.astype(np.float32),
@@ -115,12 +118,17 @@ def _pipeline(
     device_id: int | None,
     render: bool,
 ) -> tuple[Pipeline, _Inbox]:
-    """A pipeline from files to (H, W, C) bytes, and where it takes its plans from.
+    """A pipeline from files to (H, W, C) bytes, and the inbox from which it takes its plans.
 
     Args:
-        depth: batches it works on at once.
-        device_id: GPU that decodes; None for the CPU.
-        render: make the views; else decode what they show: the whole image, or the window where it is cut out first.
+        source: the images.
+        augmentation: how the images are augmented.
+        batch_size: largest number of images of a batch.
+        threads: number of CPU threads.
+        depth: number of batches that the pipeline works on at once.
+        device_id: the GPU that decodes; None for the CPU.
+        render: whether the pipeline makes the views. Otherwise it only decodes what they show: the window where it is
+            cut out first, or the whole image.
     """
     from nvidia.dali import Pipeline, fn, types
 
@@ -130,7 +138,7 @@ def _pipeline(
     if render:
         wanted = (wanted or ["fit", "corner"]) + ["mirror"] + ["mean"] * lit
     inbox = _Inbox(source, wanted)
-    # the default execution model of DALI 2, whose outputs may be kept
+    # exec_dynamic is the default execution model of DALI 2; its outputs may be kept
     pipeline = Pipeline(
         batch_size=batch_size,
         num_threads=threads,
@@ -138,10 +146,10 @@ def _pipeline(
         prefetch_queue_depth=depth,
         exec_dynamic=True,
     )
-    # PIL does not turn images by their EXIF data either
+    # PIL does not rotate images by their EXIF data either
     options = {"device": "cpu", "adjust_orientation": False}
     if device_id is not None:
-        # chroma as in libjpeg, which PIL uses; for JPEG engines the share that most versions of DALI have by default
+        # chroma upsampling as in libjpeg, which PIL uses; the hardware decoders' share is most DALI versions' default
         options.update(device="mixed", jpeg_fancy_upsampling=True, hw_decoder_load=0.65)
     with pipeline:
         names, *numbers = fn.external_source(source=inbox, num_outputs=1 + len(wanted))
@@ -171,19 +179,20 @@ def _pipeline(
 
 
 class DaliBackend:
-    """Decodes image files with NVIDIA DALI; what DALI does not read as PIL does is left to PIL, image by image.
+    """Decodes image files with NVIDIA DALI, and with PIL those that DALI does not read as PIL does.
 
-    That is everything but complete JPEG and PNG files of 8-bit grey or RGB values, and files that DALI fails at. Only
-    what PIL cannot read is unreadable. (One case is not as with PIL: a JPEG file damaged in the middle such that PIL
-    refuses it may be shown, damaged.) What an image looks like depends on its file and its view alone; on a GPU with
-    JPEG engines also on its place in the request, by which DALI shares decoding out between engines and kernels.
+    DALI decodes complete JPEG and PNG files with 8-bit grey or RGB values. PIL decodes all others, and those at which
+    DALI fails; an image counts as unreadable only if PIL cannot read it. One case differs from PIL: a JPEG file that is
+    damaged in the middle, and that PIL refuses, may be shown with its damage. The pixels of an image depend only on its
+    file and its view; on a GPU with JPEG engines they also depend on its place in the request, because DALI divides the
+    decoding between engines and kernels by place.
 
     Args:
         source: the images, in files.
-        augmentation: of them.
-        batch_size: of the largest request.
-        workers: threads, at least 1.
-        prefetch: batches prepared ahead.
+        augmentation: how the images are augmented.
+        batch_size: number of images of the largest request.
+        workers: number of threads; 0 counts as 1.
+        prefetch: number of batches prepared ahead.
 
     Raises:
         ConfigError: the images are not in files.
@@ -207,14 +216,14 @@ class DaliBackend:
             raise RuntimeError(reason)
         self._source, self._augmentation, self._batch_size = source, augmentation, batch_size
         self._workers, self._prefetch, self._device = max(1, workers), prefetch, torch.device("cpu")
-        # heights and widths from the headers of the files: 0 if not read yet, -1 if left to PIL
+        # heights and widths from the headers of the files: 0 if not read yet, -1 if PIL decodes the file
         self._sizes = np.zeros((len(source), 2), np.int32)
         self._idle: dict[torch.device, list[tuple[Pipeline, _Inbox]]] = {}
         self._reported: set[int] = set()
 
     def decode(self, requests: Sequence[Request], device: torch.device) -> Iterator[Decoded]:
-        """Answers in the order of the requests; a GPU decodes for itself. One device at a time."""
-        # a pipeline of its own for each of several epochs at once
+        """Answers in the order of the requests; for a GPU they are decoded there. Use one device at a time."""
+        # epochs that run at the same time each have a pipeline
         self._device = device
         idle = self._idle.setdefault(device, [])
         pipeline, inbox = idle.pop() if idle else self._build(self._batch_size, self._prefetch + 1)
@@ -223,7 +232,7 @@ class DaliBackend:
             with ThreadPoolExecutor(self._workers, "nasfast-dali") as pool:
                 planned = inbox.plans = self._planned(requests, plans, pool)
                 while True:
-                    pipeline.schedule_run()  # takes a batch from the inbox, at first as many as it works on at once
+                    pipeline.schedule_run()  # takes a batch from the inbox; the first call takes `depth` batches
                     while plans and not len(plans[0].rows):
                         yield self._answer(plans.popleft(), [], pool)
                     if not plans:
@@ -231,14 +240,14 @@ class DaliBackend:
                     plan = plans.popleft()
                     try:
                         images = self._outputs(pipeline)
-                    except Exception as error:  # DALI has several types for files that it cannot open or decode
+                    except Exception as error:  # DALI raises several types for files that it cannot open or decode
                         plan, images = self._one_by_one(plan, error)
-                        # a pipeline that failed is not to be used again, says DALI
+                        # DALI's documentation says that a pipeline that failed must not be used again
                         pipeline, inbox = self._build(self._batch_size, self._prefetch + 1)
                         inbox.plans = chain([later for later in plans if len(later.rows)], planned)
                     yield self._answer(plan, images, pool)
         finally:
-            inbox.plans = iter(())  # something of DALI's keeps the inbox, and so would this backend be kept
+            inbox.plans = iter(())  # DALI keeps a reference to the inbox, and the plans refer to this backend
         pipeline.reset()
         idle.append((pipeline, inbox))
 
@@ -257,13 +266,13 @@ class DaliBackend:
         )
 
     def _planned(self, requests: Sequence[Request], plans: deque[_Plan], pool: ThreadPoolExecutor) -> Iterator[_Plan]:
-        """Plans all requests in order, and yields those that have images for DALI."""
+        """Plan all requests in order; yield the plans that have images for DALI."""
         for request in requests:
             new = request.indices[self._sizes[request.indices, 0] == 0]
             for index, size in zip(new, pool.map(self._size, new.tolist()), strict=True):
                 self._sizes[index] = size
             sizes = self._sizes[request.indices].astype(np.int64)
-            # any size will do for those left to PIL: the draws of an image do not depend on those of another
+            # any size will do for images that PIL decodes: the draws of an image do not depend on other images
             views = self._augmentation.views(np.maximum(sizes, 1), epoch=request.epoch, start=request.start)
             plan = _Plan(request, views, np.flatnonzero(sizes[:, 0] > 0))
             plans.append(plan)
@@ -271,7 +280,7 @@ class DaliBackend:
                 yield plan
 
     def _size(self, index: int) -> tuple[int, int]:
-        """Height and width of an image that DALI reads as PIL does, by its header and its end; -1 for others."""
+        """Height and width of an image that DALI reads as PIL does, judged by its header and end; otherwise -1, -1."""
         path = self._source.path(index)
         try:
             with open(path, "rb") as file, Image.open(file) as image:
@@ -282,26 +291,26 @@ class DaliBackend:
                     file.seek(_PNG_DEPTH)
                     plain = file.read(1) == b"\x08" and not ("transparency" in image.info or image.is_animated)
                 return (image.height, image.width) if plain else (-1, -1)
-        except Exception:  # another format, or whatever PIL has to say of the file, and says again when it reads it
+        except Exception:  # another format, or an error of PIL, which PIL raises again when it decodes the file
             return -1, -1
 
     def _outputs(self, pipeline: Pipeline) -> Sequence[np.ndarray] | Tensor:
-        """The next batch: (H, W, C) arrays that are decoded, or (N, resolution, resolution, C) on a GPU.
+        """The next batch: decoded (H, W, C) arrays, or on a GPU a tensor (N, resolution, resolution, C).
 
         Raises:
-            StopIteration: there is none.
-            Exception: DALI's, if an image could not be opened or decoded.
+            StopIteration: there is no next batch.
+            Exception: DALI could not open or decode an image.
         """
         if self._device.type != "cuda":
             (output,) = pipeline.outputs()
             return [np.asarray(output[place]) for place in range(len(output))]
         with torch.cuda.device(self._device):
-            # ordered with this stream: DALI takes its memory back when the copy below, of PyTorch's own, is done
+            # DALI orders its output with this stream, and takes its memory back when the copy below is done
             (output,) = pipeline.outputs(cuda_stream=torch.cuda.current_stream())
             return torch.from_dlpack(output.as_tensor()).clone()
 
     def _one_by_one(self, plan: _Plan, failure: Exception) -> tuple[_Plan, Sequence[np.ndarray] | Tensor]:
-        """The plan without the images that DALI failed at, and the others of the batch."""
+        """Decode the images of a failed batch one by one; the plan without those that fail, and the other images."""
         pipeline, inbox = self._build(1, 1)
         rows, images = [], []
         for row in plan.rows.tolist():
@@ -314,7 +323,7 @@ class DaliBackend:
                 self._report(int(plan.request.indices[row]), error)
                 pipeline, inbox = self._build(1, 1)
         if len(rows) == len(plan.rows):
-            _LOG.warning("DALI failed at a batch, but at none of its images alone: %s", _brief(failure))
+            _LOG.warning("DALI failed at a batch, but at none of its images one by one: %s", _brief(failure))
         if images and isinstance(images[0], Tensor):
             images = torch.stack(images)
         return plan._replace(rows=np.array(rows, np.int64)), images
@@ -322,9 +331,10 @@ class DaliBackend:
     def _report(self, index: int, error: Exception) -> None:
         if index not in self._reported:
             self._reported.add(index)
-            _LOG.warning("DALI cannot decode %s, which PIL will try: %s", self._source.name(index), _brief(error))
+            _LOG.warning("DALI cannot decode %s, PIL will try: %s", self._source.name(index), _brief(error))
 
     def _answer(self, plan: _Plan, images: Sequence[np.ndarray] | Tensor, pool: ThreadPoolExecutor) -> Decoded:
+        """The answer to a planned request, from the images that DALI decoded and those that PIL decodes now."""
         request, views, rows = plan
         count, side = len(request.indices), self._augmentation.resolution
         if isinstance(images, Tensor) and len(rows) == count:
@@ -352,7 +362,7 @@ class DaliBackend:
         return decode_one(self._source, self._augmentation, request)
 
     def _render(self, plan: _Plan, images: Sequence[np.ndarray], pixels: Tensor, pool: ThreadPoolExecutor) -> None:
-        """Fills the plan's rows of `pixels` with their views of what was decoded on the CPU."""
+        """Fill the plan's rows of `pixels` with the views of the images that DALI decoded on the CPU."""
         _, views, rows = plan
         out = pixels.numpy()
 
@@ -361,14 +371,14 @@ class DaliBackend:
                 self._place(images[number], views, rows[number], out[rows[number]])
 
         list(pool.map(place, np.array_split(np.arange(len(rows)), self._workers)))
-        # PyTorch does these in threads of its own, which those of the pool must not ask for
+        # PyTorch runs these operations in threads of its own, which threads of the pool must not start
         for row in rows[views.mirror[rows]].tolist():
             pixels[row] = pixels[row].flip(1)
         if views.shift is not None:
             _add(pixels, views.shift)
 
     def _place(self, image: np.ndarray, views: Views, row: int, out: np.ndarray) -> None:
-        """Fills `out` (resolution, resolution, C) with the window of an image, or with what was decoded as such."""
+        """Fill `out` (resolution, resolution, C) with a view of an image, which may be decoded as a window already."""
         side = self._augmentation.resolution
         if _windowed(self._augmentation):
             out[...] = _resized(image, (side, side))
@@ -383,16 +393,16 @@ class DaliBackend:
 
 
 def _resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """(H, W, C) bytes, bilinear with antialiasing as PIL's; in one thread."""
+    """Resize (H, W, C) bytes in one thread, bilinear with antialiasing as PIL does."""
     if image.shape[:2] == size:
         return image
-    # in this order: only with the strides of a batch in channels_last does the result have them too
+    # the result has the strides of channels_last only if the batch has them, so add the batch axis before the permute
     batch = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     return interpolate(batch, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
 
 
 def _add(pixels: Tensor, shift: np.ndarray) -> None:
-    """Adds (N, C) whole numbers to (N, H, W, C) bytes, cut off at 0 and 255, without leaving bytes."""
+    """Add (N, C) whole numbers to (N, H, W, C) bytes in place, in byte arithmetic; results are clamped to 0 and 255."""
     count, height, width, channels = pixels.shape
     shift = np.tile(np.clip(shift, -255, 255).astype(np.int64), (1, width))[:, None]
     low, high, step = (
@@ -403,6 +413,6 @@ def _add(pixels: Tensor, shift: np.ndarray) -> None:
 
 
 def _brief(error: Exception) -> str:
-    """What happened, out of DALI's messages of many lines."""
+    """The line of a long message of DALI that says what happened."""
     text = str(error)
     return (text.partition("encountered:")[2] or text).strip().partition("\n")[0]

@@ -19,11 +19,10 @@ _LOG = logging.getLogger(__name__)
 _EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"))
 
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM")
-"""Formats whose mode `I` is 16-bit grey; any other's may hold whatever 32 bits can."""
-
+"""Formats whose mode `I` means 16-bit grey; in other formats it may hold any 32-bit value."""
 
 _LOOKED_FOR = 100
-"""Images of a list that are looked for: that the folder has moved should be said at once."""
+"""Number of listed images that are looked for on disk, so that a moved folder is an error at once."""
 
 
 class DataError(ValueError):
@@ -31,7 +30,7 @@ class DataError(ValueError):
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    # convert() does not scale but cut off above 255: 16-bit grey would come out white
+    # convert() clamps at 255 and does not scale: 16-bit grey would become white
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BIT_FORMATS):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -43,9 +42,9 @@ class ImageSource(ABC):
     """Labelled images, decoded on access.
 
     Attributes:
-        classes: class names; a label indexes them.
+        classes: class names; a label is an index into them.
         labels: (len,) int64.
-        in_memory: nothing is decoded on access.
+        in_memory: whether images are held decoded, so that access decodes nothing.
     """
 
     classes: tuple[str, ...]
@@ -57,19 +56,23 @@ class ImageSource(ABC):
 
     @abstractmethod
     def image(self, index: int) -> Image.Image:
-        """The RGB image; OSError when it cannot be decoded."""
+        """The RGB image.
+
+        Raises:
+            OSError: the image cannot be decoded.
+        """
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What an error message calls the image."""
+        """The name of the image in error messages."""
 
     def path(self, index: int) -> str | None:
-        """The file that holds the image, for loaders that decode it themselves; None if there is none."""
+        """The file that holds the image, for loaders that decode files themselves; None if there is no file."""
         return None
 
 
 class _FileSource(ImageSource):
-    """Images in files."""
+    """A source whose images are files."""
 
     _paths: list[str]
 
@@ -89,17 +92,18 @@ class _FileSource(ImageSource):
 
 
 class FolderSource(_FileSource):
-    """`root/CLASS/**/IMAGE`: the layout of ImageNet and of torchvision's ImageFolder, classes in sorted order.
+    """Images at `root/CLASS/**/IMAGE`: the layout of ImageNet and torchvision's ImageFolder; classes are sorted.
 
     Args:
         root: folder with one sub-folder per class.
         classes: expected class names in label order (those of the training folder); None takes the folder's own.
 
     Attributes:
-        not_images: files that were passed over because their ending is not an image's.
+        not_images: files that were skipped because their ending is not that of an image.
 
     Raises:
-        DataError: folder missing, no class folder, one class only, an empty class, or classes unlike `classes`.
+        DataError: the folder is missing, has no class folder or only one, has an empty class, or its classes differ
+            from `classes`.
     """
 
     def __init__(self, root: str | Path, *, classes: Sequence[str] | None = None) -> None:
@@ -133,7 +137,7 @@ class FolderSource(_FileSource):
         self.labels = np.asarray(labels, dtype=np.int64)
         if self.not_images:
             shown = ", ".join(self.not_images[:5])
-            _LOG.warning("%s: passed over %d files that are not images: %s", self.root, len(self.not_images), shown)
+            _LOG.warning("%s: skipped %d files that are not images: %s", self.root, len(self.not_images), shown)
 
     def _scan(self, folder: Path) -> list[str]:
         images = []
@@ -148,18 +152,19 @@ class FolderSource(_FileSource):
 
 
 class ListSource(_FileSource):
-    """A text file of lines `IMAGE LABEL`: paths are relative to the file's folder, labels numbers or class names.
+    """Images of a text file with lines `IMAGE LABEL`.
 
-    Empty lines and lines that begin with # are passed over; a path may contain spaces.
+    Paths are relative to the file's folder and may contain spaces; labels are numbers or class names. Empty lines and
+    lines that begin with # are skipped.
 
     Args:
-        path: of the text file, UTF-8.
+        path: the text file, UTF-8.
         classes: expected class names in label order (those of the training images); None takes the file's own: its
             names in sorted order, or for numbers 0 to the largest.
 
     Raises:
-        DataError: file missing or not text, a line without label, one class only, a number without image, or labels
-            that are not of `classes`.
+        DataError: the file is missing or not text, a line has no label, there is only one class, a number has no image,
+            or a label is not in `classes`.
     """
 
     def __init__(self, path: str | Path, *, classes: Sequence[str] | None = None) -> None:
@@ -185,16 +190,22 @@ class ListSource(_FileSource):
             present = set(labels)
             found = [str(label) for label in range(1 + max(map(int, labels)))]
             if classes is None and (missing := [label for label in found if label not in present]):
-                raise DataError(f"{path} has no image of label {', '.join(missing[:5])}, but of {found[-1]}")
+                raise DataError(
+                    f"{path} has labels up to {found[-1]}, but no image of label {', '.join(missing[:5])}: number the "
+                    "labels from 0 without gaps"
+                )
         if classes is not None:
             if unknown := sorted(set(labels) - set(classes)):
                 raise DataError(f"{path} has labels that the training images lack: {', '.join(unknown[:5])}")
             found = list(classes)
         if len(found) < 2:
-            raise DataError(f"{path} has {len(set(labels))} class: a classifier needs two or more")
+            raise DataError(f"{path} has images of {len(set(labels))} class only: a classifier needs two or more")
         self.classes = tuple(found)
         if not any(map(os.path.exists, self._paths[:_LOOKED_FOR])):
-            raise DataError(f"{path}: none of its first images exists, e.g. {self._paths[0]}")
+            raise DataError(
+                f"{path}: none of the first {min(_LOOKED_FOR, len(self._paths))} listed images exists, e.g. "
+                f"{self._paths[0]}; paths are relative to the folder of the list"
+            )
         place = {name: label for label, name in enumerate(found)}
         self.labels = np.array([place[label] for label in labels], dtype=np.int64)
 
@@ -203,7 +214,7 @@ def open_files(path: str | Path, *, classes: Sequence[str] | None = None) -> Fol
     """The images of a folder with a sub-folder per class, or of a text file that lists them.
 
     Raises:
-        DataError: see these.
+        DataError: nothing exists at `path`, or see `FolderSource` and `ListSource`.
     """
     if not Path(path).exists():
         raise DataError(f"{path} does not exist: give a folder with one sub-folder per class, or a list of images")
@@ -213,7 +224,7 @@ def open_files(path: str | Path, *, classes: Sequence[str] | None = None) -> Fol
 class DatasetSource(ImageSource):
     """A map-style data set of (image, label), such as torchvision's; its own transforms run before nasfast's.
 
-    Labels are taken from its attribute `targets` or `labels` if it has one, else every item is read once.
+    Labels come from its attribute `targets` or `labels`; if it has neither, every item is read once.
 
     Args:
         dataset: has `__len__` and `__getitem__`; images are PIL images, uint8 tensors (1 or 3, H, W), or uint8 arrays
@@ -221,7 +232,8 @@ class DatasetSource(ImageSource):
         classes: class names; None takes the data set's `classes`, or numbers.
 
     Raises:
-        DataError: it has no length, no images, labels that are not numbers from 0, or no two classes.
+        DataError: the data set has no length or no images, its labels are not integers from 0, or it has fewer than two
+            classes.
     """
 
     def __init__(self, dataset: Any, *, classes: Sequence[str] | None = None) -> None:
@@ -232,7 +244,7 @@ class DatasetSource(ImageSource):
             (value for name in ("targets", "labels") if (value := getattr(dataset, name, None)) is not None), None
         )
         if given is None:
-            _LOG.info("%s has no `targets`: reading it once for its labels", type(dataset).__name__)
+            _LOG.info("%s has neither `targets` nor `labels`: reading its items once", type(dataset).__name__)
             try:
                 given = [dataset[i][1] for i in range(len(dataset))]
             except (TypeError, LookupError) as error:
@@ -244,13 +256,13 @@ class DatasetSource(ImageSource):
                 f"{self.labels.shape} for {len(dataset)} images"
             )
         self.labels = self.labels.astype(np.int64)
-        whole = getattr(dataset, "dataset", dataset)  # of a torch Subset
+        whole = getattr(dataset, "dataset", dataset)  # a torch Subset has its data set here
         names = classes or getattr(whole, "classes", None) or range(int(self.labels.max()) + 1)
         self.classes = tuple(map(str, names))
         if self.labels.min() < 0 or self.labels.max() >= len(self.classes) or len(self.classes) < 2:
             raise DataError(
                 f"labels of {type(dataset).__name__} are {self.labels.min()} to {self.labels.max()}, expected 0 to "
-                f"{len(self.classes) - 1} of two or more classes"
+                f"{len(self.classes) - 1}, and two or more classes"
             )
 
     def image(self, index: int) -> Image.Image:
@@ -263,7 +275,7 @@ class DatasetSource(ImageSource):
         if getattr(image, "dtype", None) not in (torch.uint8, np.uint8):
             raise DataError(
                 f"{self.name(index)}: expected a PIL image, or a uint8 tensor (C, H, W) or array (H, W, C), "
-                f"got {type(image).__name__} of {getattr(image, 'dtype', 'no dtype')}: leave out transforms to floats"
+                f"got {type(image).__name__} with {getattr(image, 'dtype', 'no dtype')}: leave out transforms to floats"
             )
         return _to_rgb(F.to_pil_image(image))
 
@@ -275,7 +287,7 @@ class DigitsSource(ImageSource):
     """Scikit-learn's 1797 handwritten digits (8 x 8, UCI), enlarged to 32 x 32 RGB and held in memory.
 
     Args:
-        split: `train`, or `val`: every fifth image of each class.
+        split: `val` takes every fifth image of each class, `train` the others.
 
     Raises:
         RuntimeError: scikit-learn is not installed.
@@ -310,8 +322,8 @@ class SubsetSource(ImageSource):
     """Some images of another source.
 
     Attributes:
-        source: the other.
-        indices: (len,) int64, of its images.
+        source: the other source.
+        indices: (len,) int64 indices of images in it.
     """
 
     def __init__(self, source: ImageSource, indices: np.ndarray) -> None:
@@ -332,10 +344,15 @@ class SubsetSource(ImageSource):
 
 
 def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[SubsetSource, SubsetSource]:
-    """Stratified train and validation parts; at least one image of every class in each.
+    """Split a source into training and validation parts by class; each part has at least one image of every class.
+
+    Args:
+        source: the images.
+        val_fraction: share of each class that goes to the validation part.
+        seed: seed of the draw.
 
     Raises:
-        DataError: a class has a single image.
+        DataError: a class has fewer than two images.
     """
     rng = np.random.default_rng(seed)
     train, val = [], []
@@ -352,5 +369,5 @@ def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[S
 
 
 def random_subset(source: ImageSource, count: int, seed: int) -> SubsetSource:
-    """`count` images (all of them if there are fewer) in random order, so that batches hold a mixture of classes."""
+    """`count` images (all if there are fewer) in random order, so that batches have a mixture of classes."""
     return SubsetSource(source, np.random.default_rng(seed).permutation(len(source))[:count])

@@ -1,4 +1,4 @@
-"""`make_loader(cfg)`: batches that depend only on (seed, epoch, position), however they are decoded and shared out."""
+"""`make_loader(cfg)`: batches depend only on (seed, epoch, position), not on the backend or the number of ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from nasfast.data.datasets import DataError, DatasetSource, DigitsSource, ImageS
 _LOG = logging.getLogger(__name__)
 
 _AUTO_CACHE_BYTES = 2 * 2**30
-"""Decoded images of small resolution that `auto` caches without being asked."""
+"""Largest size of decoded images of small resolution at which `auto` takes the cache."""
 
 _NAMED_FILES = 5
-"""How many unreadable files an error or warning lists."""
+"""Number of unreadable files that an error or a warning lists."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class DataConfig(ConfigBase):
     """Where images come from and how they are fed.
 
     Attributes:
-        source: `folder` (image files) or `digits` (scikit-learn's, embedded).
+        source: `folder` (image files) or `digits` (scikit-learn's handwritten digits).
         train: training images: a folder, `train/CLASS/IMAGE`, or a text file of lines `IMAGE LABEL`.
-        val: validation images of the same classes; without it `val_fraction` of the training images is held out.
-        val_fraction: held-out share per class when `val` is not given.
+        val: validation images of the same classes; null holds out `val_fraction` of the training images.
+        val_fraction: share of each class that is held out when `val` is not given.
         batch_size: images per optimiser step, over all ranks.
         augment: `imagenet` (random resized crop, flip, lighting), `cifar` (pad, crop, flip), `shift` (pad, crop),
-            `none`, or `auto`: `shift` for digits, else `cifar` up to 64 pixels and `imagenet` above.
-        loader: `torchvision` (in worker processes), `dali` (NVIDIA DALI, on the GPU or the CPU), `cache` (images
-            decoded once into a file), or `auto`, which says what it picked and why.
+            `none`, or `auto`: `shift` for digits, otherwise `cifar` up to 64 pixels and `imagenet` above.
+        loader: `torchvision` (in worker processes), `dali` (NVIDIA DALI, on the GPU or the CPU), `cache` (each image is
+            decoded once and kept), or `auto`, which logs its choice and the reason.
         workers: decoding processes or threads per rank; 0 decodes in the training process. Results do not depend on it.
-        prefetch: batches prepared ahead, for `torchvision` by each worker.
-        cache_dir: where `cache` keeps its files; null takes `nasfast/images` in the user's cache folder.
-        cache_side: larger photographs are cached with this short side in pixels; null takes 8/7 of the resolution. Not
-            for images that are resized to the resolution in any case.
-        max_bad_files: unreadable images are skipped and named; more than this many, counted by each rank, stop the run.
-        mean: per channel, finite, subtracted from images scaled to [0, 1]; grey images take its average.
-        std: per channel, positive, divided by; grey images take its average.
+        prefetch: number of batches prepared ahead, for `torchvision` by each worker.
+        cache_dir: folder of the files of `cache`; null takes `nasfast/images` in the user's cache folder.
+        cache_side: `cache` reduces larger photographs to this short side in pixels; null takes 8/7 of the resolution.
+            Images that are resized to the resolution in any case ignore it.
+        max_bad_files: unreadable images are skipped and named; more than this many on one rank stop the run.
+        mean: finite value per channel that is subtracted from images scaled to [0, 1]; grey images take the average.
+        std: positive value per channel that images are then divided by; grey images take the average.
     """
 
     source: Literal["folder", "digits"] = "folder"
@@ -87,24 +87,26 @@ class DataConfig(ConfigBase):
 
 
 class Loader:
-    """Batches of one image source, resumable at any position of any epoch.
+    """Gives the batches of one image source; can start at any position of any epoch.
 
     Args:
         source: the images.
-        backend: decodes and augments them.
-        batch_size: images per batch, over all ranks; the last, smaller one of an epoch is dropped when shuffling.
-        shuffle: a new order each epoch, from (seed, epoch); otherwise the source's order.
-        seed: of the order.
-        rank, world: which of how many ranks this is: each has its share of every batch, in the order of the ranks and
-            at most one image larger than another's.
+        backend: decodes and augments the images.
+        batch_size: images per batch, over all ranks; when shuffling, the last batch of an epoch is dropped if it is
+            smaller.
+        shuffle: whether each epoch has a new order, drawn from (seed, epoch); otherwise it is the source's order.
+        seed: seed of the order.
+        rank, world: this rank's number and the number of ranks. Each rank has its share of every batch, in the order of
+            the ranks; the sizes of shares differ by at most one image.
         max_bad_files, mean, std: see `DataConfig`; mean and std have one value per channel.
 
     Attributes:
-        kind: of the backend: `torchvision`, `dali` or `cache`.
+        source: as given.
+        kind: name of the backend: `torchvision`, `dali` or `cache`.
         bad_files: names of the images that could not be read.
 
     Raises:
-        DataError: fewer images per batch than ranks.
+        DataError: a batch has fewer images than there are ranks.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Loader:
                 f"batches of {min(batch_size, len(source))} images cannot be shared by {world} ranks: set "
                 "data.batch_size higher, or start fewer processes"
             )
-        # (x / 255 - mean) / std as one product and one sum
+        # (x / 255 - mean) / std, written as one product and one sum
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         self._scale, self._offset = scale.float(), (-255 * scale * torch.tensor(mean, dtype=torch.float64)).float()
 
@@ -140,7 +142,7 @@ class Loader:
 
     @property
     def num_images(self) -> int:
-        """Of all ranks."""
+        """Number of images, over all ranks."""
         return len(self.source)
 
     def __len__(self) -> int:
@@ -149,7 +151,7 @@ class Loader:
         return full + (rest > 0 and not (self._shuffle and full))
 
     def _requests(self, epoch: int, first: int) -> list[Request]:
-        """This rank's shares of the batches from number `first` on."""
+        """This rank's shares of the batches `first`, `first + 1`, ... of an epoch."""
         count = len(self.source)
         if self._shuffle:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
@@ -171,10 +173,10 @@ class Loader:
         """Batches `start`, `start + 1`, ... of an epoch: normalised fp32 channels_last images and int64 labels.
 
         Yields:
-            images (N, C, H, W) and labels (N,) on `device`; this rank's.
+            this rank's images (N, C, H, W) and labels (N,) on `device`.
 
         Raises:
-            DataError: more than `max_bad_files` images could not be read, or none of a training batch.
+            DataError: more than `max_bad_files` images could not be read, or no image of a training batch could.
         """
         device = torch.device(device)
         scale, offset = self._scale.to(device), self._offset.to(device)
@@ -182,7 +184,7 @@ class Loader:
             yield _normalise(images, scale, offset), labels
 
     def _host_batches(self, requests: list[Request], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """uint8 images, where the backend left them, and labels."""
+        """uint8 images, on the device where the backend left them, and labels."""
         for request, decoded in zip(requests, self._backend.decode(requests, device), strict=True):
             self._note_bad(decoded.bad)
             if not len(decoded.kept):
@@ -210,14 +212,14 @@ class Loader:
 def _normalise(images: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """uint8 (N, C, H, W) in channels_last to fp32 `images * scale + offset`, one value of each per channel."""
     rows = images.permute(0, 2, 3, 1).flatten(2).float()
-    # a row of pixels at a time: a loop over three channels would be ten times as slow
+    # the factors are repeated for a whole row of pixels: an inner loop over three channels would be ten times as slow
     scale, offset = scale.repeat(images.shape[3]), offset.repeat(images.shape[3])
-    torch.addcmul(offset, rows, scale, out=rows)  # in place: fresh memory costs as much as the arithmetic
+    torch.addcmul(offset, rows, scale, out=rows)  # in place, because fresh memory costs as much as the arithmetic
     return rows.unflatten(2, (images.shape[3], images.shape[1])).permute(0, 3, 1, 2)
 
 
 def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches on `device`; to a GPU the next one is copied, on a stream of its own, while the last is worked on."""
+    """Batches on `device`; for a GPU, the next batch is copied on its own stream while the caller uses the last one."""
     if device.type != "cuda":
         yield from ((x.to(device), y.to(device)) for x, y in batches)
         return
@@ -234,11 +236,11 @@ def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> It
 
 
 def _received(batch: tuple[Tensor, ...], done: torch.cuda.Event) -> tuple[Tensor, ...]:
-    """The batch, once its copy is done; that of the next one may go on."""
+    """The batch, ordered after its copy; the copy of the next batch may go on."""
     current = torch.cuda.current_stream(batch[0].device)
     current.wait_event(done)
     for tensor in batch:
-        tensor.record_stream(current)  # made on the other stream: its memory must not be given away too early
+        tensor.record_stream(current)  # it was made on the other stream, which must not reuse its memory too early
     return batch
 
 
@@ -286,15 +288,15 @@ def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:
     if source.in_memory:
         return "cache", "they are in memory already"
     if source.path(0) is None:
-        return "torchvision", "they are not in files (data.loader=cache keeps what a data set gives in memory)"
+        return "torchvision", "they are not in files (data.loader=cache would keep decoded images in memory)"
     side = augmentation.resolution
     size = len(source) * side**2 * (1 if augmentation.grey else 3)
     if side <= SMALL and size <= _AUTO_CACHE_BYTES:
         return "cache", f"decoded once to {side} x {side} they take {size / 1e6:.0f} MB"
     refusal = dali.refusal(source)
     if refusal is None:
-        return "dali", "DALI is installed (data.loader=cache decodes once, if the disk has room for it)"
-    return "torchvision", f"{refusal} (data.loader=cache decodes once, if the disk has room for it)"
+        return "dali", "DALI is installed (data.loader=cache would decode once, if the disk has room)"
+    return "torchvision", f"{refusal} (data.loader=cache would decode once, if the disk has room)"
 
 
 def make_loader(
@@ -311,14 +313,14 @@ def make_loader(
     """A loader of one set of images.
 
     Args:
-        cfg: where they are, and how they are fed.
-        dataset: other images than those `cfg` names: an `ImageSource`, or a map-style data set of (image, label), see
-            `DatasetSource`.
-        train: shuffled and augmented, else in order with a centre crop.
+        cfg: where the images are and how they are fed.
+        dataset: other images than those that `cfg` names: an `ImageSource`, or a map-style data set of (image, label),
+            see `DatasetSource`.
+        train: whether images are shuffled and augmented; otherwise they come in order with a centre crop.
         resolution: height and width of the batches in pixels.
         in_channels: 3 for RGB or 1 for grey images.
-        seed: of order and augmentation.
-        rank, world: which of how many ranks this is.
+        seed: seed of the order and the augmentation.
+        rank, world: this rank's number and the number of ranks.
 
     Raises:
         ConfigError: `in_channels` is neither 3 nor 1, or `cfg.loader` cannot serve these images.
@@ -353,16 +355,16 @@ def make_loaders(
     rank: int = 0,
     world: int = 1,
 ) -> tuple[Loader, Loader]:
-    """Training and validation loader of the images that `cfg` names.
+    """The training loader and the validation loader of the images that `cfg` names.
 
     Args:
-        seed: also of the held-out split.
-        hold_out: validate on `val_fraction` of the training images instead of the validation images, for a search that
-            must not see those.
+        seed: seed of the order, the augmentation and the held-out split.
+        hold_out: whether to validate on `val_fraction` of the training images, for a search that must not see the
+            validation images.
         cfg, resolution, in_channels, rank, world: see `make_loader`.
 
     Raises:
-        ConfigError: `data.train` is needed and was not given, or `make_loader`'s reasons.
+        ConfigError: `data.train` is needed and was not given, or see `make_loader`.
         DataError, RuntimeError: see `make_loader`.
     """
     train, val = _open_sources(cfg, seed)

@@ -24,8 +24,8 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as F
 
-import nasfast.data.cache as cache_module
-from nasfast.data import DataError, DatasetSource, DigitsSource, FolderSource, Loader
+from nasfast.data import DataError, DatasetSource, DigitsSource, FolderSource, Loader, cache_files, cache_store
+from nasfast.data import cache as cache_module
 from nasfast.data.augment import Augmentation, render
 from nasfast.data.backends import Decoded, Request, TorchvisionBackend
 from nasfast.data.cache import CacheBackend
@@ -43,7 +43,7 @@ EVAL = Augmentation("eval", 12)
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Four images in each part."""
-    monkeypatch.setattr(cache_module, "_PART_IMAGES", 4)
+    monkeypatch.setattr(cache_files, "_PART_IMAGES", 4)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_pixels_are_those_of_torchvision(folder, tmp_path, monkeypatch, augmenta
         made = cached(source, augmentation, tmp_path, workers=workers)
         assert made.kind == "cache"
         assert_same(answers(made), want)
-    monkeypatch.setattr(cache_module, "_memory_share", lambda: 0)
+    monkeypatch.setattr(cache_store, "memory_share", lambda: 0)
     for workers in (0, 2):  # read from the files
         assert_same(answers(cached(source, augmentation, tmp_path, workers=workers)), want)
     assert len(list((tmp_path / "caches").iterdir())) == 1
@@ -225,16 +225,16 @@ def test_digits():
 
 @pytest.mark.parametrize("augmentation", [SMALL, PHOTOS], ids=named)
 def test_images_too_large_for_memory_are_refused(monkeypatch, augmentation):
-    monkeypatch.setattr(cache_module, "_memory_share", lambda: 5000)
+    monkeypatch.setattr(cache_store, "memory_share", lambda: 5000)
     with pytest.raises(DataError, match=r"22 decoded images take \d\.\d kB or more, and 5\.0 kB .* give a folder"):
         answers(CacheBackend(DatasetSource(Arrays()), augmentation), 22)
 
 
 def test_memory_share_is_that_of_one_process(monkeypatch):
-    whole = cache_module._memory_share()
+    whole = cache_store.memory_share()
     assert 0 < whole <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert whole / 8 < cache_module._memory_share() < whole / 2
+    assert whole / 8 < cache_store.memory_share() < whole / 2
 
 
 # -- found again, or another
@@ -322,7 +322,7 @@ def test_default_place(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("augmentation", [SMALL, OWN_SIZE], ids=named)
 def test_unreadable_images_are_skipped_and_named_at_each_use(folder, tmp_path, monkeypatch, augmentation, resident):
     if not resident:
-        monkeypatch.setattr(cache_module, "_memory_share", lambda: 0)
+        monkeypatch.setattr(cache_store, "memory_share", lambda: 0)
     # all of a part, and the only images of a batch
     bad = spoil(folder, *(f"a/{i:02d}.{('png', 'jpg')[i % 3 == 0]}" for i in (0, 2, 4, 6, 10)), "b/03.jpg")
     source = FolderSource(folder)
@@ -453,9 +453,9 @@ def test_a_part_replaced_by_another_process_is_not_written_into(folder, tmp_path
     source = FolderSource(folder)
     made = cached(source, OWN_SIZE, tmp_path)
     target = parts_of(made)[1]
-    plain = cache_module._decoded
+    plain = cache_files.decode_stored
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "_decoded", lambda *given: plain(*given)[: 9 + given[2] % 3] // 2)
+        patch.setattr(cache_files, "decode_stored", lambda *given: plain(*given)[: 9 + given[2] % 3] // 2)
         made._store._write(1)
     changed = target.read_bytes()
     assert_same(answers(made), answers(TorchvisionBackend(source, OWN_SIZE)))
@@ -495,7 +495,7 @@ MOMENTS = ("before a part", "in a part", "after a part", "at the description")
 
 def dies_at(moment: str, count: int, monkeypatch) -> None:
     """Make this process kill itself at the part number `count` that it writes."""
-    plain, calls, lock = cache_module.write_atomic, 0, threading.Lock()
+    plain, calls, lock = cache_files.write_atomic, 0, threading.Lock()
 
     def killing(path: Path, data: bytes) -> None:
         nonlocal calls
@@ -511,7 +511,7 @@ def dies_at(moment: str, count: int, monkeypatch) -> None:
             if now:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(cache_module, "write_atomic", killing)
+    monkeypatch.setattr(cache_files, "write_atomic", killing)
 
 
 def decodes(monkeypatch) -> list[int]:
@@ -584,12 +584,12 @@ def test_builders_killed_at_random_times(folder, tmp_path, monkeypatch):
 
 def test_full_disk_is_told_before_building(folder, tmp_path, monkeypatch):
     source = FolderSource(folder)
-    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=9000))
+    monkeypatch.setattr(cache_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=9000))
     for augmentation, needed in ((SMALL, "9.5"), (PHOTOS, r"1\d\.\d")):
         with pytest.raises(DataError, match=rf"needs about {needed} kB, and 9.0 kB are free.*data.cache_dir"):
             cached(source, augmentation, tmp_path)
     assert not list((tmp_path / "caches").glob("*/*.part"))
-    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=IMAGES * 12 * 12 * 3))
+    monkeypatch.setattr(cache_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=IMAGES * 12 * 12 * 3))
     cached(source, SMALL, tmp_path)
 
 
@@ -600,7 +600,7 @@ def test_full_disk_while_building(folder, tmp_path, monkeypatch):
     message.touch()
 
     def build() -> None:
-        plain, calls = cache_module.write_atomic, 0
+        plain, calls = cache_files.write_atomic, 0
 
         def limited(path: Path, data: bytes) -> None:
             nonlocal calls
@@ -609,7 +609,7 @@ def test_full_disk_while_building(folder, tmp_path, monkeypatch):
             calls += 1
             plain(path, data)
 
-        monkeypatch.setattr(cache_module, "write_atomic", limited)
+        monkeypatch.setattr(cache_files, "write_atomic", limited)
         try:
             cached(source, SMALL, tmp_path)
         except DataError as error:
@@ -674,7 +674,7 @@ def test_a_waiting_builder_goes_on_where_the_killed_one_was(folder, tmp_path, mo
 def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path):
     """Such as a worker of another loader."""
     path = tmp_path / "lock"
-    with cache_module._locked(path) as held:
+    with cache_files._locked(path) as held:
         assert held
         pid = in_child(lambda: time.sleep(60))
     with open(path) as file:
@@ -706,7 +706,7 @@ def read_only(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_)
-        patch.setattr(cache_module, "write_atomic", refused)
+        patch.setattr(cache_files, "write_atomic", refused)
         yield
 
 
@@ -776,6 +776,6 @@ def test_errors_of_threads_are_raised(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "render", fails)
     with pytest.raises(MemoryError, match="no more"):
         answers(made)
-    monkeypatch.setattr(cache_module, "_decoded", fails)
+    monkeypatch.setattr(cache_files, "decode_stored", fails)
     with pytest.raises(MemoryError, match="no more"):
         cached(FolderSource(folder), SMALL, tmp_path, workers=2)

@@ -454,7 +454,7 @@ def test_shifts_as_render_adds_them():
 
 
 def test_what_it_cannot_do_is_said(monkeypatch, album):
-    with pytest.raises(ConfigError, match="DALI decodes image files, which DigitsSource has none of"):
+    with pytest.raises(ConfigError, match="DALI decodes image files, and DigitsSource has none"):
         DaliBackend(DigitsSource("val"), Augmentation("shift", 32), batch_size=4)
     assert dali.refusal(album) is None
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)

@@ -39,7 +39,7 @@ def test_files_that_are_not_images_are_passed_over_and_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="nasfast"):
         source = FolderSource(tmp_path)
     assert source.not_images == [str(tmp_path / "a" / "notes.txt")]
-    assert "passed over 1 files" in caplog.text
+    assert "skipped 1 files" in caplog.text
     assert "notes.txt" in caplog.text
     assert len(source) == 4
 
@@ -252,10 +252,10 @@ def test_a_list_with_names_and_its_validation_list(tmp_path):
     ("lines", "message"),
     [
         (["x.jpg 0", "y.jpg"], "line 2: expected 'IMAGE LABEL', got 'y.jpg'"),
-        (["x.jpg 0", "y.jpg 0"], "has 1 class: a classifier needs two"),
-        (["x.jpg 0", "y.jpg 3"], "has no image of label 1, 2, but of 3"),
+        (["x.jpg 0", "y.jpg 0"], "has images of 1 class only: a classifier needs two"),
+        (["x.jpg 0", "y.jpg 3"], "has labels up to 3, but no image of label 1, 2: number the labels from 0"),
         (["# none"], "lists no image"),
-        (["x.jpg 0", "y.jpg 1"], "none of its first images exists, e.g. .*x.jpg"),
+        (["x.jpg 0", "y.jpg 1"], "none of the first 2 listed images exists, e.g. .*x.jpg"),
     ],
 )
 def test_lists_that_cannot_be(tmp_path, lines, message):
