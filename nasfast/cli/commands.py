@@ -75,7 +75,7 @@ class _Parser(jsonargparse.ArgumentParser):
         sys.exit(2)
 
 
-_RECIPES = Path(__file__).parent / "recipes"
+_RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def _recipe(name: str) -> Path:

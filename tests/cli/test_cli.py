@@ -8,14 +8,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiny import tiny_space
 
+import nasfast
 from nasfast import pipeline
 from nasfast.cli import commands
 from nasfast.cli import main as cli
 from nasfast.cli.main import main
+from nasfast.config import load_yaml
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import save_model
 from nasfast.runtime.distributed import SINGLE
@@ -94,6 +97,12 @@ def test_the_run_directory_may_be_named_in_a_config_file(seen, tmp_path, monkeyp
     assert (seen[-1][1].out, seen[-1][1].seed) == ("mine", 9)
     assert main(["score"]) == 0
     assert (seen[-1][1].out, seen[-1][1].seed) == (RunConfig().out, 8)
+
+
+@pytest.mark.parametrize("name", ["cifar10_macro", "demo", "imagenet_mobilenet_v2", "imagenet_shufflenet_v2"])
+def test_a_recipe_is_a_file_of_the_package(seen, name):
+    file = load_yaml(Path(nasfast.__file__).parent / "recipes" / f"{name}.yaml")
+    assert config_of(seen, "--config", name) == RunConfig.from_dict(file)
 
 
 def test_resume_reaches_the_stage(seen):
