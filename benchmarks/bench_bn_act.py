@@ -36,7 +36,7 @@ def setup_bn_act(batch: int, channels: int, height: int, dtype: torch.dtype) -> 
         return [c.requires_grad_() for c in copies], grad.contiguous(memory_format=memory_format)
 
     nchw, nhwc = inputs(torch.contiguous_format), inputs(torch.channels_last)
-    # one graph per shape and type, as a fixed network would have
+    # without a reset, compiled graphs of other shapes would change this one
     torch.compiler.reset()
     return {
         OURS: (nasfast_bn_act, *nhwc),

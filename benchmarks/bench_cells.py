@@ -1,17 +1,18 @@
-"""Step of a differentiable search on a network of cells, against a straightforward PyTorch implementation of it.
+"""A step of a differentiable search on a network of cells against a straightforward PyTorch implementation.
 
     python -m benchmarks.bench_cells [--rounds 5] [--threads N] [--cells 8] [--batch 64] [--out FILE]
 
-The work: DARTS on the cell with four nodes, every operation of every edge mixed by softmax(a), 32 x 32 images. `one
-level` is one forward and backward pass of weights and logits, `two levels` one for the logits on one batch and then
-one for the weights on another (first order), optimisers included. Peers are the mixed operations written down plainly,
-each edge with its eight operations, contiguous and channels_last (with --compile compiled, too); of `two levels` also
-the form that asks autograd for the gradient of the logits alone, where published code computes those of the weights too
-and throws them away. Both networks get equal weights; `difference` is the largest of the logits' gradients, relative to
-the largest of them.
+The search is DARTS on the cell with four nodes: softmax(a) mixes all operations of an edge; images are 32 x 32. `one
+level` is one forward and backward pass for weights and logits. `two levels` is a pass for the logits on one batch and
+then a pass for the weights on another (first order). Both include the optimisers. Peers compute the eight operations of
+each edge one by one, contiguous and channels_last, and compiled with --compile. Published code of `two levels` computes
+the weights' gradients in the first pass, too, and discards them; a further peer computes the logits' gradients alone.
+All networks get equal weights. `difference` is the largest difference between the logits' gradients of nasfast and of
+the peer, relative to the largest gradient.
 
-Memory: bytes that one forward pass keeps for backward, for spaces whose edges have 2, 4 and 8 operations. What samples
-one operation must not depend on their number. Beside them what the peer keeps of the whole step.
+Memory is the bytes that one forward pass keeps for backward. It is measured on spaces whose edges have 2, 4 and 8
+operations, on which methods that sample one operation must need the same memory, and on the network of the step, also
+for the peer.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _MixedOp(nn.Module):
         ])  # fmt: skip
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        # the first weight is that of none
+        # the first weight belongs to the operation none
         return sum(w * op(x) for w, op in zip(weights[1:], self.ops, strict=True))
 
 
@@ -89,7 +90,7 @@ class _PlainCell(nn.Module):
 
 
 class PlainDarts(nn.Module):
-    """The S8n network as one would write it down."""
+    """The S8n network in plain modules."""
 
     def __init__(self, cells: int, channels: int) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class PlainDarts(nn.Module):
 
 
 def _like(plain: PlainDarts, search: CellSearch) -> None:
-    """Give the plain network the weights of the other: both list them in the same order."""
+    """Copy the weights of the search into the plain network; both list them in the same order."""
     pairs = list(zip(plain.parameters(), search.net.parameters(), strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
     with torch.no_grad():
@@ -123,7 +124,7 @@ def _optimizer(model: nn.Module) -> torch.optim.SGD:
 def plain_step(
     model: nn.Module, alpha: Tensor, batches: list[tuple[Tensor, Tensor]], *, two_levels: bool, alpha_alone: bool
 ) -> Callable[[], dict[str, float]]:
-    """The peer's step."""
+    """Make the peer's step."""
     sgd, adam = _optimizer(model), torch.optim.Adam([alpha], lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3)
     weights = list(model.parameters())
 
@@ -148,7 +149,7 @@ def plain_step(
 
 
 class _Same:
-    """A held-out loader that always has the same batch."""
+    """A held-out loader that always yields the same batch."""
 
     def __init__(self, batch: tuple[Tensor, Tensor]) -> None:
         self._batch = batch
@@ -161,13 +162,13 @@ class _Same:
 
 
 def our_step(search: CellSearch, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], dict[str, float]]:
-    """The step of `nasfast.cells.search_cells`, everything that it records included."""
+    """Make the step of `nasfast.cells.search_cells`, with everything that it records."""
     sgd = _optimizer(search.net)
     weights = list(search.net.parameters())
     engine = CellSearchEngine(search, sgd, _Same(batches[1]) if search.cfg.bilevel else None)
 
     def step() -> None:
-        search.done.zero_()  # the same record for ever
+        search.done.zero_()  # writes the same record at every step
         engine.forward_backward(*batches[0])
         nn.utils.clip_grad_norm_(weights, 5.0)
         sgd.step()
@@ -185,7 +186,7 @@ def _timed(step: Callable[[], None]) -> Callable[[], dict[str, float]]:
 
 
 def difference(search: CellSearch, plain: PlainDarts, batch: tuple[Tensor, Tensor]) -> float:
-    """Largest difference of the logits' gradients, relative to the largest of them."""
+    """Largest difference between the logits' gradients, relative to the largest gradient."""
     alpha = search.alpha[0].float().requires_grad_()
     (theirs,) = torch.autograd.grad(F.cross_entropy(plain(batch[0], alpha), batch[1]), alpha)
     draw = search.cfg.estimator.draw(search.logits, torch.Generator(), 0.0)
@@ -196,7 +197,7 @@ def difference(search: CellSearch, plain: PlainDarts, batch: tuple[Tensor, Tenso
 
 
 def step_row(args: argparse.Namespace, two_levels: bool) -> dict[str, Any]:
-    """Time of a step."""
+    """Measure the time of a step."""
     torch.manual_seed(0)
     space = darts_space(cells=args.cells, channels=args.channels, reductions=False)
     images = [torch.randn(args.batch, 3, 32, 32) for _ in range(2)]
@@ -244,11 +245,11 @@ _OPERATIONS = {
 
 
 def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
-    """Bytes kept for backward."""
+    """Bytes that a method keeps for backward if edges have these operations."""
     space = CellSpace(name="memory", cell=darts_cell(ops), cells=args.cells, channels=args.channels, resolution=32)
     net = CellSupernet(space).to(memory_format=torch.channels_last)
     logits = uniform_logits(space)
-    # the same operation everywhere, so that only their number differs
+    # the same operation is sampled everywhere, so that only the number of operations differs
     logits[..., space.ops.index("sep_conv_5x5")] += 0 if method == "darts" else 100
     draw = make_estimator(method).draw(logits, torch.Generator().manual_seed(0), 0.0)
     gates = draw.gates.expand(args.cells, -1, -1).float().requires_grad_()
@@ -262,7 +263,7 @@ def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
 
 
 def kept(args: argparse.Namespace) -> dict[str, int]:
-    """Bytes that the whole network keeps for backward, ours and the peer's."""
+    """Bytes that the network of the step keeps for backward, in nasfast and in the peer."""
     space = darts_space(cells=args.cells, channels=args.channels, reductions=False)
     search = CellSearch(space, CellSearchConfig(method="darts", records=1), steps=1).to(
         memory_format=torch.channels_last
@@ -285,18 +286,18 @@ def show(row: dict[str, Any]) -> None:
         parts = []
         for phase, name in (("step", "wall"), ("cpu", "CPU")):
             mine, theirs = (t[phase]["median_ms"] for t in (row["times"]["nasfast"], times))
-            parts.append(f"{name} {theirs:8.0f} ms, ours / it {mine / theirs:.2f}")
+            parts.append(f"{name} {theirs:8.0f} ms, nasfast / it {mine / theirs:.2f}")
         print(f"  {variant:28} {'   '.join(parts)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's choice")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
     parser.add_argument("--cells", type=positive, default=8)
     parser.add_argument("--channels", type=positive, default=16)
     parser.add_argument("--batch", type=positive, default=64)
-    parser.add_argument("--compile", action="store_true", help="a compiled peer too, which takes minutes to compile")
+    parser.add_argument("--compile", action="store_true", help="add a compiled peer; its compilation takes minutes")
     parser.add_argument("--quick", action="store_true", help="only show that everything runs")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_conv_bn_act [--quick] [--kind WORD ...] [--out FILE]
 
-The layers are those of the mean paths of the MobileNetV2 and ShuffleNetV2 spaces, one of each kind per resolution;
-convolutions are frozen, BatchNorms train. The last table adds them up by kind, each for all of its kind and resolution
-on the path, beside the floor of the machine: it says which kind is furthest from it.
+The layers come from the mean paths of the MobileNetV2 and ShuffleNetV2 spaces, one of each kind per resolution;
+convolutions are frozen, BatchNorms train. The last table sums the times by kind, where each layer stands for all layers
+of its kind and resolution on the path. It shows which kind is furthest from the floor of the machine.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Case:
     """Layers of one kind and one input resolution.
 
     Attributes:
-        kind: e.g. `depthwise k5 s1`, `inverted residual s2`.
-        label: what this one is.
-        channels, size: of the input.
-        weight: MACs of all of its kind and resolution on the path, over its own.
+        kind: such as `depthwise k5 s1` or `inverted residual s2`.
+        label: shape and details of this layer.
+        channels, size: channels and side of the input.
+        weight: MACs of all layers of this kind and resolution on the path, divided by those of this layer.
         input_grad: whether training needs the gradient of its input.
         make: builds the module, fused or plain.
     """
@@ -54,7 +54,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every kind once per resolution: units and blocks of the MobileNetV2 path, units of the ShuffleNetV2 path."""
+    """One case per kind and resolution: units and blocks of the MobileNetV2 path, units of the ShuffleNetV2 path."""
     mobilenet, shufflenet = mobilenet_v2(), shufflenet_v2()
     found = [case for layer, block in _layers(mobilenet) for case in _units(mobilenet, layer, block)]
     found += [_block(mobilenet, layer, block) for layer, block in _layers(mobilenet) if block.kind == "mbconv"]
@@ -87,7 +87,7 @@ def _block(space: SearchSpace, layer: Layer, block: Block) -> Case:
 
 
 def _units(space: SearchSpace, layer: Layer, block: Block) -> list[Case]:
-    """The convolution units of one block, each by itself."""
+    """One case for each convolution unit of a block."""
     units = UnitFactory(act=space.activation, fused=False, track_running_stats=False)
     found = []
 
@@ -126,8 +126,8 @@ def _kind_of(conv: nn.Conv2d, act: str) -> str:
 
 
 def bench(case: Case, dtype: str, *, batch: int, rounds: int, machine: floor.Machine) -> dict:
-    """One row of results: times, saved bytes and the floor of a case."""
-    # one graph per case and type, as a fixed network would have
+    """Measure one row of results: times, saved bytes and the floor of a case."""
+    # without a reset, compiled graphs of other cases would change this one
     torch.compiler.reset()
     torch.manual_seed(0)
     plain, fused = (case.make(is_fused).to(memory_format=torch.channels_last).train() for is_fused in (False, True))
@@ -176,7 +176,11 @@ def _under_autocast(module: nn.Module, dtype: str) -> Callable[..., torch.Tensor
 
 
 def _check_results(functions: dict[str, Callable[..., torch.Tensor]], x: torch.Tensor, dtype: str) -> None:
-    """Refuse to time what computes something else."""
+    """Check that all variants compute the same.
+
+    Raises:
+        RuntimeError: a result differs from that of eager PyTorch.
+    """
     with torch.no_grad():
         want = functions[EAGER](x).float()
         for name, function in functions.items():
@@ -188,14 +192,14 @@ def _check_results(functions: dict[str, Callable[..., torch.Tensor]], x: torch.T
 
 
 def _bound(found: floor.Trace, machine: floor.Machine, least: floor.Floor) -> str:
-    """Whether memory or arithmetic makes the floor."""
+    """Whether memory or arithmetic determines the floor."""
     free_memory = machine._replace(bytes=float("inf"))
     arithmetic = floor.alone_floor(found, free_memory, torch.float32).step
     return "arithmetic" if arithmetic > 0.5 * least.step else "memory"
 
 
 def show_kinds(rows: list[dict]) -> None:
-    """Add the cases up by kind and type, each as often as the path has it; furthest from the floor first."""
+    """Print sums by kind and dtype, each case with its weight; the kind furthest from the floor comes first."""
     print(f"\n{'all of a kind on the path':36} {'nasfast ms':>11} {'best peer':>10} {'floor':>8} {'/ floor':>8}")
     sums = []
     for dtype in DTYPES:
@@ -222,7 +226,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"batch {QUICK_BATCH}, {QUICK_ROUNDS} rounds")
     parser.add_argument("--kind", nargs="+", metavar="WORD", help="only kinds that contain one of these words")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--batch", type=positive, help="images")
+    parser.add_argument("--batch", type=positive, help="images per batch")
     parser.add_argument(
         "--rounds", type=positive, help=f"timed rounds, default {ROUNDS}, or {QUICK_ROUNDS} with --quick"
     )

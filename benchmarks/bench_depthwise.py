@@ -13,10 +13,10 @@ from nasfast.measure.timing import measure
 
 # (batch, channels, height): the three stages of a DARTS search at 32 x 32 input
 SHAPES = [(64, 16, 32), (64, 32, 16), (64, 64, 8)]
-# (kernel, stride, dilation); reduction cells have the ones with stride 2
+# (kernel, stride, dilation); only reduction cells have stride 2
 CONVS = [(3, 1, 1), (5, 1, 1), (7, 1, 1), (3, 1, 2), (5, 1, 2), (3, 2, 1), (5, 2, 1), (3, 2, 2), (5, 2, 2)]
 POOLS = [("max", 1), ("avg", 1), ("max", 2), ("avg", 2)]
-# how often an edge of a normal cell has each: two separable convolutions of two stages each, and two dilated ones
+# how often an edge of a normal cell has each one: in two separable convolutions, of two stages each, and two dilated
 EDGE = {(3, 1, 1): 2, (5, 1, 1): 2, (3, 1, 2): 1, (5, 1, 2): 1}
 ROUNDS, QUICK_ROUNDS = 20, 5
 OURS = "nasfast"
@@ -36,7 +36,7 @@ def setup_conv(x: torch.Tensor, kernel: int, stride: int, dilation: int, wants: 
     def nasfast_conv(x, weight):
         return ops.depthwise_conv2d(x, weight, stride=stride, dilation=dilation, backend="cpu")
 
-    # a compiled backward computes all gradients whichever are asked for
+    # a compiled backward computes all gradients, whichever are needed
     return setup(nasfast_conv, torch_conv, [x, weight], wants, compiled=all(wants))
 
 
@@ -54,7 +54,7 @@ def setup_pool(x: torch.Tensor, kind: str, stride: int) -> dict:
 def setup(
     ours: Callable, theirs: Callable, tensors: list[torch.Tensor], wants: tuple[bool, ...], *, compiled: bool = True
 ) -> dict:
-    """name -> (function, inputs, gradient of the result) of our function and of PyTorch's in each of its forms."""
+    """name -> (function, inputs, gradient of the result), for our function and for each form of PyTorch's."""
     grad = torch.randn_like(theirs(*tensors))
 
     def inputs(memory_format):
@@ -70,7 +70,7 @@ def setup(
         "eager channels_last": (theirs, *nhwc),
     }
     if compiled:
-        # one graph per shape and type, as a fixed network would have
+        # without a reset, compiled graphs of other shapes would change this one
         torch.compiler.reset()
         variants["compile channels_last"] = (torch.compile(theirs, dynamic=False), *nhwc)
     return variants

@@ -1,8 +1,8 @@
-"""A training step of torchvision's mobilenet_v2 after `nasfast.fuse`, against PyTorch; its reports on five models.
+"""A training step of torchvision's mobilenet_v2 after `nasfast.fuse` against PyTorch; reports on five models.
 
     python -m benchmarks.bench_fuse [--quick] [--out FILE]
 
-Convolutions and classifier are frozen and every BatchNorm trains.
+Convolutions and classifier are frozen, all BatchNorms train.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.steps import VARIANTS, Workload, bench, show, train_batch_norms
 
 BATCH, RESOLUTION, ROUNDS = 32, 224, 9
 QUICK_BATCH, QUICK_RESOLUTION, QUICK_ROUNDS = 4, 64, 3
-# compiling takes minutes, whatever the size; and the compiler chooses its own layouts
+# compilation takes minutes for any size, and the compiler chooses its own layouts
 QUICK = [name for name, variant in VARIANTS.items() if variant.engine != "compile"]
 FULL = [name for name in VARIANTS if name != "compile contiguous fp32"]
 
@@ -38,7 +38,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class FuseWorkload(Workload):
-    """torchvision's mobilenet_v2, fused or as it is."""
+    """torchvision's mobilenet_v2, fused or unchanged."""
 
     batch: int
     resolution: int
@@ -52,7 +52,7 @@ class FuseWorkload(Workload):
 
     def plain(self) -> nn.Module:
         torch.manual_seed(0)
-        # dropout would make every step's loss another one
+        # dropout would change the loss from step to step
         return train_batch_norms(torchvision.models.mobilenet_v2(dropout=0.0))
 
     def skeleton(self) -> nn.Module:
@@ -60,7 +60,7 @@ class FuseWorkload(Workload):
 
 
 def reports() -> dict[str, str]:
-    """What `nasfast.fuse` says about each of MODELS, convolutions frozen and BatchNorms training."""
+    """The reports of `nasfast.fuse` on MODELS, with frozen convolutions and trainable BatchNorms."""
     return {name: str(nasfast.fuse(train_batch_norms(make()))) for name, make in MODELS.items()}
 
 
@@ -68,12 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small images and batches, few rounds, nothing compiled")
     parser.add_argument("--batch", type=positive, help="images per step")
-    parser.add_argument("--resolution", type=positive, help="of the images in pixels")
+    parser.add_argument("--resolution", type=positive, help="side of the images in pixels")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument(
         "--rounds", type=positive, help=f"timed rounds, default {ROUNDS}, or {QUICK_ROUNDS} with --quick"
     )
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"some of {', '.join(VARIANTS)}")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

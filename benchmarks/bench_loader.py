@@ -1,7 +1,8 @@
-"""Images per second of every loader against a plain torchvision DataLoader, and what loading costs a training run.
+"""Images per second of every loader against a plain torchvision DataLoader, and the cost of loading in training.
 
-Photographs of 500 x 375 are made here (1/f noise with edges, JPEG of quality 90, about the bytes of an ImageNet image);
-`--cifar` takes an image folder of CIFAR size. A loader's figure is a whole epoch up to normalised fp32 batches.
+The program makes photographs of 500 x 375 pixels: 1/f noise with edges, as JPEG of quality 90, about as large as an
+ImageNet file. `--cifar` names a folder of images of CIFAR size. A loader is timed for a whole epoch of normalised fp32
+batches.
 
     python -m benchmarks.bench_loader --cifar images/cifar10/train --out benchmarks/results/loader.json
 """
@@ -36,7 +37,7 @@ PEER = "DataLoader"
 
 
 def make_photographs(folder: Path, count: int) -> Path:
-    """`folder/{0,1}/NUMBER.jpg`: colour fields of a 1/f spectrum, as photographs have, with some straight edges."""
+    """Write `folder/{0,1}/NUMBER.jpg`: colour fields with the 1/f spectrum of photographs, and straight edges."""
     rng = np.random.default_rng(0)
     frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None])
     frequency[0, 0] = 1
@@ -55,7 +56,7 @@ def make_photographs(folder: Path, count: int) -> Path:
     return folder
 
 
-# the peer
+# ---- the peer
 
 
 def _tensor(path: str) -> Tensor:
@@ -63,7 +64,7 @@ def _tensor(path: str) -> Tensor:
 
 
 def plain(folder: Path, resolution: int, batch: int, workers: int, *, pil: bool) -> DataLoader:
-    """What torchvision's references do: ImageFolder, v2 transforms, DataLoader; PIL images or uint8 tensors."""
+    """The loader of torchvision's references: ImageFolder, v2 transforms, DataLoader; PIL images or uint8 tensors."""
     if resolution > 64:
         steps = [v2.RandomResizedCrop(resolution, antialias=True), v2.RandomHorizontalFlip()]
     else:
@@ -80,15 +81,15 @@ def ours(folder: Path, kind: str, resolution: int, batch: int, workers: int, cac
 
 
 def loaders(folder: Path) -> list[str]:
-    """Those that can be had here."""
+    """The loaders that run on this machine."""
     refused = dali.refusal(FolderSource(folder))
     if refused:
-        print(f"without dali: {refused}", flush=True)
+        print(f"dali is left out: {refused}", flush=True)
     return [kind for kind in LOADERS if kind != "dali" or not refused]
 
 
 def rate(batches: Iterator[tuple[Tensor, Tensor]], clock: Callable[[], float]) -> float:
-    """Images per second of an epoch, its start-up included."""
+    """Images per second of an epoch, with its start-up."""
     start, images = clock(), 0
     for x, _ in batches:
         images += len(x)
@@ -98,10 +99,10 @@ def rate(batches: Iterator[tuple[Tensor, Tensor]], clock: Callable[[], float]) -
 def loader_rows(
     folder: Path, work: str, resolution: int, batch: int, cache: Path, cores: list[int], rounds: int
 ) -> list:
-    """Images per second of every loader on these cores, interleaved.
+    """Measure images per second of every loader on these cores, interleaved.
 
-    For one core everything is decoded in this process, and its CPU time counts: that of all threads, and not what other
-    processes take. For several it is time on the clock, as worker processes are others.
+    On one core this process decodes everything and its CPU time counts, over all its threads, so other programs do not
+    disturb the figure. On several cores worker processes decode, so wall time counts.
     """
     clock = time.process_time if len(cores) == 1 else time.perf_counter
     os.sched_setaffinity(0, cores)
@@ -120,7 +121,7 @@ def loader_rows(
     for epoch in range(rounds + 1):
         for name, variant in variants.items():
             found = rate(variant(epoch), clock)
-            if epoch:  # the first fills caches of files and modules
+            if epoch:  # the first epoch fills the caches of files and modules
                 rates[name].append(found)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     best_peer = max(value for name, value in medians.items() if name.startswith(PEER))
@@ -137,11 +138,11 @@ def loader_rows(
     return rows
 
 
-# what it costs a run
+# ---- the cost in a training run
 
 
 class _Timed:
-    """The next `steps` batches as one epoch; keeps the time from the first one's delivery to the last one's."""
+    """The next `steps` batches as one epoch; measures the time from the delivery of the first to that of the last."""
 
     def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int, synchronize: Callable[[], None]) -> None:
         self._batches, self._steps, self._synchronize = batches, steps, synchronize
@@ -151,7 +152,7 @@ class _Timed:
         return self._steps
 
     def epoch(self, epoch: int, *, start: int = 0, device: str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
-        batch = next(self._batches)  # start-up is not what a step costs
+        batch = next(self._batches)  # the start-up is not part of a step
         self._synchronize()
         begin = time.perf_counter()
         for _ in range(self._steps - 1):
@@ -167,7 +168,7 @@ class _Timed:
 def run_rows(
     folder: Path, work: str, space: str, batch: int, bf16: bool, cache: Path, steps: int, rounds: int, device: str
 ) -> list[dict]:
-    """Time per step of supernet training with every loader, and with a batch that is there already; interleaved."""
+    """Measure time per step of supernet training with every loader, and with a batch in memory; interleaved."""
     os.sched_setaffinity(0, range(os.cpu_count()))
     torch.set_num_threads(os.cpu_count())
     shape = nasfast.spaces.get_space(space)
@@ -211,7 +212,7 @@ def run_rows(
         rows.append(row)
         print(
             f"{work:28} {cfg.precision}  {name:12} {1e3 * median:8.1f} ms per step, {row['overhead']:+.1%}, "
-            f"of it waiting {row['wait_ms_per_step']:.1f} ms",
+            f"waiting {row['wait_ms_per_step']:.1f} ms",
             flush=True,
         )
     return rows
@@ -219,14 +220,14 @@ def run_rows(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cifar", type=Path, help="image folder of CIFAR size, root/CLASS/IMAGE; left out without")
-    parser.add_argument("--photographs", type=positive, default=400, help="how many to make")
+    parser.add_argument("--cifar", type=Path, help="folder of CLASS/IMAGE of CIFAR size; without it only photographs")
+    parser.add_argument("--photographs", type=positive, default=400, help="number of photographs to make")
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--steps", type=positive, default=16, help="of a training run; its first is not timed")
-    parser.add_argument("--device", default="cpu", help="of the training runs")
-    parser.add_argument("--only", choices=("loaders", "runs"), help="half of the tables")
-    parser.add_argument("--one-core", action="store_true", help="loaders on one core only")
-    parser.add_argument("--quick", action="store_true", help="few images and rounds: shows that everything runs")
+    parser.add_argument("--steps", type=positive, default=16, help="steps of a training run; the first is not timed")
+    parser.add_argument("--device", default="cpu", help="device of the training runs")
+    parser.add_argument("--only", choices=("loaders", "runs"), help="measure only these")
+    parser.add_argument("--one-core", action="store_true", help="measure loaders on one core only")
+    parser.add_argument("--quick", action="store_true", help="few images and rounds, to show that everything runs")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     if args.quick:

@@ -1,8 +1,8 @@
-"""Zero-cost scores and structural baselines against tables of trained accuracies: no training, only lookups.
+"""Zero-cost scores and structural baselines against tables of trained accuracies, without any training.
 
-For each table and seed, the same random architectures get every zero-cost score, each as a network of its own at
-PyTorch's initialisation; `nasfast.indicators.rank.rank` compares the scores with the trained accuracies, beside the
-baselines. A row is appended to a JSON-lines file as soon as it is finished, and rows that are there are not computed
+For each table and seed, every zero-cost score is computed for the same random architectures, each as a separate network
+with PyTorch's initialisation. `nasfast.indicators.rank.rank` compares the scores with the trained accuracies and with
+the baselines. Each row is appended to a JSON-lines file as soon as it is finished; rows in the file are not computed
 again. `--summary` prints the means over seeds as Markdown.
 
     python -m benchmarks.bench_lookups --images cifar10/train --macro nas_bench_macro.json --cells nas_bench_201.json
@@ -33,17 +33,17 @@ from nasfast.indicators.zero_cost import ZERO_COST, ScoreError
 from nasfast.spaces import Arch, ArchSpace, nas_bench_macro
 
 FAILED = -float("inf")
-"""The score of an architecture that cannot have one, such as a cell whose output nothing reaches: the lowest."""
+"""The score of an architecture that has none, such as a cell without a path to its output; it ranks lowest."""
 
 
 class Task(NamedTuple):
     """A table of accuracies.
 
     Attributes:
-        name: in the rows.
-        space: of its architectures.
+        name: name in the rows.
+        space: space of the architectures.
         truth: architecture -> accuracy.
-        network: space, architecture, seed -> an untrained network.
+        network: function of an architecture and a seed that makes an untrained network.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Task(NamedTuple):
 def tasks(args: argparse.Namespace) -> list[Task]:
     found = []
     if args.macro:
-        # the published accuracies are of networks with ReLU
+        # the networks with the published accuracies have ReLU
         space = nas_bench_macro().replace(activation="relu")
         found.append(Task("nas_bench_macro", space, read_accuracies(args.macro, space), partial(_untrained, space)))
     if args.cells:
-        # a smaller network than the published one, which has 15 cells and 16 channels
+        # smaller than the published network, which has 15 cells and 16 channels
         small = nas_bench_201_space(cells=args.cell_count, channels=args.channels)
         for column in args.columns:
             truth = read_accuracies(args.cells, small, column=column)
@@ -72,7 +72,7 @@ def _untrained(space: ArchSpace, arch: Arch, seed: int) -> nn.Module:
 
 
 def batch_of(images: str, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Augmented training images (N, 3, 32, 32) and labels."""
+    """A batch of augmented training images (N, 3, 32, 32), and their labels."""
     loader = make_loader(DataConfig(train=images, batch_size=size), FolderSource(images), resolution=32, seed=seed)
     return next(iter(loader.epoch(0)))
 
@@ -82,7 +82,7 @@ def sampled(truth: dict[Arch, float], count: int, seed: int) -> list[Arch]:
 
 
 def scored(task: Task, name: str, archs: Sequence[Arch], batch: tuple[Tensor, Tensor], seed: int) -> tuple[dict, dict]:
-    """Scores of the architectures, and what they cost: CPU seconds of scoring alone, without making the networks."""
+    """Score the architectures; returns the scores, and the CPU seconds of scoring without making the networks."""
     scores, spent, failed = {}, 0.0, 0
     for i, arch in enumerate(archs):
         network = task.network(arch, derive_seed(seed, i))
@@ -98,7 +98,7 @@ def scored(task: Task, name: str, archs: Sequence[Arch], batch: tuple[Tensor, Te
 
 
 def row_of(report: RankReport) -> dict[str, Any]:
-    """Figures of a report: tau with interval, within equal depth, Spearman, regrets, and tau above each baseline."""
+    """The figures of a report: tau, tau within equal depth, Spearman, regrets, and tau above each baseline."""
     mine = report.predictor
     return {
         "architectures": report.architectures,
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
                     values = structure_scores(task.space, name, archs)
                     found = dict(zip(archs, values, strict=True)), {"cpu_seconds": time.process_time() - start}
                 else:
-                    # data sets of one space share architectures and images, and so scores
+                    # tables of one space have the same architectures and images, and so the same scores
                     key = task.space.name, name
                     if key not in kept:
                         kept[key] = scored(task, name, archs, batch, seed)
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
                 report = rank(truth, found[0], task.space, resamples=args.resamples, seed=seed)
                 row = {"table": task.name, "score": name, "seed": seed, **row_of(report), **found[1], **settings}
                 if name in BASELINES:
-                    # of the whole table, which costs nothing either
+                    # a baseline costs so little that the whole table is ranked, too
                     every = list(task.truth)
                     scores = dict(zip(every, structure_scores(task.space, name, every), strict=True))
                     row["whole_table"] = row_of(rank(task.truth, scores, task.space, resamples=100, seed=seed))
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of the file; its first line says where they come from."""
+    """The rows of the file; its first line, the provenance, is left out."""
     if not path.exists():
         return []
     forms = [json.loads(line) for line in path.read_text().splitlines()]
@@ -167,7 +167,7 @@ _HEAD = (
 
 
 def summary(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown: per table and score means over seeds; then the baselines on all architectures of the table."""
+    """Markdown with means over seeds by table and score, then the baselines on all architectures of each table."""
     lines = []
     for table in dict.fromkeys(r["table"] for r in found):
         mine = [r for r in found if r["table"] == table]
@@ -185,7 +185,7 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
 def _line(name: str, found: Sequence[dict[str, Any]]) -> str:
     tau = [r["kendall"]["value"] for r in found]
     regret = ", ".join(f"{statistics.mean(r['regret'][i] for r in found):.2f}" for i in range(5))
-    # a baseline is not above itself
+    # sqrt_size is not above itself, and has no interval
     above = sum((r["above"]["sqrt_size"]["low"] or 0) > 0 for r in found)
     seconds = statistics.mean(r.get("cpu_seconds", 0) for r in found)
     return (
@@ -207,13 +207,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cells", help="JSON of NAS-Bench-201")
     parser.add_argument("--columns", nargs="+", default=["cifar10-val", "cifar100-val", "imagenet-val"])
     parser.add_argument("--cell-count", type=positive, default=5, help="cells of the networks that are scored")
-    parser.add_argument("--channels", type=positive, default=8, help="their channels")
-    parser.add_argument("--architectures", type=positive, default=200, help="per table and seed")
+    parser.add_argument("--channels", type=positive, default=8, help="initial channels of these networks")
+    parser.add_argument("--architectures", type=positive, default=200, help="number per table and seed")
     parser.add_argument("--batch", type=positive, default=64, help="images per score; zico splits them in two")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of architectures, weights and images")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="for architectures, weights, images")
     parser.add_argument("--resamples", type=positive, default=1000)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lookups.jsonl"))
-    parser.add_argument("--summary", action="store_true", help="only print what --out has, as Markdown")
+    parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
     args = parser.parse_args(argv)
     if args.summary:
         print(summary(rows(args.out)))

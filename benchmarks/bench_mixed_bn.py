@@ -1,4 +1,4 @@
-"""mixed_bn, the sum over the operations of all edges into a node, against eager PyTorch and torch.compile."""
+"""mixed_bn against eager PyTorch and torch.compile; it sums the operations of all edges into a node."""
 
 import argparse
 from pathlib import Path
@@ -10,9 +10,9 @@ from benchmarks.harness import forward_backward, positive, ratios, saved_bytes, 
 from nasfast import ops
 from nasfast.measure.timing import measure
 
-# (channels, height): the nodes of the cells of a search network of 16 first channels at 32 x 32 input
+# (channels, height) of the nodes in a search network with 16 initial channels and 32 x 32 images
 SHAPES = [(16, 32), (32, 16), (64, 8)]
-# tensors: seven operations on each of two and of five edges
+# number of tensors: seven operations on each of two or five edges
 TENSORS = (14, 35)
 BATCH, QUICK_BATCH = 64, 16
 ROUNDS, QUICK_ROUNDS = 15, 5
@@ -38,7 +38,7 @@ def setup_mixed_bn(count: int, batch: int, channels: int, height: int, dtype: to
         return [c.requires_grad_() for c in copies], grad.contiguous(memory_format=memory_format)
 
     nchw, nhwc = inputs(torch.contiguous_format), inputs(torch.channels_last)
-    # one graph per shape and type, as a fixed network would have
+    # without a reset, compiled graphs of other shapes would change this one
     torch.compiler.reset()
     return {
         OURS: (nasfast_mixed_bn, *nhwc),
@@ -51,7 +51,7 @@ def setup_mixed_bn(count: int, batch: int, channels: int, height: int, dtype: to
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"batch {QUICK_BATCH}, {QUICK_ROUNDS} rounds")
-    parser.add_argument("--threads", type=positive, help="of PyTorch and the kernels; all by default")
+    parser.add_argument("--threads", type=positive, help="CPU threads of PyTorch and the kernels; default: all")
     parser.add_argument("--tensors", type=positive, nargs="+", default=TENSORS, help="multiples of 7")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
     parser.add_argument("--out", type=Path, help="JSON file for the results")

@@ -2,14 +2,14 @@
 
     python -m benchmarks.bench_moments [--rounds 5] [--threads N] [--quick] [--out FILE]
 
-The peer is the experiment written down straightforwardly: one network at a time, one call of the layer for the signal
-and one for the noise, weights by `torch.randn`, moments in float64 at the same layers, eigenvalues of the covariance of
-features. Both get the same numbers of networks, layers and records; every round runs both, in turns. `run` is wall
-time, `cpu` the time of the process, which other programs disturb less.
+The peer is a straightforward form of the experiment: one network at a time, one call of a layer for the signal and one
+for the noise, weights from `torch.randn`, moments in float64 at the same layers, eigenvalues of the covariance of
+features. Both have the same numbers of networks, layers and records, and run in turns. `run` is wall time; `cpu` is the
+time of the process, which other programs disturb less.
 
-Each row also has what float32 changes in log chi, with the same weights, inputs and noise: the largest difference where
-log chi < 8, and that of the mean over networks at the last layer. Where chi explodes, single networks of the two
-precisions must part once chi times the rounding is 1.
+Each row also has the difference that float32 makes to log chi with the same weights, inputs and noise: the largest
+difference where log chi < 8, and the difference of the means over networks at the last layer. Where chi explodes, a
+network's results in the two precisions must diverge as soon as chi times the rounding error is 1.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _rank(x: Tensor) -> float:
 
 
 def plain(cfg: NetConfig, source: Source, realisations: int) -> list[float]:
-    """log chi of every network at the last layer."""
+    """Run the peer; returns log chi of every network at the last layer."""
     found = []
     size = (cfg.kernel,) * 2 if cfg.kernel else ()
 
@@ -129,7 +129,7 @@ def timed(function: Callable[[], Any]) -> Callable[[], dict[str, float]]:
 
 
 def bench(name: str, rounds: int, quick: bool) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     cfg, source, realisations = CASES[name]
     if quick:
         cfg, realisations = cfg.replace(depth=2 * cfg.every), 2
@@ -161,7 +161,7 @@ def bench(name: str, rounds: int, quick: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's choice")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
     parser.add_argument("--quick", action="store_true", help="only show that everything runs")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
-"""A sampled architecture of NASI: gradients from the drawn path, against double backward through all candidates.
+"""A sampling step of NASI: gradients from the sampled path against double backward through all candidates.
 
-The peer is PyTorch at its best: torch.compile has no double backward. Both draw the same architectures.
+The peer is eager PyTorch, because torch.compile has no double backward. Both sample the same architectures.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from nasfast.train.batches import as_epochs
 
 OURS = "nasfast"
 PEERS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
-# images of each; the peer's memory of DARTS cells allows no more on a small machine
+# images per batch; the peer needs so much memory for DARTS cells that a small machine allows no more
 BATCHES = {"nas_bench_201": 64, "nas_bench_macro": 16, "darts": 16, "mobilenet_v2": 8}
 ROUNDS, QUICK_ROUNDS = 9, 2
 
@@ -36,7 +36,7 @@ def mixture_and_batch(space: str, batch: int) -> tuple[Mixture, torch.Tensor, to
 
 
 def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]]:
-    """Name -> one step; the n-th step of every variant draws the same architecture."""
+    """Name -> function for one step; the n-th step of every variant samples the same architecture."""
     mixture, x, y = mixture_and_batch(space, batch)
 
     def ours() -> Callable[[int], object]:
@@ -61,13 +61,13 @@ def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]
 
 
 def peak_mib(space: str, batch: int, name: str, threads: int) -> float:
-    """By how much a second step makes this process grow; in a process of its own."""
+    """Growth of this process in a second step, in MiB; `alone` calls this in a new process."""
     torch.set_num_threads(threads)
     step = variants(space, batch)[name]
     step()
     trim_memory()
     before = memory_of_process("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the highest point starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     step()
     return (memory_of_process("VmHWM") - before) / 2**20
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--spaces", nargs="+", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds")
-    parser.add_argument("--threads", type=positive, help="of PyTorch; all by default")
+    parser.add_argument("--threads", type=positive, help="CPU threads of PyTorch; default: all")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     if args.threads:

@@ -1,6 +1,6 @@
-"""orthogonalize of all weights of the 6^20 supernet against torch, by size class.
+"""orthogonalize on all weights of the 6^20 supernet against torch, by size class.
 
-Depthwise weights are batches of k x k filters, all others one matrix each; every variant gets the same Gaussian input.
+A depthwise weight is a batch of k x k filters, any other weight one matrix. All variants get the same Gaussian input.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from nasfast.measure.timing import measure, measuring
 
 ROUNDS, QUICK_ROUNDS = 15, 5
 OURS = "nasfast"
-# largest number of columns of the tall form
+# largest number of columns in each class; a wide matrix is transposed first
 CLASSES = (32, 64, 128, 256)
 GEMM_SIDE = 2048
 
@@ -48,13 +48,13 @@ def _name(i_class: int) -> str:
 
 
 def flops(z: Tensor) -> float:
-    """Of a Householder QR and of forming Q, by LAPACK's count: 2 (2 m n^2 - 2 n^3 / 3) per matrix."""
+    """Operations of a Householder QR and of forming Q, as LAPACK counts them: 2 (2 m n^2 - 2 n^3 / 3) per matrix."""
     m, n = max(z.shape[-2:]), min(z.shape[-2:])
     return z.numel() / (m * n) * 2 * (2 * m * n**2 - 2 * n**3 / 3)
 
 
 def torch_qr(z: Tensor) -> Tensor:
-    """What torch.nn.init.orthogonal_ does with its Gaussian matrix."""
+    """Orthogonalise a matrix as torch.nn.init.orthogonal_ does."""
     tall = z if z.shape[-2] >= z.shape[-1] else z.mT
     q, r = torch.linalg.qr(tall)
     q *= r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
@@ -62,7 +62,7 @@ def torch_qr(z: Tensor) -> Tensor:
 
 
 def torch_householder(z: Tensor) -> Tensor:
-    """The same without making R."""
+    """Orthogonalise a matrix in the same way, but without forming R."""
     tall = z if z.shape[-2] >= z.shape[-1] else z.mT
     a, tau = torch.geqrf(tall)
     signs = a.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
@@ -71,7 +71,7 @@ def torch_householder(z: Tensor) -> Tensor:
 
 
 def grouped_qr(matrices: list[Tensor]) -> list[Tensor]:
-    """One torch.linalg.qr for all matrices of a shape."""
+    """Orthogonalise all matrices, with one torch.linalg.qr per shape."""
     groups: dict[torch.Size, list[Tensor]] = {}
     for z in matrices:
         groups.setdefault(z.shape, []).append(z)
@@ -105,7 +105,7 @@ def _synchronize(matrices: list[Tensor]) -> None:
 
 
 def setup_gemm(device: str) -> dict[str, Callable[[], dict[str, float]]]:
-    """The peak of the device: a square float32 matrix product."""
+    """A square float32 matrix product, to measure the peak of the device."""
     a = torch.randn(GEMM_SIDE, GEMM_SIDE, device=device)
 
     def run() -> dict[str, float]:
@@ -119,7 +119,7 @@ def setup_gemm(device: str) -> dict[str, Callable[[], dict[str, float]]]:
 
 
 def benchmark(device: str, rounds: int) -> list[dict]:
-    """One row per size class."""
+    """Measure one row per size class."""
     peak = 2 * GEMM_SIDE**3 / measure(setup_gemm(device), rounds=rounds)["gemm"]["full"]["median_ms"] / 1e6
     print(
         f"{device}: float32 matrix product {peak:.0f} GFLOP/s; times are medians in ms; xN: N times as long as nasfast"
@@ -155,7 +155,7 @@ def benchmark(device: str, rounds: int) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds")
-    parser.add_argument("--threads", type=positive, help="CPU threads; torch's choice if not given")
+    parser.add_argument("--threads", type=positive, help="CPU threads; default: torch's choice")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     rows = []

@@ -1,12 +1,12 @@
-"""What scores of supernets know of trained accuracies: one row per supernet, seed and score.
+"""How well scores of supernets rank trained accuracies; one row per supernet, seed and score.
 
-Supernets of NAS-Bench-Macro are ranked against its trained accuracies. For mobilenet_v2 no accuracies are known, so its
-rows say only how far seeds agree.
+Supernets of NAS-Bench-Macro are compared with its trained accuracies. There are no trained accuracies of mobilenet_v2,
+so its rows only show how well the tables of different seeds agree.
 
-A queue of supernets is trained, in order, each in a directory of its own below --work, and ranked by every score that
-its row of the queue names; `nasfast.indicators.rank.rank` compares with the trained accuracies, beside the baselines.
-A training that was stopped goes on from its last checkpoint. A row is appended to a JSON-lines file as soon as it is
-finished, and rows that are there are not computed again; --summary prints them as Markdown.
+The program trains a queue of supernets in order, each in its own directory below --work, and computes the scores that
+the queue names for it. `nasfast.indicators.rank.rank` compares the scores with the trained accuracies and with the
+baselines. A stopped training continues from its last checkpoint. Each row is appended to a JSON-lines file as soon as
+it is finished, and rows in the file are not computed again; --summary prints them as Markdown.
 
     python -m benchmarks.bench_ranking --train cifar10/train --val cifar10/test --accuracies nas_bench_macro.json
     python -m benchmarks.bench_ranking --summary
@@ -42,9 +42,9 @@ from nasfast.train.supernet import SupernetConfig, default_lr, make_supernet
 
 OUT = Path(__file__).parent / "results" / "ranking_nas_bench_macro.jsonl"
 LEARNED = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0), ("fisher", 0.0), ("gamma", 0.0))
-"""(score, weight of structure beside it), the default's first."""
+"""(score, weight of structure added to it); that of the default method comes first."""
 _COMPARED = 2000
-"""Random architectures on which the tables of two seeds are compared."""
+"""Number of random architectures on which the tables of two seeds are compared."""
 _WARMUP = 2
 """Steps that are not timed."""
 
@@ -54,14 +54,14 @@ class Entry:
     """One supernet of the queue.
 
     Attributes:
-        name: of its rows; seeds share it.
-        method: whose preset it starts from.
-        epochs: of training; 0 scores the weights before training.
-        changes: of the preset, fields of SupernetConfig.
-        scores: (score, weight of structure) of its rows.
-        paths: sampled paths of a score; None takes the package's number.
-        batch_size, augment: of training.
-        space: `nas_bench_macro`, or `mobilenet_v2` for 6^20 on images of 64 x 64 pixels.
+        name: name in the rows, the same for all seeds.
+        method: the method whose preset is used.
+        epochs: epochs of training; 0 scores the weights before training.
+        changes: changes to the preset, by field of SupernetConfig.
+        scores: (score, weight of structure), one row for each.
+        paths: sampled paths per score; None means the package's number.
+        batch_size, augment: settings of training.
+        space: `nas_bench_macro`, or `mobilenet_v2` for the 6^20 space with images of 64 x 64 pixels.
     """
 
     name: str
@@ -117,7 +117,7 @@ def search_space(entry: Entry) -> SearchSpace:
 
 
 def images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[object, object]:
-    """Training loader, and a loader of random held-out training images without augmentation."""
+    """Make the loader of training images, and one of random held-out training images without augmentation."""
     cfg = DataConfig(
         train=args.train, val=args.val, batch_size=entry.batch_size, augment=entry.augment, loader="cache",
         cache_dir=str(args.work / "cache"), workers=0,
@@ -128,7 +128,7 @@ def images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace
 
 
 def trained(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[Supernet, object, dict]:
-    """The supernet, its held-out images, and what its training cost."""
+    """Train a supernet; returns it, its held-out images, and the cost of its training."""
     train, held = images(args, entry, seed, space)
     net, sampler = make_supernet(space, entry.method, entry.supernet, seed=seed)
     if not entry.epochs:
@@ -146,7 +146,7 @@ def trained(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpac
         _append(spent, row)
     parts = [row for row in _rows(spent) if row["folder"] == folder.name]
     measured = sum(row["steps"] for row in parts)
-    # a session that was killed left no time: its steps cost what the others did
+    # a killed process wrote no times, so its steps are counted at the mean cost of the others
     kinds = ("wall", "cpu") if measured else ()
     cost = {f"train_{kind}_s": round(steps * sum(row[kind] for row in parts) / measured, 1) for kind in kinds}
     return net, held, {"steps": steps, **cost}
@@ -197,7 +197,7 @@ def _ranked(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace,
 
 
 def step_costs(threads: int, *, paths: int = 12, batch: int = 128) -> str:
-    """CPU seconds of training steps of the default and of SPOS, on the same paths in turn, and medians of ratios."""
+    """Measure CPU seconds of training steps of the default and of SPOS on the same paths in turn, and their ratios."""
     torch.set_num_threads(threads)
     space = nas_bench_macro()
     sampler = FairSampler(space, layer_indicators=False)
@@ -231,7 +231,7 @@ def chosen(args: argparse.Namespace) -> Iterator[tuple[Entry, int]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Means over seeds with the range, as a Markdown table."""
+    """A Markdown table of means over seeds, with ranges."""
     lines = [
         "| supernet | score | seeds | tau | within equal depth | above `sqrt_size` (lower ends) | regret at 10, 25, "
         "50, 75, 100 % of MACs | R^2 | path accuracy | tau between seeds | train, score CPU s |",
@@ -263,7 +263,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def _agreement(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
-    """Kendall's tau between the scores that two tables give the same random architectures."""
+    """Kendall's tau between the scores of two tables for the same random architectures."""
     rng = random.Random(0)
     archs = [[rng.choice(list(row)) for row in one] for _ in range(_COMPARED)]
     scores = [
@@ -295,16 +295,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--val", help="folder of test images of the same classes, which only keeps them apart")
     parser.add_argument("--accuracies", help="trained accuracies of NAS-Bench-Macro, JSON")
     parser.add_argument("--work", type=Path, default=Path("runs/ranking"), help="folder of checkpoints and tables")
-    parser.add_argument("--out", type=Path, default=OUT, help="JSON-lines file that rows are appended to")
+    parser.add_argument("--out", type=Path, default=OUT, help="JSON-lines file to which rows are appended")
     parser.add_argument(
         "--only", nargs="*", help=f"entries of the queue: {', '.join(entry.name for entry, _ in QUEUE)}"
     )
-    parser.add_argument("--seeds", nargs="*", type=int, help="only these")
-    parser.add_argument("--images", type=int, default=1000, help="held-out images that paths are scored on")
-    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap")
+    parser.add_argument("--seeds", nargs="*", type=int, help="only these seeds")
+    parser.add_argument("--images", type=int, default=1000, help="number of held-out images for scores")
+    parser.add_argument("--resamples", type=int, default=1000, help="resamples of the bootstrap")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--summary", action="store_true", help="print the rows of --out as Markdown, and nothing else")
-    parser.add_argument("--steps", action="store_true", help="print what training steps cost, and nothing else")
+    parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
+    parser.add_argument("--steps", action="store_true", help="only measure and print the cost of training steps")
     args = parser.parse_args(argv)
     if args.steps:
         print(step_costs(args.threads))

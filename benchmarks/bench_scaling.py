@@ -1,12 +1,12 @@
-"""Weak scaling of training steps over gloo ranks on this machine, and what a checkpoint costs the loop.
+"""Weak scaling of training steps over gloo ranks on this machine, and the cost of a checkpoint to the loop.
 
     python -m benchmarks.bench_scaling [--ranks 2] [--threads 1] [--batch 32] [--steps 4] [--rounds 5] [--out FILE]
 
-Efficiency is the images per second of N ranks with N times the batch over N times those of one process. Beside it
-stands what the machine itself allows: N processes of the same kind that exchange nothing, which share its memory,
-caches and clock. Each round forks the three variants one after another; every process has `--threads` threads and takes
-the same paths. `supernet` is a step along sampled paths with one flat all-reduce, `network` one of a plain network
-under DistributedDataParallel. Checkpoints are of the whole supernet; `in the loop` is saving without the thread.
+Efficiency is the images per second of N ranks with N times the batch, divided by N times those of one process. A third
+variant shows the limit of the machine: N processes that exchange nothing, but share its memory, caches and clock. Each
+round forks the three variants one after another; every process has `--threads` threads and takes the same paths.
+`supernet` is a step along sampled paths with one flat all-reduce, `network` a step of a plain network under
+DistributedDataParallel. Checkpoints hold the whole supernet; `in the loop` saves them without a thread.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ VARIANTS = ("one process", "ranks", "processes without exchange")
 
 
 def _stepper(kind: str, space: SearchSpace, batch: int, world: World) -> tuple[Callable[[], None], Any]:
-    """A function that makes one training step, and the model."""
+    """Make a function for one training step; returns it and the model."""
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.randn(batch, space.in_channels, space.resolution, space.resolution, generator=generator)
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.randint(space.num_classes, (batch,), generator=generator)
-    # what weights are does not matter, and Gaussian ones are made fastest
+    # the values of the weights do not matter, and Gaussian ones are the fastest to make
     model = Supernet(space, init="gaussian") if kind == "supernet" else build(space, mean_path(space), init="gaussian")
     model.to(memory_format=torch.channels_last).train()
     optimizer = make_optimizer(model, TrainConfig(lr=0.01))
@@ -66,11 +66,11 @@ def _stepper(kind: str, space: SearchSpace, batch: int, world: World) -> tuple[C
 
 
 def _train(kind: str, space: SearchSpace, args: argparse.Namespace, world: World) -> float:
-    """Images per second of this process's share."""
+    """Images per second of this process."""
     step, _ = _stepper(kind, space, args.batch, world)
     for _ in range(_WARMUP):
         step()
-    world.add(torch.zeros(1))  # together
+    world.add(torch.zeros(1))  # all ranks start together
     begin = time.perf_counter()
     for _ in range(args.steps):
         step()
@@ -78,7 +78,7 @@ def _train(kind: str, space: SearchSpace, args: argparse.Namespace, world: World
 
 
 def _processes(count: int, joined: bool, work: Callable[[World], float]) -> list[float]:
-    """What `work` gives in so many forked processes at once, as ranks of one world or each alone."""
+    """Run `work` in `count` forked processes at once, as ranks of one world if `joined`; returns their results."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     children = []
@@ -104,7 +104,7 @@ def _processes(count: int, joined: bool, work: Callable[[World], float]) -> list
 
 
 def scaling(kind: str, space: SearchSpace, args: argparse.Namespace) -> dict[str, Any]:
-    """One row: images per second of the three variants, interleaved, and their ratios."""
+    """Measure one row: images per second of the three interleaved variants, and their ratios."""
     rates: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for _ in range(args.rounds):
         for variant in VARIANTS:
@@ -114,7 +114,7 @@ def scaling(kind: str, space: SearchSpace, args: argparse.Namespace) -> dict[str
     one, ranks, others = (rates[variant] for variant in VARIANTS)
 
     def ratio(above: list[float], below: list[float], times: int) -> float:
-        """Median over the rounds, in which the variants ran one right after another."""
+        """Median ratio over the rounds; within a round the variants ran one right after another."""
         return statistics.median(a / (times * b) for a, b in zip(above, below, strict=True))
 
     spread = {v: {"median": statistics.median(r), "least": min(r), "most": max(r)} for v, r in rates.items()}
@@ -128,8 +128,8 @@ def scaling(kind: str, space: SearchSpace, args: argparse.Namespace) -> dict[str
     }  # fmt: skip
 
 
-class _Noting(CheckpointFolder):
-    """A folder that tells when it has saved."""
+class _SignallingFolder(CheckpointFolder):
+    """A folder of checkpoints that sets an event when it has saved one."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "supernet")
@@ -141,7 +141,7 @@ class _Noting(CheckpointFolder):
 
 
 def checkpoints(space: SearchSpace, args: argparse.Namespace, trainable: str) -> dict[str, Any]:
-    """One row: how long the loop stands still per checkpoint, and how long steps take while one is written."""
+    """Measure one row: how long a checkpoint stops the loop, and how long steps take while it is written."""
     torch.set_num_threads(args.threads)
     step, model = _stepper("supernet", space, args.batch, SINGLE)
     model.freeze(trainable)
@@ -149,7 +149,7 @@ def checkpoints(space: SearchSpace, args: argparse.Namespace, trainable: str) ->
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     state = TrainState(model, optimizer, FairSampler(space), fingerprint="", settings={}, loader_kind=None)
-    folder = _Noting(Path(tempfile.mkdtemp(dir=args.folder)))
+    folder = _SignallingFolder(Path(tempfile.mkdtemp(dir=args.folder)))
     times: dict[str, list[float]] = {
         n: [] for n in ("in the loop", "with a thread", "write", "step", "step in a write")
     }
@@ -181,14 +181,14 @@ def checkpoints(space: SearchSpace, args: argparse.Namespace, trainable: str) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--space", default="mobilenet_v2", help="a search space of this package")
-    parser.add_argument("--resolution", type=positive, help="of the images; the space's by default")
+    parser.add_argument("--resolution", type=positive, help="side of the images in pixels; default: that of the space")
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--threads", type=positive, default=1, help="of every process")
+    parser.add_argument("--threads", type=positive, default=1, help="threads of every process")
     parser.add_argument("--batch", type=positive, default=32, help="images per rank")
-    parser.add_argument("--steps", type=positive, default=4, help="of each process and round, after a warm-up")
+    parser.add_argument("--steps", type=positive, default=4, help="timed steps per process and round")
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written, then deleted; default: temporary")
-    parser.add_argument("--only", choices=(*KINDS, "checkpoint"), help="one part alone")
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints, which are deleted; default: temporary")
+    parser.add_argument("--only", choices=(*KINDS, "checkpoint"), help="measure only this part")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,8 +1,8 @@
-"""Times of the search stage on the papers' spaces with random scores: top-10, Pareto front, sampling, evolution.
+"""Times of the searches on the papers' spaces with random scores: top-10, Pareto front, sampling, evolution.
 
     python -m benchmarks.bench_search [--repeats 5] [--out FILE]
 
-Prints JSON: seconds per call (median, 20 % and 80 % quantile over repeats with different scores) and sizes.
+Prints JSON: seconds per call (median, 20 % and 80 % quantile over tables with different scores), and sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SAMPLES = 100
 
 
 def random_table(space: SearchSpace, seed: int) -> IndicatorTable:
-    """Scores as a trained supernet's are spread: normal around 1."""
+    """A table of normally distributed scores around 1, like those of a trained supernet."""
     rng = random.Random(seed)
     block = tuple({c: rng.gauss(1.0, 0.2) for c in layer.options if c != SKIP} for layer in space.layers)
     layer = tuple(None if u.indicator_choice is None else rng.gauss(1.0, 0.2) for u in space.layers)
@@ -47,10 +47,10 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def bench(space: SearchSpace, limits: Limits, repeats: int) -> dict[str, Any]:
-    """One row: every search on one space and limit, interleaved over `repeats` tables."""
+    """Measure one row: every search with one space and one limit, interleaved, on `repeats` tables."""
     times: dict[str, list[float]] = {"top_10": [], "pareto": [], "pareto_unlimited": [], "evolution": [], "sample": []}
     front_sizes, shortfalls, proven = [], [], True
-    sample_under(space, random.Random(0), limits)  # builds the counts, once per space and limit
+    sample_under(space, random.Random(0), limits)  # builds the counts, which is needed once per space and limit
     for seed in range(repeats):
         table = random_table(space, seed)
         config = SearchConfig(

@@ -1,9 +1,9 @@
-"""A whole training step of a supernet's mean path, convolutions frozen and every BatchNorm training, against PyTorch.
+"""A training step of a supernet's mean path against PyTorch; convolutions are frozen, all BatchNorms train.
 
     python -m benchmarks.bench_supernet_step [--quick] [--space NAME ...] [--scaling] [--out FILE]
 
-Peers are the same path as a network of plain modules: eager and torch.compile, contiguous and channels_last, fp32 and
-bf16 autocast. --scaling shows instead how ours and the best eager peer grow with the batch, and with threads.
+Peers are networks of plain modules for the same path: eager and torch.compile, contiguous and channels_last, fp32 and
+bf16 autocast. --scaling measures nasfast and the best eager peers by batch size and by number of threads instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = {"mobilenet_v2": (32, 224), "nas_bench_macro": (128, 32), "shufflenet_v2
 QUICK_SIZES = {"mobilenet_v2": (4, 64), "nas_bench_macro": (8, 32), "shufflenet_v2": (4, 64)}
 ROUNDS, QUICK_ROUNDS, SCALING_ROUNDS = 9, 3, 3
 BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4)
-# compiling takes minutes, whatever the size
+# compilation takes minutes for any size
 QUICK = [name for name, variant in VARIANTS.items() if variant.engine != "compile"]
 # the compiler chooses its own layouts, so one of the two fp32 graphs is enough
 FULL = [name for name in VARIANTS if name != "compile contiguous fp32"]
@@ -35,7 +35,7 @@ SCALED = [name for name in QUICK if name != "eager contiguous fp32"]
 
 @dataclass(frozen=True)
 class SupernetWorkload(Workload):
-    """The mean path of a space, or any other."""
+    """One path of a space."""
 
     name: str
     batch: int
@@ -51,7 +51,7 @@ class SupernetWorkload(Workload):
         return self.space.num_classes
 
     def ours(self) -> tuple[nn.Module, Arch]:
-        # a path without layer indicators is the same work as its standalone network
+        # without layer indicators, a path does the same work as its standalone network
         net = Supernet(self.space, init="he", layer_indicators=False)
         net.freeze("bn")
         return net.train(), self.path
@@ -64,7 +64,7 @@ class SupernetWorkload(Workload):
 
 
 def scaling(workload: SupernetWorkload, variants: list[Variant], batches: tuple[int, ...], threads: int) -> list[dict]:
-    """Median step times by batch, and by threads at the workload's own batch."""
+    """Measure median step times by batch size, and by number of threads at the workload's own batch size."""
     sizes = [(batch, threads) for batch in batches] + [(workload.batch, n) for n in range(1, threads)]
     rows = []
     print(f"\n{workload.name} {workload.resolution} x {workload.resolution}: step ms (ms per image)")
@@ -86,13 +86,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small images and batches, few rounds, nothing compiled")
     parser.add_argument("--space", nargs="+", choices=SIZES, default=list(SIZES), help="default: all three")
     parser.add_argument("--batch", type=positive, help="images per step")
-    parser.add_argument("--resolution", type=positive, help="of the images in pixels")
+    parser.add_argument("--resolution", type=positive, help="side of the images in pixels")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument(
         "--rounds", type=positive, help=f"timed rounds, default {ROUNDS}, or {QUICK_ROUNDS} with --quick"
     )
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--scaling", action="store_true", help="tables by batch and threads instead")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"some of {', '.join(VARIANTS)}")
+    parser.add_argument("--scaling", action="store_true", help="measure by batch size and threads instead")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -111,7 +111,7 @@ def main() -> None:
             variants = [VARIANTS[v] for v in args.only or (QUICK if args.quick else FULL)]
             rows.append(bench(workload, variants, rounds=rounds, threads=args.threads, quick=args.quick))
             show(rows[-1])
-        if args.out:  # after every space, each of which takes minutes
+        if args.out:  # written after every space, because each takes minutes
             write_json(args.out, rows)
 
 

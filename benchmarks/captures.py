@@ -1,10 +1,10 @@
-"""The graph engine without graphs: its static buffers, its order and its operators, on any device."""
+"""Runs the graph engine without CUDA graphs, on any device, with the same buffers, order and operators."""
 
 from collections.abc import Callable, Sequence
 
 
 class EagerCapture:
-    """A `nasfast.engine` capture that calls the functions again instead of replaying what they did."""
+    """A capture for `nasfast.engine` that calls the functions again, where the real one replays CUDA graphs."""
 
     def pool(self) -> None:
         return None

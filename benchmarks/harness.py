@@ -1,6 +1,6 @@
-"""What every benchmark does: make variants, count what they save, and write results that say where they come from.
+"""What all benchmarks share: timed variants, bytes saved for backward, and result files with their provenance.
 
-`nasfast.measure.timing.measure` times variants interleaved in one process.
+`nasfast.measure.timing.measure` interleaves the variants in one process and times them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def forward_backward(
     function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], grad: torch.Tensor
 ) -> Callable[[], dict[str, float]]:
-    """A variant for `measure`: function(*inputs), then the gradients of every input that requires one."""
+    """A variant for `measure`: it calls function(*inputs) and computes the gradients of inputs that require them."""
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
 
     def run() -> dict[str, float]:
@@ -39,13 +39,13 @@ def forward_backward(
 def saved_bytes(
     function: Callable[..., torch.Tensor], inputs: Iterable[torch.Tensor] = (), *, exclude: Iterable[torch.Tensor] = ()
 ) -> int:
-    """Bytes of the distinct storages that one forward keeps for backward.
+    """Count the bytes of the distinct storages that one forward pass keeps for backward.
 
-    Hooks on saved tensors see what eager autograd, autograd.Function, registered operators and compiled graphs save.
+    Hooks on saved tensors count what eager autograd, autograd.Function, registered operators and compiled graphs save.
 
     Args:
-        function, inputs: function(*inputs) is the forward; inputs that are saved count.
-        exclude: tensors that do not count, such as parameters, which are there anyway.
+        function, inputs: function(*inputs) is the forward pass; inputs count if they are saved.
+        exclude: tensors that do not count, such as parameters, which exist anyway.
     """
     there = {tensor.untyped_storage().data_ptr() for tensor in exclude}
     saved: dict[int, int] = {}
@@ -54,7 +54,7 @@ def saved_bytes(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in there:
             saved[storage.data_ptr()] = storage.nbytes()
-        # itself it would keep the graph alive, and with it all that is counted here
+        # the tensor itself would keep the graph alive, and with it everything that is counted here
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -64,7 +64,7 @@ def saved_bytes(
 
 
 def positive(text: str) -> int:
-    """An argparse type: integers from 1."""
+    """An argparse type: an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -72,7 +72,7 @@ def positive(text: str) -> int:
 
 
 def ratios(summaries: dict[str, dict], ours: str, phase: str) -> dict[str, float]:
-    """How many times longer than ours each other variant takes (medians), and "best_peer": the smallest of them."""
+    """Median time of each other variant divided by that of ours; "best_peer" is the smallest of these ratios."""
     mine = summaries[ours][phase]["median_ms"]
     others = {name: phases[phase]["median_ms"] / mine for name, phases in summaries.items() if name != ours}
     return {**others, "best_peer": min(others.values())}
@@ -91,6 +91,6 @@ def _commit() -> str | None:
 
 
 def write_json(path: Path, rows: list[dict]) -> None:
-    """Write rows with their provenance, making the folder."""
+    """Write rows and their provenance, and make the folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")

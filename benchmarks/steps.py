@@ -1,7 +1,7 @@
-"""Variants of one training step: ours, and plain PyTorch at its best; their times and memory, and the table of both.
+"""Variants of one training step, nasfast and plain PyTorch at its best: times, memory, and a table.
 
-Only BatchNorms train. A workload gives the same network twice, on the operators of nasfast and of plain modules, with
-the same weights; no variant is timed whose loss is not that of the others.
+Only BatchNorms train. A workload gives the same network with the same weights twice: on nasfast's operators, and of
+plain modules. A variant whose loss differs from the others is not timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nasfast.measure.timing import TrainingStep, measure
 from nasfast.spaces import Arch
 
 _OURS = "nasfast"
-# a loss of about 7 must agree to this part of it; bf16 rounds activations to 8 bits through some sixty layers
+# relative tolerance of a loss of about 7; bf16 rounds activations to 8 bits in some sixty layers
 _LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 
@@ -64,7 +64,7 @@ VARIANTS = {
 
 
 class Workload(ABC):
-    """A network and its batch; picklable, because memory is measured in processes of their own."""
+    """A network and its batch. It must be picklable, because memory is measured in separate processes."""
 
     name: str
     batch: int
@@ -73,7 +73,7 @@ class Workload(ABC):
 
     @abstractmethod
     def ours(self) -> tuple[nn.Module, Arch | None]:
-        """The network on the operators of nasfast, and the path to run where it is a supernet."""
+        """The network on nasfast's operators, and the path to run if it is a supernet."""
 
     @abstractmethod
     def plain(self) -> nn.Module:
@@ -81,7 +81,7 @@ class Workload(ABC):
 
     @abstractmethod
     def skeleton(self) -> nn.Module:
-        """The network of plain modules with any weights, to be built without memory."""
+        """The network of plain modules with any weights; it is only traced."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -95,7 +95,7 @@ class Workload(ABC):
 
 
 def train_batch_norms(network: nn.Module) -> nn.Module:
-    """Freeze everything but the affine parameters of BatchNorms, which then keep no running statistics."""
+    """Freeze everything except the affine parameters of BatchNorms, and turn their running statistics off."""
     network.requires_grad_(False).train()
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -106,7 +106,7 @@ def train_batch_norms(network: nn.Module) -> nn.Module:
 
 
 def make_step(workload: Workload, variant: Variant) -> TrainingStep:
-    """The step of one variant, not yet warm."""
+    """Make the step of one variant, without a warm-up."""
     model, path = workload.ours() if variant.engine == _OURS else (workload.plain(), None)
     images, labels = workload.inputs()
     memory_format = getattr(torch, f"{variant.layout}_format" if variant.layout == "contiguous" else variant.layout)
@@ -117,8 +117,8 @@ def make_step(workload: Workload, variant: Variant) -> TrainingStep:
 
 
 def bench(workload: Workload, variants: list[Variant], *, rounds: int, threads: int, quick: bool) -> dict:
-    """One row of results: times, memory, ratios and fraction of the floor of every variant."""
-    # otherwise every network of one class counts as a recompilation of the same code
+    """Measure one row of results: times, memory, ratios and fraction of the floor of every variant."""
+    # without a reset, torch.compile counts each network of one class as a recompilation of the same code
     torch.compiler.reset()
     steps = {variant.name: make_step(workload, variant) for variant in variants}
     check_losses(steps, {variant.name: variant.dtype for variant in variants})
@@ -154,10 +154,10 @@ def bench(workload: Workload, variants: list[Variant], *, rounds: int, threads: 
 
 
 def check_losses(steps: dict[str, TrainingStep], dtypes: dict[str, str]) -> None:
-    """Refuse to time a variant that computes something else.
+    """Check that all variants compute the same loss.
 
     Raises:
-        RuntimeError: a loss differs from that of the first fp32 variant, or of the first one.
+        RuntimeError: a loss differs from that of the first fp32 variant or, without one, of the first variant.
     """
     losses = {name: float(step.loss().detach()) for name, step in steps.items()}
     reference = next((name for name in losses if dtypes[name] == "fp32"), next(iter(losses)))
@@ -168,7 +168,7 @@ def check_losses(steps: dict[str, TrainingStep], dtypes: dict[str, str]) -> None
 
 
 def ratios_to_peers(variants: list[Variant], times: dict[str, dict]) -> dict[str, dict]:
-    """For each of our variants: its step time over that of the best peer of its number type, and of all peers."""
+    """Step time of each of our variants divided by that of the best peer of its dtype, and of all peers."""
     medians = {variant.name: times[variant.name]["step"]["median_ms"] for variant in variants}
     ratios = {}
     for ours in (variant for variant in variants if variant.engine == _OURS):
@@ -186,11 +186,11 @@ def measure_memory(workload: Workload, variant: Variant, threads: int) -> dict[s
     """Memory of one step in bytes, in a fresh process.
 
     Returns:
-        "saved": distinct storages that autograd keeps for backward, without parameters;
-        "kept": growth of resident memory from before to behind a forward, which also sees what hooks do not;
-        "peak": growth of resident memory from before a step to its highest point.
+        "saved": size of the distinct storages that autograd keeps for backward, without parameters;
+        "kept": growth of resident memory in a forward pass, with what the hooks on saved tensors cannot count;
+        "peak": growth of resident memory from before a step to its peak.
     """
-    # spawned, so that nothing of this process is in it
+    # a spawned process shares no memory with this one
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_memory_of, workload, variant, threads).result()
 
@@ -203,7 +203,7 @@ def _memory_of(workload: Workload, variant: Variant, threads: int) -> dict[str, 
     saved = saved_bytes(step.loss, exclude=there)
 
     before = _settled_memory(step)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest point starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     loss = step.loss()
     loss.backward()
     del loss
@@ -211,14 +211,14 @@ def _memory_of(workload: Workload, variant: Variant, threads: int) -> dict[str, 
 
     before = _settled_memory(step)
     loss = step.loss()
-    trim_memory()  # what forward freed is not kept
+    trim_memory()  # returns freed memory to the system, so that it is not counted
     kept = memory_of_process("VmRSS") - before
     del loss
     return {"saved": saved, "kept": kept, "peak": peak}
 
 
 def _settled_memory(step: TrainingStep) -> int:
-    """Resident bytes between two steps, when everything free has been given back."""
+    """Resident bytes between two steps, after free memory was returned to the system."""
     step.model.zero_grad(set_to_none=True)
     gc.collect()
     trim_memory()

@@ -1,4 +1,4 @@
-"""Straight-through gates as they are defined: all candidates run, and autograd differentiates everything."""
+"""Straight-through gates by their definition: all candidates run, and autograd differentiates all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nasfast.data.augment import derive_seed
 
 
 def straight_through(mixture: Mixture, alpha: Tensor, noise: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """One-hot gates with the gradient of the relaxed ones."""
+    """One-hot gates with the gradient of the softmax."""
     alpha = alpha.masked_fill(~mixture.allowed, -torch.inf)
     relaxed = torch.softmax((alpha + noise) / temperature, -1)
     return F.one_hot(relaxed.argmax(-1), alpha.shape[-1]).to(relaxed) - relaxed.detach() + relaxed
@@ -21,7 +21,7 @@ def straight_through(mixture: Mixture, alpha: Tensor, noise: Tensor, *, temperat
 def gradient_of_q(
     mixture: Mixture, x: Tensor, y: Tensor, *, step: int = 0, seed: int = 0, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Q and its gradient by the logits at 0 of a search's step."""
+    """Q at one step of a search whose logits are 0, and its gradient with respect to the logits."""
     noise = gumbel(mixture.allowed.shape, torch.Generator().manual_seed(derive_seed(seed, 1, step)))
     alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
     gates = straight_through(mixture, alpha, noise, temperature=temperature)

@@ -1,4 +1,4 @@
-"""Which Triton kernels run, with which grids and arguments, in the order of their launches."""
+"""Records which Triton kernels run, with their grids and arguments, in the order of the launches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Launch(NamedTuple):
     """One launch.
 
     Attributes:
-        kernel: name of the function.
-        grid: programs by dimension.
-        arguments: (name, value) of every integer, boolean and string, tile sizes and launch options included.
-        ms: of the call; the kernel's own time under the interpreter alone.
+        kernel: name of the kernel.
+        grid: number of programs in each dimension.
+        arguments: (name, value) of every integer, boolean and string, with tile sizes and launch options.
+        ms: time of the call; only under the interpreter is this the kernel's own time.
     """
 
     kernel: str
@@ -27,7 +27,14 @@ class Launch(NamedTuple):
 
 @contextmanager
 def noted_launches(*, run: bool = True) -> Iterator[list[Launch]]:
-    """The launches within, which run as they always do, or not at all where `run` is false; none without Triton."""
+    """Within this context, record all launches of Triton kernels.
+
+    Args:
+        run: whether the kernels also run.
+
+    Yields:
+        the launches so far; always empty without Triton.
+    """
     launches: list[Launch] = []
     try:
         from triton.runtime.interpreter import InterpretedFunction

@@ -1,7 +1,7 @@
-"""What the parts of plan.py measure; started by it, one process each.
+"""Measures the step and its kernels: the program behind most parts of the plan, one process for each.
 
-The step is forward, cross entropy and backward of the mean path of the 6^20 space, batch 32, 224 x 224, bf16 autocast,
-and only BatchNorms train. On the CPU it is that of a tiny network, and Triton's kernels run under its interpreter.
+The step is forward, cross entropy and backward of the mean path of the 6^20 space with batch 32, 224 x 224 images and
+bf16 autocast; only BatchNorms train. On the CPU the network is tiny, and Triton's kernels run under its interpreter.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Step = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a part measures, where its rows go, and until when.
+    """The settings of a part: where it measures, where it writes its rows, and when it must end.
 
     Attributes:
-        part: its name.
+        part: name of the part.
         rows: file of JSON lines.
         device: `cuda` or `cpu`.
-        end: of the part, by time.monotonic().
+        end: time limit of the part, by time.monotonic().
     """
 
     part: str
@@ -79,14 +79,14 @@ class Bench:
         return mean_path(self.space)
 
     def row(self, kind: str, **fields: Any) -> None:
-        """Append a result."""
+        """Append a result to the file of rows, and print it."""
         row = {"part": self.part, "kind": kind, **fields}
         print(row, flush=True)
         append(self.rows, row)
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """An error within becomes a row, and the part goes on."""
+        """Write an error within this context as a row, and continue."""
         try:
             yield
         except Exception as error:
@@ -98,12 +98,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a step is run.
+    """A way to run the step.
 
     Attributes:
         ops: `nasfast` or `torch`.
-        how: `eager`, `graph` (one CUDA graph of this path), `engine` (nasfast's), `compile` or `compile graph`.
-        trainable: `bn`, or `indicators`: the last BatchNorm of each block.
+        how: `eager`, `graph` (one CUDA graph of this path), `engine` (that of nasfast), `compile` or `compile graph`.
+        trainable: `bn` for all BatchNorms, `indicators` for the last one of each block.
     """
 
     ops: str
@@ -115,7 +115,7 @@ class Variant:
         return f"{self.ops} {self.how}" + (f", {self.trainable}" if self.trainable != "bn" else "")
 
 
-# those that are known to run come first: a kernel that writes where it must not takes the process with it
+# variants that are known to run come first, because a faulty kernel of ours can end the whole process
 PEERS = (Variant("torch", "eager"), Variant("torch", "graph"))
 STEPS = (*PEERS, Variant("nasfast", "eager"), Variant("nasfast", "engine"))
 MORE_STEPS = (Variant("torch", "graph", "indicators"), Variant("nasfast", "engine", "indicators"))
@@ -128,7 +128,7 @@ def network(bench: Bench, variant: Variant) -> Supernet:
 
 
 class Fixed(nn.Module):
-    """A supernet on one path."""
+    """A supernet with a fixed path."""
 
     def __init__(self, net: Supernet, path: Arch) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Fixed(nn.Module):
 
 
 def make(bench: Bench, variant: Variant) -> tuple[Step, float]:
-    """A step and its loss; both have run everything once."""
+    """Make a step that has run once; returns it and its loss."""
     images, labels = random_batch(bench.space, bench.batch, device=bench.device)
     net, capture = network(bench, variant), None if bench.on_gpu else EagerCapture()
     if variant.how == "engine":
@@ -157,7 +157,7 @@ def make(bench: Bench, variant: Variant) -> tuple[Step, float]:
 
 
 def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) -> dict[str, float]:
-    """A row for each variant when it has run, and one with its time beside the others; returns the medians in ms."""
+    """Write a row when a variant has run, and one with its interleaved time; returns the medians in ms."""
     steps: dict[str, Step] = {}
     for variant in variants:
         with bench.attempt(variant.name):
@@ -168,7 +168,7 @@ def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) ->
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
             alone = statistics.median(step()["step"] for _ in range(5 if bench.on_gpu else 1))
-            # what a graph uses is allocated when it is captured
+            # only here: a graph allocates its memory when it is captured
             counts = bench.on_gpu and variant.how in ("eager", "compile")
             peak = {"peak_MiB": (torch.cuda.max_memory_allocated() - before) / 2**20} if counts else {}
             bench.row("variant", name=variant.name, first_s=first, alone_ms=1e3 * alone, loss=loss, **peak)
@@ -188,7 +188,7 @@ def bench_step(bench: Bench) -> None:
         floor = 1e3 * step_floor(traced(bench), machine, torch.bfloat16).step
         bench.row("floor", ms=floor, ceilings=machine._asdict(), times={n: ms / floor for n, ms in medians.items()})
     if bench.left > 25:
-        # under the interpreter a step takes seconds
+        # only one of them under the interpreter, where a step takes seconds
         bench_variants(bench, MORE_STEPS if bench.on_gpu else MORE_STEPS[:1], rounds=10)
     else:
         bench.row("left_out", what="indicators", error=f"{bench.left:.0f} s left")
@@ -204,16 +204,16 @@ def traced(bench: Bench) -> Any:
 
 
 def compile_ahead(bench: Bench, layers: Sequence[tuple[int, int]], *, seconds: float) -> None:
-    """Run layers in as many processes as there are cores, so that later ones find their kernels in Triton's cache.
+    """Run layers in parallel processes, to fill Triton's cache with their kernels.
 
     Args:
-        layers: index and choice.
-        seconds: to go on without what is not finished.
+        layers: index and choice of each layer.
+        seconds: time limit; layers that are not finished by then are left out.
     """
     tasks = [(bench, i, choice) for i, choice in [(-1, 0), (len(bench.space.layers), 0), *layers]]
     workers = min(processes(), len(tasks)) if bench.on_gpu else 1
     start, failed, done = time.monotonic(), 0, 0
-    # ended by force where one of them hangs
+    # the context manager ends the processes by force, so none of them can hang the part
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         results = pool.imap_unordered(_run_layer, tasks)
         try:
@@ -231,7 +231,7 @@ def compile_ahead(bench: Bench, layers: Sequence[tuple[int, int]], *, seconds: f
 
 
 def _run_layer(task: tuple[Bench, int, int]) -> tuple[int, int, str | None]:
-    """Forward and backward of a layer alone; -1 is the stem, one past the last the head."""
+    """Run forward and backward of one layer; index -1 is the stem, and the index after the last layer is the head."""
     bench, i, choice = task
     if bench.on_gpu:
         try:
@@ -268,13 +268,13 @@ def _network_of_process(bench: Bench) -> Supernet:
 
 
 def bench_kernels(bench: Bench) -> None:
-    """Rows of a kernel with one grid and one set of arguments: launches and us in all, of nasfast's eager step; by name
-    alone, of the engine's replays and of PyTorch's eager step."""
+    """Write the launches and total us of every kernel: for nasfast's eager step by grid and arguments, and for the
+    engine's replays and PyTorch's eager step by name alone."""
     with bench.attempt("nasfast eager"):
         step, _ = make(bench, Variant("nasfast", "eager"))
         with noted_launches() as launches:
             kernels = _kernels(bench, step, launches)
-        # kernels_of runs the step twice, and the second time is the one it returns
+        # kernels_of runs the step twice and returns the kernels of the second run
         _write_kernels(bench, "nasfast eager", kernels, launches[len(launches) // 2 :] if bench.on_gpu else launches)
         with bench.attempt("projections"):
             _write_passes(bench, kernels)
@@ -287,7 +287,7 @@ def bench_kernels(bench: Bench) -> None:
 
 
 def _kernels(bench: Bench, step: Step, launches: list) -> list[tuple[str, float]]:
-    """Name and ms of what ran, in order; without a GPU, of the interpreted kernels."""
+    """Name and ms of every kernel that ran, in order; without a GPU these are the interpreted kernels."""
     if bench.on_gpu:
         return kernels_of(step, torch.device(bench.device))
     step()
@@ -299,7 +299,7 @@ def _write_kernels(bench: Bench, variant: str, kernels: list[tuple[str, float]],
     for launch in launches:
         by_name.setdefault(launch.kernel, []).append(launch)
     counts = {name: sum(kernel == name for kernel, _ in kernels) for name in by_name}
-    # a stream keeps the order; where the numbers differ, nothing says which launch was which
+    # both lists are in stream order; if their lengths differ, launches and kernels cannot be matched
     queues = {name: iter(found) for name, found in by_name.items() if len(found) == counts[name]}
     groups: dict[tuple, list[float]] = {}
     for name, ms in kernels:
@@ -316,11 +316,11 @@ def _write_kernels(bench: Bench, variant: str, kernels: list[tuple[str, float]],
 
 
 def _write_passes(bench: Bench, kernels: list[tuple[str, float]]) -> None:
-    """Convolution passes with their fraction of the floor, and what they would take on other cards."""
+    """Write the passes of convolutions with their fraction of the floor, and projections to other cards."""
     machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
     passes, total = passes_of(kernels, traced(bench)), sum(ms for _, ms in kernels)
     projected = {name: project(passes, total, machine, card, "bf16") for name, card in CARDS.items()}
-    # a machine of one byte a second and endless arithmetic
+    # on this machine the floor in seconds is the number of bytes
     only_bytes = Machine(1.0, float("inf"), float("inf"))
     for found, measured in zip(next(iter(projected.values())).passes, passes, strict=True):
         bench.row(
@@ -334,7 +334,7 @@ def _write_passes(bench: Bench, kernels: list[tuple[str, float]]) -> None:
 
 
 def bench_paths(bench: Bench) -> None:
-    """Images per second with a new path every step, where a graph or compilation of one path cannot follow."""
+    """Measure images per second with a new path every step, which a graph or compilation of one path cannot serve."""
     generator = random.Random(0)
     count = 60 if bench.on_gpu else 2
     paths = [tuple(generator.randrange(len(layer.choices)) for layer in bench.space.layers) for _ in range(count)]
@@ -390,8 +390,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     args = parser.parse_args()
     if args.device == "cpu" and args.part in parts:
-        os.environ["NASFAST_BACKEND"] = "triton"  # the interpreter runs for those who ask for it
-    # a program of its own, with the extension that the part `native` built
+        os.environ["NASFAST_BACKEND"] = "triton"  # interpreted kernels run only for an explicit backend
+    # the part `native` starts this program with the extension that it built
     part = "native" if args.part == "orthogonalize" else args.part
     bench = Bench(part, args.rows, args.device, time.monotonic() + args.seconds)
     with measuring():

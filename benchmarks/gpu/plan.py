@@ -1,12 +1,12 @@
-"""The ten-minute plan for a machine with a CUDA GPU.
+"""Runs the ten-minute plan for a machine with a CUDA GPU.
 
     bash benchmarks/gpu.sh [--out DIR] [--part NAME]... [--list] [--device cuda|cpu]
 
-Parts run in the order of what they teach, each in a process of its own with a time limit, so that no part can take
-another one with it: a crash, a lost CUDA context or a hang ends its part alone. A part may use the time that those
-before it left. DIR gets rows.jsonl, to which every result is appended as soon as it is there, log.txt, what the parts
-printed, and summary.txt. `--device cpu` runs the same code on tiny networks under Triton's interpreter, to try the plan
-itself. This file needs nothing but Python.
+The most informative parts run first. Each part is a process with a time limit, so that a crash, a lost CUDA context or
+a hang ends only its own part. A part may use the time that earlier parts did not need. The program writes three files
+to DIR: rows.jsonl gets every result at once, log.txt has the output of the parts, and summary.txt a page of results.
+`--device cpu` runs the same code on tiny networks under Triton's interpreter, to test the plan itself. This module
+needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from benchmarks.gpu.summary import summarise
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, LOG, SUMMARY = "rows.jsonl", "log.txt", "summary.txt"
-# seconds between asking a part to end and killing it
+# seconds between the interruption of a part and its end by force
 _GRACE = 3.0
 _TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the plan: seconds it may take, and what it tells."""
+    """One part of the plan: its name, its seconds, and what it measures."""
 
     name: str
     seconds: int
@@ -55,13 +55,13 @@ PARTS = (
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a file of JSON lines."""
+    """Append a row to a file of JSON lines."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a line that was cut short is left out."""
+    """Read the rows of a file, without lines that were cut off."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -72,7 +72,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def command_of(part: Part, device: str, rows: Path, seconds: float) -> list[str]:
-    """What runs a part."""
+    """The command line of a part."""
     if part.name == "tests":
         return tests_command(rows, part.name, ["tests"] if device == "cuda" else _DRY_TESTS, device)
     return [
@@ -81,7 +81,7 @@ def command_of(part: Part, device: str, rows: Path, seconds: float) -> list[str]
     ]  # fmt: skip
 
 
-# one Triton test and one engine test, for a plan that is only tried
+# one Triton test and one engine test, for `--device cpu`
 _DRY_TESTS = [
     "tests/ops/test_triton.py::test_two_runs_are_equal_bit_for_bit",
     "tests/engine/test_engine.py::test_a_smaller_last_batch_runs_eagerly",
@@ -89,9 +89,9 @@ _DRY_TESTS = [
 
 
 def tests_command(rows: Path, part: str, tests: Sequence[str], device: str) -> list[str]:
-    """pytest on the tests marked gpu, which writes a row for each."""
+    """The command line of pytest on the tests marked gpu; it writes a row for each test."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "--continue-on-collection-errors"]
-    # the settings are named, because a part may run it in another folder, whose nasfast it is to test
+    # the settings are given explicitly, because the part `native` runs pytest in the folder of its own build
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
     command += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.rows", "--rows", str(rows), "--part", part]
     if device == "cuda" and find_spec("xdist"):
@@ -100,7 +100,7 @@ def tests_command(rows: Path, part: str, tests: Sequence[str], device: str) -> l
 
 
 def processes() -> int:
-    """How many processes may use the GPU at once: one per core, and 2 GiB of its memory for each."""
+    """The number of processes that may use the GPU at once: one per core, each with 2 GiB of the GPU's memory."""
     question = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         mebibytes = int(subprocess.run(question, capture_output=True, text=True, timeout=20).stdout.split()[0])
@@ -110,7 +110,7 @@ def processes() -> int:
 
 
 def environment_of(device: str) -> dict[str, str]:
-    """Of the parts: this checkout first, and the interpreter only without a GPU."""
+    """The environment of the parts: imports come from this checkout, and the CPU uses Triton's interpreter."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env.pop("TRITON_INTERPRET", None)
@@ -120,14 +120,14 @@ def environment_of(device: str) -> dict[str, str]:
 
 
 def run_part(part: Part, command: Sequence[str], env: dict[str, str], out: Path, limit: float) -> dict[str, Any]:
-    """Run a part and append how it ended; returns that row."""
+    """Run a part, append a row on its end, and return this row."""
     append(out / ROWS, {"part": part.name, "kind": "start", "limit_s": round(limit, 1)})
     start = time.monotonic()
     with (out / LOG).open("ab") as log:
         log.write(f"==== {part.name}, at most {limit:.0f} s\n".encode())
         log.flush()
         begin, code, timed_out = log.tell(), None, False
-        # a session of its own: what the part started ends with it
+        # in a session of its own, so that the processes that the part started can be killed with it
         child = subprocess.Popen(
             command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -136,7 +136,7 @@ def run_part(part: Part, command: Sequence[str], env: dict[str, str], out: Path,
             code = child.wait(limit)
         except subprocess.TimeoutExpired:
             timed_out = True
-            _signal(child, signal.SIGINT)  # Python says where it was
+            _signal(child, signal.SIGINT)  # makes Python print where it is
             try:
                 child.wait(_GRACE)
             except subprocess.TimeoutExpired:
@@ -163,9 +163,9 @@ def _signal(child: subprocess.Popen, number: int) -> None:
 
 
 def run_plan(parts: Sequence[Part], device: str, out: Path) -> None:
-    """Run parts one after another and write the summary after each."""
+    """Run the parts one after another, and write the summary after each."""
     out.mkdir(parents=True, exist_ok=True)
-    kernels = ROOT / "nasfast" / "_triton"  # an installation makes it
+    kernels = ROOT / "nasfast" / "_triton"  # an installation has this folder, a checkout does not
     if not kernels.exists():
         kernels.symlink_to("../kernels/triton")
     env, start, end = environment_of(device), time.monotonic(), 0.0
@@ -177,14 +177,14 @@ def run_plan(parts: Sequence[Part], device: str, out: Path) -> None:
         print(f"  {row['seconds']} s" + ("" if row["ok"] else f", {row['error']}"), flush=True)
         try:
             summary = summarise_file(out / ROWS)
-        except Exception:  # the parts that are left matter more than this page
+        except Exception:  # the remaining parts matter more than this page
             summary = traceback.format_exc()
         (out / SUMMARY).write_text(summary, encoding="utf-8")
     print("\n" + (out / SUMMARY).read_text(encoding="utf-8") + f"written: {out}")
 
 
 def summarise_file(path: Path) -> str:
-    """The summary of a file of rows: of every part, its last run."""
+    """The summary of a file of rows, from the last run of every part."""
     last: dict[str, list[dict[str, Any]]] = {}
     for row in read_rows(path):
         if row["kind"] == "start":
@@ -197,9 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: %(default)s")
     names = [part.name for part in PARTS]
-    parser.add_argument("--part", action="append", choices=names, metavar="NAME", help="run this one; repeatable")
-    parser.add_argument("--list", action="store_true", help="list the parts with their seconds")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the plan on tiny networks")
+    parser.add_argument("--part", action="append", choices=names, metavar="NAME", help="run only this part; repeatable")
+    parser.add_argument("--list", action="store_true", help="list the parts and their seconds")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: test the plan on tiny networks")
     args = parser.parse_args(arguments)
     parts = [part for part in PARTS if args.part is None or part.name in args.part]
     if args.list:

@@ -1,4 +1,4 @@
-"""A plugin of pytest: a row for every test as soon as it ends, and a new process after a lost CUDA context.
+"""A plugin of pytest that writes a row for every test, and starts a new process after a lost CUDA context.
 
 pytest -p benchmarks.gpu.rows --rows FILE --part NAME ...
 """
@@ -18,7 +18,7 @@ from benchmarks.gpu.plan import append
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rows", type=Path, required=True, help="file of JSON lines")
-    parser.addoption("--part", required=True, help="name of the part in the rows")
+    parser.addoption("--part", required=True, help="name of the part that the rows belong to")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,13 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Reporter:
-    """Writes the rows, in the process that hears of every test."""
+    """Writes the rows, in the process to which all workers report."""
 
     def __init__(self, rows: Path, part: str) -> None:
         self.rows, self.part = rows, part
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # a fixture is worth a row only if it failed or skipped
+        # setup and teardown get a row only if they failed or skipped
         if report.when == "call" or not report.passed:
             self._write(report.nodeid, report.outcome, report.longrepr, round(report.duration, 2))
 
@@ -52,9 +52,9 @@ class Reporter:
 
 
 class Worker:
-    """Ends a process of xdist whose CUDA context is lost, in which every later test would fail.
+    """Ends a worker process of xdist if its CUDA context is lost, because every later test in it would fail.
 
-    xdist then reports a crash of the test that lost it, and goes on with the others in a new process.
+    xdist then reports a crash of the test that lost the context, and runs the other tests in a new process.
     """
 
     @pytest.hookimpl(tryfirst=True)
@@ -65,5 +65,5 @@ class Worker:
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            time.sleep(0.5)  # for the report that is on its way
+            time.sleep(0.5)  # until the report of this test is sent
             os._exit(1)

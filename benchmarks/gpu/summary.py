@@ -1,4 +1,4 @@
-"""The rows of plan.py as a page for people: times, ratios to the best peer, multiples of the floor."""
+"""Writes the summary of the plan's rows: times, ratios to the best peer, multiples of the floor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST, _NAMED = 12, 15
 
 
 def summarise(parts: dict[str, Rows]) -> str:
-    """The page of the rows of each part, in the order of the plan."""
+    """The summary of the rows of each part, in the given order."""
     pages: dict[str, Callable[[Rows], list[str]]] = {
         "machine": _machine, "step": _steps, "kernels": _kernels, "tests": _tests, "paths": _paths, "native": _native,
         "compile": _steps,
@@ -53,7 +53,7 @@ def _machine(rows: Rows) -> list[str]:
 
 
 def _steps(rows: Rows) -> list[str]:
-    steps = {row["name"]: row for row in _of("step", rows)}  # the last measurement of a name
+    steps = {row["name"]: row for row in _of("step", rows)}  # a later row of the same name replaces an earlier one
     variants = {row["name"]: row for row in _of("variant", rows)}
     floor = next((row["ms"] for row in _of("floor", rows)), None)
     lines = []
@@ -68,7 +68,7 @@ def _steps(rows: Rows) -> list[str]:
 
 
 def _ratios(steps: dict[str, dict[str, Any]]) -> list[str]:
-    """Each of ours over the best peer that trains the same parameters."""
+    """Time of each variant of nasfast divided by that of the best peer that trains the same parameters."""
     lines = []
     for name, row in steps.items():
         trains = name.partition(", ")[2]

@@ -1,4 +1,4 @@
-"""The parts of plan.py about the machine and the compiled extension: ceilings, costs of launches, native build."""
+"""Measures the machine (ceilings, cost of launches) and the compiled extension (build, tests, orthogonalize)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SMI = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,po
 
 
 def bench_machine(bench: Bench) -> None:
-    """Device and versions, then the ceilings, then what a launch and a replay cost."""
+    """Write device and versions, then the ceilings, then the cost of a launch and of a replay."""
     with bench.attempt("device"):
         bench.row("machine", **machine(), cores=os.cpu_count(), packages=_versions(), **_device(bench))
         bench.row("doctor", **environment())
@@ -85,7 +85,7 @@ def _device(bench: Bench) -> dict:
 
 
 def _clocks() -> dict:
-    """What nvidia-smi says, or that it is not there."""
+    """The figures of nvidia-smi, or an error."""
     if shutil.which("nvidia-smi") is None:
         return {"error": "no nvidia-smi"}
     command = ["nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader"]
@@ -100,7 +100,7 @@ def _best(bench: Bench, work: Callable[[], object], repeats: int = 8) -> float:
 
 
 def _bench_launches(bench: Bench) -> None:
-    """us of the host for a launch, and of the device for one in a replayed graph; by PyTorch and by Triton."""
+    """Measure us of host time per launch, and us per launch in a replayed graph, for PyTorch and for Triton."""
     count = 1000 if bench.on_gpu else 5
     x = torch.zeros(32, device=bench.device)
     kinds: dict[str, Callable[[], object]] = {"torch": lambda: x.add_(1)}
@@ -155,7 +155,7 @@ def _wait(bench: Bench) -> None:
 
 
 def bench_native(bench: Bench) -> None:
-    """Build beside the checkout, then run the tests of orthogonalize and its times with what was built."""
+    """Build the extension into a folder of its own, then test and time orthogonalize with this build."""
     folder = ROOT / "build" / "gpu-plan"
     shutil.rmtree(folder / "lib", ignore_errors=True)
     env = environment_of(bench.device)
@@ -182,7 +182,7 @@ def bench_native(bench: Bench) -> None:
 
 
 def _run(bench: Bench, what: str, command: list[str | Path], env: dict[str, str], folder: Path) -> bool:
-    """Run a command in a folder, from which `python -m` imports first; whether it ended well."""
+    """Run a command in a folder, from which `python -m` imports first; returns whether it succeeded."""
     start = time.monotonic()
     code = subprocess.run(command, cwd=folder, env=env).returncode
     bench.row("ran", what=what, seconds=round(time.monotonic() - start, 1), code=code)
@@ -190,7 +190,7 @@ def _run(bench: Bench, what: str, command: list[str | Path], env: dict[str, str]
 
 
 def bench_orthogonalize(bench: Bench) -> None:
-    """orthogonalize of all weights of the 6^20 space by size class, and then PyTorch's batched QR of the same."""
+    """Time orthogonalize on all weights of the 6^20 space by size class, then PyTorch's batched QR."""
     from benchmarks.bench_orthogonalize import OURS, setup_orthogonalize, weights
 
     bench.row("doctor", **environment())

@@ -2,13 +2,13 @@
 
     python -m benchmarks.gpu_model [--arch 90 86] [--each] [--mix KERNEL] [--compare FILE] [--out FILE]
 
-One step is recorded launch by launch (recorder.py), every specialisation that occurs is compiled (compiled.py), and
-one warp of each launch is followed through the machine code (walk.py). A launch takes at least
-- issue: its instructions, over 4 per cycle and multiprocessor;
-- latency: one program's time alone, times the rounds that the programs need to go through the GPU;
-- memory: its distinct bytes, over the bandwidth.
-The largest of the three, plus what only the last program to arrive does, is summed over the launches. What the GPU
-takes to start a launch is stated beside it, and not in the sum.
+recorder.py records the launches of one step, compiled.py compiles their specialisations, and walk.py follows one warp
+of each launch through the machine code. A launch takes at least as long as each of these:
+- issue: its instructions, divided by 4 per cycle and multiprocessor;
+- latency: the time of one program alone, times the number of rounds in which the GPU runs all programs;
+- memory: its distinct bytes, divided by the bandwidth.
+The model adds the largest of the three to the time of what only the last program to arrive does, and sums this over
+the launches. The time that the GPU needs to start launches is printed separately and is not part of the sum.
 """
 
 from __future__ import annotations
@@ -32,27 +32,31 @@ from benchmarks.gpu_model.sass import Code
 from benchmarks.gpu_model.walk import Latencies, Program, Walk, walks
 from benchmarks.harness import ROOT, positive, write_json
 
-# assumed cycles until a load has its value, from DRAM and from the L2 cache, by architecture, and bytes of that cache
+# assumed cycles of a load from DRAM and from the L2 cache by architecture, and size of that cache in bytes
 _DRAM, _L2, _L2_BYTES = {90: 600, 86: 480}, {90: 280, 86: 240}, {90: 50e6, 86: 5e6}
 _ATOMIC = {90: 350, 86: 300}
-# cycles that double precision keeps its unit busy for one warp: 64 lanes per multiprocessor, and 2
+# cycles for which an instruction in double precision occupies its unit: a multiprocessor has 64 lanes or 2
 _DOUBLE = {90: 0.5, 86: 16}
-# assumed microseconds between the ends of two launches that do nothing
+# assumed microseconds from the end of one empty launch to the end of the next
 LAUNCH_US = {90: 3.8, 86: 4.6}
-# programs of a launch that are followed where they do not all do the same
+# number of programs that are followed if not all programs of a launch do the same
 _FOLLOWED = 8
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one launch takes on one GPU; times in microseconds.
+    """The cost of one launch on one GPU.
 
     Attributes:
-        instructions: of one warp, on average over the programs.
-        tail: what the last program to arrive takes beyond the others.
-        rounds: times that the programs fill the GPU.
-        accesses: instructions on global memory by bytes per thread, of all warps.
-        opcodes: instructions by opcode, of all warps.
+        instructions: instructions of one warp, averaged over the programs.
+        issue, latency, memory: lower bounds of the time in microseconds, as above.
+        tail: microseconds that the last program to arrive takes longer than the others.
+        rounds: how often the programs fill the GPU.
+        registers, spilled_bytes: registers and bytes of spilled registers per thread.
+        shared_bytes: shared memory per program.
+        programs_per_processor: programs that a multiprocessor holds at once.
+        accesses: instructions that access global memory, of all warps, by bytes per thread.
+        opcodes: instructions of all warps, by opcode.
     """
 
     instructions: float
@@ -75,7 +79,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Job:
-    """One specialisation, and the different launches of it: grid, integer arguments, and distinct bytes."""
+    """One specialisation and its different launches: grid, integer arguments, and distinct bytes."""
 
     arch: int
     specialization: Specialization
@@ -83,7 +87,7 @@ class _Job:
 
 
 def costs(step: Step, arch: int, *, processes: int, cache: str) -> list[Cost]:
-    """The cost of every launch of a step.
+    """Compute the cost of every launch of a step.
 
     Raises:
         UnknownLoop: a kernel has a loop that cannot be followed.
@@ -124,13 +128,13 @@ def _job(job: _Job) -> list[Cost]:
 def _follow(
     code: Code, grid: tuple[int, int, int], threads: int, words: dict[int, int], latencies: Latencies, i: int
 ) -> tuple[Walk, Walk]:
-    """What program i does, in the order in which programs start, and what it would do as the last to arrive."""
+    """Follow the program that starts as number i: as one of many, and as the last to arrive."""
     index = (i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1]))
     return walks(code, Program(index, grid, threads, words), latencies)
 
 
 def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Callable[[int], tuple[Walk, Walk]]) -> Cost:
-    """The cost of one launch of so many programs and bytes."""
+    """Compute the cost of one launch from its number of programs and its bytes."""
     gpu, warps = GPUS[arch], compiled.warps
     followed = [follow(i) for i in sorted({0, programs // 2})]
     if len({ordinary.instructions for ordinary, _ in followed}) > 1:
@@ -161,7 +165,7 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
 
 
 def summarize(launches: Iterable[Launch], found: Iterable[Cost]) -> dict[str, dict]:
-    """By kernel and "all": launches, times in microseconds, and the shares of accesses that are 128 bits wide."""
+    """Sum by kernel, and for "all": launches, times in microseconds, and the shares of 128-bit accesses."""
     rows: dict[str, dict] = defaultdict(lambda: defaultdict(float))
     for launch, cost in zip(launches, found, strict=True):
         for row in (rows[launch.kernel], rows["all"]):
@@ -184,7 +188,7 @@ _COLUMNS = ("launches", "issue", "latency", "memory", "tail", "largest", "wide_s
 
 
 def show(rows: dict[str, dict], arch: int, before: dict[str, dict] | None = None) -> None:
-    """Print the table of one GPU, with the sums of another run beside it where there is one."""
+    """Print the table of one GPU, beside the sums of another run if `before` has them."""
     gpu = GPUS[arch]
     print(f"\n{gpu.name} (sm_{arch}): microseconds per step")
     print(f"{'kernel':32} {'launches':>8} {'issue':>8} {'latency':>8} {'memory':>7} {'tail':>6} {'largest':>8} "
@@ -208,7 +212,7 @@ def show(rows: dict[str, dict], arch: int, before: dict[str, dict] | None = None
 
 
 def show_each(launches: Iterable[Launch], found: Iterable[Cost]) -> None:
-    """Print every launch."""
+    """Print one line per launch."""
     for i, (launch, cost) in enumerate(zip(launches, found, strict=True)):
         shown = {k: v for k, v in launch.arguments.items() if k in _SHOWN and not isinstance(v, bool)}
         said = " ".join(f"{k}={v}" for k, v in shown.items())
@@ -222,7 +226,7 @@ _SHOWN = ("KERNEL", "STRIDE", "M", "K", "N", "C", "H", "W", "OH", "R", "programs
 
 
 def show_mix(kernel: str, launches: Iterable[Launch], found: Iterable[Cost]) -> None:
-    """Print which instructions a kernel issues."""
+    """Print the share of each opcode in a kernel's instructions."""
     opcodes: Counter[str] = Counter()
     for launch, cost in zip(launches, found, strict=True):
         if launch.kernel == kernel:
@@ -234,7 +238,7 @@ def show_mix(kernel: str, launches: Iterable[Launch], found: Iterable[Cost]) -> 
 
 
 def launches_by_phase(step: Step) -> dict[str, dict[str, int]]:
-    """Launches of Triton kernels and of PyTorch by part of the step."""
+    """Count the launches of Triton kernels and of PyTorch in each part of the step."""
     triton = Counter(launch.phase for launch in step.launches)
     aten: Counter[str] = Counter()
     for (phase, _), count in step.aten.items():
@@ -243,7 +247,7 @@ def launches_by_phase(step: Step) -> dict[str, dict[str, int]]:
 
 
 def show_launches(step: Step) -> None:
-    """Print how many launches there are, by part of the step."""
+    """Print the number of launches in each part of the step."""
     print(f"{'launches':12} {'Triton':>7} {'PyTorch':>8}")
     for phase, counts in launches_by_phase(step).items():
         print(f"{phase:12} {counts['triton']:7} {counts['pytorch']:8}")
@@ -257,19 +261,19 @@ def show_launches(step: Step) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--space", default="mobilenet_v2")
-    parser.add_argument("--path", help="candidates separated by commas; the mean path of the space without it")
+    parser.add_argument("--path", help="candidates separated by commas; default: the mean path")
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument("--resolution", type=positive)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--trains", choices=("bn", "indicators", "all"), default="bn")
     parser.add_argument("--engine", choices=("graphs", "eager"), default="graphs")
-    parser.add_argument("--arch", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="none: only record")
-    parser.add_argument("--kernel", nargs="+", help="only these kernels")
+    parser.add_argument("--arch", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="no value: only record")
+    parser.add_argument("--kernel", nargs="+", help="model only these kernels")
     parser.add_argument("--each", action="store_true", help="list every launch")
-    parser.add_argument("--mix", metavar="KERNEL", help="which instructions this kernel issues")
+    parser.add_argument("--mix", metavar="KERNEL", help="print the instructions of this kernel")
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="Triton cache folder to fill")
-    parser.add_argument("--compare", type=Path, help="a file of --out to compare with")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="folder for Triton's cache")
+    parser.add_argument("--compare", type=Path, help="a file of an earlier --out, to compare with")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     path = tuple(map(int, args.path.split(","))) if args.path else None

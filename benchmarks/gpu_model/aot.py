@@ -1,11 +1,11 @@
-"""Compile every Triton kernel in every configuration, without a GPU, and show what each asks of one.
+"""Compile every Triton kernel in every configuration, without a GPU, and list the resources that each one needs.
 
     python -m benchmarks.gpu_model.aot [--arch 86 90] [--default] [--kernel NAME ...] [--out FILE]
 
-Real calls are recorded (recorder.py) and compiled for the arguments that they give: registers and spilled bytes per
-thread, shared memory per program, and how many programs fit a multiprocessor. sm_86 is the RTX 3080, with 99 KB of
-shared memory per program; sm_90 the H200. The model (`__main__.py`) looks at every launch of a step, in the default
-configurations.
+recorder.py records real calls, and the kernels are compiled for the arguments of these calls. The table has registers
+and spilled bytes per thread, shared memory per program, and the number of programs that fit a multiprocessor. sm_86 is
+the RTX 3080, with 99 KiB of shared memory per program; sm_90 is the H200. The model (`__main__.py`) reads every launch
+of a step, in the default configurations.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from benchmarks.harness import ROOT, positive, write_json
 from nasfast._triton.configs import FAMILIES
 from nasfast.ops import bn_act, mixed_bn
 
-# one of these stands for the configurations that are not the default
+# only this stencil is compiled in the configurations that are not the default
 _STENCIL = 7
-_SAID = ("KERNEL", "STRIDE", "BATCH")
+_SHOWN = ("KERNEL", "STRIDE", "BATCH")
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Row:
     """What one kernel needs in one configuration.
 
     Attributes:
-        default: whether it is the first of its family.
-        registers, spilled_bytes: per thread.
-        shared_bytes: per program.
-        programs_per_sm: how many fit, by registers, threads and shared memory.
+        default: whether the configuration is the first of its family.
+        registers, spilled_bytes: registers and bytes of spilled registers per thread.
+        shared_bytes: shared memory per program.
+        programs_per_sm: programs that fit a multiprocessor, by registers, threads and shared memory.
     """
 
     kernel: str
@@ -71,7 +71,7 @@ def _inputs(count: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def record_calls() -> list[Launch]:
-    """Launches of steps of two spaces in both storage types, and of the operators that they do not use."""
+    """Record steps of two spaces in both storage types, and calls of the operators that these steps do not use."""
     launches = []
     for dtype in (torch.bfloat16, torch.float32):
         name = "bf16" if dtype == torch.bfloat16 else "fp32"
@@ -87,7 +87,7 @@ def record_calls() -> list[Launch]:
             bn_act(x, weight, torch.zeros(24)).sum().backward()
             running = {"running_mean": torch.zeros(24), "running_var": torch.ones(24)}
             bn_act(x, weight, torch.zeros(24), **running, training=False)
-            # more tensors than one launch takes, some of them not normalised
+            # more tensors than one launch takes, one of them not normalised
             gates = torch.ones(10, requires_grad=True)
             mixed_bn(_inputs(10, dtype), gates, normalize=[True] * 9 + [False]).sum().backward()
         launches += step.launches
@@ -95,7 +95,7 @@ def record_calls() -> list[Launch]:
 
 
 def jobs(launches: list[Launch], archs: list[int], *, default_only: bool, names: list[str] | None = None) -> list[_Job]:
-    """The first call of each kernel, configuration, storage type and stencil, for every architecture."""
+    """Choose the first call of each kernel, configuration, storage type and stencil, for every architecture."""
     chosen: dict[tuple, _Job] = {}
     for launch in launches:
         family, config = launch.configuration
@@ -105,7 +105,7 @@ def jobs(launches: list[Launch], archs: list[int], *, default_only: bool, names:
             continue
         types = str(launch.specialization.signature)
         dtype = "bf16" if "*bf16" in types else "fp32"
-        said = ",".join(f"{name}={launch.arguments[name]}" for name in _SAID if name in launch.arguments)
+        said = ",".join(f"{name}={launch.arguments[name]}" for name in _SHOWN if name in launch.arguments)
         for arch in archs:
             job = _Job(launch.specialization, said, dtype, config, default, arch)
             chosen.setdefault((launch.kernel, said, dtype, config, arch), job)
@@ -113,7 +113,7 @@ def jobs(launches: list[Launch], archs: list[int], *, default_only: bool, names:
 
 
 def compile_job(job: _Job) -> Row:
-    """Compile one job and read what it needs."""
+    """Compile one job and read its resources."""
     found = compile_for(job.specialization, job.arch)
     return Row(
         job.specialization.kernel, job.constants, job.dtype, job.config, job.default, job.arch,
@@ -139,10 +139,10 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", type=int, choices=GPUS, default=list(GPUS))
-    parser.add_argument("--default", action="store_true", help="default configurations only")
-    parser.add_argument("--kernel", nargs="+", help="only these kernels")
+    parser.add_argument("--default", action="store_true", help="compile default configurations only")
+    parser.add_argument("--kernel", nargs="+", help="compile only these kernels")
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="Triton cache folder to fill")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="folder for Triton's cache")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     chosen = jobs(record_calls(), args.arch, default_only=args.default, names=args.kernel)

@@ -1,7 +1,7 @@
-"""Import this before nasfast: its Triton kernels can then be compiled, and its operators take CPU tensors.
+"""Import this module before nasfast: Triton kernels can then be compiled, and their operators accept CPU tensors.
 
-Kernels are functions to compile or functions to interpret from the moment they are defined, and nasfast gives CPU
-tensors to the Triton operators only where it believes in the interpreter.
+Triton decides when a kernel is defined whether it is compiled or interpreted, so interpretation must be off by then.
+nasfast passes CPU tensors to its Triton operators only if TRITON_INTERPRET is 1, so the variable must be 1 afterwards.
 """
 
 import os

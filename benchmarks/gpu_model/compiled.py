@@ -1,4 +1,4 @@
-"""Compile recorded specialisations for a GPU that is not there, and read what each asks of one."""
+"""Compile recorded specialisations without a GPU, and read the resources that each one needs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU.
+    """A model of GPU.
 
     Attributes:
-        processors: multiprocessors; each issues 4 warp instructions per cycle.
-        clock: Hz.
-        bandwidth: bytes per second of memory, as measured by others for copies.
+        processors: number of multiprocessors; each issues 4 warp instructions per cycle.
+        clock: frequency in Hz.
+        bandwidth: memory bandwidth in bytes per second, from published measurements of copies.
         program_shared, shared: bytes of shared memory that one program may use, and that a multiprocessor has.
-        registers, threads, programs: most of a multiprocessor.
+        registers, threads, programs: the limits of a multiprocessor.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Gpu:
     programs: int
 
     def programs_per_processor(self, warps: int, registers: int, shared: int) -> int:
-        """Programs that a multiprocessor holds at once."""
-        # registers are given out in units of 256 per warp; every program takes 1 KiB of shared memory for the system
+        """The number of programs that a multiprocessor holds at once."""
+        # a warp gets registers in units of 256; the system takes 1 KiB of shared memory per program
         by_registers = self.registers // (-(-registers * 32 // 256) * 256 * warps)
         return min(by_registers, self.threads // (32 * warps), self.shared // (shared + 1024), self.programs)
 
@@ -72,8 +72,8 @@ class Compiled:
     """A specialisation compiled for one architecture.
 
     Attributes:
-        registers, spilled_bytes: per thread.
-        shared_bytes: per program.
+        registers, spilled_bytes: registers and bytes of spilled registers per thread.
+        shared_bytes: shared memory per program.
     """
 
     cubin: bytes
@@ -87,7 +87,7 @@ class Compiled:
 
 
 def compile_for(specialization: Specialization, arch: int) -> Compiled:
-    """Compile, or read from Triton's cache folder what was compiled before."""
+    """Compile a specialisation, or read it from Triton's cache if it is there."""
     kernel = getattr(importlib.import_module(specialization.module), specialization.kernel)
     source = ASTSource(kernel, specialization.signature, specialization.constants, specialization.attributes)
     found = triton_compile(source, target=GPUTarget("cuda", arch, 32), options=specialization.options)
@@ -96,10 +96,10 @@ def compile_for(specialization: Specialization, arch: int) -> Compiled:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack, which only spilled registers take, per thread.
+    """Registers per thread and bytes of stack per thread; the stack holds spilled registers only.
 
     Raises:
-        RuntimeError: cuobjdump does not say.
+        RuntimeError: cuobjdump does not report them.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -112,9 +112,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def parameters(specialization: Specialization, arguments: dict[str, Any], arch: int) -> dict[int, int]:
-    """The arguments of a launch as 32-bit words of the constant bank, by byte offset; no floating-point numbers.
+    """The arguments of a launch as 32-bit words of the constant bank, by byte offset, without floating-point numbers.
 
-    Pointers get addresses far from each other.
+    Every pointer gets an address of its own, 1 TiB from the next.
     """
     words, offset = {}, _PARAMETERS_AT[arch]
     for i, (name, kind) in enumerate(_flat(specialization.signature)):
@@ -134,7 +134,7 @@ def parameters(specialization: Specialization, arguments: dict[str, Any], arch: 
 
 
 def _flat(signature: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and type of every argument, those of a tuple one by one."""
+    """Name and type of every argument; the elements of a tuple are separate arguments."""
     for name, kind in signature.items():
         if isinstance(kind, tuple):
             yield from _flat({f"{name}[{i}]": part for i, part in enumerate(kind)})
@@ -143,7 +143,7 @@ def _flat(signature: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def in_processes(function: Callable[[Job], Result], jobs: Sequence[Job], processes: int, cache: str) -> list[Result]:
-    """function of every job, in processes whose Triton cache is the folder `cache`."""
+    """Apply a function to every job, in processes whose Triton cache is the folder `cache`."""
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(cache,)) as pool:
         return list(pool.map(function, jobs))
 

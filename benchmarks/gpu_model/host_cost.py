@@ -1,11 +1,11 @@
-"""What the host does for one step on a GPU: compilations, and microseconds of Python per step and per launch.
+"""The host's work for one step on a GPU: microseconds of Python per step and per launch, and compilations.
 
     python -m benchmarks.gpu_model.host_cost [--arch 90] [--engine eager] [--cache DIR] [--out FILE]
 
-Triton's own just-in-time path runs with a driver that launches nothing, so what the CUDA driver needs for a launch is
-not in the times. The step has one small image, so that PyTorch's operators, which run on the CPU here, take about as
-long as it takes to launch them. --cache fills a folder of compiled kernels for the step at full size: a machine with
-such a GPU, and the same versions of Triton and of this package, compiles none of them again with TRITON_CACHE_DIR=DIR.
+Triton's own just-in-time path runs with a driver that launches nothing, so the times do not include the CUDA driver.
+The step has one small image: PyTorch's operators run on the CPU here, and then take about as long as their launches
+would. --cache compiles the kernels of the step at full size into a folder. A machine with such a GPU and the same
+versions of Triton and of this package compiles none of them again if TRITON_CACHE_DIR names that folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SMALL = {"batch": 1, "resolution": 64}
 
 
 class _Ready:
-    """A compiled kernel that is never needed."""
+    """Takes the place of a compiled kernel and does nothing."""
 
     function = packed_metadata = None
 
@@ -54,7 +54,7 @@ def _ready(kernel: JITFunction, key: Any, signature: Any, device: int, *rest: An
 
 @contextmanager
 def _timed_launches() -> Iterator[list[float]]:
-    """Seconds of every launch within."""
+    """Within this context, collect the seconds of every launch."""
     times: list[float] = []
     run = JITFunction.run
 
@@ -69,7 +69,7 @@ def _timed_launches() -> Iterator[list[float]]:
 
 
 def host_times(workload: Workload, arch: int) -> dict[str, float]:
-    """Median microseconds of a small step's forward and backward, and of a launch within it."""
+    """Measure forward and backward of a small step, and its launches; medians in microseconds."""
     _, forward_backward, _ = make_step(workload)
     with no_gpu(arch), patch.object(JITFunction, "_do_compile", _ready):
         forward_backward()
@@ -88,7 +88,7 @@ def host_times(workload: Workload, arch: int) -> dict[str, float]:
 
 
 def fill_cache(workload: Workload, arch: int, cache: Path, processes: int) -> dict[str, int]:
-    """Compile a step's kernels into a folder, and count what the just-in-time path then still has to compile."""
+    """Compile a step's kernels into a folder, and count which of them the just-in-time path finds there."""
     step = record_step(workload)
     distinct = list({launch.specialization.key: launch.specialization for launch in step.launches}.values())
     in_processes(_compile, [(specialization, arch) for specialization in distinct], processes, str(cache))
@@ -114,13 +114,13 @@ def main() -> None:
     parser.add_argument("--engine", choices=("graphs", "eager"), default="eager")
     parser.add_argument("--arch", type=int, choices=GPUS, default=90)
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cache", type=Path, help="folder to fill, for TRITON_CACHE_DIR on a machine with such a GPU")
+    parser.add_argument("--cache", type=Path, help="folder for compiled kernels, for TRITON_CACHE_DIR on a GPU machine")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     common = {"space": args.space, "dtype": args.dtype, "engine": args.engine}
     row = {**common, "arch": args.arch, "triton": triton.__version__}
     row |= host_times(Workload(**common, **_SMALL), args.arch)
-    print(f"{row['step_us']:.0f} us of host per step; {row['launches']} launches of Triton kernels, "
+    print(f"{row['step_us']:.0f} us of host time per step; {row['launches']} launches of Triton kernels, "
           f"{row['launch_us']:.1f} us each")  # fmt: skip
     if args.cache:
         row |= fill_cache(Workload(**common), args.arch, args.cache, args.jobs)

@@ -1,4 +1,4 @@
-"""The integer instructions of NVIDIA's machine code, carried out for one thread where all operands are known."""
+"""Executes the integer instructions of NVIDIA's machine code for one thread, as far as the operands are known."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from benchmarks.gpu_model.registers import (
 )  # fmt: skip
 from benchmarks.gpu_model.sass import Instruction
 
-# ---- instructions: each takes the registers, the instruction, and whether its guard surely holds
+# ---- every function takes the registers, the instruction, and whether the guard is known to be true
 
 
 def _split(ins: Instruction) -> tuple[str, list[str], list[str], list[str]]:
-    """Destination, predicates written, sources, and predicates read."""
+    """Split operands into destination, predicates that are written, sources, and predicates that are read."""
     rest = list(ins.operands[1:])
     written = []
     while rest and re.fullmatch(r"U?P[0-9T]", rest[0]):
@@ -43,7 +43,7 @@ def _split(ins: Instruction) -> tuple[str, list[str], list[str], list[str]]:
 
 
 def _arithmetic(function: Callable[..., int], *, sources: int) -> Callable:
-    """An instruction whose 32-bit result, and carry, come from a function of its sources."""
+    """An instruction whose 32-bit result and carry are a function of its sources."""
 
     def carry(regs: Registers, ins: Instruction, sure: bool) -> None:
         to, written, rest, read = _split(ins)
@@ -128,9 +128,9 @@ def _lop3(regs: Registers, ins: Instruction, sure: bool) -> None:
 
 
 def lookup(table: int, a: Value, b: Value, c: Value) -> Value:
-    """The bitwise function of three words whose truth table is `table`."""
+    """Apply the bitwise function with the truth table `table` to three words."""
     words = as_bits(a), as_bits(b), as_bits(c)
-    # where each word may be one, and where it may be zero
+    # bits of each word that may be one, and bits that may be zero
     ones = [word.value | ~word.known for word in words]
     zeros = [~word.value | ~word.known for word in words]
     may = [0, 0]
@@ -198,7 +198,7 @@ def _shift(regs: Registers, ins: Instruction, sure: bool) -> None:
         by = min(by, 32)
     whole = high << 32 | low
     if "L" in mods:
-        # the low word is shifted, unless the high word of the result is asked for
+        # HI takes the high word of the shifted pair, otherwise the low word alone is shifted
         result = whole << by >> 32 if "HI" in mods else low << by
     else:
         whole = signed(whole, 64) if mods & {"S32", "S64"} else whole
@@ -217,7 +217,7 @@ def _select(regs: Registers, ins: Instruction, sure: bool) -> None:
 
 
 def _extreme(regs: Registers, ins: Instruction, sure: bool) -> None:
-    """IMNMX, VIMNMX and VIADDMNMX: minimum where the predicate holds, else maximum."""
+    """IMNMX, VIMNMX and VIADDMNMX: the minimum if the predicate is true, else the maximum."""
     to, *sources, predicate = ins.operands
     values = [regs.get(s) for s in sources]
     holds = regs.holds(predicate)
@@ -235,7 +235,7 @@ def _special(regs: Registers, ins: Instruction, sure: bool) -> None:
     if name.startswith("SR_CTAID."):
         value = regs.index["XYZ".index(name[-1])]
     else:
-        # the first thread of the only cluster
+        # the thread that is followed is the first of its program, in a cluster of one program
         value = 0 if name.startswith(("SR_TID", "SR_LANEID", "SR_CgaCtaId", "SR_WARPID", "SRZ")) else None
     regs.put_pair(to, value, sure=sure) if ins.name == "CS2R" and "32" not in ins.modifiers else regs.put(
         to, value, sure=sure
@@ -260,7 +260,7 @@ def _move(regs: Registers, ins: Instruction, sure: bool) -> None:
 
 
 def _half_constants(regs: Registers, ins: Instruction, sure: bool) -> None:
-    """HFMA2 of zero and zero writes a constant of two halves."""
+    """HFMA2 with a product of zeros writes a constant of two halves."""
     to, a, b, *halves = ins.operands
     value: Value = None
     if {a.lstrip("-"), b.lstrip("-")} == {"RZ"} and len(halves) == 2:
@@ -281,7 +281,7 @@ def _bits(value: float) -> int:
 
 
 def _unary(function: Callable[[Instruction, int], int | None]) -> Callable:
-    """An instruction of one source."""
+    """An instruction with one source."""
 
     def carry(regs: Registers, ins: Instruction, sure: bool) -> None:
         value = regs.get(ins.operands[1])
@@ -302,7 +302,7 @@ def _to_float(ins: Instruction, value: int) -> int | None:
         return None
     exact = value if "U32" in ins.modifiers else signed(value)
     bits = _bits(float(exact))
-    # rounded to nearest above; the quotient's algorithm wants it rounded up
+    # _bits rounds to nearest, but RP rounds up; the algorithm for quotients depends on that
     return bits + 1 if "RP" in ins.modifiers and _float(bits) < exact else bits
 
 
@@ -341,7 +341,7 @@ def _sign_extend(ins: Instruction, value: int, bits: int) -> int:
 
 
 def _shuffle(regs: Registers, ins: Instruction, sure: bool) -> None:
-    """The first thread's own value where all take it from the first."""
+    """If all threads read from the first one, the result is the first thread's own value."""
     truth, to, value, lane = ins.operands[:4]
     value = regs.get(value)
     same = "IDX" in ins.modifiers and regs.get(lane) == 0
@@ -350,7 +350,7 @@ def _shuffle(regs: Registers, ins: Instruction, sure: bool) -> None:
 
 
 def _vote(regs: Registers, ins: Instruction, sure: bool) -> None:
-    """As if the first thread were alone."""
+    """The result as if the warp had only the first thread."""
     for operand in ins.operands[:2]:
         if is_predicate(operand):
             regs.put_truth(operand, regs.holds(ins.operands[-1]), sure=sure)
@@ -403,7 +403,7 @@ def _store_local(regs: Registers, ins: Instruction, sure: bool) -> None:
 
 
 def _load_local(regs: Registers, ins: Instruction, sure: bool) -> None:
-    """A register that was spilled comes back."""
+    """Load a spilled register."""
     register, address = ins.operands[0], shared_address(regs, ins.operands[1])
     for i in range(_width(ins)):
         regs.put(register, None if address is None else regs.local.get(address + 4 * i), sure=sure)
@@ -419,7 +419,7 @@ def _atomic(regs: Registers, ins: Instruction, sure: bool) -> None:
 
 
 def _width(ins: Instruction) -> int:
-    """Registers that an instruction writes whose result is not known."""
+    """The number of registers that an instruction writes."""
     mods, name = ins.modifiers, ins.name
     if name == "HGMMA":
         rows, columns, _ = map(int, next(m for m in mods if m.count("x") == 2).split("x"))
@@ -439,14 +439,14 @@ _WITHOUT_RESULT = (
 
 
 def _forget(regs: Registers, ins: Instruction, sure: bool) -> None:
-    """Whatever an instruction writes is unknown after it; it depends on an atomic where its sources do."""
+    """Mark all results of an instruction as unknown; they depend on an atomic operation if a source does."""
     if ins.name.startswith(_WITHOUT_RESULT) or not ins.operands:
         return
     operands = list(ins.operands)
     written = []
     while operands and re.fullmatch(r"U?P[0-9T]", operands[0]):
         written.append(operands.pop(0))
-    # a comparison writes predicates only
+    # a comparison writes only predicates
     register = operands.pop(0) if operands and not ins.name.endswith(("SETP", "SET2")) else None
     values = tuple(regs.holds(o) if is_predicate(o) else regs.get(o) for o in operands)
     missing = None if ins.name.startswith("LD") else unknown(values)
@@ -473,7 +473,7 @@ _TABLE: dict[str, Callable[[Registers, Instruction, bool], None]] = {
     "P2R": _predicates_to_register, "R2P": _register_to_predicates, "STS": _store_shared, "LDS": _load_shared,
     "ATOM": _atomic, "ATOMG": _atomic, "STL": _store_local, "LDL": _load_local,
 }  # fmt: skip
-# the same on registers that a warp shares
+# the same instructions on uniform registers, which a warp shares
 _TABLE |= {f"U{name}": _TABLE[name] for name in (
     "IADD3", "IMAD", "LEA", "LOP3", "PLOP3", "ISETP", "SHF", "SEL", "LDC", "MOV", "PRMT", "SGXT", "FLO", "POPC", "BREV",
     "IMNMX", "VIMNMX", "VIADD",
@@ -481,5 +481,5 @@ _TABLE |= {f"U{name}": _TABLE[name] for name in (
 
 
 def carry_out(regs: Registers, ins: Instruction, *, sure: bool) -> None:
-    """Change the registers as an instruction does; sure: whether it is known that its guard holds."""
+    """Execute an instruction; `sure` says whether its guard is known to be true."""
     _TABLE.get(ins.name, _forget)(regs, ins, sure)

@@ -1,7 +1,7 @@
 """Record every launch of one training step without running a kernel, and without a GPU.
 
-Triton's own just-in-time path runs, with a driver that launches nothing: its binder derives types, alignment and
-divisibility of the arguments as on a GPU. PyTorch's operators run on the CPU and are counted by a dispatch mode.
+Triton's own just-in-time path runs with a driver that launches nothing, and derives types, alignment and divisibility
+of the arguments as it does on a GPU. PyTorch's operators run on the CPU; a dispatch mode counts them.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _ENGINE = str(Path(_PACKAGE, "engine"))
 PHASES = ("forward", "backward", "engine", "optimizer")
 # operators that neither read nor write elements
 _NO_LAUNCH = ("empty", "new_empty", "resize_", "_reshape_alias", "_unsafe_view", "lift_fresh", "set_", "record_stream")
-# tensors that one launch of a _foreach operator takes, by the number of lists it goes through
+# tensors that one launch of a _foreach operator takes, by its number of lists of tensors
 _FOREACH_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36}
 
 
 @dataclass(frozen=True)
 class Specialization:
-    """One compilation that the just-in-time path asks for.
+    """What the just-in-time path compiles for one set of argument types and constants.
 
     Attributes:
-        module, kernel: where the kernel is defined, and its name.
-        signature: type by argument, as Triton writes them; "constexpr" for constants.
-        constants: value by path (index of the argument, then of the element of a tuple).
-        attributes: what is known of an argument by path, such as divisibility by 16.
-        options: those that differ from the backend's defaults.
+        module, kernel: the module that defines the kernel, and the kernel's name.
+        signature: Triton's type of each argument; "constexpr" for constants.
+        constants: value by path (index of the argument, then index in its tuple).
+        attributes: known properties of arguments by path, such as divisibility by 16.
+        options: compiler options that differ from the backend's defaults.
     """
 
     module: str
@@ -69,7 +69,7 @@ class Specialization:
 
     @property
     def key(self) -> str:
-        """The same for equal specialisations."""
+        """A text that is equal for equal specialisations."""
         return repr((self.module, self.kernel, self.signature, self.constants, self.attributes, self.options))
 
 
@@ -78,11 +78,11 @@ class Launch:
     """One launch of a Triton kernel.
 
     Attributes:
-        grid: programs by dimension.
-        arguments: the numbers and strings, by name, such as sums[2] in a tuple; constants of the kernel among them.
-        bytes: of the distinct tensors it is given.
+        grid: number of programs in each dimension.
+        arguments: numbers and strings by name, the kernel's constants included; sums[2] is an element of a tuple.
+        bytes: size of the distinct tensors among the arguments.
         phase: one of PHASES.
-        configuration: family and name of its tile sizes in configs.FAMILIES.
+        configuration: family and name of the tile sizes in configs.FAMILIES.
     """
 
     kernel: str
@@ -100,12 +100,12 @@ class Launch:
 
 @dataclass
 class Step:
-    """Everything that one step launches.
+    """All launches of one step.
 
     Attributes:
-        launches: of Triton kernels, in order.
-        aten: launches by (phase, operator) of PyTorch.
-        configuration: of the launches that are made now.
+        launches: launches of Triton kernels, in order.
+        aten: number of PyTorch's launches by (phase, operator).
+        configuration: the configuration of the launch that is being recorded.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -119,13 +119,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Workload:
-    """Which step is recorded.
+    """The step to record.
 
     Attributes:
-        path: candidate by layer; None for the mean path of the space.
+        path: the candidate of each layer; None means the mean path of the space.
+        resolution: side of the images; None means that of the space.
         dtype: bf16 or fp32.
-        trains: what trains, as of `Supernet.freeze`.
-        engine: graphs, eager.
+        trains: the parameters that train, as in `Supernet.freeze`.
+        engine: graphs or eager.
     """
 
     space: str = "mobilenet_v2"
@@ -141,10 +142,10 @@ _devices = itertools.count()
 
 
 class NoDriver:
-    """A Triton driver of a GPU that is not there. Kernels compile for it; their launches do nothing."""
+    """A Triton driver without a GPU. Kernels compile for its architecture; their launches do nothing."""
 
     def __init__(self, arch: int) -> None:
-        # Triton keeps compiled kernels by device: no two of these share any
+        # Triton caches compiled kernels by device, so every driver has a device number of its own
         self.device = next(_devices)
         self.target = GPUTarget("cuda", arch, 32)
         self.utils = self
@@ -163,7 +164,7 @@ class NoDriver:
         return torch.device("cpu")
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads
+        return 1, 1, 0, 0, 1024  # module, function, registers, spills, limit of threads
 
     def unload_module(self, module: int) -> None:
         pass
@@ -178,16 +179,16 @@ def _no_launcher(source: Any, metadata: Any) -> Any:
 
 @contextmanager
 def no_gpu(arch: int) -> Iterator[None]:
-    """Kernels launched within go through Triton's just-in-time path to a driver that launches nothing."""
+    """Within this context, Triton's just-in-time path ends at a driver that launches nothing."""
     driver.set_active(NoDriver(arch))
-    # on a GPU the counters of programs are zero already (nasfast/ops/arrivals.py)
+    # on a GPU these counters are zero already (nasfast/ops/arrivals.py), so filling them is no launch
     counters = patch.object(bn_triton, "zeros", lambda count, device: torch.empty(count, dtype=torch.int32))
     with use_backend("triton"), counters:
         yield
 
 
-class _Noted:
-    """Stands for a compiled kernel, and notes its launches."""
+class _RecordedKernel:
+    """Takes the place of a compiled kernel and records its launches."""
 
     function = packed_metadata = None
 
@@ -220,24 +221,29 @@ class _Noted:
 
 @contextmanager
 def recorded(step: Step, arch: int = 90, *, every_configuration: bool = False) -> Iterator[None]:
-    """Fill `step` with what is launched within, in every configuration where that is asked for; compiles nothing."""
+    """Within this context, record launches in `step` and compile nothing.
+
+    Args:
+        arch: compute capability, such as 90.
+        every_configuration: launch kernels in all configurations of their family, not only in the default one.
+    """
 
     def note(
         kernel: JITFunction, key: Any, signature: Any, device: int, constants: Any, options: Any, attributes: Any,
         warmup: bool,
-    ) -> _Noted:  # fmt: skip
+    ) -> _RecordedKernel:  # fmt: skip
         cache, _, _, backend, _ = kernel.device_caches[device]
         defaults = vars(backend.parse_options({}))
         specialization = Specialization(
             kernel.fn.__module__, kernel.fn.__name__, dict(signature), dict(constants), dict(attributes),
             {name: value for name, value in vars(options).items() if value != defaults[name]},
         )  # fmt: skip
-        cache[key] = noted = _Noted(step, kernel, specialization)
-        return noted
+        cache[key] = recording = _RecordedKernel(step, kernel, specialization)
+        return recording
 
     def run(family: str, kernel: str, shape: Any, device: torch.device, launch: Callable[[Config], Any]) -> Any:
         default, *others = FAMILIES[family]
-        # the default comes last, so that its results are the ones that go on
+        # the default comes last, so that the step continues with its results
         for name in (*(others if every_configuration else ()), default):
             step.configuration = family, name
             result = launch(FAMILIES[family][name])
@@ -250,7 +256,7 @@ def recorded(step: Step, arch: int = 90, *, every_configuration: bool = False) -
 
 
 class _CountLaunches(TorchDispatchMode):
-    """Counts PyTorch's operators that would launch a kernel on a GPU."""
+    """Counts the calls of PyTorch operators that would launch kernels on a GPU."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -259,7 +265,7 @@ class _CountLaunches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace.startswith("nasfast"):
-            with self:  # what a launcher calls counts, not the launcher
+            with self:  # count the operators that the launcher calls, not the launcher itself
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         out = func(*args, **kwargs)
         if not func.is_view and not func._opname.startswith(_NO_LAUNCH) and (count := _launches_of(func, args, out)):
@@ -268,7 +274,7 @@ class _CountLaunches(TorchDispatchMode):
 
 
 def _launches_of(func: Any, args: tuple, out: Any) -> int:
-    """Launches of one call; none where nothing has an element."""
+    """The number of launches of one call; 0 if all tensors are empty."""
     if func._opname.startswith("_foreach"):
         lists = [a for a in args if isinstance(a, (tuple, list)) and a and isinstance(a[0], Tensor)]
         depth = len(lists) + (not func._opname.endswith("_"))
@@ -278,7 +284,7 @@ def _launches_of(func: Any, args: tuple, out: Any) -> int:
 
 
 def _phase(frame: FrameType | None) -> str:
-    """Which part of the step calls: the nearest frame outside PyTorch decides, if it is not inside a backward."""
+    """The part of the step that makes a call: backward within autograd's engine, else what the nearest frame says."""
     inside_model = False
     while frame is not None:
         code = frame.f_code
@@ -294,7 +300,7 @@ def _phase(frame: FrameType | None) -> str:
 
 
 def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
-    """The path, a function that does forward and backward, and one that does the optimiser's part, all on the CPU."""
+    """Make a step on the CPU; returns its path, a function for forward and backward, and one for the optimiser."""
     space = get_space(workload.space)
     resolution = workload.resolution or space.resolution
     path = workload.path or mean_path(space)
@@ -313,7 +319,7 @@ def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
         )
     optimizer = make_optimizer(net, TrainConfig(lr=0.1))
     for group in optimizer.param_groups:
-        group["foreach"] = True  # as PyTorch chooses on a GPU
+        group["foreach"] = True  # PyTorch chooses this on a GPU
 
     def update() -> None:
         used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -324,7 +330,7 @@ def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
 
 
 def record_step(workload: Workload) -> Step:
-    """Record one whole step, the optimiser's update included; it is not the first, so momentum is there."""
+    """Record one whole step with the optimiser's update. It is the second step, so momentum buffers exist."""
     _, forward_backward, update = make_step(workload)
     with recorded(Step()):
         forward_backward()

@@ -1,7 +1,7 @@
-"""Registers and predicates of one thread, of which some are known, and the operands of instructions as written.
+"""Registers and predicates of one thread, some of them with known values, and the operands of instructions.
 
-A value is an int of 32 bits, Bits where some of them are known (compilers keep predicates in the bits of a register),
-None where nobody knows it, or FROM_ATOMIC where it depends on an atomic operation.
+A value is an int of 32 bits if it is known, Bits if only some bits are known (compilers store predicates in the bits
+of registers), FROM_ATOMIC if it is unknown and depends on an atomic operation, and None if it is otherwise unknown.
 A predicate is True, False, None or FROM_ATOMIC.
 """
 
@@ -17,7 +17,7 @@ FROM_ATOMIC = "depends on an atomic operation"
 
 
 class Bits(NamedTuple):
-    """A word of which the bits in `known` are those of `value`; whether any other depends on an atomic operation."""
+    """A word: its bits in the mask `known` are those of `value`; `atomic` says whether another depends on an atomic."""
 
     value: int
     known: int
@@ -39,7 +39,7 @@ class Registers:
 
     Args:
         constants: words of the constant bank by byte offset.
-        index: of the program, by dimension.
+        index: index of the program in each dimension.
     """
 
     def __init__(self, constants: dict[int, int], index: tuple[int, int, int]) -> None:
@@ -50,7 +50,7 @@ class Registers:
         self.local: dict[int, Value] = {}
 
     def holds(self, predicate: str | None) -> Truth:
-        """A predicate, "!" before it negates it; true where there is none."""
+        """The value of a predicate, which "!" negates; True for None."""
         if predicate is None:
             return True
         if predicate[0] == "!":
@@ -59,7 +59,7 @@ class Registers:
         return self.truths.get(predicate)
 
     def get(self, operand: str) -> Value:
-        """The value of an operand as written: register, constant or number, perhaps negated or inverted."""
+        """The value of an operand: a register, constant or number, perhaps negated or inverted."""
         found = self.values.get(operand, self)
         if found is not self:
             return found
@@ -70,12 +70,12 @@ class Registers:
         if sign and isinstance(value, Bits):
             return unknown((value,))
         if sign and isinstance(value, int):
-            # not reduced, so that the carry of a subtraction shows
+            # not reduced to 32 bits, so that a subtraction can see its carry
             return (~value & MASK) + 1 if sign == "-" else ~value & MASK
         return value
 
     def pair(self, operand: str) -> Value:
-        """64 bits: the register and the next one, two words of the constant bank, or a number."""
+        """The 64-bit value of an operand: a register and the next one, two words of the constant bank, or a number."""
         kind, name, sign = _operand(operand)
         if kind == "number":
             return name if name < 1 << 31 else name | MASK << 32
@@ -89,7 +89,7 @@ class Registers:
         return -value & MASK << 32 | MASK if sign == "-" else value
 
     def put(self, register: str, value: Value, *, sure: bool = True) -> None:
-        """Write a register; where it is not sure that this happens, nobody knows what it holds then."""
+        """Write a register. If the write is not `sure`, only bits that are equal before and after stay known."""
         if register in ("RZ", "URZ"):
             return
         if not sure:
@@ -113,7 +113,7 @@ _operands: dict[str, tuple[str, Any, str | None]] = {}
 
 
 def _operand(text: str) -> tuple[str, Any, str | None]:
-    """(kind, register or offset or number, sign) of an operand; what is neither is an unknown register."""
+    """Parse an operand into its kind, its register, offset or number, and its sign; others are unknown registers."""
     if text not in _operands:
         if found := _REGISTER.match(text):
             parsed = ("register", found[3] + found[4], found[1]) if not found[2] else ("register", "?", None)
@@ -130,21 +130,21 @@ def _operand(text: str) -> tuple[str, Any, str | None]:
 
 
 def as_bits(value: Value) -> Bits:
-    """Which bits of a value are known."""
+    """A value as Bits."""
     if isinstance(value, Bits):
         return value
     return Bits(value & MASK, MASK, False) if isinstance(value, int) else Bits(0, 0, value is FROM_ATOMIC)
 
 
 def as_value(value: int, known: int, *, atomic: bool) -> Value:
-    """The word of which these bits are known."""
+    """The simplest form of a word with these known bits."""
     if known & MASK == MASK:
         return value & MASK
     return Bits(value & known, known, atomic) if known else FROM_ATOMIC if atomic else None
 
 
 def merged(a: Value, b: Value) -> Value:
-    """What is known of a word that is one of two."""
+    """What is known about a word that is one of two words."""
     a, b = as_bits(a), as_bits(b)
     return as_value(a.value, a.known & b.known & ~(a.value ^ b.value), atomic=a.atomic or b.atomic)
 
@@ -157,7 +157,7 @@ def following(register: str) -> str:
 
 
 def both(a: Truth, b: Truth) -> Truth:
-    """a and b."""
+    """The conjunction of two truths."""
     if a is False or b is False:
         return False
     if a is True and b is True:
@@ -166,7 +166,7 @@ def both(a: Truth, b: Truth) -> Truth:
 
 
 def either(a: Truth, b: Truth) -> Truth:
-    """a or b."""
+    """The disjunction of two truths."""
     return negated(both(negated(a), negated(b)))
 
 
@@ -180,17 +180,17 @@ def signed(value: int, bits: int = 32) -> int:
 
 
 def is_predicate(text: str) -> bool:
-    """Whether an operand is a predicate, perhaps negated."""
+    """Whether an operand is a predicate or a negated predicate."""
     return bool(re.fullmatch(r"!?U?P[0-9T]", text))
 
 
 def unknown(values: tuple[Any, ...]) -> Value:
-    """What depends on these values, of which one is unknown."""
+    """The value of a result that depends on these values, if one of them is unknown."""
     return FROM_ATOMIC if any(v is FROM_ATOMIC or (isinstance(v, Bits) and v.atomic) for v in values) else None
 
 
 def shared_address(regs: Registers, text: str) -> int | None:
-    """The address that an operand of shared memory names."""
+    """The address in an operand of shared or local memory; None if it is unknown."""
     found = _ADDRESS.search(text)
     if not found:
         return None
@@ -200,7 +200,7 @@ def shared_address(regs: Registers, text: str) -> int | None:
 
 
 def global_address(regs: Registers, ins: Instruction) -> int | None:
-    """The address of a load from global memory."""
+    """The address of a load from global memory; None if it is unknown."""
     text = next((o for o in ins.operands if ".64" in o), None)
     found = _GLOBAL.search(text) if text else None
     base = regs.pair(found[1]) if found else None

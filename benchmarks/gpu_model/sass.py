@@ -1,7 +1,7 @@
-"""Read the machine code of a compiled kernel: instructions, their operands, and the scheduling bits beside them.
+"""Read the machine code of a compiled kernel: instructions, operands and scheduling bits.
 
-Scheduling bits are those of the 128-bit encoding of Volta and later: how many cycles to wait before the next
-instruction, which of six scoreboards an instruction sets, and which ones it waits for.
+The 128-bit encoding of Volta and later GPUs has scheduling bits: the number of cycles before the next instruction,
+which of six scoreboards an instruction sets, and which ones it waits for.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        guard: predicate that must hold, with "!" before it where it must not; None for none.
-        opcode: with its modifiers, such as LDG.E.128.
-        operands: as written, destinations first.
-        target: label of a branch.
+        guard: predicate that must be true, or false if "!" precedes it; None without one.
+        opcode: name and modifiers, such as LDG.E.128.
+        operands: the operands as nvdisasm prints them, destinations first.
+        target: label to which a branch goes.
         stall: cycles until the next instruction may issue.
-        sets, frees: scoreboard released when the result is there, and when the operands have been read; 7 for none.
-        waits: mask of the scoreboards that must be released before it issues.
+        sets, frees: scoreboards that are released when the result is ready and when the operands are read; 7 for none.
+        waits: mask of the scoreboards that must be released before the instruction issues.
     """
 
     guard: str | None
@@ -59,23 +59,23 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Code:
-    """Instructions in order, and the index that each label stands before."""
+    """Instructions in order, and for each label the index of the instruction after it."""
 
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
 
     @cached_property
     def loops(self) -> tuple[int, ...]:
-        """Indices of the branches that go back."""
+        """Indices of the branches that go backwards."""
         found = enumerate(self.instructions)
         return tuple(i for i, ins in found if ins.name == "BRA" and self.labels.get(ins.target, i + 1) <= i)
 
 
 def disassemble(cubin: bytes) -> Code:
-    """The code of the only kernel of a cubin.
+    """Disassemble a cubin that has one kernel.
 
     Raises:
-        RuntimeError: nvdisasm refused it, or said nothing that can be read.
+        RuntimeError: nvdisasm failed, or printed no instructions.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -89,7 +89,7 @@ def disassemble(cubin: bytes) -> Code:
 
 
 def parse(text: str) -> Code:
-    """The code in what `nvdisasm -c -hex` printed."""
+    """Parse the output of `nvdisasm -c -hex`."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     first = None

@@ -1,10 +1,10 @@
-"""Bytes that the Triton kernels of one training step move, kernel by kernel, beside the floor; needs no GPU.
+"""Bytes that the Triton kernels of one training step move, beside the floor; needs no GPU.
 
     python -m benchmarks.gpu_model.traffic [--space mobilenet_v2] [--batch 32] [--dtypes bf16 fp32] [--out FILE]
 
-The step is recorded (recorder.py): of every launch, each tensor that it is given counts once, as if what a program
-reads again came from the caches. The floor is that of nasfast.measure.floor: every convolution's output written once
-and read once forward, one write and three reads backward; it counts no statistics, and no gradient twice.
+recorder.py records the step. Each tensor that a launch is given counts once, as if the caches served all repeated
+reads. The floor is that of nasfast.measure.floor: forward writes and reads every convolution's output once, backward
+writes once and reads three times. It includes no statistics, and no gradient twice.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from nasfast.measure.floor import Machine, step_floor, trace
 from nasfast.spaces import get_space, mean_path
 from nasfast.supernet import StandaloneNetwork
 
-# seconds are bytes
+# on this machine the floor in seconds is the number of bytes
 _ONE_BYTE_PER_SECOND = Machine(1.0, float("inf"), float("inf"))
 
 
 def traffic(space_name: str, batch: int, dtype: str) -> dict:
-    """Bytes by kernel, and the total beside the floor's, of one step of the mean path that trains BatchNorms only."""
+    """Bytes by kernel, in all and of the floor, for a step of the mean path that trains only BatchNorms."""
     space = get_space(space_name)
     path = mean_path(space)
     shape = (batch, space.in_channels, space.resolution, space.resolution)
@@ -38,7 +38,7 @@ def traffic(space_name: str, batch: int, dtype: str) -> dict:
     for launch in launches:
         kernels[launch.kernel].append(launch.bytes)
     found = trace(lambda: StandaloneNetwork(space, path), shape)
-    found.linear_macs = found.linear_weights = 0  # the classifier is PyTorch's
+    found.linear_macs = found.linear_weights = 0  # PyTorch's own kernels compute the classifier
     floor = step_floor(found, _ONE_BYTE_PER_SECOND, torch.bfloat16 if dtype == "bf16" else torch.float32)
     total = sum(launch.bytes for launch in launches)
     return {
@@ -63,7 +63,7 @@ def main() -> None:
     rows = [traffic(args.space, args.batch, dtype) for dtype in args.dtypes]
     for row in rows:
         print(f"{row['space']} batch {row['batch']} {row['dtype']}: {row['bytes'] / 1e9:.2f} GB in {row['launches']} "
-              f"kernels, {row['times_the_floor']:.2f} of the floor's {row['floor_bytes'] / 1e9:.2f} GB")  # fmt: skip
+              f"kernels, {row['times_the_floor']:.2f} x the floor of {row['floor_bytes'] / 1e9:.2f} GB")  # fmt: skip
         for name, found in sorted(row["kernels"].items(), key=lambda item: -item[1]["bytes"]):
             print(f"  {name:32} {found['launches']:4} launches {found['bytes'] / 1e6:9.1f} MB")
     if args.out:

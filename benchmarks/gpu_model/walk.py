@@ -1,12 +1,12 @@
-"""Follow one warp of a program through a kernel's machine code: how many instructions it issues, and how long it waits.
+"""Follow one warp of a program through a kernel's machine code; count its instructions and its waiting time.
 
-Integer instructions are carried out for the first thread of the program, from the launch's own arguments and the
-program's index; what comes from memory or from floating-point numbers is unknown. Loops of our kernels count integers
-that do not come from memory, so every branch of a loop is known, whatever the compilers have unrolled or pipelined.
-A branch on an unknown value skips forward, as over the rare path of a division. A branch on the result of an atomic
-operation tells the last program to arrive from the others: both ways are followed.
+The walk executes integer instructions for the first thread of the program, from the launch's arguments and the
+program's index. Values from memory and floating-point values are unknown. The loops of our kernels count integers that
+do not come from memory, so every branch of a loop is known, even after unrolling and pipelining. A branch on an unknown
+value is taken if it goes forward; these branches skip rare paths, such as that of a division. A branch on the result of
+an atomic operation separates the last program to arrive from the others, so both ways are followed.
 
-Time is that of a warp alone: fixed stalls, and waits for scoreboards that are released after assumed latencies.
+Time is that of one warp alone: fixed stalls, and waits for scoreboards, which are released after assumed latencies.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from benchmarks.gpu_model.integers import carry_out
 from benchmarks.gpu_model.registers import FROM_ATOMIC, Registers, both, global_address, is_predicate
 from benchmarks.gpu_model.sass import Code, Instruction
 
-# nobody may wait for a program that goes on for so long
+# a program with more instructions is taken for an endless loop
 _MOST_STEPS = 20_000_000
-# where the constant bank holds the end of the stack
+# byte offset of the stack pointer in the constant bank
 _STACK = 0x28
 _BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
 class UnknownLoop(RuntimeError):
-    """Whether a loop goes on depends on a value that only a GPU knows."""
+    """The end of a loop depends on a value that is known only on a GPU."""
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """Cycles until a result is there, by kind of instruction; all assumed, from published microbenchmarks.
+    """Cycles until a result is ready, by kind of instruction; assumptions, from published microbenchmarks.
 
     Attributes:
-        memory: of the first load from a line of 128 bytes; what was loaded before comes from the L1 cache.
-        double: cycles that one instruction of double precision keeps its unit busy, for one warp.
+        memory: the first load from a line of 128 bytes; later loads from this line are hits in the L1 cache.
+        double: cycles for which an instruction in double precision occupies its unit, per warp.
+        atomic: an atomic operation.
+        cached: a load that hits the L1 cache.
+        shared: access to shared memory.
+        other: any other instruction that sets a scoreboard.
+        barrier: a barrier of the program's warps.
     """
 
     memory: int
@@ -63,15 +68,15 @@ class Latencies:
 
 @dataclass
 class Walk:
-    """What one warp did.
+    """The counts and the time of one warp.
 
     Attributes:
-        instructions: issued.
-        cycles: from the first to the last, alone.
-        opcodes: how often each was issued.
-        idle: how often each was issued with a predicate that is false for the first thread.
-        accesses: instructions by bytes per thread that they read or write in global memory.
-        forks: indices of branches that depend on atomics, in order of appearance.
+        instructions: number of instructions issued.
+        cycles: time from the first instruction to the last.
+        opcodes: number of times that each opcode was issued.
+        idle: number of times that each opcode was issued with a guard that is false for the first thread.
+        accesses: instructions that access global memory, by bytes per thread.
+        forks: indices of branches that depend on atomic operations, in order of appearance.
     """
 
     instructions: int = 0
@@ -84,12 +89,12 @@ class Walk:
 
 @dataclass(frozen=True)
 class Program:
-    """Which program of a launch, and what it is given.
+    """One program of a launch.
 
     Attributes:
-        index, grid: of the program, by dimension.
-        threads: of a program.
-        parameters: value by byte offset in the constant bank, words of 32 bits; those that are not there are unknown.
+        index, grid: index of the program and number of programs, in each dimension.
+        threads: number of threads.
+        parameters: known 32-bit words of the arguments, by byte offset in the constant bank.
     """
 
     index: tuple[int, int, int]
@@ -98,13 +103,13 @@ class Program:
     parameters: dict[int, int]
 
     def constants(self) -> dict[int, int]:
-        """The constant bank: the launch's shape, then the parameters."""
+        """The known words of the constant bank: the shape of the launch, the stack pointer and the parameters."""
         shape = (self.threads, 1, 1, *self.grid)
         return {**{4 * i: value for i, value in enumerate(shape)}, _STACK: 1 << 24, **self.parameters}
 
 
 def walks(code: Code, program: Program, latencies: Latencies) -> tuple[Walk, Walk]:
-    """What a program does that is not the last to arrive, and what the last one does; often the same.
+    """Follow a program as one that is not the last to arrive, and as the last; both are often the same.
 
     Raises:
         UnknownLoop: a loop's end depends on memory or on floating-point numbers.
@@ -116,7 +121,7 @@ def walks(code: Code, program: Program, latencies: Latencies) -> tuple[Walk, Wal
     found = [first]
     for ways in product((False, True), repeat=min(len(forks), 3)):
         walk = _follow(code, program, latencies, dict(zip(forks, ways, strict=False)))
-        # what follows a branch may fork again
+        # the code after a branch may fork again
         forks += [fork for fork in walk.forks if fork not in forks and len(forks) < 3]
         found.append(walk)
     if len(forks) > len(first.forks):
@@ -128,7 +133,7 @@ def walks(code: Code, program: Program, latencies: Latencies) -> tuple[Walk, Wal
 
 
 def _follow(code: Code, program: Program, latencies: Latencies, ways: dict[int, bool]) -> Walk:
-    """One walk; ways: whether a branch on an atomic's result is taken, by its index (otherwise it is)."""
+    """Follow a program once; `ways` says by index which branches on an atomic's result are taken (default: all)."""
     walk, clock = Walk(), _Clock(latencies, program.threads // 32)
     registers, lines = Registers(program.constants(), program.index), _Lines()
     instructions = code.instructions
@@ -184,20 +189,24 @@ def _target(code: Code, ins: Instruction) -> int:
 def _taken(
     registers: Registers, ins: Instruction, holds: Any, at: int, code: Code, walk: Walk, ways: dict[int, bool]
 ) -> bool:
-    """Whether a branch is taken."""
+    """Decide whether a branch is taken.
+
+    Raises:
+        UnknownLoop: the branch belongs to a loop and its condition is unknown.
+    """
     # a branch may have a second predicate as its first operand
     second = ins.operands[0] if len(ins.operands) > 1 else None
     goes = both(holds, registers.holds(second))
     if goes is True or goes is False:
         return goes
     to = _target(code, ins)
-    # a loop is skipped only on purpose
+    # an unknown condition must not skip a loop
     skipped = goes is None and any(at < back < to for back in code.loops)
     if to <= at or skipped:
         said = "an atomic operation" if goes is FROM_ATOMIC else "memory or floating-point numbers"
         raise UnknownLoop(
-            f"whether the loop near instruction {min(at, to)} goes on depends on {said}: the model "
-            "follows loops over integers that come from arguments, constants and the program's index only"
+            f"the end of the loop near instruction {min(at, to)} depends on {said}: the model follows only "
+            "loops over integers that come from arguments, constants and the program's index"
         )
     if goes is FROM_ATOMIC:
         if at not in walk.forks:
@@ -218,16 +227,16 @@ def _summarize(walk: Walk, instructions: tuple[Instruction, ...], counts: list[i
 
 
 class _Lines:
-    """Lines of 128 bytes that the first thread has loaded, as if the L1 cache kept them all."""
+    """The lines of 128 bytes that the first thread has loaded; the L1 cache is assumed to keep all of them."""
 
     def __init__(self) -> None:
         self._loaded: set[int] = set()
 
     def has(self, registers: Registers, ins: Instruction, holds: Any) -> bool:
-        """Whether a load finds its line, or loads nothing; remembers the line."""
+        """Whether a load hits the L1 cache or loads nothing; the line is in the cache afterwards."""
         if holds is False or (ins.name == "LDGSTS" and registers.holds(_last_predicate(ins)) is False):
             return True
-        # coherent loads, and copies that bypass it, go to L2
+        # coherent loads and copies with BYPASS go to the L2 cache
         address = global_address(registers, ins)
         if address is None or ins.modifiers & {"STRONG", "BYPASS"}:
             return False
@@ -242,18 +251,18 @@ def _last_predicate(ins: Instruction) -> str | None:
 
 
 class _Clock:
-    """Time of one warp."""
+    """The time of one warp."""
 
     def __init__(self, latencies: Latencies, warps: int) -> None:
         self.latencies, self.warps = latencies, warps
         self.now = 0
         self._ready = [0] * 6
         self._double_free = 0
-        self._copies: list[int] = []  # ends of the groups of asynchronous copies
+        self._copies: list[int] = []  # when each group of asynchronous copies ends
         self._copy_end = 0
 
     def issue(self, ins: Instruction, *, cached: bool) -> None:
-        """Wait for what the instruction waits for, issue it, and stall; cached: whether a load finds its line in L1."""
+        """Wait for the instruction's scoreboards, issue it, and stall; `cached`: whether a load hits the L1 cache."""
         ready = self._ready
         waits, now = ins.waits, self.now
         i = 0
@@ -271,7 +280,7 @@ class _Clock:
 
     def _timed(self, ins: Instruction, name: str, now: int, latency: float) -> float:
         if name in ("DADD", "DMUL", "DFMA", "DSETP"):
-            # the warps of a program share the unit
+            # the warps of a program share this unit
             now = max(now, self._double_free)
             self._double_free = now + self.latencies.double * self.warps
             latency = max(latency, self.latencies.double * self.warps)
