@@ -1,4 +1,4 @@
-"""Runs of the command line as processes that can be disturbed: real ones, and forks of one that has torch imported."""
+"""Runs of the command line that can be disturbed: new processes, and forks of a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _POLL = 0.002
-"""Seconds between two looks at a process or file; a run's work takes about one."""
+"""Seconds between two checks of a process or file; the work of a run takes about one second."""
 
 _ROOT = Path(__file__).parents[2]
 
@@ -23,8 +23,9 @@ class Run:
     """One started command.
 
     Attributes:
-        pid: its process.
-        log: file with what it printed.
+        pid: number of its process.
+        log: file with its output.
+        code: its exit status; None until it has ended.
     """
 
     def __init__(self, pid: int, log: Path) -> None:
@@ -36,10 +37,10 @@ class Run:
         raise NotImplementedError
 
     def wait(self, timeout: float = 120.0) -> int:
-        """Its exit status.
+        """Wait for the end of the run; returns its exit status.
 
         Raises:
-            TimeoutError: it did not end; it was killed.
+            TimeoutError: it did not end within `timeout` seconds, and was killed.
         """
         if not self.wait_until(lambda: False, timeout):
             self.send(signal.SIGKILL)
@@ -48,7 +49,7 @@ class Run:
         return self.code
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 120.0) -> bool:
-        """Whether the condition came true, or the process ended, in time."""
+        """Wait until the condition is true or the process ends; returns whether that was within `timeout` seconds."""
         end = time.monotonic() + timeout
         while self.poll() is None and not condition():
             if time.monotonic() > end:
@@ -57,35 +58,35 @@ class Run:
         return True
 
     def send(self, number: int) -> None:
-        """Signal it, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def stop(self) -> None:
-        """Stop it by SIGSTOP, and wait until all its threads stand still; SIGCONT lets it go on."""
+        """Stop the process by SIGSTOP and wait until all its threads have stopped; SIGCONT continues it."""
         self.send(signal.SIGSTOP)
         for path in Path(f"/proc/{self.pid}/task").glob("*/stat"):
             while _state(path) not in ("T", "Z", "gone"):
                 time.sleep(_POLL)
 
     def children(self) -> list[int]:
-        """Its living child processes, such as loader workers."""
-        found = []
+        """Child processes that have not ended, such as loader workers."""
+        children = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
                 state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            except OSError:  # it has just ended
+            except OSError:  # the process has ended
                 continue
             if int(parent) == self.pid and state != "Z":
-                found.append(int(path.parent.name))
-        return found
+                children.append(int(path.parent.name))
+        return children
 
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 def _environment(changes: dict[str, str | None]) -> dict[str, str]:
-    """This process's environment changed, with one thread, for two runs share two cores, and with this checkout."""
+    """The environment of this process with `changes`, one thread, because runs share the cores, and this checkout."""
     merged = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
     paths = [changes.get("PYTHONPATH"), os.environ.get("PYTHONPATH"), os.fspath(_ROOT)]
     merged["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -93,7 +94,7 @@ def _environment(changes: dict[str, str | None]) -> dict[str, str]:
 
 
 def _state(path: Path) -> str:
-    """Of a process or thread, by its `stat` file: `T` stopped, `Z` ended, `gone`, ..."""
+    """State of a process or thread in its `stat` file: `T` stopped, `Z` ended; `gone` if there is no such file."""
     try:
         return path.read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -105,8 +106,8 @@ class RealRun(Run):
 
     Args:
         argv: command and flags.
-        log: where its output goes.
-        environment: changes to this process's; None removes a variable.
+        log: file for its output.
+        environment: changes to the environment of this process; None removes a variable.
     """
 
     def __init__(self, argv: list[str], log: Path, environment: dict[str, str | None] | None = None) -> None:
@@ -135,7 +136,7 @@ class _Fork(Run):
 
 
 class ForkServer:
-    """Starts commands in forks of a process that has imported what they need, one after the other."""
+    """Starts commands, one after the other, as forks of a process that has already imported what they need."""
 
     def __init__(self, log: Path) -> None:
         self._log = log.open("ab")
@@ -144,10 +145,10 @@ class ForkServer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env=_environment({}),
         )  # fmt: skip
-        self._server.stdout.readline()  # it has imported everything
+        self._server.stdout.readline()  # the server writes a line when it has imported everything
 
     def start(self, argv: list[str], log: Path) -> Run:
-        """Like `RealRun`, in this process's environment and working directory."""
+        """Start a command like `RealRun`, but with the environment and working directory of the server."""
         self._server.stdin.write(json.dumps({"argv": argv, "log": os.fspath(log)}) + "\n")
         self._server.stdin.flush()
         return _Fork(json.loads(self._server.stdout.readline())["pid"], log, self._server.stdout)
@@ -160,8 +161,8 @@ class ForkServer:
 
 
 def _serve() -> None:
-    """Fork for every request on standard input; answer with the child's number, and at its end with its status."""
-    import nasfast.cli.commands  # noqa: F401, PLC0415  (what takes seconds, once for all)
+    """Fork for every request on standard input; answer with the number of the child, then with its exit status."""
+    import nasfast.cli.commands  # noqa: F401, PLC0415  imported once here, because it takes seconds
     from nasfast.cli.main import main  # noqa: PLC0415
 
     print(json.dumps({"pid": os.getpid()}), flush=True)

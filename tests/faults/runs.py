@@ -1,4 +1,4 @@
-"""The small runs that the injector disturbs: their inputs, what they leave undisturbed, and how two results compare."""
+"""The small runs that the injector disturbs: inputs, settings, undisturbed results, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from nasfast.train.checkpoint import CheckpointError, load_checkpoint
 from .processes import Run
 
 IMAGES, BAD, MANY, NAMES = "images", "bad-images", "many-images", "bilder-größe"
-"""Folders of images: sound ones, the same with some unreadable, enough for several parts of a cache, and odd names."""
+"""Folders of images: readable ones, some unreadable, enough for several parts of a cache, unusual names."""
 
 _SETTINGS: dict[str, Any] = {
-    "method": "dinas_paper",  # all of whose stages but training and retraining need no image
+    "method": "dinas_paper",  # only its training and its retraining need images
     "space": {"name": "digits_mini", "resolution": 16},
     "data": {"train": IMAGES, "batch_size": 16, "workers": 0, "loader": "torchvision", "augment": "shift"},
     "threads": 1,
@@ -49,9 +49,9 @@ class Recipe:
     """One small run.
 
     Attributes:
-        changes: of the settings, a mapping per section.
-        stages: commands in their order.
-        base: recipe whose files before the first of these stages are taken.
+        changes: to the settings, one mapping per section.
+        stages: the commands in their order.
+        base: recipe whose files from before the first of these stages are used.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Recipe:
 
 RECIPES = {
     "exact": Recipe(),
-    # every architecture of a table is scored in no time: so many that a kill may come in between
+    # a table scores an architecture at once, so the search takes many of them, to last until it is killed
     "table": Recipe(
         {"search": {**_EVOLUTION, "population": 400, "crossovers": 150, "mutations": 150, "generations": 12}},
         ("search",),
@@ -79,11 +79,11 @@ RECIPES = {
     ),
     "names": Recipe({"data": {"train": NAMES}}),
 }
-"""By what is special about them."""
+"""Each is named after what distinguishes it."""
 
 
 def make_inputs(work: Path) -> None:
-    """The image folders, in `work`."""
+    """Make the image folders in `work`."""
     _write_images(work / IMAGES, "abcd", 40)
     _write_images(work / MANY, "abcd", 700)
     _write_images(work / NAMES, ("a", "größe", "z", "猫"), 40)
@@ -91,7 +91,7 @@ def make_inputs(work: Path) -> None:
     shutil.copytree(work / IMAGES, bad)
     for number, path in enumerate(sorted(bad.glob("*/*.png"))[3::23]):
         data = path.read_bytes()
-        # cut off, empty, other bytes, a folder of that name
+        # truncated, empty, filled with zeros, or a folder of that name
         if number % 4 == 3:
             path.unlink()
             path.mkdir()
@@ -109,16 +109,16 @@ def _write_images(root: Path, classes: Any, count: int) -> None:
 
 
 class Reference:
-    """A recipe carried out in peace, each stage when first asked for, with a copy of the run directory after it.
+    """An undisturbed run of a recipe. Each stage runs when it is first needed, and its run directory is then copied.
 
     Args:
         name: of the recipe.
-        work: folder with the image folders; gets the settings and the copies.
+        work: folder with the image folders; settings and copies are written there.
         base: the reference of the recipe's base.
 
     Attributes:
         stages: of the recipe.
-        seconds: each of them took.
+        seconds: time of each stage that has run.
     """
 
     def __init__(self, name: str, work: Path, base: Reference | None) -> None:
@@ -130,10 +130,10 @@ class Reference:
         self._settings.write_text(yaml.safe_dump(_merged(_SETTINGS, recipe.changes, work)), encoding="utf-8")
 
     def make(self, stage: str, start: Callable[[list[str], Path], Run]) -> None:
-        """Carry out this stage and those before it, as far as that is not done; `run` stands for all.
+        """Run this stage and the earlier ones, unless they have run; `run` stands for all stages up to the report.
 
         Raises:
-            RuntimeError: one failed.
+            RuntimeError: a stage failed.
         """
         out, last = self._folder / "run", self.stages.index("report" if stage == "run" else stage)
         if self._base and not self.seconds:
@@ -152,7 +152,7 @@ class Reference:
 
     @property
     def _first(self) -> str:
-        """Stage of the base that this one's first follows."""
+        """The stage of the base that comes before the first stage of this recipe."""
         return self._base.stages[self._base.stages.index(self.stages[0]) - 1]
 
     def argv(self, stage: str, out: Path, *, caches: Path, resume: bool = False, settings: bool = True) -> list[str]:
@@ -160,8 +160,8 @@ class Reference:
 
         Args:
             caches: folder of image caches.
-            resume: with --resume where there is that.
-            settings: with the settings' file where it is taken.
+            resume: add --resume, if the stage has it.
+            settings: add --config with the file of settings, if the stage has it.
         """
         argv = [stage, "--out", os.fspath(out)]
         if stage in ("report", "export"):
@@ -175,14 +175,14 @@ class Reference:
         return self._folder / f"after {'report' if stage == 'run' else stage}"
 
     def before(self, stage: str) -> Path | None:
-        """The run directory before a stage; None where there is none yet."""
+        """The run directory before a stage; None before the first one."""
         if stage in ("run", self.stages[0]):
             return self._base.after(self._first) if self._base else None
         return self.after(self.stages[self.stages.index(stage) - 1])
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any], work: Path) -> dict[str, Any]:
-    """`base` with `changes`, section by section, and the image folder as a path."""
+    """`base` with `changes` to each section, and with the full path of the image folder."""
     form = dict(base)
     for key, value in changes.items():
         form[key] = {**form.get(key, {}), **value} if isinstance(value, dict) else value
@@ -191,28 +191,28 @@ def _merged(base: dict[str, Any], changes: dict[str, Any], work: Path) -> dict[s
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """What two runs of the same settings must have in common: every file, without times and the directory's name.
+    """What two runs with the same settings must have in common: every file, without times and directory names.
 
-    TensorBoard's events, whose names and content are times, are left out.
+    The names and contents of TensorBoard's events depend on the time, so these are left out.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_dir() or name in (".lock", "environment.json") or name.startswith("tensorboard/"):
             continue
         if name == "metrics.jsonl":
-            found[name] = [{k: v for k, v in line.items() if k != "images_per_s"} for line in read_metrics(folder)]
+            result[name] = [{k: v for k, v in line.items() if k != "images_per_s"} for line in read_metrics(folder)]
         elif name.endswith("result.json"):
-            found[name] = {**json.loads(path.read_bytes()), "seconds": None}
+            result[name] = {**json.loads(path.read_bytes()), "seconds": None}
         elif name == "config.yaml":
             form = yaml.safe_load(path.read_bytes())
-            found[name] = {**form, "out": None, "data": {**form["data"], "cache_dir": None}}
-        elif name == "report.html":  # it has speeds and the name of the directory
+            result[name] = {**form, "out": None, "data": {**form["data"], "cache_dir": None}}
+        elif name == "report.html":  # the page contains speeds and the name of the directory
             text = path.read_text(encoding="utf-8")
-            found[name] = (text.count("<img"), text.count("Not run yet"), text.rstrip().endswith("</html>"))
+            result[name] = (text.count("<img"), text.count("Not run yet"), text.rstrip().endswith("</html>"))
         else:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+            result[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return result
 
 
 _READERS: dict[str, Callable[[Path], object]] = {
@@ -226,32 +226,32 @@ _READERS: dict[str, Callable[[Path], object]] = {
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Files of a run directory that the package cannot read. Those that are appended to may have a torn last line."""
-    found = []
+    """Files of a run directory that the package cannot read. An incomplete last line of history.jsonl is allowed."""
+    problems = []
     for path in sorted(folder.rglob("*")):
         reader = load_checkpoint if path.parent.name == "checkpoints" else _READERS.get(path.name)
         if reader is None or path.name.endswith(".tmp") or path.is_dir():
             continue
         if path.name == "model.safetensors" and not (path.parent / "result.json").exists():
-            continue  # beside what belongs to it only when this stage is done
+            continue  # retraining writes result.json after the model, so this stage is not done
         try:
             reader(path)
         except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-            found.append(f"{path.relative_to(folder)}: {error}")
+            problems.append(f"{path.relative_to(folder)}: {error}")
     for path in folder.glob("history.jsonl"):
         for line in path.read_bytes().split(b"\n")[:-1]:
             try:
                 json.loads(line)
             except ValueError:
-                found.append(f"{path.name}: {line!r}")
-    return found
+                problems.append(f"{path.name}: {line!r}")
+    return problems
 
 
 def newest_checkpoints(folder: Path, *, read: bool) -> dict[str, int]:
-    """Step of the newest checkpoint by stage.
+    """The step of the newest checkpoint of each stage.
 
     Args:
-        read: count only those that can be read.
+        read: ignore checkpoints that cannot be read.
     """
     newest: dict[str, int] = {}
     for path, stage, step in _numbered_checkpoints(folder):
@@ -265,7 +265,7 @@ def newest_checkpoints(folder: Path, *, read: bool) -> dict[str, int]:
 
 
 def older_checkpoints(folder: Path) -> list[str]:
-    """Names of those that are not the newest of their stage."""
+    """Names of the checkpoints that are not the newest of their stage."""
     newest = newest_checkpoints(folder, read=False)
     return [
         str(path.relative_to(folder)) for path, stage, step in _numbered_checkpoints(folder) if step < newest[stage]
@@ -273,6 +273,6 @@ def older_checkpoints(folder: Path) -> list[str]:
 
 
 def _numbered_checkpoints(folder: Path) -> list[tuple[Path, str, int]]:
-    """Path, stage and step of each, older ones first."""
+    """Path, stage and step of each checkpoint, older ones first."""
     paths = sorted((folder / "checkpoints").glob(f"*-{'[0-9]' * 8}.safetensors"))
     return [(path, path.stem.rpartition("-")[0], int(path.stem.rpartition("-")[2])) for path in paths]

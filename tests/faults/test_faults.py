@@ -1,4 +1,4 @@
-"""Every kind of fault that the injector knows, once, and that its comparison can fail."""
+"""Injects every kind of fault once, and shows that the comparison with the undisturbed run can fail."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import shutil
 
 import pytest
 
-from . import __main__ as faults
+from .case import Saved
+from .injections import killed
+from .plans import PLANS, Plan
 from .processes import ForkServer
 from .runs import contents, damaged_files, newest_checkpoints
+from .suite import Suite, rows_of, table
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory) -> faults.Suite:
-    return faults.Suite(tmp_path_factory.mktemp("faults"))
+def suite(tmp_path_factory) -> Suite:
+    return Suite(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")
@@ -24,36 +27,36 @@ def server(suite):
     server.close()
 
 
-def one_of_each(suite: faults.Suite) -> list[faults.Plan]:
+def one_of_each(suite: Suite) -> list[Plan]:
     """The first plan of each fault that can be injected here."""
     plans = {}
-    for plan in faults.PLANS:
+    for plan in PLANS:
         if suite.can(plan):
             plans.setdefault(plan.fault, plan)
     return list(plans.values())
 
 
-# one test, because the processes that run tests side by side would each make the runs in peace
+# one test, because every process of pytest would make the undisturbed runs again
 @pytest.mark.slow
 def test_no_fault_loses_anything(suite, server):
     plans = one_of_each(suite)
     outcomes = [suite.run(plan, "test", server, forked=True) for plan in plans]
     assert [outcome.problems for outcome in outcomes] == [[]] * len(outcomes)
     assert min(outcome.injected for outcome in outcomes) > 0
-    rows = faults.rows_of(outcomes)
+    rows = rows_of(outcomes)
     assert json.loads(json.dumps(rows)) == rows
-    assert faults.table(rows).splitlines()[-1].split()[-3:] == [str(len(plans)), "of", str(len(plans))]
+    assert table(rows).splitlines()[-1].split()[-3:] == [str(len(plans)), "of", str(len(plans))]
 
 
 @pytest.mark.slow
-def test_differences_and_losses_are_seen(suite, server, tmp_path):
-    """Not vacuous: what a fault could do to a run directory does not pass for the run in peace."""
+def test_differences_and_losses_are_noticed(suite, server, tmp_path):
+    """A run directory that a fault could have left is not taken for that of the undisturbed run."""
     reference = suite.reference("exact", "retrain", server)
-    peace, run = reference.after("retrain"), tmp_path / "run"
-    shutil.copytree(peace, run)
-    assert contents(run) == contents(peace)
+    undisturbed, run = reference.after("retrain"), tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    assert contents(run) == contents(undisturbed)
     assert damaged_files(run) == []
-    before = faults._Saved(run)
+    before = Saved(run)
     assert before.missing(run) == []
 
     newest = sorted((run / "checkpoints").glob("supernet-*"))[-1]
@@ -65,19 +68,19 @@ def test_differences_and_losses_are_seen(suite, server, tmp_path):
     result.write_text(json.dumps({**json.loads(result.read_text()), "top1": 0.5, "seconds": 0}))
     lines = (run / "metrics.jsonl").read_bytes().splitlines()
     (run / "metrics.jsonl").write_bytes(b"\n".join(lines[1:]) + b"\n")
-    ours, theirs = contents(run), contents(peace)
+    ours, theirs = contents(run), contents(undisturbed)
     assert {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} == {
         f"checkpoints/{newest.name}", "archs.json", "indicators.json", ".config.yaml.7.tmp",
         "retrain/best/result.json", "metrics.jsonl",
     }  # fmt: skip
-    step = newest_checkpoints(peace, read=True)["supernet"]
+    step = newest_checkpoints(undisturbed, read=True)["supernet"]
     lost = before.missing(run)
     assert lost[:2] == ["archs.json is gone", f"checkpoint {step} of supernet"]
     assert [text.split(":")[0] for text in lost[2:]] == [f"checkpoints/{newest.name}", "indicators.json"]
 
 
 def test_every_fault_of_the_table_is_planned_often_enough():
-    assert sum(plan.times for plan in faults.PLANS) >= 100
-    assert {plan.stage for plan in faults.PLANS if plan.inject is faults.killed} == {
+    assert sum(plan.times for plan in PLANS) >= 100
+    assert {plan.stage for plan in PLANS if plan.inject is killed} == {
         "supernet", "score", "search", "retrain", "report", "export",
     }  # fmt: skip
