@@ -52,9 +52,7 @@ test-oldest: $(OLDEST)/installed  ## tests of what calls torch and Triton, on th
 # Each backend, the engine, and Triton's compilation ahead of time; the time limit of CI has no room for all of test-oldest.
 test-oldest-fast: TESTS_OLDEST = ops/test_bn_act.py ops/test_inverted_residual.py ops/test_orthogonalize.py \
 	ops/test_triton_disorder.py ops/test_arrivals.py engine benchmarks/test_issue_model.py indicators cli measure/test_doctor.py
-# With Triton 3.6 the just-in-time path finds only part of a cache that was made ahead of time (37 of 44 kernels).
-test-oldest-fast: OPTIONS_OLDEST = -m "not slow" \
-	--deselect tests/benchmarks/test_issue_model.py::test_a_cache_made_here_serves_the_just_in_time_path
+test-oldest-fast: OPTIONS_OLDEST = -m "not slow"
 test-oldest-fast: test-oldest  ## the part of test-oldest that runs in CI
 
 test-gpu: install  ## only the tests that run on a GPU; without one they run under the interpreter or say why not

@@ -335,3 +335,9 @@ def _complete_back(sums, sum_dz, sum_dz_d, c, C):
             offset = -scale * (sum_dz / R) - slope * left
         tl.store(back + c, slope, mask=exists)
         tl.store(back + C + c, offset, mask=exists)
+
+
+# Triton 3.6 adds GROUP to the cache key of a kernel only if the functions that lead to it have their keys already. They
+# get them here. Otherwise a key would depend on which kernel is compiled first, and a cache made elsewhere would miss.
+for _function in (_group, finish_statistics, finish_gradient):
+    getattr(_function, "cache_key", None)  # functions of the interpreter have no key

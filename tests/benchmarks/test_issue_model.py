@@ -137,3 +137,21 @@ def test_a_cache_made_here_serves_the_just_in_time_path(run, tmp_path):
     (row,) = json.loads(out.read_text())["rows"]
     assert row["found"] == row["specializations"] > 10 and row["compiled_again"] == 0
     assert row["launches"] > 0 and 0 < row["launch_us"] < row["step_us"]
+
+
+# prints the key that each named kernel has in Triton's cache, computed in this order
+_KEYS = """
+import sys
+from importlib import import_module
+from benchmarks.gpu_model import compilable
+for name in sys.argv[1:]:
+    module, kernel = name.split(".")
+    print(name, getattr(import_module(f"nasfast._triton.{module}"), kernel).cache_key)
+"""
+
+
+def test_the_key_of_a_kernel_does_not_depend_on_which_kernel_comes_first(run, tmp_path):
+    names = ["bn.bn_statistics_kernel", "pointwise.pointwise_forward_kernel", "depthwise.depthwise_backward_kernel",
+             "pointwise.pointwise_backward_kernel"]  # fmt: skip
+    first, last = (run("-c", _KEYS, *order, cache=tmp_path).splitlines() for order in (names, names[::-1]))
+    assert len(set(first)) == len(names) and sorted(first) == sorted(last)
