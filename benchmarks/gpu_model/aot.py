@@ -4,7 +4,7 @@
 
 recorder.py records real calls, and the kernels are compiled for the arguments of these calls. The table has registers
 and spilled bytes per thread, shared memory per program, and the number of programs that fit a multiprocessor. sm_86 is
-the RTX 3080, with 99 KiB of shared memory per program; sm_90 is the H200. The model (`__main__.py`) reads every launch
+the RTX 3080, with 99 KiB of shared memory per program; sm_90 is the H200. The model (`model.py`) reads every launch
 of a step, in the default configurations.
 """
 

@@ -1,0 +1,307 @@
+"""How long a training step takes at least on a GPU, kernel by kernel, from its machine code; needs no GPU.
+
+    python -m benchmarks.gpu_model [--arch 90 86] [--each] [--mix KERNEL] [--compare FILE] [--out FILE]
+
+recorder.py records the launches of one step, compiled.py compiles their specialisations, and walk.py follows one warp
+of each launch through the machine code. A launch takes at least as long as each of these:
+- issue: its instructions, divided by 4 per cycle and multiprocessor;
+- latency: the time of one program alone, times the number of rounds in which the GPU runs all programs;
+- memory: its distinct bytes, divided by the bandwidth.
+The model adds the largest of the three to the time of what only the last program to arrive does, and sums this over
+the launches. The time that the GPU needs to start launches is printed separately and is not part of the sum.
+"""
+
+from __future__ import annotations
+
+import benchmarks.gpu_model.compilable  # noqa: F401
+
+# isort: split
+import argparse
+import json
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gpu_model.compiled import GPUS, Compiled, compile_for, in_processes, parameters
+from benchmarks.gpu_model.recorder import PHASES, Launch, Specialization, Step, Workload, record_step
+from benchmarks.gpu_model.sass import Code
+from benchmarks.gpu_model.walk import Latencies, Program, Walk, walks
+from benchmarks.harness import ROOT, positive, write_json
+
+# assumed cycles of a load from DRAM and from the L2 cache by architecture, and size of that cache in bytes
+_DRAM, _L2, _L2_BYTES = {90: 600, 86: 480}, {90: 280, 86: 240}, {90: 50e6, 86: 5e6}
+_ATOMIC = {90: 350, 86: 300}
+# cycles for which an instruction in double precision occupies its unit: a multiprocessor has 64 lanes or 2
+_DOUBLE = {90: 0.5, 86: 16}
+# assumed microseconds from the end of one empty launch to the end of the next
+LAUNCH_US = {90: 3.8, 86: 4.6}
+# number of programs that are followed if not all programs of a launch do the same
+_FOLLOWED = 8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one launch on one GPU.
+
+    Attributes:
+        instructions: instructions of one warp, averaged over the programs.
+        issue, latency, memory: lower bounds of the time in microseconds, as above.
+        tail: microseconds that the last program to arrive takes longer than the others.
+        rounds: how often the programs fill the GPU.
+        registers, spilled_bytes: registers and bytes of spilled registers per thread.
+        shared_bytes: shared memory per program.
+        programs_per_processor: programs that a multiprocessor holds at once.
+        accesses: instructions that access global memory, of all warps, by bytes per thread.
+        opcodes: instructions of all warps, by opcode.
+    """
+
+    instructions: float
+    issue: float
+    latency: float
+    memory: float
+    tail: float
+    rounds: float
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    programs_per_processor: int
+    accesses: dict[int, float]
+    opcodes: dict[str, float]
+
+    @property
+    def largest(self) -> float:
+        return max(self.issue, self.latency, self.memory) + self.tail
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One specialisation and its different launches: grid, integer arguments, and distinct bytes."""
+
+    arch: int
+    specialization: Specialization
+    launches: tuple[tuple[tuple[int, int, int], tuple[tuple[str, int], ...], int], ...]
+
+
+def costs(step: Step, arch: int, *, processes: int, cache: str) -> list[Cost]:
+    """Compute the cost of every launch of a step.
+
+    Raises:
+        UnknownLoop: a kernel has a loop that cannot be followed.
+    """
+    jobs: dict[str, tuple[Specialization, dict]] = {}
+    for launch in step.launches:
+        jobs.setdefault(launch.specialization.key, (launch.specialization, {}))[1][_shape(launch)] = None
+    ordered = [_Job(arch, specialization, tuple(shapes)) for specialization, shapes in jobs.values()]
+    found: dict[tuple, Cost] = {}
+    for job, results in zip(ordered, in_processes(_job, ordered, processes, cache), strict=True):
+        found |= {(job.specialization.key, shape): cost for shape, cost in zip(job.launches, results, strict=True)}
+    return [found[launch.specialization.key, _shape(launch)] for launch in step.launches]
+
+
+def _shape(launch: Launch) -> tuple:
+    integers = tuple((k, v) for k, v in launch.arguments.items() if isinstance(v, int) and not isinstance(v, bool))
+    return launch.grid, integers, launch.bytes
+
+
+def _job(job: _Job) -> list[Cost]:
+    compiled = compile_for(job.specialization, job.arch)
+    code = compiled.code()
+    found = []
+    for grid, integers, size in job.launches:
+        words = parameters(job.specialization, dict(integers), job.arch)
+        latencies = Latencies(
+            memory=_L2[job.arch] if size < _L2_BYTES[job.arch] / 2 else _DRAM[job.arch],
+            double=_DOUBLE[job.arch], atomic=_ATOMIC[job.arch],
+        )  # fmt: skip
+        follow = partial(_follow, code, grid, 32 * compiled.warps, words, latencies)
+        try:
+            found.append(_cost(job.arch, compiled, math.prod(grid), size, follow))
+        except RuntimeError as error:
+            raise type(error)(f"{job.specialization.kernel}, sm_{job.arch}, {dict(integers)}: {error}") from None
+    return found
+
+
+def _follow(
+    code: Code, grid: tuple[int, int, int], threads: int, words: dict[int, int], latencies: Latencies, i: int
+) -> tuple[Walk, Walk]:
+    """Follow the program that starts as number i: as one of many, and as the last to arrive."""
+    index = (i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1]))
+    return walks(code, Program(index, grid, threads, words), latencies)
+
+
+def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Callable[[int], tuple[Walk, Walk]]) -> Cost:
+    """Compute the cost of one launch from its number of programs and its bytes."""
+    gpu, warps = GPUS[arch], compiled.warps
+    followed = [follow(i) for i in sorted({0, programs // 2})]
+    if len({ordinary.instructions for ordinary, _ in followed}) > 1:
+        followed = [follow(i) for i in sorted({(2 * k + 1) * programs // (2 * _FOLLOWED) for k in range(_FOLLOWED)})]
+    instructions = sum(o.instructions for o, _ in followed) / len(followed)
+    # the warps of a program share four schedulers
+    cycles = max(max(o.cycles, o.instructions * warps / 4) for o, _ in followed)
+    tail = max(last.cycles - o.cycles for o, last in followed)
+    held = gpu.programs_per_processor(warps, compiled.registers, compiled.shared_bytes)
+    rounds = programs / (gpu.processors * max(1, held))
+    each = programs * warps / len(followed)
+    accesses, opcodes = Counter(), Counter()
+    for ordinary, _ in followed:
+        accesses += Counter({k: n * each for k, n in ordinary.accesses.items()})
+        opcodes += Counter({k: n * each for k, n in ordinary.opcodes.items()})
+    return Cost(
+        instructions,
+        issue=programs * warps * instructions / (4 * gpu.processors * gpu.clock) * 1e6,
+        latency=math.ceil(rounds) * cycles / gpu.clock * 1e6,
+        memory=size / gpu.bandwidth * 1e6,
+        tail=max(0, tail) / gpu.clock * 1e6,
+        rounds=rounds, registers=compiled.registers, spilled_bytes=compiled.spilled_bytes,
+        shared_bytes=compiled.shared_bytes, programs_per_processor=held, accesses=dict(accesses), opcodes=dict(opcodes),
+    )  # fmt: skip
+
+
+# ---- tables
+
+
+def summarize(launches: Iterable[Launch], found: Iterable[Cost]) -> dict[str, dict]:
+    """Sum by kernel, and for "all": launches, times in microseconds, and the shares of 128-bit accesses."""
+    rows: dict[str, dict] = defaultdict(lambda: defaultdict(float))
+    for launch, cost in zip(launches, found, strict=True):
+        for row in (rows[launch.kernel], rows["all"]):
+            row["launches"] += 1
+            for name in ("issue", "latency", "memory", "tail", "largest"):
+                row[name] += getattr(cost, name)
+            row["spilling_launches"] += cost.spilled_bytes > 0
+            row["accesses"] += sum(cost.accesses.values())
+            row["wide_accesses"] += cost.accesses.get(16, 0)
+            row["access_bytes"] += sum(width * n for width, n in cost.accesses.items())
+            row["wide_bytes"] += 16 * cost.accesses.get(16, 0)
+    for row in rows.values():
+        accesses, size = row.pop("accesses"), row.pop("access_bytes")
+        row["wide_share"] = row.pop("wide_accesses") / accesses if accesses else 1.0
+        row["wide_share_of_bytes"] = row.pop("wide_bytes") / size if size else 1.0
+    return {name: dict(row) for name, row in sorted(rows.items(), key=lambda item: item[1]["largest"])}
+
+
+_COLUMNS = ("launches", "issue", "latency", "memory", "tail", "largest", "wide_share", "wide_share_of_bytes")
+
+
+def show(rows: dict[str, dict], arch: int, before: dict[str, dict] | None = None) -> None:
+    """Print the table of one GPU, beside the sums of another run if `before` has them."""
+    gpu = GPUS[arch]
+    print(f"\n{gpu.name} (sm_{arch}): microseconds per step")
+    print(f"{'kernel':32} {'launches':>8} {'issue':>8} {'latency':>8} {'memory':>7} {'tail':>6} {'largest':>8} "
+          f"{'128-bit':>8} {'of bytes':>8} {'spilling':>8}"
+          + (f" {'before':>8} {'launches':>8}" if before else ""))  # fmt: skip
+    names = [*dict.fromkeys([*(before or {}), *rows])]
+    names = sorted(names, key=lambda n: (n == "all", -(rows.get(n) or (before or {}).get(n))["largest"]))
+    for name in names:
+        row = rows.get(name)
+        old = (before or {}).get(name)
+        text = f"{name:32} "
+        if row:
+            text += (f"{row['launches']:8.0f} {row['issue']:8.0f} {row['latency']:8.0f} {row['memory']:7.0f} "
+                     f"{row['tail']:6.0f} {row['largest']:8.0f} {100 * row['wide_share']:7.1f}% "
+                     f"{100 * row['wide_share_of_bytes']:7.1f}% {row['spilling_launches']:8.0f}")  # fmt: skip
+        else:
+            text += f"{'gone':>8}" + " " * 64
+        if before:
+            text += f" {old['largest']:8.0f} {old['launches']:8.0f}" if old else f" {'new':>8}"
+        print(text)
+
+
+def show_each(launches: Iterable[Launch], found: Iterable[Cost]) -> None:
+    """Print one line per launch."""
+    for i, (launch, cost) in enumerate(zip(launches, found, strict=True)):
+        shown = {k: v for k, v in launch.arguments.items() if k in _SHOWN and not isinstance(v, bool)}
+        said = " ".join(f"{k}={v}" for k, v in shown.items())
+        print(f"{i:4} {launch.kernel[:28]:28} {said} | {launch.programs} programs x "
+              f"{cost.instructions:.0f} instr | issue {cost.issue:.1f} latency {cost.latency:.1f} memory "
+              f"{cost.memory:.1f} tail {cost.tail:.1f} | {cost.registers} regs, spill {cost.spilled_bytes}, shared "
+              f"{cost.shared_bytes}, {cost.programs_per_processor} per SM, {cost.rounds:.2f} rounds")  # fmt: skip
+
+
+_SHOWN = ("KERNEL", "STRIDE", "M", "K", "N", "C", "H", "W", "OH", "R", "programs", "ROWS", "COLUMNS", "CB", "BM", "BN")
+
+
+def show_mix(kernel: str, launches: Iterable[Launch], found: Iterable[Cost]) -> None:
+    """Print the share of each opcode in a kernel's instructions."""
+    opcodes: Counter[str] = Counter()
+    for launch, cost in zip(launches, found, strict=True):
+        if launch.kernel == kernel:
+            opcodes.update(cost.opcodes)
+    total = sum(opcodes.values())
+    print(f"{kernel}: {total / 1e6:.2f} million warp instructions")
+    for name, count in opcodes.most_common(24):
+        print(f"  {name:12} {100 * count / total:5.1f} %")
+
+
+def launches_by_phase(step: Step) -> dict[str, dict[str, int]]:
+    """Count the launches of Triton kernels and of PyTorch in each part of the step."""
+    triton = Counter(launch.phase for launch in step.launches)
+    aten: Counter[str] = Counter()
+    for (phase, _), count in step.aten.items():
+        aten[phase] += count
+    return {phase: {"triton": triton[phase], "pytorch": aten[phase]} for phase in PHASES}
+
+
+def show_launches(step: Step) -> None:
+    """Print the number of launches in each part of the step."""
+    print(f"{'launches':12} {'Triton':>7} {'PyTorch':>8}")
+    for phase, counts in launches_by_phase(step).items():
+        print(f"{phase:12} {counts['triton']:7} {counts['pytorch']:8}")
+    both = len(step.launches) + step.aten_launches
+    distinct = len({launch.specialization.key for launch in step.launches})
+    print(f"{'all':12} {len(step.launches):7} {step.aten_launches:8}   {both} in all, {distinct} specialisations")
+    for (phase, name), count in step.aten.most_common():
+        print(f"  {phase:10} {name:32} {count:4}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_model", description=__doc__.splitlines()[0])
+    parser.add_argument("--space", default="mobilenet_v2")
+    parser.add_argument("--path", help="candidates separated by commas; default: the mean path")
+    parser.add_argument("--batch", type=positive, default=32)
+    parser.add_argument("--resolution", type=positive)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--trains", choices=("bn", "indicators", "all"), default="bn")
+    parser.add_argument("--engine", choices=("graphs", "eager"), default="graphs")
+    parser.add_argument("--arch", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="no value: only record")
+    parser.add_argument("--kernel", nargs="+", help="model only these kernels")
+    parser.add_argument("--each", action="store_true", help="list every launch")
+    parser.add_argument("--mix", metavar="KERNEL", help="print the instructions of this kernel")
+    parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="folder for Triton's cache")
+    parser.add_argument("--compare", type=Path, help="a file of an earlier --out, to compare with")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    args = parser.parse_args()
+    path = tuple(map(int, args.path.split(","))) if args.path else None
+    workload = Workload(args.space, path, args.batch, args.resolution, args.dtype, args.trains, args.engine)
+    step = record_step(workload)
+    show_launches(step)
+    if args.kernel:
+        step.launches = [launch for launch in step.launches if launch.kernel in args.kernel]
+    old = json.loads(args.compare.read_text())["rows"] if args.compare else []
+    before = {row["arch"]: row["kernels"] for row in old if "arch" in row}
+    counts = launches_by_phase(step)
+    rows = [
+        {"workload": vars(workload), "launches": counts, "pytorch": {f"{p} {n}": c for (p, n), c in step.aten.items()}}
+    ]
+    for arch in args.arch:
+        found = costs(step, arch, processes=args.jobs, cache=str(args.cache))
+        if args.each:
+            show_each(step.launches, found)
+        if args.mix:
+            show_mix(args.mix, step.launches, found)
+        kernels = summarize(step.launches, found)
+        show(kernels, arch, before.get(arch))
+        count = sum(sum(phase.values()) for phase in counts.values())
+        print(f"fixed cost of {count} launches, assumed: {count * LAUNCH_US[arch]:.0f}")
+        rows.append({"arch": arch, "gpu": GPUS[arch].name, "kernels": kernels})
+    if args.out:
+        write_json(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()
