@@ -1,67 +1,70 @@
-// Every operator schema of nasfast. Kernels register beside their code; fake and autograd are in nasfast/ops.
+// The schemas of all operators of nasfast. Each kernel is registered in its own file; nasfast/ops has the fake kernels
+// and autograd.
 
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(nasfast, m) {
-  // Formula: nasfast/ops/reference.py, bn_act. x is dense NCHW or NHWC, and y, residual, grad and dx have its layout and
-  // type. Without running statistics those of the batch are used and returned (float64, biased var); otherwise mean and var
-  // come back empty.
+  // Formula: nasfast/ops/reference.py, bn_act. x is dense NCHW or NHWC; y, residual, grad and dx have its layout and
+  // type. Without running statistics, forward uses the statistics of the batch and returns them (float64, biased var).
+  // With running statistics it returns an empty mean and var.
   m.def(
       "bn_act_fwd(Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor? running_mean, Tensor? running_var, "
       "float eps, str act) -> (Tensor y, Tensor mean, Tensor var)");
-  // mean and var are those forward used; batch_statistics says whether they depend on x. What is not wanted comes back
-  // empty.
+  // mean and var are those that forward used; batch_statistics says whether they depend on x. Results that are not
+  // wanted are empty.
   m.def(
       "bn_act_bwd(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var, float eps, str act, "
       "bool batch_statistics, bool want_x, bool want_weight, bool want_bias) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
-  // Formula: nasfast/ops/reference.py, mixed_bn. xs are NHWC, of one shape and type, and y, grad and dxs are likewise;
-  // statistics are mean and biased var of those that are normalised, [tensor][2][channel], float64.
+  // Formula: nasfast/ops/reference.py, mixed_bn. xs, y, grad and dxs are NHWC tensors of one shape and type. statistics
+  // has the mean and the biased var of the tensors that are normalised: [tensor][2][channel], float64.
   m.def("mixed_bn_fwd(Tensor[] xs, Tensor gates, bool[] normalize, float eps) -> (Tensor y, Tensor statistics)");
-  // wants: of each dx, and of dgates; what is not wanted comes back empty.
+  // wants has one flag for each of dxs and one for dgates. Results that are not wanted are empty.
   m.def(
-      "mixed_bn_bwd(Tensor grad, Tensor[] xs, Tensor gates, Tensor statistics, bool[] normalize, float eps, bool[] wants) "
-      "-> (Tensor[] dxs, Tensor dgates)");
+      "mixed_bn_bwd(Tensor grad, Tensor[] xs, Tensor gates, Tensor statistics, bool[] normalize, float eps, "
+      "bool[] wants) -> (Tensor[] dxs, Tensor dgates)");
 
-  // A chain of stages, each a convolution without bias, BatchNorm, activation: formula in nasfast/ops/reference.py,
-  // conv_bn_act_chain. A stage is pointwise (stride 1), depthwise (kernel 3, 5 or 7, stride 1 or 2, padding kernel / 2), or, as
-  // the first one, dense; acts are joined by commas. x is NHWC, and y, residual, grad and dx are laid out likewise.
-  // Empty running statistics mean those of the batch. add_input adds x to the result. `one_pass`: the first two stages are
-  // pointwise and depthwise, and backward goes through both at once, for which it gets x; the C++ kernels then compute the
-  // output of the first again instead of keeping it. `shuffle`: the stages
-  // run on the odd channels of x, and y is the even ones followed by their result.
-  // Returned: y; what backward needs beside x, opaque, and empty without `keep`; mean and biased var of all
-  // stages, [stage][2][channel], float64, after which the Triton kernels keep numbers of their own.
+  // Formula: nasfast/ops/reference.py, conv_bn_act_chain. A chain of stages; each stage is a convolution without bias,
+  // BatchNorm and an activation. A stage is pointwise (stride 1) or depthwise (kernel 3, 5 or 7, stride 1 or 2, padding
+  // kernel / 2); the first stage may also be dense. acts has the names of the activations, joined by commas. x, y,
+  // residual, grad and dx are NHWC. A stage whose running statistics are empty uses those of the batch.
+  //   add_input: x is added to the result.
+  //   one_pass: the first two stages are pointwise and depthwise. Backward goes through both at once and needs x for
+  //     that; the C++ kernels then compute the output of the first stage again and do not save it.
+  //   shuffle: the stages run on the odd channels of x; y has the even channels of x, then the result of the stages.
+  //   keep: whether to return `saved`, which is empty otherwise.
+  // saved is what backward needs beside x; its layout is private. statistics has mean and biased var of all stages,
+  // [stage][2][channel], float64; the Triton kernels append numbers of their own.
   m.def(
-      "conv_bn_act_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, Tensor[] running_means, "
-      "Tensor[] running_vars, Tensor? residual, int[] strides, str acts, float[] eps, bool add_input, bool one_pass, "
-      "bool shuffle, bool keep) "
-      "-> (Tensor y, Tensor saved, Tensor statistics)");
-  // shape: of x, which is passed only with `one_pass`. wants: of dx, and of each stage's bn_weight and bn_bias; what is not
-  // wanted comes back empty.
+      "conv_bn_act_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
+      "Tensor[] running_means, Tensor[] running_vars, Tensor? residual, int[] strides, str acts, float[] eps, "
+      "bool add_input, bool one_pass, bool shuffle, bool keep) -> (Tensor y, Tensor saved, Tensor statistics)");
+  // x is passed only with one_pass, so its shape is an argument. wants has one flag for dx and then two for each stage,
+  // for bn_weight and bn_bias. Results that are not wanted are empty.
   m.def(
-      "conv_bn_act_bwd(Tensor grad, Tensor? x, int[] shape, Tensor saved, Tensor statistics, Tensor[] conv_weights, Tensor[] bn_weights, "
-      "Tensor[] bn_biases, bool[] batch_statistics, int[] strides, str acts, float[] eps, bool add_input, bool one_pass, "
-      "bool shuffle, bool[] wants) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
+      "conv_bn_act_bwd(Tensor grad, Tensor? x, int[] shape, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
+      "Tensor[] bn_weights, Tensor[] bn_biases, bool[] batch_statistics, int[] strides, str acts, float[] eps, "
+      "bool add_input, bool one_pass, bool shuffle, bool[] wants) "
+      "-> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
 
-  // Formula: nasfast/ops/reference.py, depthwise_conv2d. x is NHWC, and y, grad and dx are laid out likewise; weight and
-  // dweight are (C, 1, k, k), contiguous, float32.
+  // Formula: nasfast/ops/reference.py, depthwise_conv2d. x, y, grad and dx are NHWC; weight and dweight are (C, 1, k,
+  // k), contiguous, float32.
   m.def("depthwise_conv2d_fwd(Tensor x, Tensor weight, int stride, int dilation) -> Tensor y");
-  // shape: of x, which is passed only with want_weight. What is not wanted comes back empty.
+  // x is passed only with want_weight, so its shape is an argument. Results that are not wanted are empty.
   m.def(
       "depthwise_conv2d_bwd(Tensor grad, Tensor? x, int[] shape, Tensor weight, int stride, int dilation, bool want_x, "
       "bool want_weight) -> (Tensor dx, Tensor dweight)");
 
-  // Formula: nasfast/ops/reference.py, pool_3x3. x is NHWC, and y, index, grad and dx are laid out likewise. kind is max or
-  // avg. index: of each maximum its place in the window, 3 * row + column, uint8; empty for avg and without `keep`.
+  // Formula: nasfast/ops/reference.py, pool_3x3. x, y, index, grad and dx are NHWC. kind is max or avg. index is the
+  // place of each maximum in its window, 3 * row + column, uint8; it is empty for avg and without keep.
   m.def("pool_3x3_fwd(Tensor x, str kind, int stride, bool keep) -> (Tensor y, Tensor index)");
-  // shape: of x
+  // shape is that of x.
   m.def("pool_3x3_bwd(Tensor grad, Tensor index, int[] shape, str kind, int stride) -> Tensor dx");
 
   // Formula: nasfast/ops/reference.py, orthogonalize. Entries are (..., rows, columns), float32 or float64.
   m.def("orthogonalize(Tensor[] matrices) -> Tensor[]");
-  // The CUDA kernels of orthogonalize on the host, for tests; slow. `backwards` reverses the order in which the threads of
-  // a block take their turns, which must change nothing.
+  // Runs the CUDA kernels of orthogonalize on the host, slowly, for tests. `backwards` reverses the order in which the
+  // threads of a block take their turns; the order must not change the result.
   m.def("orthogonalize_emulated(Tensor[] matrices, bool backwards) -> Tensor[]");
 }

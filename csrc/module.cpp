@@ -1,4 +1,4 @@
-// nasfast._C: what this build is and how it runs here. Loading it also registers the operators (library.cpp, cpu/*.cpp).
+// nasfast._C: information about this build and this machine. Loading the module also registers the operators.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

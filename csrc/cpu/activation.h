@@ -1,4 +1,4 @@
-// The activations of the kernels, and the choice of a template instance by storage type and activation.
+// The activations of the kernels, and functions that choose a template instance by storage type and activation.
 #pragma once
 
 #include "params.h"
@@ -29,7 +29,7 @@ struct Tanh {
   }
 };
 
-// pick(A{}) for the activation named
+// Returns pick(A{}) for the given activation.
 template <typename Pick>
 auto by_act(Act act, const Pick& pick) -> decltype(pick(Identity{})) {
   switch (act) {
@@ -44,7 +44,7 @@ auto by_act(Act act, const Pick& pick) -> decltype(pick(Identity{})) {
   }
 }
 
-// pick(T{}, A{}) for the storage type and activation named
+// Returns pick(T{}, A{}) for the given storage type and activation.
 template <typename Pick>
 auto by_type(bool bfloat16, Act act, const Pick& pick) -> decltype(pick(float{}, Identity{})) {
   if (bfloat16) return by_act(act, [&](auto a) { return pick(BFloat16{}, a); });

@@ -1,4 +1,5 @@
-// Launchers and registration of bn_act on the CPU: layout, per-channel arithmetic between the phases, parallel loops.
+// Launchers of bn_act on the CPU and their registration. They check the layout, do the arithmetic per channel between
+// the phases, and run the phases in parallel.
 
 #include "bn_act.h"
 
@@ -17,7 +18,7 @@ namespace nasfast::cpu {
 
 namespace {
 
-// Guards what would corrupt memory; nasfast/ops/checks.py has the explanations.
+// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
 void check_x(const Tensor& x) {
   STD_TORCH_CHECK(x.dim() == 4, "bn_act: x must be 4-d (N, C, H, W), got ", x.dim(), " dimensions");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
@@ -34,9 +35,9 @@ void check_like(const char* name, const Tensor& tensor, const Tensor& x) {
 
 struct Geometry {
   BnActParams params{};
-  int64_t groups;         // of partial sums
-  int64_t items;          // of work
-  int64_t item_elements;  // per item
+  int64_t groups;         // groups of partial sums
+  int64_t items;          // items of work
+  int64_t item_elements;  // elements per item
 
   explicit Geometry(const Tensor& x) {
     params.bfloat16 = x.scalar_type() == ScalarType::BFloat16;
@@ -68,16 +69,18 @@ struct Geometry {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> bn_act_fwd_cpu(
-    const Tensor& x, const Tensor& weight, const Tensor& bias, const std::optional<Tensor>& residual,
-    const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var, double eps, std::string act) {
+std::tuple<Tensor, Tensor, Tensor> bn_act_fwd_cpu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                                  const std::optional<Tensor>& residual,
+                                                  const std::optional<Tensor>& running_mean,
+                                                  const std::optional<Tensor>& running_var, double eps,
+                                                  std::string act) {
   check_x(x);
   const int64_t channels = x.size(1);
   check_vector("bn_act", "weight", weight, channels, ScalarType::Float);
   check_vector("bn_act", "bias", bias, channels, ScalarType::Float);
   if (residual) check_like("residual", *residual, x);
   STD_TORCH_CHECK(running_mean.has_value() == running_var.has_value(),
-                  "bn_act: running_mean and running_var come together");
+                  "bn_act: running_mean and running_var must be given together");
 
   Geometry work(x);
   BatchNorm bn("bn_act", act, channels);
@@ -99,7 +102,8 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_fwd_cpu(
     work.run(kernels().bn.bn_stats);
     double* means = static_cast<double*>(mean.mutable_data_ptr());
     double* vars = static_cast<double*>(var.mutable_data_ptr());
-    BatchNorm::join(partial.data(), work.groups, channels, [&](int64_t group) { return work.group_count(group); }, means, vars);
+    BatchNorm::join(
+        partial.data(), work.groups, channels, [&](int64_t group) { return work.group_count(group); }, means, vars);
     bn.set_statistics(means, vars, eps, float_data(weight), float_data(bias));
   }
   work.params.bn = bn.fold();
@@ -107,9 +111,10 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_fwd_cpu(
   return {y, mean, var};
 }
 
-std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(
-    const Tensor& grad, const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& mean, const Tensor& var,
-    double eps, std::string act, bool batch_statistics, bool want_x, bool want_weight, bool want_bias) {
+std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                  const Tensor& bias, const Tensor& mean, const Tensor& var, double eps,
+                                                  std::string act, bool batch_statistics, bool want_x, bool want_weight,
+                                                  bool want_bias) {
   check_x(x);
   check_like("grad", grad, x);
   const int64_t channels = x.size(1);
@@ -136,7 +141,9 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(
     std::vector<double> partial(2 * work.groups * channels);
     work.params.partial = partial.data();
     work.run(kernels().bn.bn_act_bwd_reduce);
-    const auto data = [](bool wanted, Tensor& t) { return wanted ? static_cast<float*>(t.mutable_data_ptr()) : nullptr; };
+    const auto data = [](bool wanted, Tensor& t) {
+      return wanted ? static_cast<float*>(t.mutable_data_ptr()) : nullptr;
+    };
     bn.set_gradient_sums(partial, work.groups, work.params.rows, batch_statistics, data(want_weight, dweight),
                          data(want_bias, dbias));
   }

@@ -6,7 +6,7 @@
 namespace nasfast::cpu::NASFAST_ISA {
 namespace {
 
-// Vectors per float sum of a plane, as kTileRows.
+// Vectors per float sum of a plane; see kTileRows.
 constexpr int64_t kTileVectors = 64;
 
 template <typename T>
@@ -18,14 +18,16 @@ void bn_stats_rows(const BnActParams& p, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end; ++item) {
     double* mean = p.partial + item * channels * 2;
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
-      bn_stats_tile(x + row * channels, channels, rows, channels, row - item * p.item_rows, pivot, mean, mean + channels);
+      bn_stats_tile(x + row * channels, channels, rows, channels, row - item * p.item_rows, pivot, mean,
+                    mean + channels);
     });
   }
 }
 
-// Merges a tile of count values, whose sums of d and d^2 (d = x - pivot) are given, into the mean and squared distance
-// (m2) of the `before` values already seen, as bn_stats_tile does.
-inline void merge_tile(double pivot, double sum, double squares, int64_t count, int64_t before, double* mean, double* m2) {
+// Merges a tile of `count` values into the mean and the squared distance to it (m2) of the `before` values already
+// seen, as bn_stats_tile does. The tile is given as sums of d and d^2, where d = x - pivot.
+inline void merge_tile(double pivot, double sum, double squares, int64_t count, int64_t before, double* mean,
+                       double* m2) {
   const double tile_mean = pivot + sum / count;
   const double tile_m2 = squares - sum * sum / count;
   const double delta = tile_mean - *mean;
@@ -63,8 +65,8 @@ void bn_stats_planes(const BnActParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// The normalising passes walk their items backwards: the statistics pass before them ended there, so the last part of x is
-// still in the cache.
+// The normalising passes go through their items backwards: the statistics pass before them ended at the last item,
+// which is still in the cache.
 template <typename T, typename A, bool kResidual>
 void bn_act_fwd_rows(const BnActParams& p, int64_t begin, int64_t end) {
   const int64_t channels = p.channels;
@@ -108,7 +110,8 @@ void bn_act_bwd_reduce_rows(const BnActParams& p, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < 2 * channels; ++i) sum[i] = 0;
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at = row * channels;
-      bn_act_bwd_reduce_tile<A>(p.bn, grad + row * p.ldgrad, p.ldgrad, x + at, channels, rows, channels, sum, sum + channels);
+      bn_act_bwd_reduce_tile<A>(p.bn, grad + row * p.ldgrad, p.ldgrad, x + at, channels, rows, channels, sum,
+                                sum + channels);
     });
   }
 }
@@ -203,7 +206,8 @@ void bn_stats(const BnActParams& p, int64_t begin, int64_t end) {
 }
 
 void bn_act_fwd(const BnActParams& p, int64_t begin, int64_t end) {
-  by_type(p.bfloat16, p.bn.act, [&](auto type, auto act) { return fwd_phase<decltype(type), decltype(act)>(p); })(p, begin, end);
+  by_type(p.bfloat16, p.bn.act, [&](auto type, auto act) { return fwd_phase<decltype(type), decltype(act)>(p); })(
+      p, begin, end);
 }
 
 void bn_act_bwd_reduce(const BnActParams& p, int64_t begin, int64_t end) {
@@ -212,7 +216,8 @@ void bn_act_bwd_reduce(const BnActParams& p, int64_t begin, int64_t end) {
 }
 
 void bn_act_bwd(const BnActParams& p, int64_t begin, int64_t end) {
-  by_type(p.bfloat16, p.bn.act, [&](auto type, auto act) { return bwd_phase<decltype(type), decltype(act)>(p); })(p, begin, end);
+  by_type(p.bfloat16, p.bn.act, [&](auto type, auto act) { return bwd_phase<decltype(type), decltype(act)>(p); })(
+      p, begin, end);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// The phases of BatchNorm on a tile: rows x channels elements in row-major order, a row being the channels of one pixel.
-// Coefficients and sums of a few vectors of channels stay in registers while the rows go by.
+// The phases of BatchNorm on a tile: rows x channels elements in row-major order, where a row is the channels of one
+// pixel. The loop over rows is the inner one, so that coefficients and sums of a few vectors of channels stay in
+// registers.
 #pragma once
 
 #include "activation.h"
@@ -8,11 +9,11 @@
 
 namespace nasfast::cpu::NASFAST_ISA {
 
-// Sums run in float inside a tile and in double between tiles. 64 terms per float sum keep its error near 1e-7, and make
-// the double arithmetic per tile an eighth of the float work.
+// Sums are float within a tile and double between tiles. With 64 terms per float sum, the error of the sum is near 1e-7
+// and the double arithmetic of a tile is an eighth of its float arithmetic.
 constexpr int64_t kTileRows = 64;
 
-// Vectors of channels held in registers; backward needs five registers for each.
+// Vectors of channels that are held in registers; backward needs five registers for each of them.
 #if defined(__AVX512F__)
 constexpr int kGroup = 4;
 #else
@@ -26,7 +27,7 @@ struct Count {
 
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Calls body(first row, rows) for every tile of an item of p.item_rows of the p.rows rows.
+// Calls body(first row, rows) for every tile of an item, which is p.item_rows of the p.rows rows.
 template <typename Params, typename Body>
 inline void for_each_tile(const Params& p, int64_t item, const Body& body) {
   const int64_t first = item * p.item_rows;
@@ -34,7 +35,8 @@ inline void for_each_tile(const Params& p, int64_t item, const Body& body) {
   for (int64_t tile = first; tile < last; tile += kTileRows) body(tile, lesser(kTileRows, last - tile));
 }
 
-// Calls body(c, Count<n>{}, lanes) until all channels are covered: n whole vectors from c on, or one partial one.
+// Calls body(c, Count<n>{}, lanes) until all channels are covered: for n whole vectors from channel c on, or for a last
+// vector with fewer lanes.
 template <typename Body>
 inline void for_each_group(int64_t channels, const Body& body) {
   int64_t c = 0;
@@ -43,7 +45,7 @@ inline void for_each_group(int64_t channels, const Body& body) {
   if (c < channels) body(c, Count<1>{}, static_cast<int>(channels - c));
 }
 
-// y = act(bn(x)) (+ residual, which is laid out as x), x and y of any storage types
+// y = act(bn(x)) (+ residual, which has the layout of x); x and y may have different storage types
 template <typename A, bool kResidual, typename T, typename U>
 inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t ldx, U* y, int64_t ldy, int64_t rows,
                         int64_t channels) {
@@ -66,11 +68,12 @@ inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t
   });
 }
 
-// y = x, for tiles that change their type or leading dimension
+// y = x, with another type or leading dimension
 template <typename T, typename U>
 inline void copy_tile(const T* x, int64_t ldx, U* y, int64_t ldy, int64_t rows, int64_t channels) {
   for (int64_t r = 0; r < rows; ++r) {
-    for_each_vector(channels, [&](int64_t c, auto lanes) { store(y + r * ldy + c, load(x + r * ldx + c, lanes), lanes); });
+    for_each_vector(channels,
+                    [&](int64_t c, auto lanes) { store(y + r * ldy + c, load(x + r * ldx + c, lanes), lanes); });
   }
 }
 
@@ -84,10 +87,10 @@ inline void centre_tile(const T* x, const float* center, C* a, int64_t lda, int6
   }
 }
 
-// dy = gradient behind BatchNorm's input; dz = grad * act'(z)
+// dy = gradient of BatchNorm's input, where dz = grad * act'(z)
 template <typename A, typename T, typename U>
-inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld, U* dy, int64_t lddy,
-                            int64_t rows, int64_t channels) {
+inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld, U* dy,
+                            int64_t lddy, int64_t rows, int64_t channels) {
   for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n], slope[n], offset[n];
@@ -110,8 +113,8 @@ inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, con
 
 // Adds sum dz and sum dz * (y - center) to the two double arrays.
 template <typename A, typename T>
-inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld, int64_t rows,
-                                   int64_t channels, double* sum, double* moment) {
+inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld,
+                                   int64_t rows, int64_t channels, double* sum, double* moment) {
   for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n], s[n], m[n];
@@ -140,11 +143,12 @@ inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgr
   });
 }
 
-// Merges `rows` values of `width` channels, given as sums and sums of squares relative to the pivot, into the mean and squared
-// distance to it (m2) of the `before` rows seen so far (Chan et al.), and moves the pivot to the new mean. The pivot is the
-// mean so far, or for the first rows one of their own size: the squares are never a small difference of large numbers.
-inline void merge_sums(const float* sums, const float* squares, int64_t width, int64_t rows, int64_t before, float* pivot,
-                       double* mean, double* m2) {
+// Merges `rows` values of `width` channels into the mean and the squared distance to it (m2) of the `before` rows seen
+// so far (Chan et al.), and moves the pivot to the new mean. The values are given as sums and sums of squares of their
+// distance to the pivot. The pivot is the mean so far, or at first a value of the same size: so m2 is never a small
+// difference of large numbers.
+inline void merge_sums(const float* sums, const float* squares, int64_t width, int64_t rows, int64_t before,
+                       float* pivot, double* mean, double* m2) {
   const double inverse = 1.0 / static_cast<double>(rows);
   const double share = static_cast<double>(rows) / static_cast<double>(before + rows);
   const double between = static_cast<double>(before) * share;
@@ -161,10 +165,10 @@ inline void merge_sums(const float* sums, const float* squares, int64_t width, i
   }
 }
 
-// merge_sums of a tile of x, of whose channels `before` rows have been seen
+// Does merge_sums for a tile of x, after `before` rows of the same channels.
 template <typename T>
-inline void bn_stats_tile(const T* x, int64_t ld, int64_t rows, int64_t channels, int64_t before, float* pivot, double* mean,
-                          double* m2) {
+inline void bn_stats_tile(const T* x, int64_t ld, int64_t rows, int64_t channels, int64_t before, float* pivot,
+                          double* mean, double* m2) {
   for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
     constexpr int n = decltype(count)::value;
     VecF k[n], s[n], q[n];

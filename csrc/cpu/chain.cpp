@@ -9,8 +9,9 @@
 namespace nasfast::cpu {
 namespace {
 
-// A result that does not fit beside its inputs in the last-level cache is written past it. Below, the next stage finds it
-// there. Rows must be whole cache lines: others would be written in parts.
+// A result of this size or more is written past the caches, because it does not fit into the last-level cache beside
+// its inputs. A smaller result stays there for the next stage. Rows must be whole cache lines, as others would be
+// written in parts.
 constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
 
 std::vector<std::string> split(const std::string& acts) {
@@ -25,7 +26,7 @@ std::vector<std::string> split(const std::string& acts) {
   return names;
 }
 
-// The weight's numbers, converted into `to` where they are not float.
+// The values of the weight; where they are not float, they are converted into `to`.
 const float* weight_data(const Tensor& weight, std::vector<float>* to) {
   if (weight.scalar_type() == ScalarType::Float) return float_data(weight);
   STD_TORCH_CHECK(weight.scalar_type() == ScalarType::BFloat16, kConvOp, ": conv_weight must be float32 or bfloat16");
@@ -39,7 +40,38 @@ const float* weight_data(const Tensor& weight, std::vector<float>* to) {
   return to->data();
 }
 
-// What the parameters of all kinds of stages have in common.
+// Stage i, with an input of c x h x w per image: its kind and geometry, from the shape of its weight.
+Stage make_stage(size_t i, int64_t c, int64_t h, int64_t w, const Tensor& weight, int64_t stride,
+                 const std::string& act) {
+  STD_TORCH_CHECK(weight.dim() == 4 && weight.size(2) == weight.size(3) && weight.size(2) % 2 == 1, kConvOp, ", stage ",
+                  i, ": conv_weight must be (out, in / groups, k, k) with odd k");
+  STD_TORCH_CHECK(weight.is_contiguous(), kConvOp, ", stage ", i, ": conv_weight must be contiguous");
+  Stage stage(BatchNorm(kConvOp, act, weight.size(0)));
+  stage.in_channels = c;
+  stage.out_channels = weight.size(0);
+  stage.kernel = weight.size(2);
+  stage.stride = stride;
+  stage.padding = stage.kernel / 2;
+  stage.height = h;
+  stage.width = w;
+  const bool small = stage.kernel == 3 || stage.kernel == 5 || stage.kernel == 7;
+  if (weight.size(1) == 1 && weight.size(0) == c && small && (stage.stride == 1 || stage.stride == 2)) {
+    stage.kind = Kind::kDepthwise;
+  } else if (weight.size(1) == c && stage.kernel == 1 && stage.stride == 1) {
+    stage.kind = Kind::kPointwise;
+  } else {
+    STD_TORCH_CHECK(weight.size(1) == c && i == 0 && stage.stride >= 1, kConvOp, ", stage ", i,
+                    ": must be pointwise with stride 1, depthwise with kernel 3, 5 or 7 and stride 1 or 2, or, as the "
+                    "first stage, dense; got a weight of shape (",
+                    weight.size(0), ", ", weight.size(1), ", ", weight.size(2), ", ", weight.size(3), ") for ", c,
+                    " channels, stride ", stride);
+  }
+  stage.out_height = (h + 2 * stage.padding - stage.kernel) / stage.stride + 1;
+  stage.out_width = (w + 2 * stage.padding - stage.kernel) / stage.stride + 1;
+  return stage;
+}
+
+// The parameters that all kinds of stages have.
 template <typename Params>
 Params stage_params(const Chain& chain, const Stage& stage) {
   Params p{};
@@ -56,11 +88,13 @@ Params stage_params(const Chain& chain, const Stage& stage) {
 }  // namespace
 
 Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vector<Tensor>& conv_weights,
-             const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases, const std::vector<int64_t>& strides,
-             const std::string& acts, size_t eps_count, bool recompute_first, bool shuffle)
+             const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
+             const std::vector<int64_t>& strides, const std::string& acts, size_t eps_count, bool recompute_first,
+             bool shuffle)
     : recompute(recompute_first) {
   STD_TORCH_CHECK(shape.size() == 4, kConvOp, ": x must be 4-d (N, C, H, W), got ", shape.size(), " dimensions");
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, kConvOp, ": x must be float32 or bfloat16");
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, kConvOp,
+                  ": x must be float32 or bfloat16");
   const std::vector<std::string> names = split(acts);
   const size_t count = conv_weights.size();
   STD_TORCH_CHECK(count > 0 && bn_weights.size() == count && bn_biases.size() == count && strides.size() == count &&
@@ -68,7 +102,8 @@ Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vect
                   kConvOp, ": every stage needs one of each: weight, bn_weight, bn_bias, stride, act, eps");
   bfloat16 = type == ScalarType::BFloat16;
   batch = shape[0];
-  STD_TORCH_CHECK(!shuffle || shape[1] % 2 == 0, kConvOp, ": shuffle splits an even number of channels, got ", shape[1]);
+  STD_TORCH_CHECK(!shuffle || shape[1] % 2 == 0, kConvOp, ": shuffle splits an even number of channels, got ",
+                  shape[1]);
   channels = shuffle ? shape[1] / 2 : shape[1];
   height = shape[2];
   width = shape[3];
@@ -77,27 +112,10 @@ Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vect
   stages.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     const Tensor& weight = conv_weights[i];
-    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(2) == weight.size(3) && weight.size(2) % 2 == 1, kConvOp, ", stage ", i,
-                    ": conv_weight must be (out, in / groups, k, k) with odd k");
-    STD_TORCH_CHECK(weight.is_contiguous(), kConvOp, ", stage ", i, ": conv_weight must be contiguous");
-    Stage stage{Kind::kDense, c, weight.size(0), weight.size(2), strides[i], weight.size(2) / 2, h, w, 0, 0, 0, nullptr, {},
-                BatchNorm(kConvOp, names[i], weight.size(0)), true, -1, statistics_size};
-    const bool small = stage.kernel == 3 || stage.kernel == 5 || stage.kernel == 7;
-    if (weight.size(1) == 1 && weight.size(0) == c && small && (stage.stride == 1 || stage.stride == 2)) {
-      stage.kind = Kind::kDepthwise;
-    } else if (weight.size(1) == c && stage.kernel == 1 && stage.stride == 1) {
-      stage.kind = Kind::kPointwise;
-    } else {
-      STD_TORCH_CHECK(weight.size(1) == c && i == 0 && stage.stride >= 1, kConvOp, ", stage ", i,
-                      ": must be pointwise with stride 1, depthwise with kernel 3, 5 or 7 and stride 1 or 2, or, as the "
-                      "first stage, dense; got a weight of shape (",
-                      weight.size(0), ", ", weight.size(1), ", ", weight.size(2), ", ", weight.size(3), ") for ", c,
-                      " channels, stride ", strides[i]);
-    }
+    Stage stage = make_stage(i, c, h, w, weight, strides[i], names[i]);
+    stage.statistics_at = statistics_size;
     check_vector(kConvOp, "bn_weight", bn_weights[i], stage.out_channels, ScalarType::Float);
     check_vector(kConvOp, "bn_bias", bn_biases[i], stage.out_channels, ScalarType::Float);
-    stage.out_height = (h + 2 * stage.padding - stage.kernel) / stage.stride + 1;
-    stage.out_width = (w + 2 * stage.padding - stage.kernel) / stage.stride + 1;
     stage.rows = batch * stage.out_height * stage.out_width;
     stage.weight = weight_data(weight, &stage.converted);
     statistics_size += 2 * stage.out_channels;
@@ -110,8 +128,8 @@ Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vect
     w = stage.out_width;
     stages.push_back(std::move(stage));
   }
-  STD_TORCH_CHECK(!recompute || (count > 1 && stages[0].kind == Kind::kPointwise && stages[1].kind == Kind::kDepthwise), kConvOp,
-                  ": one_pass needs a pointwise stage before a depthwise one");
+  STD_TORCH_CHECK(!recompute || (count > 1 && stages[0].kind == Kind::kPointwise && stages[1].kind == Kind::kDepthwise),
+                  kConvOp, ": one_pass needs a pointwise stage before a depthwise one");
   STD_TORCH_CHECK(!shuffle || (h == height && w == width && c == channels), kConvOp,
                   ": shuffle needs stages that keep the shape of their input");
   STD_TORCH_CHECK(!shuffle || !recompute, kConvOp, ": shuffle and one_pass exclude each other");
@@ -119,10 +137,9 @@ Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vect
 
 void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const {
   STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == batch && tensor.size(1) == c && tensor.size(2) == h &&
-                      tensor.size(3) == w && is_channels_last(tensor) &&
-                      tensor.scalar_type() == type(),
-                  kConvOp, ": ", name, " must be channels_last, of the type of x and of shape (", batch, ", ", c, ", ", h, ", ", w,
-                  ")");
+                      tensor.size(3) == w && is_channels_last(tensor) && tensor.scalar_type() == type(),
+                  kConvOp, ": ", name, " must be channels_last, of the type of x and of shape (", batch, ", ", c, ", ",
+                  h, ", ", w, ")");
 }
 
 Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
@@ -130,7 +147,8 @@ Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, in
     : storage_(std::make_unique<PoolBlock>(kernels().conv.packed_bytes(bfloat16, depth, columns))) {
   const int64_t panels = kernels().conv.panel_count(columns);
   run_items(panels, depth * columns / panels, [&](int64_t begin, int64_t end) {
-    kernels().conv.pack(bfloat16, w, depth, columns, stride_k, stride_n, scale_k, scale_n, storage_->data(), begin, end);
+    kernels().conv.pack(bfloat16, w, depth, columns, stride_k, stride_n, scale_k, scale_n, storage_->data(), begin,
+                        end);
   });
 }
 
@@ -139,7 +157,8 @@ AlignedFloats depthwise_weight(const Stage& stage, bool flipped) {
   const int64_t ld = round_up(stage.out_channels, kAlignment);
   AlignedFloats packed(taps * ld);
   for (int64_t c = 0; c < stage.out_channels; ++c) {
-    for (int64_t t = 0; t < taps; ++t) packed.data()[(flipped ? taps - 1 - t : t) * ld + c] = stage.weight[c * taps + t];
+    for (int64_t t = 0; t < taps; ++t)
+      packed.data()[(flipped ? taps - 1 - t : t) * ld + c] = stage.weight[c * taps + t];
   }
   return packed;
 }
@@ -148,7 +167,7 @@ Packed forward_weight(const Chain& chain, const Stage& stage) {
   const int64_t taps = stage.kernel * stage.kernel;
   const int64_t depth = taps * stage.in_channels;
   if (taps == 1) return Packed(chain.bfloat16, stage.weight, depth, stage.out_channels, 1, depth);
-  // a patch is [ky][kx][channel], a weight (out, channel, ky, kx)
+  // a patch is [ky][kx][channel], but a weight is (out, channel, ky, kx)
   std::vector<float> patches(depth * stage.out_channels);
   for (int64_t o = 0; o < stage.out_channels; ++o) {
     for (int64_t c = 0; c < stage.in_channels; ++c) {

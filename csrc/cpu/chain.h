@@ -1,9 +1,10 @@
-// The stages of one call of conv_bn_act, checked, with their geometry and weights; and the parts of kernel parameters that
-// follow from them.
+// The stages of one call of conv_bn_act: checked, with their geometry and weights. And the kernel parameters that
+// follow from a stage.
 #pragma once
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "conv_bn_act.h"
@@ -17,19 +18,21 @@ constexpr const char* kConvOp = "conv_bn_act";
 enum class Kind { kPointwise, kDepthwise, kDense };
 
 struct Stage {
-  Kind kind;
+  Kind kind = Kind::kDense;
   int64_t in_channels, out_channels, kernel, stride, padding;
   int64_t height, width, out_height, out_width;
-  int64_t rows;  // output pixels
-  const float* weight;           // as the tensor has it
-  std::vector<float> converted;  // its memory where the tensor is not float
+  int64_t rows;                  // pixels of the output
+  const float* weight;           // in the order of the tensor
+  std::vector<float> converted;  // the memory of weight where the tensor is not float
   BatchNorm bn;
-  bool batch_statistics;
-  int64_t saved_at;       // element of the saved tensor where y starts, or -1
-  int64_t statistics_at;  // element of the statistics where mean starts
+  bool batch_statistics = true;
+  int64_t saved_at = -1;      // element of the saved tensor where y starts, or -1
+  int64_t statistics_at = 0;  // element of the statistics where mean starts
+
+  explicit Stage(BatchNorm batch_norm) : bn(std::move(batch_norm)) {}
 };
 
-// The stages, with the layout of the saved tensor.
+// The stages and the layout of the saved tensor.
 struct Chain {
   bool bfloat16;
   bool recompute;
@@ -39,8 +42,8 @@ struct Chain {
   int64_t statistics_size = 0;
 
   Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vector<Tensor>& conv_weights,
-        const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases, const std::vector<int64_t>& strides,
-        const std::string& acts, size_t eps_count, bool recompute, bool shuffle);
+        const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
+        const std::vector<int64_t>& strides, const std::string& acts, size_t eps_count, bool recompute, bool shuffle);
 
   size_t element_size() const { return bfloat16 ? 2 : 4; }
   const Stage& last() const { return stages.back(); }
@@ -58,14 +61,15 @@ struct Chain {
     return pool_empty({batch, c, h, w}, {c * h * w, 1, w * c, c}, type());
   }
 
-  // Refuses an image tensor that is not channels_last, of this type and shape.
+  // Refuses an image tensor that is not channels_last, or has another type or shape.
   void check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const;
 };
 
-// A weight as the matrix products read it.
+// A weight in the layout that the matrix products read.
 class Packed {
  public:
-  // B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n] (null: 1), depth x columns; one stride is 1
+  // B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n], depth x columns. A scale that is null is 1; one
+  // of the strides must be 1.
   Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
          const float* scale_k = nullptr, const float* scale_n = nullptr);
   const void* data() const { return storage_->data(); }
@@ -74,13 +78,13 @@ class Packed {
   std::unique_ptr<PoolBlock> storage_;
 };
 
-// (channels, 1, kernel, kernel) as [kernel^2][ld]
+// The weight (channels, 1, kernel, kernel) in the layout [kernel^2][ld].
 AlignedFloats depthwise_weight(const Stage& stage, bool flipped);
 
-// The packed weight of a pointwise or dense stage, forward.
+// The packed weight of a pointwise or dense stage, for forward.
 Packed forward_weight(const Chain& chain, const Stage& stage);
 
-// Whether a result of so many rows goes past the caches.
+// Whether a result of this many rows is written past the caches.
 bool streams(bool bfloat16, int64_t rows, int64_t channels);
 
 PointwiseParams pointwise_params(const Chain& chain, const Stage& stage, const RowItems& items);

@@ -1,5 +1,6 @@
-// What the launcher of conv_bn_act chains (conv_bn_act.cpp) and its kernels (pointwise_kernels.cpp, depthwise_kernels.cpp,
-// once per instruction set) share. All tensors are NHWC. Formulas: docs/method.md 6 and nasfast/ops/reference.py.
+// The interface between the launcher of conv_bn_act chains (conv_bn_act.cpp) and its kernels (pointwise_kernels.cpp and
+// depthwise_kernels.cpp, compiled once per instruction set). All tensors are NHWC. Formulas: docs/method.md 6 and
+// nasfast/ops/reference.py.
 #pragma once
 
 #include <cstdint>
@@ -8,42 +9,43 @@
 
 namespace nasfast::cpu {
 
-// Input of a stage: a tensor, seen through the BatchNorm and activation of the stage before it.
+// Input of a stage: a tensor to which the BatchNorm and activation of the stage before are applied when it is read.
 struct StageInput {
   const void* data;
-  bool folded;  // whether bn applies; the input of the chain is read as it is
+  bool folded;  // whether to apply bn; the input of the chain is read as it is
   BnFold bn;
 };
 
-// Where the gradient of a stage's input goes: dz of the stage before (through that one's activation, with its sums), or the
-// gradient of the chain's input.
+// Where the gradient of a stage's input goes. Folded: it passes the activation of the stage before, becomes dz of that
+// stage, and is added to its sums. Otherwise it is the gradient of the chain's input.
 struct StageInputGrad {
   void* data;
   bool folded;
-  const void* y;  // folded: output of the stage before's convolution
+  const void* y;  // folded: output of the convolution of the stage before
   BnFold bn;
-  double* partial;   // folded: [item][2][channel], sum dz and sum dz * (y - center)
-  const void* added;  // not folded: gradient of the residual to add, or null
+  double* partial;    // folded: [item][2][channel]: sum dz and sum dz * (y - center)
+  const void* added;  // not folded: gradient of the residual, which is added; or null
 };
 
-// Gradient behind a stage's BatchNorm, from the gradient of its result (bn.act is the stage's activation) or from dz itself
-// (bn.act is identity).
+// The gradient that enters a stage in backward: that of its result (then bn.act is the stage's activation), or dz
+// itself (then bn.act is the identity).
 struct StageGrad {
   const void* data;
-  int64_t ld;  // distance between rows of data: channels, unless it is part of a wider tensor
+  int64_t ld;  // distance between rows of data: channels, or more in a wider tensor
   const void* y;
   BnFold bn;
 };
 
-// Pointwise convolution, or a dense one on gathered patches. Items are blocks of item_rows rows; a row is one output pixel.
+// Pointwise convolution, or a dense convolution on gathered patches. Items are blocks of item_rows rows; a row is one
+// pixel of the output.
 struct PointwiseParams {
   bool bfloat16;
-  bool streams;  // whether what is written goes past the caches
+  bool streams;  // whether results are written past the caches
   int64_t rows, item_rows;
   int64_t in_channels, out_channels;
   int64_t kernel, stride, padding;  // kernel 1: a row of the input is a row of the output
   int64_t height, width, out_height, out_width;
-  const void* weight;  // packed: in x out forward (patches of a dense one: kernel^2 * in), out x in backward
+  const void* weight;  // packed: in x out forward (dense: kernel^2 * in x out), out x in backward
   // forward
   StageInput x;
   void* y;
@@ -53,10 +55,10 @@ struct PointwiseParams {
   StageInputGrad dx;
 };
 
-// The expansion before a depthwise convolution, computed anew wherever its result is read:
+// The expansion before a depthwise convolution, which is computed again wherever its result is read:
 // xhat = weight (x - center) + bias, z = xhat * bn.scale + bn.shift.
 struct Expansion {
-  int64_t in_channels;  // 0: there is none
+  int64_t in_channels;  // 0: there is no expansion
   const void* x;
   const float* center;
   const void* weight;  // packed in x hidden, times 1 / sqrt(var + eps)
@@ -67,11 +69,11 @@ struct Expansion {
   void* v;                 // null: not wanted
 };
 
-// Depthwise convolution with padding kernel / 2. Items are strips of strip_rows rows of one image, of y forward and of dx
-// backward.
+// Depthwise convolution with padding kernel / 2. Items are strips of strip_rows rows of one image: rows of y forward,
+// and rows of dx backward.
 struct DepthwiseParams {
   bool bfloat16;
-  bool streams;  // as above
+  bool streams;  // whether results are written past the caches
   int64_t channels, kernel, stride;
   int64_t height, width, out_height, out_width;
   int64_t strips, strip_rows;
@@ -85,7 +87,8 @@ struct DepthwiseParams {
   Expansion expansion;
 };
 
-// Second moments of the rows of x around center: partial [item][in][in] (upper triangle) and [item][in] of first moments.
+// First and second moments of the rows of x around center: partial sums [item][in] and [item][in][in], of which the
+// upper triangle is written.
 struct CovarianceParams {
   bool bfloat16;
   int64_t rows, item_rows, channels;
@@ -95,7 +98,7 @@ struct CovarianceParams {
   double* first;
 };
 
-// dx = v + bias - weight (x - center) (+ added), v in place
+// dx = v + bias - weight (x - center) (+ added), where dx holds v before
 struct CorrectionParams {
   bool bfloat16;
   int64_t rows, item_rows, channels;
@@ -107,8 +110,8 @@ struct CorrectionParams {
   void* dx;
 };
 
-// ShuffleNetV2's channel shuffle and split: even channels of `whole` [rows][2 * channels] on the left, odd ones on the right,
-// both with their own distance between rows. split reads whole, merge writes it.
+// ShuffleNetV2's channel shuffle and split: the even channels of `whole`, [rows][2 * channels], are `left`, the odd
+// ones are `right`; each has its own distance between rows. shuffle_split reads whole, shuffle_merge writes it.
 struct ShuffleParams {
   bool bfloat16;
   int64_t rows, item_rows, channels;
@@ -122,7 +125,7 @@ struct ShuffleParams {
 struct ConvKernels {
   int64_t (*packed_bytes)(bool bfloat16, int64_t depth, int64_t columns);
   int64_t (*panel_count)(int64_t columns);
-  // panels [begin, end) of a packed weight
+  // packs the panels [begin, end) of a weight
   void (*pack)(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
                const float* scale_k, const float* scale_n, void* packed, int64_t begin, int64_t end);
   void (*pointwise_fwd)(const PointwiseParams& params, int64_t begin, int64_t end);

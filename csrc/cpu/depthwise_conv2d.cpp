@@ -1,4 +1,4 @@
-// Launchers and registration of depthwise_conv2d on the CPU.
+// Launchers of depthwise_conv2d on the CPU and their registration.
 
 #include "depthwise_conv2d.h"
 
@@ -17,10 +17,10 @@ namespace nasfast::cpu {
 
 namespace {
 
-// Partial sums of the weight gradient: few enough to be small beside the tensors.
+// Most partial sums of the weight gradient: so few that their memory is small beside the tensors.
 constexpr int64_t kMaxSums = 32;
 
-// Guards what would corrupt memory; nasfast/ops/checks.py has the explanations.
+// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
 void check_map(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape, ScalarType type) {
   bool same = tensor.dim() == 4 && tensor.scalar_type() == type && is_channels_last(tensor);
   for (int64_t dim = 0; same && dim < 4; ++dim) same = tensor.size(dim) == shape[dim];
@@ -32,9 +32,10 @@ struct Convolution {
   ScalarType type;
   std::vector<int64_t> shape, result_shape;
   const float* filter;
-  bool subsamples;  // x is read at every second pixel only
+  bool subsamples;  // only every second pixel of x is read
 
-  Convolution(const std::vector<int64_t>& shape, ScalarType type, const Tensor& weight, int64_t stride, int64_t dilation)
+  Convolution(const std::vector<int64_t>& shape, ScalarType type, const Tensor& weight, int64_t stride,
+              int64_t dilation)
       : type(type), shape(shape) {
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "depthwise_conv2d: x must be float32 or bfloat16");
@@ -43,8 +44,9 @@ struct Convolution {
     STD_TORCH_CHECK((stride == 1 || stride == 2) && (dilation == 1 || dilation == 2),
                     "depthwise_conv2d: stride and dilation must be 1 or 2");
     const int64_t kernel = weight.dim() == 4 ? weight.size(2) : 0;
-    STD_TORCH_CHECK((kernel == 3 || kernel == 5 || kernel == 7) && weight.size(3) == kernel && weight.size(0) == shape[1] &&
-                        weight.size(1) == 1 && weight.is_contiguous() && weight.scalar_type() == ScalarType::Float,
+    STD_TORCH_CHECK((kernel == 3 || kernel == 5 || kernel == 7) && weight.size(3) == kernel &&
+                        weight.size(0) == shape[1] && weight.size(1) == 1 && weight.is_contiguous() &&
+                        weight.scalar_type() == ScalarType::Float,
                     "depthwise_conv2d: weight must be a contiguous float32 (C, 1, k, k), k 3, 5 or 7");
     filter = float_data(weight);
     subsamples = stride == 2 && dilation == 2;
@@ -60,12 +62,17 @@ struct Convolution {
 
   PixelGrid grid(const void* data, const std::vector<int64_t>& of, int64_t every) const {
     const int64_t row = of[3] * of[1];
-    return {const_cast<void*>(data), (of[2] - 1) / every + 1, (of[3] - 1) / every + 1, every * of[1], every * row, of[2] * row};
+    return {const_cast<void*>(data),
+            (of[2] - 1) / every + 1,
+            (of[3] - 1) / every + 1,
+            every * of[1],
+            every * row,
+            of[2] * row};
   }
   void set_x(const void* data) { params.x = grid(data, shape, subsamples ? 2 : 1); }
   void set_y(const void* data) { params.y = grid(data, result_shape, 1); }
 
-  // The filter as the kernels read it.
+  // The filter in the layout that the kernels read.
   AlignedFloats packed(bool flipped) const {
     const int64_t taps = params.kernel * params.kernel;
     const int64_t ld = round_up(params.images * params.channels, kAlignment);
@@ -79,7 +86,7 @@ struct Convolution {
     return weight;
   }
 
-  // Units of work on results of that size.
+  // Divides the work on results of this size into units.
   void cut(const PixelGrid& result) {
     const int64_t groups = (params.batch + params.images - 1) / params.images;
     const Strips strips(groups, result.height);
@@ -120,7 +127,7 @@ Tensor depthwise_conv2d_fwd_cpu(const Tensor& x, const Tensor& weight, int64_t s
 Tensor input_gradient(Convolution& work) {
   Tensor dx = channels_last_empty(work.shape, work.type);
   if (work.subsamples) {
-    // pixels that forward did not read
+    // the pixels that forward did not read have no gradient
     const int64_t image_bytes = work.shape[1] * work.shape[2] * work.shape[3] * (work.params.bfloat16 ? 2 : 4);
     char* data = static_cast<char*>(dx.mutable_data_ptr());
     run_items(work.shape[0], image_bytes / 4, [&](int64_t begin, int64_t end) {

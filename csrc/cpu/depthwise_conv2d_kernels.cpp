@@ -1,5 +1,5 @@
-// Kernels of depthwise_conv2d, compiled once per instruction set: the stencils of stencil.h for the result and the gradient of
-// the input, and sums of products along the same rings of rows for the gradient of the weight.
+// Kernels of depthwise_conv2d, compiled once per instruction set. The result and the gradient of the input use the
+// stencils of stencil.h; the gradient of the weight is a sum of products along the same rings of rows.
 
 #include "depthwise_conv2d.h"
 #include "stencil.h"
@@ -16,9 +16,9 @@ inline Pass forward_pass(const DepthwiseConv2dParams& p) {
   return make_pass(p.kernel, p.stride, p.dilation, false, p.x.height, p.x.width, p.y.height, p.y.width);
 }
 
-// A strip of one group of images: which it is, and how its channels lie in vectors.
+// A strip of one group of images.
 struct Unit {
-  int64_t image, images;  // the first, and how many there are
+  int64_t image, images;  // the first image, and the number of images
   int64_t r0, r1;
 
   Unit(const DepthwiseConv2dParams& p, int64_t unit, int64_t height) {
@@ -29,12 +29,12 @@ struct Unit {
   }
 };
 
-// Channels held at once: all when images share a vector.
+// Channels that are held at once: all of them when images share a vector.
 inline int64_t held_channels(const DepthwiseConv2dParams& p, int64_t ring_columns) {
   return p.images > 1 ? kLanes : group_channels(p.channels, ring_columns);
 }
 
-// Row `row` of the unit's images, channels [c0, c0 + channels), to [pixel][ld] floats.
+// Copies row `row` of the unit's images, channels [c0, c0 + channels), to `to`: [pixel][ld] floats.
 template <typename T>
 inline void read_row(const DepthwiseConv2dParams& p, const PixelGrid& grid, const Unit& unit, int64_t row, int64_t c0,
                      int64_t channels, float* to, int64_t ld) {
@@ -42,7 +42,8 @@ inline void read_row(const DepthwiseConv2dParams& p, const PixelGrid& grid, cons
     const T* from = pixel_row<const T>(grid, unit.image + i, row) + c0;
     float* here = to + i * p.channels;
     if (grid.pixel_step == channels && ld == channels) {
-      for_each_vector(grid.width * channels, [&](int64_t at, auto lanes) { store(here + at, load(from + at, lanes), lanes); });
+      for_each_vector(grid.width * channels,
+                      [&](int64_t at, auto lanes) { store(here + at, load(from + at, lanes), lanes); });
       continue;
     }
     for (int64_t x = 0; x < grid.width; ++x) {
@@ -53,7 +54,7 @@ inline void read_row(const DepthwiseConv2dParams& p, const PixelGrid& grid, cons
   }
 }
 
-// Whether a row of vectors may be stored where it belongs, without a copy between: whole vectors, and no surplus pixels.
+// Whether the stencil may write a row directly to the result: it needs whole vectors and no surplus pixels.
 inline bool is_direct(const Pass& pass, AllLanes) { return pass.result_columns() == pass.width; }
 inline bool is_direct(const Pass&, int) { return false; }
 
@@ -66,7 +67,7 @@ inline float* as_floats<float>(float* p) {
   return p;
 }
 
-// result = stencil of source
+// result = stencil(source)
 template <typename T>
 void convolve_items(const DepthwiseConv2dParams& p, const Pass& pass, const PixelGrid& source, const PixelGrid& result,
                     int64_t begin, int64_t end) {
@@ -90,7 +91,8 @@ void convolve_items(const DepthwiseConv2dParams& p, const Pass& pass, const Pixe
             T* to = pixel_row<T>(result, unit.image + i, r);
             const float* from = out + i * channels;
             const int lanes = static_cast<int>(channels);
-            for (int64_t x = 0; x < pass.width; ++x) store(to + x * result.pixel_step, load(from + x * kLanes, lanes), lanes);
+            for (int64_t x = 0; x < pass.width; ++x)
+              store(to + x * result.pixel_step, load(from + x * kLanes, lanes), lanes);
           }
           return;
         }
@@ -111,10 +113,10 @@ void convolve_items(const DepthwiseConv2dParams& p, const Pass& pass, const Pixe
   }
 }
 
-// Gradients held in registers by `correlate`.
+// Gradients that `correlate` holds in registers.
 constexpr int kCorrelated = 4;
 
-// Adds sum over outputs of grad[o] * row[o * stride + kx] to acc [kRows][kK][ld], for kRows rows of the input.
+// Adds the sum over outputs o of grad[o] * row[o * stride + kx] to acc [kRows][kK][ld], for kRows rows of the input.
 template <int kK, int kStride, int kRows>
 inline void correlate(const float* const* rows, const float* grad, int64_t ld, int64_t segments, int64_t dilation,
                       float* acc) {
@@ -159,13 +161,16 @@ inline void correlate(const float* const* rows, const float* grad, int64_t ld, i
   }
 }
 
-// Rows of the filter at once: their sums and the gradients of a segment stay in registers, and there are enough of them that
-// no multiply-add waits for the one before.
+// Rows of the filter that are done at once: their sums and the gradients of a segment fit into registers, and there are
+// enough sums that no multiply-add waits for the one before.
 template <int kK>
-constexpr int kFilterRows = kK == 3 ? 3 : kK == 5 ? 2 : 1;
+constexpr int kFilterRows = kK == 3   ? 3
+                            : kK == 5 ? 2
+                                      : 1;
 
 template <int kK, int kStride>
-void correlate_rows(const float* const* rows, const float* grad, int64_t ld, int64_t segments, int64_t dilation, float* acc) {
+void correlate_rows(const float* const* rows, const float* grad, int64_t ld, int64_t segments, int64_t dilation,
+                    float* acc) {
   constexpr int kRows = kFilterRows<kK>;
   int ky = 0;
   for (; ky + kRows <= kK; ky += kRows) {
@@ -174,20 +179,21 @@ void correlate_rows(const float* const* rows, const float* grad, int64_t ld, int
   for (; ky < kK; ++ky) correlate<kK, kStride, 1>(rows + ky, grad, ld, segments, dilation, acc + ky * kK * ld);
 }
 
-using CorrelateRows = void (*)(const float* const* rows, const float* grad, int64_t ld, int64_t segments, int64_t dilation,
-                               float* acc);
+using CorrelateRows = void (*)(const float* const* rows, const float* grad, int64_t ld, int64_t segments,
+                               int64_t dilation, float* acc);
 
 template <int kK>
 CorrelateRows correlation(int64_t stride) {
   return stride == 1 ? correlate_rows<kK, 1> : correlate_rows<kK, 2>;
 }
 
-// Sums of the weight gradient: float within whole rows of about kTileRows pixels, double beyond.
+// Sums of the weight gradient: float over whole rows with about kTileRows pixels together, double beyond them.
 template <typename T>
 void correlate_items(const DepthwiseConv2dParams& p, int64_t begin, int64_t end) {
   const Pass pass = with_outputs(forward_pass(p), kCorrelated);
-  const CorrelateRows run =
-      p.kernel == 3 ? correlation<3>(p.stride) : p.kernel == 5 ? correlation<5>(p.stride) : correlation<7>(p.stride);
+  const CorrelateRows run = p.kernel == 3   ? correlation<3>(p.stride)
+                            : p.kernel == 5 ? correlation<5>(p.stride)
+                                            : correlation<7>(p.stride);
   const int64_t taps = p.kernel * p.kernel;
   const int64_t ld = held_channels(p, pass.ring * pass.columns);
   const int64_t ring_size = pass.ring * pass.columns * ld;
@@ -218,7 +224,7 @@ void correlate_items(const DepthwiseConv2dParams& p, int64_t begin, int64_t end)
           if (summed < kTileRows && r + 1 < unit.r1) return;
           for (int64_t t = 0; t < taps; ++t) {
             double* sum = partial + t * p.channels + c0;
-            // lanes of images that are not there, and those beyond the channels, hold whatever their vectors did
+            // lanes of missing images and lanes beyond the channels have arbitrary values and are not read
             for (int64_t i = 0; i < unit.images; ++i) {
               const float* part = acc + t * ld + i * p.channels;
               for (int64_t c = 0; c < channels; ++c) sum[c] += part[c];
@@ -238,7 +244,7 @@ void depthwise_conv2d_fwd(const DepthwiseConv2dParams& p, int64_t begin, int64_t
 }
 
 void depthwise_conv2d_bwd_x(const DepthwiseConv2dParams& p, int64_t begin, int64_t end) {
-  // at stride 1 the convolution of the gradient with the flipped filter
+  // at stride 1 this is the convolution of the gradient with the flipped filter
   const Pass pass =
       make_pass(p.kernel, p.stride, p.dilation, p.stride == 2, p.y.height, p.y.width, p.x.height, p.x.width);
   (p.bfloat16 ? convolve_items<BFloat16> : convolve_items<float>)(p, pass, p.y, p.x, begin, end);

@@ -1,8 +1,9 @@
 // Kernels of depthwise convolution stages, compiled once per instruction set.
 //
-// Rows of the input are normalised and activated once, as float, into a ring of the last `kernel` rows with zeros on either
-// side; the stencil slides along it with its sums in registers, a vector of channels at a time. Backward runs the same way
-// on rows of dy with the transposed stencil. The rows may also come from an expansion computed on the spot.
+// Each row of the input is normalised and activated once and put, as float, into a ring of the last `kernel` rows with
+// zeros on either side. The stencil slides along the ring, one vector of channels at a time, with its sums in
+// registers. Backward does the same on rows of dy with the transposed stencil. An expansion before the depthwise
+// convolution computes the rows where they are needed.
 
 #include "bn_tile.h"
 #include "conv_bn_act.h"
@@ -18,7 +19,70 @@ Pass chain_pass(const DepthwiseParams& p, bool backward) {
   return make_pass(p.kernel, p.stride, 1, p.stride == 2, p.out_height, p.out_width, p.height, p.width);
 }
 
-// A is the activation of the stage before (of the expansion, where there is one).
+// Writes row `row` of one image as the stencil reads it, channels [c0, c0 + channels), to `to`: [pixel][ld] floats.
+// A is the activation of the stage before.
+template <typename T, typename A>
+inline void provide_input(const DepthwiseParams& p, int64_t image, int64_t row, int64_t c0, int64_t channels, float* to,
+                          int64_t ld) {
+  const T* x = static_cast<const T*>(p.x.data) + (image * p.height + row) * p.width * p.channels + c0;
+  if (!p.x.folded) return copy_tile(x, p.channels, to, ld, p.width, channels);
+  const BnFold& bn = p.x.bn;
+  const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, nullptr, nullptr, bn.act};
+  bn_act_tile<A, false>(here, x, static_cast<const T*>(nullptr), p.channels, to, ld, p.width, channels);
+}
+
+// The same from an expansion, all its channels; A is the expansion's activation. `a` is memory for the centred row of
+// x.
+template <typename T, typename A, typename C>
+inline void provide_expansion(const DepthwiseParams& p, int64_t image, int64_t row, C* a, int64_t lda, float* to,
+                              int64_t ld) {
+  const Expansion& e = p.expansion;
+  const T* x = static_cast<const T*>(e.x) + (image * p.height + row) * p.width * e.in_channels;
+  centre_tile(x, e.center, a, lda, p.width, e.in_channels);
+  gemm_tile(a, lda, p.width, static_cast<const C*>(e.weight), e.in_channels, p.channels,
+            [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
+              const VecF bias = load(e.bias + c, lanes);
+              const VecF scale = load(e.bn.scale + c, lanes);
+              const VecF shift = load(e.bn.shift + c, lanes);
+              for_each_row(count, sum, [&](int i, VecF v) {
+                store(to + (r + i) * ld + c, A::value((v + bias) * scale + shift), lanes);
+              });
+            });
+}
+
+// Statistics of one item's results: float sums around a pivot, which are merged into double ones every kTileRows
+// pixels.
+struct RunningSums {
+  float *pivot, *sums, *squares;
+  int64_t before;  // pixels that were merged already
+  int64_t summed;  // pixels in sums and squares
+};
+
+// Stores a row of results, one vector of channels wide, and adds it to the sums; `out` is [pixel][kLanes] floats.
+template <typename T, typename Lanes>
+inline void store_and_sum(const float* out, int64_t width, T* y, int64_t ldy, bool streams, const RunningSums& running,
+                          int64_t c, Lanes lanes) {
+  VecF k = load(running.pivot + c, AllLanes{});
+  VecF s = load(running.sums + c, AllLanes{});
+  VecF q = load(running.squares + c, AllLanes{});
+  if (running.before + running.summed == 0) {
+    VecF total{};
+    for (int64_t x = 0; x < width; ++x) total += load(out + x * kLanes, AllLanes{});
+    k = total * (1.0f / static_cast<float>(width));
+    store(running.pivot + c, k, AllLanes{});
+  }
+  for (int64_t x = 0; x < width; ++x) {
+    const VecF sum = load(out + x * kLanes, AllLanes{});
+    put(y + x * ldy, sum, streams, lanes);
+    const VecF d = as_stored<T>(sum) - k;
+    s += d;
+    q += d * d;
+  }
+  store(running.sums + c, s, AllLanes{});
+  store(running.squares + c, q, AllLanes{});
+}
+
+// A is the activation of the stage before, or of the expansion where there is one.
 template <typename T, typename A>
 void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
@@ -34,9 +98,7 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
                   3 * Scratch::size<float>(group) + Scratch::size<C>(a_size) + Scratch::size<float>(out_size));
   float* ring = scratch.take<float>(ring_size);
   const float* zeros = scratch.take<float>(pass.columns * group);
-  float* pivot = scratch.take<float>(group);
-  float* sums = scratch.take<float>(group);
-  float* squares = scratch.take<float>(group);
+  RunningSums running{scratch.take<float>(group), scratch.take<float>(group), scratch.take<float>(group), 0, 0};
   C* a = scratch.take<C>(a_size);
   float* out = scratch.take<float>(out_size);
   for (int64_t item = begin; item < end; ++item) {
@@ -45,76 +107,35 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
     const int64_t r1 = lesser(r0 + p.strip_rows, p.out_height);
     for (int64_t c0 = 0; c0 < p.channels; c0 += group) {
       const int64_t channels = lesser(group, p.channels - c0);
-      int64_t before = 0;  // pixels in the partial statistics
-      int64_t summed = 0;  // pixels in sums and squares
+      running.before = running.summed = 0;
       const auto provide = [&](int64_t row, float* to) {
-        if (expanded) {
-          const T* x = static_cast<const T*>(p.expansion.x) + (image * p.height + row) * p.width * p.expansion.in_channels;
-          const Expansion& e = p.expansion;
-          centre_tile(x, e.center, a, lda, p.width, e.in_channels);
-          gemm_tile(a, lda, p.width, static_cast<const C*>(e.weight), e.in_channels, channels,
-                    [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
-            const VecF bias = load(e.bias + c, lanes);
-            const VecF scale = load(e.bn.scale + c, lanes);
-            const VecF shift = load(e.bn.shift + c, lanes);
-            for_each_row(count, sum, [&](int i, VecF v) {
-              store(to + (r + i) * group + c, A::value((v + bias) * scale + shift), lanes);
-            });
-          });
-          return;
-        }
-        const T* x = static_cast<const T*>(p.x.data) + (image * p.height + row) * p.width * p.channels + c0;
-        if (p.x.folded) {
-          const BnFold& bn = p.x.bn;
-          const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, nullptr, nullptr, bn.act};
-          bn_act_tile<A, false>(here, x, static_cast<const T*>(nullptr), p.channels, to, group, p.width, channels);
-        } else {
-          copy_tile(x, p.channels, to, group, p.width, channels);
-        }
+        if (expanded) return provide_expansion<T, A>(p, image, row, a, lda, to, group);
+        provide_input<T, A>(p, image, row, c0, channels, to, group);
       };
       const auto finish = [&](int64_t r, const auto& eval) {
         for_each_vector(channels, [&](int64_t c, auto lanes) {
           eval(c, out);
           T* y = static_cast<T*>(p.y) + (image * p.out_height + r) * p.out_width * p.channels + c0 + c;
-          if (!p.partial) {
-            for (int64_t x = 0; x < pass.width; ++x) {
-              put(y + x * p.channels, load(out + x * kLanes, AllLanes{}), p.streams, lanes);
-            }
-            return;
-          }
-          VecF k = load(pivot + c, AllLanes{});
-          VecF s = load(sums + c, AllLanes{});
-          VecF q = load(squares + c, AllLanes{});
-          if (before + summed == 0) {
-            VecF total{};
-            for (int64_t x = 0; x < pass.width; ++x) total += load(out + x * kLanes, AllLanes{});
-            k = total * (1.0f / static_cast<float>(pass.width));
-            store(pivot + c, k, AllLanes{});
-          }
+          if (p.partial) return store_and_sum(out, pass.width, y, p.channels, p.streams, running, c, lanes);
           for (int64_t x = 0; x < pass.width; ++x) {
-            const VecF sum = load(out + x * kLanes, AllLanes{});
-            put(y + x * p.channels, sum, p.streams, lanes);
-            const VecF d = as_stored<T>(sum) - k;
-            s += d;
-            q += d * d;
+            put(y + x * p.channels, load(out + x * kLanes, AllLanes{}), p.streams, lanes);
           }
-          store(sums + c, s, AllLanes{});
-          store(squares + c, q, AllLanes{});
         });
-        summed += pass.width;
-        if (!p.partial || (summed < kTileRows && r + 1 < r1)) return;
+        running.summed += pass.width;
+        if (!p.partial || (running.summed < kTileRows && r + 1 < r1)) return;
         double* mean = p.partial + item * 2 * p.channels + c0;
-        merge_sums(sums, squares, channels, summed, before, pivot, mean, mean + p.channels);
-        for (int64_t c = 0; c < group; ++c) sums[c] = squares[c] = 0;
-        before += summed;
-        summed = 0;
+        merge_sums(running.sums, running.squares, channels, running.summed, running.before, running.pivot, mean,
+                   mean + p.channels);
+        for (int64_t c = 0; c < group; ++c) running.sums[c] = running.squares[c] = 0;
+        running.before += running.summed;
+        running.summed = 0;
       };
       slide(pass, r0, r1, group, ring, zeros, p.weight + c0, p.weight_ld, provide, finish);
     }
   }
 }
 
-// One row of dy, channels [c0, c0 + channels), into a ring.
+// Writes one row of dy, channels [c0, c0 + channels), into a ring.
 template <typename T>
 inline void provide_dy(const DepthwiseParams& p, int64_t image, int64_t row, int64_t c0, int64_t channels, float* to,
                        int64_t ld) {
@@ -129,8 +150,8 @@ inline void provide_dy(const DepthwiseParams& p, int64_t image, int64_t row, int
   });
 }
 
-// Adds the float sums of `channels` channels to partial [2][ld], and clears all `held`: lanes beyond the channels hold
-// whatever their vectors did, perhaps NaN.
+// Adds the float sums of `channels` channels to partial [2][ld], and clears all `held` sums: lanes beyond the channels
+// have arbitrary values, which may be NaN.
 inline void flush_sums(float* sums, float* moments, int64_t channels, int64_t held, double* partial, int64_t ld) {
   for (int64_t c = 0; c < channels; ++c) partial[c] += sums[c];
   for (int64_t c = 0; c < channels; ++c) partial[ld + c] += moments[c];
@@ -138,7 +159,7 @@ inline void flush_sums(float* sums, float* moments, int64_t channels, int64_t he
   memset(moments, 0, held * sizeof(float));
 }
 
-// A is the activation of the stage before, if kFolded.
+// With kFolded, A is the activation of the stage before.
 template <typename T, typename A, bool kFolded>
 void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   const Pass pass = chain_pass(p, true);
@@ -205,8 +226,9 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// The depthwise convolution's backward and that of the expansion before it, whose activation is A: for a panel of channels
-// the stencil gives da, a product gives xhat again, and dz stays here as the input of the product that gives v.
+// Backward of a depthwise convolution and of the expansion before it, whose activation is A. For a panel of channels,
+// the stencil gives da, and a product gives xhat again; dz stays in this thread's memory, as input of the product that
+// gives v.
 template <typename T, typename A>
 void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
@@ -217,12 +239,12 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   const int64_t ldz = tile_ld<C>(p.channels);
   const int64_t a_rows = tile_rows(p.width);
   const int64_t ring_size = pass.kernel * pass.columns * ld;
-  // blocks of the product may go beyond the row
+  // the blocks of the product may reach beyond the row
   const int64_t pixels = pass.segments * pass.outputs > a_rows ? pass.segments * pass.outputs : a_rows;
   const int64_t out_size = pixels * kLanes;
-  Scratch scratch(Scratch::size<float>(ring_size) + Scratch::size<float>(pass.columns * ld) + 2 * Scratch::size<float>(ld) +
-                  Scratch::size<float>(kPanelVectors * out_size) + Scratch::size<C>(a_rows * lda) +
-                  Scratch::size<C>(a_rows * ldz));
+  Scratch scratch(Scratch::size<float>(ring_size) + Scratch::size<float>(pass.columns * ld) +
+                  2 * Scratch::size<float>(ld) + Scratch::size<float>(kPanelVectors * out_size) +
+                  Scratch::size<C>(a_rows * lda) + Scratch::size<C>(a_rows * ldz));
   float* ring = scratch.take<float>(ring_size);
   const float* zeros = scratch.take<float>(pass.columns * ld);
   float* sums = scratch.take<float>(ld);
@@ -241,33 +263,37 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
     const auto finish = [&](int64_t r, const auto& eval) {
       const int64_t at = (image * p.height + r) * p.width * e.in_channels;
       centre_tile(static_cast<const T*>(e.x) + at, e.center, a, lda, p.width, e.in_channels);
-      for_each_panel(static_cast<const C*>(e.weight), e.in_channels, p.channels, [&](auto width, int64_t column, const C* b) {
-        constexpr int kWidth = decltype(width)::value;
-        for (int j = 0; j < kWidth; ++j) eval(column + j * kLanes, da + j * out_size);
-        gemm_panel<kWidth>(a, lda, b, e.in_channels, p.width, column, p.channels,
-                           [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
-          const float* from = da + (c - column) / kLanes * out_size + row * kLanes;
-          const VecF bias = load(e.bias + c, lanes);
-          const VecF scale = load(e.bn.scale + c, lanes);
-          const VecF shift = load(e.bn.shift + c, lanes);
-          VecF s = load(sums + c, AllLanes{});
-          VecF m = load(moments + c, AllLanes{});
-          for_each_row(count, sum, [&](int i, VecF v) {
-            const VecF xhat = v + bias;
-            const VecF g = A::backward(load(from + i * kLanes, AllLanes{}), xhat * scale + shift);
-            store(dz + (row + i) * ldz + c, g, lanes);
-            s += g;
-            m += g * xhat;
+      for_each_panel(
+          static_cast<const C*>(e.weight), e.in_channels, p.channels, [&](auto width, int64_t column, const C* b) {
+            constexpr int kWidth = decltype(width)::value;
+            for (int j = 0; j < kWidth; ++j) eval(column + j * kLanes, da + j * out_size);
+            gemm_panel<kWidth>(a, lda, b, e.in_channels, p.width, column, p.channels,
+                               [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
+                                 const float* from = da + (c - column) / kLanes * out_size + row * kLanes;
+                                 const VecF bias = load(e.bias + c, lanes);
+                                 const VecF scale = load(e.bn.scale + c, lanes);
+                                 const VecF shift = load(e.bn.shift + c, lanes);
+                                 VecF s = load(sums + c, AllLanes{});
+                                 VecF m = load(moments + c, AllLanes{});
+                                 for_each_row(count, sum, [&](int i, VecF v) {
+                                   const VecF xhat = v + bias;
+                                   const VecF g =
+                                       A::backward(load(from + i * kLanes, AllLanes{}), xhat * scale + shift);
+                                   store(dz + (row + i) * ldz + c, g, lanes);
+                                   s += g;
+                                   m += g * xhat;
+                                 });
+                                 store(sums + c, s, AllLanes{});
+                                 store(moments + c, m, AllLanes{});
+                               });
           });
-          store(sums + c, s, AllLanes{});
-          store(moments + c, m, AllLanes{});
-        });
-      });
       T* v = static_cast<T*>(e.v) + (e.v ? at : 0);
-      if (v) gemm_tile(dz, ldz, p.width, static_cast<const C*>(e.weight_bwd), p.channels, e.in_channels,
-                [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
-        for_each_row(count, sum, [&](int i, VecF value) { store(v + (row + i) * e.in_channels + c, value, lanes); });
-      });
+      if (v)
+        gemm_tile(dz, ldz, p.width, static_cast<const C*>(e.weight_bwd), p.channels, e.in_channels,
+                  [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
+                    for_each_row(count, sum,
+                                 [&](int i, VecF value) { store(v + (row + i) * e.in_channels + c, value, lanes); });
+                  });
       summed += p.width;
       if (summed >= kTileRows || r + 1 == r1) {
         flush_sums(sums, moments, p.channels, ld, partial, p.channels);
@@ -287,12 +313,15 @@ void depthwise_fwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
 void depthwise_bwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
   if (p.expansion.in_channels) {
     const Act act = p.expansion.bn.act;
-    by_type(p.bfloat16, act, [](auto t, auto a) { return expansion_bwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+    by_type(p.bfloat16, act, [](auto t, auto a) { return expansion_bwd_items<decltype(t), decltype(a)>; })(p, begin,
+                                                                                                           end);
   } else if (p.dx.folded) {
     const Act act = p.dx.bn.act;
-    by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_bwd_items<decltype(t), decltype(a), true>; })(p, begin, end);
+    by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_bwd_items<decltype(t), decltype(a), true>; })(
+        p, begin, end);
   } else {
-    (p.bfloat16 ? depthwise_bwd_items<BFloat16, Identity, false> : depthwise_bwd_items<float, Identity, false>)(p, begin, end);
+    (p.bfloat16 ? depthwise_bwd_items<BFloat16, Identity, false>
+                : depthwise_bwd_items<float, Identity, false>)(p, begin, end);
   }
   if (p.streams) finish_streams();
 }

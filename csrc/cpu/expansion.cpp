@@ -9,9 +9,9 @@
 namespace nasfast::cpu {
 namespace {
 
-// Partial second moments are channels^2 numbers per item.
+// Each item has channels^2 partial second moments, so there are fewer items than elsewhere.
 constexpr int64_t kMaxCovarianceItems = 32;
-// Rows of the sample whose mean the second moments are taken around.
+// Rows of the sample of x; second moments are taken around the mean of this sample.
 constexpr int64_t kSampleRows = 256;
 
 double load_element(const void* data, bool bfloat16, int64_t i) {
@@ -22,7 +22,7 @@ double load_element(const void* data, bool bfloat16, int64_t i) {
   return value;
 }
 
-// The mean of at most kSampleRows rows spread over x: near the mean of x, but cheap.
+// The mean of at most kSampleRows rows, spread over x: cheap, and near the mean of x.
 void sample_mean(const Chain& chain, const void* x, float* mean) {
   const int64_t rows = chain.batch * chain.height * chain.width;
   const int64_t count = std::min(rows, kSampleRows);
@@ -56,7 +56,8 @@ void expansion_statistics(const Chain& chain, const void* x, double* mean, doubl
   CovarianceParams p{};
   p.bfloat16 = chain.bfloat16;
   p.rows = stage.rows;
-  p.item_rows = round_up(std::max(kMinItemRows, (p.rows + kMaxCovarianceItems - 1) / kMaxCovarianceItems), kMinItemRows);
+  p.item_rows =
+      round_up(std::max(kMinItemRows, (p.rows + kMaxCovarianceItems - 1) / kMaxCovarianceItems), kMinItemRows);
   p.channels = in;
   p.x = x;
   p.center = center.data();
@@ -111,8 +112,8 @@ ExpansionNumbers::ExpansionNumbers(const Chain& chain, const void* x, double eps
     scale_.data()[c] = gamma[c];
     shift_.data()[c] = beta[c];
   }
-  weight_.emplace(chain.bfloat16, stage_.weight, stage_.in_channels, stage_.out_channels, 1, stage_.in_channels, nullptr,
-                  rstd_.data());
+  weight_.emplace(chain.bfloat16, stage_.weight, stage_.in_channels, stage_.out_channels, 1, stage_.in_channels,
+                  nullptr, rstd_.data());
 }
 
 Expansion ExpansionNumbers::expansion(const void* x) const {
@@ -142,7 +143,7 @@ void ExpansionNumbers::affine_gradients(const double* sums, float* dweight, floa
 void ExpansionNumbers::finish_input_gradient(const void* x, const double* sums, const void* added, void* dx) const {
   if (!stage_.batch_statistics && !added) return;
   const int64_t channels = stage_.in_channels, hidden = stage_.out_channels;
-  // dx = v - A (x - center) - c with W the weight times rstd:
+  // dx = v - A (x - center) - c, where W is the weight times rstd:
   // A = W^T diag(gamma mean(dz xhat)) W, c = W^T (gamma (mean(dz) + bias mean(dz xhat)))
   const double rows = stage_.batch_statistics ? static_cast<double>(stage_.rows) : HUGE_VAL;
   std::vector<double> a(channels * channels), constant(channels), w(channels);

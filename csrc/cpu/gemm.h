@@ -1,8 +1,9 @@
-// Matrix products on a tile of rows: C = A B with A (rows x depth) in this thread's cache and B (depth x columns) a
-// convolution weight packed once per call.
+// Matrix products on a tile of rows: C = A B. A (rows x depth) is in this thread's cache; B (depth x columns) is a
+// convolution weight, packed once per call.
 //
-// A block of kBlockRows x (1 to kPanelVectors vectors) of C stays in registers while it runs through the depth. Storage
-// bfloat16 is multiplied as bfloat16 with float sums where the processor has a dot product for it, else as float.
+// A block of C, kBlockRows x (1 to kPanelVectors vectors), stays in registers while the loop goes through the depth.
+// Tensors of bfloat16 are multiplied as bfloat16 with float sums where the processor has a dot product for it,
+// otherwise as float.
 #pragma once
 
 #include "bn_tile.h"
@@ -11,13 +12,13 @@
 namespace nasfast::cpu::NASFAST_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kBlockRows = 8;  // 8 x 3 sums, 3 of B, 1 of A: 28 of 32 registers
+constexpr int kBlockRows = 8;  // 8 x 3 sums, 3 vectors of B, 1 of A: 28 of 32 registers
 #else
-constexpr int kBlockRows = 4;  // 4 x 3 sums, 3 of B, 1 of A: all 16 registers
+constexpr int kBlockRows = 4;  // 4 x 3 sums, 3 vectors of B, 1 of A: all 16 registers
 #endif
 constexpr int kPanelVectors = 3;
 
-// The type tensors of storage type T are multiplied in.
+// The type in which tensors of storage type T are multiplied.
 template <typename T>
 struct Multiplied {
   using Type = float;
@@ -37,18 +38,18 @@ constexpr int kDepthStep<BFloat16> = 2;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Leading dimension of a tile of A: whole vectors, and not a multiple of 2048 bytes, with which the rows of a block would
-// share two sets of the first-level cache.
+// Leading dimension of a tile of A: whole vectors, but not a multiple of 2048 bytes, because then all rows of a block
+// would share two sets of the first-level cache.
 template <typename C>
 inline int64_t tile_ld(int64_t depth) {
   const int64_t ld = divide_up(depth, 32) * 32;
   return ld * static_cast<int64_t>(sizeof(C)) % 2048 ? ld : ld + 32;
 }
 
-// Rows of memory a tile of A needs: blocks read whole rows of it beyond its end.
+// Rows of memory that a tile of A needs: blocks read whole rows beyond its end.
 inline int64_t tile_rows(int64_t rows) { return divide_up(rows, kBlockRows) * kBlockRows; }
 
-// Vectors of the next panel when this many are left: 3 where possible, but no panel of 1 where 2 + 2 will do.
+// Vectors of the next panel when this many are left: 3 where possible, but 2 + 2 rather than 3 + 1.
 inline int panel_width(int64_t vectors) { return static_cast<int>(vectors == 4 ? 2 : lesser(vectors, kPanelVectors)); }
 
 // Elements of a packed B.
@@ -57,13 +58,13 @@ inline int64_t packed_size(int64_t depth, int64_t columns) {
   return divide_up(depth, kDepthStep<C>) * kDepthStep<C> * divide_up(columns, kLanes) * kLanes;
 }
 
-// Stores a pair of vectors that are neighbours in depth: as they are, or their bfloat16 side by side.
+// Stores two vectors that are neighbours in depth, with their bfloat16 elements side by side.
 inline void store_pair(BFloat16* packed, VecF low, VecF high) {
   const VecU pair = __builtin_convertvector(narrow(low), VecU) | __builtin_convertvector(narrow(high), VecU) << 16;
   memcpy(packed, &pair, sizeof pair);
 }
 
-// One panel of `pack` from a w that is contiguous along the columns.
+// Packs one panel of a w that is contiguous along the columns.
 template <typename C>
 void pack_panel_by_rows(const float* w, int64_t depth, int64_t columns, int64_t stride_k, const float* scale_k,
                         const float* scale_n, int64_t first, int width, C* packed) {
@@ -93,12 +94,12 @@ void pack_panel_by_rows(const float* w, int64_t depth, int64_t columns, int64_t 
   }
 }
 
-// One panel of `pack` from a w that is contiguous along the depth.
+// Packs one panel of a w that is contiguous along the depth.
 template <typename C>
 void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns, int64_t stride_n, const float* scale_k,
                            const float* scale_n, int64_t first, int width, C* packed) {
   constexpr int step = kDepthStep<C>;
-  // a part of the panel that stays in the first-level cache while columns are scattered over it
+  // this part of the panel stays in the first-level cache while columns are scattered over it
   constexpr int64_t kPart = 4 * kLanes;
   const int64_t held = width * kLanes;
   const int64_t padded = divide_up(depth, step) * step;
@@ -127,15 +128,16 @@ void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns, int64
   }
 }
 
-// Panels of `pack`.
+// The number of panels of a packed weight.
 inline int64_t panel_count(int64_t columns) {
   int64_t count = 0;
   for (int64_t v = 0, vectors = divide_up(columns, kLanes); v < vectors; v += panel_width(vectors - v)) ++count;
   return count;
 }
 
-// B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n] (null: 1), as panels of [depth][vectors][lanes]; for
-// bfloat16 the two elements of a depth step lie side by side. One of the strides is 1. Does panels [begin, end).
+// Packs the panels [begin, end) of B[k][n] = w[k * stride_k + n * stride_n] * scale_k[k] * scale_n[n]. A scale that is
+// null is 1; one of the strides must be 1. A panel is [depth][vectors][lanes]; for bfloat16, the two elements of a step
+// in depth lie side by side.
 template <typename C>
 void pack(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n, const float* scale_k,
           const float* scale_n, C* packed, int64_t begin, int64_t end) {
@@ -154,7 +156,7 @@ void pack(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int6
   }
 }
 
-// Calls finish(j, sums) for the vectors j of one block, sums being those of its kBlockRows rows.
+// Calls finish(j, sums) for each vector j of columns of one block; sums has one vector for each of its kBlockRows rows.
 template <int kWidth, typename Finish>
 inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t depth, const Finish& finish) {
   VecF sum[kWidth][kBlockRows];
@@ -208,8 +210,8 @@ inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_
 #endif
 
 template <int kWidth, typename C, typename Epilogue>
-inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column, int64_t columns,
-                       const Epilogue& epilogue) {
+inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column,
+                       int64_t columns, const Epilogue& epilogue) {
   for (int64_t row = 0; row < rows; row += kBlockRows) {
     const int count = static_cast<int>(lesser(kBlockRows, rows - row));
     gemm_block<kWidth>(a + row * lda, lda, b, depth, [&](int j, const VecF* sums) {
@@ -223,7 +225,7 @@ inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64
   }
 }
 
-// Calls body(Count<vectors>{}, first column, its part of the packed weight) for every panel.
+// Calls body(Count<vectors>{}, first column, part of the packed weight) for every panel.
 template <typename C, typename Body>
 inline void for_each_panel(const C* packed, int64_t depth, int64_t columns, const Body& body) {
   const int64_t padded = divide_up(depth, kDepthStep<C>) * kDepthStep<C>;
@@ -242,7 +244,7 @@ inline void for_each_panel(const C* packed, int64_t depth, int64_t columns, cons
   }
 }
 
-// Calls body(i, sums[i]) for the rows of a block.
+// Calls body(i, sums[i]) for the first `count` rows of a block.
 template <typename Body>
 inline void for_each_row(int count, const VecF* sums, const Body& body) {
 #pragma GCC unroll 8
@@ -252,8 +254,8 @@ inline void for_each_row(int count, const VecF* sums, const Body& body) {
   }
 }
 
-// epilogue(row, count, column, sums, lanes) gets C = A B in pieces of a vector of columns in `count` rows. `a` has
-// tile_rows(rows) rows of memory and, for bfloat16, zeros up to an even depth.
+// Computes C = A B and calls epilogue(row, count, column, sums, lanes) for each piece of it: one vector of columns in
+// `count` rows. `a` must have tile_rows(rows) rows of memory and, for bfloat16, zeros up to an even depth.
 template <typename C, typename Epilogue>
 inline void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, int64_t depth, int64_t columns,
                       const Epilogue& epilogue) {

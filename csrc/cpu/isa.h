@@ -1,4 +1,4 @@
-// The instruction set the CPU kernels run with.
+// The instruction set that the CPU kernels use.
 #pragma once
 
 #include <string>
@@ -6,16 +6,16 @@
 
 namespace nasfast::cpu {
 
-// in ascending order: a processor that runs one of them runs those before it
+// In ascending order: a processor that runs one of them also runs those before it.
 enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 
-// Names of the levels this build contains, ascending; `baseline` is always there.
+// Names of the levels that this build contains, in ascending order; `baseline` is always one of them.
 std::vector<std::string> compiled_isas();
 
-// Names of the compiled levels this processor runs, ascending.
+// Names of the compiled levels that this processor runs, in ascending order.
 std::vector<std::string> usable_isas();
 
-// The level in use: the highest usable one, or the one NASFAST_ISA names. Decided at the first call and kept.
+// The level in use: the one that NASFAST_ISA names, or else the highest usable one. The first call decides.
 // Throws std::runtime_error when NASFAST_ISA names no usable level.
 Isa current_isa();
 

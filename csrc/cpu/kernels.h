@@ -1,11 +1,11 @@
-// The kernels of the instruction set in use.
+// The kernels of the instruction set that is in use.
 #pragma once
 
+#include "../orthogonal/cpu_kernels.h"
 #include "bn_act.h"
 #include "conv_bn_act.h"
 #include "depthwise_conv2d.h"
 #include "mixed_bn.h"
-#include "orthogonal.h"
 #include "pool_3x3.h"
 
 namespace nasfast::cpu {

@@ -8,8 +8,8 @@
 namespace nasfast::cpu {
 namespace {
 
-// A strip of an image computes the rows at its upper edge anew, so images are cut only when there are fewer than this many
-// for the threads to share, and into strips of at least this many rows.
+// Each strip of an image computes the rows at its upper edge again. So images are divided only when there are fewer
+// than kMinStrips of them for the threads to share, and into strips of at least kMinStripRows rows.
 constexpr int64_t kMinStrips = 16;
 constexpr int64_t kMinStripRows = 8;
 
@@ -42,7 +42,11 @@ void add_groups(double* partial, int64_t groups, int64_t size) {
 }
 
 BatchNorm::BatchNorm(const std::string& op, const std::string& act, int64_t channels)
-    : channels_(channels), storage_(5 * round_up(channels, kAlignment)), rest_(channels), rstd_(channels), scale_(channels) {
+    : channels_(channels),
+      storage_(5 * round_up(channels, kAlignment)),
+      rest_(channels),
+      rstd_(channels),
+      scale_(channels) {
   const int64_t stride = round_up(channels, kAlignment);
   const float* start = storage_.data();
   fold_ = {start, start + stride, start + 2 * stride, start + 3 * stride, start + 4 * stride, parse_act(op, act)};
@@ -112,8 +116,9 @@ Tensor pool_empty_like(const Tensor& x) {
 }
 
 void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type) {
-  STD_TORCH_CHECK(vector.dim() == 1 && vector.size(0) == channels && vector.is_contiguous() && vector.scalar_type() == type,
-                  op, ": ", name, " must be a contiguous vector of ", channels, " elements of the documented type");
+  STD_TORCH_CHECK(
+      vector.dim() == 1 && vector.size(0) == channels && vector.is_contiguous() && vector.scalar_type() == type, op,
+      ": ", name, " must be a contiguous vector of ", channels, " elements of the documented type");
 }
 
 }  // namespace nasfast::cpu

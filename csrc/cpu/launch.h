@@ -1,5 +1,5 @@
-// What the launchers of all operators share: checks, aligned memory, parallel items, and one BatchNorm's arithmetic between
-// the phases.
+// What the launchers of all operators use: checks, aligned memory, parallel loops over items, and the arithmetic of a
+// BatchNorm between the phases.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,15 +19,15 @@ namespace nasfast::cpu {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Row blocks per NHWC tensor: enough for the cores of a large machine to share evenly, few enough that their partial sums
-// are small beside the tensor.
+// Most blocks of rows per NHWC tensor: enough for the cores of a large machine to share evenly, few enough that their
+// partial sums are small beside the tensor.
 constexpr int64_t kMaxItems = 128;
-// Rows per block at least: one tile of the kernels.
+// Fewest rows per block: one tile of the kernels.
 constexpr int64_t kMinItemRows = 64;
 // Elements below which a second thread costs more than it saves.
 constexpr int64_t kParallelElements = 16384;
-// Floats in the widest vector. Per-channel arrays start at such a multiple, because they are read once per vector of data
-// and a load across two cache lines costs double.
+// Floats in the widest vector. Arrays with one element per channel start at a multiple of this, because they are read
+// once per vector of data, and a load across two cache lines costs double.
 constexpr int64_t kAlignment = 16;
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -50,7 +50,7 @@ class AlignedFloats {
   float* data_;
 };
 
-// How rows (pixels in NHWC) are cut into items of work; the same whatever the number of threads.
+// How rows (the pixels in NHWC) are divided into items of work; this does not depend on the number of threads.
 struct RowItems {
   int64_t rows;
   int64_t item_rows;
@@ -59,30 +59,30 @@ struct RowItems {
   int64_t count(int64_t item) const { return std::min(item_rows, rows - item * item_rows); }
 };
 
-// How images are cut into strips of rows for the threads to share; the same whatever their number.
+// How images are divided into strips of rows for the threads to share; this does not depend on the number of threads.
 struct Strips {
   int64_t strips, strip_rows;
   Strips(int64_t batch, int64_t height);
 };
 
-// phase(begin, end) over items of about item_elements elements each
+// Calls phase(begin, end) in parallel over items of about item_elements elements each.
 template <typename Phase>
 void run_items(int64_t items, int64_t item_elements, const Phase& phase) {
   const int64_t grain = std::max<int64_t>(1, kParallelElements / std::max<int64_t>(1, item_elements));
   torch::stable::parallel_for(0, items, grain, phase);
 }
 
-// Adds partial [group][size] over the groups, into the first.
+// Adds partial [group][size] over the groups; the sum is in the first group.
 void add_groups(double* partial, int64_t groups, int64_t size);
 
-// One BatchNorm between the phases.
+// The arithmetic of one BatchNorm between the phases.
 class BatchNorm {
  public:
   BatchNorm(const std::string& op, const std::string& act, int64_t channels);
 
   const BnFold& fold() const { return fold_; }
 
-  // Joins the partial statistics [group][2][channel] of groups of count(group) values: mean and biased variance.
+  // Joins the partial statistics [group][2][channel] of groups of count(group) values to mean and biased variance.
   template <typename GroupCount>
   static void join(const double* partial, int64_t groups, int64_t channels, const GroupCount& count, double* mean,
                    double* var) {
@@ -104,16 +104,16 @@ class BatchNorm {
     for (int64_t c = 0; c < channels; ++c) var[c] /= before;
   }
 
-  // Fixes center, scale and shift. S is float or double.
+  // Sets center, scale and shift. S is float or double.
   template <typename S>
   void set_statistics(const S* mean, const S* var, double eps, const float* weight, const float* bias) {
     for (int64_t c = 0; c < channels_; ++c) set_channel(c, mean[c], var[c], eps, weight[c], bias[c]);
   }
 
-  // Adds up partial [group][2][channel] of sum dz and sum dz * (y - center), writes the affine gradients wanted (null: not)
-  // and, when the statistics are those of a batch of `rows` values, fixes slope and offset.
-  void set_gradient_sums(std::vector<double>& partial, int64_t groups, int64_t rows, bool batch_statistics, float* dweight,
-                         float* dbias);
+  // Adds up partial [group][2][channel], which has sum dz and sum dz * (y - center). Writes the affine gradients (null:
+  // not wanted). When the statistics are those of a batch of `rows` values, also sets slope and offset.
+  void set_gradient_sums(std::vector<double>& partial, int64_t groups, int64_t rows, bool batch_statistics,
+                         float* dweight, float* dbias);
 
  private:
   void set_channel(int64_t c, double mean, double var, double eps, double weight, double bias);
@@ -129,18 +129,18 @@ class BatchNorm {
 // Whether memory order is N, H, W, C; dimensions of size 1 may have any stride.
 bool is_channels_last(const Tensor& x);
 
-// The following guard what would corrupt memory; nasfast/ops/checks.py has the explanations.
+// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
 void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type);
 
 inline const float* float_data(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
 
-// Uninitialised tensors in recycled memory (pool.h).
+// An uninitialised tensor in recycled memory (pool.h).
 Tensor pool_empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type);
 
-// (N, C, H, W) in channels_last.
+// An uninitialised tensor (N, C, H, W) in channels_last.
 Tensor channels_last_empty(const std::vector<int64_t>& sizes, ScalarType type);
 
-// As x: shape, type and memory format.
+// An uninitialised tensor with the shape, type and memory format of x.
 Tensor pool_empty_like(const Tensor& x);
 
 inline Tensor empty_vector(const Tensor& like, int64_t size, ScalarType type) {

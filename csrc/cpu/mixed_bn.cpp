@@ -1,4 +1,5 @@
-// Launchers and registration of mixed_bn on the CPU: checks, per-channel arithmetic between the phases, parallel loops.
+// Launchers of mixed_bn on the CPU and their registration: checks, the arithmetic per channel between the phases, and
+// parallel loops.
 
 #include "mixed_bn.h"
 
@@ -18,28 +19,29 @@ namespace nasfast::cpu {
 namespace {
 
 const std::string kOp = "mixed_bn";
-// Channels from which whole vectors are most of a pixel; below, a row of the kernels is several pixels.
+// From this many channels on, most of a pixel is whole vectors. With fewer, a row of the kernels is several pixels.
 constexpr int64_t kWideChannels = 64;
-// Bytes of gradients that are not in the cache any more when they are read.
+// Gradients of this many bytes have left the cache when they are read again, so they are written past it.
 constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
 
 const double* double_data(const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); }
 
-// Guards what would corrupt memory; nasfast/ops/checks.py has the explanations.
+// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
 void check_image(const char* name, const Tensor& image, const Tensor& like) {
   bool same = image.dim() == 4 && image.scalar_type() == like.scalar_type() && is_channels_last(image);
   for (int64_t dim = 0; same && dim < 4; ++dim) same = image.size(dim) == like.size(dim);
   STD_TORCH_CHECK(same, kOp, ": ", name, " must be channels_last, of the shape and type of the first of xs");
 }
 
-// One call: what the kernels get, and the arrays behind it.
+// One call: the parameters of the kernels, and the arrays that they point to.
 class Work {
  public:
   MixedBnParams params{};
 
   Work(const std::vector<Tensor>& xs, const Tensor& gates, const std::vector<bool>& normalize)
       : count_(static_cast<int64_t>(xs.size())) {
-    STD_TORCH_CHECK(count_ > 0 && normalize.size() == xs.size(), kOp, ": needs one flag for each of at least one tensor");
+    STD_TORCH_CHECK(count_ > 0 && normalize.size() == xs.size(), kOp,
+                    ": needs one flag for each of at least one tensor");
     const Tensor& x = xs[0];
     STD_TORCH_CHECK(x.dim() == 4, kOp, ": xs must be 4-d (N, C, H, W), got ", x.dim(), " dimensions");
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16, kOp,
@@ -71,7 +73,7 @@ class Work {
     params.normalize = normalize_.data();
     params.measured = measured_.data();
 
-    // BatchNorm of the channels of all measured tensors, one after the other, whose weights are the gates
+    // one BatchNorm for the channels of all measured tensors, one tensor after the other, with the gates as weights
     const int64_t all = measured() * channels;
     bn_ = std::make_unique<BatchNorm>(kOp, "identity", all);
     for (int64_t k : measured_) weights_.insert(weights_.end(), channels, gates_[k]);
@@ -81,7 +83,7 @@ class Work {
   int64_t measured() const { return static_cast<int64_t>(measured_.size()); }
   int64_t pixels() const { return pixels_; }
 
-  // Mean and biased variance of every measured tensor into statistics [measured][2][channel].
+  // Writes mean and biased variance of every measured tensor to statistics [measured][2][channel].
   void measure(double* statistics) {
     const int64_t channels = params.channels;
     std::vector<double> partial(measured() * params.items * 2 * channels);
@@ -110,7 +112,8 @@ class Work {
     spread();
   }
 
-  // From the sums of mixed_bn_bwd_reduce: the gradients of the gates (null: not wanted) and the coefficients of dx.
+  // Makes the gradients of the gates (null: not wanted) and the coefficients of dx, from the sums of
+  // mixed_bn_bwd_reduce.
   void set_gradient_sums(const double* sums, float* dgates) {
     const int64_t channels = params.channels;
     const int64_t all = measured() * channels;
@@ -136,14 +139,14 @@ class Work {
     }
   }
 
-  // phase over items that read `tensors` tensors each
+  // Runs a phase over items that read `tensors` tensors each.
   void run(MixedBnPhase phase, int64_t items, int64_t tensors) const {
     const int64_t elements = params.item_rows * params.width * tensors;
     run_items(items, elements, [&](int64_t begin, int64_t end) { phase(params, begin, end); });
   }
 
  private:
-  // The coefficients as the kernels read them, repeated for every phase.
+  // Writes the coefficients in the layout that the kernels read: repeated for each of the pixels of a row.
   void spread() {
     constexpr int kArrays = 5;
     const int64_t channels = params.channels;
@@ -152,7 +155,8 @@ class Work {
       storage_ = std::make_unique<AlignedFloats>(count_ * kArrays * stride);
       for (int64_t k = 0; k < count_; ++k) {
         const float* start = storage_->data() + k * kArrays * stride;
-        folds_.push_back({start, start + stride, start + 2 * stride, start + 3 * stride, start + 4 * stride, Act::kIdentity});
+        folds_.push_back(
+            {start, start + stride, start + 2 * stride, start + 3 * stride, start + 4 * stride, Act::kIdentity});
       }
       params.folds = folds_.data();
     }
@@ -204,15 +208,17 @@ std::tuple<Tensor, Tensor> mixed_bn_fwd_cpu(std::vector<Tensor> xs, const Tensor
   return {y, statistics};
 }
 
-std::tuple<std::vector<Tensor>, Tensor> mixed_bn_bwd_cpu(const Tensor& grad, std::vector<Tensor> xs, const Tensor& gates,
-                                                         const Tensor& statistics, std::vector<bool> normalize, double eps,
+std::tuple<std::vector<Tensor>, Tensor> mixed_bn_bwd_cpu(const Tensor& grad, std::vector<Tensor> xs,
+                                                         const Tensor& gates, const Tensor& statistics,
+                                                         std::vector<bool> normalize, double eps,
                                                          std::vector<bool> wants) {
   Work work(xs, gates, normalize);
   check_image("grad", grad, xs[0]);
   const int64_t count = work.params.count;
   const int64_t channels = work.params.channels;
   check_vector(kOp, "statistics", statistics, work.measured() * 2 * channels, ScalarType::Double);
-  STD_TORCH_CHECK(static_cast<int64_t>(wants.size()) == count + 1, kOp, ": wants must have one flag per tensor and one for gates");
+  STD_TORCH_CHECK(static_cast<int64_t>(wants.size()) == count + 1, kOp,
+                  ": wants must have one flag per tensor and one for gates");
   work.params.grad = grad.const_data_ptr();
   work.set_statistics(double_data(statistics), eps);
 

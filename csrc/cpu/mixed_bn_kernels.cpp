@@ -1,7 +1,7 @@
 // Kernels of mixed_bn, compiled once per instruction set. Formula and shapes: nasfast/ops/reference.py.
 //
-// A block of every tensor is read before the next block, so that the block of y (or grad) stays in the cache, and one tensor
-// after the other within it, so that coefficients stay in registers.
+// The kernels read one block of every tensor before the next block, so that the block of y (or grad) stays in the
+// cache. Within a block they read one tensor after the other, so that coefficients stay in registers.
 
 #include "bn_tile.h"
 #include "mixed_bn.h"
@@ -9,8 +9,8 @@
 namespace nasfast::cpu::NASFAST_ISA {
 namespace {
 
-// Elements of a block: 64 KB. Blocks of 4 KB are read from memory at two thirds of the speed, as they are too short for what
-// the processor fetches ahead; much larger ones do not leave the second cache to y.
+// Elements of a block: 64 KB. Blocks of 4 KB are read from memory at two thirds of the speed, because they are too
+// short for the hardware prefetcher; much larger blocks leave no room for y in the second-level cache.
 constexpr int64_t kBlockElements = 16384;
 
 inline int64_t block_rows(const MixedBnParams& p) {
@@ -27,7 +27,7 @@ inline void for_each_block(const MixedBnParams& p, int64_t item, const Body& bod
   for (int64_t row = first; row < last; row += block) body(row, lesser(block, last - row));
 }
 
-// Calls body(first row, rows, width) for every tile of a block: whole rows, then what there is of the last one.
+// Calls body(first row, rows, width) for every tile of a block: first the whole rows, then the shorter last row.
 template <typename Body>
 inline void for_each_part(const MixedBnParams& p, int64_t row, int64_t rows, const Body& body) {
   const bool shorter = row + rows == p.rows && p.last_width < p.width;
@@ -36,7 +36,7 @@ inline void for_each_part(const MixedBnParams& p, int64_t row, int64_t rows, con
   if (shorter) body(row + whole, int64_t{1}, p.last_width);
 }
 
-// Merges `count` values with this mean and m2 into those of the `before` values seen so far.
+// Merges the mean and m2 of `count` values into those of the `before` values seen so far.
 inline void merge(double count, double mean, double m2, double before, double* all_mean, double* all_m2) {
   const double delta = mean - *all_mean;
   const double share = count / (before + count);
@@ -57,7 +57,7 @@ void stats(const MixedBnParams& p, int64_t begin, int64_t end) {
     double* all_m2 = all_mean + p.channels;
     for (int64_t c = 0; c < p.channels; ++c) all_mean[c] = all_m2[c] = 0;
     int64_t seen = 0;
-    int64_t extra = 0;  // pixels of the shorter row
+    int64_t extra = 0;  // pixels of the shorter last row
     for_each_block(p, item, [&](int64_t row, int64_t rows) {
       for_each_part(p, row, rows, [&](int64_t first, int64_t whole, int64_t width) {
         const T* tile = x + first * p.width;
@@ -79,12 +79,13 @@ void stats(const MixedBnParams& p, int64_t begin, int64_t end) {
     }
     for (int64_t phase = 0; phase < extra; ++phase) {
       const double before = static_cast<double>(seen * p.phases + phase);
-      for (int64_t c = 0; c < p.channels; ++c) merge(1, pivot[phase * p.channels + c], 0, before, all_mean + c, all_m2 + c);
+      for (int64_t c = 0; c < p.channels; ++c)
+        merge(1, pivot[phase * p.channels + c], 0, before, all_mean + c, all_m2 + c);
     }
   }
 }
 
-// sum (+)= (x - center) * scale, where the first tensor also brings the shift
+// sum (+)= (x - center) * scale; the first tensor also adds the shift
 template <bool kFirst, typename T>
 inline void add_tile(const BnFold& bn, const T* x, float* sum, int64_t ld, int64_t rows, int64_t width) {
   for_each_group(width, [&](int64_t c, auto count, auto lanes) {
@@ -105,7 +106,7 @@ inline void add_tile(const BnFold& bn, const T* x, float* sum, int64_t ld, int64
   });
 }
 
-// Backwards, as bn_act: what was read last is still in the cache.
+// Goes through the items backwards, as bn_act does: what was read last is still in the cache.
 template <typename T>
 void fwd(const MixedBnParams& p, int64_t begin, int64_t end) {
   const int64_t size = block_rows(p) * p.width;
@@ -133,9 +134,10 @@ void fwd(const MixedBnParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// Adds the sums of grad to one double array, or those of grad * (x - center).
+// Adds the sums of grad, or with kMoment those of grad * (x - center), to a double array.
 template <bool kMoment, typename T>
-inline void sum_tile(const float* centers, const T* grad, const T* x, int64_t ld, int64_t rows, int64_t width, double* sum) {
+inline void sum_tile(const float* centers, const T* grad, const T* x, int64_t ld, int64_t rows, int64_t width,
+                     double* sum) {
   for_each_group(width, [&](int64_t c, auto count, auto lanes) {
     constexpr int n = decltype(count)::value;
     VecF center[n], s[n];
@@ -195,7 +197,8 @@ void bwd_reduce(const MixedBnParams& p, int64_t begin, int64_t end) {
 
 // dx = grad * scale (+ (x - center) * slope + offset)
 template <bool kNormalize, typename T>
-inline void bwd_tile(const BnFold& bn, const T* grad, const T* x, T* dx, int64_t ld, bool streams, int64_t rows, int64_t width) {
+inline void bwd_tile(const BnFold& bn, const T* grad, const T* x, T* dx, int64_t ld, bool streams, int64_t rows,
+                     int64_t width) {
   for_each_group(width, [&](int64_t c, auto count, auto lanes) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], slope[n], offset[n];
@@ -230,7 +233,7 @@ void bwd(const MixedBnParams& p, int64_t begin, int64_t end) {
         for_each_part(p, row, rows, [&](int64_t first, int64_t whole, int64_t width) {
           const int64_t at = first * p.width;
           if (p.normalize[k]) {
-              bwd_tile<true>(p.folds[k], grad + at, x + at, dx + at, p.width, p.streams, whole, width);
+            bwd_tile<true>(p.folds[k], grad + at, x + at, dx + at, p.width, p.streams, whole, width);
           } else {
             bwd_tile<false>(p.folds[k], grad + at, x + at, dx + at, p.width, p.streams, whole, width);
           }

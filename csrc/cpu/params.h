@@ -1,4 +1,4 @@
-// What launchers and kernels of all operators share.
+// Types that the launchers and kernels of all operators use.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@ namespace nasfast::cpu {
 
 enum class Act { kIdentity, kRelu, kRelu6, kTanh };
 
-// One BatchNorm as the kernels use it; arrays of one float per channel, padded to whole vectors.
-// z = (y - center) * scale + shift. center is the mean rounded to float and the rest of the mean is in shift, so that
-// values far from zero keep their digits. Backward: dy = dz * scale + (y - center) * slope + offset.
+// The coefficients of one BatchNorm: arrays with one float per channel, padded to whole vectors. Forward: z = (y -
+// center) * scale + shift. center is the mean rounded to float, and the rest of the mean is in shift, so that values
+// far from zero keep their digits. Backward: dy = dz * scale + (y - center) * slope + offset.
 struct BnFold {
   const float* center;
   const float* scale;

@@ -1,7 +1,7 @@
 // Kernels of pointwise and dense convolution stages, compiled once per instruction set.
 //
-// A tile of kTileRows pixels goes through a stage while it stays in the cache: normalised and activated into A, multiplied,
-// written once, and added to the statistics.
+// A tile of kTileRows pixels goes through all steps of a stage while it is in the cache: it is normalised and activated
+// into A, multiplied, written once, and added to the statistics.
 
 #include "bn_tile.h"
 #include "conv_bn_act.h"
@@ -10,7 +10,7 @@
 namespace nasfast::cpu::NASFAST_ISA {
 namespace {
 
-// The patches of output pixels row .. row + rows of a dense convolution, zeros where they leave the image.
+// Gathers the patches of the output pixels [row, row + rows) of a dense convolution, with zeros outside the image.
 template <typename T, typename C>
 void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, int64_t lda) {
   const T* x = static_cast<const T*>(p.x.data);
@@ -21,7 +21,7 @@ void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, i
   int64_t ox = row % p.out_width;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t x0 = ox * p.stride - p.padding;
-    // taps before the left edge, and inside the image
+    // the taps [0, left) are before the left edge of the image, and [left, inside) are inside it
     const int64_t left = x0 < 0 ? lesser(-x0, p.kernel) : 0;
     const int64_t inside = lesser(p.kernel, p.width - x0);
     for (int64_t ky = 0; ky < p.kernel; ++ky) {
@@ -33,7 +33,8 @@ void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, i
       for (int64_t i = 0; i < begin; ++i) to[i] = C{};
       if (!outside) {
         const T* from = x + ((image * p.height + iy) * p.width + x0) * p.in_channels;
-        for_each_vector(end - begin, [&](int64_t i, auto lanes) { store(to + begin + i, load(from + begin + i, lanes), lanes); });
+        for_each_vector(end - begin,
+                        [&](int64_t i, auto lanes) { store(to + begin + i, load(from + begin + i, lanes), lanes); });
       }
       for (int64_t i = end; i < run; ++i) to[i] = C{};
     }
@@ -71,29 +72,30 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
       }
       T* y = static_cast<T*>(p.y) + row * p.out_channels;
       const int64_t before = row - item * p.item_rows;
-      gemm_tile(a, lda, rows, weight, depth, p.out_channels, [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
-        T* to = y + r * p.out_channels + c;
-        if (!p.partial) {
-          for_each_row(count, sum, [&](int i, VecF v) { put(to + i * p.out_channels, v, p.streams, lanes); });
-          return;
-        }
-        VecF s = load(sums + c, AllLanes{});
-        VecF q = load(squares + c, AllLanes{});
-        if (before + r == 0) {
-          VecF total{};
-          for_each_row(count, sum, [&](int, VecF v) { total += v; });
-          store(pivot + c, total * (1.0f / static_cast<float>(count)), AllLanes{});
-        }
-        const VecF k = load(pivot + c, AllLanes{});
-        for_each_row(count, sum, [&](int i, VecF v) {
-          put(to + i * p.out_channels, v, p.streams, lanes);
-          const VecF d = as_stored<T>(v) - k;
-          s += d;
-          q += d * d;
-        });
-        store(sums + c, s, AllLanes{});
-        store(squares + c, q, AllLanes{});
-      });
+      gemm_tile(a, lda, rows, weight, depth, p.out_channels,
+                [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
+                  T* to = y + r * p.out_channels + c;
+                  if (!p.partial) {
+                    for_each_row(count, sum, [&](int i, VecF v) { put(to + i * p.out_channels, v, p.streams, lanes); });
+                    return;
+                  }
+                  VecF s = load(sums + c, AllLanes{});
+                  VecF q = load(squares + c, AllLanes{});
+                  if (before + r == 0) {
+                    VecF total{};
+                    for_each_row(count, sum, [&](int, VecF v) { total += v; });
+                    store(pivot + c, total * (1.0f / static_cast<float>(count)), AllLanes{});
+                  }
+                  const VecF k = load(pivot + c, AllLanes{});
+                  for_each_row(count, sum, [&](int i, VecF v) {
+                    put(to + i * p.out_channels, v, p.streams, lanes);
+                    const VecF d = as_stored<T>(v) - k;
+                    s += d;
+                    q += d * d;
+                  });
+                  store(sums + c, s, AllLanes{});
+                  store(squares + c, q, AllLanes{});
+                });
       if (p.partial) {
         double* mean = p.partial + item * 2 * p.out_channels;
         merge_sums(sums, squares, p.out_channels, rows, before, pivot, mean, mean + p.out_channels);
@@ -103,7 +105,8 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// dx = W^T dy. A is the activation of the stage before, if kFolded; this stage's is chosen once per tile.
+// dx = W^T dy. With kFolded, A is the activation of the stage before; the activation of this stage is chosen once per
+// tile.
 template <typename T, typename A, bool kFolded>
 void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
@@ -122,8 +125,8 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
       const int64_t at_in = row * p.in_channels;
       const T* grad = static_cast<const T*>(p.grad.data) + row * p.grad.ld;
       by_act(p.grad.bn.act, [&](auto act) {
-        bn_act_bwd_tile<decltype(act)>(p.grad.bn, grad, p.grad.ld, static_cast<const T*>(p.grad.y) + at_out, p.out_channels, a,
-                                       lda, rows, p.out_channels);
+        bn_act_bwd_tile<decltype(act)>(p.grad.bn, grad, p.grad.ld, static_cast<const T*>(p.grad.y) + at_out,
+                                       p.out_channels, a, lda, rows, p.out_channels);
         return 0;
       });
       T* out = static_cast<T*>(dx.data) + at_in;
@@ -131,29 +134,29 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
       const T* added = static_cast<const T*>(dx.added) + (dx.added ? at_in : 0);
       gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels,
                 [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
-        const int64_t at = r * p.in_channels + c;
-        if constexpr (kFolded) {
-          const VecF center = load(dx.bn.center + c, lanes);
-          const VecF scale = load(dx.bn.scale + c, lanes);
-          const VecF shift = load(dx.bn.shift + c, lanes);
-          VecF s = load(sums + c, AllLanes{});
-          VecF m = load(moments + c, AllLanes{});
-          for_each_row(count, sum, [&](int i, VecF v) {
-            const VecF d = load(y + at + i * p.in_channels, lanes) - center;
-            const VecF g = A::backward(v, d * scale + shift);
-            put(out + at + i * p.in_channels, g, p.streams, lanes);
-            s += g;
-            m += g * d;
-          });
-          store(sums + c, s, AllLanes{});
-          store(moments + c, m, AllLanes{});
-        } else {
-          for_each_row(count, sum, [&](int i, VecF v) {
-            if (added) v += load(added + at + i * p.in_channels, lanes);
-            put(out + at + i * p.in_channels, v, p.streams, lanes);
-          });
-        }
-      });
+                  const int64_t at = r * p.in_channels + c;
+                  if constexpr (kFolded) {
+                    const VecF center = load(dx.bn.center + c, lanes);
+                    const VecF scale = load(dx.bn.scale + c, lanes);
+                    const VecF shift = load(dx.bn.shift + c, lanes);
+                    VecF s = load(sums + c, AllLanes{});
+                    VecF m = load(moments + c, AllLanes{});
+                    for_each_row(count, sum, [&](int i, VecF v) {
+                      const VecF d = load(y + at + i * p.in_channels, lanes) - center;
+                      const VecF g = A::backward(v, d * scale + shift);
+                      put(out + at + i * p.in_channels, g, p.streams, lanes);
+                      s += g;
+                      m += g * d;
+                    });
+                    store(sums + c, s, AllLanes{});
+                    store(moments + c, m, AllLanes{});
+                  } else {
+                    for_each_row(count, sum, [&](int i, VecF v) {
+                      if (added) v += load(added + at + i * p.in_channels, lanes);
+                      put(out + at + i * p.in_channels, v, p.streams, lanes);
+                    });
+                  }
+                });
       if constexpr (kFolded) {
         double* to = dx.partial + item * 2 * p.in_channels;
         for (int64_t c = 0; c < p.in_channels; ++c) to[c] += sums[c];
@@ -164,7 +167,7 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// second += sum over rows of a[r][i] a[r][j] for i in [i0, i0 + kBlockRows) and kWidth vectors of j
+// second += sum over rows r of a[r][i] a[r][j], for i in [i0, i0 + kBlockRows) and kWidth vectors of j
 template <int kWidth>
 inline void covariance_block(const float* a, int64_t lda, int64_t rows, int64_t i0, int64_t j0, int64_t channels,
                              double* second) {
@@ -209,7 +212,7 @@ void covariance_items(const CovarianceParams& p, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < lesser(kLanes, p.channels - c); ++i) first[c + i] += values[i];
       });
       for (int64_t i = 0; i < p.channels; i += kBlockRows) {
-        // the lower triangle is the upper one's mirror image
+        // only the upper triangle: the matrix is symmetric
         for (int64_t j = i / kLanes * kLanes; j < p.channels;) {
           const int64_t vectors = divide_up(p.channels - j, kLanes);
           if (vectors >= 3) {
@@ -238,15 +241,16 @@ void correction_items(const CorrectionParams& p, int64_t begin, int64_t end) {
       centre_tile(static_cast<const T*>(p.x) + at, p.center, a, lda, rows, p.channels);
       T* dx = static_cast<T*>(p.dx) + at;
       const T* added = p.added ? static_cast<const T*>(p.added) + at : nullptr;
-      gemm_tile(a, lda, rows, weight, p.channels, p.channels, [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
-        const VecF bias = load(p.bias + c, lanes);
-        for_each_row(count, sum, [&](int i, VecF v) {
-          const int64_t at = (r + i) * p.channels + c;
-          VecF out = load(dx + at, lanes) + bias - v;
-          if (added) out += load(added + at, lanes);
-          store(dx + at, out, lanes);
-        });
-      });
+      gemm_tile(a, lda, rows, weight, p.channels, p.channels,
+                [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
+                  const VecF bias = load(p.bias + c, lanes);
+                  for_each_row(count, sum, [&](int i, VecF v) {
+                    const int64_t at = (r + i) * p.channels + c;
+                    VecF out = load(dx + at, lanes) + bias - v;
+                    if (added) out += load(added + at, lanes);
+                    store(dx + at, out, lanes);
+                  });
+                });
     });
   }
 }
@@ -302,9 +306,11 @@ void pointwise_fwd(const PointwiseParams& p, int64_t begin, int64_t end) {
 
 void pointwise_bwd(const PointwiseParams& p, int64_t begin, int64_t end) {
   if (p.dx.folded) {
-    by_type(p.bfloat16, p.dx.bn.act, [](auto t, auto a) { return pointwise_bwd_items<decltype(t), decltype(a), true>; })(p, begin, end);
+    by_type(p.bfloat16, p.dx.bn.act,
+            [](auto t, auto a) { return pointwise_bwd_items<decltype(t), decltype(a), true>; })(p, begin, end);
   } else {
-    (p.bfloat16 ? pointwise_bwd_items<BFloat16, Identity, false> : pointwise_bwd_items<float, Identity, false>)(p, begin, end);
+    (p.bfloat16 ? pointwise_bwd_items<BFloat16, Identity, false>
+                : pointwise_bwd_items<float, Identity, false>)(p, begin, end);
   }
   if (p.streams) finish_streams();
 }
@@ -317,7 +323,7 @@ void correction(const CorrectionParams& p, int64_t begin, int64_t end) {
   (p.bfloat16 ? correction_items<BFloat16> : correction_items<float>)(p, begin, end);
 }
 
-// moving elements needs their size only
+// Elements are only moved, so only their size matters.
 void shuffle_split(const ShuffleParams& p, int64_t begin, int64_t end) {
   (p.bfloat16 ? shuffle_split_items<uint16_t> : shuffle_split_items<uint32_t>)(p, begin, end);
 }
@@ -328,7 +334,7 @@ void shuffle_merge(const ShuffleParams& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
-extern const ConvKernels kConvKernels = {packed_bytes, panel_count,   pack_weight,   pointwise_fwd, pointwise_bwd,
-                                         covariance,   correction,    shuffle_split, shuffle_merge};
+extern const ConvKernels kConvKernels = {packed_bytes, panel_count, pack_weight,   pointwise_fwd, pointwise_bwd,
+                                         covariance,   correction,  shuffle_split, shuffle_merge};
 
 }  // namespace nasfast::cpu::NASFAST_ISA

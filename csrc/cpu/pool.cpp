@@ -21,7 +21,8 @@ constexpr size_t kHugePage = 2 * 1024 * 1024;
 constexpr size_t kAlignment = 64;
 
 #ifdef __SANITIZE_ADDRESS__
-constexpr bool kPooled = false;  // every tensor apart, so that the sanitizer sees any access beyond its end
+constexpr bool kPooled =
+    false;  // each tensor has memory of its own, so that the sanitizer sees any access beyond its end
 #else
 constexpr bool kPooled = true;
 #endif
@@ -35,7 +36,7 @@ class Pool {
   Pool() : page_(static_cast<size_t>(sysconf(_SC_PAGE_SIZE))) {
     if (!kPooled || !address_space_is_free()) return;
     const size_t wanted = round_up(static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_, kHugePage);
-    // reserved, not taken: pages come when they are first written
+    // this only reserves addresses: the system provides pages when they are first written
     void* range =
         mmap(nullptr, wanted + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) return;
@@ -50,7 +51,7 @@ class Pool {
   void* allocate(size_t bytes) {
     const size_t size = round_up(bytes, page_);
     std::lock_guard<std::mutex> lock(mutex_);
-    // first fit: low addresses are reused first, which keeps the range short
+    // first fit: low addresses are used first, which keeps the range short
     for (auto it = free_.begin(); it != free_.end(); ++it) {
       if (it->second < size) continue;
       char* data = it->first;
@@ -66,12 +67,12 @@ class Pool {
     return nullptr;
   }
 
-  // Whether data belongs to the range.
+  // Takes back what `allocate` returned. False if data is not in the range.
   bool release(char* data) {
     if (size_ == 0 || data < start_ || data >= start_ + size_) return false;
     std::lock_guard<std::mutex> lock(mutex_);
     const auto used = used_.find(data);
-    if (used == used_.end()) abort();  // given back twice
+    if (used == used_.end()) abort();  // was given back twice
     size_t size = used->second;
     used_.erase(used);
     in_use_ -= size;
@@ -94,14 +95,14 @@ class Pool {
   void empty_cache() {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& block : free_) {
-      // whole pages; what was never reached has none
+      // blocks are whole pages; what was never reached has no pages
       const size_t begin = static_cast<size_t>(block.first - start_);
       if (begin < reached_) madvise(block.first, block.second, MADV_DONTNEED);
     }
     reached_ = used_.empty() ? 0 : static_cast<size_t>(used_.rbegin()->first - start_) + used_.rbegin()->second;
   }
 
-  // Around a fork: a child must not inherit a lock that some other thread held.
+  // Called around a fork: a child must not inherit a lock that another thread holds.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
@@ -111,7 +112,7 @@ class Pool {
   }
 
  private:
-  // Whether reserving as much address space as there is memory takes nothing from anyone.
+  // Whether a process may reserve as much address space as there is memory, at no cost to itself or to others.
   static bool address_space_is_free() {
     rlimit limit{};
     if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return false;
@@ -124,14 +125,14 @@ class Pool {
   std::mutex mutex_;
   const size_t page_;
   char* start_ = nullptr;
-  size_t size_ = 0;  // 0: everything comes from malloc
+  size_t size_ = 0;  // 0: all memory comes from malloc
   size_t in_use_ = 0;
   size_t reached_ = 0;
-  std::map<char*, size_t> free_;  // neighbours are joined
+  std::map<char*, size_t> free_;  // neighbouring blocks are joined
   std::map<char*, size_t> used_;
 };
 
-// Never destroyed: tensors may be freed after static destructors have run.
+// The pool is never destroyed, because tensors may be freed after static destructors have run.
 Pool& pool() {
   static Pool* instance = [] {
     auto* made = new Pool;

@@ -1,8 +1,9 @@
-// Memory of the tensors that the CPU operators make, recycled from step to step.
+// Memory for the tensors that the CPU operators make, recycled from step to step.
 //
-// A fresh page costs a fault and its zeros, about 2 us per 4 KiB on a virtual machine: as much as half of the arithmetic of a
-// training step, in which the same sizes come and go. One range of address space is reserved, backed by huge pages where the
-// system allows, and cut first-fit; what is given back is kept for the next tensor.
+// A fresh page costs a page fault and the writing of zeros, about 2 us per 4 KiB on a virtual machine. In a training
+// step, which allocates and frees the same sizes again and again, this is as much as half of the arithmetic. So one
+// range of address space is reserved, with huge pages where the system allows them, and allocated first-fit; memory
+// that is given back is kept for the next tensor.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,7 @@
 
 namespace nasfast::cpu {
 
-// Bytes from which the pool serves; below, malloc recycles well.
+// The pool serves requests of this many bytes or more; malloc recycles smaller ones well.
 constexpr size_t kPoolMinBytes = 256 * 1024;
 
 // Uninitialised memory aligned to 64 bytes. Throws std::bad_alloc.
@@ -19,19 +20,19 @@ void* pool_allocate(size_t bytes);
 // Gives back what pool_allocate returned.
 void pool_free(void* data);
 
-// Returns the pages of free memory to the system.
+// Returns the pages of free blocks to the system.
 void pool_empty_cache();
 
-// Bytes in use now, and the extent of the range that was ever in use.
+// Bytes in use now, and how far into the range memory was ever in use.
 struct PoolUse {
   int64_t used, reached;
 };
 PoolUse pool_use();
 
-// Whether pool_allocate fills memory with NaN, for tests that look for reads of uninitialised memory.
+// Makes pool_allocate fill memory with NaN, for tests that look for reads of uninitialised memory.
 void pool_poison(bool on);
 
-// Owner of a piece of the pool.
+// Owns a piece of the pool and gives it back.
 class PoolBlock {
  public:
   explicit PoolBlock(size_t bytes) : data_(pool_allocate(bytes)) {}

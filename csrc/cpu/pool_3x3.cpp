@@ -1,4 +1,4 @@
-// Launchers and registration of pool_3x3 on the CPU.
+// Launchers of pool_3x3 on the CPU and their registration.
 
 #include "pool_3x3.h"
 
@@ -15,7 +15,7 @@ namespace nasfast::cpu {
 
 namespace {
 
-// Guards what would corrupt memory; nasfast/ops/checks.py has the explanations.
+// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
 void check_map(const char* name, const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.dim() == 4 && is_channels_last(tensor), "pool_3x3: ", name, " must be 4-d and channels_last");
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float || tensor.scalar_type() == ScalarType::BFloat16,

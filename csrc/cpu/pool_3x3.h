@@ -1,15 +1,15 @@
-// What the launchers of pool_3x3 (pool_3x3.cpp) and its kernels (pool_3x3_kernels.cpp, once per instruction set) share.
-// All tensors are NHWC. Formula: nasfast/ops/reference.py, pool_3x3.
+// The interface between the launchers of pool_3x3 (pool_3x3.cpp) and its kernels (pool_3x3_kernels.cpp, compiled once
+// per instruction set). All tensors are NHWC. Formula: nasfast/ops/reference.py, pool_3x3.
 #pragma once
 
 #include <cstdint>
 
 namespace nasfast::cpu {
 
-// Items are strips of strip_rows rows of one image, of y forward and of dx backward.
+// Items are strips of strip_rows rows of one image: rows of y forward, and rows of dx backward.
 struct Pool3x3Params {
   bool bfloat16;  // type of x, y, grad and dx: bfloat16 or float
-  bool max;       // or the mean
+  bool max;       // the maximum of each window; otherwise its mean
   int64_t stride, channels;
   int64_t height, width, out_height, out_width;
   int64_t strips, strip_rows;
@@ -20,7 +20,7 @@ struct Pool3x3Params {
   void* dx;
 };
 
-// Each phase does items [begin, end).
+// Both do the items [begin, end).
 struct Pool3x3Kernels {
   void (*fwd)(const Pool3x3Params& params, int64_t begin, int64_t end);
   void (*bwd)(const Pool3x3Params& params, int64_t begin, int64_t end);

@@ -1,7 +1,7 @@
 // Kernels of pool_3x3, compiled once per instruction set.
 //
-// At stride 1 neighbours are C elements apart wherever one looks, so a row is one run of elements whatever the number of
-// channels, but for its first and last pixel; at stride 2 every pixel is a run.
+// At stride 1, neighbours are C elements apart everywhere. So a row is one run of elements, whatever the number of
+// channels, except for its first and last pixel. At stride 2 every pixel is a run.
 
 #include "bn_tile.h"
 #include "pool_3x3.h"
@@ -11,7 +11,7 @@ namespace {
 
 typedef uint8_t VecB __attribute__((vector_size(kLanes)));
 
-// one instruction, for which GCC 12 writes dozens
+// One instruction; for __builtin_convertvector, GCC 12 emits dozens.
 inline VecI widen(VecB b) {
 #if defined(__AVX512F__)
   return (VecI)_mm512_cvtepu8_epi32((__m128i)b);
@@ -46,14 +46,14 @@ inline void store_index(uint8_t* p, VecI v, int lanes) {
   memcpy(p, &b, lanes);
 }
 
-// Neighbours first .. last of 0, 1, 2 along one dimension: those inside the image
+// The neighbours first .. last, of 0, 1 and 2 along one dimension, that are inside the image.
 template <int kFirst, int kLast>
 struct Taps {
   static constexpr int first = kFirst;
   static constexpr int last = kLast;
 };
 
-// The part of 3 neighbours around source row r * stride that is inside.
+// Which of the 3 neighbours around source row r * stride are inside the image.
 struct Window {
   int64_t first, last;
   Window(int64_t r, int64_t stride, int64_t size) : first(r == 0 ? 1 : 0), last(r * stride + 1 < size ? 2 : 1) {}
@@ -70,7 +70,7 @@ inline void for_each_run(const Pool3x3Params& p, const Body& body) {
     return;
   }
   body(0, 0, c, Taps<1, 2>{});
-  const int64_t whole = (p.width - 2) / p.stride + 1;  // the first result beyond those whose window is inside on the right
+  const int64_t whole = (p.width - 2) / p.stride + 1;  // the first result whose window leaves the image on the right
   if (p.stride == 1) {
     body(c, c, (whole - 1) * c, Taps<0, 2>{});
   } else {
@@ -79,8 +79,8 @@ inline void for_each_run(const Pool3x3Params& p, const Body& body) {
   if (whole < p.out_width) body(whole * c, whole * p.stride * c, c, Taps<0, 1>{});
 }
 
-// Results that read a source row or column: `count` of them from `first` on, the first one as neighbour `tap`, each further
-// one as neighbour tap - stride, tap - 2 * stride.
+// The results that read a source row or column: `count` results from `first` on. The first one reads it as neighbour
+// `tap`, the next ones as neighbours tap - stride and tap - 2 * stride.
 struct Readers {
   int64_t first, count, tap;
   Readers(int64_t at, int64_t stride, int64_t results) {
@@ -91,8 +91,8 @@ struct Readers {
   }
 };
 
-// Calls body(at, from, count, n, tap) for the runs of a row of the source: elements [at, at + count) are read by n results,
-// which begin at `from` and are C apart, the first one as neighbour `tap`.
+// Calls body(at, from, count, n, tap) for the runs of a row of the source: the elements [at, at + count) are read by n
+// results, which begin at `from` and are C apart. The first result reads them as neighbour `tap`.
 template <typename Body>
 inline void for_each_source_run(const Pool3x3Params& p, const Body& body) {
   const int64_t c = p.channels;
@@ -121,14 +121,14 @@ struct Item {
   }
 };
 
-// The larger of two values and where it is: the first of equal ones, and the last that is not a number.
+// Takes the larger of two values and its place. Of equal values it keeps the first, of NaNs the last.
 inline void take_larger(VecF candidate, VecI place, VecF* value, VecI* index) {
   const VecI taken = (candidate > *value) | (candidate != candidate);
   *value = taken ? candidate : *value;
   *index = taken ? place : *index;
 }
 
-// Maxima along the rows first, of which three then give the maxima of the windows.
+// First takes the maxima along each row; three of these then give the maximum of a window.
 template <typename T>
 void max_fwd_items(const Pool3x3Params& p, int64_t begin, int64_t end) {
   const int64_t size = p.out_width * p.channels;
@@ -218,7 +218,7 @@ void avg_fwd_items(const Pool3x3Params& p, int64_t begin, int64_t end) {
   }
 }
 
-// The gradient of an element is that of the windows whose maximum it is.
+// The gradient of an element is the sum over the windows in which it is the maximum.
 template <typename T>
 void max_bwd_items(const Pool3x3Params& p, int64_t begin, int64_t end) {
   const int64_t size = p.out_width * p.channels;

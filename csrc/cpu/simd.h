@@ -1,8 +1,9 @@
 // A vector of floats as wide as the instruction set this file is compiled for, and its loads and stores.
 //
-// Included only by kernel files, which CMake compiles once per instruction set with NASFAST_ISA naming the namespace.
-// Everything here lives in that namespace, and kernel files use no templates of the standard library: a function shared
-// between two instruction sets would be merged by the linker, and the wrong one could run on an old processor.
+// Only kernel files include this. CMake compiles them once per instruction set; NASFAST_ISA is the name of the
+// namespace. Everything here is in that namespace, and kernel files use no templates of the standard library: the
+// linker would merge a function that two instruction sets have in common, and the wrong one could run on an old
+// processor.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// tag of a load or store of kLanes elements; an int in its place means the first few lanes only
+// Tag of a load or store of kLanes elements. An int in its place is the number of lanes to load or store.
 struct AllLanes {};
 
 inline VecF broadcast(float value) { return value - VecF{}; }
@@ -69,7 +70,7 @@ inline VecH narrow(VecF v) {
 #endif
 }
 
-// v as a tensor of T keeps it
+// v rounded to the storage type T
 template <typename T>
 inline VecF as_stored(VecF v) {
   return v;
@@ -98,7 +99,7 @@ inline void store(BFloat16* p, VecF v, AllLanes) {
   memcpy(p, &h, sizeof h);
 }
 
-// the sanitizer does not see what masked intrinsics touch
+// Not with the sanitizer: it does not see what masked intrinsics read and write.
 #if defined(__AVX512F__) && !defined(__SANITIZE_ADDRESS__)
 
 inline VecF load(const float* p, int lanes) {
@@ -135,7 +136,7 @@ inline void store(T* p, VecF v, int lanes) {
 
 #endif
 
-// store past the caches: without it, memory is read before it is written. p must be aligned to the vector.
+// Stores past the caches: an ordinary store reads the memory before it writes it. p must be aligned to the vector.
 inline void stream(float* p, VecF v, AllLanes) {
 #if defined(__SANITIZE_ADDRESS__)
   store(p, v, AllLanes{});  // the sanitizer does not see what an intrinsic writes
@@ -148,20 +149,21 @@ inline void stream(float* p, VecF v, AllLanes) {
 #endif
 }
 
-// Vectors of bfloat16 are parts of a cache line, which would be written out one by one; partial ones have no such store.
+// An ordinary store for bfloat16, whose vectors are parts of a cache line and would be written to memory one by one,
+// and for partial vectors, which have no such store.
 template <typename T, typename Lanes>
 inline void stream(T* p, VecF v, Lanes lanes) {
   store(p, v, lanes);
 }
 
-// Makes what was streamed visible to other threads; barriers of a thread pool need not do that.
+// Makes what was streamed visible to other threads; the barrier of a thread pool need not do that.
 inline void finish_streams() {
 #if defined(__AVX__)
   _mm_sfence();
 #endif
 }
 
-// stream or store
+// Streams or stores.
 template <typename T, typename Lanes>
 inline void put(T* p, VecF v, bool streams, Lanes lanes) {
   if (streams) {
@@ -171,7 +173,7 @@ inline void put(T* p, VecF v, bool streams, Lanes lanes) {
   }
 }
 
-// The larger (smaller) of two numbers, and the second argument when either is NaN: one instruction on x86.
+// The larger (smaller) of two numbers, or the second argument when either is NaN: one instruction on x86.
 #if defined(__AVX512F__)
 inline VecF maximum(VecF a, VecF b) { return (VecF)_mm512_max_ps((__m512)a, (__m512)b); }
 inline VecF minimum(VecF a, VecF b) { return (VecF)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -183,7 +185,7 @@ inline VecF maximum(VecF a, VecF b) { return a > b ? a : b; }
 inline VecF minimum(VecF a, VecF b) { return a < b ? a : b; }
 #endif
 
-// Calls body(index, AllLanes{}) for every whole vector of count elements, then body(index, rest) for what is left.
+// Calls body(index, AllLanes{}) for every whole vector of `count` elements, then body(index, lanes) for the rest.
 template <typename Body>
 inline void for_each_vector(int64_t count, const Body& body) {
   int64_t i = 0;
@@ -191,12 +193,12 @@ inline void for_each_vector(int64_t count, const Body& body) {
   if (i < count) body(i, static_cast<int>(count - i));
 }
 
-// Memory of one thread for the time of one phase: zeros, aligned to cache lines. Given up to the owner in pieces.
+// Memory of one thread for the duration of one phase: zeros, aligned to cache lines. `take` hands out pieces of it.
 class Scratch {
  public:
   explicit Scratch(size_t bytes)
       : data_(static_cast<char*>(aligned_alloc(kLine, round_up(bytes)))), at_(data_), end_(data_ + round_up(bytes)) {
-    if (data_ == nullptr) abort();  // as an allocation inside a parallel region cannot throw
+    if (data_ == nullptr) abort();  // a parallel region must not throw
     memset(data_, 0, end_ - data_);
   }
   ~Scratch() {
@@ -219,7 +221,7 @@ class Scratch {
     return piece;
   }
 
-  // bytes that take<T>(count) uses
+  // Bytes that take<T>(count) uses.
   template <typename T>
   static size_t size(int64_t count) {
     return round_up(count * sizeof(T)) + kRedZone;
@@ -228,7 +230,7 @@ class Scratch {
  private:
   static constexpr size_t kLine = 64;
 #ifdef __SANITIZE_ADDRESS__
-  static constexpr size_t kRedZone = kLine;  // so that an access beyond a piece is seen
+  static constexpr size_t kRedZone = kLine;  // so that the sanitizer sees an access beyond a piece
 #else
   static constexpr size_t kRedZone = 0;
 #endif
@@ -236,7 +238,7 @@ class Scratch {
   char *data_, *at_, *end_;
 };
 
-// Adds the lanes in pairs, a fixed order.
+// Adds the lanes in pairs: the order is fixed.
 inline float sum_lanes(VecF v) {
   float lanes[kLanes];
   memcpy(lanes, &v, sizeof v);
@@ -246,7 +248,7 @@ inline float sum_lanes(VecF v) {
   return lanes[0];
 }
 
-// lanes < count ? v : 0, for sums over a partly loaded vector
+// Zero beyond the given lanes, for sums over a partly loaded vector.
 inline VecF keep_lanes(VecF v, AllLanes) { return v; }
 
 inline VecF keep_lanes(VecF v, int lanes) {

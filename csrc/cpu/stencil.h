@@ -1,7 +1,7 @@
-// Depthwise stencils, and the ring of rows along which they slide; for kernel files, once per instruction set.
+// Depthwise stencils, and the ring of rows along which they slide. Kernel files include this, once per instruction set.
 //
-// Rows of the source are held as floats with zeros on either side; the stencil goes along them with its sums in registers, a
-// vector of channels at a time.
+// The ring holds rows of the source as floats, with zeros on either side. The stencil goes along the rows, one vector
+// of channels at a time, with its sums in registers.
 #pragma once
 
 #include "bn_tile.h"
@@ -9,13 +9,13 @@
 
 namespace nasfast::cpu::NASFAST_ISA {
 
-// Bytes of a ring: with the rows of the tensors that are read beside it, it shall stay in a 1 MiB second-level cache.
+// Most bytes of a ring: it should stay in a 1 MiB second-level cache, together with the rows that are read beside it.
 constexpr int64_t kRingBytes = 192 * 1024;
 constexpr int kMaxKernel = 7;
 
-// kOut neighbouring outputs of a kK x kK stencil. rows: the taps' rows, from the first column this segment reads on;
-// weights: kK vectors of channels each, ld apart.
-// Forward (and backward at stride 1, with flipped weights): out[j] = sum over kx of row[j * stride + kx] w[kx].
+// kOut neighbouring outputs of a kK x kK stencil, forward, and backward at stride 1 with flipped weights:
+// out[j] = sum over ky and kx of rows[ky][j * stride + kx] weights[ky][kx].
+// rows begin at the first column that this segment reads; weights are kK vectors of channels each, ldw apart.
 template <int kK, int kStride, int kOut>
 inline void stencil(const float* const* rows, const float* const* weights, int64_t ld, int64_t ldw, VecF* sum) {
 #pragma GCC unroll 8
@@ -37,8 +37,9 @@ inline void stencil(const float* const* rows, const float* const* weights, int64
   }
 }
 
-// Backward at stride 2, kOut even: out[j] = sum of row[(j + p - kx) / 2] w[kx] over the kx for which that is whole, and over
-// the given rows, those whose ky fits the row of the output. Rows start p / 2 columns before the segment's first.
+// Backward at stride 2, kOut even: out[j] = sum of row[(j + p - kx) / 2] w[kx] over the kx for which the index is an
+// integer, and over the given rows, which are those that fit the row of the output. rows begin p / 2 columns before the
+// first column of the segment.
 template <int kK, int kOut>
 inline void stencil_transposed(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw,
                                VecF* sum) {
@@ -62,11 +63,12 @@ inline void stencil_transposed(const float* const* rows, const float* const* wei
   }
 }
 
-// A row of `dilation` interleaved rows of `segments` segments each, kLanes channels wide, into out, whose pixels are out_step
-// apart. A stencil dilated by 2 sees every second column, so that the even and the odd outputs of a row are undilated rows.
+// Writes one row of outputs, kLanes channels wide, to `out`, with out_step floats between pixels. The row is `dilation`
+// interleaved rows of `segments` segments each: a stencil dilated by 2 reads every second column, so the even and the
+// odd outputs of a row are two rows without dilation.
 template <int kK, int kStride, bool kTransposed, int kOut>
-void stencil_row(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw, int64_t segments,
-                 int64_t dilation, float* out, int64_t out_step) {
+void stencil_row(const float* const* rows, const float* const* weights, int taps, int64_t ld, int64_t ldw,
+                 int64_t segments, int64_t dilation, float* out, int64_t out_step) {
   const int64_t column = dilation * ld;
   const int64_t output = dilation * out_step;
   for (int64_t phase = 0; phase < dilation; ++phase) {
@@ -96,24 +98,24 @@ using StencilRow = void (*)(const float* const* rows, const float* const* weight
 struct Pass {
   int64_t source_height, source_width, height, width;
   int64_t kernel, stride;
-  int64_t dilation;  // above 1 only at stride 1
-  bool transposed;   // the stencil of backward at stride 2
-  int64_t outputs;   // per segment
-  int64_t segments;  // per row of the result and phase of its columns modulo dilation
+  int64_t dilation;  // greater than 1 only at stride 1
+  bool transposed;   // whether this is the stencil of backward at stride 2
+  int64_t outputs;   // outputs per segment
+  int64_t segments;  // segments per row of the result, for each phase of its columns modulo dilation
   int64_t halo;      // columns of zeros before the first of a source row
-  int64_t columns;   // of a source row, zeros included
-  int64_t ring;      // rows of the source held at once
+  int64_t columns;   // columns of a source row in the ring, including zeros
+  int64_t ring;      // rows of the source that are held at once
   StencilRow run;
 
-  // source rows first .. last that row r of the result reads, before clipping to the image
+  // The last and the first source row that row r of the result reads; they may be outside the image.
   int64_t last_source(int64_t r) const {
     return transposed ? (r + kernel / 2) / 2 : r * stride + (kernel / 2) * dilation;
   }
   int64_t first_source(int64_t r) const {
-    // the smallest row s with r + kernel / 2 - 2 s < kernel
+    // transposed: the smallest row s with r + kernel / 2 - 2 s < kernel
     return transposed ? (r < kernel / 2 ? 0 : (r - kernel / 2 + 1) / 2) : r * stride - (kernel / 2) * dilation;
   }
-  int64_t result_columns() const { return segments * outputs * dilation; }  // surplus ones included
+  int64_t result_columns() const { return segments * outputs * dilation; }  // including surplus ones
 };
 
 template <int kK, int kStride, bool kTransposed>
@@ -126,7 +128,8 @@ Pass make_pass(Pass pass) {
     pass.outputs = kOut;
     pass.run = stencil_row<kK, kStride, kTransposed, kOut>;
   };
-  // maps of 224 x 224 images are multiples of 7 wide, those of 32 x 32 images of 4; more outputs share what is loaded
+  // The widths of feature maps are multiples of 7 for images of 224 x 224, and of 4 for images of 32 x 32. Among equal
+  // surpluses the larger count is better, because more outputs use each value that is loaded.
   if constexpr (kTransposed) {
     consider(Count<8>{});
     consider(Count<14>{});
@@ -144,7 +147,7 @@ Pass make_pass(const Pass& pass) {
   return pass.stride == 1 ? make_pass<kK, 1, false>(pass) : make_pass<kK, 2, false>(pass);
 }
 
-// The pass with another number of outputs per segment, for those that do not run its stencil.
+// The pass with another number of outputs per segment, for callers that do not run its stencil.
 inline Pass with_outputs(Pass pass, int64_t outputs) {
   pass.outputs = outputs;
   pass.segments = divide_up(divide_up(pass.width, pass.dilation), outputs);
@@ -156,7 +159,7 @@ inline Pass with_outputs(Pass pass, int64_t outputs) {
   return pass;
 }
 
-// The pass of this geometry, whose other fields follow from it.
+// The pass with this geometry.
 inline Pass make_pass(int64_t kernel, int64_t stride, int64_t dilation, bool transposed, int64_t source_height,
                       int64_t source_width, int64_t height, int64_t width) {
   Pass pass{};
@@ -174,10 +177,10 @@ inline Pass make_pass(int64_t kernel, int64_t stride, int64_t dilation, bool tra
   return with_outputs(pass, pass.outputs);
 }
 
-// Goes along result rows [r0, r1) of one image, for channels that are ld apart in the source.
+// Goes through the result rows [r0, r1) of one image; pixels of the ring are ld floats apart.
 //   provide(row, to): writes source row `row`, source_width x ld, to `to`
-//   visit(r, rows, ky, taps): does result row r, to which source rows[t] contributes through row ky[t] of the filter
-// ring has pass.ring rows of columns * ld floats, zero before the first call; zeros is one such row.
+//   visit(r, rows, ky, taps): does result row r, to which rows[t] contributes through row ky[t] of the filter, t < taps
+// ring has pass.ring rows of columns * ld floats, zero before the first call; zeros is one more such row.
 template <typename Provide, typename Visit>
 inline void slide_rows(const Pass& pass, int64_t r0, int64_t r1, int64_t ld, float* ring, const float* zeros,
                        const Provide& provide, const Visit& visit) {
@@ -205,10 +208,11 @@ inline void slide_rows(const Pass& pass, int64_t r0, int64_t r1, int64_t ld, flo
 }
 
 // Runs the stencil on result rows [r0, r1).
-//   finish(r, eval): does result row r; eval(c, out, step) writes the vector of channels at c to out, pixels step apart
+//   finish(r, eval): does result row r; eval(c, out, step) writes the vector of channels at c to out, with step floats
+//     between pixels
 template <typename Provide, typename Finish>
-inline void slide(const Pass& pass, int64_t r0, int64_t r1, int64_t ld, float* ring, const float* zeros, const float* weight,
-                  int64_t ldw, const Provide& provide, const Finish& finish) {
+inline void slide(const Pass& pass, int64_t r0, int64_t r1, int64_t ld, float* ring, const float* zeros,
+                  const float* weight, int64_t ldw, const Provide& provide, const Finish& finish) {
   const auto visit = [&](int64_t r, const float* const* rows, const int64_t* ky, int taps) {
     finish(r, [&](int64_t c, float* out, int64_t step = kLanes) {
       const float* from[kMaxKernel];
@@ -223,7 +227,7 @@ inline void slide(const Pass& pass, int64_t r0, int64_t r1, int64_t ld, float* r
   slide_rows(pass, r0, r1, ld, ring, zeros, provide, visit);
 }
 
-// Channels per group: whole vectors, as many as keep the ring within kRingBytes.
+// Channels per group: as many whole vectors as keep the ring within kRingBytes.
 inline int64_t group_channels(int64_t channels, int64_t ring_columns) {
   const int64_t fitting = kRingBytes / (ring_columns * static_cast<int64_t>(sizeof(float))) / kLanes * kLanes;
   const int64_t all = divide_up(channels, kLanes) * kLanes;

@@ -15,7 +15,7 @@ DeviceInfo device_info() {
   DeviceInfo info;
   cudaError_t status = cudaGetDeviceCount(&info.count);
   if (status == cudaSuccess && info.count > 0) {
-    // looks the kernel up for the current device without launching it: fails when no compiled image fits
+    // this looks up the kernel for the current device without a launch; it fails when no compiled image fits
     cudaFuncAttributes attributes;
     status = cudaFuncGetAttributes(&attributes, probe_kernel);
     info.kernels_run = status == cudaSuccess;

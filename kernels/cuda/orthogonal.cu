@@ -1,19 +1,20 @@
-// Launches of orthogonalize on the GPU. The kernels are in orthogonal_kernel.h, what each block does in
-// orthogonal_plan.h.
+// Launches of orthogonalize on the GPU. csrc/orthogonal/blocks.h has the work of a block of threads, plan.h the
+// division of the matrices among blocks.
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
 
-#include "orthogonal_plan.h"
+#include "../../csrc/orthogonal/plan.h"
 
 namespace nasfast::cuda {
 namespace {
 
 using namespace orthogonal;
 
-// Blocks of kThreads threads on one multiprocessor for which the compiler leaves registers; doubles take two each.
+// Blocks of kThreads threads on one multiprocessor that the compiler reserves registers for; a double takes two
+// registers.
 template <typename T>
 constexpr int kBlocksPerSm = sizeof(T) == sizeof(float) ? 2 : 1;
 
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kTinyThreads) tiny_kernel(const TinyTask<T>* t
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>) matrix_kernel(const Task<T>* tasks, int resident_rows) {
-  const Task<T> task = tasks[blockIdx.x];  // a copy, which no store can change
+  const Task<T> task = tasks[blockIdx.x];  // a copy: the compiler need not read it again after each store
   run_matrix(ThreadBlock{}, task, resident_rows, shared_memory<T>());
 }
 
@@ -61,9 +62,10 @@ struct Launcher {
     stream = static_cast<cudaStream_t>(current);
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     STD_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
-    STD_TORCH_CHECK(capture == cudaStreamCaptureStatusNone,
-                    "orthogonalize: cannot be captured in a CUDA graph, because its tables of matrices are copied from "
-                    "memory of the host that is gone when the graph runs: call it before the capture");
+    STD_TORCH_CHECK(
+        capture == cudaStreamCaptureStatusNone,
+        "orthogonalize: cannot be captured in a CUDA graph, because it copies tables of matrices from memory of "
+        "the host that is freed before the graph runs: call it before the capture");
   }
 
   Tensor empty(size_t size, ScalarType type) const {
@@ -71,7 +73,8 @@ struct Launcher {
                                 torch::stable::Device(torch::headeronly::DeviceType::CUDA, device));
   }
 
-  // The tasks on the device. The copy has left the host's memory when this returns, because that is pageable.
+  // Copies the tasks to the device. The memory of the host may be freed afterwards: from pageable memory, the call
+  // returns only when the copy no longer needs it.
   template <typename Item>
   Tensor upload(const std::vector<Item>& items) const {
     Tensor table = empty(items.size() * sizeof(Item), ScalarType::Byte);
@@ -84,7 +87,7 @@ struct Launcher {
   SharedMemory shared_memory(const void* kernel, int rows) const {
     int limit = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    // always the same, because another thread of the host may set it between this and the launch
+    // always the same value, because another thread of the host may set it between this call and the launch
     STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
     return SharedMemory(rows, sizeof(T), limit);
   }
@@ -98,7 +101,7 @@ struct Launcher {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
-  // Every matrix by one block.
+  // Does every matrix by one block.
   template <typename T>
   void whole(const std::vector<Task<T>>& tasks) const {
     if (tasks.empty()) return;
@@ -109,7 +112,7 @@ struct Launcher {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
-  // All matrices together, a launch for every panel and step.
+  // Does all matrices together, with one launch for every panel and step.
   template <typename T>
   void in_step(const std::vector<Task<T>>& tasks, int panels) const {
     if (tasks.empty()) return;
@@ -154,6 +157,4 @@ std::vector<Tensor> orthogonalize_cuda(const std::vector<Tensor>& matrices) {
 }  // namespace
 }  // namespace nasfast::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(nasfast, CUDA, m) {
-  m.impl("orthogonalize", TORCH_BOX(&nasfast::cuda::orthogonalize_cuda));
-}
+STABLE_TORCH_LIBRARY_IMPL(nasfast, CUDA, m) { m.impl("orthogonalize", TORCH_BOX(&nasfast::cuda::orthogonalize_cuda)); }

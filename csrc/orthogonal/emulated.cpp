@@ -1,18 +1,18 @@
-// orthogonalize_emulated: the CUDA kernels of orthogonalize on the host, for tests on machines without a GPU.
+// orthogonalize_emulated runs the CUDA kernels of orthogonalize on the host, for tests on machines without a GPU.
 
 #include <torch/csrc/stable/library.h>
 
-#include "../../kernels/cuda/orthogonal_plan.h"
+#include "plan.h"
 
 namespace nasfast::cpu {
 namespace {
 
 using namespace orthogonal;
 
-// The shared memory that sm_86 has for one block.
+// Bytes of shared memory that sm_86 has for one block.
 constexpr size_t kSharedMemory = 99 * 1024;
 
-// The threads of a phase run one after the other, in an order that must not matter.
+// Runs the threads of a phase one after the other. Their order must not matter, so tests use both directions.
 struct EmulatedBlock {
   int threads;
   bool backwards;
@@ -26,10 +26,10 @@ struct EmulatedBlock {
 template <typename T>
 void emulate(const std::vector<Matrices<T>>& all, bool backwards) {
   Plan<T> plan(all);
-  // torch's allocator aligns, as on the GPU
+  // torch's allocator aligns memory, as it does on the GPU
   const Tensor workspace = torch::stable::empty({static_cast<int64_t>(plan.workspace)}, scalar_type<T>());
   plan.place(static_cast<T*>(workspace.mutable_data_ptr()));
-  // vectors of their exact size, in which a sanitizer sees every access outside
+  // the vectors have the exact size, so that a sanitizer sees every access outside
   std::vector<T> tiny_memory(kTinyShared);
   for (const TinyTask<T>& task : plan.tiny) {
     run_tiny(EmulatedBlock{kTinyThreads, backwards}, task, tiny_memory.data());

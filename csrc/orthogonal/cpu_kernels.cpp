@@ -1,11 +1,10 @@
-// Kernels of orthogonalize, compiled once per instruction set: matrices too small for LAPACK, whose calls would cost
-// more than the arithmetic. The arithmetic is that of the GPU.
+// Kernels of orthogonalize, compiled once per instruction set, for tiny matrices: a call of LAPACK would cost more than
+// their arithmetic. The arithmetic is the same as on a GPU (householder.h).
 
-#include "orthogonal.h"
-#include "simd.h"
+#include "cpu_kernels.h"
 
-#include "../../kernels/cuda/orthogonal_kernel.h"
-#include "../orthogonal_sizes.h"
+#include "../cpu/simd.h"
+#include "householder.h"
 
 namespace nasfast::cpu::NASFAST_ISA {
 namespace {

@@ -1,11 +1,12 @@
-// Between the launcher of orthogonalize and its kernels, which do small matrices, one per lane of a vector.
+// The interface between the launcher of orthogonalize on the CPU (cpu.cpp) and its kernels (cpu_kernels.cpp, compiled
+// once per instruction set). The kernels do tiny matrices, one in each lane of a vector.
 #pragma once
 
 #include <cstdint>
 
 namespace nasfast::cpu {
 
-// Matrices of one shape, one after the other; rows and columns are those of the tall form.
+// Matrices of one shape, one after the other in memory. rows and columns are those of the tall form.
 struct TinyParams {
   const void* in;
   void* out;

@@ -1,10 +1,8 @@
-// orthogonalize on the CPU: LAPACK through torch for every matrix but the smallest, scheduled over the threads.
+// orthogonalize on the CPU. All matrices but the tiny ones go to LAPACK, through torch.
 //
-// LAPACK gains little from several threads within one matrix of the usual sizes, so each thread takes whole matrices,
-// the longest first. How a matrix is computed depends on its own shape only, so that its result does not depend on the
-// others.
-
-#include "orthogonal.h"
+// LAPACK gains little from several threads within one matrix of the usual sizes. So each thread takes whole matrices,
+// and the matrices with the most work are taken first. How a matrix is computed depends on its shape only, so its
+// result does not depend on the other matrices.
 
 #include <torch/csrc/stable/library.h>
 
@@ -14,14 +12,14 @@
 #include <cmath>
 #include <vector>
 
-#include "../../kernels/cuda/orthogonal_kernel.h"
-#include "../orthogonal.h"
-#include "kernels.h"
-#include "launch.h"
-#include "pool.h"
+#include "../cpu/kernels.h"
+#include "../cpu/launch.h"
+#include "../cpu/pool.h"
+#include "householder.h"
+#include "matrices.h"
 
-// MKL's own, where torch is built with it; other LAPACKs see by themselves that they are called by one thread of
-// several.
+// A function of MKL, where torch is built with MKL. Other LAPACKs detect by themselves that they are called by one
+// thread of several.
 extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
 
 namespace nasfast::cpu {
@@ -29,8 +27,8 @@ namespace {
 
 using namespace orthogonal;
 
-// Keeps the calls of LAPACK from this thread in this thread. Without it MKL's sgeqrf waits forever, within a parallel
-// loop, for the team of threads that OpenMP does not give it there.
+// Makes LAPACK use no other threads when it is called from this one. Without this, within a parallel loop, MKL's sgeqrf
+// waits forever for a team of threads that OpenMP does not provide there.
 class OneThread {
  public:
   OneThread() : before_(set(1)) {}
@@ -43,17 +41,17 @@ class OneThread {
   int before_;
 };
 
-// Multiply-adds, as rows * columns^2, from which LAPACK's own threads share one matrix, which would else be what all others
-// wait for: 1300 x 900, or the classifier of an ImageNet network.
+// From this many multiply-adds on, counted as rows * columns^2, LAPACK's own threads share one matrix. Otherwise all
+// other threads would wait for it. Such matrices are of 1300 x 900, or the classifier of an ImageNet network.
 constexpr int64_t kThreadedWork = int64_t{1} << 30;
-// Rows of a matrix that are transposed together: so many lines of the cache, which the next columns find there.
+// Rows of a matrix that are transposed together: their cache lines stay in the cache for the next columns.
 constexpr int64_t kTransposeSide = 64;
-// Columns whose largest elements are of ordinary size, between the inverse of this and this, need no scaling.
+// A column needs no scaling if its largest element is between 1 / kOrdinary and kOrdinary.
 constexpr int64_t kOrdinary = int64_t{1} << 32;
-// Tiny matrices per item of work, a whole number of vectors of any width.
+// Tiny matrices per item of work: a multiple of the lanes of all vectors.
 constexpr int64_t kTinyItem = 256;
 
-// One matrix, tall, column by column in memory; a wide one comes through its transpose, which is so already.
+// One matrix in its tall form. LAPACK wants it column by column: a wide matrix, row by row, is the transpose of that.
 template <typename T>
 struct Job {
   const T* in;
@@ -75,11 +73,11 @@ void transpose(const T* from, int64_t rows, int64_t columns, T* to, const T* sig
   }
 }
 
-// Scales a column that is so large that its norm may overflow in LAPACK, or so small that results of LAPACK would lose
-// bits. With others it would not change Q.
+// Scales a column that is so large that its norm may overflow in LAPACK, or so small that LAPACK would lose bits.
+// Scaling other columns would not change Q.
 template <typename T>
 void scale_column(T* column, int64_t rows) {
-  constexpr int kAtOnce = 16;  // maxima of every 16th element, which the compiler computes together
+  constexpr int kAtOnce = 16;  // separate maxima, which the compiler computes in one vector
   T largest[kAtOnce] = {};
   int64_t i = 0;
   for (; i + kAtOnce <= rows; i += kAtOnce) {
@@ -99,10 +97,10 @@ Tensor view(T* data, const std::vector<int64_t>& sizes, const std::vector<int64_
 }
 
 StableIValue to_stack(const Tensor& tensor) { return torch::stable::detail::from(tensor); }
-// a result that is an argument too
+// Releases a result that is also an argument.
 void drop(StableIValue value) { torch::stable::detail::to<Tensor>(value); }
 
-// torch.geqrf(a, out=(a, tau)): R above, the reflectors below the diagonal.
+// torch.geqrf(a, out=(a, tau)): writes R on and above the diagonal, and the reflectors below it.
 void geqrf(const Tensor& a, const Tensor& tau) {
   std::array<StableIValue, 3> stack{to_stack(a), to_stack(a), to_stack(tau)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::geqrf", "a", stack.data(), TORCH_ABI_VERSION));
@@ -110,7 +108,7 @@ void geqrf(const Tensor& a, const Tensor& tau) {
   drop(stack[1]);
 }
 
-// torch.linalg.householder_product(a, tau, out=a): the reflectors become Q.
+// torch.linalg.householder_product(a, tau, out=a): replaces the reflectors by Q.
 void orgqr(const Tensor& a, const Tensor& tau) {
   std::array<StableIValue, 3> stack{to_stack(a), to_stack(tau), to_stack(a)};
   TORCH_ERROR_CODE_CHECK(
@@ -121,7 +119,7 @@ void orgqr(const Tensor& a, const Tensor& tau) {
 template <typename T>
 void run(const Job<T>& job) {
   const int64_t size = job.rows * job.columns;
-  // LAPACK's rounding depends on the alignment of its memory, so it never works in that of the caller
+  // the rounding of LAPACK depends on the alignment of its memory, so it never works in the memory of the caller
   const int64_t taus = round_up(size, kAlignment);
   const PoolBlock memory((taus + job.columns) * sizeof(T));
   T* const data = static_cast<T*>(memory.data());
@@ -152,8 +150,8 @@ struct TinyItem {
   int64_t begin, end;
 };
 
-// Everything of one type. One parallel loop for all of it: where threads have to wait for a processor, each loop costs
-// a turn.
+// Does all matrices of one type, in one parallel loop: where there are more threads than processors, each loop costs
+// the time of a thread switch.
 template <typename T>
 void run_all(const std::vector<Matrices<T>>& all) {
   std::vector<Job<T>> jobs;

@@ -1,4 +1,5 @@
-// What the launchers of orthogonalize share: checks of the tensors, their results, and the matrices in them.
+// What the launchers of orthogonalize use: checks of the tensors, memory for the results, and the matrices in the
+// tensors.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -10,14 +11,14 @@
 #include <limits>
 #include <vector>
 
-#include "orthogonal_sizes.h"
+#include "householder.h"
 
 namespace nasfast::orthogonal {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// [batch][rows][columns] in one piece, tall or wide.
+// A contiguous batch of matrices, [batch][rows][columns], tall or wide.
 template <typename T>
 struct Matrices {
   const T* in;
@@ -38,7 +39,7 @@ struct Work {
   std::vector<Tensor> inputs;   // contiguous
   std::vector<Tensor> results;  // contiguous, not yet written
 
-  // Guards what would corrupt memory; nasfast/ops/checks.py has the explanations.
+  // Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
   explicit Work(const std::vector<Tensor>& matrices) {
     for (const Tensor& z : matrices) {
       STD_TORCH_CHECK(z.dim() >= 2, "orthogonalize: a matrix must have two dimensions or more, got ", z.dim());
@@ -51,6 +52,7 @@ struct Work {
     }
   }
 
+  // The matrices with elements of type T.
   template <typename T>
   std::vector<Matrices<T>> of_type() const {
     std::vector<Matrices<T>> found;

@@ -1,26 +1,29 @@
-// Which thread block does which matrix, and the memory they need: what the GPU and its emulation on the host share.
+// Which block of threads does which matrix, and how much memory the matrices need, on the GPU and in its emulation on
+// the host.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <vector>
 
-#include "../../csrc/orthogonal.h"
-#include "orthogonal_kernel.h"
+#include "blocks.h"
+#include "matrices.h"
 
 namespace nasfast::orthogonal {
 
-// Columns up to which one block does a whole matrix. Larger ones are few, and would keep one multiprocessor busy while
-// the others idle; their updates are spread over all, in one launch per panel and step.
+// One block does a whole matrix of up to this many columns. Larger matrices are few, and would keep one multiprocessor
+// busy while the others are idle: their updates are spread over all multiprocessors, in one launch per panel and step.
 constexpr int kBlockColumns = 256;
-// Up to here several blocks share a multiprocessor, when not held up by longer panels in the same launch.
+// Matrices of up to this many columns have a launch of their own: several of their blocks share a multiprocessor, which
+// longer panels in the same launch would prevent.
 constexpr int kSmallColumns = 64;
 
 template <typename T>
 struct Plan {
   std::vector<TinyTask<T>> tiny;
-  std::vector<Task<T>> small, medium, large;  // up to kSmallColumns, up to kBlockColumns, more; each longest first
-  size_t workspace = 0;                       // elements
+  std::vector<Task<T>> small, medium,
+      large;             // up to kSmallColumns, up to kBlockColumns, more; in each, most work first
+  size_t workspace = 0;  // in elements
 
   explicit Plan(const std::vector<Matrices<T>>& all) {
     for (const Matrices<T>& matrices : all) {
@@ -88,7 +91,7 @@ struct Plan {
   }
 };
 
-// Bytes of shared memory for matrices of this many rows, and how many rows of a panel are kept in it.
+// Bytes of shared memory for matrices of this many rows, and the number of rows up to which a panel is kept in it.
 struct SharedMemory {
   size_t bytes;
   int resident_rows;
@@ -100,7 +103,7 @@ struct SharedMemory {
   }
 };
 
-// Elements of shared memory of a block that does tiny matrices.
+// Elements of shared memory for a block that does tiny matrices.
 constexpr size_t kTinyShared = (kTinyElements + kTinyColumns) * kTinyStride;
 
 }  // namespace nasfast::orthogonal
