@@ -1,15 +1,16 @@
-# make demo and make test each create .venv, install everything, and run.
+# Each target that needs .venv first creates it and installs everything.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
+CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install demo test test-oldest test-oldest-fast test-gpu sanitize check bench clean
+.PHONY: help install demo test test-oldest test-oldest-fast test-gpu sanitize check format wheel bench clean
 
-help:  ## this list
+help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-install: $(VENV)/installed  ## .venv with nasfast (editable) and everything its tests need
+install: $(VENV)/installed  ## create .venv with nasfast (editable) and everything that its tests need
 
 $(VENV)/installed: pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,18 +18,19 @@ $(VENV)/installed: pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOUR
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,demo]'
 	touch $@
 
-demo: install  ## images -> supernet -> scores -> search -> retrained network -> report.html, on handwritten digits
+demo: install  ## run the whole search, from images to report.html, on handwritten digits
 	rm -rf runs/demo
 	$(BIN)/nasfast run --config demo --out runs/demo
 
-# One thread for each process of pytest, or their teams would wait for each other's cores.
-test: install  ## every test, on up to 8 cores at once
+# Each process of pytest uses one thread: more threads than cores would wait for each other.
+test: install  ## run every test, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
-# Python 3.12 on PATH (where pyenv leaves a launcher that may find none), of pyenv or of uv; else $(PYTHON).
+# The first Python 3.12 that works: on PATH (where pyenv has a launcher that may fail), in pyenv, or in uv. Otherwise
+# $(PYTHON).
 FIND_PYTHON = for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python3.12 \
 	"$$(uv python find 3.12 2>/dev/null)"; do "$$python" -c 'import venv' 2>/dev/null && echo "$$python" && exit; done; \
-	echo "no Python 3.12 found: $(PYTHON) takes its place (PYTHON_OLDEST=... names another)" >&2; echo "$(PYTHON)"
+	echo "no Python 3.12 found: using $(PYTHON) (set PYTHON_OLDEST to use another)" >&2; echo "$(PYTHON)"
 PYTHON_OLDEST = $(shell $(FIND_PYTHON))
 OLDEST ?= .venv-oldest
 TESTS_OLDEST = ops engine benchmarks/test_aot.py benchmarks/test_issue_model.py supernet train indicators search \
@@ -40,31 +42,33 @@ $(OLDEST)/installed: constraints-oldest.txt
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
 	touch $@
 
-# nasfast is copied there, because an editable installation would delete the compiled module of $(VENV). The tests start in
-# another folder, because Python would import the nasfast of this one. The kernels of each instruction set are those of make test.
-test-oldest: $(OLDEST)/installed  ## tests of what calls torch and Triton, on the oldest versions (constraints-oldest.txt)
+# This installs a copy of nasfast, because an editable installation would delete the compiled module of $(VENV). The
+# tests start in another folder, because Python would import the nasfast of this one. make test already runs the kernels
+# of each instruction set, so these tests are left out here.
+test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
 	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q -n auto --maxprocesses 8 \
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
 
-# Each backend, the engine, and Triton's compilation ahead of time; the time limit of CI has no room for all of test-oldest.
+# Tests of each backend, of the engine, and of Triton's compilation ahead of time: all of test-oldest takes longer than
+# CI allows.
 test-oldest-fast: TESTS_OLDEST = ops/test_bn_act.py ops/test_inverted_residual.py ops/test_orthogonalize.py \
 	ops/test_triton_disorder.py ops/test_arrivals.py engine benchmarks/test_issue_model.py indicators cli measure/test_doctor.py
 test-oldest-fast: OPTIONS_OLDEST = -m "not slow"
-test-oldest-fast: test-oldest  ## the part of test-oldest that runs in CI
+test-oldest-fast: test-oldest  ## run the part of test-oldest that CI runs
 
-test-gpu: install  ## only the tests that run on a GPU; without one they run under the interpreter or say why not
+test-gpu: install  ## run the tests that use a GPU (without one: the interpreter, or skipped)
 	$(BIN)/python -m pytest -q -m gpu
 
-# An instrumented library needs the sanitizers' own in the process before everything else, and libstdc++ with them, whose
-# exceptions they intercept. pytest and not python -m pytest, which would find nasfast in this folder; it leaves the standard
-# error alone, where a report goes just before the process ends. GCC 12 misaligns wide vectors when it looks for uses of
-# a stack frame after its function returned (GCC bug 110027).
+# The libraries of the sanitizers must be loaded before all others, together with libstdc++, whose exceptions they
+# intercept. `pytest` is used, not `python -m pytest`, which would import the nasfast of this folder. --capture=sys
+# leaves standard error alone, where a sanitizer writes its report just before the process ends.
+# detect_stack_use_after_return is off because GCC 12 then misaligns wide vectors (GCC bug 110027).
 SANITIZED = build/sanitize
 RUNTIMES = $(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))
-sanitize: install  ## the operators' tests with AddressSanitizer and UBSan watching the kernels of every instruction set
+sanitize: install  ## run the operators' tests with AddressSanitizer and UBSan
 	NASFAST_SANITIZE=ON NASFAST_NATIVE=ON NASFAST_CUDA=OFF CXX="$(CXX)" $(BIN)/python setup.py -q egg_info --egg-base build \
 		build --build-base build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/native
 	PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib LD_PRELOAD="$(RUNTIMES)" OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -74,11 +78,25 @@ sanitize: install  ## the operators' tests with AddressSanitizer and UBSan watch
 		tests/ops/test_orthogonalize.py tests/ops/test_mixed_bn.py tests/ops/test_depthwise_conv2d.py \
 		tests/ops/test_pool_3x3.py
 
-check: install  ## lint and format
+check: install  ## check lint rules and formatting of Python, C++ and CUDA
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
-bench: install  ## every benchmark that runs here, in most of an hour
+format: install  ## format Python, C++ and CUDA in place
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+# The wheel is installed where nothing of this checkout is on the path.
+wheel: install  ## build a wheel, install it in a new virtual environment, import it and run nasfast doctor
+	rm -rf build/wheel build/lib.*
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build/wheel/nasfast-*.whl
+	cd build/wheel && PYTHONPATH= venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \
+		PYTHONPATH= venv/bin/nasfast doctor
+
+bench: install  ## run every benchmark that needs no GPU; takes most of an hour
 	$(BIN)/python -m benchmarks.bench_bn_act --out benchmarks/results/bn_act.json
 	$(BIN)/python -m benchmarks.bench_mixed_bn --out benchmarks/results/mixed_bn.json
 	$(BIN)/python -m benchmarks.bench_depthwise --out benchmarks/results/depthwise.json
@@ -95,5 +113,5 @@ bench: install  ## every benchmark that runs here, in most of an hour
 	$(BIN)/python -m benchmarks.bench_scaling --out benchmarks/results/weak_scaling.json
 	$(BIN)/python -m benchmarks.bench_search --out benchmarks/results/search.json
 
-clean:  ## remove what was built
+clean:  ## remove build products
 	rm -rf build dist *.egg-info nasfast/_C.*.so nasfast/_build.json

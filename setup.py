@@ -1,7 +1,7 @@
-"""Builds nasfast._C with CMake and Ninja, and records how that went; everything else is in pyproject.toml.
+"""Builds nasfast._C with CMake and Ninja, and records the outcome. The rest of the packaging is in pyproject.toml.
 
-CMakeLists.txt is the only list of sources. Without a C++ compiler the package installs all the same, in pure Python,
-and `nasfast doctor` repeats the reason written here. Environment variables: ENVS.md.
+CMakeLists.txt is the only list of sources. Without a C++ compiler the package is installed in pure Python; the
+reason is recorded, and `nasfast doctor` shows it. Environment variables: ENVS.md.
 """
 
 import importlib.util
@@ -18,12 +18,12 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-# the scripts folder too: pip's cmake and ninja are there even when the environment is not activated
+# includes the scripts folder, where pip installs cmake and ninja: it is on PATH only in an active environment
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
 
 
 def native_mode() -> str:
-    """NASFAST_NATIVE, checked."""
+    """Value of NASFAST_NATIVE. Exits with a message if it is not allowed."""
     mode = os.environ.get("NASFAST_NATIVE", "AUTO")
     if mode not in ("AUTO", "ON", "OFF"):
         raise SystemExit(f"NASFAST_NATIVE must be AUTO, ON or OFF, got {mode!r}")
@@ -31,7 +31,7 @@ def native_mode() -> str:
 
 
 def sanitize_mode() -> str:
-    """NASFAST_SANITIZE, checked."""
+    """Value of NASFAST_SANITIZE. Exits with a message if it is not allowed."""
     mode = os.environ.get("NASFAST_SANITIZE", "OFF")
     if mode not in ("ON", "OFF"):
         raise SystemExit(f"NASFAST_SANITIZE must be ON or OFF, got {mode!r}")
@@ -44,30 +44,31 @@ def find_tool(name: str) -> str | None:
 
 
 def missing_tools() -> str | None:
-    """What the native build lacks and how to get it, or None when everything is there."""
+    """What the native build lacks and how to get it; None if nothing is missing."""
     # CXX may hold a launcher and options, as in "ccache g++"
     compilers = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
     if not any(find_tool(compiler) for compiler in compilers):
         return (
             f"no C++ compiler found (looked for {', '.join(compilers)}): install one "
-            "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), reinstall"
+            "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), then "
+            "reinstall"
         )
     for tool in ("cmake", "ninja"):
         if find_tool(tool) is None:
-            return f"{tool} not found: pip install {tool} and reinstall"
+            return f"{tool} not found: pip install {tool}, then reinstall"
     for module in ("torch", "pybind11"):
         if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed: pip install {module} and reinstall with --no-build-isolation"
+            return f"{module} is not installed: pip install {module}, then reinstall with --no-build-isolation"
     return None
 
 
 class CMakeBuild(build_ext):
-    """build_ext that leaves the compiling to CMake."""
+    """A build_ext that compiles with CMake."""
 
     def run(self) -> None:
         in_source = self.inplace or getattr(self, "editable_mode", False)
         package = (ROOT if in_source else Path(self.build_lib).resolve()) / "nasfast"
-        # in a checkout the build folder stays, so that a second install compiles only what changed
+        # a checkout keeps its build folder, so that a second installation compiles only what changed
         build = (
             ROOT / "build" / f"native-{sys.implementation.cache_tag}" if in_source else Path(self.build_temp).resolve()
         )
@@ -77,7 +78,7 @@ class CMakeBuild(build_ext):
         self.written = [package / "_build.json"]
 
         mode = native_mode()
-        reason = "NASFAST_NATIVE=OFF when it was installed: reinstall without it" if mode == "OFF" else missing_tools()
+        reason = "it was installed with NASFAST_NATIVE=OFF: reinstall without it" if mode == "OFF" else missing_tools()
         if mode == "ON" and reason is not None:
             raise SystemExit(f"NASFAST_NATIVE=ON, but the native part cannot be built: {reason}")
         if reason is None:
@@ -88,7 +89,7 @@ class CMakeBuild(build_ext):
         (package / "_build.json").write_text(json.dumps({"native": reason is None, "reason": reason}) + "\n")
 
     def compile(self, build: Path, package: Path) -> None:
-        """Configure, build, and put the extension into the package. A compiler error ends the installation."""
+        """Configure, build, and put the extension into the package. A failed build ends the installation."""
         cmake = find_tool("cmake")
         configure = [
             cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build),
@@ -102,8 +103,8 @@ class CMakeBuild(build_ext):
         for command in (configure, [cmake, "--build", str(build)]):
             if subprocess.run(command, check=False).returncode != 0:
                 raise SystemExit(
-                    "nasfast: the native build failed (see the messages above). Mend it, or install without native "
-                    "kernels: NASFAST_NATIVE=OFF pip install --no-build-isolation ."
+                    "nasfast: the native build failed (see the messages above). Repair it, or install without "
+                    "native kernels: NASFAST_NATIVE=OFF pip install --no-build-isolation ."
                 )
 
     def get_outputs(self) -> list[str]:
@@ -114,7 +115,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    # kernels/ is what only a GPU runs; a top-level package of that name would be rude to other packages
+    # installed as nasfast._triton: a top-level package called `kernels` could collide with those of other projects
     packages=[*find_packages(include=["nasfast*"]), "nasfast._triton"],
     package_dir={"nasfast._triton": "kernels/triton"},
     ext_modules=[Extension("nasfast._C", sources=[])],

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import nasfast
+
 ROOT = Path(__file__).parent.parent
 ARCHS = ("80", "86", "89", "90")
 
@@ -24,6 +26,13 @@ def build(folder, **environment):
 
 def record(package):
     return json.loads((package / "_build.json").read_text())
+
+
+def test_the_version_of_the_package_is_that_of_the_source():
+    command = [sys.executable, "setup.py", "-q", "--version"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split()[-1] == nasfast.__version__
+    assert (ROOT / "nasfast" / "py.typed").exists()
 
 
 def has_compiler():

@@ -1,0 +1,41 @@
+"""The GitHub workflows and hooks: valid, with pinned actions, without secrets, calling targets that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_there_are_workflows_for_lint_tests_wheel_and_docs():
+    assert {workflow.stem for workflow in WORKFLOWS} == {"lint", "test", "wheel", "docs"}
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda workflow: workflow.stem)
+def test_a_workflow_runs_what_exists(workflow):
+    text = workflow.read_text()
+    settings = yaml.safe_load(text)
+    assert "secrets" not in text and settings["permissions"] == {"contents": "read"}
+    (job,) = settings["jobs"].values()
+    assert job["timeout-minutes"] <= 120
+    for step in job["steps"]:
+        assert ("uses" in step) != ("run" in step)
+        if "uses" in step:
+            assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), "an action has its major version"
+            continue
+        program, argument = step["run"].split()
+        assert (program == "make" and argument in TARGETS) or (program == "python" and (ROOT / argument).exists())
+
+
+def test_hooks_use_the_installed_tools():
+    settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repository["repo"] for repository in settings["repos"]] == ["local"]
+    hooks = settings["repos"][0]["hooks"]
+    assert {hook["id"] for hook in hooks} == {"ruff-check", "ruff-format", "clang-format"}
+    assert all(hook["language"] == "system" and hook["entry"].startswith(".venv/bin/") for hook in hooks)
+    clang_format = hooks[-1]
+    assert re.search(clang_format["files"], "csrc/cpu/gemm.h") and not re.search(clang_format["files"], "nasfast/ops.h")
