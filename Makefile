@@ -8,7 +8,7 @@ CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 .PHONY: help install demo test test-oldest test-oldest-fast test-gpu sanitize check format wheel bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
 install: $(VENV)/installed  ## create .venv with nasfast (editable) and everything that its tests need
 
