@@ -155,3 +155,12 @@ def test_the_key_of_a_kernel_does_not_depend_on_which_kernel_comes_first(run, tm
              "pointwise.pointwise_backward_kernel"]  # fmt: skip
     first, last = (run("-c", _KEYS, *order, cache=tmp_path).splitlines() for order in (names, names[::-1]))
     assert len(set(first)) == len(names) and sorted(first) == sorted(last)
+
+
+def test_the_program_models_the_launches_of_a_kernel(run, tmp_path):
+    out, kernel = tmp_path / "model.json", "bn_act_kernel"
+    command = ["--space", "nas_bench_macro", "--batch", "4", "--arch", "90", "--kernel", kernel, "--jobs", "1"]
+    run("-m", "benchmarks.gpu_model", *command, "--out", str(out), cache=tmp_path / "unused")
+    kernels = _rows(out)[1][90]
+    assert kernels[kernel] == kernels["all"] and kernels["all"]["launches"] > 0
+    assert 0 < kernels["all"]["memory"] < kernels["all"]["largest"]
