@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from benchmarks.harness import positive, provenance
 from nasfast.cells import nas_bench_201_space
-from nasfast.cells.nasi import untrained
 from nasfast.data import DataConfig, FolderSource, make_loader
-from nasfast.data.augment import derive_seed
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import RankReport, rank
 from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.indicators.zero_cost import ZERO_COST, ScoreError
+from nasfast.nasi.score import untrained
+from nasfast.seeds import derive_seed
 from nasfast.spaces import Arch, ArchSpace, nas_bench_macro
 
 FAILED = -float("inf")

@@ -16,8 +16,8 @@ import torch
 from benchmarks.harness import positive, ratios, write_json
 from benchmarks.steps import memory_of_process, trim_memory
 from benchmarks.straight_through import gradient_of_q
-from nasfast.cells.nasi import Mixture, NasiConfig, sample
 from nasfast.measure.timing import measure
+from nasfast.nasi.search import Mixture, NasiConfig, sample
 from nasfast.studies.nasi.study import NasiSearchConfig, Searches
 from nasfast.train.batches import as_epochs
 

@@ -26,6 +26,7 @@ ROOT = Path(nasfast.__file__).parent
 # room -> rooms it may import; a room not named here must be given its arrows when it is made
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
+    "seeds": set(),
     "runtime.files": set(),
     "runtime.lock": {"runtime.files"},
     "runtime.moved": set(),
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"runtime.files", "runtime.moved"},
     "fusion": {"ops"},
     "supernet": {"config", "spaces", "ops"},
-    "data": {"config", "runtime.files"},
+    "data": {"config", "runtime.files", "seeds"},
     "engine": {"spaces", "supernet", "ops"},
     "analysis.meanfield": set(),
     "analysis.concentration": {"ops"},
@@ -45,15 +46,18 @@ ALLOWED: dict[str, set[str]] = {
     "train": {
         "config", "runtime.files", "runtime.lock", "runtime.termination", "runtime", "spaces", "supernet", "engine",
     },
-    "cells": {"config", "runtime.files", "spaces", "ops", "supernet", "data", "engine", "train"},
+    "cells": {"config", "seeds", "runtime.files", "spaces", "ops", "supernet", "engine", "train"},
     "indicators.table": {"runtime.files", "spaces"},
     "indicators.structure": {"config", "spaces", "indicators.table"},
     "indicators.accuracies": {"spaces"},
     "indicators.rank": {
         "runtime.files", "spaces", "indicators.accuracies", "indicators.structure", "indicators.table",
     },
+    "nasi": {
+        "config", "seeds", "runtime.moved", "spaces", "supernet", "train", "cells", "indicators.table",
+    },
     "indicators": {
-        "config", "spaces", "supernet", "train", "cells", "indicators.rank", "indicators.structure", "indicators.table",
+        "config", "spaces", "supernet", "train", "nasi", "indicators.rank", "indicators.structure", "indicators.table",
     },
     "search": {"config", "runtime.files", "spaces", "indicators.table"},
     "retrain": {"config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "cells"},
@@ -68,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "wiring": {"config", "runtime.files", "spaces", "cells", "data", "runtime", "train", "study"},
     "studies": set(),
     "studies.nasi": {
-        "config", "runtime.files", "spaces", "cells", "data", "runtime", "indicators", "indicators.accuracies",
+        "config", "seeds", "runtime.files", "spaces", "cells", "nasi", "data", "runtime", "indicators.accuracies",
         "indicators.rank", "indicators.table", "study",
     },
     "settings": {"config", "data", "runtime", "indicators", "retrain", "search", "train"},
@@ -96,8 +100,8 @@ LATE = {
     ("nasfast.ops.registry", "nasfast.ops.triton.mixed"),
 }
 TORCH_FREE = {
-    "cli", "__main__", "config", "runtime.files", "runtime.lock", "runtime.moved", "runtime.termination", "spaces",
-    "indicators.accuracies", "indicators.table", "indicators.structure", "indicators.rank", "search",
+    "cli", "__main__", "config", "seeds", "runtime.files", "runtime.lock", "runtime.moved", "runtime.termination",
+    "spaces", "indicators.accuracies", "indicators.table", "indicators.structure", "indicators.rank", "search",
 }  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 NATIVE = {"nasfast._C", "nasfast._triton"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nasfast.data.augment import derive_seed
+from nasfast.seeds import PROTOTYPE_SPLITS, PROTOTYPES, derive_seed
 
 CLASSES, CHANNELS, SIZE = 10, 3, 12
 _FULL = 16
@@ -33,10 +33,11 @@ def prototypes(noise: float, n_train: int, n_test: int, seed: int = 0) -> tuple[
     """
     if noise < 0 or min(n_train, n_test) < 1:
         raise ValueError(f"prototypes: needs noise >= 0 and images in both splits, got {noise}, {n_train}, {n_test}")
-    generator = torch.Generator().manual_seed(derive_seed(seed, 0))
+    generator = torch.Generator().manual_seed(derive_seed(seed, PROTOTYPES))
     fields = torch.randn(CLASSES, CHANNELS, 5, 5, generator=generator)
     full = F.interpolate(fields, size=(_FULL, _FULL), mode="bilinear", align_corners=False)
-    train, test = (_split(full, noise, n, derive_seed(seed, i)) for i, n in enumerate((n_train, n_test), 1))
+    sizes = zip((n_train, n_test), PROTOTYPE_SPLITS, strict=True)
+    train, test = (_split(full, noise, n, derive_seed(seed, split)) for n, split in sizes)
     return train, test
 
 

@@ -19,9 +19,9 @@ from nasfast.cells.gates import Columns, Draw, Estimator, Method, make_estimator
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.probe import GROUPS, QUANTITIES, grouped_costs
 from nasfast.config import ConfigBase
-from nasfast.data.augment import derive_seed
 from nasfast.engine import StepResult
 from nasfast.runtime.files import write_atomic
+from nasfast.seeds import CELL_GATES, CELL_LOGITS, FOR_LOGITS, FOR_WEIGHTS, derive_seed
 from nasfast.spaces import arch_to_json
 from nasfast.spaces.cell_costs import NONE
 from nasfast.spaces.cells import CellSpace
@@ -151,7 +151,7 @@ class CellSearch(nn.Module):
         self.space, self.cfg, self.total = space, cfg, steps
         self.net = CellSupernet(space, fused=fused, seed=cfg.seed)
         shape = (len(space.types), len(space.cell.edges), len(space.ops))
-        generator = torch.Generator().manual_seed(derive_seed(cfg.seed, 1))
+        generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_LOGITS))
         logits = cfg.alpha_mean + cfg.alpha_std * torch.randn(shape, generator=generator, dtype=torch.float64)
         if cfg.method == "uniform":
             logits.zero_()
@@ -265,7 +265,7 @@ class CellSearchEngine:
         for parameter in search.net.parameters():
             parameter.grad = None
         if self._held_out is not None:
-            draw = self._draw(0)
+            draw = self._draw(FOR_LOGITS)
             xs, ys = self._held_out_batch(x.device)
             if cfg.second_order:
                 cost, logits, learnt_from = self._second_order(draw, (x, y), (xs, ys))
@@ -274,7 +274,7 @@ class CellSearchEngine:
                 learnt_from = cost
             search.note(SEARCH, draw, cost, logits, ys)
             search.update(estimator.gradient(draw, search.collect(learnt_from)), draw)
-        draw = self._draw(1)
+        draw = self._draw(FOR_WEIGHTS)
         cost, logits, loss = self._costs(draw, x, y, weights=True)
         search.note(TRAIN, draw, cost, logits, y)
         if self._held_out is None:
@@ -379,14 +379,14 @@ def uniform_logits(space: CellSpace) -> Tensor:
 
 
 def draw_gates(
-    space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = 0
+    space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = FOR_LOGITS
 ) -> Draw:
     """The gates of a step, from (seed, step, purpose) alone.
 
     Raises:
         RuntimeError: `cfg.redraw`, and hardly any draw lets something into every output node.
     """
-    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, 2, step, purpose))
+    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
     for _ in range(_MAX_DRAWS):
         draw = cfg.estimator.draw(logits, generator, progress)
         if not cfg.redraw or reaches_outputs(space, draw.runs):

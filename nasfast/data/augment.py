@@ -7,7 +7,6 @@ ranks.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,6 +16,8 @@ from PIL import Image
 from scipy.special import ndtri
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
+
+from nasfast.seeds import derive_seed
 
 _PADDING = {"cifar": 4, "shift": 2, "none": 0}
 """Number of pixels by which a window of the whole image may be moved over its border."""
@@ -58,11 +59,6 @@ class Views(NamedTuple):
     window: np.ndarray
     mirror: np.ndarray
     shift: np.ndarray | None
-
-
-def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from a few integers; unlike `hash`, it is the same in every Python."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)

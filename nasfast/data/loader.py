@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.data import dali
-from nasfast.data.augment import SMALL, Augmentation, derive_seed
+from nasfast.data.augment import SMALL, Augmentation
 from nasfast.data.backends import Backend, Request, TorchvisionBackend
 from nasfast.data.cache import CacheBackend
 from nasfast.data.datasets import DataError, DatasetSource, DigitsSource, ImageSource, open_files, split_source
+from nasfast.seeds import derive_seed
 
 _LOG = logging.getLogger(__name__)
 

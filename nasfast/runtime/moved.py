@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -24,15 +25,46 @@ MODULES = {
     "nasfast.floor": "nasfast.measure.floor",
     "nasfast.latency": "nasfast.measure.latency",
     "nasfast.lock": "nasfast.runtime.lock",
-    "nasfast.nasi": "nasfast.studies.nasi.study",
     "nasfast.profile": "nasfast.measure.profile",
     "nasfast.projection": "nasfast.measure.projection",
     "nasfast.termination": "nasfast.runtime.termination",
     "nasfast.timing": "nasfast.measure.timing",
 }
+
 NAMES = {
+    "nasfast.nasi": {
+        name: "nasfast.studies.nasi.study"
+        for name in (
+            "NasiCompareConfig",
+            "NasiQuickConfig",
+            "NasiSearchConfig",
+            "choice_blocks_space",
+            "nasi_compare_study",
+            "nasi_quick_study",
+            "nasi_search_study",
+        )
+    },
     "nasfast.ops": {name: "nasfast.fusion" for name in ("FuseReport", "FusedChain", "NotFused", "fuse", "unfuse")},
 }
+"""Names by the module that had them -> the module that has them."""
+
+
+def _homes(**homes: str) -> dict[str, str]:
+    return {name: f"nasfast.nasi.{module}" for module, names in homes.items() for name in names.split()}
+
+
+SCATTERED = {
+    "nasfast.cells.nasi": _homes(
+        cells="CellMixture",
+        score="gradient_norm jacobian score score_architecture squared_norms untrained",
+        search=(
+            "LIPSCHITZ Constraint Loader Mixture NasiConfig NasiResult Output Record check_penalty endless limits "
+            "one_step penalised random_images random_labels relaxed_gates sample search slope solve"
+        ),
+    ),
+    "nasfast.indicators.nasi": _homes(layers="LayerMixture", table="METHOD layer_arch nasi_table"),
+}
+"""As `NAMES`, for modules that are gone because their names went to several modules."""
 
 
 def _warn(old: str, new: str) -> None:
@@ -45,9 +77,14 @@ class _MovedModules(MetaPathFinder, Loader):
     """Gives an import of an old module name the module of the new one."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in MODULES else None
+        return ModuleSpec(fullname, self) if fullname in MODULES or fullname in SCATTERED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name in SCATTERED:
+            # it warns when a name is asked for, and says where that is
+            module, self._spec = ModuleType(spec.name), spec
+            module.__getattr__ = partial(find, spec.name)
+            return module
         _warn(spec.name, MODULES[spec.name])
         module = importlib.import_module(MODULES[spec.name])
         self._spec = module.__spec__
@@ -70,7 +107,7 @@ def find(module: str, name: str) -> Any:
     Raises:
         AttributeError: the module never had such a name.
     """
-    home = NAMES.get(module, {}).get(name)
+    home = {**NAMES, **SCATTERED}.get(module, {}).get(name)
     if home is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     _warn(f"{module}.{name}", f"{home}.{name}")

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nasfast.config import ConfigBase, load_yaml, nearest
 from nasfast.spaces import Arch, ArchError, SearchSpace, parse_arch
 from nasfast.spaces.cell_costs import NONE, OPERATIONS, SKIP_CONNECT, factorized_reduce_cost, operation_cost
 from nasfast.spaces.cost import Cost, Operator, conv_bn_cost, output_size
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DARTS_OPS = OPERATIONS[:8]
 """The candidates of DARTS in the order of every figure of the wiring study."""
@@ -317,6 +320,21 @@ class CellSpace(ConfigBase):
         if len(self.types) > 1 or len(found) != len(edges):
             raise ArchError(f"{text!r} names {len(found)} of the {len(self)} values of space {self.name!r}")
         return [found[edge] for edge in edges]
+
+    def random(self, rng: np.random.Generator) -> Arch:
+        """A uniform architecture among those in which operations other than None lead from an input to every output."""
+        while True:
+            arch = tuple(int(rng.choice(columns)) for _ in self.types for columns in self.candidates)
+            if all(self._connected(part) for part in self.parts(arch)):
+                return arch
+
+    def _connected(self, part: Sequence[int]) -> bool:
+        reached = set(range(self.cell.inputs))
+        # edges come in the order of their targets, so all edges into a node precede those that leave it
+        for edge, k in zip(self.cell.edges, part, strict=True):
+            if edge.source in reached and self.ops[k] != NONE:
+                reached.add(edge.target)
+        return set(self.cell.outputs) <= reached
 
     def parts(self, arch: Iterable[int]) -> tuple[Arch, ...]:
         """An architecture's values by type of cell."""

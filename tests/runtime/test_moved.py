@@ -21,15 +21,20 @@ def test_an_old_module_name_gives_the_new_module(old, new, monkeypatch):
     assert there.__spec__ is specification and specification.name == new
 
 
-@pytest.mark.parametrize("name", moved.NAMES["nasfast.ops"])
-def test_an_old_name_of_the_operators_is_that_of_fusion(name):
-    fusion = importlib.import_module("nasfast.fusion")
-    with pytest.warns(FutureWarning, match=f"nasfast.ops.{name} is now nasfast.fusion.{name}"):
-        assert getattr(nasfast.ops, name) is getattr(fusion, name)
+@pytest.mark.parametrize(
+    ("old", "name"), [(old, name) for old, names in {**moved.NAMES, **moved.SCATTERED}.items() for name in names]
+)
+def test_an_old_name_is_what_its_new_home_has(old, name):
+    new = {**moved.NAMES, **moved.SCATTERED}[old][name]
+    with pytest.warns(FutureWarning, match=f"{old}.{name} is now {new}.{name}"):
+        found = getattr(importlib.import_module(old), name)
+    assert found is getattr(importlib.import_module(new), name)
 
 
 def test_a_name_that_never_was():
     with pytest.raises(AttributeError, match="'nasfast.ops' has no attribute 'fuze'"):
         nasfast.ops.fuze  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'serch' from 'nasfast.cells.nasi'"):
+        from nasfast.cells.nasi import serch  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="nasfast.tming"):
         importlib.import_module("nasfast.tming")

@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor, nn
 
-from nasfast.cells.nasi import score as nasi_score
 from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.zero_cost.layers import not_finite, working_copy
+from nasfast.nasi.score import score as nasi_score
 
 
 def ntk_q(module: nn.Module, images: Tensor, labels: Tensor) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,36 +21,36 @@ from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
 
+from nasfast import seeds
 from nasfast.cells import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
 from nasfast.cells.derive import derive
-from nasfast.cells.nasi import (
-    CellMixture,
+from nasfast.cells.prototypes import DrawnBatches, prototypes
+from nasfast.config import ConfigBase, ConfigError, nearest
+from nasfast.data import DataConfig, FolderSource, make_loader
+from nasfast.indicators.accuracies import MIN_ARCHITECTURES, read_accuracies
+from nasfast.indicators.rank import PredictorReport, RankReport, rank
+from nasfast.indicators.table import IndicatorTable
+from nasfast.nasi.cells import CellMixture
+from nasfast.nasi.layers import LayerMixture
+from nasfast.nasi.score import score, score_architecture, untrained
+from nasfast.nasi.search import (
     Constraint,
+    Gates,
     Mixture,
     NasiConfig,
     NasiResult,
     Record,
     check_penalty,
     endless,
-    random_arch,
     random_images,
     random_labels,
     sample,
-    score,
-    score_architecture,
     solve,
-    untrained,
 )
-from nasfast.cells.prototypes import DrawnBatches, prototypes
-from nasfast.config import ConfigBase, ConfigError, nearest
-from nasfast.data import DataConfig, FolderSource, make_loader
-from nasfast.data.augment import derive_seed
-from nasfast.indicators.accuracies import MIN_ARCHITECTURES, read_accuracies
-from nasfast.indicators.nasi import METHOD, LayerMixture, layer_arch, nasi_table
-from nasfast.indicators.rank import PredictorReport, RankReport, rank
-from nasfast.indicators.table import IndicatorTable
+from nasfast.nasi.table import METHOD, layer_arch, nasi_table
 from nasfast.runtime.device import check_device, torch_device
 from nasfast.runtime.files import write_atomic
+from nasfast.seeds import derive_seed
 from nasfast.spaces import Arch, SearchSpace, arch_to_json, format_arch, get_space
 from nasfast.spaces.builders import names_file
 from nasfast.spaces.cells import read_space
@@ -197,8 +197,11 @@ class _Trainer:
         return self._known[arch]
 
     def _train(self, arch: Arch) -> float:
-        net, steps = untrained(self._space, arch, seed=derive_seed(self._cfg.seed, 7)), self._cfg.train_steps
+        seed, steps = derive_seed(self._cfg.seed, seeds.STUDY_TRAINED_WEIGHTS), self._cfg.train_steps
+        net = untrained(self._space, arch, seed=seed)
         parameters = [p for p in net.parameters() if p.requires_grad]
+        # This is not `nasfast.train`: its optimiser spares norms and biases the weight decay, and its cosine differs in
+        # the last bit at a quarter of the steps. Either would change the published accuracies of these cells.
         sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
         for step, (x, y) in enumerate(self._loader.epoch(0)):
             sgd.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * step / steps))
@@ -218,9 +221,9 @@ def _tenths(done: Callable[[int], None], total: int) -> Callable[[int], None]:
 
 
 def _distinct(space: CellSpace, count: int, seed: int) -> list[Arch]:
-    rng, found = np.random.default_rng(derive_seed(seed, 8)), {}
+    rng, found = np.random.default_rng(derive_seed(seed, seeds.STUDY_CELLS)), {}
     while len(found) < count:
-        found[random_arch(space, rng)] = None
+        found[space.random(rng)] = None
     return list(found)
 
 
@@ -228,11 +231,19 @@ def _batches(
     train: tuple[Tensor, Tensor], images: int, repeats: int, mode: str, classes: int, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
     """The same images and labels in every mode, but for what the mode makes random."""
-    batches = list(DrawnBatches(*train, steps=repeats, batch=images, seed=derive_seed(seed, 9)).epoch(0))
+    batches = list(
+        DrawnBatches(*train, steps=repeats, batch=images, seed=derive_seed(seed, seeds.STUDY_BATCHES)).epoch(0)
+    )
     if mode == "random labels":
-        return [(x, random_labels(len(y), classes, seed=derive_seed(seed, 10, i))) for i, (x, y) in enumerate(batches)]
+        return [
+            (x, random_labels(len(y), classes, seed=derive_seed(seed, seeds.STUDY_LABELS, i)))
+            for i, (x, y) in enumerate(batches)
+        ]
     if mode == "random images":
-        return [(random_images(x.shape, seed=derive_seed(seed, 11, i)), y) for i, (x, y) in enumerate(batches)]
+        return [
+            (random_images(x.shape, seed=derive_seed(seed, seeds.STUDY_IMAGES, i)), y)
+            for i, (x, y) in enumerate(batches)
+        ]
     return batches
 
 
@@ -291,7 +302,9 @@ def _searches(
     for mode, changes in MODES.items():
         for i in range(cfg.seeds):
             search = NasiConfig(steps=cfg.steps, seed=cfg.seed + i, **changes)
-            loader = DrawnBatches(*train, steps=cfg.steps, batch=_BATCH, seed=derive_seed(cfg.seed + i, 12))
+            loader = DrawnBatches(
+                *train, steps=cfg.steps, batch=_BATCH, seed=derive_seed(cfg.seed + i, seeds.STUDY_SEARCH_BATCHES)
+            )
             mixture = CellMixture(space, seed=cfg.seed + i)
             done = _tenths(task(f"search, {mode}, seed {cfg.seed + i}", cfg.steps), cfg.steps)
             records[mode, i] = sample(mixture, loader, search, progress=done)
@@ -370,7 +383,7 @@ def _exact(space: CellSpace, train: Any, cfg: NasiQuickConfig, done: Callable[[i
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     averaged, batches = [], _batches(train, cfg.images, cfg.repeats, "standard", space.num_classes, cfg.seed)
     for i, arch in enumerate(archs, 1):
-        net = untrained(space, arch, seed=derive_seed(cfg.seed, 13))
+        net = untrained(space, arch, seed=derive_seed(cfg.seed, seeds.STUDY_EXACT_WEIGHTS))
         for kind in kinds:
             found[kind].append(score(net, x, y, kind=kind, chunk=_EXACT_IMAGES * space.num_classes))
         averaged.append(score_architecture(space, arch, batches, seed=cfg.seed))
@@ -410,20 +423,20 @@ def _closed_form(cfg: NasiQuickConfig, train: Any) -> Table:
     archs, q = enumerated(mixture, space, x, y)
     exact = enumerated_gradient(archs, q, mixture.allowed.shape)
     step = exact / exact.norm()
-    rng = np.random.default_rng(derive_seed(cfg.seed, 14))
+    rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_DIRECTIONS))
     directions = torch.from_numpy(rng.standard_normal((_DIRECTIONS, exact.numel())))
     best = float((directions @ exact.flatten() / directions.norm(dim=1)).max())
     place = {arch: int((q > q[i]).sum()) + 1 for i, arch in enumerate(archs)}
     rows = [(
         "closed form, exact gradient", "1.000", f"{_expected(archs, q, step):.4g}", str(place[_argmax(step)]),
     )]  # fmt: skip
-    for name, gates in (("straight-through", "straight_through"), ("soft", "soft")):
+    for gates in get_args(Gates):
         search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
         found = solve(sample(mixture, [(x, y)], search), mu=0.0).delta
         unit = found / found.norm()
         rows.append((
-            f"{name}, T = {cfg.steps}", f"{float((unit * step).sum()):.3f}", f"{_expected(archs, q, unit):.4g}",
-            str(place[_argmax(unit)]),
+            f"{gates.replace('_', '-')}, T = {cfg.steps}", f"{float((unit * step).sum()):.3f}",
+            f"{_expected(archs, q, unit):.4g}", str(place[_argmax(unit)]),
         ))  # fmt: skip
     ascended = _ascend(archs, q, exact.shape)
     rows.append((
@@ -569,7 +582,7 @@ class NasiSearchConfig(ConfigBase):
     mu: float | None = None
     constraint: Constraint = "quantile"
     nu: float | None = None
-    gates: Literal["straight_through", "soft"] = "straight_through"
+    gates: Gates = "straight_through"
     temperature: float = 1.0
     modes: str = "standard"
     seeds: int = 1
@@ -815,7 +828,7 @@ def _sensitivity(searches: Searches, reference: NasiResult, arch: Arch) -> Table
             continue
         other = searches.record(base, 0, f"batch {batch}", batch=batch)
         row(f"batch {batch}", searches.solve(other, base), f"{other.cpu_seconds:.1f}")
-    gates = "straight_through" if base.gates == "soft" else "soft"
+    (gates,) = set(get_args(Gates)) - {base.gates}
     other = searches.record(base.replace(gates=gates), 0, f"{gates} gates")
     row(f"{gates.replace('_', '-')} gates", searches.solve(other, base), f"{other.cpu_seconds:.1f}")
     title = f"sensitivity: changes to T {base.steps}, batch {cfg.batch_size}, mu {base.mu:g}, {_limit(base)}"
@@ -921,7 +934,7 @@ def _compare(cfg: NasiCompareConfig, task: Task, out: str | Path | None) -> dict
     of_all = _rankings(truth, predictors, published, cfg)
     tables = [_ranking_table(f"all {len(truth)} architectures", of_all, seconds)]
     if cfg.architectures:
-        rng = np.random.default_rng(derive_seed(cfg.seed, 15))
+        rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_PICKS))
         picks = rng.choice(len(truth), min(cfg.architectures, len(truth)), replace=False)
         some = [sorted(truth)[i] for i in sorted(picks)]
         q, seconds["Q"] = _own_scores(

@@ -9,9 +9,10 @@ from tiny import batches, tiny_space
 from torch.nn import functional as F
 
 from benchmarks.straight_through import gradient_of_q
-from nasfast.cells.nasi import NasiConfig, sample, search
 from nasfast.indicators import IndicatorTable
-from nasfast.indicators.nasi import LayerMixture, layer_arch, nasi_table
+from nasfast.nasi.layers import LayerMixture
+from nasfast.nasi.search import NasiConfig, sample, search
+from nasfast.nasi.table import layer_arch, nasi_table
 from nasfast.search import search as search_table
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.train.batches import as_epochs

@@ -16,29 +16,30 @@ from benchmarks.straight_through import gradient_of_q, straight_through
 from nasfast.cells import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
 from nasfast.cells.derive import derive
 from nasfast.cells.gates import gumbel
-from nasfast.cells.nasi import (
-    LIPSCHITZ,
-    CellMixture,
-    NasiConfig,
-    Record,
+from nasfast.cells.prototypes import DrawnBatches, prototypes
+from nasfast.nasi.cells import CellMixture
+from nasfast.nasi.score import (
     gradient_norm,
     jacobian,
-    limits,
-    one_step,
-    penalised,
-    random_arch,
-    relaxed_gates,
-    sample,
     score,
     score_architecture,
-    search,
-    slope,
-    solve,
     squared_norms,
     untrained,
 )
-from nasfast.cells.prototypes import DrawnBatches, prototypes
-from nasfast.data.augment import derive_seed
+from nasfast.nasi.search import (
+    LIPSCHITZ,
+    NasiConfig,
+    Record,
+    limits,
+    one_step,
+    penalised,
+    relaxed_gates,
+    sample,
+    search,
+    slope,
+    solve,
+)
+from nasfast.seeds import derive_seed
 from nasfast.train.batches import as_epochs
 
 OPS = ("none", "skip_connect", "conv_3x3")
@@ -447,7 +448,7 @@ def test_a_search_of_darts_cells_keeps_two_edges_of_every_node(images):
 def test_random_architectures_reach_their_output():
     space = nas_bench_201_space(cells=1, channels=4)
     rng = np.random.default_rng(0)
-    archs = [random_arch(space, rng) for _ in range(200)]
+    archs = [space.random(rng) for _ in range(200)]
     none = space.ops.index("none")
     for arch in archs:
         reached = {0}

@@ -9,11 +9,11 @@ import torch
 from tiny import write_folder
 
 from nasfast.cells import darts_space, read_space
-from nasfast.cells.nasi import CellMixture
 from nasfast.cells.prototypes import prototypes
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators import IndicatorTable
+from nasfast.nasi.cells import CellMixture
 from nasfast.search import search
 from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro
 from nasfast.studies.nasi import study as nasi
