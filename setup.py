@@ -92,14 +92,20 @@ class CMakeBuild(build_ext):
         """Configure, build, and put the extension into the package. A failed build ends the installation."""
         cmake = find_tool("cmake")
         configure = [
-            cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build),
+            cmake,
+            "-G",
+            "Ninja",
+            "-S",
+            str(ROOT),
+            "-B",
+            str(build),
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DNASFAST_CUDA={os.environ.get('NASFAST_CUDA', 'AUTO')}",
             f"-DNASFAST_ISAS={os.environ.get('NASFAST_ISAS', 'ALL')}",
             f"-DNASFAST_SANITIZE={sanitize_mode()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
-        ]  # fmt: skip
+        ]
         for command in (configure, [cmake, "--build", str(build)]):
             if subprocess.run(command, check=False).returncode != 0:
                 raise SystemExit(

@@ -44,27 +44,27 @@ def _separable(channels: int, kernel: int, dilation: int, times: int) -> nn.Sequ
     for _ in range(times):
         parts += [
             nn.ReLU(),
-            nn.Conv2d(
-                channels, channels, kernel, 1, dilation * (kernel // 2), dilation, groups=channels, bias=False
-            ),
+            nn.Conv2d(channels, channels, kernel, 1, dilation * (kernel // 2), dilation, groups=channels, bias=False),
             nn.Conv2d(channels, channels, 1, bias=False),
             _norm(channels),
-        ]  # fmt: skip
+        ]
     return nn.Sequential(*parts)
 
 
 class _MixedOp(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.ops = nn.ModuleList([
-            nn.Identity(),
-            nn.Sequential(nn.MaxPool2d(3, 1, 1), _norm(channels)),
-            nn.Sequential(nn.AvgPool2d(3, 1, 1, count_include_pad=False), _norm(channels)),
-            _separable(channels, 3, 1, 2),
-            _separable(channels, 3, 2, 1),
-            _separable(channels, 5, 2, 1),
-            _separable(channels, 5, 1, 2),
-        ])  # fmt: skip
+        self.ops = nn.ModuleList(
+            [
+                nn.Identity(),
+                nn.Sequential(nn.MaxPool2d(3, 1, 1), _norm(channels)),
+                nn.Sequential(nn.AvgPool2d(3, 1, 1, count_include_pad=False), _norm(channels)),
+                _separable(channels, 3, 1, 2),
+                _separable(channels, 3, 2, 1),
+                _separable(channels, 5, 2, 1),
+                _separable(channels, 5, 1, 2),
+            ]
+        )
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         # the first weight belongs to the operation none
@@ -231,10 +231,14 @@ def step_row(args: argparse.Namespace, two_levels: bool) -> dict[str, Any]:
         variants["channels_last, compiled"] = step(nhwc, alpha_alone=True, compiled=True)
     times = measure(variants, rounds=args.rounds, warmup=1)
     return {
-        "name": "two levels" if two_levels else "one level", "cells": args.cells, "channels": args.channels,
-        "batch": args.batch, "times": times, "difference": apart,
+        "name": "two levels" if two_levels else "one level",
+        "cells": args.cells,
+        "channels": args.channels,
+        "batch": args.batch,
+        "times": times,
+        "difference": apart,
         "ratio": {phase: ratios(times, "nasfast", phase) for phase in ("step", "cpu")},
-    }  # fmt: skip
+    }
 
 
 _OPERATIONS = {

@@ -129,11 +129,15 @@ def loader_rows(
     for name, value in medians.items():
         rows.append(
             {
-                "work": work, "cores": len(cores), "loader": name, "images_per_s": value,
-                "images_per_s_per_core": value / len(cores), "ratio_to_best_peer": value / best_peer,
+                "work": work,
+                "cores": len(cores),
+                "loader": name,
+                "images_per_s": value,
+                "images_per_s_per_core": value / len(cores),
+                "ratio_to_best_peer": value / best_peer,
                 "quartiles": np.quantile(rates[name], (0.25, 0.75)).tolist(),
             }
-        )  # fmt: skip
+        )
         print(f"{work:28} {len(cores)} cores  {name:32} {value:9.0f} images/s  x{value / best_peer:.2f}", flush=True)
     return rows
 
@@ -205,10 +209,17 @@ def run_rows(
     for name, found in times.items():
         median = statistics.median(found)
         row = {
-            "work": work, "device": device, "space": space, "batch": batch, "precision": cfg.precision, "loader": name,
-            "ms_per_step": 1e3 * median, "overhead": median / base - 1,
-            "wait_ms_per_step": 1e3 * statistics.median(waits[name]), "rounds": found,
-        }  # fmt: skip
+            "work": work,
+            "device": device,
+            "space": space,
+            "batch": batch,
+            "precision": cfg.precision,
+            "loader": name,
+            "ms_per_step": 1e3 * median,
+            "overhead": median / base - 1,
+            "wait_ms_per_step": 1e3 * statistics.median(waits[name]),
+            "rounds": found,
+        }
         rows.append(row)
         print(
             f"{work:28} {cfg.precision}  {name:12} {1e3 * median:8.1f} ms per step, {row['overhead']:+.1%}, "

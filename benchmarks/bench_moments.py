@@ -57,9 +57,12 @@ def _moments(x: Tensor, dx: Tensor) -> tuple[float, ...]:
     x, dx = x.double(), dx.double()
     centred = x - x.mean(over, keepdim=True)
     return (
-        float(x.square().mean()), float(centred.square().mean()), float(dx.square().mean()),
-        float(centred.square().square().mean()), float(x.abs().mean()),
-    )  # fmt: skip
+        float(x.square().mean()),
+        float(centred.square().mean()),
+        float(dx.square().mean()),
+        float(centred.square().square().mean()),
+        float(x.abs().mean()),
+    )
 
 
 def _rank(x: Tensor) -> float:

@@ -119,13 +119,19 @@ def scaling(kind: str, space: SearchSpace, args: argparse.Namespace) -> dict[str
 
     spread = {v: {"median": statistics.median(r), "least": min(r), "most": max(r)} for v, r in rates.items()}
     return {
-        "what": kind, "space": space.name, "resolution": space.resolution, "batch_per_rank": args.batch,
-        "ranks": args.ranks, "threads_per_rank": args.threads, "steps": args.steps, "rounds": args.rounds,
+        "what": kind,
+        "space": space.name,
+        "resolution": space.resolution,
+        "batch_per_rank": args.batch,
+        "ranks": args.ranks,
+        "threads_per_rank": args.threads,
+        "steps": args.steps,
+        "rounds": args.rounds,
         "images_per_s": spread,
         "weak_scaling_efficiency": ratio(ranks, one, args.ranks),
         "efficiency_without_exchange": ratio(others, one, args.ranks),
         "share_lost_to_exchange": 1 - ratio(ranks, others, 1),
-    }  # fmt: skip
+    }
 
 
 class _SignallingFolder(CheckpointFolder):

@@ -70,9 +70,13 @@ class Bench:
             return get_space("mobilenet_v2")
         choices = (Block("mbconv", 3, 1), Block("mbconv", 3, 2))
         return SearchSpace(
-            name="dry", resolution=8, num_classes=4, stem=(FixedLayer(Block("conv", 3), 8, stride=2),),
-            stages=(Stage(8, 2, 1, choices),), head=(FixedLayer(Block("conv", 1), 16),),
-        )  # fmt: skip
+            name="dry",
+            resolution=8,
+            num_classes=4,
+            stem=(FixedLayer(Block("conv", 3), 8, stride=2),),
+            stages=(Stage(8, 2, 1, choices),),
+            head=(FixedLayer(Block("conv", 1), 16),),
+        )
 
     @cached_property
     def path(self) -> Arch:
@@ -308,9 +312,16 @@ def _write_kernels(bench: Bench, variant: str, kernels: list[tuple[str, float]],
         groups.setdefault(key, []).append(1e3 * ms)
     for (name, grid, arguments), us in sorted(groups.items(), key=lambda group: -sum(group[1])):
         bench.row(
-            "kernel", variant=variant, kernel=name, grid=grid, arguments=dict(arguments), launches=len(us),
-            us=sum(us), min_us=min(us), max_us=max(us),
-        )  # fmt: skip
+            "kernel",
+            variant=variant,
+            kernel=name,
+            grid=grid,
+            arguments=dict(arguments),
+            launches=len(us),
+            us=sum(us),
+            min_us=min(us),
+            max_us=max(us),
+        )
     if unmatched := sorted(name for name in by_name if name not in queues):
         bench.row("left_out", what="arguments of kernels", error=f"other numbers of launches: {', '.join(unmatched)}")
 
@@ -324,9 +335,13 @@ def _write_passes(bench: Bench, kernels: list[tuple[str, float]]) -> None:
     only_bytes = Machine(1.0, float("inf"), float("inf"))
     for found, measured in zip(next(iter(projected.values())).passes, passes, strict=True):
         bench.row(
-            "pass", name=found.name, ms=found.ms, floor_ms=found.floor_ms, fraction=found.fraction,
+            "pass",
+            name=found.name,
+            ms=found.ms,
+            floor_ms=found.floor_ms,
+            fraction=found.fraction,
             GB_per_s=measured.floor(only_bytes, 2) / found.ms / 1e6,
-        )  # fmt: skip
+        )
     bench.row("projection", label="PROJECTION, not measured", ms={name: p.step_ms for name, p in projected.items()})
 
 
@@ -376,13 +391,12 @@ def bench_compile(bench: Bench) -> None:
 def main() -> None:
     from benchmarks.gpu import system
 
-    parts = {
-        "step": bench_step, "kernels": bench_kernels, "paths": bench_paths, "compile": bench_compile,
-    }  # fmt: skip
+    parts = {"step": bench_step, "kernels": bench_kernels, "paths": bench_paths, "compile": bench_compile}
     of_the_system = {
-        "machine": system.bench_machine, "native": system.bench_native,
+        "machine": system.bench_machine,
+        "native": system.bench_native,
         "orthogonalize": system.bench_orthogonalize,
-    }  # fmt: skip
+    }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=[*parts, *of_the_system])
     parser.add_argument("--rows", type=Path, required=True)

@@ -76,9 +76,17 @@ def command_of(part: Part, device: str, rows: Path, seconds: float) -> list[str]
     if part.name == "tests":
         return tests_command(rows, part.name, ["tests"] if device == "cuda" else _DRY_TESTS, device)
     return [
-        sys.executable, "-m", "benchmarks.gpu.parts", part.name,
-        "--rows", str(rows), "--device", device, "--seconds", f"{seconds:.0f}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.parts",
+        part.name,
+        "--rows",
+        str(rows),
+        "--device",
+        device,
+        "--seconds",
+        f"{seconds:.0f}",
+    ]
 
 
 # one Triton test and one engine test, for `--device cpu`
@@ -129,9 +137,14 @@ def run_part(part: Part, command: Sequence[str], env: dict[str, str], out: Path,
         begin, code, timed_out = log.tell(), None, False
         # in a session of its own, so that the processes that the part started can be killed with it
         child = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             code = child.wait(limit)
         except subprocess.TimeoutExpired:

@@ -13,9 +13,14 @@ _LONGEST, _NAMED = 12, 15
 def summarise(parts: dict[str, Rows]) -> str:
     """The summary of the rows of each part, in the given order."""
     pages: dict[str, Callable[[Rows], list[str]]] = {
-        "machine": _machine, "step": _steps, "kernels": _kernels, "tests": _tests, "paths": _paths, "native": _native,
+        "machine": _machine,
+        "step": _steps,
+        "kernels": _kernels,
+        "tests": _tests,
+        "paths": _paths,
+        "native": _native,
         "compile": _steps,
-    }  # fmt: skip
+    }
     lines = []
     for name, rows in parts.items():
         lines += [_heading(name, rows), *pages[name](rows)]

@@ -28,9 +28,23 @@ if TYPE_CHECKING:
     from benchmarks.gpu.parts import Bench
 
 _PACKAGES = (
-    "torch", "triton", "numpy", "scipy", "torchvision", "pytest", "pytest-xdist", "hypothesis", "pybind11", "cmake",
-    "ninja", "jsonargparse", "rich", "timm", "onnx", "nvidia-dali-cuda130",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "numpy",
+    "scipy",
+    "torchvision",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "pybind11",
+    "cmake",
+    "ninja",
+    "jsonargparse",
+    "rich",
+    "timm",
+    "onnx",
+    "nvidia-dali-cuda130",
+)
 _SMI = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit,temperature.gpu"
 
 

@@ -116,10 +116,17 @@ def compile_job(job: _Job) -> Row:
     """Compile one job and read its resources."""
     found = compile_for(job.specialization, job.arch)
     return Row(
-        job.specialization.kernel, job.constants, job.dtype, job.config, job.default, job.arch,
-        found.registers, found.spilled_bytes, found.shared_bytes,
+        job.specialization.kernel,
+        job.constants,
+        job.dtype,
+        job.config,
+        job.default,
+        job.arch,
+        found.registers,
+        found.spilled_bytes,
+        found.shared_bytes,
         GPUS[job.arch].programs_per_processor(found.warps, found.registers, found.shared_bytes),
-    )  # fmt: skip
+    )
 
 
 def show(rows: list[Row]) -> None:

@@ -120,12 +120,16 @@ def main() -> None:
     common = {"space": args.space, "dtype": args.dtype, "engine": args.engine}
     row = {**common, "arch": args.arch, "triton": triton.__version__}
     row |= host_times(Workload(**common, **_SMALL), args.arch)
-    print(f"{row['step_us']:.0f} us of host time per step; {row['launches']} launches of Triton kernels, "
-          f"{row['launch_us']:.1f} us each")  # fmt: skip
+    print(
+        f"{row['step_us']:.0f} us of host time per step; {row['launches']} launches of Triton kernels, "
+        f"{row['launch_us']:.1f} us each"
+    )
     if args.cache:
         row |= fill_cache(Workload(**common), args.arch, args.cache, args.jobs)
-        print(f"{args.cache}: {row['specializations']} specialisations for sm_{args.arch} and Triton {row['triton']}; "
-              f"the just-in-time path found {row['found']} and compiled {row['compiled_again']} again")  # fmt: skip
+        print(
+            f"{args.cache}: {row['specializations']} specialisations for sm_{args.arch} and Triton {row['triton']}; "
+            f"the just-in-time path found {row['found']} and compiled {row['compiled_again']} again"
+        )
     if args.out:
         write_json(args.out, [row])
 

@@ -24,7 +24,7 @@ from benchmarks.gpu_model.registers import (
     shared_address,
     signed,
     unknown,
-)  # fmt: skip
+)
 from benchmarks.gpu_model.sass import Instruction
 
 # ---- every function takes the registers, the instruction, and whether the guard is known to be true
@@ -155,9 +155,13 @@ def _plop3(regs: Registers, ins: Instruction, sure: bool) -> None:
 
 
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b, "GE": lambda a, b: a >= b,
-    "EQ": lambda a, b: a == b, "NE": lambda a, b: a != b,
-}  # fmt: skip
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+    "EQ": lambda a, b: a == b,
+    "NE": lambda a, b: a != b,
+}
 
 
 def _isetp(regs: Registers, ins: Instruction, sure: bool) -> None:

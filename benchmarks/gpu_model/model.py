@@ -115,8 +115,9 @@ def _job(job: _Job) -> list[Cost]:
         words = parameters(job.specialization, dict(integers), job.arch)
         latencies = Latencies(
             memory=_L2[job.arch] if size < _L2_BYTES[job.arch] / 2 else _DRAM[job.arch],
-            double=_DOUBLE[job.arch], atomic=_ATOMIC[job.arch],
-        )  # fmt: skip
+            double=_DOUBLE[job.arch],
+            atomic=_ATOMIC[job.arch],
+        )
         follow = partial(_follow, code, grid, 32 * compiled.warps, words, latencies)
         try:
             found.append(_cost(job.arch, compiled, math.prod(grid), size, follow))
@@ -156,9 +157,14 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
         latency=math.ceil(rounds) * cycles / gpu.clock * 1e6,
         memory=size / gpu.bandwidth * 1e6,
         tail=max(0, tail) / gpu.clock * 1e6,
-        rounds=rounds, registers=compiled.registers, spilled_bytes=compiled.spilled_bytes,
-        shared_bytes=compiled.shared_bytes, programs_per_processor=held, accesses=dict(accesses), opcodes=dict(opcodes),
-    )  # fmt: skip
+        rounds=rounds,
+        registers=compiled.registers,
+        spilled_bytes=compiled.spilled_bytes,
+        shared_bytes=compiled.shared_bytes,
+        programs_per_processor=held,
+        accesses=dict(accesses),
+        opcodes=dict(opcodes),
+    )
 
 
 # ---- tables
@@ -191,9 +197,10 @@ def show(rows: dict[str, dict], arch: int, before: dict[str, dict] | None = None
     """Print the table of one GPU, beside the sums of another run if `before` has them."""
     gpu = GPUS[arch]
     print(f"\n{gpu.name} (sm_{arch}): microseconds per step")
-    print(f"{'kernel':32} {'launches':>8} {'issue':>8} {'latency':>8} {'memory':>7} {'tail':>6} {'largest':>8} "
-          f"{'128-bit':>8} {'of bytes':>8} {'spilling':>8}"
-          + (f" {'before':>8} {'launches':>8}" if before else ""))  # fmt: skip
+    print(
+        f"{'kernel':32} {'launches':>8} {'issue':>8} {'latency':>8} {'memory':>7} {'tail':>6} {'largest':>8} "
+        f"{'128-bit':>8} {'of bytes':>8} {'spilling':>8}" + (f" {'before':>8} {'launches':>8}" if before else "")
+    )
     names = [*dict.fromkeys([*(before or {}), *rows])]
     names = sorted(names, key=lambda n: (n == "all", -(rows.get(n) or (before or {}).get(n))["largest"]))
     for name in names:
@@ -201,9 +208,11 @@ def show(rows: dict[str, dict], arch: int, before: dict[str, dict] | None = None
         old = (before or {}).get(name)
         text = f"{name:32} "
         if row:
-            text += (f"{row['launches']:8.0f} {row['issue']:8.0f} {row['latency']:8.0f} {row['memory']:7.0f} "
-                     f"{row['tail']:6.0f} {row['largest']:8.0f} {100 * row['wide_share']:7.1f}% "
-                     f"{100 * row['wide_share_of_bytes']:7.1f}% {row['spilling_launches']:8.0f}")  # fmt: skip
+            text += (
+                f"{row['launches']:8.0f} {row['issue']:8.0f} {row['latency']:8.0f} {row['memory']:7.0f} "
+                f"{row['tail']:6.0f} {row['largest']:8.0f} {100 * row['wide_share']:7.1f}% "
+                f"{100 * row['wide_share_of_bytes']:7.1f}% {row['spilling_launches']:8.0f}"
+            )
         else:
             text += f"{'gone':>8}" + " " * 64
         if before:
@@ -216,10 +225,12 @@ def show_each(launches: Iterable[Launch], found: Iterable[Cost]) -> None:
     for i, (launch, cost) in enumerate(zip(launches, found, strict=True)):
         shown = {k: v for k, v in launch.arguments.items() if k in _SHOWN and not isinstance(v, bool)}
         said = " ".join(f"{k}={v}" for k, v in shown.items())
-        print(f"{i:4} {launch.kernel[:28]:28} {said} | {launch.programs} programs x "
-              f"{cost.instructions:.0f} instr | issue {cost.issue:.1f} latency {cost.latency:.1f} memory "
-              f"{cost.memory:.1f} tail {cost.tail:.1f} | {cost.registers} regs, spill {cost.spilled_bytes}, shared "
-              f"{cost.shared_bytes}, {cost.programs_per_processor} per SM, {cost.rounds:.2f} rounds")  # fmt: skip
+        print(
+            f"{i:4} {launch.kernel[:28]:28} {said} | {launch.programs} programs x "
+            f"{cost.instructions:.0f} instr | issue {cost.issue:.1f} latency {cost.latency:.1f} memory "
+            f"{cost.memory:.1f} tail {cost.tail:.1f} | {cost.registers} regs, spill {cost.spilled_bytes}, shared "
+            f"{cost.shared_bytes}, {cost.programs_per_processor} per SM, {cost.rounds:.2f} rounds"
+        )
 
 
 _SHOWN = ("KERNEL", "STRIDE", "M", "K", "N", "C", "H", "W", "OH", "R", "programs", "ROWS", "COLUMNS", "CB", "BM", "BN")

@@ -112,6 +112,12 @@ def _instruction(text: str, bits: int) -> Instruction:
     target = _TARGET.search(rest)
     operands = tuple(part.strip().replace(".reuse", "") for part in rest.split(",")) if rest.strip() else ()
     return Instruction(
-        guard, opcode, operands, target[1] if target else None,
-        stall=bits >> 41 & 15, sets=bits >> 46 & 7, frees=bits >> 49 & 7, waits=bits >> 52 & 63,
-    )  # fmt: skip
+        guard,
+        opcode,
+        operands,
+        target[1] if target else None,
+        stall=bits >> 41 & 15,
+        sets=bits >> 46 & 7,
+        frees=bits >> 49 & 7,
+        waits=bits >> 52 & 63,
+    )

@@ -62,8 +62,10 @@ def main() -> None:
     args = parser.parse_args()
     rows = [traffic(args.space, args.batch, dtype) for dtype in args.dtypes]
     for row in rows:
-        print(f"{row['space']} batch {row['batch']} {row['dtype']}: {row['bytes'] / 1e9:.2f} GB in {row['launches']} "
-              f"kernels, {row['times_the_floor']:.2f} x the floor of {row['floor_bytes'] / 1e9:.2f} GB")  # fmt: skip
+        print(
+            f"{row['space']} batch {row['batch']} {row['dtype']}: {row['bytes'] / 1e9:.2f} GB in {row['launches']} "
+            f"kernels, {row['times_the_floor']:.2f} x the floor of {row['floor_bytes'] / 1e9:.2f} GB"
+        )
         for name, found in sorted(row["kernels"].items(), key=lambda item: -item[1]["bytes"]):
             print(f"  {name:32} {found['launches']:4} launches {found['bytes'] / 1e6:9.1f} MB")
     if args.out:
