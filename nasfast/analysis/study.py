@@ -125,9 +125,14 @@ def measure(
 ) -> Row:
     """One module at the inputs h (N, ...), as a row whose branch it is."""
     found = isometry(
-        module, h, samples=effort.samples, probes=effort.probes, max_exact=_MAX_EXACT,
-        lanczos_steps=effort.lanczos_steps, seed=effort.seed,
-    )  # fmt: skip
+        module,
+        h,
+        samples=effort.samples,
+        probes=effort.probes,
+        max_exact=_MAX_EXACT,
+        lanczos_steps=effort.lanczos_steps,
+        seed=effort.seed,
+    )
     with torch.no_grad():
         var_out = _variance(applied(frozen_copy(module, h), h))
     histogram = tuple(found.histogram(EDGES).tolist())
@@ -345,7 +350,11 @@ def block_marks(act: str, *, seed: int = 0) -> list[Mark]:
         found = isometry(branch_of(block)[0], h, probes=32, samples=4, lanczos_steps=0, circular=True, seed=seed)
         expected = relative_gain(name) ** 2
         marks.append(
-            Mark(f"orthogonal: branch with BatchNorm, {name}: phi Var(h)", expected, _GAIN_MARK * expected,
-                 found.phi * channel_moments(h)[1])
-        )  # fmt: skip
+            Mark(
+                f"orthogonal: branch with BatchNorm, {name}: phi Var(h)",
+                expected,
+                _GAIN_MARK * expected,
+                found.phi * channel_moments(h)[1],
+            )
+        )
     return marks

@@ -207,10 +207,12 @@ class _Skeleton(nn.Module):
                 inputs = [self.transitions[str(i)](y) for y in inputs]
             kind = self.space.type_of(i)
             output, states = cell(
-                inputs, None if gates is None else gates[i], runs[kind],
+                inputs,
+                None if gates is None else gates[i],
+                runs[kind],
                 measures=None if measures is None else measures[kind],
                 measured=None if measured is None else measured[i],
-            )  # fmt: skip
+            )
             if nodes is not None:
                 nodes.append([*states, output])
             inputs = [*inputs[1:], output]

@@ -160,9 +160,11 @@ def _convolutions(groups: list[list[nn.Module]], channels: int, style: Style) ->
             norm = style.make_norm(channels)
             body += [norm] if style.order == "conv_relu_norm" else _norm_relu(norm, fused=style.fused)
     return Operation(
-        nn.Sequential(*body), style.make_norm(channels),
-        activates=style.order == "relu_conv_norm", after=style.order == "conv_norm_relu",
-    )  # fmt: skip
+        nn.Sequential(*body),
+        style.make_norm(channels),
+        activates=style.order == "relu_conv_norm",
+        after=style.order == "conv_norm_relu",
+    )
 
 
 def make_operation(op: str, channels: int, stride: int, style: Style) -> Operation | None:

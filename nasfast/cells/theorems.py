@@ -293,15 +293,18 @@ def _two_parents(net: CellSupernet, data: tuple[Tensor, Tensor]) -> list[Residua
     first, second = _path_costs(two, last, node)
     return [
         Residual(
-            "T1 path cost of an only parent", abs(alone) / one.scale, FIRST_ORDER,
+            "T1 path cost of an only parent",
+            abs(alone) / one.scale,
+            FIRST_ORDER,
             f"{alone:+.1e} where edges cost up to {one.scale:.1e}",
         ),
         Residual(
             "T1 path costs of two parents, sum / larger",
-            abs(first + second) / max(abs(first), abs(second)), FIRST_ORDER,
+            abs(first + second) / max(abs(first), abs(second)),
+            FIRST_ORDER,
             f"{first:+.1e} and {second:+.1e}, sum {first + second:+.1e}: opposite, not 0",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _skip_passes(net: CellSupernet, data: tuple[Tensor, Tensor]) -> Residual:
@@ -387,10 +390,12 @@ def theorem_4(space: CellSpace, *, batch: int, seed: int) -> list[Residual]:
         share = float(of_logits @ net.classifier.bias.detach())
         rows.append(
             Residual(
-                "T4 with a classifier bias: C - (L - H) + <dL/dY, b>, / that term", (gap + share) / share, EXACT,
+                "T4 with a classifier bias: C - (L - H) + <dL/dY, b>, / that term",
+                (gap + share) / share,
+                EXACT,
                 f"{note}: C - (L - H) = {gap:+.1e}, not 0",
             )
-        )  # fmt: skip
+        )
     return rows + _inequalities(space.num_classes, seed)
 
 

@@ -17,6 +17,17 @@ from nasfast.data.datasets import (
 from nasfast.data.loader import DataConfig, Loader, make_loader, make_loaders
 
 __all__ = [
-    "Augmentation", "DataConfig", "DataError", "DatasetSource", "DigitsSource", "FolderSource", "ImageSource",
-    "ListSource", "Loader", "TorchvisionBackend", "make_loader", "make_loaders", "random_subset",
-]  # fmt: skip
+    "Augmentation",
+    "DataConfig",
+    "DataError",
+    "DatasetSource",
+    "DigitsSource",
+    "FolderSource",
+    "ImageSource",
+    "ListSource",
+    "Loader",
+    "TorchvisionBackend",
+    "make_loader",
+    "make_loaders",
+    "random_subset",
+]

@@ -119,8 +119,10 @@ class FileStore:
         if complete and missing:
             _LOG.warning(
                 "%d of %d parts of the image cache %s are missing or damaged: decoding their images again",
-                len(missing), self._parts, self.folder,
-            )  # fmt: skip
+                len(missing),
+                self._parts,
+                self.folder,
+            )
         try:
             if missing:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -145,14 +147,18 @@ class FileStore:
             if missing:
                 _LOG.warning(
                     "cannot write the image cache %s (%s): its missing images are decoded at each use",
-                    self.folder, reason,
-                )  # fmt: skip
+                    self.folder,
+                    reason,
+                )
         unread = int((self.sizes[:, 0] == 0).sum())
         _LOG.info(
             "image cache %s: %d images (%s), %s%s",
-            self.folder, len(self.sizes), self._form, size_text(self._bytes(self.sizes).sum()),
+            self.folder,
+            len(self.sizes),
+            self._form,
+            size_text(self._bytes(self.sizes).sum()),
             f"; {unread} images are not in it" if unread else "",
-        )  # fmt: skip
+        )
 
     def _bytes(self, sizes: np.ndarray) -> np.ndarray:
         """Bytes of the pixels of images of these heights and widths."""
@@ -161,11 +167,15 @@ class FileStore:
     def _described(self) -> dict[str, object]:
         """The contents of cache.json."""
         return {
-            "format": _FORMAT, "key": self._key, "stored": str(self._form), "images": len(self.sizes),
-            "images_per_part": self._per_part, "bytes": int(self._bytes(self.sizes).sum()),
+            "format": _FORMAT,
+            "key": self._key,
+            "stored": str(self._form),
+            "images": len(self.sizes),
+            "images_per_part": self._per_part,
+            "bytes": int(self._bytes(self.sizes).sum()),
             "decoder": f"Pillow {PIL.__version__}",
             "unreadable": [self._source.name(index) for index in np.flatnonzero(self.sizes[:, 0] == 0).tolist()],
-        }  # fmt: skip
+        }
 
     def _scan(self, parts: Sequence[int]) -> list[int]:
         """Read the tables of parts; return the parts that are absent or damaged."""
@@ -203,8 +213,11 @@ class FileStore:
             raise OSError(errno.ENOSPC, f"it needs about {size_text(needed)}, and {size_text(free)} are free there")
         _LOG.info(
             "decoding images once into the cache %s: %d of %d parts, about %s",
-            self.folder, len(parts), self._parts, size_text(needed),
-        )  # fmt: skip
+            self.folder,
+            len(parts),
+            self._parts,
+            size_text(needed),
+        )
         told = time.monotonic()
         with ThreadPoolExecutor(max(1, workers)) as pool:
             try:
@@ -294,8 +307,9 @@ class FileStore:
                 if not self._warned:
                     _LOG.warning(
                         "the image cache %s is damaged, first at image %s: decoding damaged images again",
-                        self.folder, self._source.name(index),
-                    )  # fmt: skip
+                        self.folder,
+                        self._source.name(index),
+                    )
                 self._warned = True
         pixels = decode_stored(self._source, self._form, index)
         if damaged and pixels is not None:

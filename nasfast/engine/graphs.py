@@ -210,9 +210,8 @@ class GraphEngine:
         try:
             if i == len(self._layers) - 1:
                 segment = Head(
-                    **arguments, target=None, target_grad=None,
-                    labels=self.labels, label_smoothing=self.label_smoothing,
-                )  # fmt: skip
+                    **arguments, target=None, target_grad=None, labels=self.labels, label_smoothing=self.label_smoothing
+                )
             else:
                 segment = Segment(**arguments, target=self._activations[i + 1], target_grad=self._gradients[i])
             segment.set_replays(self.capture.capture(segment.functions(), self._pools[i]))

@@ -39,6 +39,10 @@ def recalibrated_accuracy(evidence: Evidence, arch: Arch) -> float:
         raise ScoreError("recalibrated_accuracy needs training images too: give Evidence(loaders=(training, held_out))")
     training, held_out = evidence.loaders
     return path_accuracy(
-        evidence.net, arch, train_loader=training, val_loader=held_out,
-        recalibration_batches=evidence.recalibration_batches, device=str(evidence.device),
-    )  # fmt: skip
+        evidence.net,
+        arch,
+        train_loader=training,
+        val_loader=held_out,
+        recalibration_batches=evidence.recalibration_batches,
+        device=str(evidence.device),
+    )

@@ -44,15 +44,17 @@ def write_isometry_page(folder: str | Path) -> Path:
     if form["claims"]:
         sections.append(("claims", "What the paper says, and what was measured", _claims(form)))
     moments = image(
-        "moments", _moments(form),
+        "moments",
+        _moments(form),
         "Every dot is one candidate (or part); lines join the medians of a layer. Dashed: isometry.",
-    )  # fmt: skip
+    )
     sections.append(("modules", "Candidates" if form["fairness"] else "Parts", moments + _rows(form)))
     densities = image(
-        "densities", _densities(form),
+        "densities",
+        _densities(form),
         "Share of the branch's singular values per bin of 0.1, pooled over the candidates of the layer; isometry would "
         "be one spike at 1. The bin at 0 is cut off.",
-    )  # fmt: skip
+    )
     sections.append(("densities", "Singular values", densities))
     if form["fairness"]:
         caption = "Spread over the candidates of a layer; 0 is fair. Solid: with indicator BN. Dotted: without it."
@@ -121,9 +123,12 @@ def _rows(form: Mapping[str, Any]) -> str:
                 continue
             branch, whole = row["branch"], row["module"] or row["branch"]
             line += [
-                _with_error(branch, "phi"), _with_error(branch, "varphi"), _number(row["gain"]),
-                f"{whole['phi']:.3f}", f"{whole['varphi']:.3f}",
-            ]  # fmt: skip
+                _with_error(branch, "phi"),
+                _with_error(branch, "varphi"),
+                _number(row["gain"]),
+                f"{whole['phi']:.3f}",
+                f"{whole['varphi']:.3f}",
+            ]
         lines.append(line)
     table = table_of(header, lines, text_columns=(1,))
     return f"<details><summary>All {len(lines)} rows</summary>{table}</details>"
@@ -223,9 +228,15 @@ def _fairness(form: Mapping[str, Any]) -> Figure:
             for indicator_bn in (True, False):
                 found = [f for f in form["fairness"] if f["setting"] == setting and f["indicator_bn"] == indicator_bn]
                 ax.plot(
-                    [f["layer"] for f in found], [f[key] for f in found], color=colour, lw=1.4, marker="o", ms=2.5,
-                    ls="-" if indicator_bn else ":", label=literal(setting) if indicator_bn else None,
-                )  # fmt: skip
+                    [f["layer"] for f in found],
+                    [f[key] for f in found],
+                    color=colour,
+                    lw=1.4,
+                    marker="o",
+                    ms=2.5,
+                    ls="-" if indicator_bn else ":",
+                    label=literal(setting) if indicator_bn else None,
+                )
         ax.set_title(title, fontsize=10)
         ax.set_ylim(bottom=0)
         ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
@@ -266,9 +277,14 @@ def _diagram(form: Mapping[str, Any]) -> Figure:
     ax.grid(False)
     chi = np.array(form["chi"], dtype=float)
     image = ax.pcolormesh(
-        form["sigma_w"], form["sigma_b"], chi, cmap="RdBu_r", norm=TwoSlopeNorm(1, 0, max(2.0, np.nanmax(chi))),
-        shading="nearest", rasterized=True,
-    )  # fmt: skip
+        form["sigma_w"],
+        form["sigma_b"],
+        chi,
+        cmap="RdBu_r",
+        norm=TwoSlopeNorm(1, 0, max(2.0, np.nanmax(chi))),
+        shading="nearest",
+        rasterized=True,
+    )
     line = np.array(form["critical"])
     if len(line) > 1:
         ax.plot(*line.T, color="black", lw=1.6)

@@ -105,8 +105,14 @@ def _resnet(data: Mapping[str, Any]) -> Figure:
     for part, alpha in (("p16", 0.4), ("mean", 1.0), ("p84", 0.4)):
         axes[1].plot(depth, np.exp(_array(data["curves"][f"logchi_{part}"])), color=SERIES[0], lw=1.5, alpha=alpha)
     law = data["power_law"]
-    axes[1].plot(depth, law["c"] * depth ** law["tau"], color=SERIES[1], lw=1.5, ls=":",
-                 label=f"{law['c']:.2f} l^{law['tau']:.3f}")  # fmt: skip
+    axes[1].plot(
+        depth,
+        law["c"] * depth ** law["tau"],
+        color=SERIES[1],
+        lw=1.5,
+        ls=":",
+        label=f"{law['c']:.2f} l^{law['tau']:.3f}",
+    )
     if data["reference"]:
         axes[1].plot(data["reference"]["depth"], data["reference"]["chi_mean"], color="black", lw=1, ls="--")
     axes[1].set(title=r"$\chi^l$", xlabel="l", xscale="log", yscale="log")
@@ -125,8 +131,12 @@ def _space(data: Mapping[str, Any]) -> Figure:
         if with_spread:
             axes[2].plot(data["depth"], curves["candidates_std"], color=colour, lw=1.4, marker="o", ms=2.5)
             axes[3].plot(data["depth"], curves["paths_std"], color=colour, lw=1.4, marker="o", ms=2.5)
-    titles = (r"$\log\chi$", "effective rank of the signal", r"std of $\log\,\delta\chi$ over candidates",
-              r"std of $\log\chi$ over paths")  # fmt: skip
+    titles = (
+        r"$\log\chi$",
+        "effective rank of the signal",
+        r"std of $\log\,\delta\chi$ over candidates",
+        r"std of $\log\chi$ over paths",
+    )
     for ax, title in zip(axes, titles, strict=False):
         for reduction in data["reductions"]:
             ax.axvline(reduction, color=GREY, lw=0.8, alpha=0.5)

@@ -139,8 +139,18 @@ def _cell(ax: Axes, data: Mapping[str, Any], p: np.ndarray) -> set[str]:
         tops.append(_arc(ax, source, target, 1 if source < inputs else -1, lw=0.6 + 2.9 * (1 - q), **style))
         if not dropped:
             box = {"fc": "white", "ec": "none", "pad": 0.7}
-            ax.text((source + target) / 2, tops[-1], short, fontsize=8, color=colour, fontweight="bold", ha="center",
-                    va="center", zorder=5, bbox=box)  # fmt: skip
+            ax.text(
+                (source + target) / 2,
+                tops[-1],
+                short,
+                fontsize=8,
+                color=colour,
+                fontweight="bold",
+                ha="center",
+                va="center",
+                zorder=5,
+                bbox=box,
+            )
     for x in range(end + 1):
         marker, fill = _NODES["output" if x == end else "input node" if x < inputs else "intermediate node"]
         ax.plot(x, 0, ls="", marker=marker, ms=16, mfc=fill, mec="black", mew=0.9, zorder=6)
@@ -206,8 +216,15 @@ def _heat(ax: Axes, grid: np.ndarray, limit: float) -> AxesImage:
     digits = max(0, 1 - math.floor(math.log10(limit)))
     for (i, j), value in np.ndenumerate(grid):
         if not math.isnan(value):
-            ax.text(j, i, f"{round(value, digits) + 0.0:.{digits}f}", ha="center", va="center", fontsize=7,
-                    color="white" if abs(value) > 0.65 * limit else "black")  # fmt: skip
+            ax.text(
+                j,
+                i,
+                f"{round(value, digits) + 0.0:.{digits}f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if abs(value) > 0.65 * limit else "black",
+            )
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
@@ -242,8 +259,13 @@ def _edge_cost(data: Mapping[str, Any]) -> Figure:
         if len(same) > 2:
             costs.plot(steps, _mean(cost[:, same].T), color=colour, lw=2.6, label=name)
     costs.set(ylabel="cost", title="mean cost per edge")
-    costs.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False,
-                 ncols=2 if len(data["edges"]) > 8 else 1)  # fmt: skip
+    costs.legend(
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        fontsize=8,
+        frameon=False,
+        ncols=2 if len(data["edges"]) > 8 else 1,
+    )
     total.plot(steps, _numbers(data["total"]), color="black", lw=1.8)
     total.set(ylabel="cost", title="sum over the edges")
     for ax in (costs, total):

@@ -7,9 +7,17 @@ from nasfast.spaces.cost import Cost, conv_bn_cost
 NONE, SKIP_CONNECT = "none", "skip_connect"
 
 OPERATIONS = (
-    NONE, SKIP_CONNECT, "max_pool_3x3", "avg_pool_3x3", "sep_conv_3x3", "dil_conv_3x3", "dil_conv_5x5", "sep_conv_5x5",
-    "conv_1x1", "conv_3x3",
-)  # fmt: skip
+    NONE,
+    SKIP_CONNECT,
+    "max_pool_3x3",
+    "avg_pool_3x3",
+    "sep_conv_3x3",
+    "dil_conv_3x3",
+    "dil_conv_5x5",
+    "sep_conv_5x5",
+    "conv_1x1",
+    "conv_3x3",
+)
 """Every operation; the first eight are DARTS's, in the order of the figures."""
 
 KERNELS = {name: int(name[-1]) for name in OPERATIONS[2:]}

@@ -97,8 +97,12 @@ def summarise(curves: Mapping[str, Array]) -> dict[str, Array]:
         count = known.sum(0)
         filled = np.where(known, values, 0.0)
         mean = np.divide(filled.sum(0), count, out=np.full(len(count), np.nan), where=count > 0)
-        var = np.divide(np.square(np.where(known, values - mean, 0.0)).sum(0), count,
-                        out=np.full(len(count), np.nan), where=count > 0)  # fmt: skip
+        var = np.divide(
+            np.square(np.where(known, values - mean, 0.0)).sum(0),
+            count,
+            out=np.full(len(count), np.nan),
+            where=count > 0,
+        )
         low, high = (
             np.array([np.quantile(v[k], q) if k.any() else np.nan for v, k in zip(values.T, known.T, strict=True)])
             for q in (0.16, 0.84)

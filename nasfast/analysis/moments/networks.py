@@ -206,9 +206,13 @@ def _measured(cfg: NetConfig) -> dict[str, tuple[Callable[[Pair], dict[str, Tens
     """Which statistics are taken where."""
     if cfg.residual:
         return {
-            "input": (energies,), "norm": (energies, shape), "act": (ranks,), "unit": (energies,),
-            "branch": (energies,), "sum": (energies, ranks),
-        }  # fmt: skip
+            "input": (energies,),
+            "norm": (energies, shape),
+            "act": (ranks,),
+            "unit": (energies,),
+            "branch": (energies,),
+            "sum": (energies, ranks),
+        }
     return {"input": (energies,), "norm": (energies, shape), "act": (energies, ranks)}
 
 
