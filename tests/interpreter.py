@@ -86,9 +86,11 @@ def disturbed() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, replacement in (
-            (builder, "set_grid_dim", ordered), (builder, "set_grid_idx", reordered), (executor, "__call__", guarded),
+            (builder, "set_grid_dim", ordered),
+            (builder, "set_grid_idx", reordered),
+            (executor, "__call__", guarded),
             (tuning, "run", twice),
-        ):  # fmt: skip
+        ):
             stack.enter_context(patch.object(owner, name, replacement))
         yield
 

@@ -19,8 +19,11 @@ def build(folder, **environment):
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("NASFAST_") and k not in ("CXX", "CUDACXX")}
     result = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"],
-        cwd=ROOT, env={**inherited, **environment}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+    )
     return result, folder / "lib" / "nasfast"
 
 

@@ -211,9 +211,10 @@ def test_phase_diagram_is_the_fixed_points_and_fast():
 
 def network(depth: int, width: int, sigma_w: float, orthogonal: bool) -> list[torch.Tensor]:
     draws = [torch.randn(width, width, dtype=torch.float64) for _ in range(depth)]
-    return [sigma_w * (q if orthogonal else z / math.sqrt(width)) for q, z in zip(
-        reference.orthogonalize(draws) if orthogonal else draws, draws, strict=True
-    )]  # fmt: skip
+    return [
+        sigma_w * (q if orthogonal else z / math.sqrt(width))
+        for q, z in zip(reference.orthogonalize(draws) if orthogonal else draws, draws, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

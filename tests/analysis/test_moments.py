@@ -304,13 +304,20 @@ SMALL = {"width": 24, "batch": 16, "depth": 12, "every": 3}
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"norm": "batch"}, {"norm": "batch", "residual": 2}, {"norm": "layer"}, {"norm": "instance", "kernel": 3},
-        {"norm": "group", "kernel": 3, "padding": "zero"}, {"act": "tanh", "sigma_w": 1.5, "sigma_b": 0.1},
-        {"init": "uniform", "norm": "batch", "residual": 1}, {"init": "orthogonal", "act": "identity"},
-        {"init": "orthogonal", "kernel": 3, "act": "relu6", "padding": "reflective"}, {"init": "uniform"},
+        {},
+        {"norm": "batch"},
+        {"norm": "batch", "residual": 2},
+        {"norm": "layer"},
+        {"norm": "instance", "kernel": 3},
+        {"norm": "group", "kernel": 3, "padding": "zero"},
+        {"act": "tanh", "sigma_w": 1.5, "sigma_b": 0.1},
+        {"init": "uniform", "norm": "batch", "residual": 1},
+        {"init": "orthogonal", "act": "identity"},
+        {"init": "orthogonal", "kernel": 3, "act": "relu6", "padding": "reflective"},
+        {"init": "uniform"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_family_gives_finite_curves_that_repeat(changes):
     cfg = NetConfig(**{**SMALL, **changes})
     source = fields(3, 8) if cfg.kernel else gaussian(20)
@@ -458,7 +465,7 @@ def curves_of(**changes) -> dict[str, np.ndarray]:
         (curves_of(logchi=0.5 * np.log(L), lognu2=0.3 * L), ("well behaved", "scaling")),
         (curves_of(logchi=0.5 * np.log(L), lognu2=12 * np.log(L)), ("well behaved",)),
     ],
-)  # fmt: skip
+)
 def test_detectors(curves, names):
     verdict = detect(L, curves)
     assert verdict.names == names

@@ -93,12 +93,16 @@ def follow(launch, arch: int, index: int) -> dict:
         return {"error": str(error)}
     return {
         who: {
-            "loads": walk.opcodes["LDG"] - walk.idle["LDG"], "stores": walk.opcodes["STG"] - walk.idle["STG"],
-            "fma": walk.opcodes["FFMA"] - walk.idle["FFMA"], "atomics": walk.opcodes["ATOMG"],
-            "instructions": walk.instructions, "cycles": walk.cycles, "accesses": dict(walk.accesses),
+            "loads": walk.opcodes["LDG"] - walk.idle["LDG"],
+            "stores": walk.opcodes["STG"] - walk.idle["STG"],
+            "fma": walk.opcodes["FFMA"] - walk.idle["FFMA"],
+            "atomics": walk.opcodes["ATOMG"],
+            "instructions": walk.instructions,
+            "cycles": walk.cycles,
+            "accesses": dict(walk.accesses),
         }
         for who, walk in zip(("ordinary", "last"), both, strict=True)
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -22,10 +22,20 @@ def argv(tmp_path):
     table = {text: {"a": 10.0 + i, "b": 90.0 - i} for i, text in enumerate(texts)}
     (tmp_path / "cells.json").write_text(json.dumps(table))
     return [
-        f"--images={images}", f"--cells={tmp_path / 'cells.json'}", "--columns", "a", "b", "--cell-count=1",
-        "--channels=2", "--architectures=64", "--batch=8", "--seeds", "4", "--resamples=10",
+        f"--images={images}",
+        f"--cells={tmp_path / 'cells.json'}",
+        "--columns",
+        "a",
+        "b",
+        "--cell-count=1",
+        "--channels=2",
+        "--architectures=64",
+        "--batch=8",
+        "--seeds",
+        "4",
+        "--resamples=10",
         f"--out={tmp_path / 'out.jsonl'}",
-    ]  # fmt: skip
+    ]
 
 
 def test_rows_are_computed_once(argv, tmp_path, monkeypatch, capsys):

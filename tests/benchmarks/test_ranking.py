@@ -30,9 +30,15 @@ def argv(tmp_path, monkeypatch):
     truth = {"".join(map(str, a)): space.cost(a).params / 100 for a in itertools.product(range(3), repeat=4)}
     (tmp_path / "truth.json").write_text(json.dumps(truth))
     return [
-        f"--train={folders[0]}", f"--val={folders[1]}", f"--accuracies={tmp_path / 'truth.json'}", "--images=16",
-        f"--work={tmp_path / 'work'}", f"--out={tmp_path / 'out.jsonl'}", "--resamples=10", "--threads=1",
-    ]  # fmt: skip
+        f"--train={folders[0]}",
+        f"--val={folders[1]}",
+        f"--accuracies={tmp_path / 'truth.json'}",
+        "--images=16",
+        f"--work={tmp_path / 'work'}",
+        f"--out={tmp_path / 'out.jsonl'}",
+        "--resamples=10",
+        "--threads=1",
+    ]
 
 
 def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):

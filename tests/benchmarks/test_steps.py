@@ -43,9 +43,12 @@ def test_a_variant_that_computes_something_else_is_not_timed():
 
 def test_ratios_are_to_the_best_peer():
     medians = {
-        "nasfast fp32": 4.0, "nasfast bf16": 3.0, "eager contiguous fp32": 20.0, "eager channels_last fp32": 8.0,
+        "nasfast fp32": 4.0,
+        "nasfast bf16": 3.0,
+        "eager contiguous fp32": 20.0,
+        "eager channels_last fp32": 8.0,
         "eager channels_last bf16": 10.0,
-    }  # fmt: skip
+    }
     times = {name: {"step": {"median_ms": ms}} for name, ms in medians.items()}
     ratios = steps.ratios_to_peers([VARIANTS[name] for name in medians], times)
     assert ratios["nasfast fp32"]["same_dtype"] == {"peer": "eager channels_last fp32", "ratio": 0.5}

@@ -36,9 +36,12 @@ REDUCED = SHARED.replace(name="reduced", reductions=(1,))
 SPACES = pytest.mark.parametrize("space", [SHARED, REDUCED], ids=lambda s: s.name)
 
 ESTIMATORS = {
-    "darts": Darts(0.8), "snas": Snas(), "dsnas": Dsnas(), "proxyless": Proxyless(),
+    "darts": Darts(0.8),
+    "snas": Snas(),
+    "dsnas": Dsnas(),
+    "proxyless": Proxyless(),
     "two paths": Proxyless(two_path=True),
-}  # fmt: skip
+}
 EVERY = pytest.mark.parametrize("name", list(ESTIMATORS))
 
 

@@ -101,9 +101,7 @@ def test_tables_are_those_of_numpy():
 def test_share_of_positive_costs(columns):
     table, values = recorded()
     count = (~np.isnan(values)).sum(0)
-    means = [
-        np.nanmean(values[:, c, e, k]) for c in range(2) for e in range(3) for k in columns if count[c, e, k] > 0
-    ]  # fmt: skip
+    means = [np.nanmean(values[:, c, e, k]) for c in range(2) for e in range(3) for k in columns if count[c, e, k] > 0]
     assert table.positive(columns) == pytest.approx(np.mean([mean > 0 for mean in means]))
     assert 0 < table.positive(columns) < 1
 

@@ -31,8 +31,14 @@ from nasfast.train import CheckpointError, TrainConfig
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
 
-SPACE = CellSpace("s1", minimal_cell(("none", "skip_connect", "avg_pool_3x3", "sep_conv_3x3")), cells=1, channels=4,
-                  num_classes=4, resolution=8)  # fmt: skip
+SPACE = CellSpace(
+    "s1",
+    minimal_cell(("none", "skip_connect", "avg_pool_3x3", "sep_conv_3x3")),
+    cells=1,
+    channels=4,
+    num_classes=4,
+    resolution=8,
+)
 WEIGHTS = TrainConfig(epochs=2, lr=0.1, lr_end=0.01, label_smoothing=0.0, checkpoint_every=3)
 
 LEVELS = {
@@ -244,8 +250,10 @@ def test_redraw_ends():
 
 def test_gates_depend_on_step_and_purpose_alone():
     cfg, logits = CellSearchConfig(), uniform_logits(darts_space())
-    draws = [draw_gates(darts_space(), cfg, logits, step=s, progress=0.0, purpose=p).gates
-             for s, p in ((3, 0), (3, 0), (4, 0), (3, 1))]  # fmt: skip
+    draws = [
+        draw_gates(darts_space(), cfg, logits, step=s, progress=0.0, purpose=p).gates
+        for s, p in ((3, 0), (3, 0), (4, 0), (3, 1))
+    ]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     assert not torch.equal(draws[0], draws[3])

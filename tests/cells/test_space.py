@@ -83,9 +83,15 @@ def test_edges_are_those_of_the_table(cell, edges, intermediate, outputs):
 
 def test_operations_in_the_order_of_the_figures():
     assert DARTS_OPS == (
-        "none", "skip_connect", "max_pool_3x3", "avg_pool_3x3", "sep_conv_3x3", "dil_conv_3x3", "dil_conv_5x5",
+        "none",
+        "skip_connect",
+        "max_pool_3x3",
+        "avg_pool_3x3",
+        "sep_conv_3x3",
+        "dil_conv_3x3",
+        "dil_conv_5x5",
         "sep_conv_5x5",
-    )  # fmt: skip
+    )
     assert S1.ops == DARTS_OPS
     assert SPACES["201"].ops == ("none", "skip_connect", "avg_pool_3x3", "conv_1x1", "conv_3x3")
     assert set(SPACES["201"].ops) == set(NAS_BENCH_201_OPS)
@@ -269,9 +275,14 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path, old, new, message):
 def test_the_fingerprint_follows_everything_but_the_name():
     assert S1.replace(name="other").fingerprint == S1.fingerprint
     changes = [
-        {"cells": 2}, {"channels": 16}, {"order": "conv_relu_norm"}, {"norm": "layer"}, {"num_classes": 7},
-        {"cell": minimal_cell(DARTS_OPS[1:])}, {"cell": minimal_cell().restricted(0, 2, ("none",))},
-    ]  # fmt: skip
+        {"cells": 2},
+        {"channels": 16},
+        {"order": "conv_relu_norm"},
+        {"norm": "layer"},
+        {"num_classes": 7},
+        {"cell": minimal_cell(DARTS_OPS[1:])},
+        {"cell": minimal_cell().restricted(0, 2, ("none",))},
+    ]
     prints = {S1.fingerprint, *(S1.replace(**change).fingerprint for change in changes)}
     assert len(prints) == len(changes) + 1
     assert all(len(p) == 16 for p in prints)

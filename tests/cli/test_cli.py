@@ -48,10 +48,23 @@ def test_defaults_are_those_of_the_config(seen):
 
 def test_flags_reach_every_level(seen):
     cfg = config_of(
-        seen, "--out", "x", "--seed=7", "--train.lr", "2.5e-1", "--search.max_macs", "475e6",
-        "--retrain.train.epochs", "3",
-        "--data.mean", "[0.1, 0.2, 0.3]", "--supernet.layer_indicators", "false", "--space.name", "digits_mini",
-    )  # fmt: skip
+        seen,
+        "--out",
+        "x",
+        "--seed=7",
+        "--train.lr",
+        "2.5e-1",
+        "--search.max_macs",
+        "475e6",
+        "--retrain.train.epochs",
+        "3",
+        "--data.mean",
+        "[0.1, 0.2, 0.3]",
+        "--supernet.layer_indicators",
+        "false",
+        "--space.name",
+        "digits_mini",
+    )
     assert (cfg.out, cfg.seed, cfg.train.lr, cfg.search.max_macs) == ("x", 7, 0.25, 475e6)
     assert (cfg.retrain.train.epochs, cfg.data.mean, cfg.supernet.layer_indicators) == (3, (0.1, 0.2, 0.3), False)
     assert cfg.retrain.train.lr == RunConfig().retrain.train.lr
@@ -356,8 +369,18 @@ def test_rank_of_cells_from_csv(tmp_path, capsys):
     rows = [f"{cell},1,{i}" for i, cell in enumerate(cells)]
     (tmp_path / "table.csv").write_text("\n".join(["arch,accuracy,late", *rows]))
     (tmp_path / "scores.csv").write_text("\n".join(["arch,score", *(f"{c},{i}" for i, c in enumerate(cells))]))
-    argv = ["rank", "--table", str(tmp_path / "table.csv"), "--column", "late", "--resamples", "20",
-            "--predictor", str(tmp_path / "scores.csv"), "--space"]  # fmt: skip
+    argv = [
+        "rank",
+        "--table",
+        str(tmp_path / "table.csv"),
+        "--column",
+        "late",
+        "--resamples",
+        "20",
+        "--predictor",
+        str(tmp_path / "scores.csv"),
+        "--space",
+    ]
     assert main([*argv, "nas_bench_201"]) == 0
     out = capsys.readouterr().out
     assert "64 architectures" in out and "predictor   +1.000" in out

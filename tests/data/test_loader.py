@@ -403,9 +403,14 @@ def test_grey_images_for_a_space_of_one_channel(tmp_path, augment):
         for number in range(2):
             Image.new("RGB", (8, 8), colour).save(tmp_path / name / f"{number}.png")
     cfg = DataConfig(
-        train=str(tmp_path), augment=augment, workers=0, batch_size=2, val_fraction=0.5,
-        mean=(0.2, 0.3, 0.4), std=(0.1, 0.2, 0.6),
-    )  # fmt: skip
+        train=str(tmp_path),
+        augment=augment,
+        workers=0,
+        batch_size=2,
+        val_fraction=0.5,
+        mean=(0.2, 0.3, 0.4),
+        std=(0.1, 0.2, 0.6),
+    )
     for made in make_loaders(cfg, resolution=8, in_channels=1):
         x, y = next(made.epoch(0))
         assert x.shape == (2, 1, 8, 8)

@@ -114,9 +114,11 @@ class RealRun(Run):
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "nasfast", *argv],
-                stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
                 env=_environment(environment or {}),
-            )  # fmt: skip
+            )
         super().__init__(self._process.pid, log)
 
     def poll(self) -> int | None:
@@ -142,9 +144,12 @@ class ForkServer:
         self._log = log.open("ab")
         self._server = subprocess.Popen(
             [sys.executable, __file__],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
             env=_environment({}),
-        )  # fmt: skip
+        )
         self._server.stdout.readline()  # the server writes a line when it has imported everything
 
     def start(self, argv: list[str], log: Path) -> Run:

@@ -39,8 +39,14 @@ _SETTINGS: dict[str, Any] = {
     "retrain": {"random_architectures": 1, "train": {"epochs": 2, "log_every": 5, "checkpoint_every": 4}},
 }
 _EVOLUTION = {
-    "method": "evolution", "population": 8, "parents": 4, "crossovers": 3, "mutations": 3, "generations": 4, "top_k": 2,
-}  # fmt: skip
+    "method": "evolution",
+    "population": 8,
+    "parents": 4,
+    "crossovers": 3,
+    "mutations": 3,
+    "generations": 4,
+    "top_k": 2,
+}
 _STAGES = ("supernet", "score", "search", "retrain", "report", "export")
 
 

@@ -326,30 +326,31 @@ STRUCTURES = {
     "relu6 as hardtanh": (lambda: unit(nn.Hardtanh(0, 6)), ["3x3 4->4 relu6"], []),
     "another hardtanh": (lambda: unit(nn.Hardtanh(0, 5)), ["3x3 4->4, then Hardtanh"], []),
     "own activation": (lambda: unit(OwnActivation()), ["3x3 4->4 relu6"], []),
-    "identities": (
-        lambda: nn.Sequential(unit(nn.Identity()), nn.Identity(), *unit()), ["3x3 4->4, 3x3 4->4 relu"], [],
-    ),
+    "identities": (lambda: nn.Sequential(unit(nn.Identity()), nn.Identity(), *unit()), ["3x3 4->4, 3x3 4->4 relu"], []),
     "stride, groups": (
-        lambda: nn.Sequential(*unit(stride=2, groups=4), *unit(groups=2)), ["dw3x3 s2 4 relu, 3x3 g2 4->4 relu"], [],
+        lambda: nn.Sequential(*unit(stride=2, groups=4), *unit(groups=2)),
+        ["dw3x3 s2 4 relu, 3x3 g2 4->4 relu"],
+        [],
     ),
-    "kernel 3x1": (
-        lambda: nn.Sequential(conv(4, 4, (3, 1), padding=1), nn.BatchNorm2d(4)), ["3x1 4->4"], [],
-    ),
+    "kernel 3x1": (lambda: nn.Sequential(conv(4, 4, (3, 1), padding=1), nn.BatchNorm2d(4)), ["3x1 4->4"], []),
     "hardswish": (
-        lambda: nn.Sequential(unit(nn.Hardswish(inplace=True)), unit()), ["3x3 4->4, then Hardswish", "3x3 4->4 relu"],
+        lambda: nn.Sequential(unit(nn.Hardswish(inplace=True)), unit()),
+        ["3x3 4->4, then Hardswish", "3x3 4->4 relu"],
         [],
     ),
     "silu": (lambda: unit(nn.SiLU()), ["3x3 4->4, then SiLU"], []),
     "two activations": (lambda: nn.Sequential(*unit(), nn.ReLU6(), *unit()), ["3x3 4->4 relu", "3x3 4->4 relu"], []),
     "dropout between": (
-        lambda: nn.Sequential(*unit(), nn.Dropout(0.5), *unit()), ["3x3 4->4 relu", "3x3 4->4 relu"], [],
+        lambda: nn.Sequential(*unit(), nn.Dropout(0.5), *unit()),
+        ["3x3 4->4 relu", "3x3 4->4 relu"],
+        [],
     ),
     "pooling between": (
-        lambda: nn.Sequential(*unit(), nn.MaxPool2d(2), *unit()), ["3x3 4->4 relu", "3x3 4->4 relu"], [],
+        lambda: nn.Sequential(*unit(), nn.MaxPool2d(2), *unit()),
+        ["3x3 4->4 relu", "3x3 4->4 relu"],
+        [],
     ),
-    "blocks": (
-        lambda: nn.Sequential(nn.Sequential(unit(), unit()), nn.Sequential(unit(), unit())), [PAIR, PAIR], [],
-    ),
+    "blocks": (lambda: nn.Sequential(nn.Sequential(unit(), unit()), nn.Sequential(unit(), unit())), [PAIR, PAIR], []),
     "bias": (lambda: nn.Sequential(*unit(), *unit(bias=True)), ["3x3 4->4 relu"], ["has a bias"]),
     "dilation": (lambda: unit(dilation=2), [], ["has dilation=(2, 2)"]),
     "stride (1, 2)": (lambda: unit(stride=(1, 2)), [], ["has stride=(1, 2)"]),
@@ -357,74 +358,84 @@ STRUCTURES = {
     "padding same": (lambda: unit(padding="same"), [], ["has padding='same'"]),
     "padding reflect": (lambda: unit(padding_mode="reflect"), [], ["has padding_mode='reflect'"]),
     "no affine": (
-        lambda: nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, affine=False)), [],
+        lambda: nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, affine=False)),
+        [],
         ["its BatchNorm has no affine parameters"],
     ),
     "no statistics": (
-        lambda: nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)), ["1x1 4->4"], [],
+        lambda: nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)),
+        ["1x1 4->4"],
+        [],
     ),
     "cumulative average": (lambda: nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, momentum=None)), ["1x1 4->4"], []),
     "SyncBatchNorm": (
-        lambda: nn.Sequential(conv(4, 4, 1), nn.SyncBatchNorm(4)), [],
+        lambda: nn.Sequential(conv(4, 4, 1), nn.SyncBatchNorm(4)),
+        [],
         ["its BatchNorm is a SyncBatchNorm, whose forward is not nn.BatchNorm2d's"],
     ),
     "GroupNorm": (
-        lambda: nn.Sequential(conv(4, 4, 1), nn.GroupNorm(2, 4)), [], ["followed by GroupNorm, not by BatchNorm2d"],
+        lambda: nn.Sequential(conv(4, 4, 1), nn.GroupNorm(2, 4)),
+        [],
+        ["followed by GroupNorm, not by BatchNorm2d"],
     ),
     "nothing behind": (lambda: conv(4, 4, 1), [], ["no traced forward reaches it"]),
     "returned": (lambda: nn.Sequential(conv(4, 4, 1)), [], ["followed by output, not by BatchNorm2d"]),
     "transposed": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 3, bias=False), nn.BatchNorm2d(4)), [],
+        lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 3, bias=False), nn.BatchNorm2d(4)),
+        [],
         ["is a ConvTranspose2d, whose forward is not nn.Conv2d's"],
     ),
     "subclass that overrides": (
-        lambda: nn.Sequential(OtherConv(4, 4, 1, bias=False), nn.BatchNorm2d(4)), [],
+        lambda: nn.Sequential(OtherConv(4, 4, 1, bias=False), nn.BatchNorm2d(4)),
+        [],
         ["is a OtherConv, whose forward is not nn.Conv2d's"],
     ),
     "subclass that does not": (
-        lambda: nn.Sequential(SameConv(4, 4, 1, bias=False), nn.BatchNorm2d(4)), ["1x1 4->4"], [],
+        lambda: nn.Sequential(SameConv(4, 4, 1, bias=False), nn.BatchNorm2d(4)),
+        ["1x1 4->4"],
+        [],
     ),
     "BatchNorm that overrides": (
-        lambda: nn.Sequential(conv(4, 4, 1), OtherBatchNorm(4)), [],
+        lambda: nn.Sequential(conv(4, 4, 1), OtherBatchNorm(4)),
+        [],
         ["its BatchNorm is a OtherBatchNorm, whose forward is not nn.BatchNorm2d's"],
     ),
     "parametrized": (
-        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(conv(4, 4, 1)), nn.BatchNorm2d(4)), [],
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(conv(4, 4, 1)), nn.BatchNorm2d(4)),
+        [],
         ["its weight is parametrized"],
     ),
     "old spectral norm": (
-        lambda: nn.Sequential(nn.utils.spectral_norm(conv(4, 4, 1)), nn.BatchNorm2d(4)), [],
+        lambda: nn.Sequential(nn.utils.spectral_norm(conv(4, 4, 1)), nn.BatchNorm2d(4)),
+        [],
         ["its weight is no parameter"],
     ),
-    "tied weights": (
-        lambda: tied(conv(4, 4, 1), conv(4, 4, 1)), [], ["shares its weight with another module"] * 2,
-    ),
+    "tied weights": (lambda: tied(conv(4, 4, 1), conv(4, 4, 1)), [], ["shares its weight with another module"] * 2),
     "convolution called twice": (
-        lambda: body(lambda m, x: m.bn2(m.conv2(m.bn1(m.conv1(x)) + m.bn1(m.conv1(2 * x))))), ["3x3 8->4"],
+        lambda: body(lambda m, x: m.bn2(m.conv2(m.bn1(m.conv1(x)) + m.bn1(m.conv1(2 * x))))),
+        ["3x3 8->4"],
         ["is called several times in one forward"],
     ),
     "block called twice": (lambda: repeated(nn.Sequential(unit(), unit())), [PAIR], []),
     "used twice": (
-        lambda: body(lambda m, x: (lambda y: m.bn2(m.conv2(m.bn1(y) * y)))(m.conv1(x))), ["3x3 8->4"],
+        lambda: body(lambda m, x: (lambda y: m.bn2(m.conv2(m.bn1(y) * y)))(m.conv1(x))),
+        ["3x3 8->4"],
         ["its result is used more than once"],
     ),
     "used twice behind BatchNorm": (
         lambda: body(lambda m, x: (lambda y: second(m, m.act(y)) + y[:, :4])(half(m, x))),
-        ["1x1 4->8", "3x3 8->4, + residual"], [],
+        ["1x1 4->8", "3x3 8->4, + residual"],
+        [],
     ),
     "activation discarded": (lambda: body(discarded), ["1x1 4->8", "3x3 8->4"], []),
     "functional relu6": (lambda: body(lambda m, x: second(m, F.relu6(half(m, x), inplace=True))), [WHOLE], []),
     "functional hardtanh": (lambda: body(lambda m, x: second(m, F.hardtanh(half(m, x), 0.0, 6.0))), [WHOLE], []),
-    "functional relu": (
-        lambda: body(lambda m, x: second(m, F.relu(half(m, x)))), ["1x1 4->8 relu, 3x3 8->4"], [],
-    ),
+    "functional relu": (lambda: body(lambda m, x: second(m, F.relu(half(m, x)))), ["1x1 4->8 relu, 3x3 8->4"], []),
     "torch.relu": (lambda: body(lambda m, x: second(m, torch.relu(half(m, x)))), ["1x1 4->8 relu, 3x3 8->4"], []),
     "torch.tanh": (lambda: body(lambda m, x: second(m, torch.tanh(half(m, x)))), ["1x1 4->8 tanh, 3x3 8->4"], []),
     "method relu": (lambda: body(lambda m, x: second(m, half(m, x).relu())), ["1x1 4->8 relu, 3x3 8->4"], []),
     "method relu_": (lambda: body(lambda m, x: second(m, half(m, x).relu_())), ["1x1 4->8 relu, 3x3 8->4"], []),
-    "clamp is none": (
-        lambda: body(lambda m, x: second(m, half(m, x).clamp(0, 6))), ["1x1 4->8", "3x3 8->4"], [],
-    ),
+    "clamp is none": (lambda: body(lambda m, x: second(m, half(m, x).clamp(0, 6))), ["1x1 4->8", "3x3 8->4"], []),
     "x + chain": (lambda: body(lambda m, x: x + whole(m, x)), [WHOLE + ", + residual"], []),
     "chain + x": (lambda: body(lambda m, x: whole(m, x) + x), [WHOLE + ", + residual"], []),
     "torch.add": (lambda: body(lambda m, x: torch.add(x, whole(m, x))), [WHOLE + ", + residual"], []),
@@ -438,44 +449,58 @@ STRUCTURES = {
     "broadcast": (lambda: body(lambda m, x: whole(m, x) + x.mean((2, 3), keepdim=True)), [WHOLE + ", + residual"], []),
     "relu behind the add": (lambda: body(lambda m, x: F.relu(whole(m, x) + x)), [WHOLE + ", + residual"], []),
     "add behind relu": (
-        lambda: body(lambda m, x: x + m.act(whole(m, x))), ["1x1 4->8 relu6, 3x3 8->4 relu6, + residual"], [],
+        lambda: body(lambda m, x: x + m.act(whole(m, x))),
+        ["1x1 4->8 relu6, 3x3 8->4 relu6, + residual"],
+        [],
     ),
     "two chains meet": (
         lambda: body(lambda m, x: whole(m, x) + m.extra(x), extra=nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4))),
-        [WHOLE + ", + residual", "1x1 4->4"], [],
+        [WHOLE + ", + residual", "1x1 4->4"],
+        [],
     ),
     "body in a Sequential": (
         lambda: body(
             lambda m, x: x + m.block(x), conv1=None, bn1=None, conv2=None, bn2=None, block=nn.Sequential(unit(), unit())
         ),
-        [PAIR + ", + residual"], [],
+        [PAIR + ", + residual"],
+        [],
     ),
     "forward replaced": (
-        lambda: nn.Sequential(with_forward(conv(4, 4, 1)), nn.BatchNorm2d(4), *unit()), ["3x3 4->4 relu"],
+        lambda: nn.Sequential(with_forward(conv(4, 4, 1)), nn.BatchNorm2d(4), *unit()),
+        ["3x3 4->4 relu"],
         ["is a Conv2d, whose forward is not nn.Conv2d's"],
     ),
     "untraceable child": (
-        lambda: body(lambda m, x: m.extra(whole(m, x)), extra=Untraceable()), [WHOLE, "3x3 4->4 relu"], [],
+        lambda: body(lambda m, x: m.extra(whole(m, x)), extra=Untraceable()),
+        [WHOLE, "3x3 4->4 relu"],
+        [],
     ),
     "ours": (
-        lambda: nn.Sequential(FusedConvBNAct(4, 4, 3), unit()), ["3x3 4->4 relu"], ["fused already (FusedConvBNAct)"],
+        lambda: nn.Sequential(FusedConvBNAct(4, 4, 3), unit()),
+        ["3x3 4->4 relu"],
+        ["fused already (FusedConvBNAct)"],
     ),
     "ours behind a convolution": (
-        lambda: nn.Sequential(conv(4, 4, 1), BNAct2d(4)), [], ["its BatchNorm fused already (BNAct2d)"],
+        lambda: nn.Sequential(conv(4, 4, 1), BNAct2d(4)),
+        [],
+        ["its BatchNorm fused already (BNAct2d)"],
     ),
     "timm's BatchNorm with ReLU": (
         lambda: nn.Sequential(conv(4, 4, 1), timm.layers.BatchNormAct2d(4), *unit()),
-        ["1x1 4->4 relu, 3x3 4->4 relu"], [],
+        ["1x1 4->4 relu, 3x3 4->4 relu"],
+        [],
     ),
     "timm's BatchNorm with SiLU": (
         lambda: nn.Sequential(conv(4, 4, 1), timm.layers.BatchNormAct2d(4, act_layer=nn.SiLU), *unit()),
-        ["1x1 4->4, then SiLU", "3x3 4->4 relu"], [],
+        ["1x1 4->4, then SiLU", "3x3 4->4 relu"],
+        [],
     ),
     "timm's BatchNorm with dropout": (
-        lambda: nn.Sequential(conv(4, 4, 1), timm.layers.BatchNormAct2d(4, drop_layer=nn.Dropout)), [],
+        lambda: nn.Sequential(conv(4, 4, 1), timm.layers.BatchNormAct2d(4, drop_layer=nn.Dropout)),
+        [],
         ["its BatchNorm is a BatchNormAct2d, whose forward is not nn.BatchNorm2d's"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -800,11 +825,29 @@ class Fickle(nn.Module):
 
 
 WAYS = [
-    "stop early", "convolution only", "no gradient first", "no gradient last", "read between", "read twice",
-    "read before", "other activation", "activation twice", "no activation", "normalised twice", "more convolutions",
-    "dropped", "no residual", "in containers", "concatenated", "kept", "subtracted", "scaled", "added to itself",
-    "to the input", "chain",
-]  # fmt: skip
+    "stop early",
+    "convolution only",
+    "no gradient first",
+    "no gradient last",
+    "read between",
+    "read twice",
+    "read before",
+    "other activation",
+    "activation twice",
+    "no activation",
+    "normalised twice",
+    "more convolutions",
+    "dropped",
+    "no residual",
+    "in containers",
+    "concatenated",
+    "kept",
+    "subtracted",
+    "scaled",
+    "added to itself",
+    "to the input",
+    "chain",
+]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -84,8 +84,10 @@ def test_names_of_another_cell_are_refused(text):
     [
         ("{", "is not JSON"),
         ("[1]", "expected a mapping"),
-        (table({"0000001": 1.0, "00000019": 2.0}),
-         "2 of 12 architectures are not of space 'nas_bench_macro'; the first, entry '0000001'.*8 values, got 7"),
+        (
+            table({"0000001": 1.0, "00000019": 2.0}),
+            "2 of 12 architectures are not of space 'nas_bench_macro'; the first, entry '0000001'.*8 values, got 7",
+        ),
         (table({"00000011": {"flops": 3}}), "'00000011': no accuracy; expected one of mean_acc.*got flops"),
         (table({"00000011": "high"}), "number or a list of numbers, got 'high'"),
         (table({"00000011": float("nan")}), "got nan"),
@@ -93,7 +95,7 @@ def test_names_of_another_cell_are_refused(text):
         (table({"00000011": 1, "0 0 0 0 0 0 1 1": 2}), "'00000011' and '0 0 0 0 0 0 1 1' are the same architecture"),
         ({a: 1.0 for a in ARCHS[:9]}, "has 9 architectures, at least 10 are needed.*train more"),
     ],
-)  # fmt: skip
+)
 def test_what_a_json_file_lacks_is_named(tmp_path, content, message):
     with pytest.raises(AccuracyError, match=message):
         read_accuracies(write(tmp_path / "acc.json", content), SPACE)

@@ -23,10 +23,15 @@ SPACES = {
     "mbconv": tiny_space(),
     "identity": SearchSpace("identity", 8, 3, (FixedLayer(Block("conv"), 6),), (Stage(6, 2, 2, CHOICES),), ()),
     "shuffle": SearchSpace(
-        "shuffle", 8, 3, (FixedLayer(Block("conv"), 6),),
-        (Stage(8, 2, 2, (Block("shuffle", 3), Block("shuffle_xception", 3))),), (), activation="relu",
+        "shuffle",
+        8,
+        3,
+        (FixedLayer(Block("conv"), 6),),
+        (Stage(8, 2, 2, (Block("shuffle", 3), Block("shuffle_xception", 3))),),
+        (),
+        activation="relu",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)

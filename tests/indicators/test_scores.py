@@ -102,8 +102,10 @@ def test_gradient_scores_by_hand(name, macro_space):
     evidence = Evidence(net, images, paths=20, seed=5)
     before = {n: (p.requires_grad, p.clone()) for n, p in net.named_parameters()}
     table = score_table(name, evidence)
-    assert all(p.requires_grad == r and p.grad is None and torch.equal(p, v)
-               for (r, v), p in zip(before.values(), net.parameters(), strict=True))  # fmt: skip
+    assert all(
+        p.requires_grad == r and p.grad is None and torch.equal(p, v)
+        for (r, v), p in zip(before.values(), net.parameters(), strict=True)
+    )
 
     twin, sums = plain(net), {}
     twin.freeze("all")

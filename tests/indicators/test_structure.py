@@ -44,11 +44,15 @@ def test_the_bonus_follows_the_macs_of_the_candidates():
 @pytest.mark.parametrize(
     "space",
     [
-        nas_bench_macro(), mobilenet_v2(resolution=64, variant="bnnas"), shufflenet_v2(resolution=64), digits_mini(),
-        nas_bench_201_space(cells=5), darts_space(cells=4),
+        nas_bench_macro(),
+        mobilenet_v2(resolution=64, variant="bnnas"),
+        shufflenet_v2(resolution=64),
+        digits_mini(),
+        nas_bench_201_space(cells=5),
+        darts_space(cells=4),
     ],
     ids=lambda space: space.name,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["macs", "params"])
 def test_costs_are_those_of_the_network_without_its_fixed_part(space, name):
     archs = random_archs(space, 20)

@@ -80,9 +80,16 @@ def test_synflow_of_a_linear_network_is_layers_times_the_flow():
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         network = nn.Sequential(
-            nn.Conv2d(2, 3, 1, bias=False), nn.BatchNorm2d(3), nn.ReLU6(), nn.Conv2d(3, 4, 1, bias=False),
-            nn.GroupNorm(2, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES, bias=False),
-        )  # fmt: skip
+            nn.Conv2d(2, 3, 1, bias=False),
+            nn.BatchNorm2d(3),
+            nn.ReLU6(),
+            nn.Conv2d(3, 4, 1, bias=False),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, CLASSES, bias=False),
+        )
         network[1].running_mean.normal_()  # norms are left out, whatever they know
     w = [network[i].weight.detach().double().abs().flatten(1) for i in (0, 3, 8)]
     flow = (w[2] @ w[1] @ w[0]).sum().item()

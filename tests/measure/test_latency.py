@@ -46,8 +46,11 @@ def test_every_row_is_what_its_method_publishes(cfg, made):
     ]
     settings = [(s["init"], s["layer_indicators"], s["fused"]) for s, _ in made]
     assert settings == [
-        ("he", False, False), ("he", False, False), ("orthogonal", True, False), ("orthogonal", True, True),
-    ]  # fmt: skip
+        ("he", False, False),
+        ("he", False, False),
+        ("orthogonal", True, False),
+        ("orthogonal", True, True),
+    ]
     trained = [{name for name, p in net.named_parameters() if p.grad is not None} for _, net in made]
     path = report.path
     assert f"layers.0.candidates.{path[0]}.depthwise.conv.weight" in trained[0]

@@ -23,10 +23,15 @@ SPACES = {
     "identity": SearchSpace("identity", 8, 4, (FixedLayer(Block("conv"), 6),), (Stage(6, 2, 2, IDENTITY),), ()),
     "pinned": tiny_space(stages=(Stage(8, 3, 2, tiny_space().stages[0].choices, (1,)),)),
     "shuffle": SearchSpace(
-        "shuffle", 8, 4, (FixedLayer(Block("conv"), 6),),
-        (Stage(8, 2, 2, (Block("shuffle", 3), Block("shuffle_xception", 3))),), (), activation="relu",
+        "shuffle",
+        8,
+        4,
+        (FixedLayer(Block("conv"), 6),),
+        (Stage(8, 2, 2, (Block("shuffle", 3), Block("shuffle_xception", 3))),),
+        (),
+        activation="relu",
     ),
-}  # fmt: skip
+}
 
 
 def loader(space: SearchSpace):
@@ -51,11 +56,9 @@ def test_a_search_gives_a_table_that_search_takes(space, gates):
     archs = [best, *(tuple(int(rng.choice(layer.options)) for layer in space.layers) for _ in range(8))]
     assert len(set(archs)) > 1
     logits = [
-        sum(
-            float(found.logits[0, i, space.layers[i].options.index(choice)]) for i, choice in enumerate(arch)
-        )
+        sum(float(found.logits[0, i, space.layers[i].options.index(choice)]) for i, choice in enumerate(arch))
         for arch in archs
-    ]  # fmt: skip
+    ]
     scores = [table.score(arch) for arch in archs]
     assert [s - scores[0] for s in scores] == pytest.approx([x - logits[0] for x in logits], abs=1e-12)
 

@@ -53,9 +53,12 @@ class Case:
         for training in (True, False):
             z = reference.bn_act(
                 *(tensors[n].double() for n in ("x", "weight", "bias")),
-                running_mean=tensors["running_mean"].double(), running_var=tensors["running_var"].double(),
-                act="identity", training=training, momentum=0.0,
-            )  # fmt: skip
+                running_mean=tensors["running_mean"].double(),
+                running_var=tensors["running_var"].double(),
+                act="identity",
+                training=training,
+                momentum=0.0,
+            )
             for kink in {"relu": (0,), "relu6": (0, 6)}.get(act, ()):
                 tensors["grad"][(z - kink).abs() < KINK_MARGIN + KINK_MARGIN_OF_MEAN * abs(self.mean)] = 0
         return tensors

@@ -37,7 +37,10 @@ def test_the_build_under_test_is_the_sanitized_one():
 def test_a_read_beyond_the_input_is_seen(isa, conv):
     result = subprocess.run(
         [sys.executable, "-c", READ_BEYOND.format(**conv)],
-        env={**os.environ, "NASFAST_ISA": isa}, cwd=os.path.dirname(__file__), capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "NASFAST_ISA": isa},
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode != 0
     assert "heap-buffer-overflow" in result.stderr and isa in result.stderr, result.stderr

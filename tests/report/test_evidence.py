@@ -15,9 +15,13 @@ def form(right, *, macs=1000, epochs=5, ranks=1):
     """`result.json` of a network that is right where `right` is 1."""
     right = np.asarray(right, dtype=np.uint8)
     return {
-        "macs": macs, "epochs": epochs, "ranks": ranks, "images": len(right),
-        "correct": np.packbits(right).tobytes().hex(), "top1": float(right.mean()),
-    }  # fmt: skip
+        "macs": macs,
+        "epochs": epochs,
+        "ranks": ranks,
+        "images": len(right),
+        "correct": np.packbits(right).tobytes().hex(),
+        "top1": float(right.mean()),
+    }
 
 
 def test_one_peer_by_hand():

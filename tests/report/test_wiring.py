@@ -43,15 +43,24 @@ def example(kind: str, cell: str = "darts") -> dict:
     common = {"edges": names, "intermediate": intermediate, "ops": ops}
     split = {group: dict.fromkeys("CLH", curve) for group in ("all", "correct", "wrong")}
     run = {
-        "steps": STEPS, "C": curve, "q_steps": [0, *STEPS], "positive": np.linspace(0.8, 0.4, R), "search_C": curve + 1,
+        "steps": STEPS,
+        "C": curve,
+        "q_steps": [0, *STEPS],
+        "positive": np.linspace(0.8, 0.4, R),
+        "search_C": curve + 1,
         **{key: np.linspace(0.1, 0.9, R + 1) for key in ("q_in", "q_int")},
         **{key: np.arange(R + 1) // 2 for key in ("kept_in", "kept_int")},
-    }  # fmt: skip
+    }
     figures = {
         "edge_prob": {**common, "steps": [0, *STEPS], "p": p},
         "wiring": {
-            "inputs": inputs, "nodes": nodes, "outputs": list(range(inputs, inputs + nodes)), "edges": pairs,
-            "ops": ops, "steps": [0, *STEPS], "p": p,
+            "inputs": inputs,
+            "nodes": nodes,
+            "outputs": list(range(inputs, inputs + nodes)),
+            "edges": pairs,
+            "ops": ops,
+            "steps": [0, *STEPS],
+            "p": p,
         },
         "cost_heatmap": {
             **common,
@@ -61,21 +70,27 @@ def example(kind: str, cell: str = "darts") -> dict:
             ],
         },
         "edge_cost": {
-            "steps": STEPS, "edges": names, "intermediate": intermediate, "cost": cost, "total": cost.sum(1),
-            "loss": np.linspace(2, 0.1, R), "accuracy": np.linspace(0.1, 0.9, R),
+            "steps": STEPS,
+            "edges": names,
+            "intermediate": intermediate,
+            "cost": cost,
+            "total": cost.sum(1),
+            "loss": np.linspace(2, 0.1, R),
+            "accuracy": np.linspace(0.1, 0.9, R),
         },
         "clh": {"steps": STEPS, "train": split, "search": split},
         "patterns": {
             "runs": [{**run, "name": f"seed {i}", "C": curve + i} for i in range(3)],
-            "n_in": intermediate.count(False), "n_int": intermediate.count(True),
+            "n_in": intermediate.count(False),
+            "n_int": intermediate.count(True),
         },
         "control": {
             "panels": [
                 {"label": label, "steps": STEPS, "edges": names, "runs": [cost, cost + 0.2]}
                 for label in ("simplified", "modified, sampled", "modified, fixed")
-            ],
+            ]
         },
-    }  # fmt: skip
+    }
     return plain({"kind": kind, "title": f"a {kind} of $5", **figures[kind]})
 
 
@@ -322,8 +337,9 @@ def test_control(cell):
         assert len(ax.lines) == 3 * count + 1
         assert len({line.get_color() for line in ax.lines if line.get_linewidth() > 2}) == count
     assert len({ax.get_ylim() for ax in figure.axes}) == 1
-    far = data["panels"][1]["runs"] = [[[None if v is None else 20 * v for v in row] for row in run]
-                                       for run in data["panels"][1]["runs"]]  # fmt: skip
+    far = data["panels"][1]["runs"] = [
+        [[None if v is None else 20 * v for v in row] for row in run] for run in data["panels"][1]["runs"]
+    ]
     assert len(far) == 2
     assert len({ax.get_ylim() for ax in study_figure(data).axes}) > 1
 
@@ -331,9 +347,16 @@ def test_control(cell):
 @pytest.mark.slow
 def test_a_page_of_every_figure(tmp_path):
     form = {
-        "subject": "a cell", "explanation": "", "notes": [], "tables": [], "checks": [], "verdicts": {}, "seconds": 2.0,
-        "machine": {"threads": 1}, "figures": [example(kind, "simplified") for kind in wiring.FIGURES],
-    }  # fmt: skip
+        "subject": "a cell",
+        "explanation": "",
+        "notes": [],
+        "tables": [],
+        "checks": [],
+        "verdicts": {},
+        "seconds": 2.0,
+        "machine": {"threads": 1},
+        "figures": [example(kind, "simplified") for kind in wiring.FIGURES],
+    }
     (tmp_path / "wiring.json").write_text(json.dumps(form, allow_nan=False))
     page = write_study_page(tmp_path, "wiring").read_text()
     assert page.count("<img ") == len(wiring.FIGURES) == 7

@@ -56,9 +56,7 @@ def test_fresh_weights_are_those_of_the_seed(tmp_path):
 def test_a_finished_retraining_resumes(retrained_cells):
     cfg = RetrainConfig(train=TrainConfig(epochs=4, lr=0.1))
     before = (retrained_cells.folder / "model.safetensors").read_bytes()
-    again = retrain(
-        SPACE, ARCH, batches(8), retrained_cells.val, cfg, run_dir=retrained_cells.run_dir, resume=True
-    )  # fmt: skip
+    again = retrain(SPACE, ARCH, batches(8), retrained_cells.val, cfg, run_dir=retrained_cells.run_dir, resume=True)
     assert again == retrained_cells.result
     assert (retrained_cells.folder / "model.safetensors").read_bytes() == before
 

@@ -68,5 +68,8 @@ def test_a_tensor_keeps_its_strides_on_the_device(tensor, monkeypatch):
     moved = devices.on_device(tensor)
     assert moved.device.type == "meta"
     assert (moved.shape, moved.stride(), moved.storage_offset(), moved.dtype) == (
-        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype,
-    )  # fmt: skip
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+    )

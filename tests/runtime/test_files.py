@@ -51,9 +51,14 @@ def test_two_processes_write_under_different_names(tmp_path, monkeypatch):
 def test_read_metrics_skips_what_it_cannot_read(tmp_path):
     assert read_metrics(tmp_path) == []
     lines = (
-        b'{"stage": "s", "step": 1}', b'{"stage": "s", "st', b"[1]", b'{"step": 2}', b'{"stage": "\xff', b"",
+        b'{"stage": "s", "step": 1}',
+        b'{"stage": "s", "st',
+        b"[1]",
+        b'{"step": 2}',
+        b'{"stage": "\xff',
+        b"",
         b'{"stage": "s", "step": 3}',
-    )  # fmt: skip
+    )
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 3]
 

@@ -66,8 +66,11 @@ def test_nas_bench_macro_rows(arch, params, macs):
 def test_spaces_say_their_activation(tmp_path):
     """NAS-Bench-Macro's networks were trained with ReLU, those of MobileNetV2 with ReLU6."""
     assert {name: build().activation for name, build in BUILDERS.items()} == {
-        "mobilenet_v2": "relu6", "shufflenet_v2": "relu", "nas_bench_macro": "relu", "digits_mini": "relu6",
-    }  # fmt: skip
+        "mobilenet_v2": "relu6",
+        "shufflenet_v2": "relu",
+        "nas_bench_macro": "relu",
+        "digits_mini": "relu6",
+    }
     space = nas_bench_macro()
     space.save(tmp_path / "space.yaml")
     assert from_yaml(tmp_path / "space.yaml").activation == "relu"
