@@ -32,7 +32,7 @@ from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
 from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
-from nasfast.indicators.scores import Evidence, score_table
+from nasfast.indicators.scores import Evidence, score_table, with_structure
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch, FairSampler, SearchSpace, mobilenet_v2, nas_bench_macro
 from nasfast.supernet import Supernet
@@ -162,17 +162,23 @@ def run(args: argparse.Namespace) -> None:
         space = search_space(entry)
         truth = read_accuracies(args.accuracies, space) if entry.space == "nas_bench_macro" else None
         net, held, cost = trained(args, entry, seed, space)
+        evidence = Evidence(net, held, paths=entry.paths, seed=seed, bf16=True)
+        tables, seconds = {}, {}
         for name, structure in missing:
-            evidence = Evidence(net, held, paths=entry.paths, seed=seed, bf16=True)
-            start = time.process_time()
-            table = score_table(name, evidence, structure=structure)
-            seconds = time.process_time() - start
+            if name not in tables:
+                start = time.process_time()
+                tables[name] = score_table(name, evidence)
+                # path_accuracy takes what path_loss has run already, so only the first of them has a cost
+                seconds[name] = time.process_time() - start
+            table = with_structure(tables[name], structure)
             table.save(args.work / f"{entry.name.replace(' ', '-')}-s{seed}-{name}-{structure:g}.json")
             ranked = _ranked(truth, table, space, args.resamples) if truth else {}
-            row = {"name": entry.name, "space": entry.space, "seed": seed, "score": name, "structure": structure,
-                   **cost, "score_cpu_s": round(seconds, 1), **ranked, "table": _scores(table), "meta": table.meta,
-                   "threads": args.threads, "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
-                   "batch_size": entry.batch_size, "augment": entry.augment, "provenance": provenance()}  # fmt: skip
+            row = {
+                "name": entry.name, "space": entry.space, "seed": seed, "score": name, "structure": structure, **cost,
+                "score_cpu_s": round(seconds[name], 1), **ranked, "table": _scores(table), "meta": table.meta,
+                "threads": args.threads, "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
+                "batch_size": entry.batch_size, "augment": entry.augment, "provenance": provenance(),
+            }  # fmt: skip
             _append(args.out, row)
             tau = f"tau {row['kendall']['value']:+.3f}" if truth else "no accuracies to compare with"
             print(f"{entry.name}, seed {seed}, {name} + {structure:g} structure: {tau}", flush=True)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nasfast.indicators.registry import ScoreError
 from nasfast.spaces import Arch, FairSampler
@@ -47,6 +48,7 @@ class Evidence:
     ) -> None:
         self.net, self.images, self.loaders = net, images, loaders
         self.recalibration_batches, self.seed, self.bf16 = recalibration_batches, seed, bf16
+        self._outcomes: dict[Arch, tuple[float, float]] = {}
         free = sum(len(values) - 1 for values in self.values)
         self.paths = max(_LEAST_PATHS, 4 * free) if paths is None else paths
 
@@ -81,6 +83,22 @@ class Evidence:
         """Logits (N, classes) in float32 of one path, whose BatchNorms use the statistics of the batch."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             return self.net(x, path).float()
+
+    @torch.no_grad()
+    def outcome(self, path: Arch) -> tuple[float, float]:
+        """Mean cross-entropy (nats) and top-1 in [0, 1] of one path over all images.
+
+        A path runs once, because several scores ask for it; train the supernet further only with new evidence.
+        """
+        if path not in self._outcomes:
+            loss, correct, images = 0.0, 0, 0
+            for x, y in self.batches:
+                logits = self.logits(x, path)
+                loss += F.cross_entropy(logits, y, reduction="sum").item()
+                correct += int((logits.argmax(1) == y).sum())
+                images += len(y)
+            self._outcomes[path] = (loss / images, correct / images)
+        return self._outcomes[path]
 
     @contextmanager
     def norms_train(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ __all__ = [
     "register",
     "score_paths",
     "score_table",
+    "with_structure",
 ]
 
 
@@ -61,10 +62,20 @@ def score_table(
     else:
         scores = {arch: score.function(evidence, arch) for arch in dict.fromkeys(evidence.sample())}
         table = distill(space, scores, evidence.values, meta=meta)
-    if not structure:
+    return with_structure(table, structure)
+
+
+def with_structure(table: IndicatorTable, weight: float) -> IndicatorTable:
+    """A table beside the baseline `sqrt_size`, both in units of their standard deviation over the space (`z_sum`).
+
+    Args:
+        table: scores of candidates.
+        weight: weight of `sqrt_size`; 0 gives the table itself, in its own units.
+    """
+    if not weight:
         return table
-    parts = [(table, 1.0), (structure_table(space, "sqrt_size"), structure)]
-    return z_sum(parts, meta={**table.meta, "structure": structure})
+    parts = [(table, 1.0), (structure_table(table.space, "sqrt_size"), weight)]
+    return z_sum(parts, meta={**table.meta, "structure": weight})
 
 
 def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Arch, float]:
