@@ -133,7 +133,7 @@ def test_scores_take_a_parameter_without_influence_and_refuse_an_unknown_name(im
     before = {kind: score(net, x, y, kind=kind) for kind in ("q_batch", "q_sum", "trace_label", "trace_full")}
     net.register_parameter("unused", nn.Parameter(torch.ones(3)))
     assert {kind: score(net, x, y, kind=kind) for kind in before} == pytest.approx(before)
-    with pytest.raises(ValueError, match="unknown score 'q_mean'; valid: q_batch, q_sum"):
+    with pytest.raises(ValueError, match="unknown score 'q_mean'; did you mean 'q_sum'\\? valid: q_batch, q_sum"):
         score(net, x, y, kind="q_mean")
 
 
