@@ -8,18 +8,29 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """Constexpr tile sizes and launch options of one kernel."""
+    """Constexpr tile sizes and launch options of one kernel.
+
+    Attributes:
+        registers: the most that a thread may take; None: the compiler decides.
+    """
 
     tile: dict[str, int]
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
+
+# Most registers of a thread, for a multiprocessor with its 65536 to hold three programs of 4 warps, or of 8. Without a
+# limit the compiler may spill a register or two of a kernel that needs a few more than a number of programs leave it,
+# to make room for one program more. Nothing spills within the limit, and in most launches shared memory or the number
+# of programs allows no fourth one.
+_THREE_OF_4, _THREE_OF_8 = 168, 80
 
 # BM x BN results per tile, BK of the depth at a time, for 16-bit storage: the most, `product_tiles` makes them fit the
 # matrices. The first of each family is the default.
 POINTWISE = {
-    "square": Config({"BM": 64, "BN": 64, "BK": 64}, 4, 3),
-    "shallow": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 3),
+    "square": Config({"BM": 64, "BN": 64, "BK": 64}, 4, 3, _THREE_OF_4),
+    "shallow": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 3, _THREE_OF_4),
     "tall": Config({"BM": 128, "BN": 64, "BK": 32}, 8, 3),
     "wide": Config({"BM": 64, "BN": 128, "BK": 32}, 8, 2),
 }
@@ -55,6 +66,8 @@ MIXED = {
     "narrow": Config({"ROWS": 128, "CHANNELS": 16}, 8, 1),
     "wide": Config({"ROWS": 32, "CHANNELS": 64}, 8, 1),
 }
+# Most registers of a thread of mixed_bn_reduce_kernel; the other kernels of the family need more, and do not spill
+REDUCE_REGISTERS = _THREE_OF_8
 # Tensors that one such launch reads at most: each number of them is a kernel of its own, all unrolled
 TOGETHER = 8
 # CHANNELS whose coefficients a program makes of given statistics
@@ -76,6 +89,9 @@ FAMILIES = {
 # Every size of a map of 224 x 224 images is a multiple of 7. The key is 0 forward, and backward the stride, of which
 # columns and rows are multiples.
 STRIPS = {0: ((7, 7), (8, 4)), 1: ((7, 4), (8, 4)), 2: ((14, 4), (8, 4))}
+# Most registers of a thread of a depthwise kernel for 16-bit storage, by the same key. Backward with stride 1 needs 128
+# or fewer, and some kernels for float32 need more than 168.
+STENCIL_REGISTERS = {0: _THREE_OF_4, 1: None, 2: _THREE_OF_4}
 # Channels of a depthwise program, whose bytes are at least one sector of memory
 CHANNEL_BLOCKS = (64, 32, 16)
 # Programs from which a launch is as wide as the largest GPU, with its 132 multiprocessors
@@ -85,6 +101,9 @@ MIN_PROGRAMS = 128
 PROGRAMS = 1024
 # ... and below which smaller tiles make more of them: one for each of the multiprocessors
 _FEW_PROGRAMS = 132
+# Limits of registers of single products, by the BM of their configuration, K and N. With the masks of a depth that BK
+# does not divide, the compiler spills one register at 96, and at 128; this limit makes it use 128 and spill none.
+_REGISTERS = {(32, 432, 768): 136}
 # Instructions for an element of a row that is only read, normalised, or gathered from a patch; for one of the result;
 # and for a step of the depth, in elements of a row
 READ, NORMALIZED, GATHERED = 2, 8, 30
@@ -112,7 +131,9 @@ def product_tiles(config: Config, m: int, k: int, n: int, element: int) -> Confi
     while bm > 32 and _cdiv(m, bm) * _cdiv(n, bn) < _FEW_PROGRAMS:
         bm //= 2
     tiles = max(1, _cdiv(m, bm) * _cdiv(n, bn) // PROGRAMS)
-    return config._replace(tile={"BM": bm, "BN": bn, "BK": bk, "TILES": tiles})
+    # a narrower tile needs fewer registers, and more programs of it fit
+    registers = _REGISTERS.get((most["BM"], k, n), config.registers if bn == most["BN"] else None)
+    return config._replace(tile={"BM": bm, "BN": bn, "BK": bk, "TILES": tiles}, registers=registers)
 
 
 def pass_tiles(config: Config, rows: int, channels: int) -> Config:

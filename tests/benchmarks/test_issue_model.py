@@ -125,7 +125,7 @@ def test_a_step_is_modelled_no_worse_than_the_results_say(run, tmp_path):
         assert now["largest"] <= min(MOST_US[arch], SLACK * then["largest"])
         assert now["issue"] <= SLACK * then["issue"]
         assert now["wide_share_of_bytes"] >= then["wide_share_of_bytes"] - 0.02
-        assert now["spilling_launches"] <= then["spilling_launches"]
+        assert now["spilling_launches"] == 0
         # every tensor is moved once at least
         assert 0 < now["memory"] <= now["largest"]
 

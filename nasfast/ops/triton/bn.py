@@ -70,9 +70,10 @@ def _grid(config: Config, rows: int, channels: int) -> tuple[int, int]:
     return cdiv(rows, config.tile["ROWS"] * config.tile["TILES"]), cdiv(channels, config.tile["CHANNELS"])
 
 
-def options(config: Config) -> dict[str, int]:
+def options(config: Config) -> dict[str, int | None]:
     """Keyword arguments of a launch with these tiles."""
-    return {**config.tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.registers}
+    return {**config.tile, **launch}
 
 
 class Norm(NamedTuple):

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from nasfast._triton import depthwise, pointwise
-from nasfast._triton.configs import GATHERED, MIN_PROGRAMS, NORMALIZED, READ, Config, product_tiles, stencil_tile
+from nasfast._triton.configs import (
+    GATHERED,
+    MIN_PROGRAMS,
+    NORMALIZED,
+    READ,
+    STENCIL_REGISTERS,
+    Config,
+    product_tiles,
+    stencil_tile,
+)
 from nasfast.ops import tuning
 from nasfast.ops.destinations import new_image, new_parameter_gradient
 from nasfast.ops.triton import bn as bn_triton
@@ -217,7 +226,7 @@ def _stencil(stage: _Geometry, back: int, config: Config, like: Tensor) -> _Sten
     constants = {
         "C": stage.in_channels, "KERNEL": stage.kernel, "STRIDE": stage.stride,
         "EVEN": width % tile["COLUMNS"] == 0 and stage.size[1] == stage.out_size[1] * stage.stride,
-        **tile, "num_warps": config.num_warps, "num_stages": config.num_stages,
+        **options(config._replace(tile=tile, registers=STENCIL_REGISTERS[back] if like.element_size() == 2 else None)),
     }  # fmt: skip
     taps = like.new_empty(tiles * blocks * stage.kernel**2 * tile["CB"], dtype=torch.float32)
     return _Stencil(tiles, blocks, taps, constants)

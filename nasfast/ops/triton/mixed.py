@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nasfast._triton import mixed
-from nasfast._triton.configs import TOGETHER, Config
+from nasfast._triton.configs import REDUCE_REGISTERS, TOGETHER, Config
 from nasfast.ops import tuning
 from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, fold_known, on_device_of, options
 
@@ -86,12 +86,13 @@ class _Part:
             gradient = NormGradient(norm.statistics, norm.gamma, norm.eps, sums, nothing, self.back, self.rows)
 
         def launch(config: Config) -> None:
+            limited = config._replace(registers=REDUCE_REGISTERS)
             grid = self.grid(config)
             packed = gradient.sums(grid[0], grid[1] * len(self.xs))
             for run in _runs(wanted):
                 mixed.mixed_bn_reduce_kernel[grid](
                     grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, packed, *self.sizes(),
-                    NORMALIZE=self.normalized, **options(config),
+                    NORMALIZE=self.normalized, **options(limited),
                 )  # fmt: skip
 
         tuning.run("mixed", "mixed_bn_reduce", self.shape(), grad.device, launch)
