@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install demo test test-oldest test-oldest-fast test-gpu sanitize check format wheel bench clean
+.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format wheel bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -22,9 +22,16 @@ demo: install  ## run the whole search, from images to report.html, on handwritt
 	rm -rf runs/demo
 	$(BIN)/nasfast run --config demo --out runs/demo
 
-# Each process of pytest uses one thread: more threads than cores would wait for each other.
+# Each process of pytest uses one thread: more threads than cores would wait for each other. All tests of a file run in one
+# process, which makes the fixtures of the file once.
+PARALLEL = -n auto --maxprocesses 8 --dist loadfile
 test: install  ## run every test, in up to 8 processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL)
+
+# pyproject.toml says what the marks mean. tests/test_tiers.py reads this line.
+FAST = not (slow or interpreter or kill or fault or dali or aot)
+test-fast: install  ## run the fast tests, which cover every module, in up to 8 processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m "$(FAST)"
 
 # The first Python 3.12 that works: on PATH (where pyenv has a launcher that may fail), in pyenv, or in uv. Otherwise
 # $(PYTHON).
@@ -48,7 +55,7 @@ $(OLDEST)/installed: constraints-oldest.txt
 test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
-	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q -n auto --maxprocesses 8 \
+	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q $(PARALLEL) \
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
 
@@ -76,7 +83,7 @@ sanitize: install  ## run the operators' tests with AddressSanitizer and UBSan
 		$(BIN)/pytest -q --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_bn_act.py \
 		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_inverted_residual.py \
 		tests/ops/test_orthogonalize.py tests/ops/test_mixed_bn.py tests/ops/test_depthwise_conv2d.py \
-		tests/ops/test_pool_3x3.py
+		tests/ops/test_pool_3x3.py tests/ops/test_instruction_sets.py
 
 check: install  ## check lint rules and formatting of Python, C++ and CUDA
 	$(BIN)/ruff check .

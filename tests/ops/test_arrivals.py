@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Case, outputs_and_grads, rstd, widened
+from kernel_cases.bn_act import Case, outputs_and_grads, rstd, widened
 from tolerances import assert_close
 
 from nasfast import ops
@@ -69,6 +69,7 @@ def test_a_capture_before_any_other_launch_has_counters(cuda):
     assert zeros(5, GPU).tolist() == [0] * 5
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("shape", [(2, 5, 61, 70), (1, 3, 3, 2771)], ids=str)
 def test_sums_of_more_programs_than_one_group_holds(shape, device):
     tensors = Case(shape, "nhwc", mean=1e4).inputs("identity", residual=False)

@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import with_layout
+from kernel_cases.layout import with_layout
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 
 from nasfast import ops

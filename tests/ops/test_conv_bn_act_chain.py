@@ -1,59 +1,42 @@
 """The native chain of convolution, BatchNorm and activation against float64, element by element."""
 
-import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
-from dataclasses import replace
-from functools import partial
 from itertools import product
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from chain_cases import (
+from hypothesis import HealthCheck, assume, given, settings
+from kernel_cases.chain import (
     ACTS,
+    BFLOAT16,
     BFLOAT16_CASES,
     CHAINS,
     DEPTHWISE,
+    PLANS,
     POINTWISE,
     ChainCase,
     Drawn,
-    eager_autocast,
+    check,
+    check_bfloat16,
+    check_case,
     exact_chain,
-    relative_errors,
+    native_autocast,
+    native_chain,
     run_chain,
     widened_chain,
 )
-from hypothesis import HealthCheck, assume, given, settings
-from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
+from tolerances import NATIVE_CHAIN, assert_close
 from torch.utils.checkpoint import checkpoint
 
 from nasfast import ops
-from nasfast.ops import ConvBNParams, Stage, _native, conv_native, reference
+from nasfast.ops import ConvBNParams, Stage, conv_native, reference
 
-BFLOAT16 = torch.bfloat16
-native_chain = partial(ops.conv_bn_act_chain, backend="cpu")
-
-CASES = POINTWISE + DEPTHWISE + CHAINS
-EXPANSIONS = [case for case in CHAINS if re.match(r"pw\d+\S* dw", case.units) and case.pixels < 10**4]
-
-
-def check(case, drawn, exact):
-    got = run_chain(native_chain, drawn, x_grad=case.x_grad)
-    assert got["y"].dtype == case.dtype
-    for name, want in exact.tensors.items():
-        if name.startswith("running") and not drawn.stages[int(name[-1])].training:
-            assert torch.equal(got[name].double(), want), name
-        assert_close(name, got[name], want, NATIVE_CHAIN, floor=exact.floors[name])
-
-
-def check_case(case):
-    check(case, *case.draw())
+CASES = POINTWISE + DEPTHWISE + CHAINS + PLANS
+EXPANSIONS = [case for case in CHAINS + PLANS if re.match(r"pw\d+\S* dw", case.units) and case.pixels < 10**4]
 
 
 @pytest.fixture(params=["recomputed", "stored"])
@@ -75,7 +58,7 @@ def test_either_plan_matches_float64_reference(case, plan, native):
 
 
 def test_the_oracle_is_the_reference():
-    for case in CHAINS:
+    for case in CHAINS + PLANS:
         if case.pixels > 10**4:
             continue
         drawn, exact = case.draw()
@@ -105,6 +88,7 @@ RANDOM_CASES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=RANDOM_CASES, recompute=st.booleans())
 def test_random_chains_match_float64_reference(native, case, recompute):
@@ -124,43 +108,6 @@ def test_random_chains_match_float64_reference(native, case, recompute):
 
 
 # ---- bfloat16
-
-
-def native_autocast(x, stages, **arguments):
-    with torch.autocast("cpu", BFLOAT16):
-        return native_chain(x, stages, **arguments)
-
-
-def narrowed(drawn: Drawn) -> Drawn:
-    """What autocast usually has: bfloat16 activations and float32 weights."""
-    x, grad = drawn.x.to(BFLOAT16), drawn.grad.to(BFLOAT16)
-    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else drawn.residual.to(BFLOAT16)
-    return drawn._replace(x=x, residual=residual, grad=grad)
-
-
-BFLOAT16_DRAWS = 4
-
-
-def check_bfloat16(case, *, autocast=True, shift=0.0):
-    """The relative norm stays in bounds, and no result is worse than eager autocast's.
-
-    One result's error is a sum of random roundings, so draws are averaged, and what remains is a fifth of it.
-    """
-    ours, theirs = {}, {}
-    for attempt in range(BFLOAT16_DRAWS):
-        drawn = narrowed(case.draw_once(attempt)) if autocast else replace(case, dtype=BFLOAT16).draw_once(attempt)
-        drawn = drawn._replace(grad=drawn.grad + shift)
-        exact = exact_chain(drawn, x_grad=case.x_grad)
-        for chain, errors in ((native_autocast if autocast else native_chain, ours), (eager_autocast, theirs)):
-            for name, error in relative_errors(run_chain(chain, drawn, x_grad=case.x_grad), exact).items():
-                errors[name] = errors.get(name, 0.0) + error / BFLOAT16_DRAWS
-    # at a kink roundings choose slopes: few and large errors, of which only the sum can be compared, and that roughly
-    smooth = not {"relu", "relu6"} & {stage.act for stage in drawn.stages}
-    assert sum(ours.values()) <= (1.05 if smooth else 1.25) * sum(theirs.values()), (ours, theirs)
-    assert ours["y"] <= BFLOAT16_CHAIN.relative
-    for name in ours if smooth else ():
-        assert ours[name] <= max(1.2 * theirs[name], 1e-4), (name, ours[name], theirs[name])
-        assert ours[name] <= BFLOAT16_CHAIN.relative, (name, ours[name])
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16"])
@@ -191,29 +138,6 @@ def test_autocast_computes_in_bfloat16_what_bfloat16_inputs_give(native):
     mixed = native_autocast(*wide, residual=wide[0])
     assert mixed.dtype == torch.float32
     torch.testing.assert_close(mixed, y + wide[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("isa", _native.extension.usable_isas() if _native.extension else [])
-def test_every_instruction_set_matches_float64(isa):
-    code = (
-        "import torch\n"
-        "from test_conv_bn_act_chain import *\n"
-        "from nasfast.ops import _native\n"
-        f"assert _native.extension.__file__ == {_native.extension.__file__!r}\n"
-        f"assert _native.extension.isa() == {isa!r}\n"
-        "_native.extension.poison_pool(True)\n"
-        "torch.set_num_threads(1)\n"
-        "for case in POINTWISE + DEPTHWISE[::3] + CHAINS:\n"
-        "    check_case(case)\n"
-        "for case in BFLOAT16_CASES[::2]:\n"
-        "    check_bfloat16(case)\n"
-    )
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "NASFAST_ISA": isa, "PYTHONPATH": path}
-    # not in the root folder, whose nasfast may not be the one under test
-    result = subprocess.run([sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 # ---- hostile numbers
@@ -454,6 +378,7 @@ def test_second_derivatives_are_refused(native):
         (y.sum() + gradient.square().sum()).backward()
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_break(plan, native):
     drawn = ChainCase((2, 6, 8, 7), "pw18/relu6 dw3/relu6 pw6/identity", "x").draw_once()
     want = run_chain(native_chain, drawn)
@@ -541,6 +466,7 @@ OPCHECKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "changes"), OPCHECKED, ids=str)
 def test_opcheck(case, changes, native):
     drawn = case.draw_once()

@@ -1,28 +1,16 @@
 """orthogonalize on every backend, and the CUDA kernels emulated on the host under the same tests."""
 
 import math
-import zlib
 
 import pytest
 import scipy.stats
 import torch
+from kernel_cases.orthogonalize import BATCHES, EXACTNESS, SAME_Q, SHAPES, check, departure, gaussian, tall
 
 import nasfast
 from nasfast import ops
 from nasfast.ops import _native, orthogonal, reference
 
-# max |Q'Q - I| on native types; the reference computes float32 in float64 and casts
-EXACTNESS = {torch.float32: 2e-6, torch.float64: 1e-12}
-# max |Q - Q in float64|: rounding of the input's type, times the condition of the worst Gaussian matrix here
-SAME_Q = {torch.float32: 2e-4, torch.float64: 1e-11}
-
-# around the borders of panels (16), tiles (64), tiny matrices (64 elements) and classes (64 and 256 columns)
-SHAPES = [
-    (7, 7), (12, 5), (5, 12), (1, 1), (1, 4), (4, 1), (64, 1), (1, 100), (8, 8), (9, 8), (16, 16), (17, 17), (16, 40),
-    (40, 15), (64, 48), (65, 65), (100, 33), (33, 100), (130, 129), (300, 257), (257, 400),
-]  # fmt: skip
-# batches, as depthwise filters come
-BATCHES = [(130, 3, 3), (65, 5, 5), (40, 7, 7), (2, 3, 9, 20), (3, 2, 4), (3, 40, 24)]
 # of the 6^20 supernet, one of each size class; (2592, 432) has panels that do not fit into shared memory
 SUPERNET = [(24, 40), (144, 24), (56, 336), (336, 112), (128, 768), (768, 256), (256, 1536), (1728, 432), (2592, 432)]
 
@@ -46,36 +34,10 @@ def runner(request):
     return request.param, device
 
 
-def gaussian(shape, dtype=torch.float32, device="cpu"):
-    generator = torch.Generator().manual_seed(zlib.crc32(str(shape).encode()))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-
-def tall(z: torch.Tensor) -> torch.Tensor:
-    return z if z.shape[-2] >= z.shape[-1] else z.mT
-
-
-def departure(q: torch.Tensor) -> float:
-    """max |Q'Q - I| of columns or rows, in float64."""
-    q = tall(q.double())
-    return (q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)).abs().max().item()
-
-
 @pytest.mark.parametrize("dtype", EXACTNESS)
 def test_columns_are_orthonormal_and_q_is_that_of_qr(runner, dtype):
     backend, device = runner
-    matrices = [gaussian(shape, dtype, device) for shape in SHAPES + BATCHES]
-    exact = reference.orthogonalize([z.double() for z in matrices])
-    for z, q, want in zip(matrices, run(backend, matrices), exact, strict=True):
-        assert q.shape == z.shape and q.dtype == dtype and q.device == z.device and q.is_contiguous()
-        assert departure(q) <= EXACTNESS[dtype], z.shape
-        # not Q itself: a square Gaussian matrix may be badly conditioned
-        r = tall(q.double()).mT @ tall(z.double())
-        bound = 20 * torch.finfo(dtype).eps * z.double().norm(dim=(-2, -1), keepdim=True)
-        assert (r.tril(-1).abs() <= bound).all(), z.shape
-        assert (r.diagonal(dim1=-2, dim2=-1) > -bound.squeeze(-1)).all(), z.shape
-        if tall(z).shape[-2] > tall(z).shape[-1] + 2:
-            assert (q.double() - want).abs().max() <= SAME_Q[dtype], z.shape
+    check(lambda matrices: run(backend, matrices), SHAPES + BATCHES, dtype, device)
 
 
 def test_shapes_of_the_supernet_in_float32(runner):

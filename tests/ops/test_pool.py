@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from chain_cases import ChainCase
+from kernel_cases.chain import ChainCase
 from torch.utils.data import DataLoader, Dataset
 
 from nasfast import ops

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from cases import outputs_and_grads
-from chain_cases import ChainCase, run_chain
 from interpreter import disturbed
-from mixed_cases import MixedCase
-from mixed_cases import outputs_and_grads as mixed_outputs
+from kernel_cases.bn_act import outputs_and_grads
+from kernel_cases.chain import ChainCase, run_chain
+from kernel_cases.mixed_bn import MixedCase
+from kernel_cases.mixed_bn import outputs_and_grads as mixed_outputs
 
 from nasfast import ops
 from nasfast.ops import _triton
@@ -63,6 +63,7 @@ def check(results):
         assert torch.equal(tensor, got[name]), name
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains(name):
     case = CHAINS[name]
@@ -87,6 +88,7 @@ def test_bn_act(layout):
     check_bn_act(torch.randn(2, 18, 4, 5).contiguous(memory_format=layout))
 
 
+@pytest.mark.interpreter
 def test_mixed_bn(monkeypatch):
     from nasfast.ops.triton import mixed as mixed_triton
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from cases import with_layout
 from tolerances import assert_close
 
+from kernel_cases.layout import with_layout
 from nasfast import ops
 from nasfast.ops import reference
 

@@ -1,20 +1,24 @@
-"""Inputs of chains of convolutions, and what float64 and eager PyTorch make of them."""
+"""Chains of convolutions: inputs, results in float64 and in eager PyTorch, and the check of the native chain."""
 
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from cases import with_layout
+from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
 from torch import Tensor
 
+from kernel_cases.layout import with_layout
+from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
 
+BFLOAT16 = torch.bfloat16
+native_chain = partial(ops.conv_bn_act_chain, backend="cpu")
 ACTS = tuple(reference.ACTIVATIONS)
 
 # One stage of a ChainCase: kind and channels of the result (a depthwise one keeps those of its input), kernel, stride,
@@ -280,12 +284,10 @@ CHAINS = [
     ChainCase((2, 3, 9, 11), "dense8k3s2/relu dw3 pw8"),
     ChainCase((2, 3, 9, 11), "pw8s2 dw3 pw5"),
     ChainCase((2, 3, 9, 11), "pw8 dw3 pw5s2 dw3"),
-    # blocks: an expansion that is computed again, or too wide for that; residuals
+    # blocks: expansions and residuals
     ChainCase((2, 24, 9, 7), "pw144/relu6 dw3/relu6 pw24/identity", "x"),
     ChainCase((1, 24, 12, 1), "pw72/tanh dw5s2/tanh pw40/identity"),
-    ChainCase((3, 64, 4, 4), "pw192 dw7 pw64/identity", "x"),
     ChainCase((2, 65, 4, 4), "pw195 dw7 pw65/identity", "x"),
-    ChainCase((2, 72, 5, 7), "pw144/relu dw3s2/relu pw33/identity", "tensor"),
     ChainCase((2, 6, 5, 5), "dw3 pw6/identity", "x"),
     ChainCase((2, 6, 5, 5), "pw6", "x"),
     ChainCase((2, 6, 5, 5), "dw5/relu6", "x"),
@@ -301,17 +303,23 @@ CHAINS = [
     ChainCase((2, 24, 9, 7), "pw48! dw3! pw24/identity!", "x"),
     ChainCase((2, 24, 9, 7), "pw48! dw3 pw24/identity", "x"),
     ChainCase((2, 24, 9, 7), "pw48 dw3! pw24/identity!", "x"),
-    ChainCase((2, 72, 4, 4), "pw144! dw3 pw72!"),
-    ChainCase((2, 72, 4, 4), "pw144 dw3! pw72"),
     ChainCase((1, 6, 1, 1), "pw12! dw3! pw6!", "x"),
     # far from zero: squares must not be subtracted
     ChainCase((2, 24, 9, 7), "pw48 dw3 pw24/identity", "x", mean=1e3),
-    ChainCase((2, 72, 9, 7), "pw48 dw3s2 pw24/identity", mean=1e3),
     ChainCase((2, 24, 9, 7), "dw5 pw48", mean=-1e3),
     ChainCase((2, 3, 9, 7), "dense24k3", mean=1e3, x_grad=False),
     *(ChainCase((2, 9, 6, 5), "pw27 dw3 pw9/identity", "x", layout=layout) for layout in ("nchw", "strided")),
     *(ChainCase((2, 9, 6, 5), "dw3", "tensor", layout=layout) for layout in ("nchw", "strided")),
     *(ChainCase((2, 9, 6, 5), f"pw27/{act} dw3/{act} pw9/{act}", "tensor") for act in ACTS),
+]
+# With others in CHAINS, expansions on both sides of the width from which the native chain computes them again. No other
+# backend makes a difference there.
+PLANS = [
+    ChainCase((3, 64, 4, 4), "pw192 dw7 pw64/identity", "x"),
+    ChainCase((2, 72, 5, 7), "pw144/relu dw3s2/relu pw33/identity", "tensor"),
+    ChainCase((2, 72, 4, 4), "pw144! dw3 pw72!"),
+    ChainCase((2, 72, 4, 4), "pw144 dw3! pw72"),
+    ChainCase((2, 72, 9, 7), "pw48 dw3s2 pw24/identity", mean=1e3),
 ]
 
 BFLOAT16_CASES = [
@@ -353,3 +361,56 @@ def relative_errors(got, exact):
         / max(float(want.norm()), exact.floors[name])
         for name in names
     }
+
+
+def check(case: ChainCase, drawn: Drawn, exact: Exact) -> None:
+    """The native chain's results are those of float64, element by element."""
+    got = run_chain(native_chain, drawn, x_grad=case.x_grad)
+    assert got["y"].dtype == case.dtype
+    for name, want in exact.tensors.items():
+        if name.startswith("running") and not drawn.stages[int(name[-1])].training:
+            assert torch.equal(got[name].double(), want), name
+        assert_close(name, got[name], want, NATIVE_CHAIN, floor=exact.floors[name])
+
+
+def check_case(case: ChainCase) -> None:
+    """`check` for the inputs that the case draws."""
+    check(case, *case.draw())
+
+
+def native_autocast(x, stages, **arguments):
+    """The native chain as autocast to bfloat16 calls it."""
+    with torch.autocast("cpu", BFLOAT16):
+        return native_chain(x, stages, **arguments)
+
+
+def narrowed(drawn: Drawn) -> Drawn:
+    """What autocast usually has: bfloat16 activations and float32 weights."""
+    x, grad = drawn.x.to(BFLOAT16), drawn.grad.to(BFLOAT16)
+    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else drawn.residual.to(BFLOAT16)
+    return drawn._replace(x=x, residual=residual, grad=grad)
+
+
+BFLOAT16_DRAWS = 4
+
+
+def check_bfloat16(case, *, autocast=True, shift=0.0):
+    """The relative norm stays in bounds, and no result is worse than eager autocast's.
+
+    One result's error is a sum of random roundings, so draws are averaged, and what remains is a fifth of it.
+    """
+    ours, theirs = {}, {}
+    for attempt in range(BFLOAT16_DRAWS):
+        drawn = narrowed(case.draw_once(attempt)) if autocast else replace(case, dtype=BFLOAT16).draw_once(attempt)
+        drawn = drawn._replace(grad=drawn.grad + shift)
+        exact = exact_chain(drawn, x_grad=case.x_grad)
+        for chain, errors in ((native_autocast if autocast else native_chain, ours), (eager_autocast, theirs)):
+            for name, error in relative_errors(run_chain(chain, drawn, x_grad=case.x_grad), exact).items():
+                errors[name] = errors.get(name, 0.0) + error / BFLOAT16_DRAWS
+    # at a kink roundings choose slopes: few and large errors, of which only the sum can be compared, and that roughly
+    smooth = not {"relu", "relu6"} & {stage.act for stage in drawn.stages}
+    assert sum(ours.values()) <= (1.05 if smooth else 1.25) * sum(theirs.values()), (ours, theirs)
+    assert ours["y"] <= BFLOAT16_CHAIN.relative
+    for name in ours if smooth else ():
+        assert ours[name] <= max(1.2 * theirs[name], 1e-4), (name, ours[name], theirs[name])
+        assert ours[name] <= BFLOAT16_CHAIN.relative, (name, ours[name])

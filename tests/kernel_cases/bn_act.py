@@ -1,13 +1,17 @@
-"""Inputs of bn_act and memory layouts, shared by the operator tests."""
+"""Inputs of bn_act, and the check of its results against float64."""
 
 import zlib
 from dataclasses import dataclass
 
 import torch
+from tolerances import assert_close
 from torch import Tensor
 
+from kernel_cases.layout import with_layout
+from nasfast import ops
 from nasfast.ops import reference
 
+ACTS = tuple(reference.ACTIVATIONS)
 EPS = 1e-3
 
 # Distance from a kink of the activation below which rounding may choose the other slope; there the incoming gradient is
@@ -64,18 +68,6 @@ class Case:
         return tensors
 
 
-def with_layout(x: Tensor, layout: str) -> Tensor:
-    """x as contiguous (nchw), channels_last (nhwc), or a slice of a larger tensor that is neither (strided)."""
-    if layout == "nchw":
-        return x.contiguous()
-    if layout == "nhwc":
-        return x.contiguous(memory_format=torch.channels_last)
-    larger = x.new_full((x.shape[0], x.shape[1] + 1, x.shape[2] + 2, x.shape[3] + 3), torch.nan)
-    view = larger[:, 1:, 1:-1, 2:-1]
-    view.copy_(x)
-    return view
-
-
 CASES = [
     Case((1, 1, 2, 2)),
     Case((1, 3, 5, 7)),
@@ -118,3 +110,21 @@ def widened(tensors):
 
 def rstd(x):
     return (x.double().var((0, 2, 3), correction=0) + EPS).rsqrt()
+
+
+def check_case(case, act, residual, training, backend):
+    tensors = case.inputs(act, residual=residual)
+    got = outputs_and_grads(lambda **kw: ops.bn_act(**kw, backend=backend), tensors, act=act, training=training)
+    want = outputs_and_grads(reference.bn_act, widened(tensors), act=act, training=training)
+    assert got["y"].dtype == got["dx"].dtype == case.dtype
+    # of a gradient, dz and its projections on 1 and xhat may cancel: their size is that of grad * weight / std
+    floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))
+    # the native kernel subtracts the mean from x; PyTorch's batch_norm, which the reference calls, subtracts products
+    # of both with weight / std, as large as this
+    terms = 0.0
+    if backend == "reference":
+        std = rstd(tensors["x"]) if training else (tensors["running_var"].double() + EPS).rsqrt()
+        terms = float((tensors["x"].double().abs().amax((0, 2, 3)) * tensors["weight"].abs() * std).max())
+    for name, tensor in got.items():
+        size = floor * max(1.0, terms) if name.startswith("d") else terms
+        assert_close(name, tensor, want[name], floor=size)
