@@ -90,7 +90,7 @@ def test_a_broken_compiler_fails_loudly(tmp_path):
     assert not (package / "_build.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 def test_builds_and_runs_without_cuda(tmp_path):
     if not has_compiler():
         pytest.skip("no C++ compiler")
@@ -113,6 +113,7 @@ def test_builds_and_runs_without_cuda(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.aot
 def test_nvcc_compiles_every_cuda_source(tmp_path):
     nvcc = shutil.which("nvcc")
     if nvcc is None:

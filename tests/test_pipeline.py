@@ -126,6 +126,7 @@ def test_the_results_belong_together(run_dir):
     assert 0.1 <= result["top1"] <= result["top5"] <= 1
 
 
+@pytest.mark.slow
 def test_the_saved_config_is_complete_and_repeats_the_run(run_dir, config, tmp_path):
     saved = RunConfig.load(run_dir / "config.yaml")
     assert saved.resolved() == saved
@@ -182,6 +183,7 @@ def test_a_finished_run_resumes_to_nothing(run_dir, tmp_path, monkeypatch):
     assert contents(out) == contents(run_dir)
 
 
+@pytest.mark.slow
 def test_stages_alone_give_what_the_run_gives(run_dir, config, tmp_path):
     out = tmp_path / "stages"
     assert main(["supernet", "--out", str(out), "--config", str(config)]) == 0
@@ -268,6 +270,7 @@ def test_random_architectures_differ_and_cost_the_same(run_dir, caplog):
     assert pipeline._random_peers(cfg.replace(retrain=cfg.retrain.replace(random_architectures=0)), space, best) == []
 
 
+@pytest.mark.slow
 def test_an_identity_in_the_answer_can_be_retrained(run_dir, tmp_path):
     """Under a limit that only skipping meets."""
     out = tmp_path / "skip"
@@ -283,6 +286,7 @@ def test_an_identity_in_the_answer_can_be_retrained(run_dir, tmp_path):
     assert load_arch(out / "retrain/best/arch.json", space)[1::2] == (SKIP, SKIP)
 
 
+@pytest.mark.slow
 def test_inherited_retraining(run_dir, tmp_path):
     out = tmp_path / "inherit"
     shutil.copytree(run_dir, out)
@@ -499,6 +503,7 @@ def test_a_score_can_be_ranked_path_by_path(run_dir, tmp_path, capsys):
         main([*ranked, "--sample", "12"])
 
 
+@pytest.mark.slow
 def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)
@@ -536,6 +541,7 @@ def test_unknown_scores_are_named(config, tmp_path, capsys):
     assert "did you mean 'path_loss'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_of_the_old_dinas_go_on_under_its_present_name(tmp_path, capsys):
     settings = write_config(tmp_path / "config", method="dinas_paper")
     out = tmp_path / "run"
@@ -606,6 +612,7 @@ def test_evolution_over_a_table_has_a_history_too(run_dir, tmp_path):
     assert (out / "history.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_bnnas_runs_without_layer_indicators(tmp_path):
     settings = write_config(
         tmp_path / "config",
@@ -645,6 +652,7 @@ def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(
     assert (out / "config.yaml").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)
@@ -679,6 +687,7 @@ def test_a_supernet_that_is_not_trained_to_its_end_is_named(run_dir, tmp_path, c
     assert table.meta["step"] == 16
 
 
+@pytest.mark.slow
 def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
     flags = ["--train.epochs", "1", "--train.lr", "1e-6", "--train.checkpoint_every", "0"]
     assert main(["supernet", "--out", str(tmp_path / "run"), "--config", str(config), *flags]) == 0

@@ -24,6 +24,7 @@ def row(table, kind: str, act: str, norm: bool):
     return found
 
 
+@pytest.mark.slow
 def test_every_row_falls_like_the_root_of_the_number_of_filters(table):
     slopes = {(r.setting.kind, r.setting.act, r.setting.norm): r.slope for r in table.rows}
     # no deviation is left to have a slope
@@ -33,12 +34,14 @@ def test_every_row_falls_like_the_root_of_the_number_of_filters(table):
     assert sum(slopes.values()) / len(slopes) == pytest.approx(-0.5, abs=0.03)
 
 
+@pytest.mark.slow
 def test_whole_orthogonal_blocks_of_linear_filters_do_not_deviate(table):
     assert max(row(table, "flatten", "identity", False).rms) < 1e-10
     # N = 35 of 36 rows deviates
     assert deviations(Setting("flatten", "identity"), counts=(35,), repeats=5).rms[0] > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "act", "norm", "ratio"),
     [

@@ -50,6 +50,7 @@ def of(kind: str, rows: list[dict], key: str = "name") -> list:
     return [row[key] for row in rows if row["kind"] == kind]
 
 
+@pytest.mark.aot
 def test_machine(bare, tmp_path):
     rows = dry_run("machine", bare, tmp_path)
     assert of("machine", rows, "packages")[0]["rich"] is not None  # installed, though it cannot be imported
@@ -57,6 +58,7 @@ def test_machine(bare, tmp_path):
     assert of("launch", rows) == ["torch", "triton"] and all(us > 0 for us in of("launch", rows, "host_us"))
 
 
+@pytest.mark.aot
 def test_step(bare, tmp_path):
     rows = dry_run("step", bare, tmp_path)
     names = ["torch eager", "torch graph", "nasfast eager", "nasfast engine"]
@@ -71,6 +73,7 @@ def test_step(bare, tmp_path):
     assert "nasfast engine: " in text and "x floor" in text and "LOSSES DIFFER" not in text
 
 
+@pytest.mark.aot
 def test_kernels(bare, tmp_path):
     rows = [row for row in dry_run("kernels", bare, tmp_path) if row["kind"] == "kernel"]
     eager = [row for row in rows if row["variant"] == "nasfast eager"]
@@ -88,18 +91,21 @@ def test_kernels(bare, tmp_path):
     assert launches[0] == launches[1] and all(launches[0].values())
 
 
+@pytest.mark.aot
 def test_tests(bare, tmp_path):
     rows = dry_run("tests", bare, tmp_path)
     assert of("test", rows, "outcome") == ["passed", "passed"]
     assert "2 passed" in (tmp_path / SUMMARY).read_text()
 
 
+@pytest.mark.aot
 def test_paths(bare, tmp_path):
     rows = dry_run("paths", bare, tmp_path)
     assert of("paths", rows) == ["torch eager", "nasfast eager", "nasfast engine"]
     assert all(rate > 0 for rate in of("paths", rows, "images_per_s"))
 
 
+@pytest.mark.aot
 def test_native(bare, tmp_path):
     rows = dry_run("native", bare, tmp_path)
     assert of("ran", rows, "what") == ["build", "tests", "times"] and of("ran", rows, "code") == [0, 0, 0]
@@ -109,6 +115,7 @@ def test_native(bare, tmp_path):
     assert "NASFAST_NATIVE=OFF" in of("doctor", rows, "native build")[0][0]
 
 
+@pytest.mark.aot
 def test_compile(bare, tmp_path):
     rows = dry_run("compile", bare, tmp_path)
     assert of("step", rows) == ["torch compile", "nasfast engine", "torch compile graph", "nasfast engine"]

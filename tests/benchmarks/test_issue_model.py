@@ -11,6 +11,7 @@ SLACK = 1.05
 # what a step of the default workload may take: launches in all, and microseconds by architecture
 MOST_LAUNCHES, MOST_US = 300, {90: 4000, 86: 16000}
 pytest.importorskip("triton")
+pytestmark = pytest.mark.aot
 
 
 @pytest.fixture(scope="session")

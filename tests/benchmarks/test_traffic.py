@@ -5,6 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.aot
 
 
 @pytest.fixture(scope="module")

@@ -526,6 +526,7 @@ def decodes(monkeypatch) -> list[int]:
     return seen
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_killed_builders_lose_no_part(folder, tmp_path, monkeypatch, moment, workers):
@@ -555,6 +556,7 @@ def test_killed_builders_lose_no_part(folder, tmp_path, monkeypatch, moment, wor
     assert not list(finished.folder.glob(".*.part.*")), "what the killed ones left is removed"
 
 
+@pytest.mark.kill
 def test_builders_killed_at_random_times(folder, tmp_path, monkeypatch):
     source = FolderSource(folder)
     draw = random.Random(1)
@@ -648,6 +650,7 @@ def test_concurrent_builders_decode_each_image_once(folder, tmp_path, monkeypatc
     assert sorted(map(int, log.read_text().split())) == list(range(IMAGES))
 
 
+@pytest.mark.kill
 def test_a_waiting_builder_goes_on_where_the_killed_one_was(folder, tmp_path, monkeypatch, caplog):
     source = FolderSource(folder)
     plain = FolderSource.image

@@ -30,6 +30,8 @@ pytest.importorskip("nvidia.dali")
 from nasfast.data import dali
 from nasfast.data.dali import DaliBackend
 
+pytestmark = pytest.mark.dali
+
 CPU = torch.device("cpu")
 
 

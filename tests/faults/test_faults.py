@@ -37,7 +37,7 @@ def one_of_each(suite: Suite) -> list[Plan]:
 
 
 # one test, because every process of pytest would make the undisturbed runs again
-@pytest.mark.slow
+@pytest.mark.fault
 def test_no_fault_loses_anything(suite, server):
     plans = one_of_each(suite)
     outcomes = [suite.run(plan, "test", server, forked=True) for plan in plans]
@@ -48,7 +48,7 @@ def test_no_fault_loses_anything(suite, server):
     assert table(rows).splitlines()[-1].split()[-3:] == [str(len(plans)), "of", str(len(plans))]
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_differences_and_losses_are_noticed(suite, server, tmp_path):
     """A run directory that a fault could have left is not taken for that of the undisturbed run."""
     reference = suite.reference("exact", "retrain", server)

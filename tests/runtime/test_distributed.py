@@ -62,6 +62,7 @@ def done(tmp_path_factory) -> tuple[Path, dict[str, list[int]], str]:
     return out, {case: ast.literal_eval(found) for case, found in codes}, process.stdout + process.stderr
 
 
+@pytest.mark.kill
 def test_every_exchange(done):
     out, codes, _ = done
     assert codes["talk"] == [0, 0, 0]
@@ -69,6 +70,7 @@ def test_every_exchange(done):
     assert said == {f"{[7.5] * 3} {[float(i) for i in range(12)]} [] {[b'abc', b'']} {[b'', b'x', b'xx']}"}
 
 
+@pytest.mark.kill
 def test_a_rank_that_is_gone_is_noticed(done):
     out, codes, _ = done
     assert codes["gone"] == [3, 7]
@@ -172,6 +174,7 @@ def metrics(run_dir: Path) -> list[dict]:
     return sorted(lines, key=lambda m: (m["stage"], m["step"], "eval_top1" in m))
 
 
+@pytest.mark.kill
 def test_networks_side_by_side_are_those_of_a_single_process(done):
     out, codes, shown = done
     assert codes["networks"] == [0, 0]
@@ -189,6 +192,7 @@ def test_networks_side_by_side_are_those_of_a_single_process(done):
     assert one == other
 
 
+@pytest.mark.kill
 def test_networks_trained_together(done):
     """BatchNorm sees half of each batch, so the numbers are near those of one process and not the same."""
     out, codes, _ = done
@@ -201,6 +205,7 @@ def test_networks_trained_together(done):
     assert {p.parent.name for p in (out / "batch" / "retrain").glob("*/model.safetensors")} == set(NETWORKS)
 
 
+@pytest.mark.kill
 def test_only_rank_0_shows_what_it_does(done):
     """Every line of progress and of results once, though two processes did the work."""
     _, _, shown = done
@@ -211,12 +216,14 @@ def test_only_rank_0_shows_what_it_does(done):
     assert sum(line.startswith("retrain/best-2 11/11  eval") for line in shown.splitlines()) == 1
 
 
+@pytest.mark.kill
 def test_a_command_of_one_process_is_done_by_one(done):
     _, codes, shown = done
     assert codes["score"] == [0, 0]
     assert shown.count("score/indicators.json") == 1
 
 
+@pytest.mark.kill
 def test_sigterm_ends_a_command_with_143_and_one_line(done):
     out, codes, shown = done
     assert codes["terminated"] == [143]
@@ -226,6 +233,7 @@ def test_sigterm_ends_a_command_with_143_and_one_line(done):
     assert not list((out / "terminated").glob(".*"))
 
 
+@pytest.mark.kill
 def test_an_error_of_every_rank(done):
     out, codes, shown = done
     assert codes["refused"] == [1, 1]
@@ -236,7 +244,7 @@ def test_an_error_of_every_rank(done):
 # torchrun
 
 
-@pytest.mark.slow
+@pytest.mark.kill
 def test_torchrun_starts_a_killed_worker_again_and_nothing_is_lost(done, tmp_path):
     """Rank 1 dies in step 7 of 22, behind the checkpoint of step 4; no flag is given for that."""
     out, codes, _ = done
@@ -259,7 +267,7 @@ def test_torchrun_starts_a_killed_worker_again_and_nothing_is_lost(done, tmp_pat
     assert metrics(tmp_path / "run") == metrics(out / "unbroken")
 
 
-@pytest.mark.slow
+@pytest.mark.kill
 def test_torchrun_does_not_go_on_with_what_was_there_before(done, tmp_path):
     """Refused without --resume, and refused again when torchrun starts it again."""
     out, _, _ = done

@@ -64,6 +64,7 @@ def test_evaluates_each_legal_architecture_once(small_space, make_table, config)
     assert not any(c.optimal or c.bound is not None for c in found)
 
 
+@pytest.mark.slow
 def test_beats_its_own_random_generation_and_nears_the_exact_answer(make_table):
     space = mobilenet_v2()
     table = make_table(space, 1)

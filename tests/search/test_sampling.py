@@ -46,6 +46,7 @@ def test_always_feasible(name, macs, params, seed):
         assert limits.admits(space.cost(sample_under(space, rng, limits)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bins", [None, 64], ids=["exact_count", "coarse_bins"])
 @pytest.mark.parametrize("quantile", [{}, {"max_macs": 0.1}, {"max_macs": 0.3, "max_params": 0.2}], ids=str)
 def test_uniform_over_the_feasible_set(small_space, all_archs, monkeypatch, bins, quantile):
@@ -95,6 +96,7 @@ def test_equal_cost_random_is_near_and_different(tolerance):
         assert abs(space.cost(other).macs - target) <= tolerance * target
 
 
+@pytest.mark.slow
 def test_equal_cost_random_is_uniform_within_the_tolerance(small_space, all_archs):
     arch, rng = (1, 0, 2, 1, 0, 2), random.Random(0)
     target = small_space.cost(arch).macs
@@ -110,6 +112,7 @@ def test_equal_cost_random_of_a_singular_cost_ends_with_an_error():
         equal_cost_random(space, random.Random(0), (0,) * 8, tolerance=0.0)
 
 
+@pytest.mark.slow
 def test_equal_cost_random_keeps_the_limits(small_space, all_archs):
     arch, rng = (1, 0, 2, 1, 0, 2), random.Random(0)
     cost = small_space.cost(arch)

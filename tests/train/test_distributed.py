@@ -23,6 +23,8 @@ from nasfast.train import evaluate, train
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
 
+pytestmark = pytest.mark.kill
+
 # sums of float32 in another order, through eight steps
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 

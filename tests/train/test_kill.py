@@ -69,7 +69,7 @@ def checkpoints(run_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run_dir / "checkpoints").glob("*.safetensors")}
 
 
-@pytest.mark.slow
+@pytest.mark.kill
 @pytest.mark.parametrize(("stage", "moment"), CASES, ids=[f"{s}, {m}" for s, m in CASES])
 def test_resumed_run_ends_with_the_same_bytes(stage, moment, broken_runs, unbroken):
     out, codes = broken_runs
@@ -88,6 +88,7 @@ def test_resumed_run_ends_with_the_same_bytes(stage, moment, broken_runs, unbrok
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
 
 
+@pytest.mark.kill
 def test_a_full_disk_keeps_the_old_checkpoints_and_says_so(broken_runs):
     out, codes = broken_runs
     assert codes["supernet:full disk"] == 3
@@ -98,6 +99,7 @@ def test_a_full_disk_keeps_the_old_checkpoints_and_says_so(broken_runs):
     assert "--resume" in error
 
 
+@pytest.mark.kill
 def test_the_unbroken_run_is_what_was_meant(unbroken):
     run_dir, _, lines = unbroken["supernet"]
     assert sorted(checkpoints(run_dir)) == ["supernet-00000012.safetensors", "supernet-00000015.safetensors"]
