@@ -93,9 +93,13 @@ def main() -> None:
         found = measure(variants(space, batch), rounds=QUICK_ROUNDS if args.quick else ROUNDS, warmup=1)
         memory = {name: alone(space, batch, name) for name in (OURS, "channels_last")}
         row = {
-            "space": space, "batch": batch, "threads": torch.get_num_threads(), "times": found,
-            "speedup": ratios(found, OURS, "step"), "peak_mib": memory,
-        }  # fmt: skip
+            "space": space,
+            "batch": batch,
+            "threads": torch.get_num_threads(),
+            "times": found,
+            "speedup": ratios(found, OURS, "step"),
+            "peak_mib": memory,
+        }
         rows.append(row)
         times = "  ".join(f"{name} {phases['step']['median_ms']:.0f} ms" for name, phases in found.items())
         grown = "  ".join(f"{name} {value:.0f} MiB" for name, value in memory.items())

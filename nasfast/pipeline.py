@@ -70,9 +70,14 @@ def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool, world: World
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     return make_loaders(
-        cfg.data, resolution=space.resolution, in_channels=space.in_channels, seed=cfg.seed, hold_out=hold_out,
-        rank=world.rank, world=world.size,
-    )  # fmt: skip
+        cfg.data,
+        resolution=space.resolution,
+        in_channels=space.in_channels,
+        seed=cfg.seed,
+        hold_out=hold_out,
+        rank=world.rank,
+        world=world.size,
+    )
 
 
 def _holds_out(cfg: RunConfig) -> bool:
@@ -172,8 +177,9 @@ def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
         _LOG.warning(
             "the supernet's training accuracy is at chance (%.1f %%, 1 of %d classes): its scores may rank nothing. "
             "Compare with `nasfast rank` or the random baseline, or let more train (supernet.trainable)",
-            100 * top1[-1], space.num_classes,
-        )  # fmt: skip
+            100 * top1[-1],
+            space.num_classes,
+        )
 
 
 def _check_score(cfg: RunConfig, net: Supernet) -> None:
@@ -285,13 +291,21 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
         held = _holds_out(cfg)
         loaders = _loaders(cfg, net.space, hold_out=held)
         images = make_loader(
-            cfg.data, random_subset(loaders[held].source, settings.images, cfg.seed), train=False,
-            resolution=net.space.resolution, in_channels=net.space.in_channels,
-        )  # fmt: skip
+            cfg.data,
+            random_subset(loaders[held].source, settings.images, cfg.seed),
+            train=False,
+            resolution=net.space.resolution,
+            in_channels=net.space.in_channels,
+        )
     evidence = Evidence(
-        net, images, loaders=loaders, paths=settings.paths, recalibration_batches=cfg.recalibration_batches,
-        seed=cfg.seed, bf16=cfg.train.precision == "bf16",
-    )  # fmt: skip
+        net,
+        images,
+        loaders=loaders,
+        paths=settings.paths,
+        recalibration_batches=cfg.recalibration_batches,
+        seed=cfg.seed,
+        bf16=cfg.train.precision == "bf16",
+    )
     return evidence, checkpoint
 
 
@@ -394,12 +408,22 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
     mine = list(chosen)[world.rank :: world.size] if side_by_side else list(chosen)
     results = {
         name: retrain(
-            space, chosen[name], train, val, cfg.retrain,
-            run_dir=cfg.run_dir, name=name, supernet=net, activation=cfg.supernet.activation, seed=cfg.seed,
-            resume=resume, device=cfg.torch_device, world=team,
+            space,
+            chosen[name],
+            train,
+            val,
+            cfg.retrain,
+            run_dir=cfg.run_dir,
+            name=name,
+            supernet=net,
+            activation=cfg.supernet.activation,
+            seed=cfg.seed,
+            resume=resume,
+            device=cfg.torch_device,
+            world=team,
         )
         for name in mine
-    }  # fmt: skip
+    }
     forms = world.gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
     results = {name: result for form in forms for name, result in json.loads(form).items()}
     if world.is_main:

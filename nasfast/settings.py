@@ -80,9 +80,11 @@ class RunConfig(ConfigBase):
         lr = default_lr(chosen.trainable) if self.train.lr is None else self.train.lr
         search_seed = self.seed if self.search.seed is None else self.search.seed
         return self.replace(
-            supernet=chosen, train=self.train.replace(lr=lr), score=self.score.resolved(self.method),
+            supernet=chosen,
+            train=self.train.replace(lr=lr),
+            score=self.score.resolved(self.method),
             search=self.search.replace(seed=search_seed),
-        )  # fmt: skip
+        )
 
     @property
     def run_dir(self) -> Path:

@@ -77,9 +77,16 @@ def network(out: Path, world: World, *, resume: bool = False, model: nn.Module |
     model = build(tiny_space(), ARCH, seed=world.rank) if model is None else model
     held_out = Shares(HELD_OUT, world)
     train(
-        model, Shares(BATCHES, world), SETTINGS.replace(**changes), stage="retrain/best", run_dir=out, fingerprint="f",
-        evaluate=lambda m: evaluate(m, held_out, world=world), resume=resume, world=world,
-    )  # fmt: skip
+        model,
+        Shares(BATCHES, world),
+        SETTINGS.replace(**changes),
+        stage="retrain/best",
+        run_dir=out,
+        fingerprint="f",
+        evaluate=lambda m: evaluate(m, held_out, world=world),
+        resume=resume,
+        world=world,
+    )
     return model
 
 

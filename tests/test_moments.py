@@ -83,12 +83,16 @@ def test_the_marks_tell_the_families_apart():
     found = missed(module._exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
     assert {"slope of log chi", "R^2 of exponential", "detected exploding"} <= found
     assert not missed(module._exploding_checks("FC", runs["exploding"], verdicts["exploding"])) & {
-        "slope of log chi", "largest ReLU part (theorem 3: sqrt 2)", "detected exploding",
-    }  # fmt: skip
+        "slope of log chi",
+        "largest ReLU part (theorem 3: sqrt 2)",
+        "detected exploding",
+    }
     assert not missed(module._resnet_checks("FC", runs["resnet"], verdicts["resnet"])) & {
-        "R^2 of power law", "R^2 of power law minus exponential",
-        "increment over lower bound of theorem 4, smallest", "increment over upper bound of theorem 4, largest",
-    }  # fmt: skip
+        "R^2 of power law",
+        "R^2 of power law minus exponential",
+        "increment over lower bound of theorem 4, smallest",
+        "increment over upper bound of theorem 4, largest",
+    }
 
 
 FC = {"width": 16, "batch": 8, "histogram_width": 8, "histogram_batch": 8, "depth": 20, "realisations": 2}
@@ -98,8 +102,11 @@ FIGURES = FiguresConfig(**FC, histogram_realisations=6)
 def test_figures_and_their_page(tmp_path):
     report = figures_study(FIGURES, out=tmp_path)
     assert [f["title"] for f in report.figures] == [
-        "figure 2: vanilla, histograms", "figure 3: vanilla", "figure 4: BN feed-forward", "figure 5: BN resnet",
-    ]  # fmt: skip
+        "figure 2: vanilla, histograms",
+        "figure 3: vanilla",
+        "figure 4: BN feed-forward",
+        "figure 5: BN resnet",
+    ]
     assert report.checks == () and set(report.verdicts) == {"vanilla", "BN feed-forward", "BN resnet"}
     assert report.figures[3]["power_law"]["tau"] > 0
     page = report.save(tmp_path)

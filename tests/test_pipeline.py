@@ -567,18 +567,28 @@ def test_runs_of_the_old_dinas_go_on_under_its_present_name(tmp_path, capsys):
 
 
 EVOLUTION = {
-    "method": "evolution", "population": 4, "generations": 2, "parents": 2, "crossovers": 1, "mutations": 1,
-    "max_macs": LIMIT, "top_k": 2,
-}  # fmt: skip
+    "method": "evolution",
+    "population": 4,
+    "generations": 2,
+    "parents": 2,
+    "crossovers": 1,
+    "mutations": 1,
+    "max_macs": LIMIT,
+    "top_k": 2,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spos", "fairnas"])
 def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
     settings = write_config(
-        tmp_path / "config", method=method, recalibration_batches=2, search=EVOLUTION,
-        train={"epochs": 1, "log_every": 5}, retrain={"random_architectures": 0, "train": {"epochs": 1}},
-    )  # fmt: skip
+        tmp_path / "config",
+        method=method,
+        recalibration_batches=2,
+        search=EVOLUTION,
+        train={"epochs": 1, "log_every": 5},
+        retrain={"random_architectures": 0, "train": {"epochs": 1}},
+    )
     out = tmp_path / "run"
     assert main(["run", "--out", str(out), "--config", str(settings)]) == 0
     assert not (out / "indicators.json").exists()

@@ -209,14 +209,15 @@ class _RecordedKernel:
         touched = {(t.data_ptr(), t.numel()): t for t in arguments.values() if isinstance(t, Tensor)}
         self.step.launches.append(
             Launch(
-                name, grid,
+                name,
+                grid,
                 {k: v for k, v in arguments.items() if isinstance(v, (int, float, str))},
                 self.specialization,
                 sum(t.numel() * t.element_size() for t in touched.values()),
                 _phase(sys._getframe(1)),
                 self.step.configuration,
             )
-        )  # fmt: skip
+        )
 
 
 @contextmanager
@@ -229,15 +230,25 @@ def recorded(step: Step, arch: int = 90, *, every_configuration: bool = False) -
     """
 
     def note(
-        kernel: JITFunction, key: Any, signature: Any, device: int, constants: Any, options: Any, attributes: Any,
+        kernel: JITFunction,
+        key: Any,
+        signature: Any,
+        device: int,
+        constants: Any,
+        options: Any,
+        attributes: Any,
         warmup: bool,
-    ) -> _RecordedKernel:  # fmt: skip
+    ) -> _RecordedKernel:
         cache, _, _, backend, _ = kernel.device_caches[device]
         defaults = vars(backend.parse_options({}))
         specialization = Specialization(
-            kernel.fn.__module__, kernel.fn.__name__, dict(signature), dict(constants), dict(attributes),
+            kernel.fn.__module__,
+            kernel.fn.__name__,
+            dict(signature),
+            dict(constants),
+            dict(attributes),
             {name: value for name, value in vars(options).items() if value != defaults[name]},
-        )  # fmt: skip
+        )
         cache[key] = recording = _RecordedKernel(step, kernel, specialization)
         return recording
 

@@ -200,13 +200,18 @@ class CellSearch(nn.Module):
             return
         if self._adam is None:
             self._adam = torch.optim.Adam(
-                [self.alpha], lr=self.cfg.alpha_lr, betas=self.cfg.alpha_betas,
-                weight_decay=self.cfg.alpha_weight_decay, foreach=False,
-            )  # fmt: skip
+                [self.alpha],
+                lr=self.cfg.alpha_lr,
+                betas=self.cfg.alpha_betas,
+                weight_decay=self.cfg.alpha_weight_decay,
+                foreach=False,
+            )
             # Adam changes these in place, and they are buffers
             self._adam.state[self.alpha] = {
-                "step": self.adam_step, "exp_avg": self.adam_mean, "exp_avg_sq": self.adam_square,
-            }  # fmt: skip
+                "step": self.adam_step,
+                "exp_avg": self.adam_mean,
+                "exp_avg_sq": self.adam_square,
+            }
         before = self.logits
         self.alpha.grad = gradient
         self._adam.step()
@@ -232,9 +237,15 @@ class CellSearch(nn.Module):
         ends = [math.ceil((i + 1) * self.total / records) for i in range(records)]
         batches = np.diff([0, *ends])[:, None, None, None]
         return CellSearchResult(
-            self.net, self.cfg, np.array(ends), self.logits.cpu().numpy(), self.probabilities.cpu().numpy(),
-            self.costs.cpu().numpy(), self.edge_costs.cpu().numpy() / batches, self.outputs.cpu().numpy(),
-        )  # fmt: skip
+            self.net,
+            self.cfg,
+            np.array(ends),
+            self.logits.cpu().numpy(),
+            self.probabilities.cpu().numpy(),
+            self.costs.cpu().numpy(),
+            self.edge_costs.cpu().numpy() / batches,
+            self.outputs.cpu().numpy(),
+        )
 
 
 class CellSearchEngine:
@@ -454,12 +465,18 @@ def search_cells(
     held = None if held_out is None else as_epochs(held_out)
     search = CellSearch(space, cfg, train_cfg.epochs * len(loader), fused=fused)
     train(
-        search, loader, train_cfg,
-        stage=name, run_dir=run_dir, fingerprint=space.fingerprint, resume=resume, device=device,
+        search,
+        loader,
+        train_cfg,
+        stage=name,
+        run_dir=run_dir,
+        fingerprint=space.fingerprint,
+        resume=resume,
+        device=device,
         quiet=progress is not None,
         settings={"search": cfg.to_dict(), **(settings or {})},
         engine=lambda optimizer: CellSearchEngine(search, optimizer, held, progress),
-    )  # fmt: skip
+    )
     found = search.result()
     found.save(run_dir)
     return found

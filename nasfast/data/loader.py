@@ -340,10 +340,17 @@ def make_loader(
     augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed)
     mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
     return Loader(
-        source, _make_backend(cfg, source, augmentation, -(-cfg.batch_size // world)),
-        batch_size=cfg.batch_size, shuffle=train, seed=seed, rank=rank, world=world, max_bad_files=cfg.max_bad_files,
-        mean=mean, std=std,
-    )  # fmt: skip
+        source,
+        _make_backend(cfg, source, augmentation, -(-cfg.batch_size // world)),
+        batch_size=cfg.batch_size,
+        shuffle=train,
+        seed=seed,
+        rank=rank,
+        world=world,
+        max_bad_files=cfg.max_bad_files,
+        mean=mean,
+        std=std,
+    )
 
 
 def make_loaders(

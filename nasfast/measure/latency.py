@@ -148,13 +148,17 @@ class LatencyReport:
                 f"{row.name:22} {row.trainable:>10} {forward} {backward} {row.step_ms:9.1f} {quantiles:>17} "
                 f"{row.step_ms / cfg.batch:9.2f} {row.step_ms / first.step_ms:7.2f} | {published}"
             )
-        return "\n".join([
-            *lines, "", PUBLISHED,
-            "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",
-            *([_GRAPH_NOTE] if len(self.rows) > len(_ROWS) else []),
-            "times are medians over interleaved rounds",
-            *([] if self.projection is None else ["", str(self.projection)]),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                *lines,
+                "",
+                PUBLISHED,
+                "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",
+                *([_GRAPH_NOTE] if len(self.rows) > len(_ROWS) else []),
+                "times are medians over interleaved rounds",
+                *([] if self.projection is None else ["", str(self.projection)]),
+            ]
+        )
 
 
 def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:

@@ -253,9 +253,9 @@ def _tables(
     """Both tables from the profiler's averages by name; times are the device's where it is a GPU."""
     phases = ("forward", "backward")
     ranges = {f"{phase} {name}" for phase in phases for name in blocks} | set(phases)
-    total_time, self_time = ("device_time_total", "self_device_time_total") if on_gpu else (
-        "cpu_time_total", "self_cpu_time_total",
-    )  # fmt: skip
+    total_time, self_time = (
+        ("device_time_total", "self_device_time_total") if on_gpu else ("cpu_time_total", "self_cpu_time_total")
+    )
     in_range, ops = dict.fromkeys(ranges, 0.0), {}
     for event in averages:
         # a GPU's kernels and ranges are also there as events of the device: the same time again

@@ -106,10 +106,16 @@ def export_onnx(network: nn.Module, path: str | Path) -> float:
     unchecked = temporary_beside(path)
     try:
         torch.onnx.export(
-            network, (images,), str(unchecked),
-            input_names=["images"], output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("batch")},),
-            dynamo=True, external_data=False, verbose=False,
-        )  # fmt: skip
+            network,
+            (images,),
+            str(unchecked),
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
         # its content, because onnxruntime takes every file name to be UTF-8
         session = onnxruntime.InferenceSession(unchecked.read_bytes(), providers=["CPUExecutionProvider"])
         (got,) = session.run(["logits"], {"images": images.numpy()})

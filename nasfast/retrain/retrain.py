@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch
 from nasfast.supernet import Supernet, build, inherit
-from nasfast.train import Evaluation, TrainConfig, evaluate, recalibrate_bn
+from nasfast.train import TrainConfig, evaluate, recalibrate_bn
 from nasfast.train.loop import train
 from nasfast.train.supernet import default_lr
 
@@ -88,6 +89,29 @@ class RetrainResult(ConfigBase):
     ranks: int = 1
 
 
+def _initial_network(
+    space: ArchSpace,
+    arch: Arch,
+    cfg: RetrainConfig,
+    train_loader: object,
+    *,
+    supernet: Supernet | None,
+    activation: str | None,
+    seed: int,
+    device: str,
+) -> nn.Module:
+    """The standalone network of `arch` before its training: inherited from the supernet, or with fresh weights."""
+    if cfg.init == "inherit":
+        if not isinstance(space, SearchSpace):
+            raise ValueError("retrain.init='inherit': networks of cells begin with fresh weights, e.g. 'orthogonal'")
+        if supernet is None:
+            raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
+        network = inherit(supernet, arch).to(device)
+        recalibrate_bn(network, train_loader, device=device)
+        return network
+    return build(space, arch, activation=activation, init=cfg.init, seed=seed)
+
+
 def retrain(
     space: ArchSpace,
     arch: Arch,
@@ -123,36 +147,43 @@ def retrain(
     """
     arch = space.check(arch)
     settings = cfg.train if cfg.train.lr is not None else cfg.train.replace(lr=default_lr("all"))
-    if cfg.init == "inherit":
-        if not isinstance(space, SearchSpace):
-            raise ValueError("retrain.init='inherit': networks of cells begin with fresh weights, e.g. 'orthogonal'")
-        if supernet is None:
-            raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
-        network = inherit(supernet, arch).to(device)
-        recalibrate_bn(network, train_loader, device=device)
-    else:
-        network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
-
-    def evaluation(model: nn.Module) -> Evaluation:
-        return evaluate(model, val_loader, device=device, world=world)
-
+    network = _initial_network(
+        space, arch, cfg, train_loader, supernet=supernet, activation=activation, seed=seed, device=device
+    )
+    evaluation = partial(evaluate, loader=val_loader, device=device, world=world)
     folder = Path(run_dir) / "retrain" / name
     with run_lock(run_dir) if world.leads else nullcontext():
         earlier = _earlier_result(folder, arch) if world.is_main else None
         torch.manual_seed(seed)
         started = time.monotonic()
         train(
-            network, train_loader, settings,
-            stage=f"retrain/{name}", run_dir=run_dir, fingerprint=f"{space.fingerprint}/{arch}",
-            evaluate=evaluation, settings={"init": cfg.init, "seed": seed, "activation": network.activation},
-            prefix=f"retrain-{name}-{_file_text(arch)}", resume=resume, device=device, world=world,
-        )  # fmt: skip
+            network,
+            train_loader,
+            settings,
+            stage=f"retrain/{name}",
+            run_dir=run_dir,
+            fingerprint=f"{space.fingerprint}/{arch}",
+            evaluate=evaluation,
+            settings={"init": cfg.init, "seed": seed, "activation": network.activation},
+            prefix=f"retrain-{name}-{_file_text(arch)}",
+            resume=resume,
+            device=device,
+            world=world,
+        )
         measured, cost = evaluation(network), space.cost(arch)
         result = RetrainResult(
-            arch=arch, macs=cost.macs, params=cost.params, top1=measured.top1, top5=measured.top5, loss=measured.loss,
-            epochs=settings.epochs, seconds=time.monotonic() - started, images=measured.images,
-            correct=_packed(world.gather(bytes(measured.correct))), ranks=world.size,
-        )  # fmt: skip
+            arch=arch,
+            macs=cost.macs,
+            params=cost.params,
+            top1=measured.top1,
+            top5=measured.top5,
+            loss=measured.loss,
+            epochs=settings.epochs,
+            seconds=time.monotonic() - started,
+            images=measured.images,
+            correct=_packed(world.gather(bytes(measured.correct))),
+            ranks=world.size,
+        )
         if not world.is_main:
             return result
         save_model(network, folder / MODEL_FILE)

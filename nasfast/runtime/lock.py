@@ -106,8 +106,9 @@ def _acquire(folder: Path) -> int | None:
             path.unlink(missing_ok=True)
             _LOG.warning(
                 "the file system of %s has no locks (%s): see to it that no other process writes there",
-                folder, error.strerror,
-            )  # fmt: skip
+                folder,
+                error.strerror,
+            )
             return None
         # who held it before removes the file at its end: the lock of a removed file keeps nobody out
         with contextlib.suppress(FileNotFoundError):

@@ -74,8 +74,11 @@ def evolve(
             evolution.evaluated[arch] = Candidate(arch, value, cost.macs, cost.params)
         _LOG.info(
             "evolution: generation %d of %d, %d architectures evaluated, best score %.6g",
-            generation + 1, config.generations, len(evolution.evaluated), evolution.best(1)[0].score,
-        )  # fmt: skip
+            generation + 1,
+            config.generations,
+            len(evolution.evaluated),
+            evolution.best(1)[0].score,
+        )
     status = f"evolution, {len(evolution.evaluated)} architectures evaluated"
     return [candidate.replace(status=status) for candidate in evolution.best(config.top_k)]
 

@@ -438,9 +438,14 @@ def darts_space(
     """The DARTS space: cells of four nodes, reductions at a third and two thirds (`reductions=False`: none, S8n)."""
     at = tuple(sorted({cells // 3, 2 * cells // 3})) if reductions else ()
     return CellSpace(
-        name="darts", cell=darts_cell(), cells=cells, channels=channels, reductions=at, num_classes=num_classes,
+        name="darts",
+        cell=darts_cell(),
+        cells=cells,
+        channels=channels,
+        reductions=at,
+        num_classes=num_classes,
         resolution=resolution,
-    )  # fmt: skip
+    )
 
 
 def nas_bench_201_space(
@@ -449,10 +454,21 @@ def nas_bench_201_space(
     """NAS-Bench-201's cells in three stages, with a strided convolution between them instead of a residual block."""
     at = tuple(sorted({cells // 3, 2 * cells // 3} - {0}))
     return CellSpace(
-        name="nas_bench_201", cell=nas_bench_201_cell(), cells=cells, channels=channels, reductions=at,
-        reduce_by="conv", stem_multiplier=1, preprocess=False, head=True, affine=True, pool_norm=False,
-        classifier_bias=True, num_classes=num_classes, resolution=resolution,
-    )  # fmt: skip
+        name="nas_bench_201",
+        cell=nas_bench_201_cell(),
+        cells=cells,
+        channels=channels,
+        reductions=at,
+        reduce_by="conv",
+        stem_multiplier=1,
+        preprocess=False,
+        head=True,
+        affine=True,
+        pool_norm=False,
+        classifier_bias=True,
+        num_classes=num_classes,
+        resolution=resolution,
+    )
 
 
 CELL_SPACES = {"darts": darts_space, "nas_bench_201": nas_bench_201_space}

@@ -46,9 +46,13 @@ class TrainLog:
         self._bar = None
         if shown and console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                TextColumn("{task.fields[metrics]}"), TimeRemainingColumn(), console=console,
-            )  # fmt: skip
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[metrics]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
             self._task = self._bar.add_task(stage, total=total, completed=step, metrics="")
             self._bar.start()
 

@@ -266,10 +266,17 @@ def train(
                 paths = None if sampler is None else sampler.step()
                 if len(x) > largest:  # a resumed run may begin with the short batch that ends an epoch
                     largest = len(x)
-                    runner = runner if engine else make_engine(
-                        exchange.module, cfg.engine,
-                        batch=tuple(x.shape), label_smoothing=cfg.label_smoothing, bf16=cfg.precision == "bf16",
-                    )  # fmt: skip
+                    runner = (
+                        runner
+                        if engine
+                        else make_engine(
+                            exchange.module,
+                            cfg.engine,
+                            batch=tuple(x.shape),
+                            label_smoothing=cfg.label_smoothing,
+                            bf16=cfg.precision == "bf16",
+                        )
+                    )
                 if world.rank:
                     seed_other_rank(seed, world.rank, at.step, device=device)
                 outcome, norm = _step(runner, exchange, optimizer, x, y, paths, cfg, stop=stop.requested)
@@ -297,9 +304,13 @@ def train(
                     now = time.monotonic()
                     if log:
                         log.write(
-                            at.step, epoch=epoch, lr=lr, loss=at.sums.loss / at.sums.steps,
-                            top1=at.sums.correct / at.sums.images, images_per_s=seen / max(now - clock, 1e-9),
-                        )  # fmt: skip
+                            at.step,
+                            epoch=epoch,
+                            lr=lr,
+                            loss=at.sums.loss / at.sums.steps,
+                            top1=at.sums.correct / at.sums.images,
+                            images_per_s=seen / max(now - clock, 1e-9),
+                        )
                     at.sums, clock, seen = Sums(), now, 0
                 if saves or stopped:
                     conclude(evaluates=evaluates, stopped=stopped)

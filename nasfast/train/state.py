@@ -173,8 +173,12 @@ def _found(state: TrainState, folder: CheckpointFolder, stage: str, resume: bool
         _LOG.warning(
             "%s: until step %d images came from the loader %r, now from %r: both show the same windows up to rounding "
             "(from or to 'cache' with photographs: windows on reduced images), so the result will not be that of an "
-            "unbroken run bit for bit", stage, checkpoint.state["step"], before, now,
-        )  # fmt: skip
+            "unbroken run bit for bit",
+            stage,
+            checkpoint.state["step"],
+            before,
+            now,
+        )
     _LOG.info("%s: goes on from %s", stage, path)
     return checkpoint
 

@@ -167,8 +167,15 @@ def train_supernet(
     if cfg.lr is None:
         cfg = cfg.replace(lr=default_lr(net.summary.trainable))
     return train(
-        net, loader, cfg,
-        stage="supernet", run_dir=run_dir, fingerprint=net.space.fingerprint,
-        sampler=sampler, settings={"trainable": net.summary.trainable, "roles": list(net.summary.by_role)},
-        resume=resume, device=device, world=world,
-    )  # fmt: skip
+        net,
+        loader,
+        cfg,
+        stage="supernet",
+        run_dir=run_dir,
+        fingerprint=net.space.fingerprint,
+        sampler=sampler,
+        settings={"trainable": net.summary.trainable, "roles": list(net.summary.by_role)},
+        resume=resume,
+        device=device,
+        world=world,
+    )

@@ -84,10 +84,12 @@ def test_kernels(bare, tmp_path):
     assert len(widths) == 2
     # the engine launches what the eager step does
     launches = [
-        {name: sum(row["launches"] for row in rows if (row["variant"], row["kernel"]) == (variant, name))
-         for name in ("pointwise_forward_kernel", "depthwise_backward_kernel")}
+        {
+            name: sum(row["launches"] for row in rows if (row["variant"], row["kernel"]) == (variant, name))
+            for name in ("pointwise_forward_kernel", "depthwise_backward_kernel")
+        }
         for variant in ("nasfast eager", "nasfast engine")
-    ]  # fmt: skip
+    ]
     assert launches[0] == launches[1] and all(launches[0].values())
 
 

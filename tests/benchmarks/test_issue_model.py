@@ -89,8 +89,12 @@ def test_arguments_are_specialised_as_triton_does_it(small):
     # 1 becomes a constant
     assert small["nested 1 1"]["signature"]["n"] == "constexpr"
     assert small["nested 3 7"]["signature"] == {
-        "x": "*fp32", "out": "*fp32", "n": "i32", "m": "i32", "BLOCK": "constexpr"
-    }  # fmt: skip
+        "x": "*fp32",
+        "out": "*fp32",
+        "n": "i32",
+        "m": "i32",
+        "BLOCK": "constexpr",
+    }
 
 
 # ---- a real step
@@ -152,8 +156,12 @@ for name in sys.argv[1:]:
 
 
 def test_the_key_of_a_kernel_does_not_depend_on_which_kernel_comes_first(run, tmp_path):
-    names = ["bn.bn_statistics_kernel", "pointwise.pointwise_forward_kernel", "depthwise.depthwise_backward_kernel",
-             "pointwise.pointwise_backward_kernel"]  # fmt: skip
+    names = [
+        "bn.bn_statistics_kernel",
+        "pointwise.pointwise_forward_kernel",
+        "depthwise.depthwise_backward_kernel",
+        "pointwise.pointwise_backward_kernel",
+    ]
     first, last = (run("-c", _KEYS, *order, cache=tmp_path).splitlines() for order in (names, names[::-1]))
     assert len(set(first)) == len(names) and sorted(first) == sorted(last)
 

@@ -150,9 +150,20 @@ def test_every_candidate_can_be_recorded(name, trainable, rules):
         lambda x: torch.equal(x, x),
     ],
     ids=[
-        "item", "bool", "tolist", "numpy", "cpu", "to", "tensor", "mask", "nonzero", "unique", "masked_select", "equal",
+        "item",
+        "bool",
+        "tolist",
+        "numpy",
+        "cpu",
+        "to",
+        "tensor",
+        "mask",
+        "nonzero",
+        "unique",
+        "masked_select",
+        "equal",
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_recorded_is_refused_and_the_candidate_named(breaks, rules):
     net = supernet(spaces.digits_mini())
     with use_backend("triton"), noted_launches(run=False):

@@ -171,9 +171,15 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (
-            torch.ops.aten.copy_, torch.ops.aten._foreach_copy_, torch.ops.aten.clone, torch.ops.aten.zero_,
-            torch.ops.aten.fill_, torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.cat,
-        ):  # fmt: skip
+            torch.ops.aten.copy_,
+            torch.ops.aten._foreach_copy_,
+            torch.ops.aten.clone,
+            torch.ops.aten.zero_,
+            torch.ops.aten.fill_,
+            torch.ops.aten.add,
+            torch.ops.aten.add_,
+            torch.ops.aten.cat,
+        ):
             self.found[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 

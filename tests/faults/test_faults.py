@@ -70,9 +70,13 @@ def test_differences_and_losses_are_noticed(suite, server, tmp_path):
     (run / "metrics.jsonl").write_bytes(b"\n".join(lines[1:]) + b"\n")
     ours, theirs = contents(run), contents(undisturbed)
     assert {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} == {
-        f"checkpoints/{newest.name}", "archs.json", "indicators.json", ".config.yaml.7.tmp",
-        "retrain/best/result.json", "metrics.jsonl",
-    }  # fmt: skip
+        f"checkpoints/{newest.name}",
+        "archs.json",
+        "indicators.json",
+        ".config.yaml.7.tmp",
+        "retrain/best/result.json",
+        "metrics.jsonl",
+    }
     step = newest_checkpoints(undisturbed, read=True)["supernet"]
     lost = before.missing(run)
     assert lost[:2] == ["archs.json is gone", f"checkpoint {step} of supernet"]
@@ -82,5 +86,10 @@ def test_differences_and_losses_are_noticed(suite, server, tmp_path):
 def test_every_fault_of_the_table_is_planned_often_enough():
     assert sum(plan.times for plan in PLANS) >= 100
     assert {plan.stage for plan in PLANS if plan.inject is killed} == {
-        "supernet", "score", "search", "retrain", "report", "export",
-    }  # fmt: skip
+        "supernet",
+        "score",
+        "search",
+        "retrain",
+        "report",
+        "export",
+    }

@@ -228,9 +228,15 @@ def _chain(
         if fixed and training:
             mean, var = conv.detach().mean((0, 2, 3)), conv.detach().var((0, 2, 3), correction=0)
         z = reference.bn_act(
-            conv, *affine, running_mean=mean, running_var=var,
-            act="identity", training=training and not fixed, momentum=momentum, eps=eps,
-        )  # fmt: skip
+            conv,
+            *affine,
+            running_mean=mean,
+            running_var=var,
+            act="identity",
+            training=training and not fixed,
+            momentum=momentum,
+            eps=eps,
+        )
         seen = {"x": x, "conv": conv, "z": z, "rstd": rstd}
         z.register_hook(partial(seen.__setitem__, "dz"))
         at.append(seen)
@@ -242,14 +248,22 @@ def _chain(
 POINTWISE = [
     ChainCase(shape, f"pw{out}")
     for shape, out in [
-        ((1, 1, 1, 2), 1), ((1, 3, 7, 9), 97), ((2, 15, 5, 13), 17), ((3, 16, 8, 8), 16), ((1, 17, 8, 8), 15),
-        ((2, 24, 9, 7), 49), ((5, 40, 13, 1), 3), ((1, 49, 1, 65), 40), ((2, 97, 5, 5), 1), ((3, 1, 4, 4), 24),
+        ((1, 1, 1, 2), 1),
+        ((1, 3, 7, 9), 97),
+        ((2, 15, 5, 13), 17),
+        ((3, 16, 8, 8), 16),
+        ((1, 17, 8, 8), 15),
+        ((2, 24, 9, 7), 49),
+        ((5, 40, 13, 1), 3),
+        ((1, 49, 1, 65), 40),
+        ((2, 97, 5, 5), 1),
+        ((3, 1, 4, 4), 24),
         # more rows than items, so that an item has several tiles
         ((2, 3, 65, 66), 5),
         # a depth whose rows would fall into one cache set, were they not moved apart
         ((1, 512, 3, 3), 7),
     ]
-]  # fmt: skip
+]
 DEPTHWISE = [
     ChainCase((3, channels, *size), f"dw{kernel}s{stride}")
     for kernel, stride in product((3, 5, 7), (1, 2))

@@ -47,8 +47,11 @@ def test_quick_tells_marks_and_tables(tmp_path):
     # section 6: spread, three correlations with accuracy, four of Q; two for each kind of search; and the time
     assert len(names) == len(set(names)) == 1 + 3 + 4 + 2 * 7 + 1
     assert [row[0] for row in table(report, "random cells").rows] == [
-        "Q, standard", "Q, random labels", "Q, random images", "parameters",
-    ]  # fmt: skip
+        "Q, standard",
+        "Q, random labels",
+        "Q, random images",
+        "parameters",
+    ]
     assert len(table(report, "searches").rows) == 10
     closed = {row[0]: row for row in table(report, "one step").rows}
     assert closed["closed form, exact gradient"][1] == "1.000"
@@ -98,9 +101,11 @@ def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
     assert report.tables[0].rows[0][1] == " ".join(map(str, best))
     moved = [row[0] for row in table(report, "of 8 choices").rows]
     assert moved == [
-        "between seeds, standard", "between seeds, random labels", "standard and random labels, same seed",
+        "between seeds, standard",
+        "between seeds, random labels",
+        "standard and random labels, same seed",
         "two random architectures",
-    ]  # fmt: skip
+    ]
     report.save(tmp_path)
     assert json.loads((tmp_path / "nasi-search.json").read_text(encoding="utf-8"))["figures"][0]["kind"] == "nasi_steps"
 
@@ -113,8 +118,10 @@ def test_what_a_search_writes_is_retrained(tmp_path, capsys, space):
     assert main(["nasi", "search", *(f"--{name}={value}" for name, value in flags.items())]) == 0
     result = run / ("arch_nasi.json" if space == "nas_bench_201" else "indicators.json")
     assert f"{run / 'nasi-search.html'}, {result}" in capsys.readouterr().out
-    data = [f"--data.{name}={value}" for name, value in
-            {"train": images, "val": images, "batch_size": 4, "workers": 0}.items()]  # fmt: skip
+    data = [
+        f"--data.{name}={value}"
+        for name, value in {"train": images, "val": images, "batch_size": 4, "workers": 0}.items()
+    ]
     if space == "digits_mini":
         assert main(["search", f"--out={run}", *data, "--search.top_k=1"]) == 0
         data = []
@@ -134,9 +141,11 @@ def test_another_run_is_not_touched(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     space = nas_bench_macro()
     trained = IndicatorTable(
-        space, tuple({k: 0.0 for k in layer.options if k != layer.indicator_choice} for layer in space.layers),
-        (None,) * len(space), {"method": "dinas"},
-    )  # fmt: skip
+        space,
+        tuple({k: 0.0 for k in layer.options if k != layer.indicator_choice} for layer in space.layers),
+        (None,) * len(space),
+        {"method": "dinas"},
+    )
     trained.save(tmp_path / "trained" / "indicators.json")
     with pytest.raises(FileExistsError, match="scores of a trained supernet"):
         nasi_search_study(NasiSearchConfig(space="nas_bench_macro", **TINY), out=tmp_path / "trained")
@@ -212,9 +221,15 @@ def test_compare_ranks_beside_trivial_predictors(tmp_path):
     )
     given.save(tmp_path / "given.json")
     cfg = NasiCompareConfig(
-        accuracies=str(tmp_path / "truth.json"), indicators=str(tmp_path / "given.json"), architectures=10, repeats=3,
-        score_batch=4, resamples=20, images=str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8)), **TINY,
-    )  # fmt: skip
+        accuracies=str(tmp_path / "truth.json"),
+        indicators=str(tmp_path / "given.json"),
+        architectures=10,
+        repeats=3,
+        score_batch=4,
+        resamples=20,
+        images=str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8)),
+        **TINY,
+    )
     report = nasi_compare_study(cfg, out=tmp_path)
     names = ["NASI, standard, seed 0", "given indicators", "depth", "macs", "params", "sqrt_size"]
     assert [row[0] for row in table(report, "10 random").rows] == ["Q", *names]

@@ -71,9 +71,14 @@ def test_outlier_in_the_first_pixel_does_not_spoil_the_variance(native):
     for layout in ("nhwc", "nchw"):
         running_var = torch.zeros(3)
         ops.bn_act(
-            with_layout(x, layout), torch.ones(3), torch.zeros(3),
-            running_mean=torch.zeros(3), running_var=running_var, momentum=1.0, backend="cpu",
-        )  # fmt: skip
+            with_layout(x, layout),
+            torch.ones(3),
+            torch.zeros(3),
+            running_mean=torch.zeros(3),
+            running_var=running_var,
+            momentum=1.0,
+            backend="cpu",
+        )
         assert_close("running_var", running_var, x.double().var((0, 2, 3)))
 
 

@@ -178,11 +178,12 @@ def test_images_do_not_see_each_other_in_eval_mode(dtype, plan, native):
             training=False,
             params=s.params._replace(
                 conv_weight=s.params.conv_weight.to(dtype),
-                running_mean=torch.zeros_like(s.params.bn_bias), running_var=torch.ones_like(s.params.bn_bias),
+                running_mean=torch.zeros_like(s.params.bn_bias),
+                running_var=torch.ones_like(s.params.bn_bias),
             ),
         )
         for s in drawn.stages
-    ]  # fmt: skip
+    ]
     want = torch.cat([native_chain(x[i : i + 1], stages) for i in range(4)])
     x[1], x[2] = torch.nan, 1e20
     got = native_chain(x, stages)
@@ -487,11 +488,14 @@ def test_opcheck(case, changes, native):
         torch.library.opcheck(BACKWARD.default, (), detached | ({} if wants is None else {"wants": wants}))
 
 
-@pytest.mark.parametrize("units, shuffle, one_pass", [
-    ("dense8k3s2 pw24/relu dw5s2 pw8", False, False),
-    ("pw64/relu6 dw3/tanh pw8", False, True),
-    ("pw8 dw3 pw8 dw7 pw8", True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "units, shuffle, one_pass",
+    [
+        ("dense8k3s2 pw24/relu dw5s2 pw8", False, False),
+        ("pw64/relu6 dw3/tanh pw8", False, True),
+        ("pw8 dw3 pw8 dw7 pw8", True, False),
+    ],
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_without_backward_nothing_is_kept_and_the_result_is_the_same(units, shuffle, one_pass, training):
     units = units if training else " ".join(f"{unit}!" for unit in units.split())
@@ -576,12 +580,15 @@ BAD_FORWARD = {
     "residual 3-d": broken(residual=torch.zeros(6, 5, 4)),
     "input added to another shape": broken(add_input=True, strides=[1, 2, 1]),
     "one_pass without depthwise": broken(
-        one_pass=True, **{n: lambda v: v[:1] for n in ("conv_weights", "bn_weights", "bn_biases", "strides", "eps")},
-        running_means=lambda v: v[:1], running_vars=lambda v: v[:1], acts="relu6",
+        one_pass=True,
+        **{n: lambda v: v[:1] for n in ("conv_weights", "bn_weights", "bn_biases", "strides", "eps")},
+        running_means=lambda v: v[:1],
+        running_vars=lambda v: v[:1],
+        acts="relu6",
     ),
     "shuffle of another shape": broken(shuffle=True),
     "shuffle and one_pass": broken(shuffle=True, one_pass=True),
-}  # fmt: skip
+}
 BAD_BACKWARD = {
     "grad shape": broken(grad=lambda g: g[:, :5].contiguous(memory_format=NHWC)),
     "grad batch": broken(grad=lambda g: g[:1]),

@@ -276,9 +276,21 @@ def test_operators_pass_opcheck():
     betas = [p.bn_bias.clone().requires_grad_() for p in params]
     empty = [torch.empty(0, device=DEVICE)] * 3
     arguments = (
-        x, [p.conv_weight for p in params], gammas, betas, empty, empty, None,
-        [1, 1, 1], "relu6,relu6,identity", [1e-5] * 3, False, False, False, True,
-    )  # fmt: skip
+        x,
+        [p.conv_weight for p in params],
+        gammas,
+        betas,
+        empty,
+        empty,
+        None,
+        [1, 1, 1],
+        "relu6,relu6,identity",
+        [1e-5] * 3,
+        False,
+        False,
+        False,
+        True,
+    )
     torch.library.opcheck(torch.ops.nasfast_triton.conv_bn_act_fwd.default, arguments)
     y = torch.randn(2, 5, 4, 4, device=DEVICE, requires_grad=True)
     torch.library.opcheck(

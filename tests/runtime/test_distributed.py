@@ -253,8 +253,11 @@ def test_torchrun_starts_a_killed_worker_again_and_nothing_is_lost(done, tmp_pat
     command = ["supernet", "--out", str(tmp_path / "run"), "--config", str(out / "settings.yaml")]
     with subprocess.Popen(
         [sys.executable, "-m", *torchrun, "--monitor-interval", "0.1", ranks.__file__, "--killed-at", "7", *command],
-        env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-    ) as process:  # fmt: skip
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    ) as process:
         try:
             error = process.communicate(timeout=300)[1]
         finally:
@@ -278,8 +281,11 @@ def test_torchrun_does_not_go_on_with_what_was_there_before(done, tmp_path):
     command = ["supernet", "--out", str(tmp_path / "run"), "--config", str(out / "settings.yaml")]
     process = subprocess.run(
         [sys.executable, "-m", *torchrun, "--monitor-interval", "0.1", "-m", "nasfast", *command],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert process.returncode == 1
     assert process.stderr.count("holds a supernet run already: add --resume") == 2, process.stderr
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before

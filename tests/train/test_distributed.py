@@ -81,9 +81,14 @@ def test_two_ranks_train_a_supernet_as_one_process_with_batchnorm_per_rank(done,
     torch.manual_seed(0)
     net, sampler = Supernet(tiny_space()), FairSampler(tiny_space())
     train(
-        PerRank(net, 2), ranks.Shares(ranks.BATCHES, SINGLE), ranks.SETTINGS, stage="supernet", run_dir=tmp_path,
-        fingerprint="f", sampler=sampler,
-    )  # fmt: skip
+        PerRank(net, 2),
+        ranks.Shares(ranks.BATCHES, SINGLE),
+        ranks.SETTINGS,
+        stage="supernet",
+        run_dir=tmp_path,
+        fingerprint="f",
+        sampler=sampler,
+    )
     assert done[1]["supernet"] == [0, 0]
     assert_same_run(done[0] / "supernet", tmp_path)
     # not vacuous: normalising over the whole batch gives other losses
@@ -96,9 +101,14 @@ def test_two_ranks_train_a_network_as_one_process_with_batchnorm_per_rank(done, 
     torch.manual_seed(0)
     held_out = ranks.Shares(ranks.HELD_OUT, SINGLE)
     train(
-        PerRank(build(tiny_space(), ranks.ARCH), 2), ranks.Shares(ranks.BATCHES, SINGLE), ranks.SETTINGS,
-        stage="retrain/best", run_dir=tmp_path, fingerprint="f", evaluate=lambda m: evaluate(m, held_out),
-    )  # fmt: skip
+        PerRank(build(tiny_space(), ranks.ARCH), 2),
+        ranks.Shares(ranks.BATCHES, SINGLE),
+        ranks.SETTINGS,
+        stage="retrain/best",
+        run_dir=tmp_path,
+        fingerprint="f",
+        evaluate=lambda m: evaluate(m, held_out),
+    )
     assert done[1]["network"] == [0, 0]
     assert_same_run(done[0] / "network", tmp_path)
     assert [m["step"] for m in read_metrics(tmp_path) if "eval_top1" in m] == [4, 8]

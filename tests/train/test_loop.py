@@ -279,9 +279,14 @@ def test_the_best_evaluation_keeps_its_checkpoint(tmp_path):
     network = build(tiny_space(), (0, 1, 2, 0))
     cfg = TrainConfig(epochs=4, lr=0.1, keep_checkpoints=1, checkpoint_every=3)
     train(
-        network, batches(2), cfg, stage="retrain/a", run_dir=tmp_path, fingerprint="f",
+        network,
+        batches(2),
+        cfg,
+        stage="retrain/a",
+        run_dir=tmp_path,
+        fingerprint="f",
         evaluate=lambda _: Evaluation(next(scores), 1.0, 1.0, 8),
-    )  # fmt: skip
+    )
     files = {p.name for p in (tmp_path / "checkpoints").iterdir()}
     assert files == {"retrain-a-00000008.safetensors", "retrain-a-best.safetensors"}
     best = load_checkpoint(tmp_path / "checkpoints" / "retrain-a-best.safetensors")
@@ -293,9 +298,14 @@ def test_the_best_evaluation_keeps_its_checkpoint(tmp_path):
 def test_every_evaluation_has_a_checkpoint(tmp_path):
     cfg = TrainConfig(epochs=3, lr=0.1, keep_checkpoints=9, checkpoint_every=4)
     train(
-        build(tiny_space(), (0, 1, 2, 0)), batches(3), cfg, stage="a", run_dir=tmp_path, fingerprint="f",
+        build(tiny_space(), (0, 1, 2, 0)),
+        batches(3),
+        cfg,
+        stage="a",
+        run_dir=tmp_path,
+        fingerprint="f",
         evaluate=lambda _: Evaluation(0.5, 1.0, 1.0, 8),
-    )  # fmt: skip
+    )
     steps = [int(p.stem[-8:]) for p in sorted((tmp_path / "checkpoints").glob("a-0*"))]
     assert steps == [3, 4, 6, 8, 9]
 

@@ -51,9 +51,15 @@ def trained(
         return evaluate(model, ranks.HELD_OUT)
 
     return train(
-        build(tiny_space(), ranks.ARCH), Interrupting(at), ranks.SETTINGS, stage="retrain/best", run_dir=out,
-        fingerprint="f", evaluate=evaluation, resume=resume,
-    )  # fmt: skip
+        build(tiny_space(), ranks.ARCH),
+        Interrupting(at),
+        ranks.SETTINGS,
+        stage="retrain/best",
+        run_dir=out,
+        fingerprint="f",
+        evaluate=evaluation,
+        resume=resume,
+    )
 
 
 def contents(out: Path) -> tuple[list[dict], dict[str, bytes]]:
