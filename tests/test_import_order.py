@@ -4,8 +4,9 @@ The order is that of the design: `spaces -> supernet -> ops`, and `train -> indi
 files, so search knows a table and no network. A room is a package or module of nasfast; `indicators` is three, because
 its table and its ranking must work without torch and its readers of a supernet may not be seen by the search.
 
-Checked besides: no cycle between modules, no import of nasfast inside a function, function-level imports only of
-optional packages, `_C` and `_triton` only in `ops`, torch not at all where a search must run without it.
+Checked besides: no cycle between modules, imports for type checkers included; no import of nasfast inside a function,
+function-level imports only of optional packages; `_C` and `_triton` only in `ops`; torch not at all where a search must
+run without it.
 """
 
 from __future__ import annotations
@@ -61,19 +62,21 @@ ALLOWED: dict[str, set[str]] = {
     },
     "search": {"config", "runtime.files", "spaces", "indicators.table"},
     "retrain": {"config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "cells"},
-    "report": {"config", "runtime.files", "spaces", "indicators.table", "indicators.rank", "search"},
+    "report": {"config", "runtime.files", "runtime.moved", "spaces", "indicators.table", "indicators.rank", "search"},
     "measure": {"config", "runtime.files", "runtime", "ops", "fusion", "spaces", "supernet", "engine", "train"},
-    "study": {"config", "runtime.files", "measure", "report"},
-    "isometry": {
-        "config", "runtime.files", "spaces", "supernet", "train", "indicators", "measure", "analysis",
-        "analysis.meanfield", "report", "study",
+    "studies.registry": set(),
+    "studies": {"config", "runtime.files", "runtime", "measure", "report", "studies.registry"},
+    "studies.isometry": {
+        "config", "spaces", "ops", "supernet", "train", "indicators", "measure", "analysis", "analysis.meanfield",
+        "report", "studies",
     },
-    "moments": {"config", "spaces", "supernet", "data", "runtime", "analysis", "study"},
-    "wiring": {"config", "runtime.files", "spaces", "cells", "data", "runtime", "train", "study"},
-    "studies": set(),
+    "studies.moments": {"config", "runtime", "spaces", "supernet", "data", "analysis", "report", "studies"},
     "studies.nasi": {
-        "config", "seeds", "runtime.files", "spaces", "cells", "nasi", "data", "runtime", "indicators.accuracies",
-        "indicators.rank", "indicators.table", "study",
+        "config", "seeds", "runtime.files", "runtime", "spaces", "cells", "nasi", "data", "indicators.accuracies",
+        "indicators.rank", "indicators.table", "report", "studies",
+    },
+    "studies.wiring": {
+        "config", "runtime.files", "runtime", "spaces", "supernet", "cells", "data", "train", "report", "studies",
     },
     "settings": {"config", "data", "runtime", "indicators", "retrain", "search", "train"},
     "pipeline": {
@@ -82,10 +85,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli.commands": {
         "config", "runtime", "spaces", "cells", "indicators", "indicators.accuracies", "indicators.table",
-        "indicators.rank", "report", "measure", "study", "isometry", "moments",
-        "studies.nasi", "wiring", "pipeline",
+        "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline",
     },
-    "cli": {"config", "runtime.files", "runtime.termination", "cli.commands"},
+    "cli": {"config", "runtime.files", "runtime.termination", "studies.registry", "cli.commands"},
     "__main__": {"cli"},
     # names the others only while a type checker reads it
     "": {"runtime.moved"},
@@ -102,6 +104,7 @@ LATE = {
 TORCH_FREE = {
     "cli", "__main__", "config", "seeds", "runtime.files", "runtime.lock", "runtime.moved", "runtime.termination",
     "spaces", "indicators.accuracies", "indicators.table", "indicators.structure", "indicators.rank", "search",
+    "studies.registry",
 }  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 NATIVE = {"nasfast._C", "nasfast._triton"}
@@ -115,6 +118,7 @@ class Import:
     target: str
     line: int
     in_function: bool
+    typing_only: bool = False
 
 
 def _typing_only(test: ast.expr) -> bool:
@@ -125,26 +129,29 @@ def _as_program(test: ast.expr) -> bool:
     return ast.unparse(test) == "__name__ == '__main__'"
 
 
-def _walk(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Nodes that run, with whether they run inside a function."""
+def _walk(node: ast.AST, in_function: bool = False, typing_only: bool = False) -> Iterator[tuple[ast.AST, bool, bool]]:
+    """Nodes with whether they are inside a function, and whether only a type checker reads them."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and (_typing_only(child.test) or _as_program(child.test)):
-            for other in child.orelse:
-                yield other, in_function
-                yield from _walk(other, in_function)
+        if isinstance(child, ast.If) and _as_program(child.test):
+            continue
+        if isinstance(child, ast.If) and _typing_only(child.test):
+            for block, typed in ((child.body, True), (child.orelse, typing_only)):
+                for other in block:
+                    yield other, in_function, typed
+                    yield from _walk(other, in_function, typed)
             continue
         inside = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        yield child, inside
-        yield from _walk(child, inside)
+        yield child, inside, typing_only
+        yield from _walk(child, inside, typing_only)
 
 
 def imports_of(module: str, source: str, modules: set[str]) -> list[Import]:
     """What a module imports; `from package import name` is the module of that name where there is one."""
     found = []
     package = module if f"{module}.__init__" in modules else module.rpartition(".")[0]
-    for node, inside in _walk(ast.parse(source)):
+    for node, inside, typed in _walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [Import(module, alias.name, node.lineno, inside) for alias in node.names]
+            found += [Import(module, alias.name, node.lineno, inside, typed) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -153,7 +160,7 @@ def imports_of(module: str, source: str, modules: set[str]) -> list[Import]:
             for alias in node.names:
                 name = f"{base}.{alias.name}"
                 is_module = name in modules or name in NATIVE or f"{name}.__init__" in modules
-                found.append(Import(module, name if is_module else base, node.lineno, inside))
+                found.append(Import(module, name if is_module else base, node.lineno, inside, typed))
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
@@ -162,7 +169,7 @@ def imports_of(module: str, source: str, modules: set[str]) -> list[Import]:
             target = node.args[0]
             if isinstance(target, ast.Constant) and isinstance(target.value, str):
                 # a module-level call does what an import statement does
-                found.append(Import(module, target.value, node.lineno, inside))
+                found.append(Import(module, target.value, node.lineno, inside, typed))
     return found
 
 
@@ -186,6 +193,11 @@ def violations(sources: Mapping[str, str]) -> list[str]:
     graph: dict[str, set[str]] = {name: set() for name in names}
     for found in imports:
         where = f"{found.module}:{found.line}"
+        if found.typing_only:
+            # arrows and torch matter when code runs; a circle is one for the reader too
+            if found.target in names and found.module != "nasfast":
+                graph[found.module].add(found.target)
+            continue
         room, top = room_of(found.module), found.target.split(".")[0]
         if found.target in NATIVE or any(found.target.startswith(f"{n}.") for n in NATIVE):
             if room != "ops":
@@ -309,6 +321,11 @@ def test_a_good_fake_passes():
         ("nasfast.train.__init__", "import nasfast", "train may not import nasfast itself"),
         ("nasfast.train.__init__", "import nasfast.suprnet", "which does not exist"),
         ("nasfast.spaces.arch", "from nasfast.spaces import Arch", "nasfast.spaces.arch -> nasfast.spaces"),
+        (
+            "nasfast.spaces.arch",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nasfast.train import train",
+            "cycle: nasfast.spaces -> nasfast.spaces.arch -> nasfast.train -> nasfast.supernet -> nasfast.spaces",
+        ),
         ("nasfast.attic", "from nasfast.config import ConfigBase", "room 'attic' has no arrows yet"),
     ],
 )  # fmt: skip
@@ -318,7 +335,7 @@ def test_a_violation_is_found(module, source, message):
 
 
 def test_what_is_allowed_inside_functions_and_for_type_checkers():
-    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nasfast.train import train\n"
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"
     assert violations({**FAKE, "nasfast.spaces.arch": typed}) == []
     assert violations({**FAKE, "nasfast.spaces.arch": "def f():\n    import sklearn\n"}) == []
     program = 'if __name__ == "__main__":\n    import nasfast.train\n'
@@ -338,13 +355,14 @@ sys.exit(f"torch was imported: {{loaded[:3]}}" if loaded else 0)
     "use",
     [
         "nasfast.__version__; dir(nasfast)",
+        "from nasfast.cli.main import main; main(['--help'])",
         "nasfast.spaces.FairSampler(nasfast.spaces.mobilenet_v2()).step()",
         "s = nasfast.spaces.digits_mini()\n"
         "t = nasfast.IndicatorTable(s, tuple({c: 1.0 + c for c in u.options} for u in s.layers), (None,) * 6)\n"
         "assert nasfast.search(t, s, top_k=1)[0].arch == (5,) * 6\n"
         "nasfast.rank",
     ],
-    ids=["import nasfast", "nasfast.spaces", "nasfast.search"],
+    ids=["import nasfast", "usage", "nasfast.spaces", "nasfast.search"],
 )
 def test_torch_stays_unloaded(use):
     environment = {"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""}

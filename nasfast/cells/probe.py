@@ -1,6 +1,6 @@
 """The local-cost probe: what is recorded of a step, and costs by cell, edge and operation with their errors.
 
-C = L - H of the last cell's output is theorem 2 of arXiv 2009.01272; see `nasfast.cells.theorems` for what holds.
+C = L - H of the last cell's output is theorem 2 of arXiv 2009.01272; `nasfast.studies.wiring.theorems` checks it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jsonargparse
 
@@ -23,37 +23,16 @@ from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.scores import score_paths
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.isometry import IsometryConfig, IsometryReport, isometry_study
 from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import LatencyConfig, latency
 from nasfast.measure.profile import ProfileConfig, profile
-from nasfast.moments import FiguresConfig, ModuleConfig, QuickConfig, figures_study, module_study, quick_study
 from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.report import write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
 from nasfast.runtime.distributed import World, environment_rank, start
 from nasfast.spaces import Arch, ArchSpace, format_arch, get_space, names_file
-from nasfast.studies.nasi.study import (
-    NasiCompareConfig,
-    NasiQuickConfig,
-    NasiSearchConfig,
-    nasi_compare_study,
-    nasi_quick_study,
-    nasi_search_study,
-)
-from nasfast.study import StudyReport
-from nasfast.wiring import (
-    CollapseConfig,
-    CostConfig,
-    GrowthConfig,
-    TheoremsConfig,
-    WidthConfig,
-    collapse_study,
-    cost_study,
-    growth_study,
-    theorems_study,
-    width_study,
-)
+from nasfast.studies import registry
+from nasfast.studies.run import run_study
 
 Config = TypeVar("Config", bound=ConfigBase)
 
@@ -317,54 +296,14 @@ def _latency(parser: _Parser, argv: Sequence[str]) -> None:
         print(f"written: {out}")
 
 
-class _Study(NamedTuple):
-    """A study as a command, or as one kind of a command; its files have the command's name unless it says another."""
-
-    config: type[ConfigBase]
-    run: Callable[..., StudyReport | IsometryReport]
-    text: str = ""
-    resumes: bool = False
-    files: str | None = None
-    writes: str = ""
-
-
-_FOUND = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
-
-_STUDIES = {
-    "moments": {
-        "quick": _Study(
-            QuickConfig, quick_study, "small synthetic experiments with pass marks, in about a minute", resumes=True
-        ),
-        "figures": _Study(
-            FiguresConfig, figures_study, "figures 2 to 5 of the paper, beside its published arrays", resumes=True
-        ),
-        "module": _Study(ModuleConfig, module_study, "candidates and random paths of a search space, or any module"),
-    },
-    "wiring": {
-        "theorems": _Study(
-            TheoremsConfig, theorems_study, "theorems on local costs, checked on real networks", files="wiring-theorems"
-        ),
-        "p1": _Study(GrowthConfig, growth_study, "growing: None leads first, then operations", True, "wiring-p1"),
-        "p2": _Study(WidthConfig, width_study, "width preference, and a control for its cause", True, "wiring-p2"),
-        "p3": _Study(CollapseConfig, collapse_study, "collapse on two levels, and why", True, "wiring-p3"),
-        "cost": _Study(CostConfig, cost_study, "local costs at initialisation and trained", True, "wiring-cost"),
-    },
-    "nasi": {
-        "quick": _Study(NasiQuickConfig, nasi_quick_study, "what Q knows of accuracy, with marks", False, "nasi-quick"),
-        "search": _Study(
-            NasiSearchConfig, nasi_search_study, "any space, at initialisation", False, "nasi-search", _FOUND
-        ),
-        "compare": _Study(
-            NasiCompareConfig, nasi_compare_study, "nas_bench_macro, ranked", False, "nasi-compare", _FOUND
-        ),
-    },
-}
-"""Commands with kinds; a study that resumes, or writes more than its report, is called with `out`."""
-
-
-def _kinds(parser: _Parser, argv: Sequence[str]) -> None:
-    kinds = _STUDIES[parser.command]
-    kind, *flags = argv or [""]
+def _study(parser: _Parser, argv: Sequence[str]) -> None:
+    """Carry out the study that a command, or the kind behind it, names."""
+    command = registry.COMMANDS[parser.command]
+    kinds, flags = command.kinds, list(argv)
+    if not kinds:
+        _carry_out(parser, flags, command.studies[0])
+        return
+    kind, *flags = flags or [""]
     if kind in ("-h", "--help"):
         width = max(map(len, kinds))
         lines = "\n".join(f"  {name:{width}}  {study.text}" for name, study in kinds.items())
@@ -374,28 +313,22 @@ def _kinds(parser: _Parser, argv: Sequence[str]) -> None:
         sys.exit(0)
     if kind not in kinds:
         raise ConfigError(f"expected one of {', '.join(kinds)} behind {parser.command}, got {kind!r}")
-    _carry_out(
-        _Parser(f"{parser.command} {kind}", kinds[kind].text), flags, kinds[kind].files or parser.command, kinds[kind]
-    )
+    _carry_out(_Parser(kinds[kind].name, kinds[kind].text), flags, kinds[kind])
 
 
-def _carry_out(parser: _Parser, argv: Sequence[str], name: str, study: _Study) -> None:
-    """Print a study's report, save it as `name`, and raise where a mark is missed."""
+def _carry_out(parser: _Parser, argv: Sequence[str], study: registry.Study) -> None:
+    """Print a study's report, save it, and raise where a mark is missed."""
     more = f", {study.writes}" if study.writes else ""
     resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
-    text = f"also write {name}.json, the page {name}.html{more}{resumed}"
+    text = f"also write {study.files}.json, the page {study.files}.html{more}{resumed}"
     parser.add_argument("--out", metavar="DIR", help=text)
-    cfg, out = _study_config(parser, argv, study.config)
-    report = study.run(cfg, out=out) if study.resumes or study.writes else study.run(cfg)
+    cfg, out = _study_config(parser, argv, study.load("config"))
+    report = run_study(study.name, cfg, out=out)
     print(report)
     if out is not None:
-        print("written:", ", ".join(map(str, (report.save(out), *getattr(report, "files", ())))))
+        print("written:", ", ".join(map(str, (report.save(out), *report.files))))
     if report.missed:
         raise RuntimeError(f"{len(report.missed)} of {len(report.checks)} pass marks missed")
-
-
-def _isometry(parser: _Parser, argv: Sequence[str]) -> None:
-    _carry_out(parser, argv, "isometry", _Study(IsometryConfig, isometry_study))
 
 
 def _profile(parser: _Parser, argv: Sequence[str]) -> None:
@@ -418,8 +351,7 @@ _COMMANDS: dict[str, Callable[[_Parser, Sequence[str]], None]] = {
     "rank": _rank,
     "report": _report,
     "latency": _latency,
-    "isometry": _isometry,
-    **dict.fromkeys(_STUDIES, _kinds),
+    **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _doctor,
 }

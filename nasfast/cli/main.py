@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from nasfast.config import nearest
 from nasfast.runtime.files import NO_ROOM
 from nasfast.runtime.termination import Terminated, raised
+from nasfast.studies import registry
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,10 +27,7 @@ _COMMANDS = {
     "rank": "rank correlation of a predictor with trained accuracies, beside trivial baselines",
     "report": "write report.html of a run directory",
     "latency": "the latency rows of the paper's Table 2 on this machine, beside the published figures",
-    "isometry": "what orthogonal and Gaussian weights do to signals in a space or a module, beside the paper's claims",
-    "moments": "quick | figures | module: signal and noise with depth, well behaved or pathological at initialisation",
-    "wiring": "theorems | p1 | p2 | p3 | cost: what differentiable search does to the topology of cells, and why",
-    "nasi": "quick | search | compare: architectures chosen at initialisation by the kernel's trace norm",
+    **{name: command.text for name, command in registry.COMMANDS.items()},
     "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
 }

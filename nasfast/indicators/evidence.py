@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.indicators.registry import ScoreError
 from nasfast.spaces import Arch, FairSampler
 from nasfast.supernet import Supernet
 from nasfast.train.batches import as_epochs
 
 _LEAST_PATHS = 300
 """Sampled paths where no number is given; more for spaces of more candidates, see `Evidence.paths`."""
+
+
+class ScoreError(ValueError):
+    """A score that a space or model cannot have, or that is not finite; the text says why and what can be had."""
 
 
 class Evidence:

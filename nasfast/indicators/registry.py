@@ -12,20 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nasfast.config import nearest
+from nasfast.indicators.evidence import Evidence, ScoreError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch
 
 if TYPE_CHECKING:
-    from nasfast.indicators.evidence import Evidence
     from nasfast.supernet import Supernet
 
 
-class ScoreError(ValueError):
-    """A score that a space or model cannot have, or that is not finite; the text says why and what can be had."""
-
-
-TableScore = Callable[["Evidence"], IndicatorTable]
-PathScore = Callable[["Evidence", Arch], float]
+TableScore = Callable[[Evidence], IndicatorTable]
+PathScore = Callable[[Evidence, Arch], float]
 
 
 @dataclass(frozen=True)

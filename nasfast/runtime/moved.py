@@ -16,19 +16,30 @@ from types import ModuleType
 from typing import Any
 
 MODULES = {
+    "nasfast.analysis.study": "nasfast.studies.isometry.measure",
     "nasfast.cells.costs": "nasfast.spaces.cell_costs",
     "nasfast.cells.space": "nasfast.spaces.cells",
+    "nasfast.cells.theorems": "nasfast.studies.wiring.theorems",
     "nasfast.device": "nasfast.runtime.device",
     "nasfast.distributed": "nasfast.runtime.distributed",
     "nasfast.doctor": "nasfast.measure.doctor",
     "nasfast.files": "nasfast.runtime.files",
     "nasfast.floor": "nasfast.measure.floor",
+    "nasfast.isometry": "nasfast.studies.isometry",
     "nasfast.latency": "nasfast.measure.latency",
     "nasfast.lock": "nasfast.runtime.lock",
+    "nasfast.moments": "nasfast.studies.moments",
     "nasfast.profile": "nasfast.measure.profile",
     "nasfast.projection": "nasfast.measure.projection",
+    "nasfast.report.isometry": "nasfast.studies.isometry.figures",
+    "nasfast.report.moments": "nasfast.studies.moments.figures",
+    "nasfast.report.nasi": "nasfast.studies.nasi.figures",
+    "nasfast.report.study": "nasfast.studies.page",
+    "nasfast.report.wiring": "nasfast.studies.wiring.figures",
+    "nasfast.study": "nasfast.studies.report",
     "nasfast.termination": "nasfast.runtime.termination",
     "nasfast.timing": "nasfast.measure.timing",
+    "nasfast.wiring": "nasfast.studies.wiring",
 }
 
 NAMES = {
@@ -45,6 +56,11 @@ NAMES = {
         )
     },
     "nasfast.ops": {name: "nasfast.fusion" for name in ("FuseReport", "FusedChain", "NotFused", "fuse", "unfuse")},
+    "nasfast.report": {
+        "study_figure": "nasfast.studies.page",
+        "write_isometry_page": "nasfast.studies.isometry",
+        "write_study_page": "nasfast.studies.page",
+    },
 }
 """Names by the module that had them -> the module that has them."""
 

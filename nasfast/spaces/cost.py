@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from nasfast.config import nearest
 
-if TYPE_CHECKING:
-    from nasfast.spaces.space import Block
+
+class BlockSettings(Protocol):
+    """What a cost depends on besides channels, stride and size; `nasfast.spaces.Block` has it."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def kernel(self) -> int: ...
+
+    @property
+    def expand(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ def check_kind(kind: str) -> None:
         raise ValueError(f"unknown block kind {kind!r}; {nearest(kind, _BLOCK_COSTS)}")
 
 
-def cost_of(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+def cost_of(block: BlockSettings, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
     """Cost of one block on a `size` x `size` input."""
     check_kind(block.kind)
     return _BLOCK_COSTS[block.kind](block, in_channels, out_channels, stride, size)
@@ -92,12 +102,12 @@ def conv_bn_cost(in_channels: int, out_channels: int, kernel: int, size_out: int
 
 
 @block_cost("conv")
-def _conv(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+def _conv(block: BlockSettings, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
     return conv_bn_cost(in_channels, out_channels, block.kernel, output_size(size, stride))
 
 
 @block_cost("mbconv")
-def _mbconv(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+def _mbconv(block: BlockSettings, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
     hidden, size_out = in_channels * block.expand, output_size(size, stride)
     expand = conv_bn_cost(in_channels, hidden, 1, size) if block.expand > 1 else Cost()
     depthwise = conv_bn_cost(hidden, hidden, block.kernel, size_out, groups=hidden)
@@ -105,7 +115,7 @@ def _mbconv(block: Block, in_channels: int, out_channels: int, stride: int, size
 
 
 @block_cost("identity")
-def _identity(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+def _identity(block: BlockSettings, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
     if stride == 1 and in_channels == out_channels:
         return Cost()
     return conv_bn_cost(in_channels, out_channels, 1, output_size(size, stride))
@@ -127,7 +137,7 @@ def _shuffle_projection(branch_in: int, kernel: int, stride: int, size_out: int)
 
 
 @block_cost("shuffle")
-def _shuffle(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+def _shuffle(block: BlockSettings, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
     branch_in, mid, branch_out = shuffle_branches(in_channels, out_channels, stride)
     size_out = output_size(size, stride)
     main = (
@@ -139,7 +149,7 @@ def _shuffle(block: Block, in_channels: int, out_channels: int, stride: int, siz
 
 
 @block_cost("shuffle_xception")
-def _shuffle_xception(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+def _shuffle_xception(block: BlockSettings, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
     branch_in, mid, branch_out = shuffle_branches(in_channels, out_channels, stride)
     size_out, k = output_size(size, stride), block.kernel
     main = Cost()

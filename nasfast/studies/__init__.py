@@ -1,4 +1,4 @@
-"""Studies: experiments that end in pass marks, tables and figures.
+"""Studies: experiments with tables, figures and pass marks, each a folder with one entry in `registry`.
 
-Each study has a folder of its own; `nasfast NAME` runs it.
+A study measures and returns a `report.StudyReport`; `run` carries it out, and `page` draws its page from its file.
 """

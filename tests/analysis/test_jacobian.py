@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from nasfast.analysis.jacobian import circular_conv_moments, frozen_copy, isometry
-from nasfast.analysis.study import branch_of, relative_gain
 from nasfast.ops.modules import BNAct2d, ConvBNAct, FusedInvertedResidual, InvertedResidual
+from nasfast.studies.isometry.measure import branch_of, relative_gain
 from nasfast.supernet import initialize
 
 METHODS = ("exact", "probes")

@@ -54,7 +54,10 @@ from nasfast.seeds import derive_seed
 from nasfast.spaces import Arch, SearchSpace, arch_to_json, format_arch, get_space
 from nasfast.spaces.builders import names_file
 from nasfast.spaces.cells import read_space
-from nasfast.study import Check, StudyReport, Table, Task, check_common, run_study
+from nasfast.studies.inputs import check_common
+from nasfast.studies.parts import Check, Table
+from nasfast.studies.report import StudyReport
+from nasfast.studies.run import Task, run_study
 
 _EXPLANATION = (
     "Q is the squared length of one batch's gradient of the loss over all weights of an untrained network; NASI takes "
@@ -141,7 +144,12 @@ _DIRECTIONS = 20000
 
 def nasi_quick_study(cfg: NasiQuickConfig = NasiQuickConfig()) -> StudyReport:
     """Correlation of Q with accuracy, and searches, on small cells and synthetic images, with pass marks."""
-    return run_study("nasi-quick", cfg, lambda task: {"explanation": _EXPLANATION, **_quick(cfg, task)})
+    return run_study("nasi quick", cfg)
+
+
+def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
+    """The quick experiment; see `nasi_quick_study`."""
+    return StudyReport(explanation=_EXPLANATION, **_quick(cfg, task))
 
 
 def _quick(cfg: NasiQuickConfig, task: Task) -> dict[str, Any]:
@@ -733,18 +741,14 @@ def nasi_search_study(cfg: NasiSearchConfig = NasiSearchConfig(), *, out: str | 
         FileExistsError: `out` holds another space or the scores of a trained supernet.
         ValueError: a search that prefers nothing, because no sampled architecture has a slope.
     """
-    device = str(torch_device(cfg.device))
-
-    def measured(task: Task) -> dict[str, Any]:
-        return {"explanation": _EXPLANATION, **_search(cfg, task, out)}
-
-    return run_study("nasi-search", cfg, measured, device=device)
+    return run_study("nasi search", cfg, out=out)
 
 
-def _search(cfg: NasiSearchConfig, task: Task, out: str | Path | None) -> dict[str, Any]:
+def search(cfg: NasiSearchConfig, out: Path | None, task: Task) -> StudyReport:
+    """Searches of one space; see `nasi_search_study`."""
     searches = Searches(cfg, task)
     folder = _claimed(out, searches.space)
-    return _found(searches, searches.all(), folder)
+    return StudyReport(explanation=_EXPLANATION, **_found(searches, searches.all(), folder))
 
 
 def _claimed(out: str | Path | None, space: AnySpace) -> Path | None:
@@ -906,11 +910,12 @@ def nasi_compare_study(cfg: NasiCompareConfig, *, out: str | Path | None = None)
         AccuracyError: `cfg.accuracies` cannot be used.
         TableError: `cfg.indicators` cannot be used, or belongs to another space.
     """
+    return run_study("nasi compare", cfg, out=out)
 
-    def measured(task: Task) -> dict[str, Any]:
-        return {"explanation": _EXPLANATION, **_compare(cfg, task, out)}
 
-    return run_study("nasi-compare", cfg, measured, device=str(torch_device(cfg.device)))
+def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport:
+    """Predictors of accuracy beside each other; see `nasi_compare_study`."""
+    return StudyReport(explanation=_EXPLANATION, **_compare(cfg, task, out))
 
 
 def _compare(cfg: NasiCompareConfig, task: Task, out: str | Path | None) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The figures of the wiring study."""
+"""How the figures of the wiring study are drawn, from their forms in its files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.studies.page import Form
 
 _NONE = "none"
 _OPERATIONS = {
@@ -41,7 +42,7 @@ _TINT = "#fdf0e6"
 _SCALES_APART = 5
 # Width in inches of a figure that fills the page.
 _WIDTH = 11
-# Names in a legend; of more runs it gives the number.
+# Up to so many runs are named in a legend; of more it gives the number.
 _NAMED_RUNS = 6
 
 
@@ -50,7 +51,8 @@ def _numbers(values: Any) -> np.ndarray:
     return np.array(values, dtype=float)
 
 
-def _edge_prob(data: Mapping[str, Any]) -> Figure:
+def draw_edge_prob(data: Form) -> Figure:
+    """The probability of every candidate of every edge."""
     steps, p, count = data["steps"], _numbers(data["p"]), len(data["edges"])
     columns = 5 if count > 6 else min(count, 3)
     rows = math.ceil(count / columns)
@@ -89,10 +91,10 @@ def _legend(figure: Figure, handles: Sequence[Artist], *, columns: int = 8) -> N
     )
 
 
-def _wiring(data: Mapping[str, Any]) -> Figure:
-    """Nodes on a line: edges from inputs are arcs above it, those between intermediate nodes below.
+def draw_wiring(data: Form) -> Figure:
+    """Nodes on a line. Edges from inputs are arcs above it, edges between intermediate nodes are arcs below.
 
-    An arc is the higher the more nodes it passes, so that no two edges have their labels at one place.
+    An arc is the higher the more nodes it passes, so that the labels of no two edges lie in one place.
     """
     p = _numbers(data["p"])
     columns = min(len(data["steps"]), 2 if len(data["edges"]) > 6 else 3)
@@ -120,8 +122,8 @@ def _node(kind: str) -> Line2D:
     return Line2D([], [], ls="", marker=marker, ms=8, mfc=fill, mec="black", mew=0.8, label=kind)
 
 
-def _cell(ax: Axes, data: Mapping[str, Any], p: np.ndarray) -> set[str]:
-    """Draw a cell of which the edges have probabilities (E, K); returns the operations it shows."""
+def _cell(ax: Axes, data: Form, p: np.ndarray) -> set[str]:
+    """Draw a cell whose edges have probabilities (E, K); returns the operations that it shows."""
     inputs, ops = data["inputs"], data["ops"]
     # every node stands at its number, the output after the last
     end = inputs + data["nodes"]
@@ -174,13 +176,14 @@ def _arc(ax: Axes, start: float, end: float, side: int, **style: Any) -> float:
     return top
 
 
-def _cost_heatmap(data: Mapping[str, Any]) -> Figure:
+def draw_cost_heatmap(data: Form) -> Figure:
+    """The mean cost of every operation on every edge."""
     edges, panels = data["edges"], data["panels"]
     grids = [_numbers(panel["mean"]) for panel in panels]
     for grid in grids:
-        # identically zero, which is no measurement
+        # the costs of None are zero by definition
         grid[:, [op == _NONE for op in data["ops"]]] = np.nan
-    # so many that the numbers, with at most six characters, fit into the cells of ten operations
+    # this many panels side by side leave room for numbers of six characters in the cells of ten operations
     columns = min(len(panels), 2 if len(data["ops"]) > 5 else 3)
     rows = math.ceil(len(panels) / columns)
     figure, axes = new_figure(_WIDTH, 0.4 + (1.2 + 0.24 * len(edges)) * rows, rows=rows, columns=columns)
@@ -209,7 +212,7 @@ def _cost_heatmap(data: Mapping[str, Any]) -> Figure:
 
 
 def _heat(ax: Axes, grid: np.ndarray, limit: float) -> AxesImage:
-    """Image between -limit and limit, white at zero, with the numbers written in it; cells without one are grey."""
+    """Image between -limit and limit, white at zero, with its numbers written in it; cells without one are grey."""
     colours = colormaps["RdBu_r"].with_extremes(bad="#e3e3e3")
     image = ax.imshow(np.ma.masked_invalid(grid), aspect="auto", cmap=colours, vmin=-limit, vmax=limit)
     # two digits of the largest; adding zero turns -0.0 into 0.0
@@ -232,7 +235,7 @@ def _heat(ax: Axes, grid: np.ndarray, limit: float) -> AxesImage:
 
 
 def _limits(groups: Sequence[np.ndarray]) -> list[float]:
-    """Largest magnitude of each group, the common one where they are near enough to share a scale."""
+    """Largest magnitude of each group; the largest of all where they are near enough to share a scale."""
     limits = [float(np.abs(group[np.isfinite(group)]).max(initial=0)) or 1.0 for group in groups]
     return [max(limits)] * len(limits) if max(limits) <= _SCALES_APART * min(limits) else limits
 
@@ -248,14 +251,15 @@ def _edge_colours(intermediate: Sequence[bool]) -> list[Any]:
     return colours
 
 
-def _edge_cost(data: Mapping[str, Any]) -> Figure:
+def draw_edge_cost(data: Form) -> Figure:
+    """The costs of the edges, their sum, and loss and accuracy."""
     steps, cost = data["steps"], _numbers(data["cost"])
     figure, (costs, total, learning) = new_figure(_WIDTH, 7.8, rows=3)
     for edge, colour, values in zip(data["edges"], _edge_colours(data["intermediate"]), cost.T, strict=True):
         costs.plot(steps, values, color=colour, lw=1.1, label=edge)
     for kind, (name, colour) in enumerate((("mean, input", _INPUT), ("mean, intermediate", _INTERMEDIATE))):
         same = [e for e, intermediate in enumerate(data["intermediate"]) if intermediate == bool(kind)]
-        # fewer are seen without their mean
+        # two lines need no mean
         if len(same) > 2:
             costs.plot(steps, _mean(cost[:, same].T), color=colour, lw=2.6, label=name)
     costs.set(ylabel="cost", title="mean cost per edge")
@@ -295,7 +299,8 @@ def _zero(ax: Axes) -> None:
     ax.axhline(0, color=GREY, lw=1, ls=":", zorder=1)
 
 
-def _clh(data: Mapping[str, Any]) -> Figure:
+def draw_clh(data: Form) -> Figure:
+    """C, L and H of the output, by group of samples."""
     figure, axes = new_figure(_WIDTH, 4, columns=3)
     names = {"C": "cost C = L - H", "L": "loss L", "H": "entropy H"}
     splits = [(split, style) for split, style in (("train", "-"), ("search", "--")) if data[split] is not None]
@@ -329,7 +334,8 @@ def _runs(
         ax.plot([], [], color=colour, lw=0.8, ls=style, label=label)
 
 
-def _patterns(data: Mapping[str, Any]) -> Figure:
+def draw_patterns(data: Form) -> Figure:
+    """Growth, width preference and collapse of every run."""
     runs = data["runs"]
     figure, axes = new_figure(_WIDTH, 6.8, rows=2, columns=2)
     cost, none, kept, positive = axes
@@ -368,7 +374,8 @@ def _run_handles(names: Sequence[str]) -> list[Line2D]:
     ]
 
 
-def _control(data: Mapping[str, Any]) -> Figure:
+def draw_control(data: Form) -> Figure:
+    """The costs of the edges in every control."""
     panels = data["panels"]
     columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
@@ -395,42 +402,3 @@ def _control(data: Mapping[str, Any]) -> Figure:
             ax.set_ylim(low, high)
     _legend(figure, [Line2D([], [], color=colours[edge], lw=2.3, label=edge) for edge in edges])
     return figure
-
-
-FIGURES = {
-    "edge_prob": (
-        _edge_prob,
-        "Probability of every candidate of every edge. Bold black: None. Shaded, with coloured titles: edges between "
-        "intermediate nodes.",
-    ),
-    "wiring": (
-        _wiring,
-        "The most probable operation of every edge; the line is the wider the less probable None is. Dashed grey: None "
-        "is the most probable. Arcs above the nodes come from inputs, those below from intermediate nodes; thin light "
-        "arcs lead to the output.",
-    ),
-    "cost_heatmap": (
-        _cost_heatmap,
-        "Mean cost of every operation on every edge: red above zero, blue below. Grey: None, which costs nothing, and "
-        "what is no candidate or was not measured. Bold, coloured: edges between intermediate nodes.",
-    ),
-    "edge_cost": (
-        _edge_cost,
-        "Mean cost of every edge, bold the means over input and over intermediate edges; their sum; the training loss "
-        "and accuracy of the same steps.",
-    ),
-    "clh": (
-        _clh,
-        "Cost, loss and entropy of the output, averaged over the samples of each kind. Solid: training batches; "
-        "dashed: search batches.",
-    ),
-    "patterns": (
-        _patterns,
-        "Growth, width preference and collapse. Thin: one run each; bold: their mean.",
-    ),
-    "control": (
-        _control,
-        "Mean cost of every edge in each setting. Thin: one run each; bold: their mean.",
-    ),
-}
-"""Kind of figure -> what draws it from its data, and its caption."""

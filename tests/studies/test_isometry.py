@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny import batches, tiny_space
 from torch import nn
 
-from nasfast import isometry as module
-from nasfast.analysis.study import (
-    Mark,
-    Row,
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.spaces import Block, Stage, mobilenet_v2
+from nasfast.studies.isometry import IsometryConfig, indicator_stability, isometry_study, study, write_isometry_page
+from nasfast.studies.isometry.config import Effort
+from nasfast.studies.isometry.measure import (
     block_marks,
     measure_convolutions,
     measure_module,
     measure_supernet,
     parts_of,
-    relative_gain,
 )
-from nasfast.cli.main import main
-from nasfast.config import ConfigError
-from nasfast.isometry import IsometryConfig, indicator_stability, isometry_study
-from nasfast.report import write_isometry_page
-from nasfast.spaces import Block, Stage, mobilenet_v2
+from nasfast.studies.parts import Check
 from nasfast.supernet import Supernet
 
 SMALL = {"batch": 16, "samples": 2, "probes": 4, "lanczos_steps": 3, "paths": 3}
@@ -96,28 +94,28 @@ def test_every_candidate_under_every_setting(report):
         assert (row.module is None) == (row.layer in (0, 2))
         assert row.acts == (1 if row.name == "k5 e1" else 2)
         assert row.var_in == pytest.approx(1, abs=0.2) and row.var_out == pytest.approx(1, abs=0.01)
-        assert row.gain == pytest.approx(row.branch["phi"] * row.var_in / row.var_out)
+        assert row.gain == pytest.approx(row.branch.phi * row.var_in / row.var_out)
         assert sum(row.histogram) == pytest.approx(1, abs=0.2)
         if row.module is not None:
             # J = I + J_branch, whose trace is small beside its width
-            assert row.module["phi"] == pytest.approx(1 + row.branch["phi"], rel=0.5)
+            assert row.module.phi == pytest.approx(1 + row.branch.phi, rel=0.5)
 
 
 def test_fairness_depth_convolutions_and_marks(report):
-    kinds = {(f["setting"], f["layer"], f["indicator_bn"]) for f in report.fairness}
+    kinds = {(f.setting, f.layer, f.indicator_bn) for f in report.fairness}
     assert kinds == {(s, i, bn) for s in SETTINGS for i in range(4) for bn in (True, False)}
-    assert all((f["f_phi"] is not None) == f["indicator_bn"] for f in report.fairness)
-    assert [(d["setting"], d["indicator_bn"], len(d["std"])) for d in report.depth] == [
+    assert all((f.f_phi is not None) == f.indicator_bn for f in report.fairness)
+    assert [(d.setting, d.indicator_bn, len(d.std)) for d in report.depth] == [
         (s, bn, 4) for s in SETTINGS for bn in (True, False)
     ]
-    orthogonal = {c["kind"]: c for c in report.convolutions if c["setting"] == "orthogonal, relu6"}
-    assert orthogonal["pointwise, projection"]["varphi"] == pytest.approx(0, abs=1e-6)
-    assert orthogonal["pointwise, expansion x 3"]["varphi"] == pytest.approx(2, abs=1e-6)
+    orthogonal = {c.kind: c for c in report.convolutions if c.setting == "orthogonal, relu6"}
+    assert orthogonal["pointwise, projection"].varphi == pytest.approx(0, abs=1e-6)
+    assert orthogonal["pointwise, expansion x 3"].varphi == pytest.approx(2, abs=1e-6)
     assert not [mark.name for mark in report.missed]
     assert len(report.claims) == 7
-    found = [f["f_iso"] for f in report.fairness if (f["setting"], f["indicator_bn"]) == (SETTINGS[1], False)]
-    mean = next(m for m in report.fairness_means if (m["setting"], m["indicator_bn"]) == (SETTINGS[1], False))
-    assert mean["f_iso"] == pytest.approx(sum(found) / 4) and mean["f_phi"] is None
+    found = [f.f_iso for f in report.fairness if (f.setting, f.indicator_bn) == (SETTINGS[1], False)]
+    mean = next(m for m in report.fairness_means if (m.setting, m.indicator_bn) == (SETTINGS[1], False))
+    assert mean.f_iso == pytest.approx(sum(found) / 4) and mean.f_phi is None
 
 
 def test_the_table_has_everything_beside_the_claims(report):
@@ -146,12 +144,12 @@ def test_files(report, tmp_path):
 def test_inputs_may_propagate(space, monkeypatch):
     seen = []
 
-    def noted(net, images, effort, *, setting, path):
+    def noted(net, images, effort, *, setting, path, task):
         seen.append(path)
-        return original(net, images, effort, setting=setting, path=path)
+        return original(net, images, effort, setting=setting, path=path, task=task)
 
-    original = module.measure_supernet
-    monkeypatch.setattr(module, "measure_supernet", noted)
+    original = measure_supernet
+    monkeypatch.setattr(study, "measure_supernet", noted)
     report = isometry_study(IsometryConfig(space=space, inputs="propagated", **SMALL))
     assert all(len(path) == 4 for path in seen)
     # behind a residual the variance is that of a sum
@@ -206,12 +204,6 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys
     assert "cannot import half_written: SyntaxError" in capsys.readouterr().err
 
 
-def test_marks():
-    assert Mark("", 1.0, 0.1, 1.05).passed
-    assert not Mark("", 1.0, 0.1, 1.15).passed
-    assert not Mark("", 1.0, 0.1, math.nan).passed
-
-
 def test_the_marks_of_blocks_are_met():
     marks = block_marks("relu")
     assert [mark.name for mark in marks if not mark.passed] == []
@@ -226,7 +218,7 @@ def test_closed_forms_of_a_whole_space():
         net = Supernet(space, init=scheme, fused=False)
         rows, marks = measure_convolutions(net, setting=scheme, scheme=scheme)
         assert {"depthwise 3 x 3", "depthwise 5 x 5", "depthwise 7 x 7", "pointwise, projection"} <= {
-            row["kind"] for row in rows
+            row.kind for row in rows
         }
         assert [mark.name for mark in marks if not mark.passed] == []
         assert len(marks) > 8
@@ -243,22 +235,22 @@ def test_shuffle_units_and_identities():
     layers = tuple(Stage(16, 2, 2, (Block("shuffle", 3), Block("shuffle_xception", 3), Block("identity"))) for _ in "a")
     net = Supernet(tiny_space(stages=layers, activation="relu"), fused=False)
     images = torch.randn(16, 3, 16, 16)
-    rows, spreads = measure_supernet(net, images, module.Effort(2, 4, 2), setting="s", path=(0, 2))
+    rows, spreads = measure_supernet(net, images, Effort(2, 4, 2), setting="s", path=(0, 2))
     first, second = ([row for row in rows if row.layer == i] for i in (0, 1))
     assert [row.name for row in first] == ["k3", "xception", "identity"]
     assert [row.name for row in second] == ["k3", "xception"]
     assert [row.acts for row in rows] == [2, 3, 0, 2, 3]
-    assert first[0].branch["w_in"] == 8 * 8 * 8 and first[0].module["w_out"] == 16 * 4 * 4
-    assert second[0].branch["w_in"] == second[0].branch["w_out"] == 8 * 4 * 4
+    assert first[0].branch.w_in == 8 * 8 * 8 and first[0].module.w_out == 16 * 4 * 4
+    assert second[0].branch.w_in == second[0].branch.w_out == 8 * 4 * 4
     # half of the channels bypass
-    assert second[0].module["phi"] == pytest.approx((1 + second[0].branch["phi"]) / 2, rel=0.3)
+    assert second[0].module.phi == pytest.approx((1 + second[0].branch.phi) / 2, rel=0.3)
     assert len(spreads) == 4
 
 
 def test_parts_of_a_module():
     model = two_layers()
     assert list(parts_of(model)) == ["0.0", "0.1.0", "0.1.1", "1", "2"]
-    rows = measure_module(model, torch.randn(16, 2, 6, 6), module.Effort(2, 4, 3), setting="s")
+    rows = measure_module(model, torch.randn(16, 2, 6, 6), Effort(2, 4, 3), setting="s")
     # activations and shapes have nothing to initialise
     assert [row.name for row in rows] == ["whole", "0.0", "0.1.0", "2"]
     assert rows[2].var_out == pytest.approx(1, abs=0.01)
@@ -288,15 +280,15 @@ def test_the_command_on_a_module(tmp_path, capsys, monkeypatch):
 def test_a_missed_mark_gives_an_exit_status(report, capsys, monkeypatch, tmp_path):
     calls = []
 
-    def study(cfg):
+    def run(cfg, out, task):
         calls.append(cfg)
         return found
 
-    monkeypatch.setattr("nasfast.cli.commands.isometry_study", study)
+    monkeypatch.setattr(study, "run", run)
     found = report
     assert main(["isometry", "--space", "digits_mini", "--paths", "5"]) == 0
     assert calls[-1] == IsometryConfig(space="digits_mini", paths=5)
-    found = module.IsometryReport(**{**vars(report), "checks": (Mark("a mark", 1.0, 0.1, 2.0),)})
+    found = replace(report, checks=(Check.near("a mark", 1.0, 0.1, 2.0),))
     assert main(["isometry", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert "1 of 1 pass marks missed" in captured.err
@@ -310,190 +302,3 @@ def test_indicator_stability():
     assert -1 <= found.within_layers <= 1 and -1 <= found.over_all <= 1
     with pytest.raises(ValueError, match="needs two seeds"):
         indicator_stability(space, batches(1), seeds=(0,))
-
-
-TANH, ORTHO, GAUSS = SETTINGS
-R = relative_gain("relu6")
-
-
-def rows_of(setting: str, *, phi: float = 1.0, varphi: float = 0.0, acts: int = 2, count: int = 4) -> list[Row]:
-    return [Row(setting, i, "k3", {"phi": phi, "varphi": varphi}, None, 1.0, 1.0, acts, ()) for i in range(count)]
-
-
-def kinds_of(**found: tuple[float, float, float | None]) -> list[dict]:
-    names = {"projection": "pointwise, projection", "expansion": "pointwise, expansion x 3", "dense": "dense 3 x 3"}
-    names["depthwise"] = "depthwise 3 x 3"
-    return [
-        {"setting": ORTHO, "kind": names[kind], "phi": phi, "varphi": varphi, "expected_varphi": expected}
-        for kind, (phi, varphi, expected) in found.items()
-    ]
-
-
-@pytest.mark.parametrize(
-    ("kinds", "verdict"),
-    [
-        ([], "-"),
-        (kinds_of(projection=(1, 0, 0)), "holds."),
-        (
-            kinds_of(projection=(1, 0, 0), expansion=(1, 2, 2)),
-            "holds in part: pointwise projection; other kinds with the varphi of their closed form: 1; theory: an "
-            "expansion by t has t - 1, as its output has directions that no input reaches.",
-        ),
-        (
-            kinds_of(depthwise=(1, 8 / 15, 8 / 15), dense=(1, 12, None)),
-            "does not hold; other kinds with the varphi of their closed form: 1; theory: a depthwise filter has 0 "
-            "only with a single live tap.",
-        ),
-        (
-            kinds_of(projection=(1, 5, 0), depthwise=(1, 3, 8 / 15)),
-            "does not hold; varphi is not that of the closed form for pointwise projection, depthwise 3 x 3.",
-        ),
-        (kinds_of(dense=(2, 0, None)), "does not hold; phi is not 1 for dense 3 x 3."),
-    ],
-)
-def test_verdict_on_convolutions(kinds, verdict):
-    assert module._claim_convolutions(ORTHO, kinds).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("rows", "verdict"),
-    [
-        ([], "-"),
-        (rows_of(TANH) + rows_of(ORTHO), "holds; "),
-        (rows_of(TANH) + rows_of(ORTHO, varphi=1), "holds in part: (orthogonal, tanh); "),
-        (rows_of(TANH, phi=2) + rows_of(ORTHO, varphi=1), "does not hold; "),
-    ],
-)
-def test_verdict_on_modules(rows, verdict):
-    assert module._claim_modules(TANH, ORTHO, rows).verdict.startswith(verdict)
-
-
-@pytest.mark.parametrize(
-    ("act", "rows", "starts", "ends"),
-    [
-        ("relu6", [], "-", "-"),
-        ("relu6", rows_of(ORTHO, acts=0), "holds", "near 1."),
-        ("relu6", rows_of(ORTHO, acts=2), "holds", "near 1."),
-        ("relu6", rows_of(ORTHO, phi=R**2), "does not hold", "this explains it."),
-        ("relu6", rows_of(ORTHO, phi=0.87 * R**2), "does not hold", "explains most of it, but for a factor 0.87."),
-        ("relu6", rows_of(ORTHO, phi=0.46), "does not hold", "this does not explain it."),
-        ("relu6", rows_of(ORTHO, phi=0.0), "does not hold", "this does not explain it."),
-        ("identity", rows_of(ORTHO, phi=7.0), "does not hold", "this does not explain it."),
-    ],
-)
-def test_verdict_on_the_gain(act, rows, starts, ends):
-    verdict = module._claim_gain(act, ORTHO, rows).verdict
-    assert verdict.startswith(starts) and verdict.endswith(ends)
-
-
-@pytest.mark.parametrize(
-    ("orthogonal", "gaussian", "verdict"),
-    [
-        ([], [], "-"),
-        ([9] * 4, [1] * 4, "does not hold."),
-        ([1, 1, 9, 9], [2] * 4, "does not hold."),
-        ([1] * 4, [2] * 4, "holds, relatively: varphi is not near 0."),
-        ([0.05] * 4, [2] * 4, "holds, and varphi is near 0."),
-        ([1, 1, 1, 9], [2] * 4, "holds in part: the difference is small, or not everywhere."),
-        ([1.9] * 4, [2] * 4, "holds in part: the difference is small, or not everywhere."),
-        ([1], [-0.1], "-"),
-    ],
-)
-def test_verdict_on_closer(orthogonal, gaussian, verdict):
-    rows = [
-        Row(setting, i, "k3", {"phi": 1.0, "varphi": value}, None, 1.0, 1.0, 2, ())
-        for setting, values in ((ORTHO, orthogonal), (GAUSS, gaussian))
-        for i, value in enumerate(values)
-    ]
-    assert module._claim_closer(ORTHO, GAUSS, rows).verdict == verdict
-
-
-def spreads_of(value: float, gaussian: float, **changes: tuple[float, float]) -> list[dict]:
-    """All spreads alike, except those named as `f_var_bare`, without the indicator BatchNorm."""
-    spreads = []
-    for which, setting in enumerate((ORTHO, GAUSS)):
-        for indicator_bn in (True, False):
-            values = dict.fromkeys(module._SPREADS, (value, gaussian)[which])
-            values |= {
-                k.removesuffix("_bare"): v[which] for k, v in changes.items() if k.endswith("_bare") != indicator_bn
-            }
-            spreads.append({"setting": setting, "layer": 0, "indicator_bn": indicator_bn, **values})
-    return spreads
-
-
-@pytest.mark.parametrize(
-    ("spreads", "verdict"),
-    [
-        ([], "-"),
-        (spreads_of(0.1, 0.9), "holds."),
-        (spreads_of(0.01, 0.09), "holds; Gaussian spreads are small too, all below 0.1."),
-        (spreads_of(1, 1, f_var_bare=(0.1, 1)), "holds in part: f_var without indicator BN."),
-        (spreads_of(1, 1), "does not hold; no spread is clearly smaller with orthogonal weights."),
-        (
-            spreads_of(1, 1, f_phi=(2, 1), f_iso=(0.1, 1)),
-            "holds in part: f_iso with indicator BN; clearly larger is f_phi with indicator BN.",
-        ),
-        (
-            spreads_of(1e-7, 1e-6),
-            "does not hold; no spread is clearly smaller with orthogonal weights; Gaussian spreads are small too, all "
-            "below 0.1.",
-        ),
-    ],
-)
-def test_verdict_on_fairness(spreads, verdict):
-    assert module._claim_fair(ORTHO, GAUSS, spreads).verdict == verdict
-
-
-EQUALISED = "the indicator BN makes them clearly more equal with"
-
-
-@pytest.mark.parametrize(
-    ("spreads", "verdict"),
-    [
-        ([], "-"),
-        (spreads_of(1, 1, f_var=(math.nan, math.nan)), "-"),
-        (spreads_of(0.01, 0.01), "does not hold; the indicator BN does not make them clearly more equal."),
-        (spreads_of(0.01, 0.1), "holds; the indicator BN does not make them clearly more equal."),
-        (
-            spreads_of(1, 1, f_var=(1e-7, 1e-6), f_var_bare=(0.1, 1)),
-            f"holds in part: without indicator BN; {EQUALISED} orthogonal and Gaussian weights.",
-        ),
-        (
-            spreads_of(1, 1, f_var=(0.5, 0.1), f_var_bare=(0.5, 0.5)),
-            f"does not hold; clearly larger with them is f_var with indicator BN; {EQUALISED} Gaussian weights.",
-        ),
-    ],
-)
-def test_verdict_on_batchnorm(spreads, verdict):
-    assert module._claim_norm(ORTHO, GAUSS, spreads).verdict == verdict
-
-
-FLAT, RISING = [0.1] * 20, [0.1 * math.sqrt(i + 1) for i in range(20)]
-
-
-def depth_of(orthogonal: list[float], gaussian: list[float], gaussian_bare: list[float] | None = None) -> list[dict]:
-    found = {(ORTHO, True): orthogonal, (GAUSS, True): gaussian}
-    found |= {(ORTHO, False): orthogonal, (GAUSS, False): gaussian_bare or gaussian}
-    return [{"setting": s, "indicator_bn": bn, "std": std} for (s, bn), std in found.items()]
-
-
-@pytest.mark.parametrize(
-    ("depth", "starts", "contains"),
-    [
-        ([], "-", ""),
-        (depth_of([0.1], [0.2]), "-", ""),
-        (depth_of([1e-7] * 20, [1e-6] * 20), "-", ""),
-        (depth_of(FLAT, RISING), "holds; differences add up with Gaussian with indicator BN, Gaussian without", ""),
-        (depth_of([0.0] * 20, RISING), "holds; ", "clearly smaller with orthogonal weights: with indicator BN"),
-        (depth_of(FLAT, FLAT, RISING), "holds in part: without indicator BN; ", "smaller"),
-        (depth_of(FLAT, FLAT), "does not hold; differences add up with neither.", ""),
-        (depth_of(RISING, RISING), "does not hold; ", "orthogonal with indicator BN, Gaussian with indicator BN"),
-        (depth_of(RISING, FLAT), "does not hold; ", "clearly larger with orthogonal weights: with indicator BN"),
-        (depth_of([9.0] * 20, FLAT), "does not hold; differences add up with neither; clearly larger", ""),
-        # a reduction sets the spread to 0, which is no growth from there
-        (depth_of([0.0, 0.1, 0.1, 0.1], [0.0, 0.1, 0.1, 0.1]), "does not hold; differences add up with neither.", ""),
-    ],
-)
-def test_verdict_on_depth(depth, starts, contains):
-    verdict = module._claim_depth(ORTHO, GAUSS, depth).verdict
-    assert verdict.startswith(starts) and contains in verdict

@@ -10,9 +10,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 
-from nasfast.report import study_figure, wiring, write_study_page
 from nasfast.spaces.cell_costs import OPERATIONS
 from nasfast.spaces.cells import DARTS_OPS
+from nasfast.studies.page import study_figure, write_study_page
+from nasfast.studies.wiring import drawings
+from nasfast.studies.wiring.figures import FIGURES
 
 STEPS = [100, 200, 300, 400, 500, 600]
 R = len(STEPS)
@@ -88,7 +90,7 @@ def example(kind: str, cell: str = "darts") -> dict:
             "panels": [
                 {"label": label, "steps": STEPS, "edges": names, "runs": [cost, cost + 0.2]}
                 for label in ("simplified", "modified, sampled", "modified, fixed")
-            ]
+            ],
         },
     }
     return plain({"kind": kind, "title": f"a {kind} of $5", **figures[kind]})
@@ -114,8 +116,8 @@ def labels(ax) -> list[str]:
 
 
 def test_every_operation_has_its_own_colour_and_short_name():
-    assert set(wiring._OPERATIONS) == set(OPERATIONS)
-    short, colours = zip(*wiring._OPERATIONS.values(), strict=True)
+    assert set(drawings._OPERATIONS) == set(OPERATIONS)
+    short, colours = zip(*drawings._OPERATIONS.values(), strict=True)
     assert len(set(short)) == len(set(colours)) == len(OPERATIONS)
 
 
@@ -355,12 +357,12 @@ def test_a_page_of_every_figure(tmp_path):
         "verdicts": {},
         "seconds": 2.0,
         "machine": {"threads": 1},
-        "figures": [example(kind, "simplified") for kind in wiring.FIGURES],
+        "figures": [example(kind, "simplified") for kind in FIGURES],
     }
     (tmp_path / "wiring.json").write_text(json.dumps(form, allow_nan=False))
     page = write_study_page(tmp_path, "wiring").read_text()
-    assert page.count("<img ") == len(wiring.FIGURES) == 7
-    for i, (kind, (_, caption)) in enumerate(wiring.FIGURES.items(), 1):
+    assert page.count("<img ") == len(FIGURES) == 7
+    for i, (kind, (_, caption)) in enumerate(FIGURES.items(), 1):
         assert caption in page
         assert f"a {kind} of $5" in page
         assert (tmp_path / "wiring" / f"{i}_a_{kind}_of__5.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,9 +1,8 @@
-"""isometry.html: the page of an isometry study, from its isometry.json alone."""
+"""The page of the isometry study and its figures, drawn from the rows of its file."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,18 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nasfast.report.page import cards_of, embedded, escape, page_of, table_of
+from nasfast.report.page import cards_of, embedded, escape, table_of
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
-from nasfast.runtime.files import write_atomic
+from nasfast.studies.page import (
+    Drawing,
+    Form,
+    Page,
+    cards,
+    claims_section,
+    marks_section,
+    number,
+    write_study_page,
+)
 
 _FAIRNESS = {
     "f_var": "f_var: std of log variance",
@@ -26,23 +34,21 @@ _DENSITIES = 6
 
 
 def write_isometry_page(folder: str | Path) -> Path:
-    """Write `isometry.html` and its figures under `isometry/` from the `isometry.json` of a directory.
-
-    Returns:
-        Path of the page.
+    """Write `isometry.html` and its figures from the `isometry.json` of a directory; returns the page's path.
 
     Raises:
         OSError: there is no isometry.json.
     """
-    folder = Path(folder)
-    form = json.loads((folder / "isometry.json").read_text(encoding="utf-8"))
+    return write_study_page(folder, "isometry")
 
+
+def _page(form: Form, images: Path) -> Page:
     def image(name: str, figure: Figure, caption: str) -> str:
-        return embedded(figure, caption, folder / "isometry" / f"{name}.png")
+        return embedded(figure, caption, images / f"{name}.png")
 
     sections = [("summary", "Summary", _summary(form))]
     if form["claims"]:
-        sections.append(("claims", "What the paper says, and what was measured", _claims(form)))
+        sections.append(claims_section(form))
     moments = image(
         "moments",
         _moments(form),
@@ -69,18 +75,13 @@ def write_isometry_page(folder: str | Path) -> Path:
     if form["convolutions"]:
         sections.append(("convolutions", "Convolutions", _convolutions(form)))
     if form["marks"]:
-        sections.append(("marks", "Pass marks", _marks(form)))
-    path = folder / "isometry.html"
-    write_atomic(path, page_of(form["subject"].split(",")[0], "nasfast isometry", sections).encode())
-    return path
+        sections.append(marks_section(form["marks"]))
+    return Page(form["subject"].split(",")[0], "nasfast isometry", sections)
 
 
-def _summary(form: Mapping[str, Any]) -> str:
-    missed = sum(not mark["passed"] for mark in form["marks"])
-    cards = [(str(len({(r["layer"], r["name"]) for r in form["rows"]})), "candidates" if form["fairness"] else "parts")]
-    cards.append((f"{form['seconds']:.0f} s", f"{form['machine']['threads']} CPU threads"))
-    if form["marks"]:
-        cards.append((f"{len(form['marks']) - missed} of {len(form['marks'])}", "pass marks met"))
+def _summary(form: Form) -> str:
+    places = {(r["layer"], r["name"]) for r in form["rows"]}
+    shown = [(str(len(places)), "candidates" if form["fairness"] else "parts"), *cards(form, form["marks"])]
     medians = []
     for setting in form["settings"]:
         rows = [r for r in form["rows"] if r["setting"] == setting]
@@ -92,13 +93,13 @@ def _summary(form: Mapping[str, Any]) -> str:
         "faster small differences grow than the signal."
     )
     return (
-        f"{cards_of(cards)}<p>{escape(form['subject'])}.</p><p>{explanation}</p>"
+        f"{cards_of(shown)}<p>{escape(form['subject'])}.</p><p>{explanation}</p>"
         + table_of(["medians", "phi, branch", "varphi, branch", "gain"], medians, text_columns=(0,))
         + "".join(f'<p class="soft">Reduced: {escape(text)}.</p>' for text in form["reduced"])
     )
 
 
-def _claims(form: Mapping[str, Any]) -> str:
+def _claims(form: Form) -> str:
     return "".join(
         f'<div class="note"><p><b>{escape(c["claim"])}</b></p><p class="soft">Measured: {escape(c["measured"])}.</p>'
         f"<p>Verdict: {escape(c['verdict'])}</p></div><br>"
@@ -106,7 +107,7 @@ def _claims(form: Mapping[str, Any]) -> str:
     )
 
 
-def _rows(form: Mapping[str, Any]) -> str:
+def _rows(form: Form) -> str:
     header = ["layer", "name"]
     for setting in form["settings"]:
         header += [f"{setting}: phi", "varphi", "gain", "module phi", "module varphi"]
@@ -125,7 +126,7 @@ def _rows(form: Mapping[str, Any]) -> str:
             line += [
                 _with_error(branch, "phi"),
                 _with_error(branch, "varphi"),
-                _number(row["gain"]),
+                number(row["gain"], ".3f"),
                 f"{whole['phi']:.3f}",
                 f"{whole['varphi']:.3f}",
             ]
@@ -134,31 +135,27 @@ def _rows(form: Mapping[str, Any]) -> str:
     return f"<details><summary>All {len(lines)} rows</summary>{table}</details>"
 
 
-def _with_error(form: Mapping[str, Any], key: str) -> str:
+def _with_error(form: Form, key: str) -> str:
     error = form[f"{key}_error"]
     return f"{form[key]:.3f}" if error is None else f"{form[key]:.3f} ± {error:.3f}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _places(form: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """What the horizontal axis counts: layers, or the parts of a module, without the whole, which dwarfs them."""
+def _places(form: Form) -> list[tuple[int, str]]:
+    """The places of the horizontal axis: layers, or the parts of a module without the whole, which would dwarf them."""
     places = list(dict.fromkeys(map(_place_of, form["rows"])))
     return [place for place in places if place[1] != "whole"] or places
 
 
-def _place_of(row: Mapping[str, Any]) -> tuple[int, str]:
+def _place_of(row: Form) -> tuple[int, str]:
     return (row["layer"], "") if row["layer"] >= 0 else (-1, row["name"])
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+def _columns(rows: Sequence[Form]) -> list[list[float | None]]:
     """phi and varphi of the branches, and gains."""
     return [[r["branch"]["phi"] for r in rows], [r["branch"]["varphi"] for r in rows], [r["gain"] for r in rows]]
 
 
-def _moments(form: Mapping[str, Any]) -> Figure:
+def _moments(form: Form) -> Figure:
     places = _places(form)
     figure, axes = new_figure(11, 3.6 if places[0][0] >= 0 else 4.4, columns=3)
     shifts = np.linspace(-0.22, 0.22, len(form["settings"]))
@@ -191,7 +188,7 @@ def _name_places(ax: Any, places: Sequence[tuple[int, str]]) -> None:
         ax.set_xticks(range(len(places)), [literal(name) for _, name in places], rotation=90, fontsize=6)
 
 
-def _densities(form: Mapping[str, Any]) -> Figure:
+def _densities(form: Form) -> Figure:
     places = _places(form)
     chosen = [places[i] for i in np.unique(np.linspace(0, len(places) - 1, min(_DENSITIES, len(places))).astype(int))]
     columns = min(3, len(chosen))
@@ -210,7 +207,7 @@ def _densities(form: Mapping[str, Any]) -> Figure:
         ax.axvline(1, color=GREY, lw=1, ls="--")
         ax.set_title(f"layer {place[0]}" if place[0] >= 0 else literal(place[1]), fontsize=9)
         ax.set_xlim(0, edges[-1])
-        # what is lost entirely would hide the rest
+        # the bin of singular values at 0 would hide the rest
         ax.set_ylim(0, 1.15 * max((max(share[1:]) for share in drawn), default=1))
         ax.tick_params(labelsize=8)
     for ax in axes[len(chosen) :]:
@@ -221,7 +218,7 @@ def _densities(form: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _fairness(form: Mapping[str, Any]) -> Figure:
+def _fairness(form: Form) -> Figure:
     figure, axes = new_figure(10, 5.6, rows=2, columns=2)
     for ax, (key, title) in zip(axes, _FAIRNESS.items(), strict=True):
         for colour, setting in zip(SERIES, form["settings"], strict=False):
@@ -246,16 +243,16 @@ def _fairness(form: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _fairness_table(form: Mapping[str, Any]) -> str:
+def _fairness_table(form: Form) -> str:
     keys = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
     lines = [
-        [m["setting"], "with" if m["indicator_bn"] else "without", *(_number(m[k]) for k in keys)]
+        [m["setting"], "with" if m["indicator_bn"] else "without", *(number(m[k], ".3f") for k in keys)]
         for m in form["fairness_means"]
     ]
     return table_of(["mean over layers", "indicator BN", *keys], lines, text_columns=(0, 1))
 
 
-def _depth(form: Mapping[str, Any]) -> Figure:
+def _depth(form: Form) -> Figure:
     figure, axes = new_figure(10, 3.8, columns=2)
     for colour, setting in zip(SERIES, form["settings"], strict=False):
         for found in (d for d in form["depth"] if d["setting"] == setting):
@@ -272,7 +269,7 @@ def _depth(form: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _diagram(form: Mapping[str, Any]) -> Figure:
+def _diagram(form: Form) -> Figure:
     figure, (ax,) = new_figure(6.4, 4)
     ax.grid(False)
     chi = np.array(form["chi"], dtype=float)
@@ -295,25 +292,38 @@ def _diagram(form: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _convolutions(form: Mapping[str, Any]) -> str:
+def _convolutions(form: Form) -> str:
     lines = [
-        [c["setting"], c["kind"], c["count"], f"{c['phi']:.4f}", f"{c['varphi']:.4f}", _number(c["expected_varphi"])]
+        [
+            c["setting"],
+            c["kind"],
+            c["count"],
+            f"{c['phi']:.4f}",
+            f"{c['varphi']:.4f}",
+            number(c["expected_varphi"], ".3f"),
+        ]
         for c in form["convolutions"]
     ]
-    note = "Of every convolution of the supernet, as one of stride 1 that wraps around at the border."
+    note = "Every convolution of the supernet counts as one of stride 1 that wraps around at the border."
     header = ["setting", "kind", "count", "phi / g²", "varphi / g⁴", "closed form"]
     return f'<p class="soft">{note}</p>' + table_of(header, lines, text_columns=(0, 1))
 
 
-def _marks(form: Mapping[str, Any]) -> str:
+def _marks(form: Form) -> str:
     lines = [
         [
             m["name"],
             f"{m['expected']:.4f}",
             f"{m['tolerance']:.4f}",
-            _number(m["measured"]),
+            number(m["measured"]),
             "ok" if m["passed"] else "MISSED",
         ]
         for m in form["marks"]
     ]
     return table_of(["", "expected", "within", "measured", ""], lines, text_columns=(0, 4))
+
+
+FIGURES: dict[str, Drawing] = {}
+"""The figures have no forms of their own: they are drawn from the rows of the file."""
+PAGES = {"isometry": _page}
+"""Stem of the files -> what makes their page."""

@@ -11,21 +11,23 @@ import torch
 from tiny import tiny_space, write_folder
 from torch import nn
 
-from nasfast import moments as module
 from nasfast.analysis.moments import NetConfig, detect, fields, gaussian, run, summarise
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.moments import (
+from nasfast.studies.moments import (
     FiguresConfig,
     ModuleConfig,
     QuickConfig,
     figures_study,
     load_images,
+    marks,
     module_study,
     quick_study,
+    study,
 )
-from nasfast.report import study_figure
-from nasfast.study import Check
+from nasfast.studies.moments.measure import source_of
+from nasfast.studies.page import study_figure
+from nasfast.studies.parts import Check, plain
 
 TINY = {
     "FC": NetConfig(width=24, batch=16, depth=24, every=2),
@@ -36,11 +38,11 @@ TINY = {
 @pytest.fixture
 def small(monkeypatch):
     """The quick experiment's structure in a second; its marks belong to its own sizes."""
-    monkeypatch.setattr(module, "_QUICK", TINY)
-    monkeypatch.setattr(module, "_QUICK_SEEDS", {"FC": 2, "conv": 2})
-    monkeypatch.setattr(module, "_VANILLA_CONV_SEEDS", 3)
-    monkeypatch.setattr(module, "_HISTOGRAM_SEEDS", 12)
-    monkeypatch.setattr(module, "_AVERAGED", 4)
+    monkeypatch.setattr(study, "_QUICK", TINY)
+    monkeypatch.setattr(study, "_QUICK_SEEDS", {"FC": 2, "conv": 2})
+    monkeypatch.setattr(study, "_VANILLA_CONV_SEEDS", 3)
+    monkeypatch.setattr(study, "_HISTOGRAM_SEEDS", 12)
+    monkeypatch.setattr(marks, "_AVERAGED", 4)
 
 
 def test_quick_measures_every_family(small):
@@ -48,7 +50,7 @@ def test_quick_measures_every_family(small):
     families = [f"{kind}, {f}" for kind in ("FC", "conv") for f in ("vanilla", "BN feed-forward", "BN resnet")]
     assert list(report.verdicts) == families
     kinds = ["vanilla", "normalised", "resnet"] * 2
-    assert [f["kind"] for f in report.figures] == ["histograms", *kinds]
+    assert [f.kind for f in report.figures] == ["histograms", *kinds]
     text = str(report)
     for words in ("pass marks", "FC, BN resnet: exponent minus tau", "layer norm", "conv, BN feed-forward"):
         assert words in text
@@ -78,16 +80,16 @@ def test_the_marks_tell_the_families_apart():
     def missed(checks: list[Check]) -> set[str]:
         return {check.name.split(": ", 1)[1] for check in checks if not check.passed}
 
-    found = missed(module._vanilla_checks("FC", runs["exploding"], verdicts["exploding"]))
+    found = missed(marks.vanilla_checks("FC", runs["exploding"], verdicts["exploding"]))
     assert found == {"increment, last half", "r_eff(L)", "detected one-dimensional"}
-    found = missed(module._exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
+    found = missed(marks.exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
     assert {"slope of log chi", "R^2 of exponential", "detected exploding"} <= found
-    assert not missed(module._exploding_checks("FC", runs["exploding"], verdicts["exploding"])) & {
+    assert not missed(marks.exploding_checks("FC", runs["exploding"], verdicts["exploding"])) & {
         "slope of log chi",
         "largest ReLU part (theorem 3: sqrt 2)",
         "detected exploding",
     }
-    assert not missed(module._resnet_checks("FC", runs["resnet"], verdicts["resnet"])) & {
+    assert not missed(marks.resnet_checks("FC", runs["resnet"], verdicts["resnet"])) & {
         "R^2 of power law",
         "R^2 of power law minus exponential",
         "increment over lower bound of theorem 4, smallest",
@@ -101,14 +103,14 @@ FIGURES = FiguresConfig(**FC, histogram_realisations=6)
 
 def test_figures_and_their_page(tmp_path):
     report = figures_study(FIGURES, out=tmp_path)
-    assert [f["title"] for f in report.figures] == [
+    assert [f.title for f in report.figures] == [
         "figure 2: vanilla, histograms",
         "figure 3: vanilla",
         "figure 4: BN feed-forward",
         "figure 5: BN resnet",
     ]
     assert report.checks == () and set(report.verdicts) == {"vanilla", "BN feed-forward", "BN resnet"}
-    assert report.figures[3]["power_law"]["tau"] > 0
+    assert report.figures[3].power_law.tau > 0
     page = report.save(tmp_path)
     form = json.loads((tmp_path / "moments.json").read_text())
     assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -120,7 +122,7 @@ def test_figures_and_their_page(tmp_path):
 def test_studies_share_their_results(tmp_path):
     report = figures_study(FIGURES, out=tmp_path)
     more = figures_study(FIGURES.replace(figures=(3,), realisations=2), out=tmp_path)
-    np.testing.assert_array_equal(more.figures[0]["curves"]["logchi_mean"], report.figures[1]["curves"]["logchi_mean"])
+    np.testing.assert_array_equal(more.figures[0].curves["logchi_mean"], report.figures[1].curves["logchi_mean"])
     conv = figures_study(FIGURES.replace(figures=(4,), kernel=3, width=4, padding="zero", depth=3, realisations=1))
     assert "3 x 3 convolutions, zero borders" in conv.subject
 
@@ -148,7 +150,7 @@ def test_the_published_settings():
 
 def published(folder, cfg: FiguresConfig, images, shift: float = 0.0) -> None:
     """Arrays of our own networks, as if they were the published ones."""
-    source = module._source(cfg)
+    source = source_of(cfg)
     for figure in (2, 3, 4, 5):
         found = run(cfg.network(figure), source, realisations=8, seed=7)
         curves = found.curves()
@@ -211,7 +213,7 @@ def test_data_checks(tmp_path):
     z = np.full(5, 0.7)
     np.savez(tmp_path / "bn_ff_x.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.004)
     np.savez(tmp_path / "bn_ff_y.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.008)
-    assert [check.passed for check in module._data_checks(tmp_path)] == [True, False]
+    assert [check.passed for check in marks.data_checks(tmp_path)] == [True, False]
 
 
 def test_images(tmp_path):
@@ -241,7 +243,7 @@ def test_a_space(space, tmp_path):
     assert [row[0] for row in candidates.rows] == [f"{i} {n}" for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
     assert all(0.8 < float(cell) < 3 for row in candidates.rows for cell in row[1:])
     assert len(comparable.rows) == 4
-    curves = report.figures[0]["settings"]["orthogonal, relu6"]
+    curves = report.figures[0].settings["orthogonal, relu6"]
     assert curves["logchi_mean"].shape == (4,) and (curves["candidates_std"] > 0).all()
     assert report.save(tmp_path).read_text().count("data:image/png;base64,") == 1
 
@@ -264,7 +266,7 @@ def test_a_module():
     assert [row[0] for row in report.tables[0].rows] == ["0", "1", "2", "3"]
     report = module_study(cfg.replace(probes="3, 1"))
     assert [row[0] for row in report.tables[0].rows] == ["1", "3"]
-    study_figure(report.figures[0])
+    study_figure(plain(report.figures[0]))
     report = module_study(ModuleConfig(module=f"{__name__}:vectors", input="6", batch=8))
     assert report.tables[0].rows
 
@@ -316,7 +318,7 @@ def test_the_command(tmp_path, capsys, caplog):
 
 
 def test_a_missed_mark_gives_an_exit_status(small, capsys, monkeypatch):
-    monkeypatch.setattr(module, "_vanilla_checks", lambda *_: [Check("a mark", 0, 1, 2.0)])
+    monkeypatch.setattr(marks, "vanilla_checks", lambda *_: [Check("a mark", 0, 1, 2.0)])
     assert main(["moments", "quick"]) == 1
     captured = capsys.readouterr()
     assert "MISSED" in captured.out and "pass marks missed" in captured.err
@@ -335,7 +337,5 @@ def test_the_kinds_are_named(capsys):
 
 
 def test_synthetic_sources_fit_the_networks():
-    assert module._source(FiguresConfig())(2, torch.Generator()).shape == (2, 3072)
-    assert (
-        module._source(FiguresConfig(kernel=3))(2, torch.Generator()).shape == fields(3, 32)(2, torch.Generator()).shape
-    )
+    assert source_of(FiguresConfig())(2, torch.Generator()).shape == (2, 3072)
+    assert source_of(FiguresConfig(kernel=3))(2, torch.Generator()).shape == fields(3, 32)(2, torch.Generator()).shape

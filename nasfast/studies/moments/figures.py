@@ -1,20 +1,97 @@
-"""The figures of the moments study."""
+"""The figures of the moments study: what they show, as data, and how it is drawn."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from nasfast.analysis.moments import PowerLaw, Run, power_law_of, summarise
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.studies import parts
+from nasfast.studies.moments.measure import NOT_PUBLISHED, Array, Paths, Published
+from nasfast.studies.page import Drawing, Form
 
 
-def _histograms(data: Mapping[str, Any]) -> Figure:
+@dataclass(frozen=True)
+class Histograms(parts.Figure):
+    """Figure 2: `values` are (depths, networks) log moments by name."""
+
+    kind: ClassVar[str] = "histograms"
+    depth: Array
+    values: dict[str, Array]
+    reference: Published
+
+    @classmethod
+    def of(cls, title: str, found: Run, reference: Published = NOT_PUBLISHED) -> Histograms:
+        """The figure of a run."""
+        curves = found.curves()
+        values = {name: curves[name].T for name in ("lognu2", "logmu2_noise")}
+        return cls(title, found.depth, values, reference)
+
+
+@dataclass(frozen=True)
+class Curves(parts.Figure):
+    """Figure 3: averages over networks, by the names of `summarise`, with `depth` among them."""
+
+    kind: ClassVar[str] = "vanilla"
+    curves: dict[str, Array]
+    reference: Published
+
+
+@dataclass(frozen=True)
+class NormalisedCurves(Curves):
+    """Figure 4."""
+
+    kind: ClassVar[str] = "normalised"
+
+
+@dataclass(frozen=True)
+class ResidualCurves(Curves):
+    """Figure 5, with the power law that the increments predict."""
+
+    kind: ClassVar[str] = "resnet"
+    power_law: PowerLaw
+
+
+def curves_of(title: str, found: Run, reference: Published = NOT_PUBLISHED) -> Curves:
+    """Figure 3, 4 or 5 of a run."""
+    data = {"depth": found.depth, **summarise(found.curves())}
+    if found.cfg.residual:
+        return ResidualCurves(title, data, reference, power_law_of(found))
+    return (Curves if found.cfg.norm == "none" else NormalisedCurves)(title, data, reference)
+
+
+@dataclass(frozen=True)
+class SpaceCurves(parts.Figure):
+    """Averages over random paths or noise draws by depth, for every setting; `reductions` are depths."""
+
+    kind: ClassVar[str] = "space"
+    depth: Array
+    settings: dict[str, dict[str, Array]]
+    reductions: list[int]
+
+    @classmethod
+    def of_paths(cls, depth: Array, found: Mapping[str, Paths], reductions: Sequence[int]) -> SpaceCurves:
+        """The figure of paths through a space under several settings."""
+        settings = {
+            name: {
+                **summarise({key: paths.curves[key] for key in ("logchi", "reff_signal", "reff_noise")}),
+                "paths_std": paths.curves["logchi"].std(0),
+                "candidates_std": paths.spreads(),
+            }
+            for name, paths in found.items()
+        }
+        return cls("along random paths", depth, settings, [i + 1 for i in reductions])
+
+
+def _histograms(data: Form) -> Figure:
     """Figure 2: as depth grows, both moments spread in log space."""
     figure, axes = new_figure(10, 3.8, columns=2)
     titles = {"lognu2": r"$\log\,\nu_2(x^l)$", "logmu2_noise": r"$\log\,\mu_2(dx^l)$"}
@@ -38,7 +115,7 @@ def _array(values: Sequence[float | None]) -> np.ndarray:
     return np.array(values, dtype=float)
 
 
-def _curve(ax: Axes, data: Mapping[str, Any], key: str, colour: str, label: str | None = None) -> None:
+def _curve(ax: Axes, data: Form, key: str, colour: str, label: str | None = None) -> None:
     depth, curves = data["depth"] if "depth" in data else data["curves"]["depth"], data["curves"]
     mean, low, high = (_array(curves[f"{key}_{part}"]) for part in ("mean", "p16", "p84"))
     ax.fill_between(depth, low, high, color=colour, alpha=0.2, lw=0)
@@ -48,7 +125,7 @@ def _curve(ax: Axes, data: Mapping[str, Any], key: str, colour: str, label: str 
         ax.plot(reference["depth"], reference[f"{key}_mean"], color="black", lw=1, ls="--")
 
 
-def _vanilla(data: Mapping[str, Any]) -> Figure:
+def _vanilla(data: Form) -> Figure:
     """Figure 3."""
     figure, (increments, ranks) = new_figure(10, 3.6, columns=2)
     _increments(increments, data, {"inc": r"$\delta\chi^l$"})
@@ -58,7 +135,7 @@ def _vanilla(data: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _increments(ax: Axes, data: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def _increments(ax: Axes, data: Form, names: Mapping[str, str]) -> None:
     for colour, (key, label) in zip(SERIES, names.items(), strict=False):
         _curve(ax, data, key, colour, label)
     for bound in (1, math.sqrt(2)):
@@ -67,7 +144,7 @@ def _increments(ax: Axes, data: Mapping[str, Any], names: Mapping[str, str]) -> 
     ax.legend(fontsize=8, frameon=False)
 
 
-def _normalised(data: Mapping[str, Any]) -> Figure:
+def _normalised(data: Form) -> Figure:
     """Figure 4."""
     figure, axes = new_figure(11, 6.4, rows=2, columns=2)
     names = {"inc": r"$\delta\chi$", "inc_bn": r"$\delta_{\mathrm{BN}}\chi$", "inc_phi": r"$\delta_\phi\chi$"}
@@ -78,7 +155,7 @@ def _normalised(data: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _ranks_and_tails(ranks: Axes, tails: Axes, data: Mapping[str, Any]) -> None:
+def _ranks_and_tails(ranks: Axes, tails: Axes, data: Form) -> None:
     _curve(ranks, data, "reff_signal", SERIES[0], "signal")
     _curve(ranks, data, "reff_noise", SERIES[1], "noise")
     ranks.set(title="effective rank", xlabel="l", yscale="log")
@@ -86,7 +163,7 @@ def _ranks_and_tails(ranks: Axes, tails: Axes, data: Mapping[str, Any]) -> None:
     _curve(tails, data, "mu4_z", SERIES[0], r"$\mu_4(z^l)$")
     tails.axhline(3, color=SERIES[0], lw=1, ls=":")
     tails.set(title="the normalised signal", xlabel="l", yscale="log", ylabel=r"$\mu_4$")
-    # below a Gaussian's 3 there is nothing to see
+    # there is nothing to see below a Gaussian's 3
     tails.set_ylim(bottom=2, top=max(tails.get_ylim()[1], 20))
     other = tails.twinx()
     _curve(other, data, "nu1abs_z", SERIES[1], r"$\nu_1(|z^l|)$")
@@ -96,7 +173,7 @@ def _ranks_and_tails(ranks: Axes, tails: Axes, data: Mapping[str, Any]) -> None:
     tails.legend(handles=handles, fontsize=8, frameon=False, loc="center right")
 
 
-def _resnet(data: Mapping[str, Any]) -> Figure:
+def _resnet(data: Form) -> Figure:
     """Figure 5."""
     figure, axes = new_figure(11, 6.4, rows=2, columns=2)
     names = {"inc": r"$\delta\chi^{l,1}$", "inc_bn": r"$\delta_{\mathrm{BN}}\chi^{l,1}$"}
@@ -121,7 +198,7 @@ def _resnet(data: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _space(data: Mapping[str, Any]) -> Figure:
+def _space(data: Form) -> Figure:
     with_spread = all("paths_std" in curves for curves in data["settings"].values())
     figure, axes = new_figure(11, 6.4 if with_spread else 3.6, rows=1 + with_spread, columns=2)
     for colour, (name, curves) in zip(SERIES, data["settings"].items(), strict=False):
@@ -152,28 +229,28 @@ def _space(data: Mapping[str, Any]) -> Figure:
 _BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
 
 FIGURES = {
-    "histograms": (
+    "histograms": Drawing(
         _histograms,
         "Distribution over networks of the log second moments of signal and noise. Lines: the normal distribution of "
         "the same mean and deviation. Dashed: published mean.",
     ),
-    "vanilla": (
+    "vanilla": Drawing(
         _vanilla,
         "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1." + _BANDS,
     ),
-    "normalised": (
+    "normalised": Drawing(
         _normalised,
         "Increments of the sensitivity and their two parts, the sensitivity, effective ranks, and fourth moment and "
         "mean absolute value of the normalised signal (dotted: those of a Gaussian)." + _BANDS,
     ),
-    "resnet": (
+    "resnet": Drawing(
         _resnet,
         "The same at the first unit of every residual; the sensitivity of the residuals with the power law predicted "
         "from the increments." + _BANDS,
     ),
-    "space": (
+    "space": Drawing(
         _space,
         "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: reductions.",
     ),
 }
-"""Kind of figure -> what draws it from its data, and its caption."""
+"""Kind of figure -> what draws it from its form, and its caption."""

@@ -1,5 +1,4 @@
-"""Measurements of the isometry study: candidates of a space, parts of any module, kinds of convolutions, and pass
-marks."""
+"""What the isometry study measures: candidates of a space, parts of any module, and kinds of convolutions."""
 
 from __future__ import annotations
 
@@ -8,94 +7,39 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nasfast.analysis.fairness import Fairness, channel_moments, fairness, without_indicator_bn
+from nasfast.analysis.fairness import channel_moments, fairness, without_indicator_bn
 from nasfast.analysis.jacobian import applied, circular_conv_moments, frozen_copy, isometry
 from nasfast.analysis.meanfield import activation, normal_nodes
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.spaces import SKIP, Arch
+from nasfast.studies.isometry.config import Effort
+from nasfast.studies.isometry.rows import EDGES, SPREADS, ConvolutionMoments, Row, Spread
+from nasfast.studies.parts import Check
+from nasfast.studies.run import Task, no_task
 from nasfast.supernet import Init, Supernet, initialize
 from nasfast.supernet.blocks import ShuffleUnit
 from nasfast.supernet.init import GAINS
 
 _LOG = logging.getLogger(__name__)
 
-EDGES = np.linspace(0, 5, 51)
-"""Bins of the singular value histograms."""
 
 # A Jacobian up to this many elements is cheaper formed than probed.
 _MAX_EXACT = 2**16
 # Pass marks of the spec: phi of a convolution, varphi of a convolution, gain of a block with BatchNorm.
 _PHI_MARK, _VARPHI_MARK, _GAIN_MARK = 0.02, 0.05, 0.10
-# Standard errors granted to a mark that is a mean over random filters or probes.
+# Standard errors that are allowed where a mark is a mean over random filters or probes.
 _SIGMAS = 4
-# The mean of fewer squares of Gaussian weights scatters by more than 0.5 %, a quarter of the mark.
+# The mean of fewer squared Gaussian weights scatters by more than 0.5 %, a quarter of the mark.
 _MIN_GAUSSIAN_WEIGHTS = 80_000
 # Channels of the linear pair of the spec, and of the blocks with BatchNorm and the size of their map.
 _PAIR_CHANNELS, _BLOCK_CHANNELS, _BLOCK_SIZE = 96, 32, 14
 # One Gaussian pair scatters by more than the mark, and finite width adds a percent.
 _PAIR_DRAWS = 32
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much to spend on one candidate: arguments of `isometry`."""
-
-    samples: int = 4
-    probes: int = 32
-    lanczos_steps: int = 8
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Row:
-    """One candidate of one layer, or one part of a module, under one setting.
-
-    Attributes:
-        setting: initialisation and activation.
-        layer: index, or -1 in a module that is no supernet.
-        name: of the candidate or part.
-        branch: `Isometry.to_dict` without the skip connection or the bypassing half; what is judged.
-        module: with it; None where it is the same.
-        var_in, var_out: variance of the branch's input and output, averaged over channels.
-        acts: activations in the branch; None if unknown.
-        histogram: share of the branch's singular values between each two of EDGES.
-    """
-
-    setting: str
-    layer: int
-    name: str
-    branch: dict[str, Any]
-    module: dict[str, Any] | None
-    var_in: float
-    var_out: float
-    acts: int | None
-    histogram: tuple[float, ...]
-
-    @property
-    def gain(self) -> float:
-        """phi Var(in) / Var(out): how much faster small differences grow than the signal; 1 for a linear branch."""
-        return self.branch["phi"] * self.var_in / self.var_out if self.var_out > 0 else math.nan
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A pass mark: what the spec expects, the tolerance, what was measured."""
-
-    name: str
-    expected: float
-    tolerance: float
-    measured: float
-
-    @property
-    def passed(self) -> bool:
-        # written so that nan fails
-        return abs(self.measured - self.expected) <= self.tolerance
 
 
 def relative_gain(act: str) -> float:
@@ -110,7 +54,7 @@ def relative_gain(act: str) -> float:
 
 
 def branch_of(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """What of a block computes, without skip connection or bypass, and the part of the block's input that it gets."""
+    """The branch of a block, without skip connection or bypass, and what selects its part of the block's input."""
     if isinstance(block, InvertedResidual) and block.has_residual:
         branch = copy.deepcopy(block)
         branch.has_residual = False
@@ -123,7 +67,7 @@ def branch_of(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 def measure(
     module: nn.Module, h: Tensor, effort: Effort, *, setting: str, layer: int = -1, name: str, acts: int | None = None
 ) -> Row:
-    """One module at the inputs h (N, ...), as a row whose branch it is."""
+    """Measure one module at the inputs h (N, ...), as a row whose branch is the module."""
     found = isometry(
         module,
         h,
@@ -136,7 +80,7 @@ def measure(
     with torch.no_grad():
         var_out = _variance(applied(frozen_copy(module, h), h))
     histogram = tuple(found.histogram(EDGES).tolist())
-    return Row(setting, layer, name, found.to_dict(), None, _variance(h), var_out, acts, histogram)
+    return Row(setting, layer, name, found, None, _variance(h), var_out, acts, histogram)
 
 
 def _variance(y: Tensor) -> float:
@@ -144,8 +88,8 @@ def _variance(y: Tensor) -> float:
 
 
 def measure_supernet(
-    net: Supernet, images: Tensor, effort: Effort, *, setting: str, path: Arch | None
-) -> tuple[list[Row], list[dict[str, Any]]]:
+    net: Supernet, images: Tensor, effort: Effort, *, setting: str, path: Arch | None, task: Task = no_task
+) -> tuple[list[Row], list[Spread]]:
     """Every candidate of every layer, and how much those of a layer differ.
 
     Args:
@@ -154,11 +98,13 @@ def measure_supernet(
         effort: per candidate.
         setting: name of the rows.
         path: through which the images propagate to each layer; None gives every layer white noise of its own shape.
+        task: tells the progress.
 
     Returns:
-        Rows, and per layer the spreads of `Fairness` with and without the indicator BatchNorms.
+        Rows, and per layer the spreads with and without the indicator BatchNorms.
     """
     rows, spreads = [], []
+    done = task(setting, len(net.layers))
     generator = torch.Generator().manual_seed(effort.seed)
     with torch.no_grad():
         h = net.stem(images)
@@ -172,14 +118,15 @@ def measure_supernet(
         if len(blocks) > 1:
             for indicator_bn in (True, False):
                 chosen = [b if indicator_bn else without_indicator_bn(b) for b in blocks.values()]
-                # the Jacobian was measured with its BatchNorms
-                phi = [row.branch["phi"] for row in measured] if indicator_bn else None
+                # the Jacobians were measured with the BatchNorms
+                phi = [row.branch.phi for row in measured] if indicator_bn else None
                 found = fairness(chosen, h, names=list(blocks), phi=phi)
-                spreads.append({"setting": setting, "layer": index, "indicator_bn": indicator_bn, **_spread(found)})
+                of_layer = {key: getattr(found, key) for key in SPREADS}
+                spreads.append(Spread(setting, index, indicator_bn, **of_layer))
         if path is not None and path[index] != SKIP:
             with torch.no_grad():
                 h = choice_layer.candidates[path[index]](h)
-        _LOG.info("%s: layer %d of %d", setting, index + 1, len(net.layers))
+        done(index + 1)
     return rows, spreads
 
 
@@ -189,18 +136,13 @@ def _measure_block(block: nn.Module, h: Tensor, effort: Effort, setting: str, la
     row = measure(branch, part(h), effort, setting=setting, layer=layer, name=name, acts=acts)
     if branch is block:
         return row
-    # phi and varphi alone; a density takes most of the time
+    # without a density, which takes most of the time
     whole = isometry(block, h, samples=effort.samples, probes=effort.probes, max_exact=_MAX_EXACT, lanczos_steps=0)
-    return replace(row, module=whole.to_dict())
-
-
-def _spread(found: Fairness) -> dict[str, float | None]:
-    keys = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
-    return {key: getattr(found, key) for key in keys}
+    return replace(row, module=whole)
 
 
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module by name, containers in a row (`nn.Sequential`) replaced by theirs."""
+    """The children of a module by name; an `nn.Sequential` is replaced by its children."""
 
     def walk(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in parent.named_children():
@@ -212,16 +154,18 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module]:
     return dict(walk(module, ""))
 
 
-def measure_module(module: nn.Module, x: Tensor, effort: Effort, *, setting: str) -> list[Row]:
+def measure_module(module: nn.Module, x: Tensor, effort: Effort, *, setting: str, task: Task = no_task) -> list[Row]:
     """A module as a whole, and each of its parts at what reaches it.
 
-    Left out are parts without parameters, those used several times, and those that do not map one tensor to one.
+    Parts without parameters, parts that are used several times, and parts that do not map one tensor to one are left
+    out.
 
     Args:
         module: not changed.
         x: (N, ...).
         effort: per part.
         setting: name of the rows.
+        task: tells the progress.
 
     Raises:
         ValueError: as `isometry` of the whole; a part that cannot be measured is left out.
@@ -240,10 +184,12 @@ def measure_module(module: nn.Module, x: Tensor, effort: Effort, *, setting: str
         applied(frozen, x)
     for handle in handles:
         handle.remove()
+    done = task(setting, 1 + len(inputs))
     rows = [measure(module, x, effort, setting=setting, name="whole")]
     own = parts_of(module)
-    for name, given in inputs.items():
-        # a part used several times has several Jacobians, and of those none is its own
+    for index, (name, given) in enumerate(inputs.items(), 1):
+        done(index)
+        # a part that is used several times has several Jacobians, none of which is its own
         whole = len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim > 1
         if not whole or next(own[name].parameters(), None) is None:
             continue
@@ -251,7 +197,7 @@ def measure_module(module: nn.Module, x: Tensor, effort: Effort, *, setting: str
             rows.append(measure(own[name], given[0], effort, setting=setting, name=name))
         except ValueError as error:
             _LOG.info("%s: part %s left out: %s", setting, name, error)
-        _LOG.info("%s: %s", setting, name)
+    done(1 + len(inputs))
     return rows
 
 
@@ -270,23 +216,25 @@ def _kind_of(conv: nn.Conv2d) -> _Kind:
         return _Kind(f"depthwise {k} x {k}", (k * k - 1) / (k * (k + 2)), 1 + 1 / k**2)
     if k > 1 or conv.groups > 1:
         return _Kind(f"dense {k} x {k}", None, None)
-    # Marchenko and Pastur, with the term that is left at finite width
+    # Marchenko and Pastur, with the term that finite width adds
     gaussian = out / fan_in + 1 / fan_in
     if out <= fan_in:
         return _Kind("pointwise, projection", 0.0, gaussian)
     return _Kind(f"pointwise, expansion x {out / fan_in:.3g}", out / fan_in - 1, gaussian)
 
 
-def measure_convolutions(module: nn.Module, *, setting: str, scheme: str) -> tuple[list[dict[str, Any]], list[Mark]]:
-    """phi / g^2 and varphi / g^4 of every kind of convolution in a network, as circular ones of stride 1; pass marks.
+def measure_convolutions(
+    module: nn.Module, *, setting: str, scheme: str
+) -> tuple[list[ConvolutionMoments], list[Check]]:
+    """phi / g^2 and varphi / g^4 of every kind of convolution in a network, as circular ones of stride 1, with marks.
 
-    A mark has the spec's tolerance, or four standard errors where few random filters leave more. Kinds with few
-    Gaussian weights get none.
+    A mark has the spec's tolerance, or four standard errors where few random filters scatter more. Kinds with few
+    Gaussian weights get no mark.
 
     Args:
         module: of ConvBNAct units, whose activations give g; not changed.
         setting: name of the rows.
-        scheme: `orthogonal` or `gaussian`: which closed forms.
+        scheme: `orthogonal` or `gaussian`; chooses the closed forms.
     """
     pooled: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     weights: dict[str, int] = {}
@@ -300,19 +248,18 @@ def measure_convolutions(module: nn.Module, *, setting: str, scheme: str) -> tup
         pooled.setdefault(kind.name, []).append((firsts / g2, seconds / g2**2, expected))
     rows, marks = [], []
     for name, found in sorted(pooled.items()):
-        # filters of one depthwise convolution share it; other convolutions are blocks of their own
+        # the filters of a depthwise convolution share a row of `found`; any other convolution is one block
         firsts, seconds, closed = (np.concatenate(parts) for parts in zip(*found, strict=True))
         phi = float(firsts.mean())
         varphi = float(seconds.mean() - phi**2)
         expected = None if np.isnan(closed).any() else float(closed.mean())
-        row = {"setting": setting, "kind": name, "count": len(found), "phi": phi, "varphi": varphi}
-        rows.append({**row, "expected_varphi": expected})
+        rows.append(ConvolutionMoments(setting, name, len(found), phi, varphi, expected))
         if scheme == "gaussian" and weights[name] < _MIN_GAUSSIAN_WEIGHTS:
             continue
-        marks.append(Mark(f"{setting}: {name}: phi / g^2", 1.0, max(_PHI_MARK, _SIGMAS * _error(firsts)), phi))
+        marks.append(Check.near(f"{setting}: {name}: phi / g^2", 1.0, max(_PHI_MARK, _SIGMAS * _error(firsts)), phi))
         if expected is not None:
             allowed = max(_VARPHI_MARK * (expected or 1), _SIGMAS * _error(seconds - 2 * phi * firsts - closed))
-            marks.append(Mark(f"{setting}: {name}: varphi / g^4", expected, allowed, varphi))
+            marks.append(Check.near(f"{setting}: {name}: varphi / g^4", expected, allowed, varphi))
     return rows, marks
 
 
@@ -327,13 +274,13 @@ def _pair_varphi(scheme: Init, expansion: int, seed: int) -> float:
     return isometry(pair, torch.zeros(1, _PAIR_CHANNELS), samples=1).varphi
 
 
-def block_marks(act: str, *, seed: int = 0) -> list[Mark]:
-    """Blocks of known moments: the linear pair of a bottleneck, and a MobileNetV2 branch with BatchNorm on white noise.
+def block_marks(act: str, *, seed: int = 0) -> list[Check]:
+    """Marks of blocks with known moments: a linear pair, and a MobileNetV2 branch with BatchNorm on white noise.
 
-    Both wrap around at the border, which the closed forms do not know.
+    Both wrap around at the border, because the closed forms know no border.
 
     Args:
-        act: of the branch; tanh and the identity are measured too.
+        act: activation of the branch; tanh and the identity are measured too.
         seed: of weights and inputs.
     """
     marks = []
@@ -342,7 +289,7 @@ def block_marks(act: str, *, seed: int = 0) -> list[Mark]:
     for scheme, sign in (("orthogonal", -1), ("gaussian", 1)):
         found = [_pair_varphi(scheme, expansion, _PAIR_DRAWS * seed + i) for i in range(_PAIR_DRAWS)]
         expected, name = 1 + sign / expansion, f"{scheme}: linear pair, expansion {expansion}: varphi"
-        marks.append(Mark(name, expected, _VARPHI_MARK * expected, float(np.mean(found))))
+        marks.append(Check.near(name, expected, _VARPHI_MARK * expected, float(np.mean(found))))
     for name in dict.fromkeys(("identity", "tanh", act)):
         block = InvertedResidual(_BLOCK_CHANNELS, _BLOCK_CHANNELS, kernel_size=3, stride=1, expand=expansion, act=name)
         initialize(block, "orthogonal", seed=seed)
@@ -350,7 +297,7 @@ def block_marks(act: str, *, seed: int = 0) -> list[Mark]:
         found = isometry(branch_of(block)[0], h, probes=32, samples=4, lanczos_steps=0, circular=True, seed=seed)
         expected = relative_gain(name) ** 2
         marks.append(
-            Mark(
+            Check.near(
                 f"orthogonal: branch with BatchNorm, {name}: phi Var(h)",
                 expected,
                 _GAIN_MARK * expected,

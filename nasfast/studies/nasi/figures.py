@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.studies.page import Drawing, Form
 
 
 def _numbers(values: Any) -> np.ndarray:
@@ -18,7 +18,7 @@ def _numbers(values: Any) -> np.ndarray:
     return np.array(values, dtype=float)
 
 
-def _scatter(data: Mapping[str, Any]) -> Figure:
+def _scatter(data: Form) -> Figure:
     panels = data["panels"]
     columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
@@ -36,7 +36,7 @@ def _scatter(data: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _steps(data: Mapping[str, Any]) -> Figure:
+def _steps(data: Form) -> Figure:
     figure, (values, norms) = new_figure(10, 3.6, columns=2)
     steps = np.arange(1, len(data["q"]) + 1)
     values.plot(steps, _numbers(data["q"]), ls="", marker="o", ms=3, color=SERIES[0], label="Q")
@@ -54,7 +54,7 @@ def _steps(data: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _logits(data: Mapping[str, Any]) -> Figure:
+def _logits(data: Form) -> Figure:
     values, columns = _numbers(data["values"]), data["columns"]
     figure, (ax,) = new_figure(2.5 + 0.75 * len(columns), 1.4 + 0.26 * len(values))
     largest = np.nanmax(np.abs(values)) or 1.0
@@ -69,12 +69,12 @@ def _logits(data: Mapping[str, Any]) -> Figure:
 
 
 FIGURES = {
-    "nasi_scatter": (_scatter, "A dot is an architecture."),
-    "nasi_steps": (
+    "nasi_scatter": Drawing(_scatter, "A dot is an architecture."),
+    "nasi_steps": Drawing(
         _steps,
         "Q of the architecture sampled at every step, R with the penalty on what exceeds nu, and the norms by which "
         "gradients are divided: every one by the largest so far.",
     ),
-    "nasi_logits": (_logits, "Rows: edges or layers; columns: candidates. Rings: the largest of every row."),
+    "nasi_logits": Drawing(_logits, "Rows: edges or layers; columns: candidates. Rings: the largest of every row."),
 }
-"""Kind of figure -> what draws it from its data, and its caption."""
+"""Kind of figure -> what draws it from its form, and its caption."""

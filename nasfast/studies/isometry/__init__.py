@@ -1,0 +1,23 @@
+"""The isometry study: what initialisations do to signals and gradients, beside what a paper says they do.
+
+DI-NAS argues that orthogonal weights make every candidate a dynamical isometry (phi(J J^T) = 1, varphi(J J^T) = 0), and
+that the candidates of a layer are therefore compared fairly. Its theory is about fully connected tanh layers; its
+blocks have depthwise convolutions, BatchNorm and ReLU6. The study measures which parts hold.
+"""
+
+from nasfast.studies.isometry.config import IsometryConfig
+from nasfast.studies.isometry.figures import write_isometry_page
+from nasfast.studies.isometry.rows import Row
+from nasfast.studies.isometry.stability import indicator_stability
+from nasfast.studies.isometry.study import IsometryReport, isometry_study
+from nasfast.studies.parts import Claim
+
+__all__ = [
+    "Claim",
+    "IsometryConfig",
+    "IsometryReport",
+    "Row",
+    "indicator_stability",
+    "isometry_study",
+    "write_isometry_page",
+]

@@ -1,0 +1,242 @@
+"""The settings of the wiring study."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from nasfast.cells import CELLS, Cell, CellSpace
+from nasfast.cells.prototypes import CLASSES, SIZE
+from nasfast.cells.search import CellSearchConfig
+from nasfast.config import ConfigBase
+from nasfast.data import FolderSource
+from nasfast.runtime.device import check_device
+from nasfast.spaces.cell_costs import SKIP_CONNECT
+from nasfast.spaces.cells import Norm, Order
+from nasfast.studies.inputs import check_common
+from nasfast.train import TrainConfig
+
+
+@cache
+def folder_of(images: str) -> FolderSource:
+    """The images of a folder, which is read once for all searches of a study."""
+    return FolderSource(images)
+
+
+@dataclass(frozen=True)
+class TheoremsConfig(ConfigBase):
+    """The theorems on real networks, in float64.
+
+    Attributes:
+        channels: of the cells.
+        batch: images.
+        threads: CPU threads, 0 for torch's choice.
+        seed: of weights, images and gates.
+    """
+
+    channels: int = 8
+    batch: int = 32
+    threads: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_common(self.threads, self.seed, channels=self.channels, batch=self.batch)
+
+
+@dataclass(frozen=True)
+class ExperimentConfig(ConfigBase):
+    """What the experiments have in common. The pass marks belong to the defaults, and hold for nothing else.
+
+    Attributes:
+        cell: `minimal`, `simplified`, `modified`, `darts` or `nas_bench_201`.
+        cells: number of cells, one after another.
+        channels: of every node in the first cell.
+        reductions: cells at a third and at two thirds are reduction cells, which needs at least three cells.
+        order, norm: of the operations.
+        no_skip_on_intermediate: intermediate edges have no skip connection among their candidates.
+        images: folder with one sub-folder per class, such as CIFAR-10's training images; null takes synthetic ones.
+        resolution: of images from a folder.
+        samples: synthetic training images; a search on two levels holds out as many again.
+        noise: of synthetic images, in standard deviations of their prototypes' pixels.
+        batch_size: images per step.
+        steps: of the search; rounded to hundreds above 100, and to whole epochs with a folder.
+        lr, lr_end, weight_decay: of the weights' SGD.
+        records: how often probabilities and costs are recorded.
+        seeds: how many seeds, from `seed` on.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        threads: CPU threads, 0 for torch's choice.
+        seed: the first seed.
+    """
+
+    cell: Literal["minimal", "simplified", "modified", "darts", "nas_bench_201"] = "darts"
+    cells: int = 1
+    channels: int = 6
+    reductions: bool = False
+    order: Order = "relu_conv_norm"
+    norm: Norm = "batch"
+    no_skip_on_intermediate: bool = False
+    images: str | None = None
+    resolution: int = 32
+    samples: int = 400
+    noise: float = 4.0
+    batch_size: int = 64
+    steps: int = 1500
+    lr: float = 0.4
+    lr_end: float = 1e-3
+    weight_decay: float = 3e-4
+    records: int = 75
+    seeds: int = 3
+    device: str = "cpu"
+    threads: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        check_common(
+            self.threads,
+            self.seed,
+            cells=self.cells,
+            channels=self.channels,
+            samples=self.samples,
+            steps=self.steps,
+            records=self.records,
+            seeds=self.seeds,
+            resolution=self.resolution,
+        )
+        if self.batch_size < 2:
+            raise ValueError(
+                f"batch_size must be at least 2 (BatchNorm needs more than one image), got {self.batch_size}"
+            )
+        if not 0 <= self.noise < float("inf"):
+            raise ValueError(f"noise must not be negative, got {self.noise}")
+        if self.reductions and self.cells < 3:
+            raise ValueError(f"reductions need at least 3 cells, of which one is normal, got cells={self.cells}")
+
+    @property
+    def published(self) -> bool:
+        """Whether the pass marks belong to these settings."""
+        free = ("seeds", "seed", "threads", "device")
+        return self.to_dict() == type(self)(**{name: getattr(self, name) for name in free}).to_dict()
+
+    def space(self, cell: Cell | None = None) -> CellSpace:
+        """The space of the network that is searched; `cell` replaces the cell of the config."""
+        cell = cell or CELLS[self.cell]()
+        if self.no_skip_on_intermediate:
+            cell = cell.without_on_intermediate(SKIP_CONNECT)
+        at = tuple(sorted({self.cells // 3, 2 * self.cells // 3})) if self.reductions else ()
+        return CellSpace(
+            name=self.cell,
+            cell=cell,
+            cells=self.cells,
+            channels=self.channels,
+            reductions=at,
+            order=self.order,
+            norm=self.norm,
+            resolution=SIZE if self.images is None else self.resolution,
+            num_classes=CLASSES if self.images is None else len(folder_of(self.images).classes),
+        )
+
+    @property
+    def weights(self) -> TrainConfig:
+        """How the weights learn; the number of epochs is left open."""
+        return TrainConfig(
+            lr=self.lr, lr_end=self.lr_end, weight_decay=self.weight_decay, label_smoothing=0.0, clip_norm=5.0
+        )
+
+    def search(self, **changes: Any) -> CellSearchConfig:
+        """How operations are chosen: uniformly, without learning an architecture."""
+        return CellSearchConfig(method="uniform", records=self.records, seed=self.seed).replace(**changes)
+
+    def of_seed(self, i: int, **changes: Any) -> ExperimentConfig:
+        """The settings of the i-th seed."""
+        return self.replace(seed=self.seed + i, **changes)
+
+
+@dataclass(frozen=True)
+class LearntConfig(ExperimentConfig):
+    """Experiments that learn an architecture.
+
+    Attributes:
+        method: estimator of the architecture's gradient.
+        alpha_lr: learning rate of the logits' Adam.
+        alpha_mean, alpha_std: of the normal distribution that the logits start from.
+    """
+
+    method: Literal["darts", "snas", "dsnas", "proxyless"] = "dsnas"
+    alpha_lr: float = 0.02
+    alpha_mean: float = 0.0
+    alpha_std: float = 1e-3
+
+    def search(self, **changes: Any) -> CellSearchConfig:
+        """How the architecture learns, by default on one level."""
+        return CellSearchConfig(
+            method=self.method,
+            alpha_lr=self.alpha_lr,
+            alpha_mean=self.alpha_mean,
+            alpha_std=self.alpha_std,
+            records=self.records,
+            seed=self.seed,
+        ).replace(**changes)
+
+
+@dataclass(frozen=True)
+class GrowthConfig(LearntConfig):
+    """P1, growing: one DARTS cell, one level."""
+
+
+@dataclass(frozen=True)
+class WidthConfig(LearntConfig):
+    """P2, width preference: the search of P1, and the control for its cause on cells with one input.
+
+    Attributes:
+        control_steps: steps of every control.
+    """
+
+    control_steps: int = 600
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_common(0, 0, control_steps=self.control_steps)
+
+
+@dataclass(frozen=True)
+class CollapseConfig(LearntConfig):
+    """P3, collapse: the search of P1 on two levels, and costs of DARTS's gates on training and held-out images.
+
+    Attributes:
+        control_steps: steps of the second part.
+        second_order: with method darts, the architecture's gradient looks one step of the weights ahead.
+    """
+
+    control_steps: int = 300
+    second_order: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_common(0, 0, control_steps=self.control_steps)
+        if self.second_order and self.method != "darts":
+            raise ValueError(f"second_order belongs to method='darts', got {self.method!r}")
+
+
+@dataclass(frozen=True)
+class CostConfig(ExperimentConfig):
+    """Local costs at initialisation and after training, operations sampled uniformly.
+
+    Attributes:
+        nets: networks at initialisation.
+        batches: for each of them, and for the trained network.
+    """
+
+    cell: Literal["minimal", "simplified", "modified", "darts", "nas_bench_201"] = "minimal"
+    channels: int = 8
+    samples: int = 1000
+    noise: float = 3.0
+    steps: int = 600
+    lr: float = 0.1
+    nets: int = 10
+    batches: int = 60
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_common(0, 0, nets=self.nets, batches=self.batches)
