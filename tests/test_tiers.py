@@ -84,13 +84,20 @@ def test_the_fast_tier_imports_every_module():
 
 def test_a_module_without_a_test_is_noticed():
     texts = {
-        "nasfast": "from nasfast.c import x", "nasfast.a": "from .one import f", "nasfast.a.one": "import nasfast.b",
-        "nasfast.a.two": "", "nasfast.b": "", "nasfast.c": "", "nasfast.__main__": "",
-    }  # fmt: skip
+        "nasfast": "from nasfast.c import x",
+        "nasfast.a": "from .one import f",
+        "nasfast.a.one": "import nasfast.b",
+        "nasfast.a.two": "",
+        "nasfast.b": "",
+        "nasfast.c": "",
+        "nasfast.__main__": "",
+    }
     sources = {name: ast.parse(text) for name, text in texts.items()}
     assert unreached(sources, {"nasfast", "nasfast.a"}, {"nasfast.a"}) == {
-        "nasfast.a.two", "nasfast.c", "nasfast.__main__"
-    }  # fmt: skip
+        "nasfast.a.two",
+        "nasfast.c",
+        "nasfast.__main__",
+    }
     program = imported(ast.parse("run([sys.executable, '-m', 'nasfast', 'doctor'])"), set(sources))
     assert program == {"nasfast", "nasfast.__main__"}
 

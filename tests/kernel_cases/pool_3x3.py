@@ -38,9 +38,16 @@ class Case:
 
 
 SHAPES = [
-    (1, 1, 1, 1), (2, 5, 1, 4), (2, 5, 4, 1), (1, 17, 2, 2), (1, 1, 3, 2), (3, 6, 7, 9), (2, 16, 8, 8), (2, 64, 5, 6),
+    (1, 1, 1, 1),
+    (2, 5, 1, 4),
+    (2, 5, 4, 1),
+    (1, 17, 2, 2),
+    (1, 1, 3, 2),
+    (3, 6, 7, 9),
+    (2, 16, 8, 8),
+    (2, 64, 5, 6),
     (1, 17, 33, 31),
-]  # fmt: skip
+]
 CASES = [Case(shape, kind, stride) for shape, kind, stride in product(SHAPES, KINDS, (1, 2))]
 CASES += [
     Case((2, 6, 7, 8), kind, stride, layout, dtype)
