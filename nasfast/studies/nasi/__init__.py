@@ -2,3 +2,5 @@
 
 It runs the algorithm and reports on it; the algorithm lives elsewhere.
 """
+
+from nasfast.studies.nasi import config, figures
