@@ -30,7 +30,7 @@ from nasfast.runtime.distributed import RankError, World, start
 from nasfast.runtime.termination import Terminated
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet, build
-from nasfast.train import CheckpointError, TrainConfig, evaluate, train, train_supernet
+from nasfast.train import CheckpointError, TrainConfig, TrainStage, evaluate, train, train_supernet
 
 ARCH = (1, 0, 2, 1)
 SETTINGS = TrainConfig(epochs=2, lr=0.2, checkpoint_every=3, log_every=1)
@@ -80,11 +80,8 @@ def network(out: Path, world: World, *, resume: bool = False, model: nn.Module |
         model,
         Shares(BATCHES, world),
         SETTINGS.replace(**changes),
-        stage="retrain/best",
-        run_dir=out,
-        fingerprint="f",
+        TrainStage("retrain/best", out, "f", resume=resume),
         evaluate=lambda m: evaluate(m, held_out, world=world),
-        resume=resume,
         world=world,
     )
     return model

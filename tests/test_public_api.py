@@ -29,10 +29,8 @@ SIGNATURES = {
     "nasfast.supernet:standalone_network": ("space arch", "activation="),
     "nasfast.supernet:initialize": ("module scheme", "seed="),
     "nasfast.train:train_supernet": ("net loader sampler cfg=", "run_dir= resume= device= world="),
-    "nasfast.train:train": (
-        "model loader cfg",
-        "stage run_dir fingerprint sampler= evaluate= settings= prefix= resume= device= world= engine= quiet=",
-    ),
+    "nasfast.train:train": ("model loader cfg stage", "sampler= evaluate= engine= device= world="),
+    "nasfast.train:TrainStage": ("name run_dir fingerprint settings= prefix= resume= quiet=", ""),
     "nasfast.train:evaluate": ("forward loader", "device= world="),
     "nasfast.runtime.distributed:start": ("device", ""),
     "nasfast.train:recalibrate_bn": ("network loader", "batches= device="),

@@ -37,7 +37,8 @@ from nasfast.ops import tuning, use_backend
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.spaces import Arch, get_space, mean_path
 from nasfast.supernet import Supernet
-from nasfast.train.loop import TrainConfig, make_optimizer
+from nasfast.train.config import TrainConfig
+from nasfast.train.loop import make_optimizer
 
 _PACKAGE = str(Path(nasfast.__file__).parent)
 _ENGINE = str(Path(_PACKAGE, "engine"))

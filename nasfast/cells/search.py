@@ -25,7 +25,7 @@ from nasfast.seeds import CELL_GATES, CELL_LOGITS, FOR_LOGITS, FOR_WEIGHTS, deri
 from nasfast.spaces import arch_to_json
 from nasfast.spaces.cell_costs import NONE
 from nasfast.spaces.cells import CellSpace
-from nasfast.train import TrainConfig
+from nasfast.train import TrainConfig, TrainStage
 from nasfast.train.batches import EpochLoader, as_epochs
 from nasfast.train.loop import train
 
@@ -468,13 +468,15 @@ def search_cells(
         search,
         loader,
         train_cfg,
-        stage=name,
-        run_dir=run_dir,
-        fingerprint=space.fingerprint,
-        resume=resume,
+        TrainStage(
+            name,
+            run_dir,
+            space.fingerprint,
+            settings={"search": cfg.to_dict(), **(settings or {})},
+            resume=resume,
+            quiet=progress is not None,
+        ),
         device=device,
-        quiet=progress is not None,
-        settings={"search": cfg.to_dict(), **(settings or {})},
         engine=lambda optimizer: CellSearchEngine(search, optimizer, held, progress),
     )
     found = search.result()

@@ -1,4 +1,7 @@
-"""The chosen architecture as a trained network and as files."""
+"""Retraining: the chosen architecture as a plain trained network, and its files.
+
+`retrain` trains it, `save_model`, `load_model` and `export_onnx` are its files; a plug-in gives it to timm.
+"""
 
 from nasfast.retrain.export import export_onnx, load_model, save_model
 from nasfast.retrain.retrain import RetrainConfig, RetrainResult, retrain

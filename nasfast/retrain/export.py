@@ -1,4 +1,4 @@
-"""A retrained network as files: safetensors + arch.json + space.yaml, and ONNX."""
+"""A retrained network as files: model.safetensors, arch.json and space.yaml, and ONNX."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoin
 MODEL_FILE, ARCH_FILE, SPACE_FILE = "model.safetensors", "arch.json", "space.yaml"
 
 _ONNX_TOLERANCE = 1e-3
-"""Largest difference of logits, relative to the largest logit: fp32 sums in another order through some 60 layers."""
+"""Largest difference of logits, relative to the largest logit; fp32 sums of some 60 layers differ by their order."""
 
 
 def save_model(network: nn.Module, path: str | Path) -> None:
-    """Write weights to `path`, and arch.json and space.yaml beside it: all that `load_model` needs.
+    """Write the weights to `path`, and arch.json and space.yaml beside it; `load_model` needs all three.
 
     Raises:
-        OSError, CheckpointError: they cannot be written.
+        OSError, CheckpointError: a file cannot be written.
     """
     path = Path(path)
     space = network.space
@@ -35,7 +35,7 @@ def save_model(network: nn.Module, path: str | Path) -> None:
 
 
 def _state(network: nn.Module) -> dict[str, Any]:
-    """What weights belong to, kept with them under their digest."""
+    """What the weights belong to; the file has it beside them, under the same digest."""
     return {
         "activation": network.activation,
         "arch": format_arch(network.arch),
@@ -47,8 +47,8 @@ def load_model(path: str | Path) -> nn.Module:
     """The network that `save_model` wrote, in eval mode on the CPU.
 
     Raises:
-        FileNotFoundError: weights, arch.json or space.yaml is missing.
-        ValueError: they do not belong together or are damaged.
+        FileNotFoundError: the weights, arch.json or space.yaml are missing.
+        ValueError: the files do not belong together or are damaged.
     """
     path = Path(path)
     if path.is_dir():
@@ -56,7 +56,7 @@ def load_model(path: str | Path) -> nn.Module:
     for file in (path, path.parent / ARCH_FILE, path.parent / SPACE_FILE):
         if not file.exists():
             raise FileNotFoundError(
-                f"{file} is missing: an exported model is {MODEL_FILE}, {ARCH_FILE} and {SPACE_FILE}"
+                f"{file} is missing: an exported model is {MODEL_FILE}, {ARCH_FILE} and {SPACE_FILE} in one folder"
             )
     space = read_space(path.parent / SPACE_FILE)
     arch = load_arch(path.parent / ARCH_FILE, space)
@@ -64,30 +64,30 @@ def load_model(path: str | Path) -> nn.Module:
         saved = load_checkpoint(path)
         network = standalone_network(space, arch, activation=saved.state["activation"])
         if saved.state != _state(network):
-            raise CheckpointError(f"they are of {saved.state}")
+            raise CheckpointError(f"they belong to {saved.state}")
         network.load_state_dict(saved.tensors)
     except (RuntimeError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} does not hold the weights of {path.parent / ARCH_FILE}: {error}; "
+            f"{path} does not have the weights of {path.parent / ARCH_FILE}: {error}; "
             "`nasfast retrain --resume` writes them again"
         ) from error
     return network.eval()
 
 
 def export_onnx(network: nn.Module, path: str | Path) -> float:
-    """Write ONNX with a free batch size and check it with onnxruntime against PyTorch.
+    """Write ONNX with a free batch size, after comparing onnxruntime with PyTorch.
 
-    An older file is replaced only by one that passed the check.
+    An older file is replaced only if the new one passes the comparison.
 
     Args:
-        network: put into eval mode.
-        path: of the .onnx file; input `images` (N, in_channels, resolution, resolution) fp32, output `logits`.
+        network: the network; it is put into eval mode.
+        path: the .onnx file. Its input is `images` (N, in_channels, resolution, resolution) fp32, its output `logits`.
 
     Returns:
         Largest absolute difference of logits over 4 random images, divided by the largest absolute logit.
 
     Raises:
-        RuntimeError: the extra `onnx` is not installed, or the exported network computes something else.
+        RuntimeError: the extra `onnx` is not installed, or onnxruntime and PyTorch disagree.
     """
     try:
         import onnx  # noqa: F401
@@ -116,7 +116,7 @@ def export_onnx(network: nn.Module, path: str | Path) -> float:
             external_data=False,
             verbose=False,
         )
-        # its content, because onnxruntime takes every file name to be UTF-8
+        # the content is given, because onnxruntime takes every file name to be UTF-8
         session = onnxruntime.InferenceSession(unchecked.read_bytes(), providers=["CPUExecutionProvider"])
         (got,) = session.run(["logits"], {"images": images.numpy()})
         difference = ((torch.from_numpy(got) - expected).abs().max() / expected.abs().max()).item()

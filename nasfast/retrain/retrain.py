@@ -1,4 +1,4 @@
-"""Retraining: one Arch as a plain network, nothing frozen, from fresh weights or the supernet's."""
+"""Retraining: one architecture as a plain network in which everything trains, from fresh weights or the supernet's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +20,9 @@ from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
-from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch
+from nasfast.spaces import Arch, ArchSpace, Cost, SearchSpace, format_arch
 from nasfast.supernet import Supernet, build, inherit
-from nasfast.train import TrainConfig, evaluate, recalibrate_bn
+from nasfast.train import Evaluation, TrainConfig, TrainStage, evaluate, recalibrate_bn
 from nasfast.train.loop import train
 from nasfast.train.supernet import default_lr
 
@@ -34,16 +33,16 @@ RESULT_FILE = "result.json"
 
 @dataclass(frozen=True)
 class RetrainConfig(ConfigBase):
-    """The retraining stage.
+    """Settings of the retraining stage.
 
     Attributes:
-        init: fresh weights by `orthogonal`, `delta_orthogonal`, `gaussian` or `he`, or `inherit` the supernet's.
-        top_k: how many of the best architectures to retrain.
-        random_architectures: how many random architectures of about the best one's MACs are retrained to compare with.
-            Of one alone nobody knows whether it is a good or a bad one of its cost; 0 for no comparison.
-        parallel: with several processes, `batch`: all of them train each network, with a share of every batch; or
-            `networks`: each trains networks of its own, as a single process would.
-        train: the training settings.
+        init: initial weights: `orthogonal`, `delta_orthogonal`, `gaussian` or `he`, or `inherit` for the supernet's.
+        top_k: number of best architectures to retrain.
+        random_architectures: number of random architectures with about the MACs of the best one to retrain, for
+            comparison. A single one may be good or bad for its cost by chance. 0 makes no comparison.
+        parallel: with several processes, `batch` lets all of them train each network, each with a share of every batch;
+            `networks` lets each process train networks of its own, as a single process would.
+        train: settings of the training.
     """
 
     init: Literal["orthogonal", "delta_orthogonal", "gaussian", "he", "inherit"] = "orthogonal"
@@ -65,15 +64,15 @@ class RetrainResult(ConfigBase):
 
     Attributes:
         arch: the architecture.
-        macs: per image.
-        params: parameters.
-        top1, top5: validation accuracies in [0, 1].
+        macs: MACs per image.
+        params: number of parameters.
+        top1, top5: validation accuracies from 0 to 1.
         loss: validation cross-entropy in nats.
-        epochs: trained.
+        epochs: number of epochs.
         seconds: wall time of this process's part of the training.
-        images: validated on; 0 in results of earlier versions, which have no record of single images.
-        correct: hexadecimal digits whose bits say, image by image, whether the network is right (numpy.packbits).
-        ranks: that shared the images: their order is by rank, then by that of the loader.
+        images: number of validation images; 0 in results of earlier versions, which do not record single images.
+        correct: hexadecimal digits whose bits say for each image whether the network is right (numpy.packbits).
+        ranks: number of ranks that shared the images; images are ordered by rank, then as the loader gives them.
     """
 
     arch: Arch
@@ -87,29 +86,6 @@ class RetrainResult(ConfigBase):
     images: int = 0
     correct: str = ""
     ranks: int = 1
-
-
-def _initial_network(
-    space: ArchSpace,
-    arch: Arch,
-    cfg: RetrainConfig,
-    train_loader: object,
-    *,
-    supernet: Supernet | None,
-    activation: str | None,
-    seed: int,
-    device: str,
-) -> nn.Module:
-    """The standalone network of `arch` before its training: inherited from the supernet, or with fresh weights."""
-    if cfg.init == "inherit":
-        if not isinstance(space, SearchSpace):
-            raise ValueError("retrain.init='inherit': networks of cells begin with fresh weights, e.g. 'orthogonal'")
-        if supernet is None:
-            raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
-        network = inherit(supernet, arch).to(device)
-        recalibrate_bn(network, train_loader, device=device)
-        return network
-    return build(space, arch, activation=activation, init=cfg.init, seed=seed)
 
 
 def retrain(
@@ -132,25 +108,35 @@ def retrain(
 
     Args:
         space: a `SearchSpace`, or a `nasfast.cells.CellSpace`.
-        arch: one of its architectures.
-        name: of the sub-folder and of the stage in metrics.
-        supernet: whose weights `cfg.init == "inherit"` takes.
-        activation: of the blocks; None takes the space's.
-        seed: of fresh weights, and of torch's global generator, which becomes part of the checkpoints.
+        arch: an architecture of the space.
+        train_loader, val_loader: training and validation images; see `nasfast.train.train`.
+        cfg: settings of the stage.
+        run_dir: the run directory.
+        name: name of the sub-folder and of the stage in metrics.
+        supernet: the supernet whose weights `cfg.init == "inherit"` takes.
+        activation: activation of the blocks; None takes the space's.
+        seed: seed of fresh weights and of torch's global generator, whose state the checkpoints have.
+        resume: whether to continue from the newest good checkpoint.
+        device: where to train.
         world: the ranks that train the network together; the loaders give this rank's share of every batch.
 
     Raises:
         ArchError: `arch` does not belong to `space`.
-        ValueError: `inherit` without a supernet, or for a network of cells.
+        ValueError: `cfg.init` is `inherit`, and there is no supernet or the network has cells.
         TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated, RankError: see
             `nasfast.train.train`.
     """
     arch = space.check(arch)
     settings = cfg.train if cfg.train.lr is not None else cfg.train.replace(lr=default_lr("all"))
-    network = _initial_network(
-        space, arch, cfg, train_loader, supernet=supernet, activation=activation, seed=seed, device=device
-    )
-    evaluation = partial(evaluate, loader=val_loader, device=device, world=world)
+    if cfg.init == "inherit":
+        network = _inherited(space, arch, supernet).to(device)
+        recalibrate_bn(network, train_loader, device=device)
+    else:
+        network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
+
+    def evaluation(model: nn.Module) -> Evaluation:
+        return evaluate(model, val_loader, device=device, world=world)
+
     folder = Path(run_dir) / "retrain" / name
     with run_lock(run_dir) if world.leads else nullcontext():
         earlier = _earlier_result(folder, arch) if world.is_main else None
@@ -160,46 +146,71 @@ def retrain(
             network,
             train_loader,
             settings,
-            stage=f"retrain/{name}",
-            run_dir=run_dir,
-            fingerprint=f"{space.fingerprint}/{arch}",
+            TrainStage(
+                f"retrain/{name}",
+                run_dir,
+                f"{space.fingerprint}/{arch}",
+                settings={"init": cfg.init, "seed": seed, "activation": network.activation},
+                prefix=f"retrain-{name}-{_file_text(arch)}",
+                resume=resume,
+            ),
             evaluate=evaluation,
-            settings={"init": cfg.init, "seed": seed, "activation": network.activation},
-            prefix=f"retrain-{name}-{_file_text(arch)}",
-            resume=resume,
             device=device,
             world=world,
         )
-        measured, cost = evaluation(network), space.cost(arch)
-        result = RetrainResult(
-            arch=arch,
-            macs=cost.macs,
-            params=cost.params,
-            top1=measured.top1,
-            top5=measured.top5,
-            loss=measured.loss,
-            epochs=settings.epochs,
-            seconds=time.monotonic() - started,
-            images=measured.images,
-            correct=_packed(world.gather(bytes(measured.correct))),
-            ranks=world.size,
-        )
+        measured = evaluation(network)
+        result = _result(arch, space.cost(arch), measured, settings.epochs, time.monotonic() - started, world)
         if not world.is_main:
             return result
         save_model(network, folder / MODEL_FILE)
         if earlier is not None and result.replace(seconds=earlier.seconds) == earlier:
-            return earlier  # a finished retraining was resumed
+            return earlier  # the run resumed a finished retraining
         write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
         return result
 
 
+def _inherited(space: ArchSpace, arch: Arch, supernet: Supernet | None) -> nn.Module:
+    """The network with the supernet's weights.
+
+    Raises:
+        ValueError: there is no supernet, or the network has cells.
+    """
+    if not isinstance(space, SearchSpace):
+        raise ValueError(
+            "retrain.init='inherit': networks of cells begin with fresh weights; set e.g. retrain.init=orthogonal"
+        )
+    if supernet is None:
+        raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
+    return inherit(supernet, arch)
+
+
+def _result(arch: Arch, cost: Cost, measured: Evaluation, epochs: int, seconds: float, world: World) -> RetrainResult:
+    """The result of a training, with the images of all ranks."""
+    return RetrainResult(
+        arch=arch,
+        macs=cost.macs,
+        params=cost.params,
+        top1=measured.top1,
+        top5=measured.top5,
+        loss=measured.loss,
+        epochs=epochs,
+        seconds=seconds,
+        images=measured.images,
+        correct=_packed(world.gather(bytes(measured.correct))),
+        ranks=world.size,
+    )
+
+
 def _packed(shares: Sequence[bytes]) -> str:
-    """Bits of all ranks' images, one byte 0 or 1 for each, as hexadecimal digits."""
+    """Hexadecimal digits of the bits of all ranks' images, which are given as one byte 0 or 1 per image."""
     return np.packbits(np.frombuffer(b"".join(shares), dtype=np.uint8)).tobytes().hex()
 
 
 def _earlier_result(folder: Path, arch: Arch) -> RetrainResult | None:
-    """What `folder` holds of the same architecture; a network of another one is moved to retrain-superseded/ first."""
+    """The result of the same architecture in `folder`, if there is one.
+
+    A network of another architecture is moved to retrain-superseded/.
+    """
     path = folder / RESULT_FILE
     if not path.exists():
         return None
@@ -216,9 +227,10 @@ def _earlier_result(folder: Path, arch: Arch) -> RetrainResult | None:
         target = target.with_name(target.name + "+")
     superseded.mkdir(exist_ok=True)
     folder.rename(target)
-    _LOG.info("%s holds another architecture now; the earlier network is in %s", folder, target)
+    _LOG.info("%s gets another architecture now; the earlier network is in %s", folder, target)
     return None
 
 
 def _file_text(arch: Arch) -> str:
+    """The architecture as part of a file name."""
     return format_arch(arch).replace(" ", "_")

@@ -22,7 +22,7 @@ except ImportError as error:
 
 
 class TimmNetwork(nn.Module):
-    """A standalone network with the methods timm's scripts call."""
+    """A standalone network with the methods that timm's scripts call."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -43,6 +43,7 @@ class TimmNetwork(nn.Module):
         }
 
     def get_classifier(self) -> nn.Module:
+        """The last layer."""
         return self.network.classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -55,6 +56,7 @@ class TimmNetwork(nn.Module):
         return self.network.features(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(N, num_features, H', W') -> logits (N, num_classes), or pooled features (N, num_features)."""
         pooled = x.mean((2, 3))
         return pooled if pre_logits else self.network.classifier(pooled)
 
@@ -67,12 +69,12 @@ def nasfast(pretrained: bool = False, **kwargs: Any) -> TimmNetwork:
     """timm entry point.
 
     Args:
-        pretrained: load the weights beside arch.json; otherwise fresh orthogonal ones.
-        kwargs: `arch`, the folder of an exported model, is required; `num_classes` and `in_chans` are honoured; what
-            else timm's scripts pass (drop rates and the like) has no counterpart here and must be unset.
+        pretrained: whether to load the weights beside arch.json; otherwise they are fresh and orthogonal.
+        kwargs: `arch`, the folder of an exported model, is required; `num_classes` and `in_chans` are optional. Other
+            arguments of timm's scripts (drop rates and the like) have no meaning here and must be unset.
 
     Raises:
-        ValueError: no `arch`, or an argument that would be ignored.
+        ValueError: `arch` is missing, or an argument would be ignored.
     """
     folder = kwargs.pop("arch", None)
     if folder is None:

@@ -13,5 +13,6 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("usage: python -m nasfast.retrain.timm_train SCRIPT [ARGUMENTS OF THE SCRIPT]")
     sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # as python SCRIPT would, for the script's own imports
+    # `python SCRIPT` does so too, for the imports of the script
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

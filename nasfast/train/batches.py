@@ -1,4 +1,4 @@
-"""What the training loop asks of a loader, and the adapter that lets any iterable of batches be one."""
+"""The interface of loaders that the training loop uses, and the adapter from any iterable of batches to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @runtime_checkable
 class EpochLoader(Protocol):
-    """Batches that can be had from any position of any epoch; `nasfast.data.Loader` is one."""
+    """Gives batches from any position of any epoch; `nasfast.data.Loader` is one."""
 
     def __len__(self) -> int: ...
 
@@ -23,17 +23,17 @@ class EpochLoader(Protocol):
 
 
 class _IterableLoader:
-    """Adapter of e.g. a `torch.utils.data.DataLoader`; skipping to a position iterates over what comes before it.
+    """Adapter for e.g. a `torch.utils.data.DataLoader`; to skip to a position it iterates over all batches before.
 
-    The numbers of an epoch depend on (seed, epoch): the seed is what `torch.manual_seed` was given before the adapter
-    was made, or for a `generator` of the DataLoader or of its sampler, what that one was given.
+    The random numbers of an epoch depend on (seed, epoch). The seed is what `torch.manual_seed` was given before the
+    adapter was made. A `generator` of the DataLoader or of its sampler keeps its own seed.
     """
 
     def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._batches = batches
         owners = (batches, getattr(batches, "sampler", None))
         own = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
-        # a dict, because a DataLoader that shuffles hands its generator to its sampler
+        # a dict removes duplicates: a DataLoader that shuffles gives its generator to its sampler
         self._seeds = {generator: generator.initial_seed() for generator in (torch.default_generator, *own)}
 
     def __len__(self) -> int:
@@ -46,10 +46,11 @@ class _IterableLoader:
             yield x.to(device, memory_format=torch.channels_last), y.to(device)
 
     def _reseeded(self, epoch: int) -> Iterator[Any]:
-        """The batches of an epoch, made while each generator is in a state of its own.
+        """The batches of an epoch; each is made while the generators are in states that only this epoch uses.
 
-        A DataLoader shuffles and its data set augments with these generators, and not before a batch is asked for. So
-        an epoch repeats from any position, whatever else draws numbers. In between the generators are as they were.
+        A DataLoader shuffles with these generators, and its data set augments with them, when a batch is asked for. So
+        an epoch repeats from any position, whatever else draws numbers. Between batches the generators have the states
+        that they had before.
         """
         iterator, states = None, []
         while True:
@@ -57,7 +58,7 @@ class _IterableLoader:
             try:
                 if iterator is None:
                     for generator, seed in self._seeds.items():
-                        # a string, which Python hashes to the same number in every process
+                        # Random hashes a string to the same number in every process
                         generator.manual_seed(random.Random(f"{seed} {epoch}").getrandbits(63))
                     iterator = iter(self._batches)
                 else:
@@ -77,10 +78,10 @@ def _set_states(generators: Iterable[torch.Generator], states: list[Tensor]) -> 
 
 
 def as_epochs(loader: object) -> EpochLoader:
-    """`loader` itself if it is an EpochLoader, else an adapter around an iterable of (images, labels) with a length.
+    """`loader` itself if it is an EpochLoader, or an adapter for an iterable of (images, labels) with a length.
 
     Raises:
-        TypeError: neither.
+        TypeError: it is neither.
     """
     if isinstance(loader, EpochLoader):
         return loader

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file each, replaced atomically, checked by digest, the previous good one as fallback."""
+"""Checkpoints: each is one safetensors file with a digest, written atomically; the one before serves as fallback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUFFIX = ".safetensors"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or used; what was already on disk is intact."""
+    """A checkpoint cannot be written or used; what was already on disk is intact."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Checkpoint:
     state: dict[str, Any]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names start with `prefix`, the prefix cut off."""
+        """The tensors whose names start with `prefix`, by their names without it."""
         return {name[len(prefix) :]: t for name, t in self.tensors.items() if name.startswith(prefix)}
 
     @property
     def digest(self) -> str:
-        """Changes with any byte of the content; of contiguous CPU tensors, as `storable` makes and loading gives."""
+        """Digest of the whole content. Tensors must be contiguous on the CPU, as `storable` and loading give them."""
         hasher = hashlib.blake2b(json.dumps(self.state, sort_keys=True).encode(), digest_size=16)
         for name, tensor in sorted(self.tensors.items()):
             hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -53,12 +53,12 @@ class Checkpoint:
 
 
 def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors, names sorted; where two share memory (a module with two names) the later is a copy."""
+    """Contiguous CPU tensors in the order of their names; one that shares memory with an earlier one is copied."""
     result, seen = {}, set()
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()
         if tensor.numel() and tensor.data_ptr() in seen:
-            tensor = tensor.clone()  # safetensors refuses shared memory
+            tensor = tensor.clone()  # safetensors refuses shared memory, which a module with two names has
         seen.add(tensor.data_ptr())
         result[name] = tensor
     return result
@@ -68,18 +68,19 @@ def encode(checkpoint: Checkpoint) -> bytes:
     """A checkpoint as a safetensors file; equal content gives equal bytes."""
     stored = Checkpoint(storable(checkpoint.tensors), checkpoint.state)
     header = json.dumps({"digest": stored.digest, "state": stored.state}, sort_keys=True)
-    # one metadata key: safetensors writes several in no fixed order
+    # one metadata key, because safetensors writes several in no fixed order
     return save_bytes(stored.tensors, metadata={_KEY: header})
 
 
 def decode(data: bytes, name: str) -> Checkpoint:
-    """The checkpoint in the bytes that `encode` made, its digest checked.
+    """The checkpoint in bytes that `encode` made; checks the digest.
 
     Args:
-        name: where they are from, for errors.
+        data: the bytes.
+        name: where the bytes are from, for errors.
 
     Raises:
-        CheckpointError: not ours, truncated or altered.
+        CheckpointError: the bytes are no checkpoint of nasfast, are truncated or were altered.
     """
     try:
         tensors = load_bytes(data)
@@ -89,7 +90,7 @@ def decode(data: bytes, name: str) -> Checkpoint:
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{name} is not a readable checkpoint ({type(error).__name__}: {error})") from error
     if checkpoint.digest != digest:
-        raise CheckpointError(f"{name} is corrupt: its content does not match its digest")
+        raise CheckpointError(f"{name} is damaged: its content does not match its digest")
     return checkpoint
 
 
@@ -97,7 +98,9 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, also: Path | None = N
     """Write one checkpoint.
 
     Args:
-        also: a second name for the file, which it gets afterwards.
+        path: the file.
+        checkpoint: what to write.
+        also: a second name that the file gets afterwards.
 
     Raises:
         CheckpointError: the disk is full or the folder not writable; older checkpoints are intact.
@@ -117,7 +120,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint and check its digest.
 
     Raises:
-        CheckpointError: unreadable, not ours, truncated or altered.
+        CheckpointError: the file cannot be read, or see `decode`.
     """
     try:
         data = Path(path).read_bytes()
@@ -130,9 +133,9 @@ class CheckpointFolder:
     """The checkpoints of one stage: `PREFIX-STEP.safetensors`, and `PREFIX-best.safetensors`, the best evaluated one.
 
     Args:
-        folder: where they live; made when the first is saved.
-        prefix: of the file names, e.g. `supernet`.
-        keep: how many to keep, besides the best; older ones are deleted after a newer one is safely on disk.
+        folder: folder of the files; the first save creates it.
+        prefix: what the file names begin with, e.g. `supernet`.
+        keep: number of checkpoints to keep besides the best; older ones are deleted when a newer one is on disk.
     """
 
     def __init__(self, folder: Path, prefix: str, *, keep: int = 2) -> None:
@@ -141,15 +144,15 @@ class CheckpointFolder:
 
     @property
     def stem(self) -> Path:
-        """What the paths of all its files begin with."""
+        """What the paths of all files begin with."""
         return self.folder / self.prefix
 
     def path(self, step: int) -> Path:
-        """Of the checkpoint of a step, whether it exists or not."""
+        """The path of the checkpoint of a step, whether it exists or not."""
         return self.folder / f"{self.prefix}-{step:0{_DIGITS}d}{SUFFIX}"
 
     def paths(self) -> list[Path]:
-        """Existing checkpoints, oldest first, without the best."""
+        """The existing checkpoints, oldest first, without the best."""
         pattern = f"{self.prefix}-{'[0-9]' * _DIGITS}{SUFFIX}"
         return sorted(self.folder.glob(pattern))
 
@@ -157,17 +160,17 @@ class CheckpointFolder:
         """Refuse to begin a training whose checkpoints could not be saved.
 
         Args:
-            size: of one, in bytes.
-            evaluates: the best is kept besides.
+            size: bytes of one checkpoint.
+            evaluates: whether the best checkpoint is kept too.
 
         Raises:
-            CheckpointError: there is no room for one more than are kept at the end, or the folder cannot be written.
+            CheckpointError: there is no room for one checkpoint more than are kept, or the folder cannot be written.
         """
         count = self.keep + 1 + evaluates
         try:
             check_room(self.folder, size)
             found = [path.stat() for path in (*self.paths(), self.best) if path.exists()]
-            there = sum({f.st_ino: f.st_size for f in found}.values())  # the best may be another name of one
+            there = sum({f.st_ino: f.st_size for f in found}.values())  # the best may be a second name of another file
             needed, free = count * size - there, shutil.disk_usage(self.folder).free
             if free < needed:
                 raise OSError(errno.ENOSPC, f"{free / 1e6:,.0f} MB are free")
@@ -178,16 +181,18 @@ class CheckpointFolder:
             ) from error
 
     def save(self, step: int, checkpoint: Checkpoint, *, best: bool = False) -> None:
-        """Write one, and delete those that are too many.
+        """Write a checkpoint, and delete the oldest ones that are too many.
 
         Args:
-            best: it is the best so far.
+            step: its step.
+            checkpoint: what to write.
+            best: whether it is the best so far.
 
         Raises:
             CheckpointError: see `save_checkpoint`.
         """
         if best:
-            # first under this name: whoever resumes from the other one takes the best as saved
+            # the best gets its name first: a run that resumes from the other name takes the best as saved
             save_checkpoint(self.best, checkpoint, also=self.path(step))
         else:
             save_checkpoint(self.path(step), checkpoint)
@@ -195,30 +200,31 @@ class CheckpointFolder:
             old.unlink()
 
     def latest(self, *, fingerprint: str) -> tuple[Path, Checkpoint] | None:
-        """The newest usable checkpoint, in the end the best; unusable ones are named in a warning and passed over.
+        """The newest usable checkpoint; the best is tried last. Unusable ones are skipped with a warning.
 
         Args:
-            fingerprint: the checkpoint's `state["fingerprint"]` must equal it (a space's, or a space's and an Arch's).
+            fingerprint: what the checkpoint's `state["fingerprint"]` must equal (that of a space, or of a space and an
+                Arch).
 
         Returns:
-            None when there is no checkpoint at all.
+            The path and the checkpoint, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: there are some, but none is usable.
+            CheckpointError: there are checkpoints, but none is usable.
         """
         refused = []
         for path in [*reversed(self.paths()), *([self.best] if self.best.exists() else [])]:
             try:
                 checkpoint = load_checkpoint(path)
-                found = checkpoint.state.get("fingerprint")
-                if found != fingerprint:
+                saved = checkpoint.state.get("fingerprint")
+                if saved != fingerprint:
                     raise CheckpointError(
-                        f"{path} belongs to another search space ({found}, this one is {fingerprint})"
+                        f"{path} belongs to another search space (fingerprint {saved}, this one is {fingerprint})"
                     )
                 return path, checkpoint
             except CheckpointError as error:
                 refused.append(str(error))
-                _LOG.warning("%s; trying the one before", error)
+                _LOG.warning("%s; trying the checkpoint before it", error)
         if refused:
             raise CheckpointError(
                 f"no usable {self.prefix} checkpoint in {self.folder}: {'; '.join(refused)}. "
@@ -228,9 +234,9 @@ class CheckpointFolder:
 
 
 class CheckpointWriter:
-    """Saves into a CheckpointFolder while training goes on: one thread, at most one checkpoint in flight.
+    """Saves into a CheckpointFolder in one thread while training goes on; at most one checkpoint is being saved.
 
-    A context; leaving it waits for the last one.
+    It is a context manager; its end waits for the last checkpoint.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -239,20 +245,20 @@ class CheckpointWriter:
         self._pending: Future[None] | None = None
 
     def save(self, step: int, checkpoint: Checkpoint, *, best: bool = False) -> None:
-        """Begin to save one, once the one before is saved.
+        """Begin to save a checkpoint, after waiting for the one before.
 
         Args:
             step, best: see `CheckpointFolder.save`.
-            checkpoint: nothing may write to its tensors any more.
+            checkpoint: what to save; its tensors must not change any more.
 
         Raises:
-            CheckpointError: the one before could not be saved.
+            CheckpointError: the checkpoint before could not be saved.
         """
         self.wait()
         self._pending = self._thread.submit(self._folder.save, step, checkpoint, best=best)
 
     def wait(self) -> None:
-        """Until everything is on disk.
+        """Wait until the checkpoint is on disk.
 
         Raises:
             CheckpointError: it could not be saved.
@@ -270,6 +276,6 @@ class CheckpointWriter:
         except CheckpointError as error:
             if kind is None:
                 raise
-            _LOG.warning("%s", error)  # what ended the training matters more
+            _LOG.warning("%s", error)  # the error that ended the training matters more
         finally:
             self._thread.shutdown()

@@ -16,10 +16,14 @@ from nasfast.train.batches import as_epochs
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Shares of images in [0, 1], mean cross-entropy in nats, and how many images were seen.
+    """Result of an evaluation over all ranks.
 
     Attributes:
-        correct: of each image of this rank, in the loader's order, whether the largest logit is its label's.
+        top1: share of images, from 0 to 1, whose label has the largest logit.
+        top5: share of images, from 0 to 1, whose label is among the five largest logits.
+        loss: mean cross-entropy in nats.
+        images: number of images.
+        correct: for each image of this rank, in the loader's order, whether its label has the largest logit.
     """
 
     top1: float
@@ -30,7 +34,7 @@ class Evaluation:
 
 
 def count_correct(logits: Tensor, labels: Tensor, k: int) -> Tensor:
-    """How many of (N, C) logits have their label among the k largest; all of them when k >= C."""
+    """Number of rows of (N, C) logits whose label is among the k largest; N if k >= C."""
     k = min(k, logits.shape[1])
     return (logits.topk(k, dim=1).indices == labels[:, None]).sum()
 
@@ -42,13 +46,14 @@ def evaluate(
     """Top-1, top-5 and loss over a whole loader.
 
     Args:
-        forward: a module (put into eval mode for the duration) or any function of (N, C, H, W) images giving logits.
+        forward: a module, which is in eval mode meanwhile, or any function from (N, C, H, W) images to logits.
         loader: a `nasfast.data.Loader`, or any iterable of (images, labels) with a length.
-        world: the ranks that share the images, every image on one of them; the result is of all, on all.
+        device: where the images are put.
+        world: the ranks that share the images, each image on one rank; every rank gets the result over all images.
 
     Raises:
         ValueError: the loader is empty.
-        TypeError: it has no length or is no iterable.
+        TypeError: the loader has no length or is not an iterable.
     """
     training = isinstance(forward, nn.Module) and forward.training
     totals, correct = torch.zeros(4, dtype=torch.float64), []
@@ -68,7 +73,7 @@ def evaluate(
     world.add(totals)
     images = int(totals[3])
     if not images:
-        raise ValueError("evaluate: the loader gave no image")
+        raise ValueError("evaluate: the loader gave no image: give a loader with at least one")
     top1, top5, loss, _ = (totals / images).tolist()
     return Evaluation(top1, top5, loss, images, tuple(correct))
 
@@ -77,11 +82,14 @@ def evaluate(
 def recalibrate_bn(network: nn.Module, loader: object, *, batches: int = 50, device: str = "cpu") -> None:
     """Replace every running statistic by its average over `batches` training batches (SPOS, section 3.4).
 
-    Weights inherited from a supernet come without statistics of this path; its accuracy means nothing before this.
+    Weights inherited from a supernet come without the statistics of this path, and its accuracy means nothing without
+    them.
 
     Args:
-        network: changed in place; BatchNorms without running statistics are left alone.
-        loader: see `evaluate`.
+        network: changed in place; BatchNorms without running statistics are not changed.
+        loader: training batches; see `evaluate`.
+        batches: number of batches.
+        device: where the images are put.
     """
     norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d) and m.track_running_stats]
     momenta = [bn.momentum for bn in norms]
@@ -89,7 +97,7 @@ def recalibrate_bn(network: nn.Module, loader: object, *, batches: int = 50, dev
     try:
         for bn in norms:
             bn.reset_running_stats()
-            bn.momentum = None  # cumulative average
+            bn.momentum = None  # None makes BatchNorm compute the cumulative average
         network.train()
         for x, _ in islice(as_epochs(loader).epoch(0, device=device), batches):
             network(x)

@@ -1,7 +1,8 @@
-"""What the ranks of a step exchange: gradients averaged over all images, loss and counts, and whether to stop.
+"""What the ranks exchange in a step: gradients averaged over all images, loss and counts, and whether to stop.
 
-Each rank may have another number of images (a batch that cannot be divided, unreadable files), so gradients are
-multiplied by it, added, and divided by the sum. BatchNorm in training mode normalises by the images of its own rank.
+Ranks may have different numbers of images (a batch that does not divide evenly, unreadable files). So each rank's
+gradients are multiplied by its number of images, added, and divided by the number of all images. BatchNorm in training
+mode normalises by the images of its own rank.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from nasfast.runtime.distributed import World
 
 
 class Outcome(NamedTuple):
-    """Of one step on all ranks; images and stop are tensors on the device where there is more than one.
+    """The outcome of one step over all ranks; with several ranks, images and stop are tensors on the device.
 
     Attributes:
-        result: mean loss, and correct predictions.
-        images: in the whole batch.
+        result: mean loss, and number of correct predictions.
+        images: number of images in the whole batch.
         stop: above zero if a rank was asked to stop.
     """
 
@@ -33,13 +34,13 @@ class Outcome(NamedTuple):
 
 
 class FlatExchange:
-    """One all-reduce a step, of one buffer: the gradients that the step made, and everything else behind them.
+    """One all-reduce per step of one buffer, which has the step's gradients followed by the loss and the counts.
 
-    For supernets: every rank takes the same path, so the same parameters have gradients. A single process exchanges
-    nothing.
+    It serves supernets: every rank takes the same path, so the same parameters have gradients. A single process
+    exchanges nothing.
 
     Attributes:
-        module: what an engine calls.
+        module: the module that an engine calls.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -47,11 +48,12 @@ class FlatExchange:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step(self, x: Tensor, run: Callable[[], StepResult], *, stop: bool) -> Outcome:
-        """Make the gradients of all ranks.
+        """Compute the gradients over the images of all ranks.
 
         Args:
             x: (N, C, H, W) images of this rank.
-            run: forward and backward of them; leaves their gradients in `grad`, where those of all ranks replace them.
+            run: runs forward and backward on these images and leaves the gradients in `grad`; the gradients of all
+                ranks replace them there.
             stop: whether this rank was asked to stop.
 
         Raises:
@@ -70,20 +72,20 @@ class FlatExchange:
 
 
 class OverlappedExchange:
-    """DistributedDataParallel, which adds gradients while backward makes others; a small all-reduce of the counts ends
-    the step. For networks of which every step uses every parameter.
+    """DistributedDataParallel, which adds gradients while backward computes others.
 
-    Buffers stay each rank's own; rank 0's are the network's.
+    A small all-reduce of the counts ends the step. It serves networks of which every step uses every parameter. Each
+    rank keeps its own buffers; those of rank 0 count as the network's.
 
     Attributes:
-        module: what an engine calls.
+        module: the module that an engine calls.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model, self._world = model, world
         devices = None if next(model.parameters()).device.type == "cpu" else [torch.cuda.current_device()]
         self.module = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-        self.module.broadcast_buffers = False  # as an argument it is deprecated from torch 2.15 on
+        self.module.broadcast_buffers = False  # set here because the argument is deprecated from torch 2.15 on
         self.module.register_comm_hook(self, _add_weighted)
         self._images, self._settled = 0, False
 
@@ -97,9 +99,10 @@ class OverlappedExchange:
         return _outcome(row, [p.grad for p in self._model.parameters() if p.grad is not None])
 
     def _settle(self, x: Tensor) -> None:
-        """A forward and backward without effect: after the first, DDP rearranges the gradients in its buckets.
+        """Run a forward and a backward whose results are dropped.
 
-        Sums over more than two ranks depend on the arrangement, and with them the first step of a resumed run.
+        After its first backward, DDP rearranges the gradients in its buckets, and sums over more than two ranks depend
+        on the arrangement. Without this call the first step of a resumed run would differ.
         """
         kept = [buffer.clone() for buffer in self._model.buffers()]
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if x.is_cuda else []):
@@ -113,7 +116,10 @@ Exchange = FlatExchange | OverlappedExchange
 
 
 def _add_weighted(exchange, bucket):
-    """DDP's communication hook: (OverlappedExchange, dist.GradBucket) -> Future[Tensor]; DDP refuses these as text."""
+    """DDP's communication hook: (OverlappedExchange, dist.GradBucket) -> Future[Tensor].
+
+    The types stand only here, because DDP refuses annotations that are strings.
+    """
     work = dist.all_reduce(bucket.buffer().mul_(exchange._images), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -122,7 +128,7 @@ _ROW = 4
 
 
 def _row(result: StepResult, images: int, stop: bool) -> Tensor:
-    """(4,) float32 or wider, exact counts up to 2^24: loss of all images of this rank, correct, images, stop."""
+    """(4,) float32 or wider: summed loss of this rank's images, correct, images, stop; counts are exact up to 2^24."""
     loss = result.loss * images
     return torch.stack((loss, result.correct.to(loss), torch.full_like(loss, images), torch.full_like(loss, stop)))
 

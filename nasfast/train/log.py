@@ -1,4 +1,4 @@
-"""What a training stage says while it runs: metrics.jsonl, TensorBoard, and a progress bar (plain lines elsewhere)."""
+"""Output of a training stage while it runs: metrics.jsonl, TensorBoard, and a progress bar or plain lines."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainLog:
-    """Sink of a stage's metrics.
+    """Writes a stage's metrics to file, TensorBoard and screen.
 
-    Lines after `step` that an interrupted run wrote are removed, so a resumed run leaves the same file as an unbroken
-    one (but for times).
+    It removes the stage's lines after `step`, which an interrupted run wrote. So a resumed run leaves the same file as
+    an unbroken one, except for times.
 
     Args:
-        run_dir: gets metrics.jsonl, which other stages may be writing to, and tensorboard/STAGE.
-        stage: e.g. `supernet` or `retrain/best`.
-        step: step the stage starts from.
-        total: step it ends at.
+        run_dir: gets tensorboard/STAGE, and metrics.jsonl, to which other stages may write at the same time.
+        stage: name of the stage, e.g. `supernet` or `retrain/best`.
+        step: step at which the stage starts.
+        total: step at which it ends.
         shown: whether to show progress on the screen.
     """
 
@@ -57,7 +57,7 @@ class TrainLog:
             self._bar.start()
 
     def write(self, step: int, **metrics: float | int | None) -> None:
-        """Record metrics of `step`: to file, TensorBoard and screen."""
+        """Write the metrics of `step`; None is written to the file only."""
         with locked_lines(self._path) as file:
             file.write((json.dumps({"stage": self._stage, "step": step, **metrics}) + "\n").encode())
         with self._on_board():
@@ -73,6 +73,7 @@ class TrainLog:
             print(f"{self._stage} {step}/{self._total}  {text}  eta {left:.0f}s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Close TensorBoard's file and end the progress bar."""
         with self._on_board():
             if self._board:
                 self._board.close()
@@ -81,12 +82,15 @@ class TrainLog:
 
     @contextlib.contextmanager
     def _on_board(self) -> Iterator[None]:
-        """Go on without TensorBoard where its events cannot be written, e.g. for want of room: they are a copy."""
+        """Stop writing to TensorBoard if that fails, e.g. on a full disk; metrics.jsonl has the same figures."""
         try:
             yield
         except (OSError, UnicodeError) as error:
             self._board = None
-            _LOG.warning("%s: no TensorBoard events from here on, metrics.jsonl has all (%s)", self._stage, error)
+            _LOG.warning(
+                "%s: cannot write TensorBoard events (%s); none from here on, metrics.jsonl has all figures",
+                self._stage, error,
+            )  # fmt: skip
 
     def __enter__(self) -> TrainLog:
         return self

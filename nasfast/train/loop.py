@@ -1,8 +1,9 @@
-"""The training loop: supernet training and retraining share it.
+"""The training loop, which supernet training, the search of cells and retraining share.
 
-A run killed at any moment and resumed continues from its last checkpoint and, on CPU, ends with the same bytes as an
-unbroken one: model, optimiser, sampler, generator, data position and running sums are all in the checkpoint. SIGTERM
-makes one of its own: after the step that follows, or on a GPU at the next of every `log_every` looks at the results.
+A run that is killed at any moment and resumed continues from its last checkpoint. On the CPU it ends with the same
+bytes as an unbroken run, because the model, optimiser, sampler, generator, data position and running sums are all in
+the checkpoint. SIGTERM makes one more checkpoint: after the next step, or on a GPU when the results are read next,
+which happens at least every `log_every` steps.
 
 Several ranks make the same steps, each with its share of every batch; see `nasfast.train.exchange`.
 """
@@ -11,23 +12,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from nasfast.config import ConfigBase
 from nasfast.engine import Engine, make_engine
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
 from nasfast.spaces import Sampler
-from nasfast.train.batches import as_epochs
+from nasfast.train.batches import EpochLoader, as_epochs
 from nasfast.train.checkpoint import CheckpointFolder, CheckpointWriter
+from nasfast.train.config import TrainConfig, TrainStage, accept_old_keywords
 from nasfast.train.evaluate import Evaluation
 from nasfast.train.exchange import Exchange, FlatExchange, Outcome, OverlappedExchange
 from nasfast.train.log import TrainLog
@@ -36,65 +35,14 @@ from nasfast.train.state import Sums, TrainState, begin, seed_other_rank
 
 
 class TrainingDivergedError(RuntimeError):
-    """The loss or a gradient is not finite any more; the last good checkpoint is kept."""
-
-
-@dataclass(frozen=True)
-class TrainConfig(ConfigBase):
-    """One training stage: SGD with cosine learning rate.
-
-    Attributes:
-        epochs: passes over the training images.
-        lr: peak learning rate; null takes 0.5 where only indicators train and 0.1 elsewhere.
-        lr_end: learning rate that the cosine ends at.
-        momentum: of SGD.
-        nesterov: Nesterov momentum.
-        weight_decay: of SGD; none on BatchNorm parameters and biases.
-        warmup_epochs: linear warm-up, may be a fraction.
-        label_smoothing: of the cross-entropy.
-        clip_norm: largest gradient norm, 0 for no clipping.
-        precision: `fp32`, or `bf16` autocast.
-        engine: `eager`, `graphs` (CUDA graphs per candidate of a supernet), or `auto`: graphs where they can be had.
-        log_every: optimiser steps between log lines.
-        checkpoint_every: optimiser steps between checkpoints, 0 for one per epoch; evaluations come with one besides.
-        keep_checkpoints: how many of the newest to keep, and besides them the one of the best validation top-1; the
-            one before the newest is the fallback.
-        eval_every: epochs between evaluations where there is a validation loader; the last epoch always has one.
-    """
-
-    epochs: int = 10
-    lr: float | None = None
-    lr_end: float = 0.0
-    momentum: float = 0.9
-    nesterov: bool = False
-    weight_decay: float = 4e-5
-    warmup_epochs: float = 0.0
-    label_smoothing: float = 0.1
-    clip_norm: float = 5.0
-    precision: Literal["fp32", "bf16"] = "fp32"
-    engine: Literal["auto", "eager", "graphs"] = "auto"
-    log_every: int = 20
-    checkpoint_every: int = 0
-    keep_checkpoints: int = 2
-    eval_every: int = 1
-
-    def __post_init__(self) -> None:
-        # written so that NaN fails too
-        for name in ("epochs", "lr", "log_every", "keep_checkpoints", "eval_every"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("lr_end", "momentum", "weight_decay", "warmup_epochs", "clip_norm", "checkpoint_every"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+    """The loss or a gradient is no longer finite; the last good checkpoint is kept."""
 
 
 def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
-    """SGD over the parameters that train; weight decay only on tensors of two or more dimensions.
+    """SGD over the parameters that train; weight decay applies only to tensors of two or more dimensions.
 
     Raises:
-        ValueError: nothing trains.
+        ValueError: no parameter trains.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
@@ -118,7 +66,7 @@ def _step(
     """One optimiser step; the gradients of several paths add up (FairNAS, algorithm 1).
 
     Returns:
-        what it gave, over all ranks, and the gradient norm before clipping.
+        the step's outcome over all ranks, and the gradient norm before clipping.
     """
     outcome = exchange.step(x, lambda: engine.forward_backward(x, y, paths), stop=stop)
     used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -128,16 +76,17 @@ def _step(
 
 
 class _Pending:
-    """Results of steps as they are on the device: read together, because each read waits for the device."""
+    """Results of steps that are still on the device; they are read together, because each read waits for the device."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, Outcome, Tensor]] = []
 
     def add(self, step: int, outcome: Outcome, norm: Tensor) -> None:
+        """Keep the results of one step."""
         self._steps.append((step, outcome, norm))
 
     def read(self) -> Iterator[tuple[int, float, int, int, float, bool]]:
-        """(step, loss, correct, images, gradient norm, stop) of every step since the last call."""
+        """Yield (step, loss, correct, images, gradient norm, stop) of every step since the last call."""
         steps, self._steps = self._steps, []
         if not steps:
             return
@@ -149,174 +98,242 @@ class _Pending:
             yield step, loss, int(correct), int(images), norm, stop > 0
 
 
+class _Loop:
+    """The state of one call of `train`; see there for the arguments.
+
+    Attributes:
+        folder: the checkpoints of the stage.
+        total: optimiser steps of the stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: EpochLoader,
+        cfg: TrainConfig,
+        stage: TrainStage,
+        *,
+        sampler: Sampler | None,
+        evaluate: Callable[[nn.Module], Evaluation] | None,
+        engine: Callable[[torch.optim.SGD], Engine] | None,
+        device: str,
+        world: World,
+    ) -> None:
+        self._model, self._loader, self._cfg, self._stage = model, loader, cfg, stage
+        self._sampler, self._evaluate, self._make_engine = sampler, evaluate, engine
+        self._device, self._world = device, world
+        self._optimizer = make_optimizer(model, cfg)
+        self._per_epoch, self.total = len(loader), cfg.epochs * len(loader)
+        # the engine is left out: it changes how a step is executed, not what it computes
+        trained = {name: value for name, value in cfg.to_dict().items() if name != "engine"}
+        self._state = TrainState(
+            model,
+            self._optimizer,
+            sampler,
+            fingerprint=stage.fingerprint,
+            settings={"stage": stage.name, "train": trained, "batches_per_epoch": len(loader), **stage.settings},
+            loader_kind=getattr(loader, "kind", None),
+        )
+        folder = Path(stage.run_dir) / "checkpoints"
+        self.folder = CheckpointFolder(folder, stage.file_prefix, keep=cfg.keep_checkpoints)
+        self._at = begin(self._state, self.folder, stage=stage.name, resume=stage.resume, world=world)
+        self._seed = torch.initial_seed()
+        self._exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(model, world)
+        self._log: TrainLog | None = None
+        self._writer: CheckpointWriter | None = None
+        self._runner: Engine | None = None
+        self._largest, self._pending, self._stopped = 0, _Pending(), False
+
+    def run(self) -> None:
+        """Make the steps that are left."""
+        with ExitStack() as stack:
+            self._stop = stack.enter_context(noticed())  # first, so that SIGTERM waits for the last checkpoint
+            if self._world.is_main:
+                self._open_files(stack)
+            if self._at.evaluation_due:
+                self._conclude(evaluates=True)
+            if self._make_engine:
+                self._runner = self._make_engine(self._optimizer)
+            self._clock, self._seen = time.monotonic(), 0
+            while self._at.step < self.total:
+                self._run_epoch()
+
+    def _open_files(self, stack: ExitStack) -> None:
+        """Lock the run directory, see that checkpoints have room, and open the log and the checkpoint writer."""
+        stage, at = self._stage, self._at
+        if self._world.leads:
+            stack.enter_context(run_lock(stage.run_dir))
+        if at.step < self.total:
+            self.folder.check_room(self._state.size, evaluates=self._evaluate is not None)
+        shown = self._world.leads and not stage.quiet
+        self._log = stack.enter_context(
+            TrainLog(Path(stage.run_dir), stage.name, step=at.step, total=self.total, shown=shown)
+        )
+        self._writer = stack.enter_context(CheckpointWriter(self.folder))
+
+    def _run_epoch(self) -> None:
+        """Make the steps from the current one to the end of its epoch."""
+        epoch, start = divmod(self._at.step, self._per_epoch)
+        for x, y in self._loader.epoch(epoch, start=start, device=self._device):
+            self._run_step(x, y, epoch)
+        if self._at.step < self.total and (done := self._at.step % self._per_epoch):
+            raise RuntimeError(f"loader has length {self._per_epoch} but epoch {epoch} ended after {done} batches")
+
+    def _run_step(self, x: Tensor, y: Tensor, epoch: int) -> None:
+        """Make one step, and read, log, evaluate and save what is due after it."""
+        at, cfg = self._at, self._cfg
+        lr = self._set_lr()
+        paths = None if self._sampler is None else self._sampler.step()
+        # a resumed run may begin with the short batch that ends an epoch, so the engine is made for the largest
+        if self._make_engine is None and len(x) > self._largest:
+            self._largest = len(x)
+            self._runner = make_engine(
+                self._exchange.module,
+                cfg.engine,
+                batch=tuple(x.shape),
+                label_smoothing=cfg.label_smoothing,
+                bf16=cfg.precision == "bf16",
+            )
+        if self._world.rank:
+            seed_other_rank(self._seed, self._world.rank, at.step, device=self._device)
+        outcome, norm = _step(
+            self._runner, self._exchange, self._optimizer, x, y, paths, cfg, stop=self._stop.requested
+        )
+        at.step += 1
+        self._pending.add(at.step, outcome, norm)
+        epoch_ends, ends = at.step % self._per_epoch == 0, at.step == self.total
+        evaluates = self._evaluate is not None and epoch_ends and (ends or (epoch + 1) % cfg.eval_every == 0)
+        due = at.step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends
+        saves, logs = evaluates or due or ends, at.step % cfg.log_every == 0 or epoch_ends
+        # reading waits for a GPU, so it is done rarely there; on the CPU every step is read at once
+        if x.device.type == "cpu" or logs or saves:
+            self._read(1 if paths is None else len(paths))
+        if logs:
+            self._write_log(epoch, lr)
+        if saves or self._stopped:
+            self._conclude(evaluates=evaluates)
+            self._clock = time.monotonic() if evaluates else self._clock
+
+    def _set_lr(self) -> float:
+        """Give the optimiser the learning rate of the next step, and return it."""
+        cfg, warmup = self._cfg, round(self._cfg.warmup_epochs * self._per_epoch)
+        lr = lr_at(self._at.step, total=self.total, peak=cfg.lr, warmup=warmup, end=cfg.lr_end)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _read(self, paths: int) -> None:
+        """Read the results of the steps since the last read; `paths` is the number of paths of a step.
+
+        Raises:
+            TrainingDivergedError: a loss or a gradient norm is not finite.
+        """
+        for step, loss, correct, images, norm, asked in self._pending.read():
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                if self._writer:
+                    self._writer.wait()
+                kept, cfg = self.folder.paths()[-1:] or ["none yet"], self._cfg
+                raise TrainingDivergedError(
+                    f"{self._stage.name}: loss {loss}, gradient norm {norm} at step {step} of {self.total}; stopped. "
+                    f"Last good checkpoint: {kept[0]}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
+                )
+            self._at.sums.add(loss, correct, images * paths)
+            self._seen += images * paths
+            self._stopped |= asked
+
+    def _write_log(self, epoch: int, lr: float) -> None:
+        """Write the means since the last log line."""
+        at, now = self._at, time.monotonic()
+        if self._log:
+            self._log.write(
+                at.step,
+                epoch=epoch,
+                lr=lr,
+                loss=at.sums.loss / at.sums.steps,
+                top1=at.sums.correct / at.sums.images,
+                images_per_s=self._seen / max(now - self._clock, 1e-9),
+            )
+        at.sums, self._clock, self._seen = Sums(), now, 0
+
+    def _conclude(self, *, evaluates: bool) -> None:
+        """Evaluate and save, then end the training if SIGTERM came.
+
+        SIGTERM does not wait for an evaluation; the checkpoint then says that the evaluation is due.
+
+        Raises:
+            Terminated: SIGTERM came.
+        """
+        at, better = self._at, False
+        at.evaluation_due = evaluates
+        if evaluates and not self._stopped:
+            try:
+                with self._stop.at_once():
+                    self._world.send(self._model.buffers())  # the running statistics of rank 0 count
+                    result = self._evaluate(self._model)
+                at.evaluation_due, better = False, at.best is None or result.top1 > at.best
+                if better:
+                    at.best = result.top1
+                if self._log:
+                    self._log.write(at.step, eval_top1=result.top1, eval_top5=result.top5, eval_loss=result.loss)
+            except Terminated:
+                self._stopped = True
+        if self._writer:
+            self._writer.save(at.step, self._state.capture(at), best=better)
+        if self._stopped:
+            if self._writer:
+                self._writer.wait()
+            raise Terminated(
+                f"{self._stage.name}: terminated at step {at.step} of {self.total}; "
+                f"{self.folder.path(at.step)} is saved, --resume continues"
+            )
+
+
+@accept_old_keywords
 def train(
     model: nn.Module,
     loader: object,
     cfg: TrainConfig,
+    stage: TrainStage,
     *,
-    stage: str,
-    run_dir: str | Path,
-    fingerprint: str,
     sampler: Sampler | None = None,
     evaluate: Callable[[nn.Module], Evaluation] | None = None,
-    settings: Mapping[str, Any] | None = None,
-    prefix: str | None = None,
-    resume: bool = False,
+    engine: Callable[[torch.optim.SGD], Engine] | None = None,
     device: str = "cpu",
     world: World = SINGLE,
-    engine: Callable[[torch.optim.SGD], Engine] | None = None,
-    quiet: bool = False,
 ) -> Path:
     """Train for `cfg.epochs` epochs and return the path of the final checkpoint.
 
     Args:
-        model: called as `model(x, path)` with a sampler, else as `model(x)`; parameters with `requires_grad` train.
-        loader: a `nasfast.data.Loader`, or any sized iterable of (images, labels); with several ranks its batches are
-            this rank's shares.
-        stage: name in metrics and of the checkpoints, e.g. `supernet` or `retrain/best`.
-        run_dir: gets checkpoints/, metrics.jsonl and tensorboard/, from rank 0 alone.
-        fingerprint: of what is trained; a checkpoint with another is refused.
-        sampler: paths of each step; its state is part of the checkpoint.
-        evaluate: called every `cfg.eval_every` epochs, and after the last; on every rank, and must give all of them the
-            same.
-        settings: what else the result depends on, as JSON; a checkpoint with other settings is refused.
-        prefix: of the checkpoint files; None makes it from `stage`.
-        resume: continue from the newest good checkpoint in `run_dir`; otherwise older ones of the stage must not exist,
-            but for those of this torchrun job, which continues them when it starts its processes again.
+        model: called as `model(x, path)` with a sampler, otherwise as `model(x)`; parameters with `requires_grad`
+            train.
+        loader: a `nasfast.data.Loader`, or any sized iterable of (images, labels). With several ranks, each loader
+            gives its rank's shares of the batches.
+        cfg: settings of the optimiser, the engine, the log and the checkpoints; `lr` must be given.
+        stage: the name of the stage, its files, and what a checkpoint must match.
+        sampler: gives the paths of each step; its state is part of the checkpoint.
+        evaluate: called every `cfg.eval_every` epochs and after the last one, on every rank; it must return the same on
+            all ranks.
+        engine: takes the optimiser and returns what executes the steps; None takes `cfg.engine`. Whatever a step of it
+            changes besides the parameters that train must be a buffer of the model, so that checkpoints have it.
         device: where to train; the model is moved there in channels_last.
-        world: the ranks that train together; every one begins with the model, sampler and position of rank 0.
-        engine: makes what executes the steps, from the optimiser; None takes `cfg.engine`. What such a step changes
-            besides the parameters that train must be buffers of the model, so that checkpoints have it.
-        quiet: show nothing on the screen.
+        world: the ranks that train together; each begins with the model, sampler and position of rank 0.
 
     Raises:
-        TrainingDivergedError: loss or gradient not finite; the last good checkpoint is kept.
+        ValueError: `cfg.lr` is None, or no parameter trains.
+        TrainingDivergedError: the loss or a gradient is not finite; the last good checkpoint is kept.
         CheckpointError: a checkpoint cannot be written, there is no room for them, or none of the existing ones can be
             used.
-        RunDirectoryError: another process writes to `run_dir`, or nothing can be written there.
-        FileExistsError: checkpoints of this stage exist and `resume` is off.
+        RunDirectoryError: another process writes to the run directory, or nothing can be written there.
+        FileExistsError: the stage has checkpoints and `stage.resume` is off.
         Terminated: SIGTERM came; a checkpoint of the last step is saved.
         RankError: another rank is gone.
     """
-    loader, run_dir = as_epochs(loader), Path(run_dir)
+    loader = as_epochs(loader)
     if cfg.lr is None:
-        raise ValueError("train: cfg.lr is not set; train_supernet and retrain choose it when it is null")
+        raise ValueError("train: cfg.lr is not set: give a learning rate (train_supernet and retrain choose one)")
     model.to(device=device, memory_format=torch.channels_last).train()
-    optimizer = make_optimizer(model, cfg)
-    # how a step is executed does not change what it computes
-    trained = {name: value for name, value in cfg.to_dict().items() if name != "engine"}
-    settings = {"stage": stage, "train": trained, "batches_per_epoch": len(loader), **(settings or {})}
-    state = TrainState(
-        model, optimizer, sampler, fingerprint=fingerprint, settings=settings, loader_kind=getattr(loader, "kind", None)
+    loop = _Loop(
+        model, loader, cfg, stage, sampler=sampler, evaluate=evaluate, engine=engine, device=device, world=world
     )
-    folder = CheckpointFolder(run_dir / "checkpoints", prefix or stage.replace("/", "-"), keep=cfg.keep_checkpoints)
-    per_epoch, total = len(loader), cfg.epochs * len(loader)
-    at = begin(state, folder, stage=stage, resume=resume, world=world)
-    seed = torch.initial_seed()
-    exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(model, world)
-
-    with ExitStack() as stack:
-        stop = stack.enter_context(noticed())  # first, so that SIGTERM waits for the last checkpoint
-        log = writer = None
-        if world.is_main:
-            if world.leads:
-                stack.enter_context(run_lock(run_dir))
-            if at.step < total:
-                folder.check_room(state.size, evaluates=evaluate is not None)
-            log = stack.enter_context(
-                TrainLog(run_dir, stage, step=at.step, total=total, shown=world.leads and not quiet)
-            )
-            writer = stack.enter_context(CheckpointWriter(folder))
-
-        def conclude(*, evaluates: bool, stopped: bool) -> None:
-            """Evaluate, save, and stop if SIGTERM came; that does not wait for an evaluation, which is due then."""
-            at.evaluation_due, better = evaluates, False
-            if evaluates and not stopped:
-                try:
-                    with stop.at_once():
-                        world.send(model.buffers())  # running statistics are rank 0's
-                        found = evaluate(model)
-                    at.evaluation_due, better = False, at.best is None or found.top1 > at.best
-                    if better:
-                        at.best = found.top1
-                    if log:
-                        log.write(at.step, eval_top1=found.top1, eval_top5=found.top5, eval_loss=found.loss)
-                except Terminated:
-                    stopped = True
-            if writer:
-                writer.save(at.step, state.capture(at), best=better)
-            if stopped:
-                if writer:
-                    writer.wait()
-                saved = f"{folder.path(at.step)} is saved, --resume continues"
-                raise Terminated(f"{stage}: terminated at step {at.step} of {total}; {saved}")
-
-        if at.evaluation_due:
-            conclude(evaluates=True, stopped=False)
-        runner, largest, pending, stopped = engine(optimizer) if engine else None, 0, _Pending(), False
-        clock, seen = time.monotonic(), 0
-        while at.step < total:
-            epoch, start = divmod(at.step, per_epoch)
-            for x, y in loader.epoch(epoch, start=start, device=device):
-                lr = lr_at(
-                    at.step, total=total, peak=cfg.lr, warmup=round(cfg.warmup_epochs * per_epoch), end=cfg.lr_end
-                )
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                paths = None if sampler is None else sampler.step()
-                if len(x) > largest:  # a resumed run may begin with the short batch that ends an epoch
-                    largest = len(x)
-                    runner = (
-                        runner
-                        if engine
-                        else make_engine(
-                            exchange.module,
-                            cfg.engine,
-                            batch=tuple(x.shape),
-                            label_smoothing=cfg.label_smoothing,
-                            bf16=cfg.precision == "bf16",
-                        )
-                    )
-                if world.rank:
-                    seed_other_rank(seed, world.rank, at.step, device=device)
-                outcome, norm = _step(runner, exchange, optimizer, x, y, paths, cfg, stop=stop.requested)
-                at.step += 1
-                pending.add(at.step, outcome, norm)
-                epoch_ends, ends = at.step % per_epoch == 0, at.step == total
-                evaluates = evaluate is not None and epoch_ends and (ends or (epoch + 1) % cfg.eval_every == 0)
-                due = at.step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends
-                saves = evaluates or due or ends
-                # without a device to wait for, every step is looked at when it is made
-                if x.device.type == "cpu" or at.step % cfg.log_every == 0 or epoch_ends or saves:
-                    for step, loss, correct, images, length, asked in pending.read():
-                        if not (math.isfinite(loss) and math.isfinite(length)):
-                            if writer:
-                                writer.wait()
-                            kept = folder.paths()[-1:] or ["none yet"]
-                            raise TrainingDivergedError(
-                                f"{stage}: loss {loss}, gradient norm {length} at step {step} of {total}; stopped. "
-                                f"Last good checkpoint: {kept[0]}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
-                            )
-                        images *= 1 if paths is None else len(paths)
-                        at.sums.add(loss, correct, images)
-                        seen, stopped = seen + images, stopped or asked
-                if at.step % cfg.log_every == 0 or epoch_ends:
-                    now = time.monotonic()
-                    if log:
-                        log.write(
-                            at.step,
-                            epoch=epoch,
-                            lr=lr,
-                            loss=at.sums.loss / at.sums.steps,
-                            top1=at.sums.correct / at.sums.images,
-                            images_per_s=seen / max(now - clock, 1e-9),
-                        )
-                    at.sums, clock, seen = Sums(), now, 0
-                if saves or stopped:
-                    conclude(evaluates=evaluates, stopped=stopped)
-                    clock = time.monotonic() if evaluates else clock
-            if at.step < total and at.step % per_epoch:
-                raise RuntimeError(
-                    f"loader has length {per_epoch} but epoch {epoch} ended after {at.step % per_epoch} batches"
-                )
-    return folder.path(total)
+    loop.run()
+    return loop.folder.path(loop.total)

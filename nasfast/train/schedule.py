@@ -9,7 +9,11 @@ def lr_at(step: int, *, total: int, peak: float, warmup: int = 0, end: float = 0
     """Linear warm-up to `peak` over `warmup` steps, then half a cosine down to `end` at `total`.
 
     Args:
-        step: 0-based index of the step about to be taken.
+        step: index of the step that follows, from 0.
+        total: number of steps.
+        peak: learning rate after the warm-up.
+        warmup: number of warm-up steps.
+        end: learning rate at the end.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training stage holds, both ways, and where a stage begins."""
+"""The state of a training stage: capture into a checkpoint, restore from one, and where a stage begins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Sums:
-    """Sums since the last log line; part of the checkpoint so that a resumed run logs the same figures."""
+    """Sums since the last log line; checkpoints have them so that a resumed run logs the same figures."""
 
     loss: float = 0.0
     correct: int = 0
@@ -28,20 +28,20 @@ class Sums:
     steps: int = 0
 
     def add(self, loss: float, correct: int, images: int) -> None:
-        """Count one step."""
+        """Add the results of one step."""
         self.loss, self.correct = self.loss + loss, self.correct + correct
         self.images, self.steps = self.images + images, self.steps + 1
 
 
 @dataclass
 class Progress:
-    """Where a stage is.
+    """The position of a stage.
 
     Attributes:
-        step: optimiser steps done.
-        sums: since the last log line.
+        step: number of optimiser steps done.
+        sums: sums since the last log line.
         best: largest validation top-1 so far; None before the first evaluation.
-        evaluation_due: the evaluation after this step was interrupted.
+        evaluation_due: whether the evaluation after this step was interrupted.
     """
 
     step: int = 0
@@ -51,14 +51,14 @@ class Progress:
 
 
 class TrainState:
-    """Everything that a stage changes, and what it is of.
+    """Everything that a stage changes, and what identifies the stage.
 
     Args:
-        model, optimizer, sampler: of the stage; the sampler may be None.
-        fingerprint: of what is trained.
+        model, optimizer, sampler: those of the stage; the sampler may be None.
+        fingerprint: digest of what is trained.
         settings: what else the result depends on.
-        loader_kind: what decodes the images, None if unknown; all kinds show the same windows up to rounding, but for
-            `cache` with photographs, whose windows are drawn on reduced images.
+        loader_kind: the backend that decodes the images, None if unknown. All backends show the same windows up to
+            rounding, except `cache` for random crops of photographs, which draws windows on reduced images.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class TrainState:
 
     @property
     def size(self) -> int:
-        """Bytes of a checkpoint, but for a few thousand."""
+        """Bytes of a checkpoint, up to a few thousand."""
         momenta = (p.nbytes for p in self._model.parameters() if p.requires_grad)
         return sum(t.nbytes for t in self._model.state_dict().values()) + sum(momenta)
 
     def capture(self, progress: Progress) -> Checkpoint:
-        """A copy of what later steps change, on the CPU; weights that do not train are not copied."""
+        """A checkpoint on the CPU: copies of what later steps change, and the weights that do not train uncopied."""
         fixed = {name for name, p in self._model.named_parameters() if not p.requires_grad}
         tensors = {
             f"model.{name}": t.detach() if name in fixed else t.detach().clone()
@@ -101,17 +101,17 @@ class TrainState:
         return Checkpoint(storable(tensors), state)
 
     def restore(self, checkpoint: Checkpoint) -> Progress:
-        """Go on from a checkpoint.
+        """Take over the state of a checkpoint.
 
         Raises:
-            CheckpointError: it is of something else.
+            CheckpointError: the checkpoint does not fit the model, the sampler or the generators.
         """
         state = checkpoint.state
         try:
             self._model.load_state_dict(checkpoint.part("model."))
             if self._sampler is not None:
                 self._sampler.load_state_dict(state["sampler"])
-            # the last two are absent from older checkpoints
+            # older checkpoints lack the last two
             progress = Progress(
                 state["step"], Sums(**state["sums"]), state.get("best"), state.get("evaluation_due", False)
             )
@@ -120,7 +120,7 @@ class TrainState:
         momentum = checkpoint.part("momentum.")
         for name, parameter in self._model.named_parameters():
             if name in momentum:
-                # the parameter's own layout, so that the resumed arithmetic is the same
+                # the parameter's memory layout keeps the arithmetic of a resumed run the same
                 buffer = torch.empty_like(parameter).copy_(momentum[name])
                 self._optimizer.state[parameter]["momentum_buffer"] = buffer
         torch.set_rng_state(checkpoint.tensors["rng.cpu"])
@@ -130,16 +130,16 @@ class TrainState:
 
 
 def begin(state: TrainState, folder: CheckpointFolder, *, stage: str, resume: bool, world: World) -> Progress:
-    """Where a stage begins: at the newest checkpoint of `folder` or at its start, on every rank as on rank 0.
+    """Where a stage begins: at the newest checkpoint of `folder` or at step 0; the same on every rank.
 
-    Rank 0 alone reads, for the others may be on machines that do not see its disk.
+    Only rank 0 reads, because the others may be on machines that do not see its disk.
 
     Raises:
         CheckpointError: none of the checkpoints can be used, or this rank has other settings than rank 0.
-        FileExistsError: there are some, not of this torchrun job, and `resume` is off.
+        FileExistsError: there are checkpoints of another job than this torchrun job, and `resume` is off.
     """
     if world.is_main:
-        checkpoint = _found(state, folder, stage, resume or world.has_begun(folder.stem))
+        checkpoint = _newest(state, folder, stage, resume or world.has_begun(folder.stem))
         world.note_begun(folder.stem)
         progress = Progress() if checkpoint is None else state.restore(checkpoint)
         if world.size > 1:
@@ -147,11 +147,18 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: str, resume: bo
         return progress
     checkpoint = decode(world.broadcast(b""), "the state of rank 0")
     if changes := difference(checkpoint.state["settings"], state.settings):
-        raise CheckpointError(f"rank {world.rank} has other settings than rank 0: {changes}; start all with the same")
+        raise CheckpointError(
+            f"rank {world.rank} has other settings than rank 0: {changes}; start all ranks with the same settings"
+        )
     return state.restore(checkpoint)
 
 
-def _found(state: TrainState, folder: CheckpointFolder, stage: str, resume: bool) -> Checkpoint | None:
+def _newest(state: TrainState, folder: CheckpointFolder, stage: str, resume: bool) -> Checkpoint | None:
+    """The newest checkpoint of a stage, if it is to continue from one.
+
+    Raises:
+        CheckpointError, FileExistsError: see `begin`.
+    """
     if not resume:
         if folder.paths():
             raise FileExistsError(
@@ -171,26 +178,27 @@ def _found(state: TrainState, folder: CheckpointFolder, stage: str, resume: bool
     before, now = checkpoint.state.get("loader"), state.loader_kind
     if None not in (before, now) and before != now:
         _LOG.warning(
-            "%s: until step %d images came from the loader %r, now from %r: both show the same windows up to rounding "
-            "(from or to 'cache' with photographs: windows on reduced images), so the result will not be that of an "
+            "%s: until step %d the loader %r gave the images, now %r does: both show the same windows up to rounding "
+            "('cache' draws windows of photographs on reduced images), so the result will not equal that of an "
             "unbroken run bit for bit",
             stage,
             checkpoint.state["step"],
             before,
             now,
         )
-    _LOG.info("%s: goes on from %s", stage, path)
+    _LOG.info("%s: continues from %s", stage, path)
     return checkpoint
 
 
 def seed_other_rank(seed: int, rank: int, step: int, *, device: str) -> None:
-    """Give a rank that is not 0 random numbers of its own for one step, e.g. for dropout.
+    """Seed the generators of a rank other than 0 for one step, so that e.g. its dropout differs from rank 0's.
 
-    Rank 0's generator goes on from step to step and is in the checkpoints; these need not be.
+    Rank 0's generator continues from step to step and is in the checkpoints; the others need not be, because they
+    depend only on the arguments.
     """
-    # a string, which Python hashes to the same number in every process
+    # Random hashes a string to the same number in every process
     number = random.Random(f"{seed} {rank} {step}").getrandbits(63)
-    # torch.manual_seed would also note the seed for every other kind of device
+    # torch.manual_seed would also set the seed of every other kind of device
     torch.default_generator.manual_seed(number)
     if device.startswith("cuda"):
         torch.cuda.manual_seed(number)

@@ -1,4 +1,4 @@
-"""Supernet training: the methods as presets, and `train_supernet`."""
+"""Supernet training: the presets of the methods, and `train_supernet`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
 from nasfast.supernet import Init, InitScheme, Supernet, Trainable
 from nasfast.supernet.init import SCHEMES
-from nasfast.train.loop import TrainConfig, train
+from nasfast.train.config import TrainConfig, TrainStage
+from nasfast.train.loop import train
 
 MethodName = Literal["dinas", "dinas_paper", "bnnas", "fairnas", "spos"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """What distinguishes the methods; everything else is shared.
+    """The preset of a method: what distinguishes it from the others.
 
     Attributes:
-        init: of the frozen or initial weights.
-        layer_indicators: identity -> BN path on normal layers.
+        init: initialisation scheme of the weights.
+        layer_indicators: whether normal layers have a path identity -> BN beside their candidates.
         trainable: what trains in the supernet.
         classifier: whether the classifier trains too (`all` includes it).
-        sampler: a key of `nasfast.spaces.SAMPLERS`.
-        hold_out: whether `data.val_fraction` of the training images are kept from the supernet, for its score.
-        score: a name of `nasfast.indicators.scores`.
-        distill: whether a score of paths is made a table; otherwise the search asks for it path by path.
-        structure: weight of the baseline `sqrt_size` beside the score.
+        sampler: key of `nasfast.spaces.SAMPLERS`.
+        hold_out: whether `data.val_fraction` of the training images are kept out of supernet training, for the score.
+        score: name of a score in `nasfast.indicators.scores`.
+        distill: whether a score of paths is fitted by a table; otherwise the search scores path by path.
+        structure: weight of the baseline `sqrt_size`, which is added to the score.
     """
 
     init: Init
@@ -50,23 +51,24 @@ METHODS: dict[MethodName, Method] = {
     "fairnas": Method("he", False, "all", False, "strict_fair", True, "recalibrated_accuracy", False, 0.0),
     "spos": Method("he", False, "all", False, "uniform", True, "recalibrated_accuracy", False, 0.0),
 }
-"""`dinas` is this package's method (docs/ranking.md); the others are as published: DI-NAS to the letter, BN-NAS,
-FairNAS, Single Path One-Shot."""
+"""`dinas` is this package's method (docs/ranking.md). The others follow their publications: DI-NAS (`dinas_paper`),
+BN-NAS, FairNAS and Single Path One-Shot."""
 
 
 @dataclass(frozen=True)
 class SupernetConfig(ConfigBase):
-    """How the supernet is made and trained; null takes the method's preset.
+    """How the supernet is built and trained; null takes the method's preset.
 
     Attributes:
-        init: `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian` or `he`.
-        alignment: of `init: aligned`, the centre tap's share of a depthwise filter, from 0 to 1; null takes 0.7.
-        layer_indicators: identity -> BN path on normal layers.
-        trainable: `indicators`, `bn` or `all`.
-        classifier: train the classifier too (`trainable: all` includes it).
+        init: initialisation scheme: `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian` or `he`.
+        alignment: the centre tap's share of a depthwise filter for `init: aligned`, from 0 to 1; null takes 0.7.
+        layer_indicators: whether normal layers have a path identity -> BN beside their candidates.
+        trainable: what trains: `indicators`, `bn` or `all`.
+        classifier: whether the classifier trains too (`trainable: all` includes it).
         sampler: `fair` (Algorithm 1), `strict_fair` (FairNAS) or `uniform` (SPOS).
-        activation: of the blocks; null takes the space's.
-        hold_out: keep `data.val_fraction` of the training images from the supernet, which scores of paths need.
+        activation: activation of the blocks; null takes the space's.
+        hold_out: whether to keep `data.val_fraction` of the training images out of supernet training; scores of paths
+            need them.
     """
 
     init: Init | None = None
@@ -94,20 +96,23 @@ class SupernetConfig(ConfigBase):
         names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
         chosen = self.replace(**{name: getattr(preset, name) for name in names if getattr(self, name) is None})
         if chosen.alignment is not None and chosen.init != "aligned":
-            raise ValueError(f"alignment={chosen.alignment} belongs to init='aligned', the init is {chosen.init!r}")
+            raise ValueError(
+                f"alignment={chosen.alignment} needs init='aligned', got init={chosen.init!r}: leave alignment out, or "
+                "set the init"
+            )
         return chosen
 
     @property
     def scheme(self) -> Init | InitScheme:
-        """What a resolved config initialises the supernet with."""
+        """The initialisation of the supernet, for a resolved config."""
         return self.init if self.alignment is None else replace(SCHEMES["aligned"], alignment=self.alignment)
 
 
 def default_lr(trainable: Trainable) -> float:
     """Peak learning rate where none is given.
 
-    Gradients of indicators alone are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand
-    steps; 0.5 is the supernet rate of the Single Path One-Shot and BN-NAS settings. All BatchNorms together train at
+    The gradients of indicators are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand steps.
+    Indicators take 0.5, the supernet rate of the Single Path One-Shot and BN-NAS settings. All BatchNorms together take
     0.4 (docs/ranking.md).
     """
     return {"indicators": 0.5, "bn": 0.4, "all": 0.1}[trainable]
@@ -116,7 +121,7 @@ def default_lr(trainable: Trainable) -> float:
 def make_supernet(
     space: SearchSpace, method: str, cfg: SupernetConfig = SupernetConfig(), *, seed: int = 0
 ) -> tuple[Supernet, Sampler]:
-    """Supernet and sampler of a method, with the overrides of `cfg`.
+    """The supernet and the sampler of a method, with the overrides of `cfg`.
 
     Raises:
         ValueError: unknown method.
@@ -138,15 +143,15 @@ def train_supernet(
     device: str = "cpu",
     world: World = SINGLE,
 ) -> Path:
-    """Train a supernet along sampled paths; what trains was chosen by `Supernet.freeze`.
+    """Train a supernet along sampled paths; `Supernet.freeze` chooses what trains.
 
     Args:
-        net: the supernet; moved to `device`.
+        net: the supernet; it is moved to `device`.
         loader: a `nasfast.data.Loader`, or any sized iterable of (images (N, C, H, W), labels (N,)).
         sampler: draws the paths of every step; its candidates must be those of `net`.
-        cfg: the stage's settings; None for the defaults.
-        run_dir: gets checkpoints/, metrics.jsonl and tensorboard/.
-        resume: continue from the newest good checkpoint of `run_dir`.
+        cfg: the stage's settings; None takes the defaults.
+        run_dir: folder that gets checkpoints/, metrics.jsonl and tensorboard/.
+        resume: whether to continue from the newest good checkpoint of `run_dir`.
         device: where to train.
         world: the ranks that train together (`nasfast.runtime.distributed.start`), each with its share of every batch.
 
@@ -154,11 +159,14 @@ def train_supernet(
         Path of the final checkpoint.
 
     Raises:
-        ValueError: sampler and supernet disagree about layer indicators or space.
+        ValueError: the sampler and the supernet disagree about layer indicators or the space.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
     if sampler.space.fingerprint != net.space.fingerprint:
-        raise ValueError(f"sampler draws from space {sampler.space.name!r}, the supernet is of {net.space.name!r}")
+        raise ValueError(
+            f"sampler draws from space {sampler.space.name!r}, the supernet has space {net.space.name!r}: make both "
+            "with the same space"
+        )
     if sampler.layer_indicators and not net.layer_indicators:
         raise ValueError(
             "sampler draws layer-indicator paths, the supernet has none: build it with layer_indicators=True"
@@ -170,12 +178,14 @@ def train_supernet(
         net,
         loader,
         cfg,
-        stage="supernet",
-        run_dir=run_dir,
-        fingerprint=net.space.fingerprint,
+        TrainStage(
+            "supernet",
+            run_dir,
+            net.space.fingerprint,
+            settings={"trainable": net.summary.trainable, "roles": list(net.summary.by_role)},
+            resume=resume,
+        ),
         sampler=sampler,
-        settings={"trainable": net.summary.trainable, "roles": list(net.summary.by_role)},
-        resume=resume,
         device=device,
         world=world,
     )

@@ -80,7 +80,7 @@ def test_weights_of_another_architecture_are_refused(folder):
     form = json.loads((folder / "arch.json").read_text())
     form["arch"] = [0, 0, 2, SKIP]
     (folder / "arch.json").write_text(json.dumps(form))
-    with pytest.raises(ValueError, match="does not hold the weights of .*arch.json"):
+    with pytest.raises(ValueError, match="does not have the weights of .*arch.json"):
         load_model(folder)
 
 
@@ -90,7 +90,7 @@ def test_one_changed_bit_is_noticed(folder, place):
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="does not hold the weights of .*arch.json.*retrain --resume"):
+    with pytest.raises(ValueError, match="does not have the weights of .*arch.json.*retrain --resume"):
         load_model(folder)
 
 
@@ -101,7 +101,7 @@ def test_weights_of_a_network_of_the_same_shapes_are_refused(folder):
     arch = json.loads((folder / "arch.json").read_text())
     arch["fingerprint"] = SPACE.replace(activation="tanh").fingerprint
     (folder / "arch.json").write_text(json.dumps(arch))
-    with pytest.raises(ValueError, match="does not hold the weights of .*arch.json: they are of .*'relu6'"):
+    with pytest.raises(ValueError, match="does not have the weights of .*arch.json: they belong to .*'relu6'"):
         load_model(folder)
 
 

@@ -134,7 +134,7 @@ def test_the_one_before_is_the_fall_back(folder, caplog):
         path, found = folder.latest(fingerprint="abc")
     assert (path, found.state["step"]) == (folder.paths()[1], 10)
     assert str(newest) in caplog.text
-    assert "trying the one before" in caplog.text
+    assert "trying the checkpoint before it" in caplog.text
 
 
 def test_another_space_is_refused(folder):

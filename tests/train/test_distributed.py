@@ -19,7 +19,7 @@ from torch import nn
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet, build
-from nasfast.train import evaluate, train
+from nasfast.train import TrainStage, evaluate, train
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
 
@@ -84,9 +84,7 @@ def test_two_ranks_train_a_supernet_as_one_process_with_batchnorm_per_rank(done,
         PerRank(net, 2),
         ranks.Shares(ranks.BATCHES, SINGLE),
         ranks.SETTINGS,
-        stage="supernet",
-        run_dir=tmp_path,
-        fingerprint="f",
+        TrainStage("supernet", tmp_path, "f"),
         sampler=sampler,
     )
     assert done[1]["supernet"] == [0, 0]
@@ -104,9 +102,7 @@ def test_two_ranks_train_a_network_as_one_process_with_batchnorm_per_rank(done, 
         PerRank(build(tiny_space(), ranks.ARCH), 2),
         ranks.Shares(ranks.BATCHES, SINGLE),
         ranks.SETTINGS,
-        stage="retrain/best",
-        run_dir=tmp_path,
-        fingerprint="f",
+        TrainStage("retrain/best", tmp_path, "f"),
         evaluate=lambda m: evaluate(m, held_out),
     )
     assert done[1]["network"] == [0, 0]

@@ -61,4 +61,4 @@ def test_tensorboard_may_fail(tmp_path, monkeypatch, caplog, call):
         log.write(1, loss=1.0)
         log.write(2, loss=2.0)
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
-    assert caplog.text.count("a: no TensorBoard events from here on, metrics.jsonl has all") == 1
+    assert caplog.text.count("none from here on, metrics.jsonl has all figures") == 1

@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader, Dataset
 from nasfast.config import ConfigError
 from nasfast.spaces import FairSampler, Sampler, StrictFairSampler, UniformSampler, digits_mini
 from nasfast.supernet import Supernet, build
-from nasfast.train import CheckpointError, Evaluation, TrainConfig, TrainingDivergedError, train, train_supernet
+from nasfast.train import (
+    CheckpointError,
+    Evaluation,
+    TrainConfig,
+    TrainingDivergedError,
+    TrainStage,
+    train,
+    train_supernet,
+)
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import CheckpointFolder, encode, load_checkpoint
 from nasfast.train.log import TrainLog, read_metrics
@@ -168,7 +176,7 @@ def test_decay_pulls_weights_only(tmp_path):
     before = values(network)
     images, labels = torch.zeros(8, 3, 2, 2), torch.arange(8) % 4
     cfg = PLAIN.replace(lr=0.5, weight_decay=0.1)
-    train(network, [(images, labels)], cfg, stage="x", run_dir=tmp_path, fingerprint="f")
+    train(network, [(images, labels)], cfg, TrainStage("x", tmp_path, "f"))
     torch.testing.assert_close(network[1].weight.detach(), before["1.weight"] * (1 - 0.5 * 0.1))
     bias = before["1.bias"].requires_grad_()
     (gradient,) = torch.autograd.grad(F.cross_entropy(bias.expand(8, 4), labels), bias)
@@ -264,7 +272,7 @@ def test_evaluation_lines(tmp_path):
 
     cfg = TrainConfig(epochs=5, lr=0.1, eval_every=2)
     network = build(tiny_space(), (0, 1, 2, 0))
-    train(network, batches(2), cfg, stage="retrain/best", run_dir=tmp_path, fingerprint="f", evaluate=evaluate)
+    train(network, batches(2), cfg, TrainStage("retrain/best", tmp_path, "f"), evaluate=evaluate)
     lines = [m for m in read_metrics(tmp_path) if "eval_top1" in m]
     assert [m["step"] for m in lines] == [4, 8, 10]
     assert lines[0] == {"stage": "retrain/best", "step": 4, "eval_top1": 0.5, "eval_top5": 0.75, "eval_loss": 1.25}
@@ -282,9 +290,7 @@ def test_the_best_evaluation_keeps_its_checkpoint(tmp_path):
         network,
         batches(2),
         cfg,
-        stage="retrain/a",
-        run_dir=tmp_path,
-        fingerprint="f",
+        TrainStage("retrain/a", tmp_path, "f"),
         evaluate=lambda _: Evaluation(next(scores), 1.0, 1.0, 8),
     )
     files = {p.name for p in (tmp_path / "checkpoints").iterdir()}
@@ -301,9 +307,7 @@ def test_every_evaluation_has_a_checkpoint(tmp_path):
         build(tiny_space(), (0, 1, 2, 0)),
         batches(3),
         cfg,
-        stage="a",
-        run_dir=tmp_path,
-        fingerprint="f",
+        TrainStage("a", tmp_path, "f"),
         evaluate=lambda _: Evaluation(0.5, 1.0, 1.0, 8),
     )
     steps = [int(p.stem[-8:]) for p in sorted((tmp_path / "checkpoints").glob("a-0*"))]
@@ -374,7 +378,32 @@ def test_a_huge_rate_diverges_before_any_checkpoint(tmp_path):
     images, labels = torch.randn(8, 3, 2, 2) * 100, torch.arange(8) % 4
     cfg = TrainConfig(epochs=5, lr=1e36, clip_norm=0.0)
     with pytest.raises(TrainingDivergedError, match="Last good checkpoint: none yet"):
-        train(network, [(images, labels)] * 9, cfg, stage="x", run_dir=tmp_path, fingerprint="f")
+        train(network, [(images, labels)] * 9, cfg, TrainStage("x", tmp_path, "f"))
+
+
+def test_keywords_that_became_fields_of_the_stage_still_work_and_warn(tmp_path):
+    files = []
+    for name in ("old", "new"):
+        torch.manual_seed(0)
+        network, out = build(tiny_space(), (0, 1, 2, 0), seed=1), tmp_path / name
+        if name == "old":
+            with pytest.warns(FutureWarning, match=r"is now train\(\.\.\., TrainStage\("):
+                path = train(
+                    network,
+                    batches(2),
+                    CFG,
+                    stage="a/b",
+                    run_dir=out,
+                    fingerprint="f",
+                    settings={"seed": 1},
+                    prefix="p",
+                    quiet=True,
+                )
+        else:
+            path = train(network, batches(2), CFG, TrainStage("a/b", out, "f", {"seed": 1}, prefix="p", quiet=True))
+        assert path.name.startswith("p-")
+        files.append(path.read_bytes())
+    assert files[0] == files[1]
 
 
 def test_a_loader_shorter_than_its_length(tmp_path):
@@ -496,9 +525,7 @@ def test_another_kind_of_loader_is_told(tmp_path, caplog, before, now, warned):
     newest.unlink()
     net, sampler = net_and_sampler()
     train_supernet(net, Decoded(now), sampler, CFG, run_dir=tmp_path, resume=True)
-    text = (
-        "until step 6 images came from the loader 'dali', now from 'cache': both show the same windows up to rounding"
-    )
+    text = "until step 6 the loader 'dali' gave the images, now 'cache' does: both show the same windows up to rounding"
     assert (text in caplog.text) == warned
     assert load_checkpoint(newest).state["loader"] == now
 
@@ -534,7 +561,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_same_end(tmp_path, caplog
     again = train_supernet(net, batches(4), sampler, CFG, run_dir=tmp_path / "bad", resume=True)
     assert again == final
     assert again.read_bytes() == expected
-    assert "trying the one before" in caplog.text
+    assert "trying the checkpoint before it" in caplog.text
 
 
 class Noisy(Dataset):
@@ -638,7 +665,7 @@ def test_sampler_and_supernet_must_agree(tmp_path):
     net = Supernet(tiny_space(), layer_indicators=False)
     with pytest.raises(ValueError, match="sampler draws layer-indicator paths, the supernet has none"):
         train_supernet(net, batches(1), FairSampler(tiny_space()), PLAIN, run_dir=tmp_path)
-    with pytest.raises(ValueError, match="sampler draws from space 'digits_mini', the supernet is of 'tiny'"):
+    with pytest.raises(ValueError, match="sampler draws from space 'digits_mini', the supernet has space 'tiny'"):
         train_supernet(net, batches(1), FairSampler(digits_mini()), PLAIN, run_dir=tmp_path)
 
 

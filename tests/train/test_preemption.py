@@ -17,7 +17,7 @@ from nasfast.cli.main import main
 from nasfast.runtime.distributed import SINGLE
 from nasfast.runtime.termination import Terminated
 from nasfast.supernet import build
-from nasfast.train import Evaluation, evaluate, train
+from nasfast.train import Evaluation, TrainStage, evaluate, train
 from nasfast.train.checkpoint import CheckpointFolder, load_checkpoint
 from nasfast.train.log import read_metrics
 
@@ -54,11 +54,8 @@ def trained(
         build(tiny_space(), ranks.ARCH),
         Interrupting(at),
         ranks.SETTINGS,
-        stage="retrain/best",
-        run_dir=out,
-        fingerprint="f",
+        TrainStage("retrain/best", out, "f", resume=resume),
         evaluate=evaluation,
-        resume=resume,
     )
 
 

@@ -50,5 +50,5 @@ def test_alignment_is_a_setting():
 def test_wrong_alignments_are_refused():
     with pytest.raises(ConfigError, match=r"alignment must be from 0 to 1, got 1\.1"):
         SupernetConfig.from_dict({"alignment": 1.1})
-    with pytest.raises(ValueError, match=r"alignment=0\.5 belongs to init='aligned', the init is 'he'"):
+    with pytest.raises(ValueError, match=r"alignment=0\.5 needs init='aligned', got init='he'"):
         SupernetConfig(alignment=0.5).resolved("spos")
