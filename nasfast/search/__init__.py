@@ -1,4 +1,7 @@
-"""Search over a table of indicators: exact, evolutionary, Pareto front, random baselines. Runs without torch."""
+"""Search over a table of indicators: exact, evolutionary, Pareto front, random baselines; runs without torch.
+
+The package can be called: `nasfast.search(table, space)` is the function `search`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from nasfast.search.exact import option_scores, top_k
 from nasfast.search.history import History
 from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, option_costs
 from nasfast.search.pareto import pareto_front
-from nasfast.search.sampling import equal_cost_random, sample_under
+from nasfast.search.sampling import equal_cost_peers, equal_cost_random, sample_under
 from nasfast.spaces import SearchSpace
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "ParetoPoint",
     "SearchConfig",
     "SearchResult",
+    "equal_cost_peers",
     "equal_cost_random",
     "evolve",
     "load_candidates",
@@ -57,18 +61,18 @@ def search(
     seed: int = 0,
     history: str | Path | None = None,
 ) -> list[Candidate]:
-    """The architectures of highest summed score within the limits, best first.
+    """The architectures with the highest summed scores within the limits, best first.
 
     Args:
         table: scores per layer and choice.
-        space: the space the table belongs to.
+        space: the space of the table.
         max_macs: largest MACs per image; None for no limit.
         max_params: largest number of parameters; None for no limit.
         top_k: number of architectures.
         method: `exact` proves its answer; `evolution` is the papers' search, for comparison.
-        allow_identity: whether normal layers may be skipped, scoring their layer indicator alone.
-        seed: of the evolution; the exact search has no randomness.
-        history: JSONL file of the evolution, by which it resumes.
+        allow_identity: whether normal layers may be skipped; a skipped layer scores its layer indicator.
+        seed: seed of the evolution; the exact search has no randomness.
+        history: JSONL file of the evolution, from which it resumes; None for none.
 
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
@@ -83,11 +87,11 @@ def search(
 def run_search(
     table: IndicatorTable, space: SearchSpace, config: SearchConfig, *, history: str | Path | None = None
 ) -> list[Candidate]:
-    """`search` with every setting in a config."""
+    """`search` with all settings in a config."""
     if table.space.fingerprint != space.fingerprint:
         raise TableError(
             f"the table was scored in space {table.space.name!r} ({table.space.fingerprint}), the search is in "
-            f"{space.name!r} ({space.fingerprint}): score again or load the space it was scored in"
+            f"{space.name!r} ({space.fingerprint}): score again, or load the space of the table"
         )
     if config.method != "evolution":
         return _top_k(table, space, config.limits, k=config.top_k, allow_identity=config.allow_identity)
@@ -100,7 +104,7 @@ def run_search(
 
 
 class _CallableModule(types.ModuleType):
-    """Makes `nasfast.search(table, space)` work: importing this package binds that name to the module."""
+    """Makes `nasfast.search(table, space)` work, because importing this package binds that name to the module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Candidate]:
         return search(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a search returns, and `archs.json`, the file that holds it."""
+"""The result of a search, and `archs.json`, the file that has it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class Candidate(ConfigBase):
 
     Attributes:
         arch: one value per layer.
-        score: what was maximised.
-        macs: per image, of the standalone network.
-        params: of the standalone network.
-        optimal: proven: apart from the candidates before it, no architecture within the limits scores higher.
-        bound: proven upper bound of the score of any architecture within the limits that is not before it in the list;
-            None where nothing is proven (evolution).
+        score: its score, which the search maximised.
+        macs: MACs per image of the standalone network.
+        params: number of parameters of the standalone network.
+        optimal: whether it is proven that no architecture within the limits scores higher, except the candidates before
+            it.
+        bound: proven upper bound of the scores of all architectures within the limits except the candidates before it;
+            None if nothing is proven (evolution).
         gap: `bound - score`.
-        status: how it was found; of an exact search, the solver's message.
+        status: how the search ended; for an exact search, the solver's message.
     """
 
     arch: Arch
@@ -42,7 +43,14 @@ class Candidate(ConfigBase):
 
 @dataclass(frozen=True)
 class ParetoPoint(ConfigBase):
-    """A non-dominated architecture: none has at most these MACs and a higher score."""
+    """A non-dominated architecture: no other has at most its MACs and a higher score.
+
+    Attributes:
+        arch: one value per layer.
+        score: its score.
+        macs: MACs per image of the standalone network.
+        params: number of parameters of the standalone network.
+    """
 
     arch: Arch
     score: float
@@ -56,10 +64,11 @@ class SearchResult(ConfigBase):
 
     Attributes:
         space: name of the space.
-        fingerprint: of the space; a file of another space is refused.
-        max_macs, max_params: the limits the candidates are under.
-        candidates: best first.
-        pareto: score against MACs, fewest MACs first; empty if it was not computed.
+        fingerprint: fingerprint of the space; a file of another space is refused.
+        max_macs, max_params: the limits of the search; None for none.
+        candidates: the best architectures, best first.
+        pareto: the Pareto front of score against MACs, fewest MACs first; empty if it was not computed.
+        format: version of the file's format.
     """
 
     space: str
@@ -72,7 +81,7 @@ class SearchResult(ConfigBase):
 
     def __post_init__(self) -> None:
         if self.format != _FORMAT:
-            raise ValueError(f"archs.json has format {self.format!r}, this version reads {_FORMAT!r}")
+            raise ValueError(f"archs.json has format {self.format!r}, this version reads {_FORMAT!r}: search again")
 
 
 def save_candidates(
@@ -83,7 +92,15 @@ def save_candidates(
     limits: Limits | None = None,
     pareto: Sequence[ParetoPoint] = (),
 ) -> None:
-    """Write `archs.json`, replacing an older one atomically."""
+    """Write `archs.json`; an older one is replaced atomically.
+
+    Args:
+        path: the file.
+        space: the space of the search.
+        candidates: the best architectures, best first.
+        limits: the limits of the search; None for none.
+        pareto: the Pareto front, fewest MACs first.
+    """
     limits = limits or Limits()
     result = SearchResult(
         space.name, space.fingerprint, limits.max_macs, limits.max_params, tuple(candidates), tuple(pareto)
@@ -99,14 +116,15 @@ def load_candidates(path: str | Path, space: SearchSpace | None = None) -> Searc
         space: if given, the space the file must belong to.
 
     Raises:
-        ConfigError: unreadable, damaged, not that file, or written for another space; the file is named.
+        ConfigError: the file cannot be read, is damaged or is of another kind, or was written for another space; the
+            text names the file.
     """
     try:
         form = unseal(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} does not hold the result of a search: {error}") from error
+        raise ConfigError(f"{path} has no result of a search: {error}") from error
     try:
         result = SearchResult.from_dict(form)
     except ConfigError as error:
@@ -114,6 +132,6 @@ def load_candidates(path: str | Path, space: SearchSpace | None = None) -> Searc
     if space is not None and result.fingerprint != space.fingerprint:
         raise ConfigError(
             f"{path} was written for space {result.space!r} ({result.fingerprint}), this is {space.name!r} "
-            f"({space.fingerprint}): load the space it was searched in"
+            f"({space.fingerprint}): load the space of the search"
         )
     return result

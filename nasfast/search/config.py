@@ -14,19 +14,19 @@ class SearchConfig(ConfigBase):
     """How architectures are searched.
 
     Attributes:
-        method: `exact` (integer program over an indicator table), `evolution` (any score), or `auto`: exact wherever
+        method: `exact` (integer program over an indicator table), `evolution` (any score), or `auto`: exact where
             scores add up over layers.
-        top_k: number of architectures returned.
-        max_macs: largest MACs per image of the standalone network; None is no limit.
-        max_params: its largest number of parameters; None is no limit.
-        population: architectures evaluated per generation.
-        generations: number of populations evaluated; 20 x 50 = 1000 evaluations, as Single Path One-Shot and BN-NAS.
-        parents: best architectures so far from which children are made.
-        crossovers: children per generation that mix two parents; random architectures fill up the population.
+        top_k: number of architectures in the result.
+        max_macs: largest MACs per image of the standalone network; null is no limit.
+        max_params: largest number of parameters of the standalone network; null is no limit.
+        population: number of architectures evaluated per generation.
+        generations: number of generations; 20 x 50 = 1000 evaluations, as in Single Path One-Shot and BN-NAS.
+        parents: number of best architectures so far from which children are made.
+        crossovers: children per generation that mix two parents; random architectures complete the population.
         mutations: children per generation that change one parent.
-        mutation_prob: probability with which a mutation redraws a layer.
-        seed: of the evolution; None takes the run's, or 0.
-        allow_identity: whether normal layers may be skipped in the answer, scoring their layer indicator alone.
+        mutation_prob: probability that a mutation redraws a layer.
+        seed: seed of the evolution; null takes the run's, or 0.
+        allow_identity: whether the result may skip normal layers; a skipped layer scores its layer indicator.
     """
 
     method: Literal["auto", "exact", "evolution"] = "auto"
@@ -50,13 +50,14 @@ class SearchConfig(ConfigBase):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if min(self.crossovers, self.mutations) < 0 or self.crossovers + self.mutations > self.population:
             raise ValueError(
-                f"crossovers and mutations must not be negative and together at most population={self.population}, "
-                f"got {self.crossovers} and {self.mutations}"
+                "crossovers and mutations must not be negative, and their sum must be at most "
+                f"population={self.population}, got {self.crossovers} and {self.mutations}"
             )
         if not 0 <= self.mutation_prob <= 1:
             raise ValueError(f"mutation_prob must be in [0, 1], got {self.mutation_prob}")
-        self.limits  # noqa: B018  refuses impossible limits now rather than when the search starts
+        self.limits  # noqa: B018  refuses impossible limits now instead of when the search starts
 
     @property
     def limits(self) -> Limits:
+        """The limits as one object."""
         return Limits(self.max_macs, self.max_params)

@@ -1,6 +1,6 @@
 """Evolutionary search with the operators and settings of Single Path One-Shot and BN-NAS.
 
-Works for any score, also one that is not a sum over layers (the validation accuracy of a supernet's path).
+It works for any score, also for one that is not a sum over layers, such as the validation accuracy of a path.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from nasfast.spaces import Arch, SearchSpace
 
 _LOG = logging.getLogger(__name__)
 
-# An operator may propose this many times as many architectures as are wanted of it.
+# An operator may propose this many architectures per architecture wanted of it.
 _TRIES_PER_WANTED = 10
 
 
 def mutate(arch: Arch, options: list[tuple[int, ...]], rng: random.Random, *, prob: float) -> Arch:
-    """Redraw each layer with probability `prob`, uniformly over its options, the present one included."""
+    """Redraw each layer with probability `prob`, uniformly over its options including the present one."""
     return tuple(rng.choice(values) if rng.random() < prob else v for v, values in zip(arch, options, strict=True))
 
 
 def crossover(a: Arch, b: Arch, rng: random.Random) -> Arch:
-    """Each layer from either parent with equal probability."""
+    """Take each layer from either parent with equal probability."""
     return tuple(rng.choice(pair) for pair in zip(a, b, strict=True))
 
 
 def evolve(
     space: SearchSpace, score: Callable[[Arch], float], config: SearchConfig, *, history: History | None = None
 ) -> list[Candidate]:
-    """The `config.top_k` best of the architectures an evolution evaluates, best first.
+    """The `config.top_k` best of the architectures that an evolution evaluates, best first.
 
-    Every generation evaluates a population: first random architectures within the limits, later mutations and
-    crossovers of the `parents` best so far. A child that was seen before or is above a limit is refused; after ten
-    times as many proposals as children wanted, random architectures fill the population up. It ends early when the
-    limits leave no unseen architecture to be found. Ties go to fewer MACs, then to the lexicographically first.
+    Each generation evaluates a population: at first random architectures within the limits, later mutations and
+    crossovers of the `parents` best so far. A child that was evaluated before or is above a limit is rejected. After
+    ten proposals per child wanted, random architectures complete the population. The evolution ends early when it draws
+    no new architecture within the limits. Ties go to fewer MACs, then to the lexicographically first.
 
     Args:
-        space: where to search.
-        score: higher is better; called once per architecture.
+        space: the search space.
+        score: called once per architecture; higher is better.
         config: settings; the same seed and scores give the same result.
-        history: scores already known are taken from it and new ones are added, which is also how a killed search
-            resumes: run it again with the same history.
+        history: gives the scores that are known, and gets the new ones. A search that was killed resumes when it is run
+            again with the same history.
 
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
@@ -67,7 +67,8 @@ def evolve(
                 value = float(score(arch))
                 if math.isnan(value):
                     raise ValueError(
-                        f"architecture {arch} scores NaN: did the supernet diverge, is there validation data?"
+                        f"architecture {arch} scores NaN: check that the supernet did not diverge and that there are "
+                        "validation images"
                     )
                 if history is not None:
                     history.add(arch, value, macs=cost.macs, params=cost.params, generation=generation, origin=origin)
@@ -84,7 +85,7 @@ def evolve(
 
 
 class _Evolution:
-    """What has been evaluated, and the next population made from it."""
+    """The architectures evaluated so far, and the next population made from them."""
 
     def __init__(self, space: SearchSpace, config: SearchConfig) -> None:
         self.space, self.config, self.rng = space, config, random.Random(config.seed or 0)
@@ -92,10 +93,11 @@ class _Evolution:
         self.evaluated: dict[Arch, Candidate] = {}
 
     def best(self, count: int) -> list[Candidate]:
+        """The best architectures so far, best first."""
         return sorted(self.evaluated.values(), key=lambda c: (-c.score, c.macs, c.arch))[:count]
 
     def next_population(self) -> list[tuple[Arch, str]]:
-        """Unseen architectures within the limits, each with the name of the operator that made it."""
+        """New architectures within the limits, each with the name of the operator that made it."""
         config, rng = self.config, self.rng
         population: dict[Arch, str] = {}
         if self.evaluated:
@@ -117,7 +119,7 @@ class _Evolution:
         return list(population.items())
 
     def _extend(self, population: dict[Arch, str], origin: str, wanted: int, propose: Callable[[], Arch]) -> None:
-        """Add up to `wanted` legal, unseen proposals."""
+        """Add up to `wanted` proposals that are new and within the limits."""
         limits, target = self.config.limits, len(population) + wanted
         for _ in range(_TRIES_PER_WANTED * wanted):
             if len(population) == target:

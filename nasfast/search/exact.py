@@ -10,27 +10,27 @@ from nasfast.search.limits import Limits, arch_sum, option_costs
 from nasfast.search.milp import ChoiceProgram
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
-# Scores closer than this fraction of the span of the sum are a tie; a hundred times the solver's own resolution.
+# Scores closer than this fraction of the span of the sum are a tie; it is a hundred times the solver's resolution.
 _TIE = 1e-8
-# Lexicographic ties are settled for several layers at once; the digits' weights must stay exact in the solver.
+# Lexicographic ties are settled for several layers at once; the weights of the digits must stay exact in the solver.
 _MAX_DIGIT_WEIGHT = 1000
 
 
 def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tuple[dict[int, float], ...]:
-    """Per layer: value -> combined score, values ascending.
+    """For each layer a dict from value to combined score, values ascending.
 
-    With `allow_identity` a normal layer may also be skipped, which scores the layer indicator alone (docs/method.md 2).
+    With `allow_identity` a normal layer may also be skipped; it then scores its layer indicator (docs/method.md 2).
 
     Raises:
-        TableError: `allow_identity` with a table that has no layer indicators.
+        TableError: `allow_identity` is set, and the table has no layer indicators.
     """
     scores = []
     for i, (row, layer) in enumerate(zip(table.scores, table.space.layers, strict=True)):
         if allow_identity and layer.indicator_choice == SKIP:
             if table.layer[i] is None:
                 raise TableError(
-                    f"allow_identity: layer {i} has no layer indicator to score the identity with; train with "
-                    "layer_indicators=True or leave allow_identity off"
+                    f"allow_identity: layer {i} has no layer indicator, which is the score of the identity; train with "
+                    "layer_indicators=True, or leave allow_identity off"
                 )
             row = {SKIP: table.layer[i], **row}
         scores.append(row)
@@ -40,10 +40,10 @@ def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tup
 def top_k(
     table: IndicatorTable, space: SearchSpace, limits: Limits, *, k: int = 5, allow_identity: bool = False
 ) -> list[Candidate]:
-    """The `k` highest-scoring architectures within the limits, best first, each with its proof.
+    """The `k` architectures with the highest scores within the limits, best first, each with its proof.
 
-    Scores within 1e-8 of the score's span are a tie and come in the order of their MACs, then lexicographically. Every
-    answer is checked against the limits in integer arithmetic. Fewer than `k` are returned if no more exist.
+    Scores within 1e-8 of the span of the scores are a tie; ties are ordered by MACs, then lexicographically. Each
+    result is checked against the limits in integer arithmetic. There are fewer than `k` if no more exist.
 
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
@@ -70,7 +70,7 @@ def top_k(
             Candidate(arch, score, cost.macs, cost.params, bound - score <= 2 * tie, bound, bound - score, best.status)
         )
         program.exclude(arch)
-        # `best` is still the best of the rest if another of its tie was taken
+        # if another architecture of the tie was taken, `best` is the best of the rest
         best = following if arch == best.arch else best
     return found
 
@@ -81,7 +81,7 @@ def _first_of_tie(
     highest_loss: float,
     macs: Sequence[Mapping[int, int]],
 ) -> Arch:
-    """Of the feasible architectures of at most `highest_loss`: fewest MACs, then lexicographically first."""
+    """The feasible architecture with at most `highest_loss` that has fewest MACs, then is lexicographically first."""
     program = program.copy()
     program.at_most(losses, highest_loss)
     arch = program.minimise(macs).arch

@@ -1,4 +1,4 @@
-"""The record of an evolutionary search: one JSON line per evaluated architecture, so that a killed search resumes."""
+"""The record of an evolutionary search: one JSON line per evaluated architecture; a killed search resumes from it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ _FORMAT = "nasfast.history/1"
 
 
 class History:
-    """Scores already known, and the file they are appended to.
+    """The known scores, and the file to which new ones are appended.
 
-    The first line says which space and which scorer the scores belong to. A last line torn by a kill is dropped; other
-    damaged lines are named in a warning, and what they held is evaluated again.
+    The first line of the file names the space and the scorer. A last line that a kill left incomplete is dropped. Other
+    damaged lines are named in a warning, and their architectures are evaluated again.
 
     Args:
         path: JSONL file; created if absent.
-        space: the space searched.
-        scorer: names what computes the scores (a checkpoint, a table), so that scores of another one are not reused.
+        space: the search space.
+        scorer: names what computes the scores (a checkpoint, a table), so that another scorer's scores are not reused.
+
+    Attributes:
+        path: the file.
+        scores: the known scores by architecture.
 
     Raises:
         ConfigError: the file belongs to another space or scorer, or its first line is damaged.
@@ -39,16 +43,17 @@ class History:
             self._append(header)
             return
         try:
-            found = unseal(lines[0].decode())
+            saved = unseal(lines[0].decode())
         except ValueError as error:
             raise ConfigError(
-                f"{self.path} does not say any more whose scores it holds ({error}): delete it and search again"
+                f"{self.path}: the first line, which names the space and the score, is damaged ({error}): delete the "
+                "file and search again"
             ) from error
         for key in ("format", "fingerprint", "scorer"):
-            if found.get(key) != header[key]:
+            if saved.get(key) != header[key]:
                 raise ConfigError(
-                    f"{self.path} has {key} {found.get(key)!r}, this search has {header[key]!r}: "
-                    "delete the file to start afresh, or give another path"
+                    f"{self.path} has {key} {saved.get(key)!r}, this search has {header[key]!r}: "
+                    "delete the file to start again, or give another path"
                 )
         damaged = []
         for number, line in enumerate(lines[1:], 2):
@@ -58,10 +63,10 @@ class History:
             except (ValueError, KeyError, TypeError):
                 damaged.append(number)
         if damaged:
-            _LOG.warning("%s: passed over damaged lines %s; what they held is evaluated again", self.path, damaged)
+            _LOG.warning("%s: skipped damaged lines %s; their architectures are evaluated again", self.path, damaged)
 
     def add(self, arch: Arch, score: float, **details: Any) -> None:
-        """Remember a score; `details` (cost, generation, origin) are written for the reader of the file."""
+        """Add a score; `details` (cost, generation, origin) are written for people who read the file."""
         self.scores[arch] = score
         self._append({"arch": list(arch), "score": score, **details})
 
@@ -70,6 +75,7 @@ class History:
             file.write(seal(form, indent=None).encode())
 
     def _complete_lines(self) -> list[bytes]:
+        """The lines of the file; an incomplete last one is cut off in the file too."""
         if not self.path.exists():
             return []
         data = self.path.read_bytes()

@@ -1,4 +1,4 @@
-"""Cost limits of a search, and the refusal of limits that no architecture meets."""
+"""Cost limits of a search; limits that no architecture meets are refused."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class InfeasibleConstraintError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits of the standalone network's cost; None is no limit.
+    """Upper limits of the standalone network's cost.
 
     Attributes:
-        max_macs: MACs per image.
-        max_params: parameters.
+        max_macs: largest MACs per image; None for no limit.
+        max_params: largest number of parameters; None for no limit.
     """
 
     max_macs: float | None = None
@@ -38,11 +38,11 @@ class Limits:
         return {name: value for name, value in both.items() if value is not None}
 
     def admits(self, cost: Cost) -> bool:
-        """Whether a whole network's cost is within every limit."""
+        """Whether the cost of a whole network is within all limits."""
         return all(getattr(cost, name.removeprefix("max_")) <= value for name, value in self.given.items())
 
     def rows(self, space: SearchSpace, *, allow_identity: bool = False) -> list[tuple[list[dict[int, int]], int]]:
-        """Per limit: cost of every (layer, value), and what the searchable layers may cost together."""
+        """For each limit, the cost of every (layer, value), and the largest sum over the searchable layers."""
         costs, rows = option_costs(space, allow_identity=allow_identity), []
         for name, value in self.given.items():
             field = name.removeprefix("max_")
@@ -61,7 +61,7 @@ class Limits:
         """Refuse limits that no architecture meets.
 
         Raises:
-            InfeasibleConstraintError: names the smallest attainable MACs or parameters.
+            InfeasibleConstraintError: no architecture meets the limits; the text gives the smallest attainable values.
         """
         rows = dict(zip(self.given, self.rows(space, allow_identity=allow_identity), strict=True))
         for name, (table, maximum) in rows.items():
@@ -89,7 +89,7 @@ class Limits:
 
 
 def option_costs(space: SearchSpace, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
-    """Per layer: value -> cost, values ascending; `allow_identity` adds the skip of normal layers, which is free."""
+    """For each layer a dict from value to cost, values ascending; `allow_identity` adds the skip, which is free."""
     return tuple(
         dict(sorted(({**row, SKIP: Cost()} if allow_identity and layer.indicator_choice == SKIP else row).items()))
         for row, layer in zip(space.cost_table, space.layers, strict=True)
@@ -97,7 +97,7 @@ def option_costs(space: SearchSpace, *, allow_identity: bool = False) -> tuple[d
 
 
 def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:
-    """Sum over layers of a table's entries."""
+    """Sum over layers of the entries of `table` that `arch` chooses."""
     return sum(row[choice] for row, choice in zip(table, arch, strict=True))
 
 

@@ -11,20 +11,20 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from nasfast.spaces import Arch
 
-# HiGHS stops at an absolute gap of 1e-6 and accepts rows violated by 1e-6; objectives and score rows are scaled to this
-# span, so both mean 1e-10 of the span of the sum.
+# HiGHS stops at an absolute gap of 1e-6 and accepts rows violated by 1e-6. Objectives and score rows are scaled to this
+# span, so that both tolerances are 1e-10 of the span of the sum.
 _SPAN = 1e4
 _OPTIMAL, _INFEASIBLE = 0, 2
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A minimiser and what the solver proved about it.
+    """A minimiser, and what the solver proved about it.
 
     Attributes:
-        arch: chosen value of every layer.
-        bound: no feasible architecture has a smaller weight sum (HiGHS's dual bound, in units of the weights).
-        status: the solver's own message.
+        arch: the chosen value of every layer.
+        bound: lower bound of the weight sum of any feasible architecture (HiGHS's dual bound, in units of the weights).
+        status: the solver's message.
     """
 
     arch: Arch
@@ -33,10 +33,10 @@ class Solution:
 
 
 class ChoiceProgram:
-    """Linear program over one binary per (layer, value), exactly one of each layer being 1.
+    """Linear program with one binary variable per (layer, value); exactly one of each layer is 1.
 
     Args:
-        options: legal values of every layer, in ascending order.
+        options: allowed values of every layer, in ascending order.
     """
 
     def __init__(self, options: Sequence[Sequence[int]]) -> None:
@@ -62,8 +62,8 @@ class ChoiceProgram:
     def limit(self, costs: Sequence[Mapping[int, int]], maximum: int) -> None:
         """Require the integer costs to sum to at most `maximum`.
 
-        The row holds each cost's excess over its layer's minimum in units of their greatest common divisor, and half a
-        unit is added to the right side: no rounding inside the solver can cut off a sum that equals the limit.
+        The row has each cost's excess over its layer's minimum, in units of their greatest common divisor. Half a unit
+        is added to the right side, so that rounding inside the solver cannot exclude a sum that equals the limit.
         """
         floors = [min(row.values()) for row in costs]
         excess = [[row[v] - low for v in values] for row, low, values in zip(costs, floors, self.options, strict=True)]
@@ -72,7 +72,7 @@ class ChoiceProgram:
         self._limits.append((costs, maximum))
 
     def at_most(self, weights: Sequence[Mapping[int, float]], maximum: float) -> None:
-        """Require real-valued weights to sum to at most `maximum` (to 1e-10 of the span of their sum)."""
+        """Require real-valued weights to sum to at most `maximum`, up to 1e-10 of the span of their sum."""
         flat, offset, scale = self._flatten(weights)
         self._add(flat, upper=(maximum - offset) / scale)
 
@@ -85,10 +85,10 @@ class ChoiceProgram:
         self._add(self._indicator(dict(enumerate(arch))), upper=len(arch) - 1)
 
     def minimise(self, weights: Sequence[Mapping[int, float]]) -> Solution | None:
-        """The feasible architecture of smallest weight sum; None if there is none.
+        """The feasible architecture with the smallest weight sum; None if there is none.
 
         Raises:
-            RuntimeError: the solver gave up.
+            RuntimeError: the solver stopped without a solution.
         """
         flat, offset, scale = self._flatten(weights)
         while True:
@@ -110,11 +110,11 @@ class ChoiceProgram:
             )
             if all(sum(row[v] for row, v in zip(costs, arch, strict=True)) <= top for costs, top in self._limits):
                 return Solution(arch, offset + scale * float(result.mip_dual_bound), result.message)
-            # within the solver's tolerance but above a limit in exact arithmetic: not an answer
+            # the solution meets the limits within the solver's tolerance, but not in exact arithmetic
             self.exclude(arch)
 
     def _flatten(self, weights: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, float, float]:
-        """Weights as one vector, shifted and scaled: sum of weights = offset + scale * (vector . x)."""
+        """Weights as one shifted and scaled vector, the offset and the scale: sum = offset + scale * (vector . x)."""
         floors = [min(row.values()) for row in weights]
         span = sum(max(row.values()) - low for row, low in zip(weights, floors, strict=True))
         scale = span / _SPAN or 1.0
@@ -125,6 +125,7 @@ class ChoiceProgram:
         return np.concatenate(shifted), float(sum(floors)), scale
 
     def _indicator(self, chosen: Mapping[int, int]) -> np.ndarray:
+        """A row with 1 at the variables of these values by layer."""
         row = np.zeros(self._size)
         row[[self._starts[i] + self.options[i].index(v) for i, v in chosen.items()]] = 1
         return row

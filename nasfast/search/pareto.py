@@ -1,4 +1,4 @@
-"""The exact Pareto front of score against MACs, layer by layer."""
+"""The exact Pareto front of score against MACs, computed layer by layer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nasfast.search.exact import option_scores
 from nasfast.search.limits import Limits, arch_sum, option_costs
 from nasfast.spaces import SearchSpace
 
-# Scores become integers of this many bits over the span of the sum, so that equal sums compare equal in any order.
+# The span of the sum becomes an integer of this many bits, so that equal sums are equal in any order of addition.
 _SCORE_BITS = 40
 
 
 def pareto_front(
     table: IndicatorTable, space: SearchSpace, *, limits: Limits | None = None, allow_identity: bool = False
 ) -> list[ParetoPoint]:
-    """Every non-dominated architecture within the limits, fewest MACs first; one of those of equal score and MACs.
+    """The non-dominated architectures within the limits, fewest MACs first; of equal score and MACs only one.
 
-    Partial architectures are extended layer by layer and dropped when another one has at most their MACs and at least
-    their score; costs and scores are integers, the latter rounded to 2^-40 of the span of the score. Under a parameter
-    limit the parameters are a third criterion, except for partial architectures that nothing can bring above it.
+    Partial architectures are extended layer by layer. One is dropped if another has at most its MACs and at least its
+    score. Costs and scores are integers; scores are rounded to 2^-40 of their span. Under a parameter limit the
+    parameters are a third criterion, except for partial architectures that no completion brings above the limit.
 
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
@@ -50,7 +50,7 @@ def pareto_front(
         rest = costs[i + 1 :]
         fits = macs + sum(min(c.macs for c in row.values()) for row in rest) <= max_macs
         fits &= params + sum(min(c.params for c in row.values()) for row in rest) <= max_params
-        # a partial architecture that cannot exceed the parameter limit any more is as good as one without parameters
+        # a partial architecture that can no longer exceed the parameter limit is as good as one without parameters
         safe = params + sum(max(c.params for c in row.values()) for row in rest) <= max_params
         keep = np.flatnonzero(fits)
         keep = keep[_non_dominated(macs[keep], np.where(safe, 0, params)[keep], gain[keep])]
@@ -70,12 +70,12 @@ def pareto_front(
 
 
 def _non_dominated(macs: np.ndarray, params: np.ndarray, gain: np.ndarray) -> np.ndarray:
-    """Indices, in ascending MACs, of the rows that no other row matches or beats in all three."""
+    """Indices, by ascending MACs, of the rows that no other row equals or beats in all three columns."""
     order = np.lexsort((params, -gain, macs))
     if not params.any():
         gain = gain[order]
         return order[gain > np.concatenate(([-1], np.maximum.accumulate(gain)[:-1]))]
-    # sweep in ascending MACs; the staircase has ascending parameters and ascending gain of what was kept so far
+    # sweep by ascending MACs; the staircase has the rows kept so far, with ascending parameters and ascending gain
     stair_params: list[int] = []
     stair_gain: list[int] = []
     kept = []

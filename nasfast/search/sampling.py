@@ -1,12 +1,13 @@
-"""Random architectures within cost limits, without trying until one fits.
+"""Random architectures within cost limits, drawn by counting instead of rejection.
 
-Only 0.3 % of the paths of the BN-NAS space are below 475e6 MACs, so proposals come from a count of completions: how
-many ways the remaining layers can be filled within the remaining budget.
+Only 0.3 % of the paths of the BN-NAS space are below 475e6 MACs. So proposals are drawn layer by layer, weighted by the
+number of ways to fill the remaining layers within the remaining budget.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import random
 from collections.abc import Sequence
@@ -16,21 +17,25 @@ import numpy as np
 from nasfast.search.limits import InfeasibleConstraintError, Limits, option_costs
 from nasfast.spaces import Arch, Cost, SearchSpace
 
-# Bins of the budget per dimension, by the number of limits. One limit: finer than the greatest common divisor of the
-# costs in every built-in space, which makes the count exact; two: 45 MB for 20 layers.
+# Bins of the budget per dimension, by the number of limits. With one limit, bins are finer than the greatest common
+# divisor of the costs in every built-in space, which makes the count exact. With two, 20 layers take 45 MB.
 _MAX_BINS = {0: 1, 1: 1 << 17, 2: 512}
-# Proposals are accepted with probability 1 (exact count) to about 0.2 (20 layers, coarse bins, tight limits).
+# A proposal is accepted with probability 1 (exact count) to about 0.2 (20 layers, coarse bins, tight limits).
 _MAX_TRIES = 200
-# Of equal_cost_random, whose proposals know the MACs but not the parameters; a try takes about 0.1 ms.
+# Tries of equal_cost_random, whose proposals respect the MACs but not the parameters; a try takes about 0.1 ms.
 _EQUAL_COST_TRIES = 2000
-# How near in MACs a random architecture is to the one it is compared with, as a fraction.
+# Largest difference in MACs between a random architecture and the one it is compared with, as a fraction.
 EQUAL_COST_TOLERANCE = 0.01
+# Draws per architecture that equal_cost_peers is asked for, after which it takes those it has.
+_PEER_TRIES = 20
+
+_LOG = logging.getLogger(__name__)
 
 
 class _Completions:
-    """Counts of completions, from the last layer backwards.
+    """Numbers of ways to complete an architecture, computed from the last layer backwards.
 
-    A cost enters as its excess over the layer's minimum, rounded down to bins; `counts[i][b]` is the number of ways to
+    A cost counts as its excess over the layer's minimum, rounded down to bins. `counts[i][b]` is the number of ways to
     fill layers i, i+1, ... with at most b bins of each cost. Rounding down keeps every feasible architecture possible.
     """
 
@@ -57,26 +62,27 @@ class _Completions:
         self.counts = self._count()
 
     def _count(self) -> list[np.ndarray]:
+        """The counts for each layer; see the class."""
         counts = [np.ones([b + 1 for b in self.budget])]
         for layer_steps in reversed(self.steps):
             after, total = counts[-1], np.zeros_like(counts[-1])
             for step in layer_steps:
                 if all(s <= b for s, b in zip(step, self.budget, strict=True)):
-                    # the ellipsis makes this a view even when there is no limit and the array has no dimension
+                    # the ellipsis makes this a view even without limits, where the array has no dimension
                     shifted = total[(..., *(slice(s, None) for s in step))]
                     shifted += after[(..., *(slice(0, b + 1 - s) for s, b in zip(step, self.budget, strict=True)))]
             counts.append(total)
         return counts[::-1]
 
     def draw(self, rng: random.Random, *, at_least: int = 0) -> Arch | None:
-        """One architecture, uniform among those whose rounded costs fit the budget.
+        """Draw an architecture uniformly from those whose rounded costs fit the budget.
 
         Args:
             rng: source of randomness.
-            at_least: bins of the first cost that must be used.
+            at_least: number of bins of the first cost that must be used.
 
         Returns:
-            None if none fits.
+            The architecture, or None if none fits.
         """
         # inclusion-exclusion over the two ends of the interval of the first cost
         corners = [(1, list(self.budget))]
@@ -100,6 +106,7 @@ class _Completions:
         return tuple(arch)
 
     def cost(self, arch: Arch) -> Cost:
+        """The cost of an architecture, fixed parts included."""
         return sum((row[v] for row, v in zip(self.costs, arch, strict=True)), self.space.fixed_cost)
 
 
@@ -111,18 +118,18 @@ def _completions(space: SearchSpace, limits: Limits, allow_identity: bool) -> _C
 def sample_under(
     space: SearchSpace, rng: random.Random, limits: Limits | None = None, *, allow_identity: bool = False
 ) -> Arch:
-    """A random architecture within the limits, uniform over all of them.
+    """Draw an architecture uniformly from all within the limits.
 
-    With no limit, or one limit that is resolved by 131072 bins (every built-in space), the count is exact and the first
+    With no limit, or one limit that 131072 bins resolve (as in every built-in space), the count is exact and the first
     proposal is taken. Otherwise proposals are uniform over a slightly larger set (costs rounded down to bins, 512 per
-    cost under two limits) and those above a limit are refused, which is still uniform. If 200 are refused in a row
-    (two limits that leave a handful of architectures), the answer is the feasible architecture of smallest random
-    weight: always feasible, no longer uniform.
+    cost under two limits). Those above a limit are rejected, so the result is still uniform. If 200 in a row are
+    rejected (two limits that leave a handful of architectures), the result is the feasible architecture of smallest
+    random weight, which is not uniform.
 
     Args:
-        space: where to sample.
+        space: the search space.
         rng: source of randomness.
-        limits: None for none.
+        limits: limits on costs; None for none.
         allow_identity: whether normal layers may be skipped.
 
     Raises:
@@ -147,22 +154,22 @@ def equal_cost_random(
     limits: Limits | None = None,
     allow_identity: bool = False,
 ) -> Arch:
-    """A random architecture of about the MACs of `arch`: the baseline a search result is compared with.
+    """A random architecture with about the MACs of `arch`: the baseline that a search result is compared with.
 
-    Uniform over the architectures within the limits, other than `arch`, whose MACs differ from its by at most
-    `tolerance`.
+    It is drawn uniformly from the architectures within the limits, except `arch`, whose MACs differ from those of
+    `arch` by at most `tolerance`.
 
     Args:
-        space: where to sample.
+        space: the search space.
         rng: source of randomness.
         arch: the architecture to match.
         tolerance: largest difference, as a fraction of the MACs of `arch`.
-        limits: of the search that found `arch`; None for none.
+        limits: limits of the search that gave `arch`; None for none.
         allow_identity: whether normal layers may be skipped.
 
     Raises:
-        InfeasibleConstraintError: none was found in 2000 tries, or no architecture meets the limits.
-        ValueError: negative tolerance.
+        InfeasibleConstraintError: 2000 tries gave no such architecture, or no architecture meets the limits.
+        ValueError: the tolerance is negative.
     """
     arch, limits = tuple(arch), limits or Limits()
     if tolerance < 0:
@@ -177,11 +184,11 @@ def equal_cost_random(
             f"the given architecture has {target:,} MACs, which within {tolerance:.2%} is above max_macs="
             f"{limits.max_macs:,.0f}: raise max_macs or tolerance"
         )
-    # a count under both limits has too few bins to meet a narrow range of MACs: parameters are tried instead
+    # a count under both limits has too few bins for a narrow range of MACs, so the limit on parameters is tried
     completions = _completions(space, Limits(max_macs=high), allow_identity)
     least = math.ceil((low - space.fixed_cost.macs - completions.floors[0]) / completions.units[0])
     if not completions.exact:
-        # each layer's excess lost less than one bin to rounding
+        # rounding took less than one bin from each layer's excess
         least -= len(space)
     for _ in range(_EQUAL_COST_TRIES):
         other = completions.draw(rng, at_least=least)
@@ -194,3 +201,25 @@ def equal_cost_random(
         f"{_EQUAL_COST_TRIES} tries found no architecture of space {space.name!r} within the limits, other than the "
         f"given one, that has {target:,} MACs within {tolerance:.2%}: raise tolerance or the limits"
     )
+
+
+def equal_cost_peers(
+    space: SearchSpace, rng: random.Random, arch: Arch, count: int, *, limits: Limits, allow_identity: bool
+) -> list[Arch]:
+    """Different random architectures with about the MACs of `arch`; a warning says so if there are fewer than `count`.
+
+    Args:
+        count: number of architectures.
+        space, rng, arch, limits, allow_identity: see `equal_cost_random`.
+    """
+    peers: dict[Arch, None] = {}
+    try:
+        for _ in range(_PEER_TRIES * count):
+            if len(peers) == count:
+                break
+            peers[equal_cost_random(space, rng, arch, limits=limits, allow_identity=allow_identity)] = None
+    except InfeasibleConstraintError as error:
+        _LOG.warning("no random architecture to compare with: %s", error)
+    if 0 < len(peers) < count:
+        _LOG.warning("found only %d of %d different random architectures of equal cost", len(peers), count)
+    return list(peers)

@@ -156,14 +156,14 @@ def test_damaged_lines_are_named_and_evaluated_again(tmp_path, small_space, make
 
     assert evolve(small_space, counts, config, history=History(path, small_space, scorer="t")) == whole
     assert len(again) == 1
-    assert "history.jsonl: passed over damaged lines [5]" in caplog.text
+    assert "history.jsonl: skipped damaged lines [5]" in caplog.text
 
 
 def test_a_damaged_first_line_is_an_error(tmp_path, small_space):
     path = tmp_path / "history.jsonl"
     History(path, small_space, scorer="t").add((0,) * 6, 1.0)
     path.write_bytes(path.read_bytes().replace(b'"scorer": "t"', b'"scorer": "u"'))
-    with pytest.raises(ConfigError, match="history.jsonl does not say any more whose scores it holds.*search again"):
+    with pytest.raises(ConfigError, match="history.jsonl: the first line, .* is damaged .*search again"):
         History(path, small_space, scorer="t")
 
 
@@ -176,7 +176,7 @@ def test_nan_score_is_an_error(small_space, config):
     ("changes", "message"),
     [
         ({"population": 0}, "population must be at least 1"),
-        ({"crossovers": 40}, "together at most population=50"),
+        ({"crossovers": 40}, "their sum must be at most population=50"),
         ({"mutation_prob": 1.5}, r"mutation_prob must be in \[0, 1\]"),
         ({"max_macs": -1.0}, "max_macs must be positive"),
         ({"method": "random"}, "method"),

@@ -70,7 +70,7 @@ def test_runs_without_torch():
     ("content", "message"),
     [
         (None, "cannot read .*archs.json: No such file"),
-        (b"\xff", "archs.json does not hold the result of a search"),
+        (b"\xff", "archs.json has no result of a search"),
         (b"{}", "archs.json: "),
     ],
 )
