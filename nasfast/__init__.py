@@ -33,7 +33,7 @@ _MODULES = (
     "spaces",
     "supernet",
     "train",
-)  # the module `nasfast.search` is also the function of that name
+)  # the module `nasfast.search` can also be called, as the function of that name
 _HOMES = {
     "IndicatorTable": "nasfast.indicators.table",
     "RunConfig": "nasfast.pipeline",

@@ -1,4 +1,4 @@
-"""`python -m nasfast ...` is `nasfast ...`; what torchrun starts."""
+"""`python -m nasfast ...` does the same as `nasfast ...`; torchrun starts this module."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Base of the frozen dataclass configs: dict and YAML round trip, unknown keys raise and name the nearest valid one."""
+"""Base of the frozen dataclass configs: conversion to and from dicts and YAML; unknown keys raise with a suggestion."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the text says which key, what was given and what is allowed."""
+    """A configuration cannot be used; the text says which key, what was given and what is allowed."""
 
 
 def nearest(key: str, valid: typing.Iterable[str]) -> str:
-    """The part of an error text that helps with a misspelt name: the nearest valid one and the whole list."""
+    """The part of an error text that helps with a misspelt name: the nearest valid name and the list of all."""
     valid = sorted(valid)
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -35,10 +35,11 @@ class ConfigBase:
     """Base of every frozen config dataclass.
 
     A field that is itself a config dataclass is written as a nested mapping. Values from a mapping are checked against
-    the annotated type; a dataclass's own `__post_init__` checks ranges, so both ways in meet the same checks.
+    the annotated type. Ranges are checked by a dataclass's `__post_init__`, which values from Python pass too.
 
     Attributes:
-        names_files: strings may name files; written and read so that they name the same ones under any locale.
+        names_files: whether strings may be names of files; these are saved so that they name the same files under any
+            locale.
     """
 
     names_files: typing.ClassVar[bool] = False
@@ -49,10 +50,11 @@ class ConfigBase:
 
         Args:
             mapping: field name -> value; absent fields keep their defaults.
-            where: prefix of the key path in errors, e.g. `"train."`.
+            where: prefix of the keys in errors, e.g. `"train."`.
 
         Raises:
-            ConfigError: unknown key (the nearest valid one is named), missing required key or wrong type.
+            ConfigError: a key is unknown (the nearest valid one is named), a required key is missing, or a value has
+                the wrong type.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{where.rstrip('.') or cls.__name__}: expected a mapping of keys, got {mapping!r}")
@@ -64,7 +66,7 @@ class ConfigBase:
         for name, f in fields.items():
             required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if required and name not in mapping:
-                raise ConfigError(f"config key '{where}{name}' is required and was not given")
+                raise ConfigError(f"config key '{where}{name}' is required and was not given: add it")
         try:
             return cls(**{k: _convert(v, hints[k], f"{where}{k}") for k, v in mapping.items()})
         except ConfigError:
@@ -73,15 +75,15 @@ class ConfigBase:
             raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dict of lists, mappings and scalars; `from_dict` of it gives an equal config."""
+        """The config as a nested dict of lists, dicts and scalars; `from_dict` makes an equal config of it."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a YAML file (JSON is YAML).
+        """Read a YAML file (JSON is YAML too).
 
         Raises:
-            ConfigError: not YAML, or `from_dict`'s reasons, with the file named.
+            ConfigError: the file cannot be read or is not YAML, or see `from_dict`; the text names the file.
         """
         form = load_yaml(path)
         try:
@@ -90,7 +92,7 @@ class ConfigBase:
             raise ConfigError(f"{path}: {error}") from error
 
     def to_yaml(self) -> str:
-        """Every field, defaults included, as YAML; `load` reads it back from a file."""
+        """All fields, defaults included, as YAML that `load` can read."""
         form = self.to_dict()
         return dump_yaml(portable(form) if self.names_files else form)
 
@@ -99,15 +101,16 @@ class ConfigBase:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 _HEAD, _END = "# whole if its last line is three dots\n", "...\n"
-"""First and last line of our YAML files: one that was cut off would be valid YAML too, with defaults for the rest."""
+"""First and last line of our YAML files. Without them a truncated file would be valid YAML and take defaults."""
 
 
 def dump_yaml(form: dict[str, Any]) -> str:
-    """A mapping as YAML, in its own order; `load_yaml` notices when part of the text is missing."""
+    """A mapping as YAML, with its keys in their order; `load_yaml` detects a truncated text."""
     return _HEAD + yaml.safe_dump(form, sort_keys=False, explicit_end=True)
 
 
@@ -115,7 +118,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """The top-level mapping of a YAML file.
 
     Raises:
-        ConfigError: file absent, empty, not YAML, not a mapping, or cut off.
+        ConfigError: the file is absent, empty, truncated, not YAML, or not a mapping.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -124,7 +127,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
     if _HEAD.startswith(text) or (text.startswith(_HEAD) and not text.endswith(f"\n{_END}")):
-        what = "cut off" if text else "empty"
+        what = "truncated" if text else "empty"
         raise ConfigError(f"{path} is {what}: restore it, or delete it and give the settings again")
     try:
         loaded = yaml.safe_load(text) or {}
@@ -136,31 +139,32 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def portable(form: Any) -> Any:
-    """A nested form whose strings may name files, as it is saved: the bytes of every name read as UTF-8.
+    """Convert the strings of a nested form, which may name files, for saving: the bytes of each name decoded as UTF-8.
 
-    The same bytes are other strings under a locale that is not UTF-8; see `local`.
+    Under a locale that is not UTF-8, Python gives the same bytes another string; `local` is the inverse.
     """
-    return _names(form, lambda name: os.fsencode(name).decode("utf-8", "surrogateescape"))
+    return _change_strings(form, lambda name: os.fsencode(name).decode("utf-8", "surrogateescape"))
 
 
 def local(form: Any) -> Any:
-    """Inverse of `portable`: every string as the name that this process's locale gives to the same bytes."""
-    return _names(form, lambda name: os.fsdecode(name.encode("utf-8", "surrogateescape")))
+    """Inverse of `portable`: each string becomes the one that this process's locale gives to the same bytes."""
+    return _change_strings(form, lambda name: os.fsdecode(name.encode("utf-8", "surrogateescape")))
 
 
-def _names(form: Any, change: Callable[[str], str]) -> Any:
+def _change_strings(form: Any, change: Callable[[str], str]) -> Any:
+    """A nested form with `change` applied to each string value."""
     if isinstance(form, dict):
-        return {key: _names(value, change) for key, value in form.items()}
+        return {key: _change_strings(value, change) for key, value in form.items()}
     if isinstance(form, list):
-        return [_names(value, change) for value in form]
+        return [_change_strings(value, change) for value in form]
     if isinstance(form, str):
-        with contextlib.suppress(UnicodeEncodeError):  # a text that is no file name here
+        with contextlib.suppress(UnicodeEncodeError):  # such a text cannot be a file name under this locale
             return change(form)
     return form
 
 
 def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """The keys in which two nested settings differ, with both values; empty if they are equal."""
+    """Text that names the keys in which two nested settings differ, with both values; empty if they are equal."""
     parts = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
@@ -172,6 +176,7 @@ def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> st
 
 
 def _plain(value: Any) -> Any:
+    """A value as dicts, lists and scalars."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
     if isinstance(value, (list, tuple)):
@@ -180,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Check `value` against a type annotation, converting YAML's lists and ints where the annotation asks for more."""
+    """Check `value` against a type annotation; convert YAML's lists and numbers to the annotated type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else hint.from_dict(value, where=where + ".")
@@ -207,7 +212,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"config key '{where}': expected {len(inner)} values, got {len(value)}")
         return tuple(_convert(v, h, f"{where}[{i}]") for i, (v, h) in enumerate(zip(value, inner, strict=True)))
     if hint is float and isinstance(value, str):
-        # YAML 1.1 reads 4e-5 and 475e6 as text because they have no dot
+        # YAML 1.1 reads 4e-5 and 475e6 as strings, because they have no dot
         try:
             return float(value)
         except ValueError:

@@ -97,7 +97,7 @@ def test_a_file_of_ours_that_was_cut_off_is_noticed_at_every_length(tmp_path):
     text = path.read_text()
     for length in range(len(text)):
         path.write_text(text[:length])
-        with pytest.raises(ConfigError, match="c.yaml is (cut off|empty)"):
+        with pytest.raises(ConfigError, match="c.yaml is (truncated|empty)"):
             Outer.load(path)
 
 

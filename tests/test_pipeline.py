@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from scipy.stats import kendalltau
 from tiny import batches, tiny_space
@@ -25,8 +26,8 @@ from nasfast.pipeline import RunConfig
 from nasfast.report.evidence import compare
 from nasfast.retrain import retrain
 from nasfast.runtime.lock import RunDirectoryError
-from nasfast.search import InfeasibleConstraintError, load_candidates
-from nasfast.spaces import SKIP, FairSampler, SearchSpace, load_arch
+from nasfast.search import InfeasibleConstraintError, Limits, equal_cost_peers, load_candidates
+from nasfast.spaces import SKIP, Arch, FairSampler, SearchSpace, load_arch
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError, TrainConfig, train_supernet
 from nasfast.train.checkpoint import load_checkpoint
@@ -245,7 +246,7 @@ def test_what_the_terminal_says_claims_no_more_than_the_interval_allows(run_dir,
     shown = capsys.readouterr().out
     assert shown.count("proven: no other within the limits has a higher score") == 1
     assert shown.count("proven: only those above have a higher score") == 2
-    assert "The proof is of the score alone: how well it ranks trained accuracies was not measured" in shown
+    assert "The proof is about the score only. How well the score ranks trained accuracies was not measured" in shown
     assert main(["retrain", "--out", str(out), "--resume"]) == 0
     forms = [json.loads((out / "retrain" / n / "result.json").read_text()) for n in ("best", "random")]
     expected = compare(forms[0], forms[1:])
@@ -257,17 +258,18 @@ def test_what_the_terminal_says_claims_no_more_than_the_interval_allows(run_dir,
 def test_random_architectures_differ_and_cost_the_same(run_dir, caplog):
     space = SearchSpace.load(run_dir / "space.yaml")
     best = load_candidates(run_dir / "archs.json", space).candidates[0].arch
-    cfg = RunConfig.load(run_dir / "config.yaml")
-    cfg = cfg.replace(retrain=cfg.retrain.replace(random_architectures=3), search=cfg.search.replace(max_macs=None))
     target = space.cost(best).macs
     every = set(itertools.product(range(3), repeat=4)) - {best}
     near = {a for a in every if abs(space.cost(a).macs - target) <= 0.01 * target}
-    peers = pipeline._random_peers(cfg, space, best)
+
+    def draw(count: int) -> list[Arch]:
+        return equal_cost_peers(space, random.Random(0), best, count, limits=Limits(), allow_identity=False)
+
+    peers = draw(3)
     assert len(set(peers)) == len(peers) == min(3, len(near)) and set(peers) <= near
-    many = cfg.replace(retrain=cfg.retrain.replace(random_architectures=len(near) + 5))
-    assert set(pipeline._random_peers(many, space, best)) == near
-    assert f"only {len(near)} different ones of that cost were found" in caplog.text
-    assert pipeline._random_peers(cfg.replace(retrain=cfg.retrain.replace(random_architectures=0)), space, best) == []
+    assert set(draw(len(near) + 5)) == near
+    assert f"only {len(near)} of {len(near) + 5} different random architectures" in caplog.text
+    assert draw(0) == []
 
 
 @pytest.mark.slow
@@ -339,7 +341,7 @@ def test_an_existing_run_is_not_overwritten(run_dir, config, tmp_path, monkeypat
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)
     run_fails(out, config, monkeypatch=monkeypatch)
-    assert "holds a supernet run already: add --resume, or choose another --out" in capsys.readouterr().err
+    assert "has a supernet run already: add --resume, or choose another --out" in capsys.readouterr().err
     assert contents(out) == contents(run_dir)
 
 
@@ -702,6 +704,21 @@ def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
     flags = ["--train.epochs", "1", "--train.lr", "1e-6", "--train.checkpoint_every", "0"]
     assert main(["supernet", "--out", str(tmp_path / "run"), "--config", str(config), *flags]) == 0
     assert "at chance" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [pipeline.score, pipeline.search, pipeline.evidence_of])
+def test_stages_without_training_use_the_threads_of_the_config(run_dir, tmp_path, stage):
+    """The score is `gamma`, which reads no images; the search is exact."""
+    out, before = tmp_path / "run", torch.get_num_threads()
+    shutil.copytree(run_dir, out)
+    cfg = RunConfig.load(out / "config.yaml")
+    cfg = cfg.replace(out=str(out), threads=before + 1, score=cfg.score.replace(name="gamma"))
+    pipeline.score(cfg.replace(threads=before))
+    try:
+        stage(cfg)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `nasfast COMMAND` does: thin, one function per stage. Flags and YAML keys are fields of `RunConfig`."""
+"""The commands of `nasfast`, one short function each; flags and YAML keys are the fields of `RunConfig`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Config = TypeVar("Config", bound=ConfigBase)
 
 
 class _Parser(jsonargparse.ArgumentParser):
-    """A command's argument parser: no abbreviations, and a complaint about an unknown flag names the nearest one."""
+    """A command's argument parser, without abbreviations; its error for an unknown flag names the nearest one."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(prog=f"nasfast {command}", description=description, default_env=False, allow_abbrev=False)
@@ -58,7 +58,7 @@ _RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def _recipe(name: str) -> Path:
-    """The file of a --config argument: a path, or the name of a recipe of this package."""
+    """The file of a --config argument, which is a path or the name of a recipe of this package."""
     recipe = _RECIPES / f"{name}.yaml"
     if not Path(name).exists() and Path(name).suffix == "":
         names = [path.stem for path in _RECIPES.glob("*.yaml")]
@@ -76,7 +76,7 @@ def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Overwrite `base` by `changes`, mapping by mapping."""
+    """Write the values of `changes` into `base`, into nested mappings too."""
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             _merge(base[key], value)
@@ -85,10 +85,10 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> None:
 
 
 def _run_config(parser: _Parser, argv: Sequence[str], *, resumable: bool) -> tuple[RunConfig, bool]:
-    """The resolved config of a stage command, and whether to resume.
+    """The config of a stage command, and whether to resume.
 
-    Defaults come from RunConfig, then from the run directory's config.yaml where the command continues a run, then from
-    every --config file in order, then from flags.
+    Values come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from the
+    --config files in their order, then from flags; later ones replace earlier ones.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--out")
@@ -102,7 +102,7 @@ def _run_config(parser: _Parser, argv: Sequence[str], *, resumable: bool) -> tup
         files.insert(0, saved)
 
     recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
-    text = f"YAML with any of the settings below, or a recipe ({recipes}); repeatable, later ones win"
+    text = f"YAML file with any of the settings below, or a recipe ({recipes}); may be repeated, later files win"
     parser.add_argument("--config", action="append", metavar="FILE", help=text)
     if resumable:
         parser.add_argument("--resume", action="store_true", help="continue from the newest good checkpoints in --out")
@@ -122,11 +122,11 @@ def _run_config(parser: _Parser, argv: Sequence[str], *, resumable: bool) -> tup
 
 
 def _study_config(parser: _Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, str | None]:
-    """The settings of a study: defaults, then those of the --config files, then flags; and its --out."""
+    """The settings of a study, from defaults, then --config files, then flags; and its --out."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", action="append", default=[])
     files = early.parse_known_args(argv)[0].config
-    parser.add_argument("--config", action="append", metavar="FILE", help="YAML with any of the settings below")
+    parser.add_argument("--config", action="append", metavar="FILE", help="YAML file with any of the settings below")
     parser.add_class_arguments(kind)
     given: dict[str, Any] = {}
     for file in files:
@@ -167,7 +167,7 @@ def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
-    """The processes that torchrun started, with the settings of rank 0: others may not see its run directory."""
+    """Join the processes that torchrun started; all take the settings of rank 0, whose files others may not see."""
     with start(cfg.torch_device) as world:
         yield RunConfig.from_dict(json.loads(world.broadcast(json.dumps(cfg.to_dict()).encode()))), world
 
@@ -221,7 +221,7 @@ def _export(parser: _Parser, argv: Sequence[str]) -> None:
 
 
 def _space_of_scores(name: str) -> ArchSpace:
-    """A built-in space of either kind, or that of a YAML file."""
+    """A built-in space of either kind, or the space of a YAML file."""
     if names_file(name):
         return read_space(name)
     return CELL_SPACES[name]() if name in CELL_SPACES else get_space(name)
@@ -231,12 +231,12 @@ def _rank(parser: _Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--table", required=True, help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
-    parser.add_argument("--score", help="with --out: a score by name, of the run's supernet, for each architecture")
-    parser.add_argument("--sample", type=int, help="with --score: only that many architectures, at random")
-    parser.add_argument("--predictor", help="instead: an indicators.json, or scores as JSON or CSV (arch,score)")
+    parser.add_argument("--score", help="with --out: ranks this score, computed for each architecture of the table")
+    parser.add_argument("--sample", type=int, help="with --score: only this many random architectures")
+    parser.add_argument("--predictor", help="instead of --out: an indicators.json, or scores as JSON or CSV")
     parser.add_argument("--space", default="nas_bench_macro", help="space of a file of scores: a name or a YAML file")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap and the sample")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap and of --sample")
     args = parser.parse_args(list(argv))
     if (args.out is None) == (args.predictor is None):
         parser.error("give either --out RUN or --predictor FILE")
@@ -268,7 +268,7 @@ def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, fl
 
 
 def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
-    """Accuracies and scores of the same architectures; the scores are not distilled."""
+    """Accuracies and scores of the same architectures; the score is computed for each and not distilled."""
     cfg = RunConfig.load(Path(args.out) / CONFIG_FILE)
     evidence, _ = pipeline.evidence_of(cfg.replace(out=args.out, score=cfg.score.replace(name=args.score)))
     space = evidence.net.space
@@ -358,18 +358,18 @@ _COMMANDS: dict[str, Callable[[_Parser, Sequence[str]], None]] = {
 
 
 _JOINT = ("run", "supernet", "retrain")
-"""Commands that several processes do together."""
+"""Commands that several processes run together."""
 
 
 def execute(command: str, description: str, argv: Sequence[str]) -> None:
-    """Carry out one command; its errors are the caller's to show.
+    """Run one command; the caller shows its errors.
 
-    Of the processes that torchrun started, all do the commands that train, and show little but errors where they are
-    not rank 0; everything else rank 0 does alone.
+    All processes that torchrun started run the commands that train; those other than rank 0 show only warnings and
+    errors. Only rank 0 runs the other commands.
 
     Args:
         command: `run`, `supernet`, ...
-        description: head of its help.
+        description: first text of its help.
         argv: its flags.
     """
     if environment_rank():

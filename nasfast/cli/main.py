@@ -34,7 +34,7 @@ _COMMANDS = {
 
 
 _NO_ROOM_REMEDY = (
-    "; what was saved before is intact. Free some space and run again (run, supernet and retrain with --resume)"
+    "; files that were saved before are intact. Free some space and run again (run, supernet and retrain with --resume)"
 )
 
 
@@ -46,12 +46,15 @@ def _usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
-    Errors that a user can put right are printed without a traceback and give status 1, wrong flags give 2; the
-    environment variable NASFAST_TRACEBACK=1 shows the traceback too. SIGTERM gives 143, training saved.
+    Errors that a user can correct are printed without a traceback and give status 1; the environment variable
+    NASFAST_TRACEBACK=1 shows the traceback too. Wrong flags give 2. SIGTERM gives 143 after the training is saved.
+
+    Args:
+        argv: the command and its flags; None takes those of the process.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a name that the locale's encoding lacks is shown by its numbers, as standard error does
+        # characters that the locale's encoding lacks are written as escapes, as on standard error
         sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("nasfast").setLevel(logging.INFO)
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in _COMMANDS:
         print(f"nasfast: unknown command {command!r}; {nearest(command, _COMMANDS)}", file=sys.stderr)
         return 2
-    # only now: the commands import torch, which takes seconds
+    # imported here, because the commands import torch, which takes seconds
     commands = importlib.import_module("nasfast.cli.commands")
     try:
         with raised():
@@ -77,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nasfast {command}: {error}{remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\nnasfast {command}: interrupted; the last checkpoint is kept, --resume continues", file=sys.stderr)
+        print(
+            f"\nnasfast {command}: interrupted; the last checkpoint is kept, --resume continues",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""The device a configuration names."""
+"""The device that a configuration names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ def check_device(name: str) -> None:
 
 
 def torch_device(name: str) -> str:
-    """The device to use; `auto` is the GPU where torch sees one.
+    """The device to use; `auto` takes the GPU if torch sees one, otherwise the CPU.
 
     Raises:
-        ConfigError: cuda was asked for and there is none.
+        ConfigError: the name is cuda or cuda:N, and torch sees no GPU.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}, but torch sees no GPU: use --device cpu, or see `nasfast doctor`")
     return name
+
+
+def use_threads(count: int) -> None:
+    """Let torch use this many CPU threads; 0 leaves its choice."""
+    if count:
+        torch.set_num_threads(count)
