@@ -1,4 +1,4 @@
-"""Files of a run directory: the atomic write, JSON that knows its damage, and the reader of metrics.jsonl. No torch."""
+"""Files of a run directory: atomic writes, JSON with a digest, and the reader of metrics.jsonl. It needs no torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import IO, Any
 METRICS_FILE = "metrics.jsonl"
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What an OSError says when a disk is full, or as much of it as this user or process may have."""
+"""Error numbers of a full disk, and of a user or process that may not write more."""
 
 _DIGEST = "digest"
 
 
 def temporary_beside(path: Path) -> Path:
-    """A hidden name in the folder of `path`, of this process alone, so that two writers do not share a file."""
+    """A hidden name in the folder of `path` that only this process uses, so that two writers do not share a file."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a crash or a full disk leaves either the old file or the new one.
+    """Replace the file `path` such that a crash or a full disk leaves either the old file or the new one.
 
     Raises:
         OSError: the write failed; the old file is intact.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # not tempfile's: those are readable by their owner only, and the new file would inherit that
+    # tempfile is not used: its files are readable by their owner only, and the new file would be so too
     temporary = temporary_beside(path)
     try:
         with open(temporary, "wb") as file:
@@ -51,10 +51,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def link_atomic(source: Path, target: Path) -> None:
-    """Make `target` another name of the file `source`, or a copy where the file system has no hard links.
+    """Make `target` another name of the file `source`, or a copy if the file system has no hard links.
 
     Raises:
-        OSError: it could not be made; an old file of that name is intact.
+        OSError: neither could be made; an old file of that name is intact.
     """
     temporary = temporary_beside(target)
     try:
@@ -64,14 +64,14 @@ def link_atomic(source: Path, target: Path) -> None:
     except OSError:
         write_atomic(target, source.read_bytes())
     finally:
-        temporary.unlink(missing_ok=True)  # it stays where both were names of one file already
+        temporary.unlink(missing_ok=True)  # `os.replace` leaves it if both were names of one file already
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Refuse to begin what could not be saved: reserve `size` bytes in `folder`, and release them.
+    """Check that `size` bytes can be written to `folder`, by reserving and releasing them.
 
     Raises:
-        OSError: they cannot be had, or the folder cannot be written.
+        OSError: the bytes cannot be reserved, or the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(folder / "room")
@@ -83,22 +83,24 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def seal(form: dict[str, Any], *, indent: int | None = 1) -> str:
-    """A mapping as JSON that ends with a digest of its content, by which `unseal` notices damage."""
+    """A mapping as JSON that ends with a digest of its content, by which `unseal` detects damage."""
     return json.dumps({**form, _DIGEST: _digest(form)}, indent=indent) + "\n"
 
 
 def unseal(text: str) -> dict[str, Any]:
-    """The mapping in a text of `seal`; one without a digest, written by hand, is taken as it is.
+    """The mapping in a text that `seal` made; a text without a digest, written by hand, is accepted unchecked.
 
     Raises:
-        ValueError: not JSON, no mapping, or changed since it was sealed.
+        ValueError: the text is not JSON, is no mapping, or has changed since it was sealed.
     """
     form = json.loads(text)
     if not isinstance(form, dict):
         raise ValueError(f"expected a mapping, got {type(form).__name__}")
     digest = form.pop(_DIGEST, None)
     if digest is not None and digest != _digest(form):
-        raise ValueError(f"its content does not match its digest: it is damaged, or was edited with {_DIGEST!r} kept")
+        raise ValueError(
+            f"its content does not match its digest: it is damaged, or was edited without deleting {_DIGEST!r}"
+        )
     return form
 
 
@@ -108,10 +110,10 @@ def _digest(form: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def locked_lines(path: Path) -> Iterator[IO[bytes]]:
-    """The file `path`, made if absent, to append whole lines to, while no other process that asks for it has it.
+    """Open the file `path` to append whole lines, locked against other processes that call this; create it if absent.
 
-    It may be replaced meanwhile (`write_atomic`): those who wait then take the new file. What a killed process left of
-    a line is ended. Where the file system has no locks there is none.
+    If the file is replaced meanwhile (`write_atomic`), waiting processes take the new file. A line that a killed
+    process left incomplete is ended with a newline. On a file system without locks the file is not locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -133,7 +135,7 @@ def locked_lines(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, none if it is absent; those torn by a kill or otherwise unreadable are left out."""
+    """The lines of metrics.jsonl; none if it is absent. Lines that are incomplete or damaged are left out."""
     path, metrics = Path(run_dir) / METRICS_FILE, []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""SIGTERM, the notice that preemptible machines give: acted on where nothing is lost by it. No torch."""
+"""SIGTERM, which preemptible machines send before they stop; a run obeys it where nothing is lost. No torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 
 class Terminated(SystemExit):
-    """SIGTERM came, and what was to be saved is saved.
+    """SIGTERM came, and the run has saved what it must.
 
-    A SystemExit, so that `except Exception` does not swallow it and a program that knows nothing of it ends with
-    status 143, as one killed by SIGTERM does.
+    It is a SystemExit, so that `except Exception` does not catch it, and a program that does not handle it ends with
+    status 143, like one that SIGTERM killed.
 
     Attributes:
-        message: what was saved and how to go on.
+        message: what was saved, and how to continue.
     """
 
     def __init__(self, message: str = "terminated") -> None:
@@ -27,10 +27,10 @@ class Terminated(SystemExit):
 
 
 class StopRequest:
-    """Whether SIGTERM came.
+    """Records whether SIGTERM came.
 
     Attributes:
-        requested: it did; never taken back.
+        requested: whether it came; it is never reset.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class StopRequest:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within, SIGTERM is not kept for later: it raises.
+        """Within this block SIGTERM raises at once.
 
         Raises:
-            Terminated: it comes, or had come before. Where Python swallows that (in a hook at a fork, in
-                `__del__`), the signal is sent again, and at the latest the end of the block raises; SIGINT is sent
-                again where a KeyboardInterrupt is swallowed.
+            Terminated: SIGTERM comes, or came before. Where Python drops the exception (in a hook at a fork, in
+                `__del__`), the signal is sent again, and the end of the block raises at the latest. SIGINT is sent
+                again where Python drops a KeyboardInterrupt.
         """
 
         def note_and_raise(*_: Any) -> None:
@@ -63,20 +63,21 @@ class StopRequest:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[..., None]) -> Iterator[None]:
+    """Let a function handle SIGTERM for the length of the block."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread has handlers
+        yield  # Python allows handlers only in the main thread
         return
     before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        # None: it was not set from Python
+        # None means that the handler was not set from Python
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 @contextlib.contextmanager
 def _sent_again() -> Iterator[None]:
-    """Within, a signal whose exception Python can only report, not raise, comes again a little later."""
+    """Within this block, a signal is sent again later if Python reported its exception but could not raise it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -87,7 +88,7 @@ def _sent_again() -> Iterator[None]:
         if number is None:
             before(lost)
             return
-        # not from here, where it would be lost again
+        # a timer sends it, because here the exception would be dropped again
         timer = threading.Timer(0.01, os.kill, (os.getpid(), number))
         timer.daemon = True
         timer.start()
@@ -99,23 +100,24 @@ def _sent_again() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
-        for timer in timers:  # the end of the block raises instead
+        for timer in timers:  # no longer needed, because the end of the block raises
             timer.cancel()
             timer.join()
 
 
 @contextlib.contextmanager
 def noticed() -> Iterator[StopRequest]:
-    """Within, SIGTERM only sets `requested` of the yielded StopRequest; in another thread than the main one, nothing.
+    """Within this block, SIGTERM only sets `requested` of the StopRequest; only the main thread can do this.
 
-    One that the block did not end by comes again behind it, also behind an error: a Terminated then tells that too.
+    If the block ends without obeying it, the signal is raised again after the block. If the block ends with an error, a
+    Terminated from that signal has the error's text in its message.
     """
     request = StopRequest()
     try:
         with _handled_by(request._note):
             yield request
     except Exception as error:
-        # another rank, which obeyed first, may be what the error is about
+        # the error may come from another rank that obeyed the signal first
         if request.requested:
             try:
                 signal.raise_signal(signal.SIGTERM)
@@ -129,6 +131,6 @@ def noticed() -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Within, SIGTERM raises Terminated, so that `finally` blocks run."""
+    """Within this block, SIGTERM raises Terminated, so that `finally` blocks run."""
     with StopRequest().at_once():
         yield

@@ -74,7 +74,7 @@ def test_every_exchange(done):
 def test_a_rank_that_is_gone_is_noticed(done):
     out, codes, _ = done
     assert codes["gone"] == [3, 7]
-    assert "RankError: another process of this run is gone" in (out / "gone" / "error 0").read_text()
+    assert "RankError: another process of this run has ended" in (out / "gone" / "error 0").read_text()
 
 
 # starting
@@ -123,7 +123,7 @@ def test_one_gpu_for_all(launched):
 
 def test_a_gpu_without_torchrun(launched):
     launched.delenv("LOCAL_RANK")
-    with pytest.raises(RankError, match="LOCAL_RANK not set, so this process has no GPU: start it with torchrun"):
+    with pytest.raises(RankError, match="LOCAL_RANK is not set, so this process has no GPU: start it with torchrun"):
         with start("cuda"):
             pass
 
@@ -287,5 +287,5 @@ def test_torchrun_does_not_go_on_with_what_was_there_before(done, tmp_path):
         timeout=300,
     )
     assert process.returncode == 1
-    assert process.stderr.count("holds a supernet run already: add --resume") == 2, process.stderr
+    assert process.stderr.count("has a supernet run already: add --resume") == 2, process.stderr
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before

@@ -137,7 +137,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog,
     monkeypatch.setattr(fcntl, "flock", fail)
     with run_lock(tmp_path), run_lock(tmp_path):
         pass
-    warning = f"has no locks ({os.strerror(code)}): see to it that no other process writes there"
+    warning = f"has no locks ({os.strerror(code)}): make sure that no other process writes there"
     assert caplog.text.count(warning) == 1
     assert lock._held == {}
     assert os.listdir(tmp_path) == []
