@@ -1,4 +1,4 @@
 """Measurements on this machine: timing, latency tables, profiles, the memory floor, and `nasfast doctor`.
 
-`projection` carries measured steps over to the cards whose figures the paper publishes.
+`projection` computes from measured steps what they would take on other GPUs.
 """

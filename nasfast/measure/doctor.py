@@ -1,4 +1,4 @@
-"""What this installation is, what it found on this machine, and which backend each operator uses and why."""
+"""`nasfast doctor`: versions, the machine, the native build, and which backend each operator uses and why."""
 
 import importlib.metadata
 import platform
@@ -11,9 +11,9 @@ _PACKAGES = ("nasfast", "torch", "torchvision", "triton", "nvidia-dali-cuda130",
 
 
 def environment() -> dict[str, list[str]]:
-    """Lines on versions, CPU, GPU, build, and the dispatch table, by title; a run keeps them as environment.json.
+    """Lines of text by title: versions, CPU, GPU, native build and dispatch table.
 
-    Wrong environment variables are reported as lines of the text, not raised.
+    A run saves them as environment.json. A wrong environment variable gives a line with the error and does not raise.
     """
     return {
         "versions": _versions(),
@@ -61,13 +61,13 @@ def _gpu() -> list[str]:
             major, minor = torch.cuda.get_device_capability(index)
             lines.append(f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}")
     else:
-        lines.append("torch sees none")
+        lines.append("torch sees no GPU")
     if _native.extension is not None:
         info = _native.extension.cuda_device_info()
         if info["kernels_run"]:
             lines.append(f"compiled CUDA kernels run here (image sm_{info['binary_version']})")
         else:
-            # without a driver CUDA calls its version insufficient, which sends people after the wrong remedy
+            # without a driver CUDA says that the driver's version is insufficient, which misleads people
             reason = info["error"] if torch.cuda.is_available() else "no GPU or no driver"
             lines.append(f"compiled CUDA kernels do not run here: {reason or 'no GPU'}")
     return lines
@@ -96,8 +96,8 @@ def _operators() -> list[str]:
             return [str(error)]
         for op in dict.fromkeys(row.op for row in rows):
             chosen = [row.backend for row in rows if row.op == op and row.chosen]
-            lines.append(f"{op} on {device}: {chosen[0] if chosen else 'nothing, the named backend cannot serve'}")
+            lines.append(f"{op} on {device}: {chosen[0] if chosen else 'none, the named backend cannot serve'}")
             for row in rows:
                 if row.op == op and not row.chosen:
-                    lines.append(f"  not {row.backend}: {row.reason or 'another one comes first'}")
+                    lines.append(f"  not {row.backend}: {row.reason or 'another backend comes first'}")
     return lines

@@ -1,10 +1,10 @@
-"""The least time one training step can take on this machine, from the bytes and MACs of the convolutions it runs.
+"""The floor: the least time of one training step on this machine, from the bytes and MACs of its convolutions.
 
-Schedule: only BatchNorms train; every convolution's output is written once and read once forward, with BatchNorm and
-activation applied while it is read; backward writes each gradient once and makes three reads per convolution: the
-gradient and the output it belongs to, and the input, whose activation decides what passes. The time of a convolution is
-that of its bytes or of its arithmetic, whichever is longer. No cache is credited, and launches, loss and statistics
-cost nothing.
+It assumes this schedule. Only BatchNorms train. Forward writes each convolution's output once and reads it once, and
+applies BatchNorm and activation while reading. Backward writes each gradient once and makes three reads per
+convolution: the gradient, the output it belongs to, and the input, whose activation decides what passes. A convolution
+takes the time of its bytes or of its arithmetic, whichever is longer. No cache saves any read; launches, loss and
+statistics cost nothing.
 """
 
 import time
@@ -20,7 +20,13 @@ _ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 class Machine(NamedTuple):
-    """Ceilings per second: bytes copied (reads plus writes), FLOP of matrix products and of plain vector arithmetic."""
+    """The most that a device can do per second.
+
+    Attributes:
+        bytes: bytes copied, reads plus writes.
+        matmul: FLOP of matrix products.
+        vector: FLOP of plain vector arithmetic.
+    """
 
     bytes: float
     matmul: float
@@ -29,14 +35,14 @@ class Machine(NamedTuple):
 
 @dataclass
 class Conv:
-    """One convolution; counts are elements of the whole batch.
+    """One convolution; counts are for the whole batch.
 
     Attributes:
         macs: multiply-accumulates of one direction.
-        x, y, weight: elements.
-        depthwise: whether it is vector arithmetic, not a matrix product.
-        skip_read, skip_write: elements of residual sums that are read, and written, with its input.
-        skip_grad: elements of the gradient that goes around the block it begins.
+        x, y, weight: elements of the input, the output and the weight.
+        depthwise: whether it is depthwise, which is vector arithmetic and no matrix product.
+        skip_read, skip_write: elements of residual sums that are read, and written, together with its input.
+        skip_grad: elements of the residual gradient of the block that begins with this convolution.
     """
 
     macs: int
@@ -51,7 +57,13 @@ class Conv:
 
 @dataclass
 class Trace:
-    """What one forward runs: its convolutions in order, and the MACs and weights of its matrix products."""
+    """What one forward runs.
+
+    Attributes:
+        convs: the convolutions in order.
+        linear_macs: multiply-accumulates of the matrix products.
+        linear_weights: elements of their weights.
+    """
 
     convs: list[Conv]
     linear_macs: int = 0
@@ -59,29 +71,31 @@ class Trace:
 
     @property
     def macs(self) -> int:
+        """Multiply-accumulates of the forward."""
         return sum(conv.macs for conv in self.convs) + self.linear_macs
 
 
 class Floor(NamedTuple):
-    """Seconds."""
+    """Least seconds of the forward and of the backward."""
 
     forward: float
     backward: float
 
     @property
     def step(self) -> float:
+        """Least seconds of both together."""
         return self.forward + self.backward
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes convolutions, matrix products and residual sums as they are called."""
+    """Records convolutions, matrix products and residual sums as they are called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trace = Trace([])
         self._reader: dict[int, Conv] = {}
         self._sums: set[int] = set()
-        # keeps tensors alive, because they are known by id
+        # tensors are identified by id, so they must stay alive
         self._seen: list[Any] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -89,16 +103,16 @@ class _Recorder(TorchDispatchMode):
         name = function.overloadpacket
         self._seen.append((args, result))
         if name is torch.ops.aten.convolution:
-            self._note_conv(args[0], args[1], result)
+            self._record_conv(args[0], args[1], result)
         elif name in (torch.ops.aten.addmm, torch.ops.aten.mm):
             weight = args[-1]
             self.trace.linear_macs += result.shape[0] * weight.numel()
             self.trace.linear_weights += weight.numel()
         elif name is torch.ops.aten.add and result.ndim == 4:
-            self._note_sum(args[:2], result)
+            self._record_sum(args[:2], result)
         return result
 
-    def _note_conv(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
+    def _record_conv(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
         depthwise = weight.shape[1] == 1 and x.shape[1] > 1
         conv = Conv(y.numel() * weight[0].numel(), x.numel(), y.numel(), weight.numel(), depthwise)
         if id(x) in self._sums:
@@ -106,18 +120,18 @@ class _Recorder(TorchDispatchMode):
         self._reader.setdefault(id(x), conv)
         self.trace.convs.append(conv)
 
-    def _note_sum(self, terms: Iterable[Any], result: Tensor) -> None:
+    def _record_sum(self, terms: Iterable[Any], result: Tensor) -> None:
         self._sums.add(id(result))
         for term in terms:
             if id(term) in self._reader:
                 begin = self._reader[id(term)]
                 begin.skip_grad = result.numel()
-                # a sum that is the residual of the next block is needed twice, so it is worth writing
+                # a sum that is also the residual of the next block is read twice, so the schedule writes it
                 begin.skip_write = result.numel() if id(term) in self._sums else 0
 
 
 def trace(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Trace:
-    """Trace the module that `make` builds, in training mode and without memory, on an input of this shape."""
+    """Trace the module that `make` builds, in training mode on an input of this shape; allocates no memory for data."""
     with torch.device("meta"), torch.no_grad():
         module, x = make(), torch.empty(shape)
         module.train()
@@ -126,29 +140,30 @@ def trace(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Trace:
     return recorder.trace
 
 
-def step_floor(found: Trace, machine: Machine, dtype: torch.dtype) -> Floor:
-    """Floor of the training step of a whole network, from images to loss."""
+def step_floor(traced: Trace, machine: Machine, dtype: torch.dtype) -> Floor:
+    """The floor of the training step of a whole network, from images to loss."""
     cost = _Cost(machine, _ITEM_BYTES[dtype])
-    convs, last = found.convs, found.convs[-1].y
-    linear = 2 * found.linear_macs
-    forward = sum(map(cost.conv_forward, convs)) + cost(last) + cost(0, found.linear_weights, matmul=linear)
-    backward = cost(0, found.linear_weights, matmul=linear) + cost(last)
-    # the first convolution needs no gradient of the images, the second one only sums that of its input
+    convs, last = traced.convs, traced.convs[-1].y
+    linear = 2 * traced.linear_macs
+    forward = sum(map(cost.conv_forward, convs)) + cost(last) + cost(0, traced.linear_weights, matmul=linear)
+    backward = cost(0, traced.linear_weights, matmul=linear) + cost(last)
+    # the images need no gradient, so the first convolution has no backward and the second only sums that of its input
     backward += sum(
         cost.conv_backward(conv, write=i > 1, outer=i == len(convs) - 1) for i, conv in enumerate(convs) if i > 0
     )
     return Floor(forward, backward)
 
 
-def alone_floor(found: Trace, machine: Machine, dtype: torch.dtype, *, input_grad: bool = True) -> Floor:
-    """Floor of a few layers by themselves: their result is normalised and written, their input is a finished tensor.
+def alone_floor(traced: Trace, machine: Machine, dtype: torch.dtype, *, input_grad: bool = True) -> Floor:
+    """The floor of a few layers without the rest of the network.
 
-    `input_grad` says whether the gradient of the input is wanted.
+    Their input is a finished tensor, and their result is normalised and written. `input_grad` says whether the gradient
+    of the input is computed.
     """
     cost = _Cost(machine, _ITEM_BYTES[dtype])
-    convs, last = found.convs, found.convs[-1].y
+    convs, last = traced.convs, traced.convs[-1].y
     forward = sum(map(cost.conv_forward, convs)) + cost(2 * last)
-    # reductions over the gradient and the output it belongs to
+    # the reductions read the gradient and the output it belongs to
     backward = cost(2 * last)
     for i, conv in enumerate(convs):
         if i > 0 or input_grad:
@@ -157,14 +172,14 @@ def alone_floor(found: Trace, machine: Machine, dtype: torch.dtype, *, input_gra
 
 
 def conv_floor(conv: Conv, machine: Machine, item_bytes: int, *, backward: bool) -> float:
-    """Seconds of one convolution's pass in one direction."""
+    """Least seconds of one convolution in one direction."""
     cost = _Cost(machine, item_bytes)
     return cost.conv_backward(conv, write=True) if backward else cost.conv_forward(conv)
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of one pass over memory."""
+    """Computes the least seconds of passes over memory."""
 
     machine: Machine
     item_bytes: int
@@ -174,10 +189,18 @@ class _Cost:
         return max(memory, matmul / self.machine.matmul + vector / self.machine.vector)
 
     def conv_forward(self, conv: Conv) -> float:
+        """Seconds of a convolution's forward."""
         return self(conv.x + conv.y + conv.skip_read + conv.skip_write, conv.weight, **_flops(conv))
 
     def conv_backward(self, conv: Conv, *, write: bool, mask: bool = True, outer: bool = False) -> float:
-        """From the gradient of y to that of x; `outer`: the gradient comes from a pool and is tiny."""
+        """Seconds of a convolution's backward, from the gradient of y to that of x.
+
+        Args:
+            conv: the convolution.
+            write: whether the gradient of x is written.
+            mask: whether x is read, because its activation decides what passes.
+            outer: whether the gradient of y comes from a pool and is tiny.
+        """
         elements = conv.y * (1 if outer else 2) + conv.x * (mask + write) + conv.skip_grad
         return self(elements, conv.weight, **_flops(conv))
 
@@ -187,14 +210,14 @@ def _flops(conv: Conv) -> dict[str, float]:
 
 
 def measure_machine(dtype: torch.dtype, *, quick: bool = False, device: str | torch.device = "cpu") -> Machine:
-    """Measure the ceilings of a device (of a CPU: on the threads in use): the best of some copies and matrix products.
+    """Measure the ceilings of a device by the best of some copies and matrix products; a CPU uses its current threads.
 
-    Depthwise convolutions have no matrix product, so their ceiling is that of fp32 in either type.
+    Depthwise convolutions are no matrix products, so `vector` is measured in fp32 for either type.
     """
     device = torch.device(device)
     n, copies, repeats = (512, 1 << 22, 3) if quick else (2048, 1 << 26, 10)
     if device.type == "cuda":
-        n, copies = 4 * n, 4 * copies  # a GPU needs more to be busy
+        n, copies = 4 * n, 4 * copies  # small work does not fill a GPU
     source, target = torch.ones(copies, device=device), torch.empty(copies, device=device)
     rates = {}
     for kind in {torch.float32, dtype}:
@@ -208,6 +231,8 @@ def measure_machine(dtype: torch.dtype, *, quick: bool = False, device: str | to
 
 
 def _best(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """The shortest seconds of some calls; the first call is not timed."""
+
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

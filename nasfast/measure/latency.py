@@ -1,4 +1,4 @@
-"""The latency rows of the paper's Table 2, measured on this machine beside the published figures."""
+"""The latency rows of the paper's Table 2, measured on this machine, beside the published figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nasfast.train.supernet import METHODS
 _LOG = logging.getLogger(__name__)
 
 PUBLISHED_MS = {"spos": 137.4, "bnnas": 96.3, "dinas_paper": 93.1}
-"""ms per step by method: latency column of Table 2, rows SPOS, BNNAS(S), and Ours(F) with layer indicators."""
+"""Published ms per step by method: Table 2, column latency, rows SPOS, BNNAS(S), and Ours(F) with layer indicators."""
 
 PUBLISHED = (
     "published: DI-NAS paper, Table 2; ms of one complete forward and backward propagation, NVIDIA GeForce RTX 3080, "
@@ -32,7 +32,7 @@ PUBLISHED = (
 )
 
 _OURS = "DI-NAS, nasfast ops"
-# row, method, whether on the operators of nasfast, and how it is run
+# row, method, whether it uses the operators of nasfast, and how it runs
 _ROWS = (
     ("SPOS", "spos", False, "eager"),
     ("BNNAS", "bnnas", False, "eager"),
@@ -51,12 +51,12 @@ _GRAPH_NOTE = (
 
 @dataclass(frozen=True)
 class LatencyConfig(StepConfig):
-    """What `latency` measures: a step, and how often.
+    """Which step `latency` measures, and how often.
 
     Attributes:
-        rounds: timed steps of every row, after two that are not timed.
-        project: a key of `nasfast.measure.projection.CARDS`, such as `rtx3080`: adds what DI-NAS on nasfast's
-            operators would take on that card. Needs a GPU.
+        rounds: timed steps per row, after two that are not timed.
+        project: key of `nasfast.measure.projection.CARDS`, such as `rtx3080`. It adds the time that DI-NAS on nasfast's
+            operators would take on that card, and needs a GPU; null adds nothing.
     """
 
     rounds: int = 10
@@ -72,9 +72,15 @@ class LatencyConfig(StepConfig):
 
 @dataclass(frozen=True)
 class LatencyRow:
-    """One method: phases are `forward`, `backward` and `step`, each with `median_ms`, `q20_ms` and `q80_ms`.
+    """The times of one method.
 
-    Rows on CUDA graphs have the phase `step` alone.
+    Attributes:
+        name: name of the row.
+        method: method of `nasfast.train.supernet.METHODS`.
+        trainable: what trains.
+        times: phase (`forward`, `backward`, `step`) -> `median_ms`, `q20_ms`, `q80_ms`; rows on CUDA graphs have only
+            `step`.
+        published_ms: the paper's ms per step; None if it has none.
     """
 
     name: str
@@ -85,12 +91,13 @@ class LatencyRow:
 
     @property
     def step_ms(self) -> float:
+        """Median ms of the step."""
         return self.times["step"]["median_ms"]
 
 
 @dataclass(frozen=True)
 class LatencyReport:
-    """The rows, what was measured and on what; `str` of it is a table."""
+    """The rows, the step that was measured, and the machine; `str` of a report is a table."""
 
     config: LatencyConfig
     space: SearchSpace
@@ -101,7 +108,7 @@ class LatencyReport:
     projection: Projection | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON, the published figures with their label."""
+        """All contents as JSON; the published figures have a label."""
         return {
             "config": self.config.to_dict(),
             "space": self.space.name,
@@ -165,11 +172,11 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
     """Time one training step of SPOS, BN-NAS and DI-NAS on plain PyTorch, and of DI-NAS on the operators of nasfast.
 
     All rows run the same path of the same space on the same images, interleaved in this process. A step is forward,
-    cross entropy and backward, as in the paper, without the optimiser's update. On a GPU DI-NAS is there on CUDA graphs
-    too: PyTorch's of this one path, and those of nasfast's engine.
+    cross entropy and backward, as in the paper, without the optimiser's update. On a GPU, DI-NAS also runs on CUDA
+    graphs: PyTorch's graph of this one path, and the graphs of nasfast's engine.
 
     Raises:
-        ConfigError: unknown space, a device that is not there, or a projection without a GPU to measure on.
+        ConfigError: the space is unknown, the device does not exist, or a projection is asked for without a GPU.
         ArchError: the path does not belong to the space.
         EngineError: the engine's buffers do not fit the GPU's memory, or something cannot be captured.
         ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
@@ -178,8 +185,8 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
     images, labels = cfg.batch_of(space)
     if cfg.project is not None and images.device.type != "cuda":
         raise ConfigError(
-            f"project={cfg.project!r} scales kernels measured on a GPU, and this runs on {images.device}: only a "
-            "machine with one can project to another"
+            f"project={cfg.project!r} scales kernels that were measured on a GPU, and this runs on {images.device}: "
+            "use a machine with a GPU, or leave project out"
         )
     rows = _ROWS + (_GRAPH_ROWS if images.device.type == "cuda" else ())
     steps, trainable = {}, {}
@@ -200,22 +207,22 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
                 steps[name] = GraphedStep(steps[name])
         _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
         times = measure(steps, rounds=cfg.rounds)
-        found = {"device": str(images.device), **machine()}
+        measured_on = {"device": str(images.device), **machine()}
         projection = None if cfg.project is None else _project(cfg, space, path, steps[_OURS], times)
-    # the paper has none on nasfast's operators or on graphs
+    # the paper has no figures for nasfast's operators or for graphs
     measured = tuple(
         LatencyRow(
             name, method, trainable[name], times[name], None if fused or how != "eager" else PUBLISHED_MS[method]
         )
         for name, method, fused, how in rows
     )
-    return LatencyReport(cfg, space, path, measured, found, environment(), projection)
+    return LatencyReport(cfg, space, path, measured, measured_on, environment(), projection)
 
 
 def _project(
     cfg: LatencyConfig, space: SearchSpace, path: Arch, step: TrainingStep, times: dict[str, dict]
 ) -> Projection:
-    """The row on the operators of nasfast, on another card."""
+    """Project the row on nasfast's operators to another card."""
     device = step.images.device
     traced = trace(lambda: StandaloneNetwork(space, path), tuple(step.images.shape))
     here = measure_machine(torch.bfloat16 if cfg.dtype == "bf16" else torch.float32, device=device)

@@ -22,22 +22,22 @@ from nasfast.train.supernet import METHODS, MethodName
 
 TRACE_FILE, NSYS_FILE, NCU_FILE = "trace.json", "nsys", "ncu"
 
-# a registered operator runs inside an autograd function of this name, and its time is booked there
+# a registered operator runs inside an autograd function of this name, and the profiler gives that one its time
 _WRAPPER = re.compile(r"GeneratedBackwardFor_(?P<library>nasfast_triton|[^_]+)_(?P<op>\w+)_default")
 
-# compilation of kernels, memory pools, cuDNN's choice of algorithms
+# unrecorded steps, in which kernels compile, memory pools grow and cuDNN chooses algorithms
 _WARMUP = 3
 
 
 @dataclass(frozen=True)
 class ProfileConfig(StepConfig):
-    """What `profile` records: a step, and how it is shown.
+    """Which step `profile` records, and how it is shown.
 
     Attributes:
         out: folder of the trace.
-        method: of `nasfast.train.supernet.METHODS`: what trains, and from which weights.
+        method: method of `nasfast.train.supernet.METHODS`, which decides what trains and the initial weights.
         tracer: `torch` fills the tables and writes trace.json; `nvtx` only emits the ranges, for a run under nsys.
-        top: rows of the table of operators.
+        top: number of rows of the table of operators.
     """
 
     out: str = "runs/profile"
@@ -53,7 +53,14 @@ class ProfileConfig(StepConfig):
 
 @dataclass(frozen=True)
 class OpRow:
-    """An operator: time of its own (without the operators it calls), share of all, and calls."""
+    """An operator.
+
+    Attributes:
+        name: its name.
+        self_ms: ms without the operators that it calls.
+        share: share of the ms of all operators.
+        calls: number of calls.
+    """
 
     name: str
     self_ms: float
@@ -63,7 +70,13 @@ class OpRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer: what it is on the profiled path, and the time of its ranges; 0 where it has no backward."""
+    """A layer.
+
+    Attributes:
+        name: its name in the supernet.
+        block: the block that the profiled path chooses there.
+        forward_ms, backward_ms: ms of its ranges; 0 if it has no backward.
+    """
 
     name: str
     block: str
@@ -73,15 +86,15 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Tables of one step; `str` of it prints them.
+    """The tables of one step; `str` of a report shows them.
 
     Attributes:
-        title: which step.
-        ops: longest first, by time of their own.
-        layers: in the order of the forward pass; the last row is what belongs to no layer.
+        title: describes the step.
+        ops: the operators, longest `self_ms` first.
+        layers: the layers in the order of the forward pass; the last row is the time outside of all layers.
         trace: the Chrome trace; None with the tracer `nvtx`, which fills no table either.
-        nsys, ncu: command lines that record the same ranges under nsys, and every kernel's counters under ncu, on a
-            machine with a GPU.
+        nsys, ncu: command lines that record the same ranges under nsys, and the counters of every kernel under ncu;
+            None on a machine without a GPU.
     """
 
     title: str
@@ -117,10 +130,10 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
     """Record one training step of a path: forward, cross entropy, backward.
 
     Every layer has a range `forward NAME` and `backward NAME` (stem.0, layers.0, ..., head.0, classifier) inside the
-    ranges `forward` and `backward`; they come from hooks, so the operators run as they always do.
+    ranges `forward` and `backward`. Hooks make the ranges, so the operators run as without a profile.
 
     Raises:
-        ConfigError: unknown space, a device that is not there, or the tracer `nvtx` without a GPU.
+        ConfigError: the space is unknown, the device does not exist, or the tracer is `nvtx` without a GPU.
         ArchError: the path does not belong to the space.
         ValueError: nothing on the path trains.
         OSError: the folder cannot be written.
@@ -147,7 +160,7 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
         for _ in range(_WARMUP):
             _run(step, ranges)
         if cfg.tracer == "nvtx":
-            # turns every range and operator into an NVTX range of the same name
+            # every range and operator also becomes an NVTX range of the same name
             with torch.autograd.profiler.emit_nvtx():
                 torch.cuda.profiler.start()
                 _run(step, ranges)
@@ -168,6 +181,7 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
 
 
 def _run(step: TrainingStep, ranges: _Ranges) -> None:
+    """Run one step inside the ranges `forward` and `backward`."""
     step.model.zero_grad(set_to_none=True)
     with torch.profiler.record_function("forward"):
         loss = step.loss()
@@ -177,7 +191,7 @@ def _run(step: TrainingStep, ranges: _Ranges) -> None:
 
 
 def _layers_of(net: Supernet, path: Arch) -> dict[str, tuple[nn.Module, str]]:
-    """Name -> layer and what it is on the path, in the order of the forward pass."""
+    """Name -> layer and its block on the path, in the order of the forward pass."""
     space = net.space
     parts = [
         ("stem", net.stem, [layer.label(0) for layer in space.stem_layers]),
@@ -193,11 +207,11 @@ def _layers_of(net: Supernet, path: Arch) -> dict[str, tuple[nn.Module, str]]:
 
 
 class _Ranges:
-    """Ranges around forward and backward of layers that run one after another, by hooks alone, while it is entered.
+    """Context in which hooks make ranges around the forward and backward of layers that run one after another.
 
     A backward range begins in the node that PyTorch puts behind a hooked module, so that the nodes of the layer lie
-    within it, and ends when the gradient of the layer's input is there, or those of its parameters where the input
-    needs none: a module's own hook for the end would not wait for these.
+    within it. It ends when the gradient of the layer's input exists, or the gradients of its parameters if the input
+    needs none, because a module's own hook for the end does not wait for these.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
@@ -221,7 +235,7 @@ class _Ranges:
             handle.remove()
 
     def end_step(self) -> None:
-        """Close what is open, and forget the hooks of this step."""
+        """Close the open ranges, and remove the hooks of this step."""
         self._close(*self._open)
         for handle in self._step_handles:
             handle.remove()
@@ -250,7 +264,7 @@ class _Ranges:
 def _tables(
     averages: Any, blocks: dict[str, str], *, top: int, on_gpu: bool
 ) -> tuple[tuple[OpRow, ...], tuple[LayerRow, ...]]:
-    """Both tables from the profiler's averages by name; times are the device's where it is a GPU."""
+    """Both tables from the profiler's averages by name; times are device times on a GPU, CPU times otherwise."""
     phases = ("forward", "backward")
     ranges = {f"{phase} {name}" for phase in phases for name in blocks} | set(phases)
     total_time, self_time = (
@@ -258,7 +272,7 @@ def _tables(
     )
     in_range, ops = dict.fromkeys(ranges, 0.0), {}
     for event in averages:
-        # a GPU's kernels and ranges are also there as events of the device: the same time again
+        # a GPU's kernels and ranges are also events of the device, which would count the same time twice
         if event.device_type != torch.autograd.DeviceType.CPU:
             continue
         if event.key in ranges:
@@ -280,14 +294,14 @@ def _tables(
 
 
 def _nsys_command(cfg: ProfileConfig) -> str:
-    """nsys around this command with the tracer `nvtx`; only the profiled step is captured."""
+    """The command line that runs this command under nsys with the tracer `nvtx`; it captures only the profiled step."""
     nsys = ["nsys", "profile", "--trace=cuda,nvtx,cudnn,cublas", "--capture-range=cudaProfilerApi"]
     nsys += ["--capture-range-end=stop", f"--output={Path(cfg.out) / NSYS_FILE}"]
     return shlex.join([*nsys, *_traced_command(cfg)])
 
 
 def _ncu_command(cfg: ProfileConfig) -> str:
-    """ncu around this command; it runs every kernel of the profiled step several times."""
+    """The command line that runs this command under ncu, which runs every kernel of the profiled step several times."""
     ncu = ["ncu", "--set=full", "--nvtx", "--profile-from-start=off", f"--export={Path(cfg.out) / NCU_FILE}"]
     return shlex.join([*ncu, *_traced_command(cfg)])
 

@@ -1,4 +1,4 @@
-"""What a step measured on one GPU would take on another, by the rooflines of both: projected, not measured."""
+"""Projection: the time of a measured step on another GPU, computed from the rooflines of both GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from nasfast.measure.floor import Machine, Trace, conv_floor
 
 @dataclass(frozen=True)
 class Card:
-    """Published figures of a GPU: bytes per second, and FLOP per second of dense bf16 and of fp32 without tf32."""
+    """Published figures of a GPU.
+
+    Attributes:
+        name: name of the GPU.
+        bytes: bytes per second.
+        bf16: FLOP per second of dense bf16.
+        fp32: FLOP per second of fp32 without tf32.
+    """
 
     name: str
     bytes: float
@@ -23,6 +30,7 @@ class Card:
     fp32: float
 
     def machine(self, dtype: str) -> Machine:
+        """The ceilings of the GPU for `fp32` or `bf16`."""
         return Machine(self.bytes, self.bf16 if dtype == "bf16" else self.fp32, self.fp32)
 
 
@@ -42,9 +50,9 @@ class Pass:
     """One measured pass over a convolution.
 
     Attributes:
-        name: of the kernel and layer.
-        floor: its least seconds, of a machine and the bytes of an element.
-        ms: measured.
+        name: names the kernel and the layer.
+        floor: its least seconds as a function of a machine and the bytes of an element.
+        ms: its measured ms.
     """
 
     name: str
@@ -54,7 +62,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class ProjectedPass:
-    """Floor and time of one pass here and there, in ms; fraction is floor_ms / ms of the card it was measured on."""
+    """The floor and the time of one pass.
+
+    Attributes:
+        name: names the kernel and the layer.
+        ms: measured ms.
+        floor_ms: floor in ms on the card it was measured on.
+        fraction: floor_ms / ms, at most 1.
+        projected_ms: ms on the other card.
+    """
 
     name: str
     ms: float
@@ -65,7 +81,7 @@ class ProjectedPass:
 
 @dataclass(frozen=True)
 class Projection:
-    """Passes of a step, and what is left of it (launches, loss), which is taken over as it is."""
+    """The passes of a step, and the rest of its time (launches, loss), which keeps its measured value."""
 
     card: Card
     dtype: str
@@ -99,28 +115,29 @@ def get_card(name: str) -> Card:
     return CARDS[name]
 
 
-# the kernels of kernels/triton that go over convolutions' tensors
+# the kernels of kernels/triton that read and write the tensors of convolutions
 _FORWARD = ("pointwise_forward_kernel", "depthwise_forward_kernel")
 _BACKWARD = ("pointwise_backward_kernel", "depthwise_backward_kernel")
 
 
-def passes_of(kernels: Sequence[tuple[str, float]], found: Trace) -> list[Pass]:
+def passes_of(kernels: Sequence[tuple[str, float]], traced: Trace) -> list[Pass]:
     """The convolution passes among the kernels of one step.
 
     Args:
-        kernels: name and ms, in the order they ran.
-        found: the same network, traced; forward runs its convolutions in order and backward in reverse, perhaps without
-            the first ones.
+        kernels: name and ms of each kernel, in the order they ran.
+        traced: trace of the same network. Forward runs its convolutions in order, backward in reverse order, perhaps
+            without the first ones.
 
     Raises:
-        ConfigError: the passes are not those of the trace, as with convolutions that are PyTorch's.
+        ConfigError: the passes do not match the trace, because PyTorch ran some of the convolutions.
     """
     forward = [(name, ms) for name, ms in kernels if name in _FORWARD]
-    convs = found.convs
+    convs = traced.convs
     backward = [(name, ms) for name, ms in kernels if name in _BACKWARD]
     if len(forward) != len(convs) or len(backward) > len(convs):
         raise ConfigError(
-            f"a projection needs every convolution on the Triton kernels: {len(forward)} of {len(convs)} ran there"
+            f"a projection needs every convolution on the Triton kernels, and {len(forward)} of {len(convs)} ran "
+            "there: see `nasfast doctor` for the reason"
         )
     passes = [
         Pass(_label(name, conv.x, conv.y), partial(conv_floor, conv, backward=False), ms)
@@ -150,9 +167,10 @@ def project(passes: Sequence[Pass], step_ms: float, here: Machine, card: Card, d
     """Scale measured passes to another card by the ratio of their floors.
 
     Args:
-        passes: of one step; what they do not cover of step_ms keeps its time.
-        step_ms: measured.
-        here: ceilings of the GPU they were measured on.
+        passes: the passes of one step; the rest of step_ms keeps its time.
+        step_ms: measured ms of the step.
+        here: ceilings of the GPU on which the passes were measured.
+        card: the other card.
         dtype: `fp32` or `bf16`.
     """
     item = 2 if dtype == "bf16" else 4
@@ -160,7 +178,7 @@ def project(passes: Sequence[Pass], step_ms: float, here: Machine, card: Card, d
     projected = []
     for p in passes:
         floor_ms = 1e3 * p.floor(here, item)
-        # a pass can beat a floor that credits no cache
+        # a pass can be faster than its floor, which assumes no cache
         fraction = min(1.0, floor_ms / p.ms)
         floor_there = 1e3 * p.floor(there, item)
         projected.append(ProjectedPass(p.name, p.ms, floor_ms, fraction, floor_there / fraction))

@@ -1,6 +1,6 @@
-"""One training step of a supernet as the unit of measurement, and the timing of variants side by side.
+"""One training step of a supernet as the unit of measurement, and the interleaved timing of variants.
 
-`nasfast latency`, `nasfast profile` and the benchmarks share what is here.
+`nasfast latency`, `nasfast profile` and the benchmarks use it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class StepConfig(ConfigBase):
         space: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
         path: the path through the supernet, such as "0 3 4 1"; null takes `nasfast.spaces.mean_path`.
         batch: images per step.
-        resolution: of the images in pixels; null takes the space's.
+        resolution: height and width of the images in pixels; null takes the space's.
         dtype: `fp32`, or `bf16` autocast.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        threads: CPU threads, 0 for torch's choice.
-        seed: of weights and images.
+        threads: number of CPU threads; 0 takes torch's choice.
+        seed: seed of the weights and images.
     """
 
     space: str = "mobilenet_v2"
@@ -57,14 +57,15 @@ class StepConfig(ConfigBase):
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1, got {self.batch}")
         if self.threads < 0 or self.seed < 0:
-            raise ValueError(f"threads and seed must not be negative, got {self.threads} and {self.seed}")
+            raise ValueError(f"threads and seed must not be negative, got threads={self.threads}, seed={self.seed}")
         check_device(self.device)
 
     def resolve(self) -> tuple[SearchSpace, Arch]:
         """The space and the path.
 
         Raises:
-            ConfigError: unknown space, unreadable YAML, or too small a batch of too small images for a BatchNorm.
+            ConfigError: the space is unknown, its YAML file cannot be read, or batch and resolution are too small for
+                BatchNorm.
             ArchError: the path does not belong to the space.
         """
         space = get_space(self.space, resolution=self.resolution)
@@ -72,7 +73,7 @@ class StepConfig(ConfigBase):
         side = output_size(last.size, last.stride)
         if self.batch * side**2 < 2:
             raise ConfigError(
-                f"batch {self.batch} of {space.resolution} x {space.resolution} images leaves the last BatchNorm one "
+                f"batch {self.batch} of {space.resolution} x {space.resolution} images gives the last BatchNorm one "
                 "value per channel, and it needs two: raise batch or resolution"
             )
         return space, mean_path(space) if self.path is None else space.check(parse_arch(self.path))
@@ -93,15 +94,15 @@ def random_batch(space: SearchSpace, size: int, *, device: str = "cpu", seed: in
 class TrainingStep:
     """Forward, cross entropy and backward of one batch; every call does the same work.
 
-    The optimiser's update is no part of it: published step times leave it out, and with frozen convolutions it is a
-    few hundred short vectors.
+    The optimiser's update is left out, as in published step times; with frozen convolutions it takes a few hundred
+    short vectors.
 
     Args:
-        model: called as `model(images)`, or as `model(images, path)` where there is a path.
+        model: called as `model(images)`, or as `model(images, path)` if a path is given.
         images: (N, C, H, W).
         labels: (N,).
-        path: of a supernet.
-        bf16: run the model under bf16 autocast.
+        path: a path of a supernet; None for other networks.
+        bf16: whether the model runs under bf16 autocast.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class TrainingStep:
         self._arguments = () if path is None else (path,)
 
     def loss(self) -> Tensor:
-        """Forward alone.
+        """Run only the forward; the loss.
 
         Raises:
             ValueError: nothing on the path trains.
@@ -124,7 +125,7 @@ class TrainingStep:
         return loss
 
     def __call__(self) -> dict[str, float]:
-        """Run the step; seconds of `forward`, `backward` and both together (`step`)."""
+        """Run the step; the seconds of `forward`, `backward` and both together (`step`)."""
         self.model.zero_grad(set_to_none=True)
         if self.images.device.type == "cuda":
             return self._on_cuda()
@@ -140,7 +141,7 @@ class TrainingStep:
             return self._between_events()
 
     def _between_events(self) -> dict[str, float]:
-        # events, because a synchronisation between the phases would forbid the launches of backward to run ahead
+        # events are used because a synchronisation between the phases would keep backward's launches from running ahead
         start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         torch.cuda.synchronize(self.images.device)
         start.record()
@@ -154,7 +155,7 @@ class TrainingStep:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Time of one call: on a GPU between events around what it queues, which must be all on the current stream."""
+    """Seconds of one call; on a GPU, between events around the work it queues, all of it on the current stream."""
     if device.type != "cuda":
         start = time.perf_counter()
         work()
@@ -173,17 +174,17 @@ class GraphedStep:
     """A `TrainingStep` captured as one CUDA graph; a call replays it and returns seconds of `step`.
 
     Args:
-        step: its images, labels and path are those of every replay.
-        capture: how to capture; None for CUDA graphs.
+        step: the step; every replay uses its images, labels and path.
+        capture: how to capture; None takes CUDA graphs.
     """
 
     def __init__(self, step: TrainingStep, capture: Capture | None = None) -> None:
-        self._step = step  # the graph reads its tensors
+        self._step = step  # keeps the tensors that the graph reads
         capture = capture or CudaCapture(step.images.device)
         (self._replay,) = capture.capture([self._whole], capture.pool())
 
     def _whole(self) -> None:
-        # without gradients, backward makes new ones and adds to none
+        # with gradients set to None, backward creates new ones and does not add
         self._step.model.zero_grad(set_to_none=True)
         self._step.loss().backward()
 
@@ -205,15 +206,15 @@ class EngineStep:
 def measure(variants: dict[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2) -> dict[str, dict]:
     """Run every variant in every round and summarise its times.
 
-    Each round runs every variant once, in a rotating order, so that a busy moment of the machine touches all of them.
+    Each round runs every variant once, in a rotating order, so that a busy moment of the machine affects all of them.
 
     Args:
         variants: name -> function that does the work once and returns {phase: seconds}.
-        rounds: timed rounds.
-        warmup: rounds thrown away (compilation, caches, memory pools).
+        rounds: number of timed rounds.
+        warmup: number of rounds before, which are not timed (compilation, caches, memory pools).
 
     Returns:
-        name -> phase -> {"median_ms", "q20_ms", "q80_ms"}, over rounds.
+        name -> phase -> {"median_ms", "q20_ms", "q80_ms"} over the timed rounds.
     """
     times: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
     names = list(variants)
@@ -229,14 +230,14 @@ def measure(variants: dict[str, Callable[[], dict[str, float]]], *, rounds: int,
 
 
 def summarise(samples: list[float], unit: str) -> dict[str, float]:
-    """Median, 20 % and 80 % quantile, keyed `median_UNIT` and so on."""
+    """Median, 20 % and 80 % quantile, by the keys `median_UNIT`, `q20_UNIT` and `q80_UNIT`."""
     names = (f"median_{unit}", f"q20_{unit}", f"q80_{unit}")
     return dict(zip(names, map(float, np.quantile(samples, (0.5, 0.2, 0.8))), strict=True))
 
 
 @contextmanager
 def measuring(threads: int = 0) -> Iterator[None]:
-    """Run with this many CPU threads (0: as many as before), and cuDNN's fastest algorithms by trial."""
+    """Context with this many CPU threads (0 changes nothing), in which cuDNN takes its fastest algorithms by trial."""
     before = torch.get_num_threads(), torch.backends.cudnn.benchmark
     torch.set_num_threads(threads or before[0])
     torch.backends.cudnn.benchmark = True
@@ -248,7 +249,7 @@ def measuring(threads: int = 0) -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """Device, versions and date, for files of results."""
+    """The CPU, GPU, versions and date, for files of results."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),

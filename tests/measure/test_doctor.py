@@ -39,8 +39,8 @@ def test_missing_extension_is_explained():
     ("value", "line"),
     [
         ("gpu", "NASFAST_BACKEND: unknown backend 'gpu'; valid names are"),
-        ("cuda", "bn_act on cpu: nothing, the named backend cannot serve"),
-        ("reference", "not cpu: another one comes first"),
+        ("cuda", "bn_act on cpu: none, the named backend cannot serve"),
+        ("reference", "not cpu: another backend comes first"),
     ],
 )
 def test_environment_is_reported(monkeypatch, value, line):

@@ -60,6 +60,6 @@ def test_kernels_are_matched_with_the_convolutions_of_the_network():
 def test_unknown_cards_and_cpus_are_refused():
     with pytest.raises(ConfigError, match="unknown card 'rtx3081'.*rtx3080"):
         LatencyConfig(project="rtx3081")
-    with pytest.raises(ConfigError, match="scales kernels measured on a GPU, and this runs on cpu"):
+    with pytest.raises(ConfigError, match="scales kernels that were measured on a GPU, and this runs on cpu"):
         latency(LatencyConfig(space="digits_mini", batch=2, project="rtx3080"))
     assert all(card.bf16 > card.bytes and card.fp32 <= card.bf16 for card in CARDS.values())

@@ -107,7 +107,7 @@ def test_the_path_may_be_given():
     ("changes", "error", "message"),
     [
         ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
-        ({"threads": -1}, ValueError, "threads and seed must not be negative, got -1 and 0"),
+        ({"threads": -1}, ValueError, "threads and seed must not be negative, got threads=-1, seed=0"),
         ({"device": "tpu"}, ValueError, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({"space": "digits"}, ConfigError, "unknown space 'digits'.*did you mean 'digits_mini'"),
         ({"path": "0 1"}, ArchError, "must have 6 values, got 2"),
