@@ -1,4 +1,7 @@
-"""Supernet of a search space, freezing by role, initialisation, and the standalone network of one architecture."""
+"""The supernet of a search space: blocks, freezing by role, and initialisation.
+
+`build` and `inherit` give the standalone network of one architecture.
+"""
 
 from nasfast.supernet.blocks import UnitFactory, block_builder
 from nasfast.supernet.init import Init, InitScheme, initialize

@@ -1,14 +1,15 @@
 """Aligned weights: the candidates of a layer differ, but the linear part of each is the same function.
 
-Independent draws equalise the norms of what candidates give, not what they compute: on a layer that changes shape the
-outputs of two candidates do not correlate, and the layers behind never see one input twice. So the candidates of a
-layer share one matrix R (out x in, Haar times sqrt(max(1, out / in))). Along a path of units from a block's input to
-its output, P_1, ..., P_n being the pointwise weights, the last one is made so that their product is R:
+Independent draws give candidates outputs of equal norm but not of equal direction: on a layer that changes shape, the
+outputs of two candidates do not correlate, and the layers behind get another input for each candidate. So the
+candidates of a layer share one matrix R (out x in, Haar times sqrt(max(1, out / in))). Let P_1, ..., P_n be the
+pointwise weights along a path of units from a block's input to its output. The last one is chosen so that their product
+is R:
 
     P_n = g R Q^T / s,    Q = P_(n-1) ... P_1,    Q^T Q = s 1
 
-with g the gain of the activation behind P_n. An inverted residual of expansion t with gain 1 has P_2 = R P_1^T / t; the
-strided convolution of an identity is R itself. A depthwise filter is alpha times the centre tap plus
+where g is the gain of the activation behind P_n. An inverted residual of expansion t with gain 1 has P_2 = R P_1^T / t;
+the strided convolution of an identity is R itself. A depthwise filter is alpha times the centre tap plus
 sqrt(1 - alpha^2) times a random filter of norm 1.
 """
 
@@ -29,18 +30,18 @@ _CANDIDATE = re.compile(r"\.?\bcandidates\.\d+$")
 
 
 def align(module: nn.Module, alpha: float, gains: Mapping[str, float], *, seed: int) -> None:
-    """Change weights that were drawn independently (pointwise Haar, depthwise of norm 1) into aligned ones.
+    """Align weights that were drawn independently (pointwise Haar, depthwise of norm 1).
 
     Args:
-        module: every block in it that has `linear_paths()` is aligned: a mapping of role to the ConvBNAct units from
-            the block's input (or a part of its channels) to its output.
+        module: every block in it that has `linear_paths()` is aligned. That method gives a mapping from role to the
+            ConvBNAct units from the block's input (or a part of its channels) to its output.
         alpha: share of the centre tap in a depthwise filter, from 0 to 1.
         gains: gain of a convolution by the name of the activation behind it.
-        seed: of the matrices R; each has a stream of its own by layer, role and shape.
+        seed: seed of the matrices R; each has its own random stream by layer, role and shape.
 
     Raises:
-        ValueError: a candidate that has no `linear_paths()`, or a path with a convolution that is neither pointwise nor
-            depthwise, or one before the last that narrows.
+        ValueError: a candidate has no `linear_paths()`, a path has a convolution that is neither pointwise nor
+            depthwise, or a pointwise one before the last narrows.
     """
     paths = list(_paths(module))
     names = [f"{name}.aligned|{shape}" for name, _, shape in paths]
@@ -52,7 +53,7 @@ def align(module: nn.Module, alpha: float, gains: Mapping[str, float], *, seed: 
 
 
 def _paths(module: nn.Module) -> Iterator[tuple[str, list[ConvBNAct], tuple[int, int]]]:
-    """(layer and role, units, shape of R) of every path of every block."""
+    """Yield (layer and role, units, shape of R) of every path of every block."""
     for name, block in module.named_modules():
         if not hasattr(block, "linear_paths"):
             if _CANDIDATE.search(name) and not isinstance(block, nn.Identity):
@@ -83,6 +84,7 @@ def _is_depthwise(unit: ConvBNAct) -> bool:
 
 
 def _align_path(units: list[ConvBNAct], shared: Tensor, alpha: float, gains: Mapping[str, float]) -> None:
+    """Change the last pointwise weight and the depthwise filters of one path; `shared` is R."""
     product = torch.eye(shared.shape[1], dtype=shared.dtype)
     *inner, last = [unit for unit in units if not _is_depthwise(unit)]
     for unit in inner:

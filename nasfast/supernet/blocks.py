@@ -1,4 +1,4 @@
-"""Every block once, used by the supernet (fused operators) and by the standalone network (plain modules) alike."""
+"""The blocks, each defined once for the supernet (fused operators) and the standalone network (plain modules)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from nasfast.spaces.cost import shuffle_branches
 
 @dataclass(frozen=True)
 class UnitFactory:
-    """How the units of a network are made: what differs between a supernet and a standalone network, in one place.
+    """Makes the units of a network; it has everything that differs between a supernet and a standalone network.
 
     Attributes:
-        act: activation of its blocks.
-        fused: use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
-        track_running_stats: whether BatchNorms keep running statistics. A supernet's do not: statistics of one path
-            say nothing about another.
+        act: activation of the blocks.
+        fused: whether to use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
+        track_running_stats: whether BatchNorms keep running statistics. Those of a supernet do not, because statistics
+            of one path do not fit another.
     """
 
     act: str
@@ -47,6 +47,7 @@ class UnitFactory:
         groups: int = 1,
         linear: bool = False,
     ) -> ConvBNAct:
+        """Convolution, BatchNorm and the factory's activation; none if `linear`."""
         unit = FusedConvBNAct if self.fused else ConvBNAct
         return unit(
             in_channels,
@@ -59,9 +60,11 @@ class UnitFactory:
         )
 
     def sequential(self, *units: ConvBNAct) -> ConvBNActSequential:
+        """Units that run one after another."""
         return FusedConvBNActSequential(*units) if self.fused else ConvBNActSequential(*units)
 
     def inverted_residual(self, layer: Layer, *, kernel: int, expand: int) -> InvertedResidual:
+        """The inverted residual of a layer."""
         block = FusedInvertedResidual if self.fused else InvertedResidual
         return block(
             layer.in_channels,
@@ -74,16 +77,17 @@ class UnitFactory:
         )
 
     def layer_indicator(self, channels: int) -> nn.BatchNorm2d:
+        """The BatchNorm of a layer indicator."""
         if not self.fused:
             return nn.BatchNorm2d(channels, track_running_stats=self.track_running_stats)
         return BNAct2d(channels, act="identity", track_running_stats=self.track_running_stats)
 
 
 class ShuffleUnit(nn.Module):
-    """ShuffleNetV2 unit (Ma et al. 2018; kernel sizes and Xception variant of Single Path One-Shot).
+    """ShuffleNetV2 unit (Ma et al. 2018; kernel sizes and Xception variant as in Single Path One-Shot).
 
     At stride 1 the channels are shuffled and split: even ones bypass, odd ones go through the main branch. At stride 2
-    both branches see the whole input.
+    both branches get the whole input.
     """
 
     def __init__(self, main: ConvBNActSequential, projection: ConvBNActSequential | None) -> None:
@@ -93,11 +97,11 @@ class ShuffleUnit(nn.Module):
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
-        """Last BN of the main branch (docs/method.md 2)."""
+        """The last BN of the main branch, which scores the block (docs/method.md 2)."""
         return self.main[-1].last_bn
 
     def linear_paths(self) -> dict[str, list[ConvBNAct]]:
-        """Its branches as units in order, which `nasfast.supernet.aligned` reads."""
+        """The branches as units in order, for `nasfast.supernet.aligned`."""
         paths = {"main": self.main, "projection": self.projection}
         return {role: list(units) for role, units in paths.items() if units is not None}
 
@@ -108,7 +112,7 @@ class ShuffleUnit(nn.Module):
 
 
 class StridedIdentity(nn.Module):
-    """The `identity` candidate of a reduction layer: a strided 1x1 convolution and its BN, no activation."""
+    """The `identity` candidate of a reduction layer: a strided 1x1 convolution and its BN without activation."""
 
     def __init__(self, unit: ConvBNAct) -> None:
         super().__init__()
@@ -116,10 +120,11 @@ class StridedIdentity(nn.Module):
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
+        """The BN of the unit, which scores the block."""
         return self.unit.last_bn
 
     def linear_paths(self) -> dict[str, list[ConvBNAct]]:
-        """Its one unit, which `nasfast.supernet.aligned` reads."""
+        """The only unit, for `nasfast.supernet.aligned`."""
         return {"": [self.unit]}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,10 +137,10 @@ _BLOCK_BUILDERS: dict[str, BlockBuilder] = {}
 
 
 def block_builder(kind: str) -> Callable[[BlockBuilder], BlockBuilder]:
-    """Decorator that gives a block kind its module; pair it with `nasfast.spaces.block_cost`.
+    """Decorator of the function that builds the module of a block kind; `nasfast.spaces.block_cost` gives its cost.
 
-    The function receives `(block, layer, units)` and returns a module mapping (N, layer.in_channels, H, W) to
-    (N, layer.out_channels, ceil(H / stride), ceil(W / stride)) with an attribute `last_bn`, the
+    The function gets `(block, layer, units)` and returns a module from (N, layer.in_channels, H, W) to
+    (N, layer.out_channels, ceil(H / stride), ceil(W / stride)). The module has an attribute `last_bn`, the
     `nn.BatchNorm2d` that scores it. Units made by `units` are fused in a supernet and plain in a standalone network.
 
     Raises:
@@ -161,7 +166,7 @@ def build_block(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
         raise ValueError(f"block kind {block.kind!r} has a cost but no module; {nearest(block.kind, _BLOCK_BUILDERS)}")
     module = _BLOCK_BUILDERS[block.kind](block, layer, units)
     last_bn = getattr(module, "last_bn", None)
-    # the identity of a normal layer is scored by the layer indicator
+    # the layer indicator scores the identity of a normal layer
     if block.kind != "identity" and not isinstance(last_bn, nn.BatchNorm2d):
         raise ValueError(
             f"block kind {block.kind!r}: the last_bn of its module must be an nn.BatchNorm2d, got "

@@ -1,8 +1,8 @@
 """Weight initialisation by role: orthogonal, delta-orthogonal and the Gaussian baselines (docs/method.md 1).
 
-Scale rule: the mean squared row norm of the flattened (out x fan_in) weight is g^2, so that white inputs keep their
-per-channel variance times g^2. Every tensor has its own seed made from its qualified name, so results do not depend on
-module order, device or on which other candidates exist.
+Scale rule: the mean squared row norm of the flattened (out x fan_in) weight is g^2, so that the per-channel variance of
+white inputs is multiplied by g^2. Every tensor has its own seed, made from its qualified name, so results do not depend
+on the order of modules, the device or which other candidates exist.
 
 A weight is made in two steps, drawing and building, so that one call orthogonalises the matrices of a whole network.
 """
@@ -30,11 +30,11 @@ Shape = tuple[int, ...]
 _LOG = logging.getLogger(__name__)
 
 GAINS = {"identity": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2), "tanh": 1.0}
-"""g of a convolution by the activation behind it; tanh at its critical point (docs/method.md 1)."""
+"""The gain g of a convolution by the activation behind it; tanh has that of its critical point (docs/method.md 1)."""
 
 _ACTIVATION_NAMES = {nn.Identity: "identity", nn.ReLU: "relu", nn.ReLU6: "relu6", nn.Tanh: "tanh"}
 
-# classifiers of the published BN-NAS and SPOS code
+# standard deviation of the classifiers in the published BN-NAS and SPOS code
 _SMALL_STD = 0.01
 
 # "layers.3.candidates.2.expand.conv.weight" has the role "layers.3.expand.conv.weight" in its layer
@@ -47,9 +47,9 @@ class _Recipe:
 
     Attributes:
         draws: layer -> shapes of the Gaussian tensors to draw for its weight, in order.
-        build: (shape of the weight, the draws) -> weight of g = 1; it may write into the draws.
-        orthogonal: the draws are (batches of) matrices that `build` gets orthogonalised.
-        gain: whether the weight is multiplied by g afterwards.
+        build: (shape of the weight, the draws) -> weight for g = 1; it may write into the draws.
+        orthogonal: whether the draws are matrices (or batches of them) that are orthogonalised before `build`.
+        gain: whether the weight is then multiplied by g.
     """
 
     draws: Callable[[nn.Conv2d | nn.Linear], list[Shape]]
@@ -71,12 +71,12 @@ def _across(layer: nn.Conv2d) -> list[Shape]:
 
 
 def _expansion_scale(rows: int, cols: int) -> float:
-    """The scale rule for a semi-orthogonal matrix, whose rows are shorter than 1 where there are more than columns."""
+    """The factor of the scale rule for a semi-orthogonal matrix, whose rows are shorter than 1 if rows > columns."""
     return math.sqrt(max(1.0, rows / cols))
 
 
 def _signs(z: Tensor) -> Tensor:
-    """The orthogonalised 1 x 1 matrices."""
+    """1 x 1 matrices, orthogonalised."""
     return torch.where(z < 0, -1.0, 1.0).to(z.dtype)
 
 
@@ -86,13 +86,13 @@ def _haar(shape: Shape, draws: list[Tensor]) -> Tensor:
 
 
 def _per_filter(shape: Shape, draws: list[Tensor]) -> Tensor:
-    # a k x k orthogonal matrix has Frobenius norm sqrt(k), and a row of the weight is made of `in` of them
+    # a k x k orthogonal matrix has Frobenius norm sqrt(k), and a row of the weight has `in` of them
     (q,) = draws
     return q.div_(math.sqrt(shape[1] * min(shape[2:])))
 
 
 def _literal_pointwise(shape: Shape, draws: list[Tensor]) -> Tensor:
-    # QR of every 1 x 1 slice as the paper words it: entries +-1, brought to the scale rule; not orthogonal
+    # the paper's wording is QR of every 1 x 1 slice: entries +-1, here scaled by the rule; the result is not orthogonal
     return _signs(draws[0]).div_(math.sqrt(shape[1]))
 
 
@@ -128,8 +128,8 @@ def _block_draws(layer: nn.Conv2d) -> list[Shape]:
 def _block_orth(shape: Shape, draws: list[Tensor]) -> Tensor:
     """Xiao et al. 2018, algorithm 1: taps of full support whose circular convolution of stride 1 is an isometry.
 
-    A 1 x 1 orthogonal kernel, convolved as blocks with [P; 1 - P] down and [Q, 1 - Q] across, k - 1 times each; P and Q
-    are projectors of rank out // 2, and J^T J of such a step is the identity since P (1 - P) = 0.
+    A 1 x 1 orthogonal kernel is convolved as blocks with [P; 1 - P] down and [Q, 1 - Q] across, k - 1 times each. P and
+    Q are projectors of rank out // 2, and J^T J of each step is the identity because P (1 - P) = 0.
     """
     first, *bases = draws
     out = shape[0]
@@ -199,30 +199,34 @@ class InitScheme:
     """How each kind of layer is initialised; weights are (out, in / groups, k, k), fan_in = in / groups * k^2.
 
     Attributes:
-        pointwise: of 1 x 1 convolutions. `haar`: semi-orthogonal matrix times sqrt(max(1, out / in)); J J^T has the
-            eigenvalues g^2, or for an expansion in = out / t times t g^2 and zeros (variance t - 1).
-            `paper_literal`: the paper's wording taken to the letter, +-1 / sqrt(in), which is not orthogonal; for
-            ablation only. `gaussian`: N(0, 1 / fan_in). `kaiming_out`: N(0, 2 / (k^2 out)) and no gain, as published
-            BN-NAS and SPOS code.
-        depthwise: `per_filter`: every k x k filter orthogonal over sqrt(k). `unit_norm`: Gaussian filters of Frobenius
-            norm 1. `delta`: a centre tap of +-1, exactly isometric, but the same function for every k: a search
-            cannot rank kernel sizes. `gaussian`, `kaiming_out`. With circular padding phi = g^2 and the variance of
-            the eigenvalues over g^4 is (k^2 - 1) / (k (k + 2)), (k^2 - 1) / (k^2 + 2), 0 and 1 + 1 / k^2 (`gaussian`).
-        dense: of other convolutions. `flatten_qr`: as `haar` on the flattened out x fan_in matrix. `delta`: `haar`
-            across channels in the centre tap. `per_filter`: every k x k slice orthogonal over sqrt(k in).
-            `block_orth`: exact isometry with all k x k taps alive, for out >= in. `gaussian`, `kaiming_out`.
-        linear: `haar`; `gaussian`; `small`: N(0, 0.01^2) and no gain.
-        tied_projection: in inverted residuals with equal input and output width the projection is expansion^T / t of
-            the weights of g = 1, so that a linear pair of pointwise convolutions is the identity; needs `haar`.
-        shared_streams: the seed of a weight comes from its layer, role and shape instead of its name, so that
-            candidates of a layer share the draws of equal shapes; takes the noise of seeds out of comparisons.
-        alignment: from 0 to 1; None for candidates that share nothing. The candidates of a layer then agree in their
-            linear part (`nasfast.supernet.aligned`), and the centre tap's share of a depthwise filter is this number;
-            needs pointwise `haar` and depthwise `unit_norm`.
+        pointwise: 1 x 1 convolutions. `haar`: semi-orthogonal matrix times sqrt(max(1, out / in)). Then J J^T has the
+            eigenvalue g^2; for an expansion in = out / t it has the eigenvalues t g^2 and 0 (variance t - 1).
+            `paper_literal`: +-1 / sqrt(in), as the paper's wording says; not orthogonal, and for ablation only.
+            `gaussian`: N(0, 1 / fan_in). `kaiming_out`: N(0, 2 / (k^2 out)) without gain, as in the published BN-NAS
+            and SPOS code.
+        depthwise: depthwise convolutions. `per_filter`: every k x k filter is orthogonal, divided by sqrt(k).
+            `unit_norm`: Gaussian filters of Frobenius norm 1. `delta`: a centre tap of +-1, which is exactly isometric
+            but the same function for every k, so that a search cannot rank kernel sizes. `gaussian`, `kaiming_out`: as
+            for pointwise. With circular padding phi = g^2, and the variance of the eigenvalues over g^4 is
+            (k^2 - 1) / (k (k + 2)) for `per_filter`, (k^2 - 1) / (k^2 + 2) for `unit_norm`, 0 for `delta` and
+            1 + 1 / k^2 for `gaussian`.
+        dense: other convolutions. `flatten_qr`: `haar` on the flattened out x fan_in matrix. `delta`: `haar` across
+            channels in the centre tap. `per_filter`: every k x k slice is orthogonal, divided by sqrt(k in).
+            `block_orth`: exact isometry with all k x k taps, for out >= in. `gaussian`, `kaiming_out`: as for
+            pointwise.
+        linear: linear layers. `haar` and `gaussian`: as for pointwise. `small`: N(0, 0.01^2) without gain.
+        tied_projection: whether the projection of an inverted residual with equal input and output width is
+            expansion^T / t of the weights for g = 1, so that the linear pair of pointwise convolutions is the identity;
+            it needs `haar`.
+        shared_streams: whether the seed of a weight comes from its layer, role and shape instead of its name.
+            Candidates of a layer then share the draws of equal shapes, so that comparisons have less noise of seeds.
+        alignment: the centre tap's share of a depthwise filter, from 0 to 1. The candidates of a layer then agree in
+            their linear part (`nasfast.supernet.aligned`). It needs pointwise `haar` and depthwise `unit_norm`. None
+            draws candidates independently.
 
     Raises:
-        ValueError: an option that the kind does not have, tied projections that are not `haar`, or an alignment outside
-            of [0, 1] or with other options than those it needs.
+        ValueError: the kind does not have the option, tied projections are not `haar`, or the alignment is outside of
+            [0, 1] or has other options than those it needs.
     """
 
     pointwise: str = "haar"
@@ -261,9 +265,10 @@ SCHEMES: dict[Init, InitScheme] = {
 
 
 def _kind(layer: nn.Conv2d | nn.Linear) -> str:
+    """The field of `InitScheme` that decides about a layer."""
     if isinstance(layer, nn.Linear):
         return "linear"
-    # in / groups == 1 alone would also catch the stem of a grey-scale network
+    # the stem of a grey-scale network also has in / groups == 1, but is not depthwise
     if layer.groups == layer.in_channels > 1:
         return "depthwise"
     return "pointwise" if max(layer.kernel_size) == 1 else "dense"
@@ -276,13 +281,13 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     Draws are float64 on the CPU, wherever the module is; weights are cast once at the end.
 
     Args:
-        module: any module; a convolution's gain comes from the activation of the ConvBNAct-like unit that holds it
-            (attributes `conv` and `act`), 1 where there is none.
+        module: any module. A convolution's gain comes from the activation of the unit that has it (attributes `conv`
+            and `act`, as in ConvBNAct); without such a unit it is 1.
         scheme: one of `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian`, `he`, or an InitScheme.
-        seed: global seed; each tensor derives its own from it and its name.
+        seed: global seed; the seed of each tensor derives from it and the tensor's name.
 
     Raises:
-        ValueError: unknown scheme, or a convolution for which the scheme has no construction.
+        ValueError: the scheme is unknown, or has no construction for a convolution.
     """
     if not isinstance(scheme, InitScheme):
         if scheme not in get_args(Init):
@@ -320,12 +325,14 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
 
 
 def _gain_of(modules: dict[str, nn.Module], name: str) -> float:
+    """The gain of the convolution of this name, by the activation of its unit."""
     unit = modules.get(name.rpartition(".")[0])
     act = getattr(unit, "act", None) if getattr(unit, "conv", None) is modules[name] else None
     return GAINS.get(_ACTIVATION_NAMES.get(type(act), "identity"), 1.0)
 
 
 def _tie_projections(modules: dict[str, nn.Module]) -> None:
+    """See `InitScheme.tied_projection`."""
     for name, block in modules.items():
         if not isinstance(block, InvertedResidual) or block.expand is None:
             continue
@@ -340,7 +347,7 @@ def _warn_if_kernels_coincide(modules: dict[str, nn.Module]) -> None:
     sizes = {m.kernel_size[0] for m in modules.values() if isinstance(m, nn.Conv2d) and _kind(m) == "depthwise"}
     if len(sizes) > 1:
         _LOG.warning(
-            "init: with delta filters depthwise kernels of sizes %s all become one signed tap, the same function; "
-            "a search over them cannot rank kernel sizes. Use init='orthogonal'.",
+            "init: with delta filters, depthwise kernels of sizes %s are all one signed tap and so the same function; "
+            "a search cannot rank these kernel sizes. Use init='orthogonal'.",
             ", ".join(map(str, sorted(sizes))),
         )

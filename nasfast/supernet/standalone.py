@@ -15,9 +15,9 @@ from nasfast.supernet.supernet import Supernet
 
 
 class StandaloneNetwork(nn.Module):
-    """One architecture of a space; layer indicators are dropped and skipped layers are `nn.Identity`.
+    """The network of one architecture, without layer indicators; skipped layers are `nn.Identity`.
 
-    Input (N, in_channels, resolution, resolution), output logits (N, num_classes).
+    Its input is (N, in_channels, resolution, resolution), its output logits (N, num_classes).
     """
 
     def __init__(self, space: SearchSpace, arch: Arch, *, activation: str | None = None) -> None:
@@ -46,16 +46,16 @@ class StandaloneNetwork(nn.Module):
 
 @singledispatch
 def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str | None = None) -> nn.Module:
-    """The standalone network of an architecture, of the class that belongs to the kind of space.
+    """The standalone network of an architecture; its class depends on the kind of space.
 
-    Every one has the attributes `space`, `arch`, `activation` and `classifier`, and `features(x)`, what is pooled for
-    the classifier.
+    Every such network has the attributes `space`, `arch`, `activation` and `classifier`, and a method `features(x)`,
+    whose result is pooled for the classifier.
 
     Raises:
-        TypeError: no search space.
+        TypeError: `space` is not a search space.
         ArchError: `arch` does not belong to `space`.
     """
-    raise TypeError(f"no networks are known for a space of type {type(space).__name__}")
+    raise TypeError(f"expected a search space of layers or cells, got {type(space).__name__}")
 
 
 @standalone_network.register
@@ -71,18 +71,18 @@ def build(
     init: Init | InitScheme = "orthogonal",
     seed: int = 0,
 ) -> nn.Module:
-    """The standalone network of `arch` with fresh weights, nothing frozen.
+    """The standalone network of `arch` with fresh weights, all of which train.
 
     Args:
         space: a `SearchSpace`, or a `nasfast.cells.CellSpace`.
-        arch: one of its architectures.
-        activation: of the blocks; None takes the space's.
-        init: of the weights.
-        seed: of the weights.
+        arch: an architecture of the space.
+        activation: activation of the blocks; None takes the space's.
+        init: initialisation of the weights.
+        seed: seed of the weights.
 
     Raises:
         ArchError: `arch` does not belong to `space`.
-        ValueError: unknown init.
+        ValueError: `init` is unknown.
     """
     network = standalone_network(space, arch, activation=activation)
     initialize(network, init, seed=seed)
@@ -93,7 +93,7 @@ def build(
 def inherit(net: Supernet, arch: Iterable[int]) -> StandaloneNetwork:
     """The standalone network of `arch` with a copy of the supernet's weights.
 
-    Its running statistics are fresh: recalibrate them (`nasfast.train.recalibrate_bn`) before evaluating.
+    Its running statistics are not set: recalibrate them (`nasfast.train.recalibrate_bn`) before an evaluation.
 
     Raises:
         ArchError: `arch` does not belong to the supernet's space.
@@ -108,6 +108,6 @@ def inherit(net: Supernet, arch: Iterable[int]) -> StandaloneNetwork:
     ]
     for source, target in pairs:
         absent = target.load_state_dict(source.state_dict(), strict=False)
-        # the supernet's BatchNorms have no running statistics to copy; nothing else may differ
+        # only running statistics may be missing, because the supernet's BatchNorms have none
         assert not absent.unexpected_keys and not set(absent.missing_keys) & dict(target.named_parameters()).keys()
     return network.to(device)

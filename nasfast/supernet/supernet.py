@@ -1,4 +1,4 @@
-"""Supernet: every candidate of every layer, one path at a time."""
+"""The supernet: it has every candidate of every layer and runs one path at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Trainable = Literal["indicators", "bn", "all"]
 
 
 class ChoiceLayer(nn.Module):
-    """The candidates of one layer, and its layer indicator: a parallel identity -> BN path (Algorithm 1's U^l)."""
+    """The candidates of one layer, and its layer indicator: a parallel path identity -> BN (Algorithm 1's U^l)."""
 
     def __init__(self, layer: Layer, units: UnitFactory, *, layer_indicator: bool) -> None:
         super().__init__()
@@ -39,7 +39,13 @@ class ChoiceLayer(nn.Module):
 
 @dataclass(frozen=True)
 class TrainableSummary:
-    """What trains after `freeze`: parameter tensors and elements by role, and totals."""
+    """What trains after `freeze`.
+
+    Attributes:
+        trainable: the choice.
+        by_role: role -> number of parameter tensors that train, and of their elements.
+        total_elements: number of elements of all parameters.
+    """
 
     trainable: Trainable
     by_role: dict[str, tuple[int, int]]
@@ -47,6 +53,7 @@ class TrainableSummary:
 
     @property
     def elements(self) -> int:
+        """Number of elements that train."""
         return sum(elements for _, elements in self.by_role.values())
 
     def __str__(self) -> str:
@@ -61,20 +68,20 @@ class TrainableSummary:
 class Supernet(nn.Module):
     """All architectures of a space in one network; each forward runs one path.
 
-    BatchNorms use the statistics of the batch in training and evaluation alike and keep no running ones, because those
-    of one path say nothing about another; `nasfast.inherit` gives a path's standalone network, which does.
+    BatchNorms use the statistics of the batch in training and in evaluation. They keep no running statistics, because
+    those of one path do not fit another; `nasfast.inherit` gives a path's standalone network, which keeps them.
 
     Args:
-        space: what to build.
-        init: `orthogonal` (DI-NAS), `aligned`, `delta_orthogonal`, `gaussian`, `he` as BN-NAS and SPOS publish, or an
+        space: the search space.
+        init: `orthogonal` (DI-NAS), `aligned`, `delta_orthogonal`, `gaussian`, `he` (as BN-NAS and SPOS publish), or an
             InitScheme.
-        activation: of the blocks; None takes the space's own.
-        layer_indicators: one parallel identity -> BN path on every normal layer.
-        fused: use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
-        seed: of the initialisation.
+        activation: activation of the blocks; None takes the space's.
+        layer_indicators: whether every normal layer has a parallel path identity -> BN.
+        fused: whether to use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
+        seed: seed of the initialisation.
 
     Raises:
-        ValueError: unknown init or activation, or a block kind without a module or without its `last_bn`.
+        ValueError: the init or the activation is unknown, or a block kind has no module or no `last_bn`.
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class Supernet(nn.Module):
         super().__init__()
         self.space = space
         self.activation = activation or space.activation
-        # as asked for: a space of reduction layers has no indicator, and still agrees with a sampler that would draw it
+        # as given: a space that has only reduction layers has no indicators, and still agrees with a sampler's setting
         self.layer_indicators = layer_indicators
         units = UnitFactory(act=self.activation, fused=fused, track_running_stats=False)
         self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
@@ -107,7 +114,7 @@ class Supernet(nn.Module):
 
         Args:
             x: images; fp32, or bf16 under autocast.
-            path: an Arch; the skip of a normal layer runs its layer indicator where there is one.
+            path: an Arch; a skipped normal layer runs its layer indicator if it has one.
 
         Raises:
             ArchError: the path does not belong to the space.
@@ -133,17 +140,17 @@ class Supernet(nn.Module):
         return {**roles, "convolutions": [p for p in self.parameters() if id(p) not in known]}
 
     def freeze(self, trainable: Trainable = "indicators", *, classifier: bool = False) -> TrainableSummary:
-        """Choose what trains; the rest gets `requires_grad=False`.
+        """Choose what trains; all other parameters get `requires_grad=False`.
 
         Args:
             trainable: `indicators` (gamma and beta of block and layer indicators), `bn` (every BatchNorm) or `all`.
-            classifier: train the classifier too; `all` includes it.
+            classifier: whether the classifier trains too; `all` includes it.
 
         Returns:
-            The summary, also kept as `self.summary`.
+            The summary, which is also `self.summary`.
 
         Raises:
-            ValueError: unknown `trainable`.
+            ValueError: `trainable` is unknown.
         """
         if trainable not in get_args(Trainable):
             raise ValueError(f"freeze: unknown trainable={trainable!r}; {nearest(trainable, get_args(Trainable))}")
