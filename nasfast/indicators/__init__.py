@@ -1,6 +1,6 @@
-"""Scores of a trained supernet and how well they rank.
+"""Scores of architectures, one small file each, and the comparison of a score's ranking with trained accuracies.
 
-`table` and `rank` need no torch; `bn_gamma` and `accuracy` read a supernet and are imported by name.
+`table`, `structure`, `accuracies` and `rank` need no torch; modules that read a supernet are imported by name.
 """
 
 from nasfast.indicators.table import IndicatorTable, TableError

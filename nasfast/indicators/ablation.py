@@ -11,19 +11,19 @@ from nasfast.supernet import Supernet
 
 
 def _identity(layer: Layer) -> int | None:
-    """The value that takes a layer out: its identity candidate, or the skip of a normal layer."""
+    """The value that removes a layer: its identity candidate, or the skip of a normal layer; None if it has neither."""
     kinds = [block.kind for block in layer.choices]
     return kinds.index("identity") if "identity" in kinds else SKIP if layer.normal else None
 
 
 def _refusal(net: Supernet) -> str | None:
     without = [str(i) for i, layer in enumerate(net.space.layers) if _identity(layer) is None]
-    return f"layers {', '.join(without)} change shape and have no identity to put in place" if without else None
+    return f"layers {', '.join(without)} change shape and have no identity as replacement" if without else None
 
 
 @register("ablation", additive=True, held_out=True, refusal=_refusal)
 def ablation(evidence: Evidence) -> IndicatorTable:
-    """Mean over paths of the loss with a layer's candidate replaced by the identity, minus the loss with it."""
+    """Mean over paths of the loss with the identity in place of a layer's candidate, minus the loss with it."""
     space = evidence.net.space
     identities = [_identity(layer) for layer in space.layers]
     rises: list[dict[int, list[float]]] = [{value: [] for value in values} for values in evidence.values]

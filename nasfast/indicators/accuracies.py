@@ -1,10 +1,10 @@
-"""Files of trained accuracies and of scores: what `rank` compares. No torch.
+"""Readers of the files that `rank` compares: trained accuracies, and scores. They need no torch.
 
-JSON: a mapping of architecture to an accuracy, to a list of runs (their mean counts), or to a mapping that has one of
-these under a name such as `mean_acc` (the form that NAS-Bench-Macro publishes). CSV: a header `arch,accuracy` and one
-line per architecture. An architecture is written as in `arch.json` (`0 1 2`), as digits (`012`), or, in a space of
-cells, with the names of its operations as in NAS-Bench-201 (`|conv_3x3~0|+|none~0|skip_connect~1|`).
-docs/ranking_zero_cost.md has examples.
+A JSON file maps each architecture to an accuracy, to a list of accuracies of several runs (their mean is taken), or to
+a mapping that has one of these under a name such as `mean_acc` (the form that NAS-Bench-Macro publishes). A CSV file
+has the header `arch,accuracy` and one line per architecture. An architecture is written as in `arch.json` (`0 1 2`), as
+digits (`012`), or, in a space of cells, with the names of its operations as in NAS-Bench-201
+(`|conv_3x3~0|+|none~0|skip_connect~1|`). docs/ranking_zero_cost.md has examples.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any
 from nasfast.spaces import Arch, ArchError, ArchSpace
 
 MIN_ARCHITECTURES = 10
-"""Fewer say next to nothing: even of 10 architectures in random order, tau is beyond +-0.47 once in 20 times."""
+"""Smallest number to compare. Even for 10 architectures in random order, tau is beyond +-0.47 once in 20 times."""
 
-# Names under which published files give one architecture's accuracy, in order of preference.
+# Names of the accuracy of an architecture in published files, in order of preference.
 _ACCURACY_KEYS = ("mean_acc", "accuracy", "acc", "test_acc", "val_acc")
 
 
 class AccuracyError(ValueError):
-    """A file of accuracies or scores that cannot be used; the text names the entry and what was expected."""
+    """A file of accuracies or scores cannot be used; the text names the entry and what was expected."""
 
 
 def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = None) -> dict[Arch, float]:
-    """Trained accuracies of architectures, in the file's own unit.
+    """Trained accuracies of architectures, in the unit of the file.
 
     Args:
-        path: `.csv`, or JSON under any other name.
-        space: to which the architectures belong.
-        column: name of the accuracy where an entry has several; None takes the first of mean_acc, accuracy, acc,
+        path: a CSV file if the name ends with `.csv`, otherwise a JSON file.
+        space: the space of the architectures.
+        column: name of the accuracy, for entries that have several; None takes the first of mean_acc, accuracy, acc,
             test_acc, val_acc.
 
     Raises:
-        AccuracyError: not that form, fewer than `MIN_ARCHITECTURES`, or architectures that are not of `space`, which
-            are counted.
+        AccuracyError: the file has another form, fewer than `MIN_ARCHITECTURES` architectures, or architectures that
+            are not of `space`; the text says how many.
     """
     names = _ACCURACY_KEYS if column is None else (column,)
     accuracies = {arch: _accuracy(entry, key, path, names) for key, arch, entry in _read_entries(path, space)}
@@ -53,10 +53,10 @@ def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = 
 
 
 def read_scores(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
-    """Scores of a predictor: a JSON mapping of architecture to a number, or a CSV file with the header `arch,score`.
+    """Scores of a predictor, from a JSON mapping of architecture to number or a CSV file with the header `arch,score`.
 
     Raises:
-        AccuracyError: not that form, or architectures that are not of `space`, which are counted.
+        AccuracyError: the file has another form, or architectures that are not of `space`; the text says how many.
     """
     scores = {}
     for key, arch, entry in _read_entries(path, space):
@@ -68,7 +68,7 @@ def read_scores(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
 
 
 def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, Any]]:
-    """Key, architecture and entry, in the order of the file."""
+    """(key, architecture, entry) of each entry, in the order of the file."""
     is_csv = Path(path).suffix.lower() == ".csv"
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, A
     if foreign:
         raise AccuracyError(
             f"{path}: {len(foreign)} of {len(form)} architectures are not of space {space.name!r}; the first, "
-            f"{foreign[0]}. Give the space that the table belongs to, or take those lines out"
+            f"{foreign[0]}. Give the space of the file, or delete these entries"
         )
     return list(entries.values())
 
@@ -107,7 +107,7 @@ def _json_entries(text: str, path: str | Path) -> dict[str, Any]:
 
 
 def _csv_entries(text: str, path: str | Path) -> list[tuple[str, dict[str, Any]]]:
-    """Lines as mappings of the columns besides `arch`; numbers become floats."""
+    """(architecture, mapping of the other columns) of each line; numbers become floats."""
     reader = csv.DictReader(io.StringIO(text))
     columns = reader.fieldnames or []
     if "arch" not in columns or len(columns) < 2:
@@ -120,7 +120,7 @@ def _csv_entries(text: str, path: str | Path) -> list[tuple[str, dict[str, Any]]
             raise AccuracyError(f"{path}, line {reader.line_num}: expected {len(columns)} values ({','.join(columns)})")
         entries.append((line["arch"], {name: _number(line[name]) for name in columns if name != "arch"}))
     if not entries:
-        raise AccuracyError(f"{path}: there are no lines behind the header")
+        raise AccuracyError(f"{path}: there are no lines after the header")
     return entries
 
 
@@ -132,6 +132,7 @@ def _number(text: str) -> float | str:
 
 
 def _accuracy(entry: Any, key: str, path: str | Path, names: tuple[str, ...]) -> float:
+    """The accuracy of an entry; the mean if it has several runs."""
     value = entry
     if isinstance(entry, dict):
         name = next((name for name in names if name in entry), None)

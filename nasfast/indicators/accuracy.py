@@ -1,4 +1,4 @@
-"""The score of SPOS and FairNAS: validation accuracy of a path after BN recalibration. Not additive over layers."""
+"""The score of SPOS and FairNAS: accuracy of a path after BN recalibration; it is not additive over layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ def path_accuracy(
     recalibration_batches: int = 20,
     device: str = "cpu",
 ) -> float:
-    """Top-1 in [0, 1] of `arch` with the supernet's weights.
+    """Top-1, from 0 to 1, of `arch` with the supernet's weights.
 
     Args:
+        net: the trained supernet.
+        arch: an architecture of its space.
         train_loader: its first `recalibration_batches` batches give the path's BN statistics (SPOS, section 3.4).
-        val_loader: what the accuracy is of; keep it apart from the images that judge the final network.
+        val_loader: the images that give the accuracy; use others to judge the final network.
+        recalibration_batches: number of these batches.
+        device: where to compute.
 
     Raises:
         ArchError: `arch` does not belong to the supernet's space.
@@ -34,7 +38,7 @@ def path_accuracy(
 
 @register("recalibrated_accuracy", additive=False, held_out=True)
 def recalibrated_accuracy(evidence: Evidence, arch: Arch) -> float:
-    """Top-1 in [0, 1] of a path on held-out images, its BatchNorms recalibrated: the score of SPOS and FairNAS."""
+    """Top-1, from 0 to 1, of a path on held-out images after BN recalibration: the score of SPOS and FairNAS."""
     if evidence.loaders is None:
         raise ScoreError("recalibrated_accuracy needs training images too: give Evidence(loaders=(training, held_out))")
     training, held_out = evidence.loaders

@@ -21,11 +21,11 @@ def _mean_abs_gamma(bn: nn.BatchNorm2d) -> float:
 
 
 def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTable:
-    """Table of S_v = mean |gamma| of every candidate's indicator BN and S_u of every layer indicator.
+    """The table of S_v = mean |gamma| of every candidate's indicator BN, and S_u of every layer indicator.
 
     Args:
-        net: a trained supernet (an untrained one scores 1 everywhere).
-        meta: kept in the table, e.g. method and step.
+        net: a trained supernet; an untrained one scores 1 everywhere.
+        meta: what the table says about its origin, e.g. method and step.
 
     Raises:
         TableError: a gamma is not finite.
@@ -40,5 +40,5 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
 
 @register("gamma", additive=True, images=False)
 def gamma(evidence: Evidence) -> IndicatorTable:
-    """Mean |gamma| of a candidate's last BatchNorm, times that of the layer indicator: BN-NAS and Algorithm 2."""
+    """Mean |gamma| of a candidate's last BN, times that of the layer indicator (BN-NAS; DI-NAS, Algorithm 2)."""
     return score(evidence.net)

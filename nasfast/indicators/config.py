@@ -15,13 +15,13 @@ class ScoreConfig(ConfigBase):
     """How architectures are scored; null takes the method's preset.
 
     Attributes:
-        name: of a score: `path_loss`, `gamma`, ...; docs/ranking.md lists them.
-        distill: make a table of a score of paths, which the exact search takes; otherwise the search by evolution asks
-            for it architecture by architecture.
-        structure: weight of the baseline `sqrt_size` beside any score, both in units of standard deviations; 0 leaves
-            the score alone, in its own units.
-        paths: sampled paths; null takes 300, or more for a space of many candidates.
-        images: that paths are scored on.
+        name: name of a score: `path_loss`, `gamma`, ...; docs/ranking.md lists them.
+        distill: whether to fit a table to a score of paths, for the exact search; otherwise the search by evolution
+            computes it for each architecture.
+        structure: weight of the baseline `sqrt_size`, which is added to the score, both divided by their standard
+            deviations; 0 leaves the score in its own unit.
+        paths: number of sampled paths; null takes 300, or more for a space of many candidates.
+        images: number of images on which paths are scored.
     """
 
     name: str | None = None
@@ -39,7 +39,7 @@ class ScoreConfig(ConfigBase):
             raise ValueError(f"paths must be at least 1 and images at least 2, got {self.paths} and {self.images}")
 
     def resolved(self, method: str) -> ScoreConfig:
-        """Name, distill and structure made explicit."""
+        """The same settings, with name, distill and structure of the method's preset where they are null."""
         preset = METHODS[method]
         names = ("distill", "structure")
         chosen = {name: getattr(preset, name) for name in names if getattr(self, name) is None}
@@ -47,5 +47,5 @@ class ScoreConfig(ConfigBase):
 
     @property
     def gives_table(self) -> bool:
-        """Whether a resolved config makes a table, so that the exact search applies."""
+        """Whether a resolved config makes a table, which the exact search needs."""
         return get_score(self.name).additive or self.distill

@@ -1,4 +1,4 @@
-"""Additive tables from scores of paths, by least squares, and sums of tables of different units."""
+"""Additive tables fitted to scores of paths by least squares, and sums of tables of different units."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _FOLDS = 5
 def distill(
     space: SearchSpace, scores: Mapping[Arch, float], values: Sequence[Sequence[int]], *, meta: dict[str, Any]
 ) -> IndicatorTable:
-    """The additive table nearest to the scores of sampled paths.
+    """The additive table that is nearest to the scores of sampled paths.
 
-    Least squares of the scores on one indicator variable per (layer, value). In each layer the scores of the values
-    average 0; what they leave open, a constant, is `intercept` in meta. With it are the share of the variance that the
+    It is the least-squares fit of the scores by one indicator variable per (layer, value). The scores of the values of
+    a layer average 0, and the constant is `intercept` in meta. Besides, meta has the share of the variance that the
     table explains (`r2`), the number of `paths`, and `cross_validated_tau`: Kendall's tau-b between the scores of paths
-    and what tables fitted without them predict, in five folds.
+    and the predictions of tables that were fitted without them, in five folds.
 
     Args:
-        space: of the paths.
+        space: the space of the paths.
         scores: path -> score, larger is better.
-        values: per layer, the values that the table is to score; every one must occur among the paths.
-        meta: kept in the table.
+        values: for each layer, the values that the table scores; every value must occur among the paths.
+        meta: what the table says about its origin.
 
     Raises:
-        ScoreError: a score is not finite (the candidate whose paths are most often so is named), or there are too few
-            paths to tell all candidates apart.
+        ScoreError: a score is not finite (the text names the candidate whose paths are so most often), or there are too
+            few paths to determine the scores of all candidates.
     """
     archs, y = list(scores), np.array(list(scores.values()), dtype=np.float64)
     columns = {pair: i for i, pair in enumerate((layer, v) for layer, row in enumerate(values) for v in row)}
@@ -57,24 +57,24 @@ def distill(
         predicted[folds == fold] = constant + x[folds == fold] @ w
     tau = float(kendall_tau(predicted, y, np.ones((1, len(y))))[0])
     rows = [{v: float(weights[columns[layer, v]]) for v in row} for layer, row in enumerate(values)]
-    found = {
+    quality = {
         "paths": len(archs),
         "r2": 1 - float(rest @ rest) / float(spread @ spread) if spread.any() else None,
         "cross_validated_tau": None if math.isnan(tau) else tau,
         "intercept": float(intercept),
     }
-    return IndicatorTable.of_rows(space, rows, {**meta, **found})
+    return IndicatorTable.of_rows(space, rows, {**meta, **quality})
 
 
 def z_sum(parts: Sequence[tuple[IndicatorTable, float]], *, meta: dict[str, Any]) -> IndicatorTable:
-    """The weighted sum of tables of different units, each in units of its own standard deviation.
+    """The weighted sum of tables of different units, each divided by its own standard deviation.
 
-    Mean and deviation are those of a table's score over all architectures of the space, which are exact because layers
-    add up independently. A table that gives every architecture the same score adds nothing.
+    Mean and standard deviation are those of a table's score over all architectures of the space; they are exact because
+    layers add up independently. A table that gives every architecture the same score adds nothing.
 
     Args:
         parts: tables of one space, each with its weight.
-        meta: kept in the table.
+        meta: what the sum says about its origin.
     """
     space = parts[0][0].space
     rows: list[dict[int, float]] = [
@@ -88,14 +88,14 @@ def z_sum(parts: Sequence[tuple[IndicatorTable, float]], *, meta: dict[str, Any]
         for i, row in enumerate(rows):
             mean = float(np.mean(list(table.scores[i].values())))
             for choice in row:
-                # a skip that a table does not know scores 0 in it, as `IndicatorTable.score` has it
+                # a skip that a table has no score for scores 0, as in `IndicatorTable.score`
                 score = table.scores[i].get(choice, table.layer[i] or 0.0)
                 row[choice] += weight * (score - mean) / math.sqrt(variance)
     return IndicatorTable.of_rows(space, rows, meta)
 
 
 def _centred(values: Sequence[Sequence[int]], x: np.ndarray) -> np.ndarray:
-    """One variable less per layer: indicators minus that of the layer's last value; so weights can average 0."""
+    """One variable fewer per layer: each indicator minus that of the layer's last value, so that weights average 0."""
     parts, start = [], 0
     for row in values:
         block = x[:, start : start + len(row)]
@@ -117,6 +117,7 @@ def _fit(values: Sequence[Sequence[int]], x: np.ndarray, y: np.ndarray) -> tuple
 
 
 def _check_finite(space: SearchSpace, columns: list[tuple[int, int]], x: np.ndarray, y: np.ndarray) -> None:
+    """Refuse scores y that are not finite; see `distill`."""
     bad = ~np.isfinite(y)
     if not bad.any():
         return

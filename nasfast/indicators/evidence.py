@@ -1,4 +1,4 @@
-"""What scores are computed from: a supernet, images, and sampled paths."""
+"""`Evidence`: what scores are computed from, which is a supernet, images and sampled paths."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from nasfast.supernet import Supernet
 from nasfast.train.batches import as_epochs
 
 _LEAST_PATHS = 300
-"""Sampled paths where no number is given; more for spaces of more candidates, see `Evidence.paths`."""
+"""Number of sampled paths where none is given; spaces with more candidates take more, see `Evidence`."""
 
 
 class ScoreError(ValueError):
-    """A score that a space or model cannot have, or that is not finite; the text says why and what can be had."""
+    """A space or model cannot have a score, or a score is not finite; the text says why and what to use instead."""
 
 
 class Evidence:
-    """A supernet with the images and the sampled paths that its scores are measured on.
+    """A supernet, with the images and the sampled paths on which its scores are measured.
 
     Args:
         net: the supernet, on its device.
         images: a `nasfast.data.Loader`, or any sized iterable of (images, labels); all of it is kept in memory.
-            BatchNorms use the statistics of its batches, so each should hold a mixture of classes. Scores of paths
-            want images that the supernet was not trained on.
-        loaders: whole training and held-out loaders, for scores that recalibrate BatchNorms; None where there are none.
-        paths: sampled paths; None takes 300, or four per candidate that the space has beyond one per layer if that is
-            more.
-        recalibration_batches: of the training loader, for each path that is recalibrated.
-        seed: of the paths.
-        bf16: run the supernet under bfloat16 autocast.
+            BatchNorms use the statistics of its batches, so each batch should have a mixture of classes. Scores of
+            paths need images that the supernet was not trained on.
+        loaders: the training loader and the held-out loader, for scores that recalibrate BatchNorms; None for none.
+        paths: number of sampled paths. None takes 300, or if that is more, four for each candidate beyond one per
+            layer.
+        recalibration_batches: number of training batches that recalibrate a path.
+        seed: seed of the paths.
+        bf16: whether to run the supernet under bfloat16 autocast.
     """
 
     def __init__(
@@ -57,11 +57,12 @@ class Evidence:
 
     @property
     def device(self) -> torch.device:
+        """The supernet's device."""
         return next(self.net.parameters()).device
 
     @property
     def values(self) -> list[tuple[int, ...]]:
-        """Per layer, what a sampled path may take: the candidates, and the skip where the supernet trained one."""
+        """For each layer the values that a sampled path may take: candidates, and the skip if the net trained it."""
         trained = self.net.layer_indicators
         return [layer.legal if trained else layer.options for layer in self.net.space.layers]
 
@@ -70,20 +71,20 @@ class Evidence:
         """Images (N, C, H, W) and labels (N,) on the supernet's device.
 
         Raises:
-            ScoreError: the loader gave none.
+            ScoreError: the loader gave no image.
         """
         batches = list(as_epochs(self.images).epoch(0, device=str(self.device)))
         if not batches:
-            raise ScoreError("the loader gave no image to score on")
+            raise ScoreError("the loader gave no image to score on: give a loader with at least one batch")
         return batches
 
     def sample(self, count: int | None = None) -> list[Arch]:
-        """Fair random paths, the same for the same seed (`paths` of them where no number is given)."""
+        """Fair random paths, the same for the same seed; None takes `paths` of them."""
         sampler = FairSampler(self.net.space, seed=self.seed, layer_indicators=self.net.layer_indicators)
         return [sampler.step()[0] for _ in range(self.paths if count is None else count)]
 
     def logits(self, x: Tensor, path: Arch) -> Tensor:
-        """Logits (N, classes) in float32 of one path, whose BatchNorms use the statistics of the batch."""
+        """Logits (N, classes) in float32 of one path; its BatchNorms use the statistics of the batch."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             return self.net(x, path).float()
 
@@ -105,7 +106,7 @@ class Evidence:
 
     @contextmanager
     def norms_train(self) -> Iterator[None]:
-        """Within it, exactly the BatchNorms of the supernet have gradients; afterwards all is as before."""
+        """Context in which only the BatchNorms of the supernet have gradients; its end restores the previous state."""
         before = {p: p.requires_grad for p in self.net.parameters()}
         norms = {p for m in self.net.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
         try:

@@ -16,15 +16,15 @@ from nasfast.spaces import SKIP
 from nasfast.supernet.supernet import ChoiceLayer
 
 _IMAGES = 64
-"""Images per path: the mean over paths averages out more noise than more images per path do."""
+"""Images per path. They are few because more paths reduce the noise more than more images per path do."""
 
 
 @register("beta_gradient", additive=True, trained=False)
 def beta_gradient(evidence: Evidence) -> IndicatorTable:
     """Mean over paths of sqrt(sum |dL/dbeta|^2) over a candidate's BatchNorms, before training.
 
-    It hardly depends on the images or their labels: what it measures is structure (docs/ranking.md). The beta of an
-    identity is dead, because a convolution with BatchNorm follows, so an identity scores about 0 by itself.
+    It hardly depends on the images or their labels, so it measures structure (docs/ranking.md). The beta of an identity
+    has no effect, because a convolution with BatchNorm follows, so an identity scores about 0.
     """
     return _averaged(evidence, lambda norms: math.sqrt(sum(_squares(bn.bias.grad) for bn in norms)))
 
@@ -42,16 +42,16 @@ def _squares(values: Tensor) -> float:
 def _averaged(evidence: Evidence, of_norms: Callable[[list[nn.BatchNorm2d]], float]) -> IndicatorTable:
     """The mean over the sampled paths through each candidate of a function of its BatchNorms after backward."""
     net, space = evidence.net, evidence.net.space
-    found: list[dict[int, list[float]]] = [{value: [] for value in values} for values in evidence.values]
+    samples: list[dict[int, list[float]]] = [{value: [] for value in values} for values in evidence.values]
     with evidence.norms_train():
         for path, (x, y) in zip(evidence.sample(), cycle(evidence.batches), strict=False):
             for parameter in net.parameters():
                 parameter.grad = None
             F.cross_entropy(evidence.logits(x[:_IMAGES], path), y[:_IMAGES]).backward()
-            for row, layer, choice in zip(found, net.layers, path, strict=True):
+            for row, layer, choice in zip(samples, net.layers, path, strict=True):
                 row[choice].append(of_norms(_norms(layer, choice)))
     rows = []
-    for i, (row, layer) in enumerate(zip(found, space.layers, strict=True)):
+    for i, (row, layer) in enumerate(zip(samples, space.layers, strict=True)):
         for choice, values in row.items():
             if not values:
                 raise ScoreError(
@@ -63,6 +63,7 @@ def _averaged(evidence: Evidence, of_norms: Callable[[list[nn.BatchNorm2d]], flo
 
 
 def _norms(layer: ChoiceLayer, choice: int) -> list[nn.BatchNorm2d]:
+    """The BatchNorms that a choice runs."""
     if layer.layer_indicator is not None and choice == layer.layer.indicator_choice:
         return [layer.layer_indicator]
     if choice == SKIP:

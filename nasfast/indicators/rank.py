@@ -1,6 +1,6 @@
-"""How well a predictor ranks architectures whose trained accuracy is known, beside baselines that cost nothing.
+"""How well a predictor ranks architectures of known trained accuracy, compared with baselines that cost nothing.
 
-Run on NAS-Bench-Macro by `nasfast rank`. numpy only; Kendall's tau-b and Spearman's rho follow scipy's definitions.
+`nasfast rank` runs it. It needs only numpy; Kendall's tau-b and Spearman's rho follow scipy's definitions.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from nasfast.spaces import Arch, ArchSpace
 
 _BUDGET_QUANTILES = (0.10, 0.25, 0.50, 0.75, 1.00)
 _INTERVAL = (0.025, 0.975)
-# Fewer have no quantiles worth the name.
+# Fewer resamples give no meaningful quantiles.
 _MIN_RESAMPLES = 10
-# Rows of the sign matrices held at once: 256 x 2187 in float32 are 2 MB.
+# Rows of the sign matrices in memory at a time: 256 x 2187 in float32 take 2 MB.
 _CHUNK = 256
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A correlation and its bootstrap interval; every field is None where a correlation is undefined (a constant)."""
+    """A correlation and its bootstrap interval; all fields are None if it is undefined (a constant ranking)."""
 
     value: float | None
     low: float | None
@@ -41,16 +41,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PredictorReport:
-    """How one predictor ranks.
+    """How well one predictor ranks.
 
     Attributes:
-        name: `predictor`, or a baseline of `nasfast.indicators.structure`.
+        name: `predictor`, or the name of a baseline of `nasfast.indicators.structure`.
         kendall: tau-b over all architectures.
         spearman: rho over all architectures.
         kendall_within_depth: mean of tau-b over the groups of equal depth, weighted by their numbers of pairs.
-        kendall_by_depth: depth -> tau-b within it; None where undefined.
-        regret: per budget of the report, accuracy points lost by taking the predictor's favourite under the budget;
-            the mean over its favourites if several tie.
+        kendall_by_depth: depth -> tau-b within the group; None if undefined.
+        regret: for each budget of the report, the accuracy lost by taking the predictor's favourite under the budget;
+            the mean over favourites if several tie.
     """
 
     name: str
@@ -62,7 +62,7 @@ class PredictorReport:
 
     @property
     def constant(self) -> bool:
-        """Whether it gives every architecture the same score."""
+        """Whether the predictor gives every architecture the same score."""
         return self.kendall.value is None
 
 
@@ -71,18 +71,18 @@ class RankReport:
     """Rank correlation of a predictor and of the baselines with trained accuracy.
 
     Attributes:
-        architectures: number compared.
-        unscored: architectures with an accuracy but without a score, left out.
+        architectures: number of architectures compared.
+        unscored: number of architectures that have an accuracy but no score; they are left out.
         depth_counts: depth -> number of architectures.
         budgets: MACs budgets of the regrets: the 10, 25, 50, 75 and 100 % quantiles of the MACs.
-        best_accuracy: per budget, the best trained accuracy under it, in the accuracies' own unit.
+        best_accuracy: for each budget the best trained accuracy under it, in the unit of the accuracies.
         predictor: the report of the predictor.
-        baselines: the same for every baseline of `nasfast.indicators.structure`.
-        above: baseline -> tau-b of the predictor minus that of the baseline; both are of the same resamples, so what
-            they share cancels and the interval is narrower than their own two suggest.
+        baselines: the reports of the baselines of `nasfast.indicators.structure`.
+        above: baseline -> tau-b of the predictor minus that of the baseline. Both come from the same resamples, so
+            shared noise cancels and the interval is narrower than their two intervals suggest.
         resamples: number of bootstrap resamples.
-        seed: of the bootstrap.
-        meta: where the predictor comes from (`IndicatorTable.meta`).
+        seed: seed of the bootstrap.
+        meta: origin of the predictor (`IndicatorTable.meta`).
     """
 
     architectures: int
@@ -99,21 +99,21 @@ class RankReport:
 
     @property
     def best_baseline(self) -> PredictorReport | None:
-        """The baseline of the highest tau; None where all are constant."""
-        told = [row for row in self.baselines if not row.constant]
-        return max(told, key=lambda row: row.kendall.value, default=None)
+        """The baseline with the highest tau; None if all are constant."""
+        varying = [row for row in self.baselines if not row.constant]
+        return max(varying, key=lambda row: row.kendall.value, default=None)
 
     @property
     def verdict(self) -> str:
-        """One or two plain sentences: whether the predictor knows more than every baseline does."""
+        """One or two sentences that say whether the predictor ranks better than every baseline."""
         if self.predictor.constant:
             return "The predictor gives every architecture the same score: it ranks nothing."
         mine = f"{self.predictor.kendall.value:+.3f}"
-        told = {row.name: row for row in self.baselines if not row.constant}
-        if not told:
+        varying = {row.name: row for row in self.baselines if not row.constant}
+        if not varying:
             return f"Every baseline is constant on these architectures; the predictor's tau is {mine}."
-        beaten = [name for name in told if self.above[name].low > 0]
-        rest = [f"{name} ({row.kendall.value:+.3f})" for name, row in told.items() if name not in beaten]
+        beaten = [name for name in varying if self.above[name].low > 0]
+        rest = [f"{name} ({row.kendall.value:+.3f})" for name, row in varying.items() if name not in beaten]
         if not rest:
             best = self.best_baseline
             return (
@@ -125,11 +125,13 @@ class RankReport:
         )
 
     def to_json(self) -> str:
+        """The report and its verdict as JSON."""
         form = _plain(self)
         form["verdict"] = self.verdict
         return json.dumps(form, indent=1)
 
     def save(self, path: str | Path) -> None:
+        """Write `to_json` to a file."""
         write_atomic(Path(path), (self.to_json() + "\n").encode())
 
     def __str__(self) -> str:
@@ -161,28 +163,28 @@ def rank(
 ) -> RankReport:
     """Compare a predictor's order of architectures with their trained accuracies.
 
-    The intervals are percentile bootstrap intervals: architectures are drawn with replacement, as many as there are,
-    and every statistic is recomputed. Two copies of one architecture are a tie in everything and drop out of tau-b.
+    The intervals are percentile bootstrap intervals: as many architectures as there are, are drawn with replacement,
+    and every statistic is recomputed. Two copies of one architecture tie in everything and so do not count in tau-b.
 
     Args:
         accuracies: architecture -> trained accuracy, in any unit; regrets have the same unit.
         predictor: a table of indicators, or architecture -> score.
-        space: to which the architectures belong; gives the baselines.
-        resamples: bootstrap resamples, at least 10.
-        seed: of the bootstrap.
+        space: the space of the architectures, which gives the baselines.
+        resamples: number of bootstrap resamples, at least 10.
+        seed: seed of the bootstrap.
 
     Raises:
         AccuracyError: fewer than 10 architectures have both an accuracy and a score.
         ArchError: an architecture is not of `space`.
         TableError: the table belongs to another space.
-        ValueError: too few resamples.
+        ValueError: there are too few resamples.
     """
     if resamples < _MIN_RESAMPLES:
         raise ValueError(f"rank: resamples must be at least {_MIN_RESAMPLES}, got {resamples}; 1000 is usual")
     if isinstance(predictor, IndicatorTable) and predictor.space.fingerprint != space.fingerprint:
         raise TableError(
             f"the table was scored in space {predictor.space.name!r} ({predictor.space.fingerprint}), the accuracies "
-            f"are of {space.name!r} ({space.fingerprint}): give accuracies of the space it was scored in"
+            f"are of {space.name!r} ({space.fingerprint}): give accuracies of the table's space"
         )
     if isinstance(predictor, IndicatorTable):
         scores, meta = {arch: predictor.score(arch) for arch in accuracies}, dict(predictor.meta)
@@ -196,14 +198,14 @@ def rank(
         )
     truth = np.array([accuracies[a] for a in archs], dtype=np.float64)
     macs = np.array([space.cost(a).macs for a in archs], dtype=np.float64)
-    # sums that differ only by the order of additions are ties
+    # sums that differ only by the order of their additions must tie
     columns = {"predictor": _merge_rounding(np.array([scores[a] for a in archs], dtype=np.float64))}
     columns |= {name: _merge_rounding(np.array(structure_scores(space, name, archs))) for name in BASELINES}
     depth = columns["depth"]
 
     rng = np.random.default_rng(seed)
     picks = rng.integers(len(archs), size=(resamples, len(archs)))
-    # first row: the sample itself; then how often every architecture is in each resample
+    # the first row is the sample itself; the others say how often each architecture is in a resample
     weights = np.ones((resamples + 1, len(archs)), dtype=np.float32)
     for row, pick in zip(weights[1:], picks, strict=True):
         row[:] = np.bincount(pick, minlength=len(archs))
@@ -227,14 +229,15 @@ def rank(
 
 
 def kendall_tau(x: Sequence[float], y: Sequence[float], weights: np.ndarray) -> np.ndarray:
-    """Tau-b of several weighted samples at once.
+    """Kendall's tau-b of several weighted samples at once.
 
-    tau_b = sum_ij w_i w_j s_ij t_ij / sqrt(sum_ij w_i w_j s_ij^2 * sum_ij w_i w_j t_ij^2), s = sign(x_i - x_j), t the
-    same of y: with integer weights, exactly tau-b of the sample in which element i occurs w_i times.
+    tau_b = sum_ij w_i w_j s_ij t_ij / sqrt(sum_ij w_i w_j s_ij^2 * sum_ij w_i w_j t_ij^2), where s_ij = sign(x_i - x_j)
+    and t_ij = sign(y_i - y_j). With integer weights it is exactly tau-b of the sample in which element i occurs w_i
+    times.
 
     Args:
-        x: (n,).
-        y: (n,).
+        x: (n,) values.
+        y: (n,) values.
         weights: (samples, n).
 
     Returns:
@@ -246,14 +249,14 @@ def kendall_tau(x: Sequence[float], y: Sequence[float], weights: np.ndarray) -> 
         rows = slice(start, start + _CHUNK)
         sign_x, sign_y = np.sign(x[rows, None] - x), np.sign(y[rows, None] - y)
         for total, matrix in zip(sums, (sign_x * sign_y, np.abs(sign_x), np.abs(sign_y)), strict=True):
-            # a row's sum is an integer below 2^24, exact in float32; the sum over rows is not
+            # a row's sum is an integer below 2^24 and so exact in float32; the sum over rows needs float64
             total += np.einsum("sr,sr->s", w @ matrix.T, w[:, rows], dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         return sums[0] / np.sqrt(sums[1] * sums[2])
 
 
 def spearman_rho(x: Sequence[float], y: Sequence[float], weights: np.ndarray) -> np.ndarray:
-    """Spearman's rho (midranks for ties) of several weighted samples; arguments and result as `kendall_tau`."""
+    """Spearman's rho (midranks for ties) of several weighted samples; arguments and result as in `kendall_tau`."""
     w = np.asarray(weights, dtype=np.float64)
     size = w.sum(axis=1)
     a, b = (_midranks(v, w) - (size[:, None] + 1) / 2 for v in (x, y))
@@ -299,7 +302,7 @@ def _report(
 
 
 def _estimate(samples: np.ndarray) -> Estimate:
-    """First entry: the statistic itself; the others: its bootstrap resamples."""
+    """The estimate from a statistic (the first entry) and its bootstrap resamples (the others)."""
     if np.isnan(samples[0]):
         return Estimate(None, None, None)
     resampled = samples[1:][~np.isnan(samples[1:])]
@@ -317,7 +320,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def _midranks(values: Sequence[float], weights: np.ndarray) -> np.ndarray:
-    """(samples, n) ranks from 1 of each element in the sample where it occurs `weights` times."""
+    """(samples, n) ranks, from 1, of each element in the samples where it occurs `weights` times."""
     dense = np.unique(np.asarray(values), return_inverse=True)[1]
     groups = np.zeros((len(weights), dense.max() + 1))
     np.add.at(groups.T, dense, weights.T)
@@ -326,7 +329,7 @@ def _midranks(values: Sequence[float], weights: np.ndarray) -> np.ndarray:
 
 
 def _merge_rounding(values: np.ndarray) -> np.ndarray:
-    """Values closer than 1e-12 of the largest magnitude become equal."""
+    """Make values equal that differ by less than 1e-12 of the largest magnitude."""
     order = np.argsort(values, kind="stable")
     steps = np.diff(values[order]) > 1e-12 * np.abs(values).max()
     merged = np.empty_like(values)

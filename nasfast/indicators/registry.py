@@ -1,8 +1,8 @@
-"""The scores of architectures by name: what each needs, and what it gives. `nasfast.indicators.scores` has them all.
+"""The registry of scores: each has a name, what it needs and what it gives. `nasfast.indicators.scores` has them all.
 
-A score is of one of two kinds. An additive one gives a table of (layer, candidate), which the exact search takes. A
-score of paths gives one number per architecture; `nasfast.indicators.distill` makes a table of it by least squares,
-or the search by evolution asks for it architecture by architecture. Larger is better for all of them.
+There are two kinds of scores. An additive score gives a table of (layer, candidate), which the exact search takes. A
+score of paths gives one number per architecture; `nasfast.indicators.distill` fits a table to it by least squares, or
+the search by evolution calls it for each architecture. Larger is better for all scores.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Score:
     """A registered score.
 
     Attributes:
-        name: by which settings and errors know it.
-        function: `evidence -> IndicatorTable` of an additive score, `(evidence, arch) -> float` of one of paths.
-        additive: which of the two.
-        trained: whether it is of the trained supernet; otherwise it is of the weights before training.
-        images: whether it looks at images.
-        held_out: whether they must be images that the supernet was not trained on.
-        refusal: supernet -> why it cannot have this score, or None.
+        name: its name in settings and errors.
+        function: `evidence -> IndicatorTable` for an additive score, `(evidence, arch) -> float` for a score of paths.
+        additive: whether it is additive.
+        trained: whether it needs the trained supernet; otherwise it takes the weights before training.
+        images: whether it needs images.
+        held_out: whether these must be images that the supernet was not trained on.
+        refusal: supernet -> why it cannot have this score, or None if it can.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Score:
 
     @property
     def summary(self) -> str:
-        """The first line of the function's docstring."""
+        """A sentence about the score: the first line of the function's docstring."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -83,7 +83,7 @@ def get_score(name: str) -> Score:
     """The score of a name.
 
     Raises:
-        ScoreError: there is none; the nearest is named.
+        ScoreError: there is no such score; the text names the nearest.
     """
     if name not in SCORES:
         raise ScoreError(f"unknown score {name!r}; {nearest(name, SCORES)}")
@@ -94,7 +94,7 @@ def check_score(score: Score, net: Supernet) -> None:
     """Refuse a score that a supernet cannot have.
 
     Raises:
-        ScoreError: it cannot; the text lists those it can have.
+        ScoreError: it cannot have it; the text lists the scores that it can have.
     """
     why = score.refusal(net)
     if why is not None:
@@ -102,7 +102,7 @@ def check_score(score: Score, net: Supernet) -> None:
 
 
 def available(net: Supernet) -> list[str]:
-    """Names of the scores that a supernet can have."""
+    """The names of the scores that a supernet can have."""
     return [name for name, score in SCORES.items() if score.refusal(net) is None]
 
 

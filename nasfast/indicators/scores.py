@@ -1,4 +1,4 @@
-"""Every registered score, and the table of any of them."""
+"""All registered scores, and the table of any of them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ __all__ = [
 def score_table(
     name: str, evidence: Evidence, *, structure: float = 0.0, meta: dict[str, Any] | None = None
 ) -> IndicatorTable:
-    """The table of a score: its own if it is additive, else the one distilled from the scores of sampled paths.
+    """The table of a score: its own if it is additive, otherwise the table distilled from the scores of sampled paths.
 
     Args:
         name: one of `SCORES`.
-        evidence: what it is computed from.
-        structure: weight of the baseline `sqrt_size` beside the score, both in units of their standard deviation over
-            the space (`z_sum`); 0 leaves it out, and the score in its own units.
-        meta: kept in the table, besides the score's name and what `distill` finds.
+        evidence: what the score is computed from.
+        structure: weight of the baseline `sqrt_size`, which is added to the score; both are divided by their standard
+            deviations over the space (`z_sum`). 0 adds nothing and leaves the score in its own unit.
+        meta: what the table says about its origin, besides the score's name and the quality of the fit (`distill`).
 
     Raises:
-        ScoreError: unknown, one that the supernet cannot have, or not finite.
+        ScoreError: the score is unknown or not finite, or the supernet cannot have it.
         TableError: a score of a candidate is not finite.
     """
     score, space = get_score(name), evidence.net.space
@@ -79,10 +79,10 @@ def with_structure(table: IndicatorTable, weight: float) -> IndicatorTable:
 
 
 def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Arch, float]:
-    """The score of each architecture, not distilled: a score of paths is computed for every one of them.
+    """The score of each architecture; a score of paths is computed for every architecture and not distilled.
 
     Raises:
-        ScoreError: unknown, or one that the supernet cannot have.
+        ScoreError: the score is unknown, or the supernet cannot have it.
         ArchError: an architecture is not of the supernet's space.
     """
     score = get_score(name)

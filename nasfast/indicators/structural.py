@@ -1,4 +1,4 @@
-"""The baselines of `nasfast.indicators.structure` as scores: sums over layers that know the space and nothing else."""
+"""The baselines of `nasfast.indicators.structure` as scores: sums over layers that depend only on the space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _register(name: str) -> None:
     def baseline(evidence: Evidence) -> IndicatorTable:
         return structure_table(evidence.net.space, name)
 
-    baseline.__doc__ = f"The baseline {name} of docs/ranking_zero_cost.md: it knows the space and nothing else."
+    baseline.__doc__ = f"The baseline {name} of docs/ranking_zero_cost.md: it depends only on the space."
 
 
 for _name in BASELINES:

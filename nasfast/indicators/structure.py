@@ -1,7 +1,7 @@
-"""What the structure of an architecture alone says of its accuracy: baselines that cost nothing. No torch.
+"""Baselines that predict accuracy from the structure of an architecture and cost nothing. They need no torch.
 
-A score proves itself by what it adds to these. Each is a sum over the values of an architecture, so each is also a
-table that the exact search takes.
+A score is worth what it adds to them. Each baseline is a sum over the values of an architecture, so it is also a table
+for the exact search.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import ArchSpace, Operator, SearchSpace
 
 COST_BONUS = 0.2
-"""What the dearest candidate of a layer has over the cheapest in `sqrt_size`, as a part of the latter's."""
+"""By how much the candidate of most MACs exceeds the one of fewest in `sqrt_size`, as a fraction of the latter."""
 
 Rows = tuple[dict[int, float], ...]
-"""Per value of an architecture: option -> its part of the sum."""
+"""For each value of an architecture: option -> its term of the sum."""
 
 
 def _depth(options: Mapping[int, Operator]) -> dict[int, float]:
@@ -48,25 +48,26 @@ BASELINES: dict[str, Callable[[Mapping[int, Operator]], dict[int, float]]] = {
     "params": _params,
     "sqrt_size": _sqrt_size,
 }
-"""Name -> rule from the options of one layer (or edge) to their parts of the sum.
+"""Name -> rule from the options of one layer (or edge) to their terms of the sum.
 
-- `depth`: layers that are not the identity. Of cells: operations that are not none, the identity or a pooling.
-- `macs`, `params`: cost of the layers that are searched; stem, head and classifier are the same for all.
-- `sqrt_size`: sum of sqrt(C H W) of the layer's input, times 1 + 0.2 (m - m_min) / (m_max - m_min). m are the MACs of
-  the candidate; m_min and m_max are the least and the most among the layer's candidates that are not the identity. An
-  identity has 0. On NAS-Bench-Macro the second factor is 1 for k3 e3 and 1.2 for k5 e6. Cells: summed over all of them.
+- `depth`: number of layers that are not the identity; for cells, of operations other than none, identity and pooling.
+- `macs`, `params`: cost of the searched layers; stem, head and classifier are the same for all architectures.
+- `sqrt_size`: sum over layers of sqrt(C H W) of the layer's input, times 1 + 0.2 (m - m_min) / (m_max - m_min). Here m
+  are the MACs of the candidate, m_min and m_max the least and the most among the layer's candidates that are not the
+  identity. The identity has 0. On NAS-Bench-Macro the second factor is 1 for k3 e3 and 1.2 for k5 e6. For cells it is
+  summed over all cells.
 """
 
 
 def structure_rows(space: ArchSpace, name: str) -> Rows:
-    """The parts of a baseline, per value of an architecture and legal option.
+    """The terms of a baseline, for each value of an architecture and each allowed option.
 
     Args:
-        space: layer-wise, or of cells.
+        space: a space of layers or of cells.
         name: one of `BASELINES`.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: the name is unknown.
     """
     if name not in BASELINES:
         raise ValueError(f"unknown baseline {name!r}; {nearest(name, BASELINES)}")
@@ -78,7 +79,7 @@ def structure_scores(space: ArchSpace, name: str, archs: Iterable[Iterable[int]]
 
     Raises:
         ArchError: an architecture is not of `space`.
-        ValueError: unknown name.
+        ValueError: the name is unknown.
     """
     rows = structure_rows(space, name)
     return [math.fsum(row[k] for row, k in zip(rows, space.check(arch), strict=True)) for arch in archs]
@@ -88,7 +89,7 @@ def structure_table(space: SearchSpace, name: str) -> IndicatorTable:
     """The baseline as a table, which `nasfast.search` maximises exactly.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: the name is unknown.
     """
     block = tuple(
         {choice: row[choice] for choice in layer.options if choice != layer.indicator_choice and layer.choices}

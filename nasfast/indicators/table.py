@@ -1,4 +1,4 @@
-"""IndicatorTable: scores per layer and choice, as JSON. No torch here, so that search runs without it."""
+"""`IndicatorTable`: scores by layer and choice, and their JSON file. It needs no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
 _FORMAT = "nasfast.indicator_table/2"
-# written before tables had a rule; their rule is "product"
+# the format before tables had a rule; such tables have the rule "product"
 _OLD_FORMAT = "nasfast.indicator_table/1"
 
 Rule = Literal["product", "sum"]
 
 
 class TableError(ValueError):
-    """An indicator table that cannot be used: not our JSON, of another space, or incomplete."""
+    """An indicator table cannot be used: it has another form, belongs to another space, or is incomplete."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class IndicatorTable:
     """An additive score: what every candidate of every layer adds to the score of an architecture.
 
     Attributes:
-        space: the space the table belongs to; Arch values index its layers.
-        block: per layer, Arch value -> score of the candidate. Of gammas, S_v = mean |gamma| of its indicator BN.
-        layer: per layer, score of the identity (`Layer.indicator_choice`), of gammas S_u = mean |gamma| of the layer
-            indicator. None on reduction and pinned layers, and where the identity has no score of its own.
-        meta: where the scores come from (method, step, checkpoint); not used in any computation.
-        rule: how both make the score of a candidate on a layer that has a layer score: `product` is S_v * S_u
-            (Algorithm 2), `sum` is the block score alone.
+        space: the space of the table.
+        block: for each layer, Arch value -> score of the candidate; for gammas, S_v = mean |gamma| of its indicator BN.
+        layer: for each layer, the score of the identity (`Layer.indicator_choice`); for gammas, S_u = mean |gamma| of
+            the layer indicator. None on reduction and pinned layers, and where the identity has no score.
+        meta: origin of the scores (method, step, checkpoint); no computation uses it.
+        rule: how both give the score of a candidate on a layer that has a layer score: `product` takes S_v * S_u
+            (Algorithm 2), `sum` takes only the block score.
     """
 
     space: SearchSpace
@@ -45,11 +45,13 @@ class IndicatorTable:
 
     @classmethod
     def of_rows(cls, space: SearchSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
-        """The table with the rule `sum` whose scores are given by layer and Arch value.
+        """The table with the rule `sum` that has the given scores by layer and Arch value.
 
         Args:
-            rows: per layer, a score of every candidate; that of the identity of a normal layer may be left out, and a
-                pinned layer needs none.
+            space: the space of the table.
+            rows: for each layer, a score of every candidate. The identity of a normal layer may be left out, and a
+                pinned layer needs no scores.
+            meta: origin of the scores.
         """
         identities = [layer.indicator_choice for layer in space.layers]
         block = tuple(
@@ -80,11 +82,11 @@ class IndicatorTable:
 
     @cached_property
     def scores(self) -> tuple[dict[int, float], ...]:
-        """Per layer, the score of every option.
+        """For each layer the score of every option.
 
         With the rule `product` it is S[l, a] of Algorithm 2 (docs/method.md 2): S_v on reduction layers, S_v * S_u on
-        normal layers. An identity candidate is the layer-indicator path itself and has the layer score; where there is
-        none it scores 0, as does a pinned layer.
+        normal layers. An identity candidate is the path of the layer indicator and has the layer score, or 0 if there
+        is none. A pinned layer scores 0.
         """
         table = []
         for scores, layer_score, layer in zip(self.block, self.layer, self.space.layers, strict=True):
@@ -96,7 +98,7 @@ class IndicatorTable:
         return tuple(table)
 
     def score(self, arch: Iterable[int]) -> float:
-        """Sum over layers of the combined score; a skipped layer scores its layer indicator alone, or 0 without one.
+        """Sum over layers of the combined scores; a skipped layer scores its layer indicator, or 0 without one.
 
         Raises:
             ArchError: `arch` does not belong to the space.
@@ -105,10 +107,11 @@ class IndicatorTable:
         return sum(row[choice] if choice in row else layer_score or 0.0 for row, layer_score, choice in rows)
 
     def argmax(self) -> Arch:
-        """The unconstrained best architecture: the highest combined score of every layer, ties to the lower index."""
+        """The best architecture without limits: the highest score of every layer; ties go to the lower index."""
         return tuple(max(row, key=lambda choice: (row[choice], -choice)) for row in self.scores)
 
     def to_json(self) -> str:
+        """The table as JSON with a digest."""
         rows = [
             {"block": {str(k): v for k, v in scores.items()}, "layer": layer}
             for scores, layer in zip(self.block, self.layer, strict=True)
@@ -121,12 +124,14 @@ class IndicatorTable:
         """Inverse of `to_json`.
 
         Raises:
-            TableError: not that form.
+            TableError: the text is not a table, or is damaged.
         """
         try:
             form = unseal(text)
             if form["format"] not in (_FORMAT, _OLD_FORMAT):
-                raise TableError(f"indicator table has format {form['format']!r}, this version reads {_FORMAT!r}")
+                raise TableError(
+                    f"indicator table has format {form['format']!r}, this version reads {_FORMAT!r}: score again"
+                )
             rule = form["rule"] if form["format"] == _FORMAT else "product"
             block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in form["layers"])
             layer = tuple(None if row["layer"] is None else float(row["layer"]) for row in form["layers"])
@@ -137,11 +142,17 @@ class IndicatorTable:
             raise TableError(f"not an indicator table ({type(error).__name__}: {error})") from error
 
     def save(self, path: str | Path) -> None:
+        """Write `to_json` to a file."""
         write_atomic(Path(path), self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> IndicatorTable:
-        """Read a table; OSError if the file cannot be read, TableError if it is not a table or damaged."""
+        """Read a table.
+
+        Raises:
+            OSError: the file cannot be read.
+            TableError: it is not a table, or is damaged.
+        """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (TableError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The zero-cost scores as scores of a supernet's paths, each as a network of its own with the supernet's weights."""
+"""The zero-cost scores as scores of paths; a path is scored as a standalone network with the supernet's weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _LINEAR_REGIONS = ("relu", "relu6")
 def _no_relu(net: Supernet) -> str | None:
     if net.activation in _LINEAR_REGIONS:
         return None
-    return f"it counts the linear regions of ReLUs, and the activation is {net.activation}"
+    return f"it counts linear regions of ReLUs, and the activation is {net.activation}"
 
 
 def _register(name: str) -> None:
     @register(name, additive=False, trained=False, refusal=_no_relu if name == "naswot" else lambda net: None)
     def path_score(evidence: Evidence, arch: Arch) -> float:
-        # all weights count, also those that are frozen in the supernet
+        # a standalone network is scored because all weights count, also those that are frozen in the supernet
         network = inherit(evidence.net, arch)
         try:
             return ZERO_COST[name](network, *evidence.batches[0])

@@ -107,7 +107,7 @@ def test_what_a_json_file_lacks_is_named(tmp_path, content, message):
         ("", "expected a header such as arch,accuracy.*got ''"),
         ("00000011,1.0\n", "expected a header"),
         ("arch\n00000011\n", "expected a header"),
-        ("arch,accuracy\n", "no lines behind the header"),
+        ("arch,accuracy\n", "no lines after the header"),
         ("arch,accuracy\n00000011\n", r"line 2: expected 2 values \(arch,accuracy\)"),
         ("arch,accuracy\n00000011,1.0,2\n", "line 2: expected 2 values"),
         ("arch,accuracy\n00000011,high\n", "number or a list of numbers, got 'high'"),

@@ -1,7 +1,7 @@
-"""Scores of an untrained network from the literature: one or a few batches each, and no training.
+"""Scores of untrained networks from the literature, which need one or a few batches and no training.
 
-Each is `score(module, images, labels) -> float` on any `nn.Module` that gives logits, and leaves the module as it was.
-A larger value predicts a higher accuracy, by the papers; docs/ranking_zero_cost.md says how well that holds here.
+Each is `score(module, images, labels) -> float` for any `nn.Module` that gives logits, and does not change the module.
+The papers say that a larger value predicts a higher accuracy; docs/ranking_zero_cost.md says how well that holds here.
 """
 
 from collections.abc import Callable

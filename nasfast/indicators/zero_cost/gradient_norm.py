@@ -1,4 +1,4 @@
-"""Gradient norm: how strongly the loss of one batch pulls at the weights."""
+"""Gradient norm: the size of the gradient of one batch's loss by the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nasfast.indicators.zero_cost.layers import loss_gradients, weighted_layers,
 
 
 def gradient_norm(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Sum over layers l of ||dL/dW_l||_2, L the mean cross entropy of the batch.
+    """Sum over layers l of ||dL/dW_l||_2, where L is the mean cross entropy of the batch.
 
     Abdelfattah et al., Zero-Cost Proxies for Lightweight NAS (ICLR 2021, arXiv 2101.08134), section 3.1. Layers are the
     convolutions and linear layers whose weights train. Norms use the batch's statistics.
@@ -19,7 +19,7 @@ def gradient_norm(module: nn.Module, images: Tensor, labels: Tensor) -> float:
         labels: (N,) int64.
 
     Raises:
-        ScoreError: no convolution weight trains, or a gradient is not finite (the layer is named).
+        ScoreError: no convolution weight trains, or a gradient is not finite (the text names the layer).
     """
     copied = working_copy(module)
     layers = weighted_layers(copied)

@@ -1,4 +1,4 @@
-"""What the zero-cost scores share: a copy of the module to work on, its layers with weights, and their gradients."""
+"""Parts that the zero-cost scores share: a working copy of the module, its layers with weights, and their gradients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from nasfast.indicators.registry import ScoreError
 
 
 def working_copy(module: nn.Module) -> nn.Module:
-    """A deep copy in training mode, so that norms use the batch's statistics; without dropout, which is random.
+    """A deep copy in training mode, so that norms use the batch's statistics; dropout is off, because it is random.
 
-    Scores work on it, so the module's weights, running statistics, gradients and mode stay as they are.
+    Scores change only the copy, so the module keeps its weights, running statistics, gradients and mode.
     """
     copied = copy.deepcopy(module).train()
     for child in copied.modules():
@@ -26,10 +26,10 @@ def working_copy(module: nn.Module) -> nn.Module:
 
 
 def weighted_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Convolutions and linear layers whose weights train, by name, in the order of `named_modules`.
+    """The convolutions and linear layers whose weights train, by name, in the order of `named_modules`.
 
     Raises:
-        ScoreError: there is no convolution among them.
+        ScoreError: none of them is a convolution.
     """
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
     layers = {n: m for n, m in module.named_modules() if isinstance(m, kinds) and m.weight.requires_grad}
@@ -37,16 +37,16 @@ def weighted_layers(module: nn.Module) -> dict[str, nn.Module]:
         total = sum(isinstance(m, kinds[:3]) for m in module.modules())
         raise ScoreError(
             f"none of the {total} convolutions of this {type(module).__name__} has a weight that trains: "
-            "set requires_grad on the weights that the score is to count"
+            "set requires_grad=True on the weights that the score should count"
         )
     return layers
 
 
 def loss_gradients(module: nn.Module, layers: Mapping[str, nn.Module], images: Tensor, labels: Tensor) -> list[Tensor]:
-    """Gradient of the batch's mean cross entropy by the weight of each layer; 0 where a weight has no influence.
+    """Gradients of the batch's mean cross entropy by the weight of each layer; 0 for a weight without influence.
 
     Raises:
-        ScoreError: a gradient is not finite; the layer is named.
+        ScoreError: a gradient is not finite; the text names the layer.
     """
     weights = [layer.weight for layer in layers.values()]
     loss = F.cross_entropy(module(images), labels)
@@ -59,17 +59,18 @@ def loss_gradients(module: nn.Module, layers: Mapping[str, nn.Module], images: T
 
 @torch.no_grad()
 def not_finite(module: nn.Module, images: Tensor, what: str) -> ScoreError:
-    """The error that tells where the first value that is not finite comes from.
+    """The error that says where the first value that is not finite comes from.
 
-    One such value in the forward pass spoils the gradients of all layers, so the forward pass runs again and the first
-    layer whose weight or output is not finite is named. Where all are finite, the backward pass or a sum overflows.
+    One such value in the forward pass makes the gradients of all layers wrong. So the forward pass runs again, and the
+    text names the first layer whose weight or output is not finite. If all are finite, the backward pass or a sum has
+    overflowed.
     """
-    found: list[str] = []
+    origins: list[str] = []
 
     def look(name: str, layer: nn.Module, output: Any) -> None:
         for part, value in (("weight", getattr(layer, "weight", None)), ("output", output)):
             if isinstance(value, Tensor) and not value.isfinite().all():
-                found.append(f"the {part} of layer {name!r} is not finite")
+                origins.append(f"the {part} of layer {name!r} is not finite")
 
     hooks = [
         child.register_forward_hook(lambda layer, _inputs, output, name=name: look(name, layer, output))
@@ -79,5 +80,5 @@ def not_finite(module: nn.Module, images: Tensor, what: str) -> ScoreError:
     module(images)
     for hook in hooks:
         hook.remove()
-    where = found[0] if found else f"the {what} is not finite, though weights and outputs of all layers are"
+    where = origins[0] if origins else f"the {what} is not finite, though weights and outputs of all layers are"
     return ScoreError(f"this {type(module).__name__} has no finite score: {where}")

@@ -1,4 +1,4 @@
-"""NASWOT: how differently the ReLUs of an untrained network see the images of a batch."""
+"""NASWOT: how well the ReLUs of an untrained network distinguish the images of a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIMITS = (-1.0, 1.0)
 class _Codes(TorchDispatchMode):
     """Counts, for every pair of images, the units of all ReLUs that are in the same linear region.
 
-    It sees the operators themselves, so a functional ReLU counts like a module.
+    It intercepts operators, so a functional ReLU counts like a module.
     """
 
     def __init__(self, images: int) -> None:
@@ -36,7 +36,7 @@ class _Codes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, *regions: Tensor) -> None:
-        """`regions`: masks that exclude each other; a single one stands for itself and its complement."""
+        """Count the units of one ReLU by masks of its regions; a single mask also stands for its complement."""
         masks = regions if len(regions) > 1 else (regions[0], ~regions[0])
         for mask in masks:
             code = mask.flatten(1).float()
@@ -46,12 +46,12 @@ class _Codes(TorchDispatchMode):
 
 
 def naswot(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> float:
-    """log |det K|, K_ij the number of ReLU units that are in the same linear region for images i and j.
+    """log |det K|, where K_ij is the number of ReLU units that are in the same linear region for images i and j.
 
     Mellor et al., Neural Architecture Search without Training (ICML 2021, arXiv 2006.04647), equations 1 and 2: K_ij is
-    the number of units less the Hamming distance of the images' binary codes. A ReLU has two regions, off and on. A
-    ReLU6 (any hardtanh) has three, below, within and above its limits, where a binary code would count the last two as
-    one. Norms use the batch's statistics. The paper compares networks on one batch of 128 images.
+    the number of units minus the Hamming distance of the images' binary codes. A ReLU has two regions, off and on. A
+    ReLU6 (any hardtanh) has three: below, within and above its limits; a binary code would count the last two as one.
+    Norms use the batch's statistics. The paper compares networks on one batch of 128 images.
 
     Args:
         module: images -> logits; its ReLUs may be modules or functions, but not inside fused operators.
@@ -67,13 +67,13 @@ def naswot(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> f
         copied(images)
     if not codes.units:
         raise ScoreError(
-            f"no ReLU or ReLU6 ran in this {type(module).__name__}: NASWOT counts their linear regions. A network with "
-            "another activation has no such score; one built with fused=True must be built without"
+            f"no ReLU or ReLU6 ran in this {type(module).__name__}, and NASWOT counts their linear regions. A network "
+            "with another activation has no such score; one built with fused=True must be built without"
         )
     sign, value = torch.linalg.slogdet(codes.agreements)
     if sign <= 0 or not value.isfinite():
         raise ScoreError(
-            f"the kernel of {len(images)} images and {codes.units:,} ReLU units is singular: images are equal, or the "
-            "network tells them apart at no ReLU; give different images"
+            f"the kernel of {len(images)} images and {codes.units:,} ReLU units is singular: images are equal, or no "
+            "ReLU of the network distinguishes them; give different images"
         )
     return value.item()

@@ -1,4 +1,4 @@
-"""Q of NASI: the squared length of one batch's gradient, which estimates the trace of the neural tangent kernel."""
+"""Q of NASI: the squared norm of one batch's gradient, which estimates the trace of the neural tangent kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nasfast.nasi.score import score as nasi_score
 
 
 def ntk_q(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """||dL/dtheta||^2, L the mean cross entropy of the batch and theta all parameters that train.
+    """||dL/dtheta||^2, where L is the mean cross entropy of the batch and theta are all parameters that train.
 
-    Shu et al., NASI (ICLR 2022, arXiv 2109.00817), section 3.2; see docs/nasi.md. It is `gradient_norm` with one norm
-    over all parameters, norms' scales and shifts included, where that is a sum of the layers' norms. Norms use the
-    batch's statistics.
+    Shu et al., NASI (ICLR 2022, arXiv 2109.00817), section 3.2; see docs/nasi.md. `gradient_norm` sums the norms of
+    layers; this is the square of one norm over all parameters, scales and shifts of norm layers included. Norm layers
+    use the batch's statistics.
 
     Args:
         module: images -> logits (N, classes).
@@ -24,11 +24,11 @@ def ntk_q(module: nn.Module, images: Tensor, labels: Tensor) -> float:
         labels: (N,) int64.
 
     Raises:
-        ScoreError: no parameter trains, or Q is not finite (the layer where it began is named).
+        ScoreError: no parameter trains, or Q is not finite (the text names the layer where it began).
     """
     copied = working_copy(module)
     if not any(p.requires_grad for p in copied.parameters()):
-        raise ScoreError(f"no parameter of this {type(module).__name__} trains: set requires_grad")
+        raise ScoreError(f"no parameter of this {type(module).__name__} trains: set requires_grad=True on some")
     value = nasi_score(copied, images, labels)
     if not math.isfinite(value):
         raise not_finite(copied, images, "squared norm of the gradient")

@@ -1,4 +1,4 @@
-"""SNIP: how much the loss of one batch changes as weights are taken away."""
+"""SNIP: how much the loss of one batch changes when weights are removed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from nasfast.indicators.zero_cost.layers import loss_gradients, weighted_layers,
 
 
 def snip(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Sum over weights w of |w dL/dw|, L the mean cross entropy of the batch.
+    """Sum over weights w of |w dL/dw|, where L is the mean cross entropy of the batch.
 
-    The saliency of one connection is equation 6 of Lee et al., SNIP (ICLR 2019, arXiv 1810.02340), before it is
-    normalised; the sum over a network is from Abdelfattah et al. (arXiv 2101.08134), section 3.2. Weights are those of
-    convolutions and linear layers that train. Norms use the batch's statistics.
+    The saliency of one connection is equation 6 of Lee et al., SNIP (ICLR 2019, arXiv 1810.02340), without its
+    normalisation; the sum over a network is from Abdelfattah et al. (arXiv 2101.08134), section 3.2. The sum is over
+    the weights of convolutions and linear layers that train. Norms use the batch's statistics.
 
     Args:
         module: images -> logits (N, classes).
@@ -20,7 +20,7 @@ def snip(module: nn.Module, images: Tensor, labels: Tensor) -> float:
         labels: (N,) int64.
 
     Raises:
-        ScoreError: no convolution weight trains, or a gradient is not finite (the layer is named).
+        ScoreError: no convolution weight trains, or a gradient is not finite (the text names the layer).
     """
     copied = working_copy(module)
     layers = weighted_layers(copied)

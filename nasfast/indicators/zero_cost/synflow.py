@@ -1,4 +1,4 @@
-"""SynFlow: the flow through the network of absolute weights. It needs neither labels nor images."""
+"""SynFlow: the flow through the network of absolute weights; it needs neither labels nor images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 class _NoCap(TorchFunctionMode):
-    """ReLU6 as ReLU: the sums of absolute weights are far above 6, and a cap would stop the flow."""
+    """Runs ReLU6 as ReLU, because sums of absolute weights are far above 6 and the cap would stop the flow."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -29,13 +29,13 @@ class _NoCap(TorchFunctionMode):
 
 
 def synflow(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> float:
-    """Sum over weights w of |w dR/dw|, R the sum of the logits of one image of ones, all parameters made absolute.
+    """Sum over weights w of |w dR/dw|, where R is the sum of the logits of one image of ones.
 
-    Tanaka et al., Pruning neural networks without any data by iteratively conserving synaptic flow (NeurIPS 2020, arXiv
-    2006.05467), equation 2; the sum over a network is from Abdelfattah et al. (arXiv 2101.08134), section 3.2. As in
-    their code it is computed in double precision, and norms are left out, i.e. replaced by the identity: a norm would
-    divide the flow by its own size. ReLU6 counts as ReLU. The weights that are summed over are those of convolutions
-    and linear layers that train.
+    All parameters are replaced by their absolute values. Tanaka et al., Pruning neural networks without any data by
+    iteratively conserving synaptic flow (NeurIPS 2020, arXiv 2006.05467), equation 2; the sum over a network is from
+    Abdelfattah et al. (arXiv 2101.08134), section 3.2. As in their code, it is computed in double precision, and norms
+    are replaced by the identity, because a norm would divide the flow by its own size. ReLU6 runs as ReLU. The sum is
+    over the weights of convolutions and linear layers that train.
 
     Args:
         module: images -> logits (N, classes).
@@ -43,8 +43,8 @@ def synflow(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> 
         labels: not used.
 
     Raises:
-        ScoreError: no convolution weight trains, norms run inside fused operators, or a flow is not finite (the layer
-            is named).
+        ScoreError: no convolution weight trains, norms run inside fused operators, or a flow is not finite (the text
+            names the layer).
     """
     copied = working_copy(module).double()
     layers = weighted_layers(copied)
@@ -65,8 +65,8 @@ def synflow(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> 
         flow = copied.eval()(ones).sum()
         if norms and not replaced:
             raise ScoreError(
-                f"the norms of this {type(module).__name__} run inside fused operators, where SynFlow cannot leave "
-                "them out: build the network with fused=False"
+                f"the norms of this {type(module).__name__} run inside fused operators, where SynFlow cannot replace "
+                "them: build the network with fused=False"
             )
         weights = [layer.weight for layer in layers.values()]
         gradients = torch.autograd.grad(flow, weights, materialize_grads=True)
