@@ -1,6 +1,6 @@
-"""What a run's results prove: best against random architectures, and what is known of the score. No torch.
+"""What a run's results prove: the best architecture against random ones, and how well the score ranks. No torch.
 
-A difference is claimed only where its interval excludes 0, and "highest score" stands beside what the score is worth.
+A summary claims a difference only if its interval excludes 0. Beside "highest score" it says how well the score ranks.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from scipy import stats
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 
 PROVEN = "proven: no other within the limits has a higher score"
-"""Of the first architecture that an exact search finds."""
+"""Status of the first architecture of an exact search."""
 
 PROVEN_NEXT = "proven: only those above have a higher score"
+"""Status of the others."""
 
 _TWO_SIDED = 0.975
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The best architecture against random ones of equal cost, on the same images.
+    """The best architecture compared with random ones of equal cost, on the same images.
 
     Attributes:
         gain: top-1 of the best minus the mean top-1 of the others, in percentage points.
-        low, high: its 95 % interval.
+        low, high: 95 % interval of the gain.
         peers: number of random architectures.
         images: number of images.
     """
@@ -43,13 +44,13 @@ class Comparison:
     images: int
 
     @property
-    def told(self) -> bool:
+    def significant(self) -> bool:
         """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     @property
     def sentence(self) -> str:
-        """What may be said: the difference, its interval and what that covers."""
+        """The difference, its interval, and what the interval covers."""
         peers = "one random architecture" if self.peers == 1 else f"the mean of {self.peers} random architectures"
         where = "above" if self.gain > 0 else "below" if self.gain < 0 else "away from"
         covers = f"over {self.images:,} images" + (" and the random architectures" if self.peers > 1 else "")
@@ -57,35 +58,35 @@ class Comparison:
             f"Retrained, it is {abs(self.gain):.2f} percentage points {where} {peers} of equal cost "
             f"(95 % interval {self.low:+.2f} to {self.high:+.2f}, {covers})"
         )
-        if not self.told:
-            return f"{text}: no difference can be told."
+        if not self.significant:
+            return f"{text}: the difference is not significant."
         if self.peers == 1:
             return (
-                f"{text}. That is a difference between these two networks; others of that cost may do better or worse: "
-                "retrain.random_architectures sets how many are tried."
+                f"{text}. This is a difference between these two networks only; others of that cost may be better or "
+                "worse. retrain.random_architectures sets how many are retrained."
             )
-        return f"{text}: a difference that neither the images nor the choice of random architectures explains."
+        return f"{text}: neither the images nor the choice of random architectures explains the difference."
 
 
 def compare(best: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> Comparison | None:
-    """Compare retrained networks on the images that all of them were judged by.
+    """Compare retrained networks on the images on which all of them were evaluated.
 
-    With d_i = (best right on image i) - (share of the m others that are right), N images, and s the standard deviation
-    of the others' accuracies, the interval is
+    Let d_i = (1 if the best is right on image i, else 0) - (share of the m others that are right), N the number of
+    images, and s the standard deviation of the others' accuracies. The interval is
 
         mean d +- sqrt((z std(d) / sqrt(N))^2 + (t s / sqrt(m))^2),
 
-    z and t the 97.5 % quantiles of the normal distribution and of Student's with m - 1 degrees of freedom. The first
-    part is of the images, paired, so an image that is hard for all adds nothing; the second is of the architectures and
-    of their training. With m = 1 only the first can be known. The best one was trained once: how much its own training
-    scatters is in neither.
+    where z and t are the 97.5 % quantiles of the normal distribution and of Student's with m - 1 degrees of freedom.
+    The first term comes from the images; they are paired, so an image that is hard for all adds nothing. The second
+    comes from the architectures and their training, and is unknown for m = 1. The best one was trained once, so neither
+    term has the scatter of its own training.
 
     Args:
         best: `result.json` of a retrained network.
-        peers: those of random architectures; the ones of another cost or training (`same_terms`) are left out.
+        peers: `result.json` of random architectures; those of another cost or training (`same_terms`) are left out.
 
     Returns:
-        None if no peer is comparable.
+        The comparison, or None if no peer is comparable.
     """
     peers = [peer for peer in peers if same_terms(best, peer)]
     if not peers:
@@ -93,25 +94,25 @@ def compare(best: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> Comp
     right = [_right(form) for form in (best, *peers)]
     difference = right[0] - np.mean(right[1:], axis=0)
     images, m = len(difference), len(peers)
-    of_images = stats.norm.ppf(_TWO_SIDED) * difference.std(ddof=1) / math.sqrt(images) if images > 1 else math.inf
-    of_archs = 0.0
+    image_term = stats.norm.ppf(_TWO_SIDED) * difference.std(ddof=1) / math.sqrt(images) if images > 1 else math.inf
+    arch_term = 0.0
     if m > 1:
         scatter = np.std([hits.mean() for hits in right[1:]], ddof=1)
-        of_archs = stats.t.ppf(_TWO_SIDED, m - 1) * scatter / math.sqrt(m)
-    gain, half = 100 * float(difference.mean()), 100 * math.hypot(of_images, of_archs)
+        arch_term = stats.t.ppf(_TWO_SIDED, m - 1) * scatter / math.sqrt(m)
+    gain, half = 100 * float(difference.mean()), 100 * math.hypot(image_term, arch_term)
     return Comparison(gain, gain - half, gain + half, m, images)
 
 
 def same_terms(best: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:
-    """Whether a result is a baseline of another: equal cost, trained as long, judged on the same images."""
+    """Whether a result can be compared with another: equal cost, equal epochs, evaluated on the same images."""
     near = abs(peer["macs"] - best["macs"]) <= EQUAL_COST_TOLERANCE * best["macs"]
-    # results of earlier versions have no record of single images; ranks decide their order
+    # results of earlier versions do not record single images; the number of ranks decides the order of images
     recorded = bool(best.get("correct")) and bool(peer.get("correct"))
     return near and recorded and all(peer[key] == best[key] for key in ("epochs", "images", "ranks"))
 
 
 def _right(form: Mapping[str, Any]) -> np.ndarray:
-    """(images,) 1 where the network is right, 0 where not."""
+    """(images,) 1 for images on which the network is right, 0 for the others."""
     bits = np.unpackbits(np.frombuffer(bytes.fromhex(form["correct"]), dtype=np.uint8), count=form["images"])
     return bits.astype(np.float64)
 
@@ -122,7 +123,7 @@ def is_peer(name: str) -> bool:
 
 
 def worth_of_score(run_dir: str | Path) -> str:
-    """What is known of the score that the search maximised: the verdict of `nasfast rank`, where it ran."""
+    """What is known about the score that the search maximised: the verdict of `nasfast rank`, if it ran."""
     path = Path(run_dir) / "rank.json"
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))["verdict"] if path.exists() else None
@@ -130,7 +131,7 @@ def worth_of_score(run_dir: str | Path) -> str:
         verdict = None
     if not isinstance(verdict, str):
         return (
-            "The proof is of the score alone: how well it ranks trained accuracies was not measured in this run "
-            "(nasfast rank measures it, docs/ranking.md says what to expect)."
+            "The proof is about the score only. How well the score ranks trained accuracies was not measured in this "
+            "run (nasfast rank measures it, docs/ranking.md says what to expect)."
         )
-    return f"The proof is of the score alone. How well the score ranks trained accuracies: {verdict}"
+    return f"The proof is about the score only. How well the score ranks trained accuracies: {verdict}"

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page from the files of a run directory; stages not run yet are named as such."""
+"""report.html: one self-contained page from the files of a run directory; it says which stages have not run yet."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.search import SearchResult, load_candidates, pareto_front, sample_under
 from nasfast.spaces import SearchSpace, format_arch, from_yaml
 
-# Random architectures in the score-MACs figure.
+# Number of random architectures in the figure of score against MACs.
 _CLOUD = 1000
-# A training accuracy no more than this above guessing shows no learning: at 10 classes the accuracy over 1000 images
+# A training accuracy at most this much above chance shows no learning: with 10 classes, the accuracy over 1000 images
 # scatters by 0.01.
 _CHANCE_MARGIN = 0.02
 
-_STALE = "Retraining is of another architecture than the present search's best: run <code>nasfast retrain</code> again."
+_STALE = (
+    "The retrained network has another architecture than the best of the present search: run "
+    "<code>nasfast retrain</code> again."
+)
 _AT_CHANCE = (
-    "The supernet's own accuracy is at chance: the ranking is not supported by what the supernet learned. Judge it by "
-    "<code>nasfast rank</code> or by the comparison with the random architecture."
+    "The supernet's training accuracy is at chance, so the ranking does not come from what it learned. Check the "
+    "ranking with <code>nasfast rank</code> or by the comparison with random architectures."
 )
 
 
 class _NotRun(Exception):
-    """The file a section needs does not exist; the argument is what writes it."""
+    """The file that a section needs does not exist; the argument says which command writes it."""
 
 
 class _Run:
-    """The files of a run directory, read when a section asks for them."""
+    """The files of a run directory; each is read when a section asks for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,17 +97,17 @@ class _Run:
 
 
 def at_chance(top1: float, num_classes: int) -> bool:
-    """Whether an accuracy in [0, 1] is that of guessing: within 0.02 of 1 / num_classes, or below it."""
+    """Whether an accuracy, from 0 to 1, is at chance: at most 0.02 above 1 / num_classes."""
     return top1 <= 1 / num_classes + _CHANCE_MARGIN
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` and the figures under `report/` from whatever files the run directory holds.
+    """Write `report.html`, and its figures under `report/`, from the files that the run directory has.
 
-    A section whose file is absent says which command writes it; one whose file is damaged says so.
+    A section whose file is absent says which command writes the file; one whose file is damaged says so.
 
     Args:
-        run_dir: directory of a run.
+        run_dir: the run directory.
 
     Returns:
         Path of report.html.
@@ -139,11 +142,13 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _section(run: _Run, build: Callable[[_Run], str]) -> str:
+    """The body of a section, or a sentence that says why there is none."""
     try:
         return build(run)
     except _NotRun as missing:
         return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:  # whatever JSON may hold
+    # damaged JSON may raise any of these
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {escape(error)}</p>'
 
 
@@ -179,8 +184,8 @@ def _summary(run: _Run) -> str:
         sentences.append(comparison.sentence)
     elif peers:
         sentences.append(
-            "The retrained random architectures are not of equal cost, training and images, so nothing is compared: "
-            "run <code>nasfast retrain</code> again."
+            "The retrained random architectures differ in cost, training or images, so they are not compared: run "
+            "<code>nasfast retrain</code> again."
         )
     if best.optimal:
         sentences.append(escape(worth_of_score(run.folder)))
@@ -208,7 +213,7 @@ def _top_k(run: _Run) -> str:
             [place, f"{c.score:.6g}", _millions(c.macs), _millions(c.params), format_arch(c.arch), proof, c.status]
         )
     note = (
-        "Highest score: no architecture within the limits that is not listed above it scores higher; gap is the "
+        "Highest score: no architecture within the limits scores higher, except those listed above it. The gap is the "
         f"distance between its score and the proven bound. {escape(worth_of_score(run.folder))}"
     )
     header = ["#", "score", "MACs", "parameters", "architecture", "proof", "status"]
@@ -216,12 +221,12 @@ def _top_k(run: _Run) -> str:
 
 
 def _needs_indicators(build: Callable[[_Run], str]) -> Callable[[_Run], str]:
-    """The section, or the reason why a run whose score gives no table does not have it."""
+    """A section that says so if the run's score gives no table of indicators."""
 
     def section(run: _Run) -> str:
         if not (run.folder / "indicators.json").exists() and (run.folder / "config.yaml").exists():
             form = load_yaml(run.folder / "config.yaml")
-            # runs of earlier versions have no score in their config, and these two methods scored paths by accuracy
+            # configs of earlier versions have no score; there these two methods scored paths by accuracy
             score = form.get("score") or {"distill": form.get("method") not in ("spos", "fairnas")}
             if score.get("distill") is False:
                 name = escape(str(score.get("name", "accuracy")))
@@ -243,14 +248,14 @@ def _pareto(run: _Run) -> str:
         [(c.macs, c.score) for c in result.candidates],
         max_macs=result.max_macs,
     )
-    return run.figure("pareto", figure, "The front is exact in the score: no architecture lies above and left of it.")
+    return run.figure("pareto", figure, "The front is exact: no architecture lies above and to the left of it.")
 
 
 @_needs_indicators
 def _heatmap(run: _Run) -> str:
     table = run.table
     arch = run.result.candidates[0].arch if (run.folder / "archs.json").exists() else None
-    caption = "Score of every candidate, and of the layer indicators; grey: not a candidate of that layer."
+    caption = "Scores of the candidates and of the layer indicators. Grey: not a candidate of that layer."
     return run.figure("indicators", plots.indicator_heatmap(table, arch), caption)
 
 
@@ -283,7 +288,7 @@ def _retrain(run: _Run) -> str:
         raise _NotRun("`nasfast retrain` writes retrain/*/result.json")
     table = table_of(header, rows, text_columns=(0, 7)) if rows else ""
     if "best" in results and (run.folder / "archs.json").exists():
-        # a damaged archs.json is the summary's to report
+        # the summary reports a damaged archs.json
         try:
             current = results["best"]["arch"] == list(run.result.candidates[0].arch)
         except ValueError:
@@ -309,14 +314,14 @@ def _rank(run: _Run) -> str:
     rows = []
     for row in (form["predictor"], *form["baselines"]):
         estimates = [_interval(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
-        # files of earlier versions have the difference from depth alone, under another name
+        # files of earlier versions have only the difference from depth, under another name
         above = form.get("above", {}).get(row["name"])
         rows.append([row["name"], *estimates, _interval(above) if above else "", *(f"{r:.2f}" for r in row["regret"])])
     budgets = [f"regret, {_millions(b)}" for b in form["budgets"]]
     header = ["", "Kendall tau-b", "Spearman rho", "tau within equal depth", "predictor's tau minus it", *budgets]
     note = (
         f"{form['architectures']} architectures; 95 % intervals from {form['resamples']} bootstrap resamples. "
-        "Regret: accuracy lost by taking the favourite under that many MACs."
+        "Regret: accuracy lost by taking the predictor's favourite under that many MACs."
     )
     return (
         f"<p>{escape(form['verdict'])}</p>"

@@ -1,4 +1,4 @@
-"""What the pages of this package share: style, tables, embedded figures and the frame."""
+"""Parts that all pages share: style, tables, embedded figures and the frame."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> s
     """A self-contained page.
 
     Args:
-        name: its heading.
-        kind: what it is, for the title.
-        sections: key, title and body of each.
+        name: the heading.
+        kind: kind of the page, for the title.
+        sections: (key, title, body) of each section; title and body are HTML.
     """
     body = "\n".join(f'<section id="{key}"><h2>{title}</h2>\n{text}\n</section>' for key, title, text in sections)
     links = " ".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
@@ -56,7 +56,7 @@ def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> s
 
 
 def embedded(figure: Figure, caption: str, path: Path) -> str:
-    """Write a figure to `path` as PNG and return it as an image within a page."""
+    """Write a figure to `path` as PNG, and return the HTML that embeds it in a page."""
     image = io.BytesIO()
     figure.savefig(image, format="png")
     write_atomic(path, image.getvalue())
@@ -65,13 +65,13 @@ def embedded(figure: Figure, caption: str, path: Path) -> str:
 
 
 def cards_of(cards: Sequence[tuple[str, str]]) -> str:
-    """The figures that a page opens with: each a value, and what it is of."""
+    """HTML of the key figures at the top of a page: (value, what it is) of each."""
     text = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
     return f'<div class="cards">{text}</div>'
 
 
 def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int]) -> str:
-    """HTML table, every cell escaped; numbers right, the named columns left."""
+    """HTML of a table; every cell is escaped. `text_columns` are aligned left, the others right."""
 
     def line(tag: str, cells: Sequence[Any]) -> str:
         return "".join(
@@ -84,5 +84,5 @@ def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_colum
 
 
 def escape(value: Any) -> str:
-    """Text of a user's file, kept from being read as HTML."""
+    """Text of a user's file, escaped so that it is not read as HTML."""
     return html.escape(str(value))

@@ -1,6 +1,6 @@
-"""The figures of the report, each a function of plain data that returns a matplotlib figure.
+"""The figures of the report; each function takes plain data and returns a matplotlib figure.
 
-No pyplot: figures are made without a display and without global state.
+They do not use pyplot, so they need no display and no global state.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
-# Okabe and Ito's palette: distinguishable with any colour vision.
+# Okabe and Ito's palette, whose colours can be distinguished with any colour vision.
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#8a8a8a"
 SERIES = (_BLUE, _RED, _GREEN, _PURPLE, _ORANGE)
 _KERNEL_COLOURS = {1: _PURPLE, 3: _BLUE, 5: _ORANGE, 7: _GREEN}
-# Points of a training curve that are drawn; longer ones are averaged in windows.
+# Number of points drawn of a training curve; longer curves are averaged in windows.
 _CURVE_POINTS = 400
-# Scores of a heat map that spread less than this would print alike with two decimals.
+# Scores of a heat map that spread less than this would look equal with two decimals.
 _FINE_SPREAD = 0.05
 
 
@@ -35,7 +35,7 @@ def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str])
 
     Args:
         metrics: lines of `metrics.jsonl`.
-        stages: those to draw, each its own colour.
+        stages: the stages to draw, each in its own colour.
     """
     figure, (loss, accuracy) = new_figure(10, 3.6, columns=2)
     for colour, stage in zip(np.resize(SERIES, len(stages)), stages, strict=True):
@@ -56,11 +56,11 @@ def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str])
 
 
 def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure:
-    """Block scores, layers downwards and choices across, with the layer indicators as a column of their own.
+    """Block scores by layer (rows) and choice (columns), with the layer indicators as a separate column.
 
     Args:
         table: the scores.
-        arch: architecture whose choices are framed.
+        arch: an architecture whose choices get a frame; None for none.
     """
     layers = table.space.layers
     labels = list(dict.fromkeys(layer.label(c) for layer in layers for c in layer.options if c != SKIP))
@@ -102,8 +102,8 @@ def score_macs(
     Args:
         front: non-dominated points, fewest MACs first.
         cloud: random architectures.
-        chosen: the search's answers, best first.
-        max_macs: limit of the search, drawn as a line.
+        chosen: the result of the search, best first.
+        max_macs: limit of the search, which is drawn as a line; None for none.
     """
     figure, (ax,) = new_figure(8, 4.6)
     million = 1e-6
@@ -127,16 +127,16 @@ def score_macs(
     ax.set(xlabel="MACs (millions)", ylabel="score", title="Score against cost")
     legend = ax.legend(fontsize=8, frameon=False, loc="lower right")
     if cloud:
-        # the dots of the cloud are too faint and small for a legend
+        # the dots of the cloud are too faint and too small for a legend
         legend.legend_handles[0].set(sizes=[30], alpha=1)
     return figure
 
 
 def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
-    """The searchable layers left to right, and their MACs below.
+    """The searchable layers from left to right, and their MACs below.
 
-    A block's height is its output channels (square-root scale), its colour the kernel, its shade the expansion; an
-    arrow marks a stride above 1, a dashed outline a skipped layer.
+    A block's height shows its output channels (square-root scale), its colour the kernel and its shade the expansion.
+    An arrow marks a stride above 1, a dashed outline a skipped layer.
     """
     layers = list(zip(space.layers, arch, strict=True))
     width = max(6.0, 1.6 + 0.52 * len(layers))
@@ -178,7 +178,7 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
 
 
 def new_figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """A figure in inches and its axes, row by row, in the house's style."""
+    """A figure of this size in inches and its axes, row by row, in the style of the report."""
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax in axes:
@@ -193,7 +193,7 @@ def _despine(ax: Axes) -> None:
 
 
 def _smoothed(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values where `key` has one, averaged in windows once there are more than can be seen."""
+    """Steps and values of the lines that have `key`, averaged in windows if there are more than `_CURVE_POINTS`."""
     points = np.array([(m["step"], m[key]) for m in lines if m.get(key) is not None], dtype=float).reshape(-1, 2)
     window = max(1, len(points) // _CURVE_POINTS)
     if window > 1:
@@ -211,7 +211,7 @@ def _plot_evaluation(
 
 
 def _heat(figure: Figure, ax: Axes, grid: np.ndarray, title: str, colours: str, *, show_bar: bool) -> None:
-    """Image with the numbers written in it; cells without a score stay grey."""
+    """Draw a grid as an image with its numbers; cells without a score are grey."""
     cmap = colormaps[colours].with_extremes(bad="#e3e3e3")
     image = ax.imshow(np.ma.masked_invalid(grid), aspect="auto", cmap=cmap)
     low, high = image.get_clim()
@@ -226,14 +226,14 @@ def _heat(figure: Figure, ax: Axes, grid: np.ndarray, title: str, colours: str, 
     ax.tick_params(length=0)
     if show_bar:
         bar = figure.colorbar(image, ax=ax, pad=0.02, aspect=40)
-        # "+1" over ticks of thousandths hides that all scores are near 1
+        # without offset, because "+1" above ticks of thousandths hides that all scores are near 1
         bar.formatter = ScalarFormatter(useOffset=False)
         bar.update_ticks()
         bar.ax.tick_params(labelsize=8)
 
 
 def literal(text: str) -> str:
-    """Text of a user's file, kept from being read as a formula."""
+    """Text of a user's file, escaped so that it is not read as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -243,7 +243,7 @@ def _layer_name(index: int, layer: Any) -> str:
 
 
 def _block_colour(block: Any) -> str:
-    """Hue by kernel, shade by expansion; other kinds are told apart by their own hue."""
+    """The colour of a block: hue by kernel, shade by expansion; other kinds have their own hue."""
     if block.kind == "identity":
         return "#d0d0d0"
     base = np.array(to_rgb(_RED if block.kind == "shuffle_xception" else _KERNEL_COLOURS.get(block.kernel, GREY)))

@@ -33,9 +33,9 @@ def test_one_peer_by_hand():
     half = 100 * 1.959963985 * deviation / math.sqrt(10)
     assert (found.gain, found.peers, found.images) == (pytest.approx(20), 1, 10)
     assert (found.low, found.high) == (pytest.approx(20 - half), pytest.approx(20 + half))
-    assert not found.told
+    assert not found.significant
     assert "20.00 percentage points above one random architecture" in found.sentence
-    assert found.sentence.endswith("no difference can be told.")
+    assert found.sentence.endswith("the difference is not significant.")
 
 
 def test_three_peers_by_hand():
@@ -58,7 +58,7 @@ def test_pairing_makes_the_interval_of_a_hard_test_narrow():
     shuffled = compare(form(best), [form(np.random.default_rng(0).permutation(peer))])
     assert found.gain == pytest.approx(shuffled.gain) == pytest.approx(5)
     assert found.high - found.low < 0.4 * (shuffled.high - shuffled.low)
-    assert found.told
+    assert found.significant
 
 
 @pytest.mark.parametrize(("peers", "spread", "least"), [(1, 0.0, 0.92), (3, 0.02, 0.92), (5, 0.05, 0.92)])
@@ -73,7 +73,7 @@ def test_nothing_is_claimed_where_there_is_nothing(peers, spread, least):
         shares = [0.7, *rng.normal(0.7, spread, peers)]
         best, *others = (rng.random(500) < np.clip(share + difficulty, 0, 1) for share in shares)
         # clipping moves the mean of all networks alike, up to a part of the spread that 500 images do not see
-        covered += not compare(form(best), [form(o) for o in others]).told
+        covered += not compare(form(best), [form(o) for o in others]).significant
     assert covered / runs > least
 
 
@@ -81,11 +81,11 @@ def test_a_real_difference_is_told():
     rng = np.random.default_rng(2)
     best, *peers = (rng.random(2000) < share for share in (0.8, 0.70, 0.71, 0.72))
     found = compare(form(best), [form(p) for p in peers])
-    assert found.told and found.low > 0
+    assert found.significant and found.low > 0
     assert "3 random architectures of equal cost" in found.sentence
-    assert "neither the images nor the choice of random architectures explains" in found.sentence
+    assert "neither the images nor the choice of random architectures explains the difference" in found.sentence
     worse = compare(form(peers[0]), [form(best)])
-    assert worse.told and worse.high < 0
+    assert worse.significant and worse.high < 0
     assert "below one random architecture" in worse.sentence and "these two networks" in worse.sentence
 
 
@@ -93,8 +93,8 @@ def test_one_lucky_peer_widens_the_interval():
     """Images alone would call it a difference; that random architectures scatter as much forbids it."""
     rng = np.random.default_rng(3)
     best, low, high = (rng.random(20_000) < share for share in (0.80, 0.70, 0.84))
-    assert compare(form(best), [form(low)]).told
-    assert not compare(form(best), [form(low), form(high)]).told
+    assert compare(form(best), [form(low)]).significant
+    assert not compare(form(best), [form(low), form(high)]).significant
 
 
 @pytest.mark.parametrize("changes", [{"macs": 1011}, {"epochs": 4}, {"ranks": 2}])
@@ -117,7 +117,7 @@ def test_names_of_peers():
 def test_the_proof_stands_beside_what_the_score_is_worth(tmp_path):
     assert "was not measured in this run" in worth_of_score(tmp_path)
     (tmp_path / "rank.json").write_text(json.dumps({"verdict": "It ranks nothing."}))
-    assert worth_of_score(tmp_path).startswith("The proof is of the score alone.")
+    assert worth_of_score(tmp_path).startswith("The proof is about the score only.")
     assert worth_of_score(tmp_path).endswith("It ranks nothing.")
     for damaged in ("{", "[]", "{}", '{"verdict": 3}'):
         (tmp_path / "rank.json").write_text(damaged)

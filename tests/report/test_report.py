@@ -59,7 +59,7 @@ def test_finished_run(finished_run):
         "4.09 percentage points above the mean of 3 random architectures of equal cost (95 % interval +",
         "neither the images nor the choice of random architectures explains",
         "highest score (gap",
-        "The proof is of the score alone. How well the score ranks trained accuracies: The predictor",
+        "The proof is about the score only. How well the score ranks trained accuracies: The predictor",
         "Kendall",
         "max_macs",
         "avx2",
@@ -107,7 +107,7 @@ def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(finished
     other = json.loads((finished_run / "retrain" / "random" / "result.json").read_text())["arch"]
     change_result(tmp_path / "run", "best", arch=other)
     text = page_of(tmp_path / "run").text
-    assert text.count("Retraining is of another architecture than the present search's best") == 2
+    assert text.count("The retrained network has another architecture than the best of the present search") == 2
     assert "percentage points" not in text
     assert "top-1, r" not in text.split("Best architecture:")[0]
 
@@ -120,7 +120,7 @@ def test_random_architectures_on_other_terms_are_not_compared(finished_run, tmp_
     assert "above one random architecture of equal cost" in page_of(tmp_path / "run").text
     change_result(tmp_path / "run", "random-3", **changes)
     text = page_of(tmp_path / "run").text
-    assert "so nothing is compared" in text
+    assert "so they are not compared" in text
     assert "percentage points" not in text
     assert "random architecture of equal cost" not in text
 
@@ -145,7 +145,7 @@ def test_no_difference_is_claimed_inside_its_interval(finished_run, tmp_path):
     change_result(tmp_path / "run", "random-2", correct=form["correct"], top1=form["top1"])
     text = page_of(tmp_path / "run").text
     assert "2.39 percentage points above the mean of 3" in text
-    assert "no difference can be told" in text
+    assert "the difference is not significant" in text
 
 
 def test_a_score_that_was_never_compared_is_said_to_be(finished_run, tmp_path):
