@@ -1,4 +1,7 @@
-"""What initialisation does to signals and gradients: isometry of modules, mean field, concentration, fairness."""
+"""Measurements of what initialisation does to signals and gradients in any module.
+
+`jacobian` measures isometry, `moments` signals by depth; `meanfield`, `concentration` and `fairness` test the theory.
+"""
 
 from nasfast.analysis.concentration import Concentration, Setting, Theorem1, deviations, exponents, theorem1
 from nasfast.analysis.fairness import (

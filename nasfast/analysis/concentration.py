@@ -1,14 +1,14 @@
-"""DI-NAS Theorem 1, tried out: how the mean inner product of N filters' responses concentrates around its expectation.
+"""An experiment on DI-NAS Theorem 1: how the mean inner product of N filters' responses deviates from its expectation.
 
 The theorem bounds P(|A_N - E A| >= e) for A_N = (1 / N) sum_p <B sigma(F_p * h), B sigma(F_p * h')> by
 2 n^2 exp(-min(K^2, K) c N), K = e / (D |gamma|^2 v^2 L^2 R^2 n^2). The constants c and D are unknown, so only scalings
-can be tested. K falls as gamma grows: the bound gets looser, and the paper's reading of it, that a large gamma means a
-module closer to its expectation, does not follow. A_N scales exactly by gamma^2, so its relative deviation does not
-depend on gamma at all. That a large gamma marks a good module stays an empirical score.
+can be tested. K falls as gamma grows, so the bound gets looser. The paper concludes that a large gamma means a module
+closer to its expectation; that does not follow. A_N is proportional to gamma^2, so its relative deviation does not
+depend on gamma. That a large gamma indicates a good module is therefore an empirical observation.
 
-Errata of the paper: eq. 13 and 14 print sqrt(Var^2 - eps) for the normalisation, which is sqrt(Var + eps); the variance
-of filters is written v and v^2, and v is their standard deviation here; eq. 24 and 25 mix Q_p and F, and both are Q_p;
-C_1 is given as a quotient by sqrt(sum w_kk^2), by which the derivation multiplies; "C_0 is large enough" is not proved.
+Errata of the paper: eq. 13 and 14 print sqrt(Var^2 - eps) for the normalisation, which should be sqrt(Var + eps). The
+variance of filters is written both v and v^2; here v is their standard deviation. Eq. 24 and 25 mix Q_p and F; both
+should be Q_p. C_1 is divided by sqrt(sum w_kk^2), where the derivation multiplies. "C_0 is large enough" is not proved.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from nasfast.ops.orthogonal import orthogonalize
 from nasfast.ops.reference import ACTIVATIONS
 
 KINDS = ("gaussian", "per_filter", "flatten")
-"""Filters: independent Gaussian; every k x k slice orthogonal; N filters as rows of orthogonal blocks of k^2 d."""
+"""Kinds of filters: independent Gaussian; every k x k slice orthogonal; rows of orthogonal matrices of size k^2 d."""
 
-# keeps filters that a ReLU silences from 0 / 0, and nothing else
+# only avoids 0 / 0 for filters whose responses a ReLU sets to 0
 _EPS = 1e-30
 
 
@@ -37,17 +37,18 @@ class Setting:
     """One experiment.
 
     Attributes:
-        kind: of KINDS.
-        act: of `nasfast.ops.reference.ACTIVATIONS`.
+        kind: one of KINDS.
+        act: one of `nasfast.ops.reference.ACTIVATIONS`.
         norm: whether the responses of each filter to each input are divided by their standard deviation over positions,
             without centring, and multiplied by gamma.
-        gamma, lipschitz, std: gamma of the normalisation, L of the activation L sigma, and v, where the elements of
-            filters have variance v^2 / (k^2 d).
+        gamma: gamma of the normalisation.
+        lipschitz: L of the activation L sigma.
+        std: v, where the elements of filters have variance v^2 / (k^2 d).
         channels, size, kernel: d, n and k of the inputs (d, n, n) and filters (d, k, k); convolution is circular.
-        correlation: of the two Gaussian inputs.
+        correlation: correlation of the two Gaussian inputs.
 
     Raises:
-        ValueError: unknown kind or activation, even or too large kernel.
+        ValueError: the kind or the activation is unknown, or the kernel is even or too large.
     """
 
     kind: str = "gaussian"
@@ -74,10 +75,10 @@ class Concentration:
     """Deviations |A_N - E A| over repeated draws of N filters.
 
     Attributes:
-        setting: of the experiment.
+        setting: setting of the experiment.
         expectation: E A.
-        counts: the N.
-        rms, e95: root mean square and 95 % quantile of the deviations for every N.
+        counts: the values of N.
+        rms, e95: root mean square and 95 % quantile of the deviations, for every N.
     """
 
     setting: Setting
@@ -88,14 +89,14 @@ class Concentration:
 
     @property
     def slope(self) -> float:
-        """Of log rms against log N: -1/2 for independent filters; nan for one N or where no deviation is left."""
+        """Slope of log rms against log N: -1/2 for independent filters; nan for a single N or without deviations."""
         if len(self.counts) < 2 or min(self.rms) <= 1e-10 * abs(self.expectation):
             return math.nan
         return float(np.polyfit(np.log(self.counts), np.log(self.rms), 1)[0])
 
 
 def filters(setting: Setting, count: int, generator: torch.Generator) -> Tensor:
-    """(count, d, k, k) filters with elements of variance std^2 / (k^2 d) on average, float64."""
+    """Random filters (count, d, k, k) in float64, whose elements have variance std^2 / (k^2 d) on average."""
     d, k = setting.channels, setting.kernel
     fan_in = d * k * k
 
@@ -113,7 +114,7 @@ def filters(setting: Setting, count: int, generator: torch.Generator) -> Tensor:
 
 
 def responses(setting: Setting, f: Tensor, h: Tensor) -> Tensor:
-    """B sigma(F_p * h), (filters, n^2), of filters (filters, d, k, k) and an input (d, n, n)."""
+    """The responses B sigma(F_p * h), (filters, n^2), of filters (filters, d, k, k) to an input (d, n, n)."""
     p = setting.kernel // 2
     y = F.conv2d(F.pad(h[None], (p, p, p, p), mode="circular"), f)[0].flatten(1)
     y = setting.lipschitz * ACTIVATIONS[setting.act](y)
@@ -130,12 +131,19 @@ def deviations(
     reference_filters: int = 20_000,
     seed: int = 0,
 ) -> Concentration:
-    """Measure the deviations for every N of counts, from the mean over `reference_filters`.
+    """Measure the deviations from the mean over `reference_filters`, for every N of counts.
 
-    Linear `flatten` filters without normalisation need no reference: every whole orthogonal block has A = E A.
+    Linear `flatten` filters without normalisation need no reference, because every whole orthogonal matrix has A = E A.
+
+    Args:
+        setting: setting of the experiment.
+        counts: the values of N.
+        repeats: number of draws for each N.
+        reference_filters: number of filters whose mean estimates E A.
+        seed: seed of the inputs and filters.
 
     Raises:
-        ValueError: no counts, or one below 1; fewer than two repeats.
+        ValueError: there are no counts, a count is below 1, or there are fewer than two repeats.
     """
     if not counts or min(counts) < 1 or repeats < 2:
         raise ValueError(f"theorem 1: needs counts of at least 1 and two repeats, got {tuple(counts)} and {repeats}")
@@ -152,17 +160,17 @@ def deviations(
     expectation = mean_inner(setting.channels * setting.kernel**2 if constant else reference_filters)
     rms, e95 = [], []
     for count in counts:
-        found = np.abs([mean_inner(count) - expectation for _ in range(repeats)])
-        rms.append(float(np.sqrt(np.mean(found**2))))
-        e95.append(float(np.quantile(found, 0.95)))
+        distances = np.abs([mean_inner(count) - expectation for _ in range(repeats)])
+        rms.append(float(np.sqrt(np.mean(distances**2))))
+        e95.append(float(np.quantile(distances, 0.95)))
     return Concentration(setting, expectation, tuple(counts), tuple(rms), tuple(e95))
 
 
 def exponents(setting: Setting, *, count: int = 144, repeats: int = 10, seed: int = 0) -> dict[str, float]:
-    """Powers by which the deviation grows with gamma, lipschitz and std, from doubling each on the same filters.
+    """Powers of gamma, lipschitz and std by which the deviation grows, measured by doubling each on the same filters.
 
-    2, 0 and 0 with normalisation and 0, 2 and 2 without, for identity and relu. tanh has the same powers of gamma and
-    lipschitz, but is no power of std.
+    For identity and relu they are 2, 0 and 0 with normalisation, and 0, 2 and 2 without. tanh has the same powers of
+    gamma and lipschitz, but its deviation is no power of std.
     """
 
     def rms(s: Setting) -> float:
@@ -182,7 +190,7 @@ class Theorem1:
     rows: tuple[Concentration, ...]
 
     def ratio(self, row: Concentration, count: int) -> float:
-        """rms at N = count over that of Gaussian filters in the same setting."""
+        """The rms at N = count, divided by that of Gaussian filters in the same setting."""
         gaussian = replace(row.setting, kind="gaussian")
         (base,) = (r for r in self.rows if r.setting == gaussian)
         return row.rms[row.counts.index(count)] / base.rms[base.counts.index(count)]
@@ -196,10 +204,14 @@ def theorem1(
     reference_filters: int = 20_000,
     seed: int = 0,
 ) -> Theorem1:
-    """Measure every kind of filters under every activation, with and without normalisation; seconds by default.
+    """Measure every kind of filters under every activation, with and without normalisation; it takes seconds.
+
+    Args:
+        acts: the activations.
+        counts, repeats, reference_filters, seed: see `deviations`.
 
     Raises:
-        ValueError: as `Setting` and `deviations`.
+        ValueError: see `Setting` and `deviations`.
     """
     settings = [Setting(kind, act, norm) for act in acts for norm in (False, True) for kind in KINDS]
     return Theorem1(

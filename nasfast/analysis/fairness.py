@@ -1,18 +1,19 @@
-"""Are the candidates of a layer treated alike at initialisation? Spreads over candidates of their outputs.
+"""Fairness of the candidates of a layer at initialisation: spreads of their outputs over the candidates.
 
-DI-NAS section 3 claims that orthogonal candidates transmit signals equally; what "equally" may mean is written out
-here. Every spread is taken over the candidates m of one layer on a common input, so 0 is perfect fairness:
+DI-NAS section 3 claims that orthogonal candidates transmit signals equally; this module measures what "equally" may
+mean. Every spread is over the candidates m of one layer on a common input, so 0 is perfect fairness:
 
 - mean_m and var_m of each channel over batch and positions, averaged over channels; f_mean = std_m(mean_m) /
   sqrt(mean_m var_m) and f_var = std_m(log var_m);
-- rho_m(i, j) = (||f_m(h_i) - f_m(h_j)||^2 / w_out) / (||h_i - h_j||^2 / w_in), how a candidate moves two samples apart;
-  f_iso = std_m(log mean_ij rho_m), and distortion_m = coefficient of variation of rho_m over pairs;
+- rho_m(i, j) = (||f_m(h_i) - f_m(h_j)||^2 / w_out) / (||h_i - h_j||^2 / w_in) is how much a candidate increases the
+  distance of two samples; f_iso = std_m(log mean_ij rho_m), and distortion_m is the coefficient of variation of rho_m
+  over pairs;
 - disagreement = mean over pairs of candidates and samples of ||f - f'||^2 / (||f||^2 + ||f'||^2): 1 for unrelated
   outputs, 0 for equal ones;
-- f_phi = std_m log phi_m, of the mean squared singular values of the candidates' Jacobians
+- f_phi = std_m log phi_m, where phi_m is the mean squared singular value of a candidate's Jacobian
   (`nasfast.analysis.isometry`).
 
-A BatchNorm at the end makes f_mean and f_var nearly 0 whatever the weights, so measure without it too
+A BatchNorm at the end makes f_mean and f_var nearly 0 for any weights, so measure without it too
 (`without_indicator_bn`).
 """
 
@@ -40,7 +41,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CandidateOutput:
-    """One candidate on the common input: its outputs' mean and variance, mean rho, distortion."""
+    """One candidate on the common input.
+
+    Attributes:
+        name: its name.
+        mean, var: mean and variance of its outputs.
+        rho: mean rho over pairs of samples.
+        distortion: coefficient of variation of rho.
+    """
 
     name: str
     mean: float
@@ -51,7 +59,7 @@ class CandidateOutput:
 
 @dataclass(frozen=True)
 class Fairness:
-    """Spreads over the candidates of one layer; see the module's docstring. f_phi is None where no phi was given."""
+    """Spreads over the candidates of one layer; see the module's docstring. f_phi is None if no phi was given."""
 
     candidates: tuple[CandidateOutput, ...]
     f_mean: float
@@ -62,7 +70,7 @@ class Fairness:
 
     @property
     def distortion(self) -> float:
-        """Mean over the candidates."""
+        """Mean distortion over the candidates."""
         return float(np.mean([c.distortion for c in self.candidates]))
 
 
@@ -79,14 +87,14 @@ def fairness(
     Args:
         candidates: at least two modules that map (N, C, ...) to results (N, C', ...) of one shape; they are not
             changed.
-        h: (N, C, ...) floating, N at least 4; 64 are advised.
-        names: of the candidates.
-        phi: of the candidates' Jacobians, for f_phi.
+        h: (N, C, ...) floating, N at least 4; 64 or more are recommended.
+        names: names of the candidates; None numbers them.
+        phi: phi of each candidate's Jacobian, for f_phi; None leaves it out.
 
     Raises:
-        ValueError: fewer than two candidates or four samples, other numbers of names or phis than of candidates, a
-            candidate that cannot take h, results of different shapes or not finite, or equal samples, whose distance
-            cannot be compared.
+        ValueError: there are fewer than two candidates or four samples, or other numbers of names or phis than of
+            candidates; a candidate cannot take h; results have different shapes or are not finite; or two samples are
+            equal, so that their distance is 0.
     """
     if len(candidates) < 2 or h.ndim < 2 or h.shape[0] < 4:
         raise ValueError(
@@ -96,22 +104,22 @@ def fairness(
     names = [str(i) for i in range(len(candidates))] if names is None else names
     if len(names) != len(candidates) or (phi is not None and len(phi) != len(candidates)):
         raise ValueError(f"fairness: needs one name and one phi for each of {len(candidates)} candidates")
-    apart = _pair_distances(h)
-    if not float(apart.min()) > 0:
-        raise ValueError("fairness: two samples of h are equal or not finite")
+    distances = _pair_distances(h)
+    if not float(distances.min()) > 0:
+        raise ValueError("fairness: two samples of h are equal or not finite: give different finite samples")
     outputs = [applied(frozen_copy(module, h, dtype=h.dtype), h) for module in candidates]
     if len({y.shape for y in outputs}) > 1:
         raise ValueError(f"fairness: candidates have results of different shapes {[tuple(y.shape) for y in outputs]}")
-    found = []
+    measured = []
     for name, y in zip(names, outputs, strict=True):
         if not torch.isfinite(y).all():
             raise ValueError(f"fairness: the result of candidate {name} is not finite")
-        rho = _pair_distances(y) / apart
+        rho = _pair_distances(y) / distances
         mean, var = channel_moments(y)
-        found.append(CandidateOutput(name, mean, var, float(rho.mean()), float(rho.std() / rho.mean())))
-    mean, var, rho = (np.array([getattr(c, key) for c in found]) for key in ("mean", "var", "rho"))
+        measured.append(CandidateOutput(name, mean, var, float(rho.mean()), float(rho.std() / rho.mean())))
+    mean, var, rho = (np.array([getattr(c, key) for c in measured]) for key in ("mean", "var", "rho"))
     return Fairness(
-        tuple(found),
+        tuple(measured),
         f_mean=float(mean.std() / math.sqrt(var.mean())),
         f_var=float(np.log(var).std()),
         f_iso=float(np.log(rho).std()),
@@ -129,7 +137,7 @@ def channel_moments(y: Tensor) -> tuple[float, float]:
 def _pair_distances(h: Tensor) -> Tensor:
     """Mean squared distance of every pair of samples, per element."""
     flat = h.flatten(1)
-    # the direct form: that by inner products loses the digits of close pairs
+    # differences are squared directly, because the form by inner products loses the digits of close pairs
     rows = [(flat[i + 1 :] - flat[i]).square().mean(1) for i in range(len(flat) - 1)]
     return torch.cat(rows).double()
 
@@ -152,12 +160,14 @@ def without_indicator_bn(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class DepthSpread:
-    """How differently random paths scale a signal, by depth; one value per layer.
+    """How differently random paths scale a signal, by depth; every field has one value per layer.
+
+    Var(h_l) is the variance of the output of layer l, averaged over channels.
 
     Attributes:
-        mean: of log Var(h_l) over paths, h_l the output of layer l and Var averaged over channels.
-        std: of log Var(h_l) over paths.
-        ratio: largest Var(h_l) over smallest.
+        mean: mean of log Var(h_l) over paths.
+        std: standard deviation of log Var(h_l) over paths.
+        ratio: largest Var(h_l) divided by the smallest.
     """
 
     mean: tuple[float, ...]
@@ -169,17 +179,17 @@ class DepthSpread:
 def depth_spread(
     net: Supernet, images: Tensor, *, paths: int = 64, indicator_bn: bool = True, seed: int = 0
 ) -> DepthSpread:
-    """Follow random paths through a supernet and compare their variances.
+    """Follow random paths through a supernet and compare the variances of their signals.
 
     Args:
-        net: of plain modules (`fused=False`) where indicator_bn is off; not changed.
+        net: the supernet, which is not changed; it must have plain modules (`fused=False`) if indicator_bn is off.
         images: (N, C, H, W).
-        paths: uniformly random ones, without layer indicators; the same for the same seed.
+        paths: number of uniformly random paths, without layer indicators.
         indicator_bn: whether blocks keep their indicator BatchNorms.
-        seed: of the paths.
+        seed: seed of the paths.
 
     Raises:
-        ValueError: fewer than two paths, or a variance that is zero or not finite.
+        ValueError: there are fewer than two paths, or a variance is zero or not finite.
     """
     if paths < 2:
         raise ValueError(f"depth_spread: needs two paths to compare, got {paths}")
@@ -194,7 +204,7 @@ def depth_spread(
             h = h if choice < 0 else candidates[choice](h)
             var = channel_moments(h)[1]
             if not 0 < var < math.inf:
-                raise ValueError(f"depth_spread: the variance behind layer {index} is {var} on path {i}")
+                raise ValueError(f"depth_spread: the variance after layer {index} is {var} on path {i}")
             logs[i, index] = math.log(var)
     ratio = np.exp(logs.max(0) - logs.min(0))
     return DepthSpread(tuple(logs.mean(0).tolist()), tuple(logs.std(0).tolist()), tuple(ratio.tolist()))
@@ -202,10 +212,10 @@ def depth_spread(
 
 @dataclass(frozen=True)
 class SeedStability:
-    """How far indicator rankings of several seeds agree; Kendall's tau-b, means over pairs of seeds.
+    """How well the indicator rankings of several seeds agree, as means of Kendall's tau-b over pairs of seeds.
 
     Attributes:
-        within_layers: mean over layers of tau over the candidates of a layer; None where no layer has a ranking.
+        within_layers: mean over layers of tau over the candidates of a layer; None if no layer has a ranking.
         over_all: tau over all candidates of all layers.
         seeds: number of rankings.
     """
@@ -216,15 +226,14 @@ class SeedStability:
 
 
 def seed_stability(rankings: Sequence[IndicatorTable] | Sequence[Sequence[Sequence[float]]]) -> SeedStability:
-    """Compare the indicator scores of trainings that differ in their seed alone (spec: the decisive test of fairness
-    claims).
+    """Compare the indicator scores of trainings that differ only in their seed: the decisive test of fairness claims.
 
     Args:
-        rankings: two or more; tables of one space (their block scores S_v), or per seed and layer the candidates'
-            scores.
+        rankings: two or more. Each is a table of one space, whose block scores S_v are taken, or for each layer the
+            scores of the candidates.
 
     Raises:
-        ValueError: fewer than two rankings, or of different layers or candidates.
+        ValueError: there are fewer than two rankings, or they have different layers or candidates.
     """
     scores = [
         [np.array([row[c] for c in sorted(row)]) for row in r.block]
@@ -242,6 +251,6 @@ def seed_stability(rankings: Sequence[IndicatorTable] | Sequence[Sequence[Sequen
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    # nan is the tau of a constant
+    # the tau of a constant ranking is nan
     known = [float(v) for v in values if not math.isnan(v)]
     return sum(known) / len(known) if known else None

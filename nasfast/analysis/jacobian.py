@@ -1,17 +1,18 @@
 """Dynamical isometry of any module: the eigenvalues of J J^T of its input-output Jacobian J, exactly or by probes.
 
-phi = (1 / w_out) E tr J J^T and varphi = (1 / w_out) E tr (J J^T)^2 - phi^2; isometry is phi near 1 and varphi near 0
-(DI-NAS section 3, where the eigenvalues of J J^T are called singular values; here a singular value is the root of one).
+phi = (1 / w_out) E tr J J^T and varphi = (1 / w_out) E tr (J J^T)^2 - phi^2; isometry is phi near 1 and varphi near 0.
+DI-NAS section 3 calls the eigenvalues of J J^T singular values; here a singular value is the square root of one.
 phi_min and varphi_min divide by min(w_in, w_out) instead, which leaves out the zeros that a module with more outputs
 than inputs must have.
 
-BatchNorm couples the samples of a batch. By default its statistics are taken from the batch given and then count as
-constants, so that every sample has a Jacobian of its own.
+BatchNorm couples the samples of a batch. By default its statistics are taken from the given batch and then are
+constants, so that every sample has its own Jacobian.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -39,16 +40,16 @@ Method = Literal["exact", "probes"]
 BNMode = Literal["constant", "coupled", "running"]
 
 MAX_EXACT = 4_000_000
-"""Elements of one sample's Jacobian up to which it is formed."""
+"""Largest number of elements at which the Jacobian of one sample is formed."""
 
 _CHUNK = 64
-# Elements of one batch of vectors: bounds the memory that the activations of a large module take.
+# Elements of one batch of vectors; this limits the memory that the activations of a large module take.
 _BATCH_ELEMENTS = 2**21
-# A density needs few starts, because a large matrix averages by itself.
+# A density needs few starting vectors, because a large matrix averages by itself.
 _LANCZOS_SAMPLES = 2
 _QUANTILE_ATOMS = 512
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-# A fused unit does not call its BatchNorm, whose statistics are wanted here; its plain twin has the same submodules.
+# A fused unit does not call its BatchNorm, whose statistics are needed here; the plain class has the same submodules.
 _PLAIN = {
     FusedConvBNAct: ConvBNAct,
     FusedConvBNActSequential: ConvBNActSequential,
@@ -61,13 +62,14 @@ class Isometry:
     """Moments of the eigenvalues of J J^T over samples, and the density of the singular values.
 
     Attributes:
-        phi, varphi: with w = w_out.
-        phi_min, varphi_min: with w = min(w_in, w_out).
-        phi_error, varphi_error: standard errors, of samples and probes together; nan where there is one exact sample.
-        values, weights: singular values in ascending order and the share of each, adding up to 1 with the zeros of a
-            module that has more outputs than inputs. Exact: all of all samples. Probes: quantiles.
-        largest: singular value over samples; from probes a close lower bound over two samples; -inf without a density.
-        w_in, w_out: elements of one sample's input and output (of the whole batch with bn_mode `coupled`).
+        phi, varphi: moments with the divisor w_out.
+        phi_min, varphi_min: moments with the divisor min(w_in, w_out).
+        phi_error, varphi_error: standard errors over samples and probes together; nan for a single exact sample.
+        values, weights: singular values in ascending order and the share of each. Shares add up to 1, with the zeros of
+            a module that has more outputs than inputs. `exact` has all values of all samples, `probes` has quantiles.
+        largest: largest singular value over samples; with probes, a close lower bound over two samples; -inf without a
+            density.
+        w_in, w_out: elements of one sample's input and output; of the whole batch for bn_mode `coupled`.
         method: `exact` or `probes`.
     """
 
@@ -85,15 +87,15 @@ class Isometry:
     method: Method
 
     def quantile(self, share: float) -> float:
-        """The singular value below which this share of them lies."""
+        """The singular value below which this share of the singular values lies."""
         return float(self.values[min(np.searchsorted(np.cumsum(self.weights), share), len(self.values) - 1)])
 
     def histogram(self, edges: Array) -> Array:
-        """Share of the singular values between each two of the edges, ascending; those outside are left out."""
+        """Share of the singular values between neighbouring edges, which ascend; values outside are left out."""
         return np.histogram(self.values, bins=edges, weights=self.weights)[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers as JSON, the density as quantiles."""
+        """The numbers as JSON; the density is given by quantiles."""
         form = {k: v for k, v in vars(self).items() if k not in ("values", "weights")}
         form["quantiles"] = {str(q): self.quantile(q) for q in _QUANTILES if len(self.values)}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in form.items()}
@@ -112,35 +114,36 @@ def isometry(
     lanczos_steps: int = 30,
     seed: int = 0,
 ) -> Isometry:
-    """Measure one module at the inputs given; the module itself is not changed, whatever happens.
+    """Measure one module at the given inputs; the module is never changed.
 
-    Small Jacobians are formed in float64, by as many products with unit vectors as their shorter side has. Large ones
-    are probed in float32 with random signs u (Hutchinson): tr J J^T ~ |J^T u|^2, tr (J J^T)^2 ~ |J J^T u|^2, the square
-    of the first corrected for its bias, and the density by Lanczos quadrature of J J^T.
+    Small Jacobians are formed in float64, by one product with a unit vector for each row or column of the shorter side.
+    Large ones are probed in float32 with random signs u (Hutchinson): tr J J^T ~ |J^T u|^2 and tr (J J^T)^2 ~
+    |J J^T u|^2. The square of the first is corrected for its bias, and the density comes from Lanczos quadrature of
+    J J^T.
 
     Args:
-        module: maps (N, ...) to (N, ...) by operations with reverse- and forward-mode derivatives; operators of nasfast
-            run on their PyTorch reference. Dropout and the like are off.
-        x: (N, ...) floating; all of it gives BatchNorm its statistics (64 samples or more are advised).
-        samples: of x, the first ones, whose Jacobians are averaged before varphi is formed.
-        probes: random vectors in all, spread over the samples.
-        method: `exact`, `probes`, or None: exact where a Jacobian has at most `max_exact` elements.
-        bn_mode: `constant`: statistics of x, then constants; `coupled`: the Jacobian of the whole batch x, through the
-            statistics too; `running`: those the module keeps.
-        circular: zero-padded convolutions wrap around instead, which leaves out what the border loses.
-        max_exact: elements.
-        lanczos_steps: of the density from probes, most of their time; 0 leaves density and largest value out.
-        seed: of the probes.
+        module: maps (N, ...) to (N, ...) by operations with reverse- and forward-mode derivatives. Operators of nasfast
+            run on their PyTorch reference; dropout and the like are off.
+        x: (N, ...) floating. All of x gives BatchNorm its statistics; 64 samples or more are recommended.
+        samples: number of first samples of x whose Jacobians are averaged before varphi is formed.
+        probes: number of random vectors, divided over the samples.
+        method: `exact`, `probes`, or None: exact if a Jacobian has at most `max_exact` elements.
+        bn_mode: `constant` takes statistics of x as constants; `coupled` takes the Jacobian of the whole batch x,
+            through the statistics too; `running` takes the module's running statistics.
+        circular: whether zero-padded convolutions wrap around instead, which leaves out the loss at borders.
+        max_exact: largest number of elements of a Jacobian for which None means exact.
+        lanczos_steps: Lanczos steps of the density from probes, their longest part; 0 leaves out density and largest.
+        seed: seed of the probes.
 
     Raises:
-        ValueError: a wrong argument, an x that the module cannot take, an output that is no tensor of as many samples,
-            samples that are coupled by more than BatchNorm, an operation without derivative, or an output or Jacobian
-            that is not finite.
+        ValueError: an argument is wrong; the module cannot take x, or returns something else than one tensor with as
+            many samples; samples are coupled by more than BatchNorm; an operation has no derivative; or an output or
+            Jacobian is not finite.
     """
     _check(x, samples, probes, method, bn_mode)
     generator = torch.Generator().manual_seed(seed)
     with use_backend("reference"), warnings.catch_warnings():
-        # torch's own, from the formulas of its forward mode
+        # torch itself causes this warning in the formulas of its forward mode
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
         function, points = _prepared(module, x, bn_mode, circular, torch.float32, samples)
         w_in, w_out = points[0].numel(), _output_size(function, points)
@@ -152,6 +155,7 @@ def isometry(
 
 
 def _check(x: Tensor, samples: int, probes: int, method: str | None, bn_mode: str) -> None:
+    """Check the arguments of `isometry`."""
     if x.ndim < 2 or x.shape[0] < 1 or x[0].numel() < 1 or not x.is_floating_point():
         raise ValueError(f"isometry: x must be floating and of shape (N, ...), N >= 1, got {x.dtype} {tuple(x.shape)}")
     if not torch.isfinite(x).all():
@@ -171,12 +175,11 @@ Function = Callable[[Tensor], Tensor]
 def _prepared(
     module: nn.Module, x: Tensor, bn_mode: BNMode, circular: bool, dtype: torch.dtype, samples: int
 ) -> tuple[Function, Tensor]:
-    """A function that treats the first dimension of its input row by row, and the points at which to differentiate
-    it."""
+    """A function that works on each row of its input, and the points at which to differentiate it."""
     frozen = frozen_copy(module, x, bn_mode=bn_mode, circular=circular, dtype=dtype)
     x = x.detach().to(dtype)
     if bn_mode == "coupled":
-        # the batch is the sample
+        # the whole batch is one sample
         return lambda rows: torch.stack([frozen(batch) for batch in rows]), x[None]
     return frozen, x[:samples]
 
@@ -190,16 +193,16 @@ def frozen_copy(
     circular: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """A copy in which samples do not interact: in evaluation mode, BatchNorms on the statistics of the batch x.
+    """A copy in evaluation mode whose BatchNorms use the statistics of the batch x, so that samples do not interact.
 
     Args:
-        module: any; not changed.
-        x: (N, ...), cast to dtype.
-        bn_mode, circular: as in `isometry`; `coupled` leaves BatchNorms on batch statistics, `running` on their own.
-        dtype: of the copy.
+        module: any module; it is not changed.
+        x: (N, ...); it is cast to dtype.
+        bn_mode, circular: see `isometry`; `coupled` keeps batch statistics, `running` the running statistics.
+        dtype: dtype of the copy.
 
     Raises:
-        ValueError: the module cannot take x, or a BatchNorm gets fewer than two values per channel or keeps no
+        ValueError: the module cannot take x, a BatchNorm gets fewer than two values per channel, or it has no running
             statistics for `running`.
     """
     frozen = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
@@ -219,32 +222,35 @@ def frozen_copy(
         norm.running_mean = norm.running_var = None
         norm.train()
     if bn_mode == "constant" and norms:
-        noted: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        handles = [norm.register_forward_pre_hook(lambda n, inputs: _note(noted, n, inputs[0])) for norm in norms]
+        statistics: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        hook = functools.partial(_record, statistics)
+        handles = [norm.register_forward_pre_hook(hook) for norm in norms]
         applied(frozen, x.to(dtype))
         for handle in handles:
             handle.remove()
-        for norm, (mean, var) in noted.items():
+        for norm, (mean, var) in statistics.items():
             norm.running_mean, norm.running_var = mean, var
             norm.track_running_stats = True
             norm.eval()
     return frozen
 
 
-def _note(noted: dict[nn.Module, tuple[Tensor, Tensor]], norm: nn.Module, x: Tensor) -> None:
+def _record(statistics: dict[nn.Module, tuple[Tensor, Tensor]], norm: nn.Module, inputs: tuple[Tensor]) -> None:
+    """Record the statistics of a BatchNorm's input."""
+    (x,) = inputs
     if x.numel() // x.shape[1] < 2:
         raise ValueError(
             f"isometry: BatchNorm needs two values per channel, and {tuple(x.shape)} has one: pass more samples in x"
         )
     dims = [d for d in range(x.ndim) if d != 1]
-    noted[norm] = x.mean(dims), x.var(dims, correction=0)
+    statistics[norm] = x.mean(dims), x.var(dims, correction=0)
 
 
 def applied(function: Function, x: Tensor) -> Tensor:
-    """function(x), one tensor.
+    """function(x), which must be one tensor.
 
     Raises:
-        ValueError: whatever a user's module raises instead, or a result that is no tensor.
+        ValueError: the function raised an exception, or its result is no tensor.
     """
     try:
         y = function(x)
@@ -257,13 +263,14 @@ def applied(function: Function, x: Tensor) -> Tensor:
         ) from error
     if not isinstance(y, Tensor):
         raise ValueError(
-            f"isometry: the module must return one tensor, got {type(y).__name__}: wrap it in one that does"
+            f"isometry: the module must return one tensor, got {type(y).__name__}: wrap it in a module that does"
         )
     return y
 
 
 @torch.no_grad()
 def _output_size(function: Function, points: Tensor) -> int:
+    """Elements of one sample's output; checks that the function works row by row and gives finite values."""
     y = applied(function, points)
     if y.ndim < 1 or y.shape[0] != points.shape[0] or y.numel() == 0:
         raise ValueError(
@@ -272,17 +279,17 @@ def _output_size(function: Function, points: Tensor) -> int:
     if not torch.isfinite(y).all():
         raise ValueError("isometry: the output of the module is not finite: weights that are nan, or an overflow")
     alone = applied(function, points[:1])
-    # the same arithmetic in another batch size: rounding alone
+    # the same arithmetic with another batch size may differ only by rounding
     if not torch.allclose(alone, y[:1], rtol=1e-2, atol=1e-3 * float(y.abs().max())):
         raise ValueError(
-            "isometry: the result of a sample depends on the others, and not by BatchNorm: bn_mode='coupled' takes the "
-            "batch as one sample"
+            "isometry: the result of a sample depends on other samples, and not by BatchNorm: bn_mode='coupled' takes "
+            "the batch as one sample"
         )
     return y[0].numel()
 
 
 class _Products:
-    """J^T u and J v at fixed points, one row per vector, (K, w_out) and (K, w_in)."""
+    """Products J^T u and J v at fixed points; each row of u (K, w_out) and v (K, w_in) is a vector."""
 
     def __init__(self, function: Function, points: Tensor) -> None:
         self.points = points
@@ -293,12 +300,14 @@ class _Products:
             raise _no_derivative(error) from error
 
     def pull(self, u: Tensor) -> Tensor:
+        """J^T u, (K, w_in)."""
         try:
             return _finite(self._pull(u)[0].flatten(1))
         except RuntimeError as error:
             raise _no_derivative(error) from error
 
     def push(self, v: Tensor) -> Tensor:
+        """J v, (K, w_out)."""
         try:
             return _finite(torch.func.jvp(self.function, (self.points,), (v.view_as(self.points),))[1])
         except (RuntimeError, NotImplementedError) as error:
@@ -307,8 +316,8 @@ class _Products:
 
 def _no_derivative(error: Exception) -> ValueError:
     return ValueError(
-        "isometry: an operation of the module has no derivative in the mode needed (an operator of one's own, or a "
-        f"change in place): {error}"
+        "isometry: an operation of the module has no derivative in the mode needed (a custom operator, or a change in "
+        f"place): {error}"
     )
 
 
@@ -321,7 +330,7 @@ def _finite(product: Tensor) -> Tensor:
 def jacobian(function: Function, point: Tensor, w_out: int) -> Tensor:
     """The Jacobian (w_out, w_in) of a row-wise function at one point (1, ...), in the point's dtype.
 
-    The batch holds copies of the point, one per unit vector, so unlike `torch.func.jacrev` it needs no batching rules.
+    The batch has a copy of the point for each unit vector, so unlike `torch.func.jacrev` it needs no batching rules.
     """
     w_in = point.numel()
     by_rows = w_out <= w_in
@@ -335,21 +344,21 @@ def jacobian(function: Function, point: Tensor, w_out: int) -> Tensor:
 
 @torch.no_grad()
 def circular_conv_moments(weight: Tensor, groups: int = 1, *, size: int | None = None) -> tuple[Array, Array]:
-    """(1 / w_out) tr J J^T and (1 / w_out) tr (J J^T)^2 of a convolution of stride 1 that wraps around, exactly.
+    """Exact (1 / w_out) tr J J^T and (1 / w_out) tr (J J^T)^2 of a convolution of stride 1 with circular padding.
 
-    The Fourier transform makes J block diagonal: one (out, in) matrix per group and frequency, a number for a depthwise
-    filter.
+    The Fourier transform makes J block diagonal, with one (out, in) matrix per group and frequency; for a depthwise
+    filter this is a number.
 
     Args:
-        weight: (out, in / groups, k, k), or (out, in) of a linear layer.
-        groups: of the convolution.
-        size: of the map; None takes 2 k - 1, from where on both moments no longer depend on it.
+        weight: (out, in / groups, k, k), or (out, in) for a linear layer.
+        groups: number of groups of the convolution.
+        size: height and width of the map; None takes 2 k - 1, from which on the moments do not depend on it.
 
     Returns:
-        Two arrays (groups,), the moments of each group by itself; float64.
+        Two float64 arrays (groups,), the moments of each group.
 
     Raises:
-        ValueError: not a weight of a square kernel, groups that do not divide it, or a map smaller than the kernel.
+        ValueError: the weight has no square kernel, the groups do not divide it, or the map is smaller than the kernel.
     """
     weight = weight.detach().double()
     weight = weight[:, :, None, None] if weight.ndim == 2 else weight
@@ -370,19 +379,20 @@ def circular_conv_moments(weight: Tensor, groups: int = 1, *, size: int | None =
 
 
 def _rows(w_in: int, w_out: int) -> int:
+    """Number of vectors of a batch."""
     return max(1, min(_CHUNK, _BATCH_ELEMENTS // max(w_in, w_out)))
 
 
 def _exact(function: Function, points: Tensor, w_in: int, w_out: int) -> Isometry:
-    found = torch.stack([torch.linalg.svdvals(jacobian(function, p[None], w_out)) for p in points]).cpu().numpy()
-    powers = found**2
+    singular = torch.stack([torch.linalg.svdvals(jacobian(function, p[None], w_out)) for p in points]).cpu().numpy()
+    powers = singular**2
     firsts, seconds = powers.sum(1, keepdims=True) / w_out, (powers**2).sum(1, keepdims=True) / w_out
-    values = np.sort(found.ravel())
+    values = np.sort(singular.ravel())
     zeros = 1 - min(w_in, w_out) / w_out
     weights = np.full(len(values), (1 - zeros) / len(values))
     if zeros:
         values, weights = np.append(0.0, values), np.append(zeros, weights)
-    return _summary(firsts, seconds, values, weights, float(found.max()), w_in, w_out, "exact")
+    return _summary(firsts, seconds, values, weights, float(singular.max()), w_in, w_out, "exact")
 
 
 def _probed(
@@ -394,7 +404,7 @@ def _probed(
     lanczos_steps: int,
     generator: torch.Generator,
 ) -> Isometry:
-    # two per sample at least, for the variance of the estimate
+    # at least two per sample, because the variance of the estimate is needed
     per_sample = max(2, -(-probes // len(points)))
     firsts, seconds = [], []
     repeated = points.repeat_interleave(per_sample, 0)
@@ -414,10 +424,10 @@ def _probed(
 def _density(
     function: Function, points: Tensor, w_in: int, w_out: int, steps: int, generator: torch.Generator
 ) -> tuple[Array, Array, float]:
-    """Singular values, their weights and the largest one by stochastic Lanczos quadrature, a random start per point.
+    """Singular values, their weights and the largest one, by Lanczos quadrature with a random start per point.
 
-    The largest Ritz value is nearer to the largest eigenvalue than what as many steps of the power iteration find,
-    which stay in the same Krylov space.
+    The largest Ritz value is nearer to the largest eigenvalue than the result of as many steps of power iteration,
+    which stays in the same Krylov space.
     """
     if steps < 1:
         return np.empty(0), np.empty(0), -math.inf
@@ -435,16 +445,16 @@ def _density(
                 known = torch.stack(basis, 1)
                 r = r - torch.einsum("kmw,km->kw", known, torch.einsum("kmw,kw->km", known, r))
             norm = r.norm(dim=1, keepdim=True)
-            # what is left at rounding level is no direction: the space is complete, and the rest gets no weight
+            # a remainder at the level of rounding is no direction: the space is complete, and later steps get no weight
             live = norm > 1e-5 * size
             q = torch.where(live, r / norm.clamp(min=1e-30), 0.0)
             beside.append(torch.where(live, norm, 0.0)[:, 0])
             basis.append(q)
         tridiagonal = torch.diag_embed(torch.stack(diagonal, 1).double())
         off = torch.diag_embed(torch.stack(beside, 1).double()[:, : steps - 1], offset=1)
-        found, vectors = torch.linalg.eigh(tridiagonal + off + off.mT)
+        ritz, vectors = torch.linalg.eigh(tridiagonal + off + off.mT)
         complete = (torch.stack(beside, 1)[:, : steps - 1] == 0).any(1)
-        for nodes, share, whole in zip(found.clamp(min=0).sqrt(), vectors[:, 0] ** 2, complete, strict=True):
+        for nodes, share, whole in zip(ritz.clamp(min=0).sqrt(), vectors[:, 0] ** 2, complete, strict=True):
             node, weight = nodes.cpu().numpy(), share.cpu().numpy()
             largest = max(largest, float(node[weight > 1e-12].max()))
             if not whole:
@@ -457,10 +467,8 @@ def _density(
 
 
 def _smoothed(nodes: Array, weights: Array) -> tuple[Array, Array]:
-    """Quantiles of the distribution of which a quadrature has these nodes.
-
-    Its cumulative share at a node lies between the sums of the weights before and behind it; lines join the middles.
-    """
+    """Quantiles of the distribution for which a quadrature has these nodes and weights, by linear interpolation."""
+    # the cumulative share at a node lies between the sums of the weights before and after it
     middles = np.cumsum(weights) - weights / 2
     shares = (np.arange(_QUANTILE_ATOMS) + 0.5) / _QUANTILE_ATOMS
     return np.interp(shares, [0.0, *middles], [0.0, *nodes]), np.full(_QUANTILE_ATOMS, 1 / _QUANTILE_ATOMS)
@@ -469,14 +477,14 @@ def _smoothed(nodes: Array, weights: Array) -> tuple[Array, Array]:
 def _summary(
     firsts: Array, seconds: Array, values: Array, weights: Array, largest: float, w_in: int, w_out: int, method: Method
 ) -> Isometry:
-    """From (samples, estimates) of the first two moments; one estimate per sample is an exact one."""
+    """The result from (samples, estimates) of the first two moments; a single estimate per sample is exact."""
     samples, estimates = firsts.shape
     phi, second = float(firsts.mean()), float(seconds.mean())
     # the square of an estimate is too large by its variance
     bias = float((firsts.var(1, ddof=1) / estimates).sum()) / samples**2 if estimates > 1 else 0.0
     square = phi**2 - bias
     share = w_out / min(w_in, w_out)
-    # first order: varphi changes with seconds - 2 phi firsts
+    # to first order, varphi changes with seconds - 2 phi firsts
     influence = seconds - 2 * phi * firsts
     return Isometry(
         phi, second - square, phi * share, second * share - square * share**2,
@@ -486,7 +494,6 @@ def _summary(
 
 
 def _standard_error(estimates: Array) -> float:
-    """Of the mean: by the means of samples, which hold the scatter of probes too; by probes where there is one
-    sample."""
+    """Standard error over samples, whose means have the scatter of probes too; for one sample, over its probes."""
     units = estimates.mean(1) if len(estimates) > 1 else estimates[0]
     return float(units.std(ddof=1) / math.sqrt(len(units))) if len(units) > 1 else math.nan

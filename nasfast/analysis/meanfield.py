@@ -2,7 +2,7 @@
 
 Quantities and names are those of Poole et al. 2016 and Pennington et al. 2017. A layer is h' = sigma(W h + b) with
 sigma_w^2 = fan_in Var(W_ij), which is the v_W of DI-NAS, and sigma_b^2 = Var(b); q is the variance of a pre-activation
-and z a standard normal number. DI-NAS prints eq. 6 without saying where the variance is taken: before the activation.
+and z a standard normal number. DI-NAS eq. 6 does not say where the variance is taken; it is before the activation.
 Functions of q or c take numbers or arrays.
 """
 
@@ -19,15 +19,15 @@ from torch import Tensor
 
 Array = NDArray[np.float64]
 
-# layers after which a variance that still moves is called slow and its limit is bisected
+# number of layers after which a variance that still changes counts as slow and its limit is found by bisection
 _LAYERS = 300
-# halvings of a bracket around a positive limit: far below rounding
+# halvings of a bracket around a positive limit; the result is far below rounding
 _HALVINGS = 80
 _TOLERANCE = 1e-12
-# A larger variance is taken to grow without bound: at criticality quadrature, exact to 1e-14, would stop its growth.
-# chi at 0 and infinity is that of these variances.
+# A variance above the first counts as growing without bound, because at criticality the quadrature, exact to 1e-14,
+# would stop its growth. chi at infinity and at 0 is taken at these two variances.
 _UNBOUNDED, _VANISHING = 1e10, 1e-20
-# normal numbers beyond it weigh less than 1e-32
+# normal numbers beyond it have a probability below 1e-32
 _REACH = 12.0
 _LEGENDRE = np.polynomial.legendre.leggauss(128)
 
@@ -37,8 +37,8 @@ class Activation:
     """A scalar function for mean-field integrals.
 
     Attributes:
-        name: for messages.
-        value, slope: sigma and sigma', arrays to arrays of the same shape.
+        name: name in messages.
+        value, slope: sigma and sigma'; they map arrays to arrays of the same shape.
         kinks: points other than 0 where sigma is not smooth.
     """
 
@@ -49,7 +49,7 @@ class Activation:
 
     @classmethod
     def from_torch(cls, name: str, function: Callable[[Tensor], Tensor], kinks: Sequence[float] = ()) -> Activation:
-        """An element-wise PyTorch function, such as `torch.nn.GELU()`, with its slope by autograd."""
+        """The activation of an element-wise PyTorch function, such as `torch.nn.GELU()`; autograd gives its slope."""
 
         @torch.no_grad()
         def value(x: Array) -> Array:
@@ -75,10 +75,10 @@ ACTIVATIONS = {
 
 
 def activation(act: str | Activation) -> Activation:
-    """One of ACTIVATIONS by name, or the given one.
+    """An activation of ACTIVATIONS by its name, or the given one.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: the name is unknown.
     """
     if isinstance(act, Activation):
         return act
@@ -88,15 +88,15 @@ def activation(act: str | Activation) -> Activation:
 
 
 def normal_nodes(splits: ArrayLike) -> tuple[Array, Array]:
-    """Gauss-Legendre nodes and weights of E f(z) on [-12, 12], for an f that is smooth between splits.
+    """Gauss-Legendre nodes and weights of E f(z) on [-12, 12], for a function f that is smooth between splits.
 
     Args:
-        splits: (..., pieces - 1).
+        splits: (..., pieces - 1) points that divide the interval.
 
     Returns:
         Nodes and weights, (..., pieces * 128).
     """
-    # a split out of reach makes a piece of no width
+    # a split outside the interval makes a piece of width 0
     inner = np.clip(np.sort(np.asarray(splits, dtype=np.float64), axis=-1), -_REACH, _REACH)
     reach = np.full_like(inner[..., :1], _REACH)
     ends = np.concatenate([-reach, inner, reach], axis=-1)
@@ -114,17 +114,18 @@ _AROUND_ZERO = normal_nodes([0.0])
 def _expect(
     act: Activation, function: Callable[[Array], Array], std: ArrayLike, mean: ArrayLike | None = None
 ) -> Array:
-    """E function(mean + std z), element by element of std and mean, for a function that is smooth where `act` is.
+    """E function(mean + std z) for each element of std and mean; the function must be smooth where `act` is.
 
-    Integrals are split at the kinks, and where the argument is 0: there tanh is as steep as a kink for a large std.
-    Gauss-Hermite quadrature with 128 nodes, which is usual for smooth functions, is off by 6e-3 for tanh'^2 at q = 16.
+    Integrals are split at the kinks and where the argument is 0, because for a large std tanh is as steep there as a
+    kink. Gauss-Hermite quadrature with 128 nodes, which is usual for smooth functions, has an error of 6e-3 for tanh'^2
+    at q = 16.
     """
     std = np.asarray(std, dtype=np.float64)[..., None]
     if mean is None and not act.kinks:
         nodes, weights = _AROUND_ZERO
         return (weights * function(std * nodes)).sum(-1)
     mean = np.zeros(1) if mean is None else np.asarray(mean)[..., None]
-    # without spread there is nothing to split
+    # with std = 0 there is nothing to split
     nodes, weights = normal_nodes((np.array([0.0, *act.kinks]) - mean) / np.where(std > 0, std, np.inf))
     return (weights * function(mean + std * nodes)).sum(-1)
 
@@ -134,30 +135,30 @@ def _second_moment(act: Activation, q: ArrayLike) -> Array:
 
 
 def slope_moment(act: str | Activation, q: ArrayLike, k: int) -> Array:
-    """mu_k = E sigma'(sqrt(q) z)^(2 k), of the shape of q."""
+    """mu_k = E sigma'(sqrt(q) z)^(2 k), with the shape of q."""
     act = activation(act)
     return _expect(act, lambda x: act.slope(x) ** (2 * k), np.sqrt(q))
 
 
 def variance_map(act: str | Activation, q: ArrayLike, sigma_w: ArrayLike, sigma_b: ArrayLike) -> Array:
-    """Variance of the next pre-activation: sigma_w^2 E sigma(sqrt(q) z)^2 + sigma_b^2 (DI-NAS eq. 6)."""
+    """The variance of the next pre-activation: sigma_w^2 E sigma(sqrt(q) z)^2 + sigma_b^2 (DI-NAS eq. 6)."""
     return np.square(sigma_w) * _second_moment(activation(act), q) + np.square(sigma_b)
 
 
 def chi(act: str | Activation, q: ArrayLike, sigma_w: ArrayLike) -> Array:
-    """sigma_w^2 E sigma'(sqrt(q) z)^2 (DI-NAS eq. 5): below 1 ordered, above 1 chaotic, 1 critical."""
+    """sigma_w^2 E sigma'(sqrt(q) z)^2 (DI-NAS eq. 5): a network is ordered below 1, critical at 1, chaotic above 1."""
     return np.square(sigma_w) * slope_moment(act, q, 1)
 
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """q* of the variance map.
+    """The fixed point q* of the variance map.
 
     Attributes:
-        q: the fixed point reached from q = 1; inf where the variance grows without bound.
-        chi: at q, or its limit where q is 0 or infinite: sigma_w^2 / 2 for ReLU.
-        slow: the variance still moved after 300 layers, and q is its limit. tanh at sigma_w = 1, sigma_b = 0 decays to
-            0 like 1 / (2 l).
+        q: the fixed point that is reached from q = 1; inf if the variance grows without bound.
+        chi: chi at q, or its limit if q is 0 or infinite (sigma_w^2 / 2 for ReLU).
+        slow: whether the variance still changed after 300 layers; q is then its limit. For example, tanh at
+            sigma_w = 1, sigma_b = 0 decays to 0 like 1 / (2 l).
     """
 
     q: float
@@ -166,7 +167,7 @@ class FixedPoint:
 
     @property
     def depth_scale(self) -> float:
-        """xi = 1 / |ln chi|, in layers, over which correlations relax and gradients change by e; inf at chi = 1."""
+        """xi = 1 / |ln chi|: number of layers over which correlations and gradients change by e; inf at chi = 1."""
         if self.chi == 0:
             return 0.0
         return math.inf if self.chi == 1 else 1 / abs(math.log(self.chi))
@@ -176,7 +177,7 @@ def fixed_point(act: str | Activation, sigma_w: float, sigma_b: float) -> FixedP
     """q* and its chi (DI-NAS eq. 5 and 7).
 
     Raises:
-        ValueError: unknown activation, or negative or infinite sigma_w or sigma_b.
+        ValueError: the activation is unknown, or sigma_w or sigma_b is negative or infinite.
     """
     act = activation(act)
     q, chis, slow = _fixed_points(act, np.array([sigma_w], dtype=np.float64), np.array([sigma_b], dtype=np.float64))
@@ -184,7 +185,7 @@ def fixed_point(act: str | Activation, sigma_w: float, sigma_b: float) -> FixedP
 
 
 def _fixed_points(act: Activation, sigma_w: Array, sigma_b: Array) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """q*, chi, and whether the variance moved for more than _LAYERS layers; all of shape (n,)."""
+    """q*, chi, and whether the variance changed for more than _LAYERS layers; all have shape (n,)."""
     for name, values in (("sigma_w", sigma_w), ("sigma_b", sigma_b)):
         wrong = ~(np.isfinite(values) & (values >= 0))
         if wrong.any():
@@ -207,7 +208,7 @@ def _fixed_points(act: Activation, sigma_w: Array, sigma_b: Array) -> tuple[Arra
 
 
 def _bisect(step: Callable[[Array], Array], near: Array) -> Array:
-    """Where step(q) = q, below `near` if step leads down there, else above; 0 where only 0 is left."""
+    """The q at which step(q) = q: below `near` if step decreases it, otherwise above; 0 if there is no other."""
     low, high = np.zeros_like(near), near.copy()
     with np.errstate(over="ignore"):
         while True:
@@ -219,34 +220,35 @@ def _bisect(step: Callable[[Array], Array], near: Array) -> Array:
             middle = (low + high) / 2
             above = step(middle) > middle
             low, high = np.where(above, middle, low), np.where(above, high, middle)
-    # below this the rounding of step decides
+    # smaller values are decided by rounding
     return np.where(high < _TOLERANCE, 0.0, high)
 
 
 def correlation_map(act: str | Activation, c: ArrayLike, q: float, sigma_w: float, sigma_b: float) -> Array:
-    """Correlation, one layer on, of two inputs of correlation c in [-1, 1], at a positive fixed point q.
+    """The correlation after one more layer of two inputs with correlation c in [-1, 1], at a positive fixed point q.
 
-    C(c) = (sigma_w^2 E sigma(u1) sigma(u2) + sigma_b^2) / q, u1 = sqrt(q) z1, u2 = sqrt(q) (c z1 + sqrt(1 - c^2) z2).
-    C(1) = 1, C'(1) = chi, and 1 is the stable fixed point if and only if chi <= 1.
+    C(c) = (sigma_w^2 E sigma(u1) sigma(u2) + sigma_b^2) / q with u1 = sqrt(q) z1 and
+    u2 = sqrt(q) (c z1 + sqrt(1 - c^2) z2). C(1) = 1, C'(1) = chi, and 1 is the stable fixed point if and only if
+    chi <= 1.
 
     Raises:
-        ValueError: q not positive and finite, or c outside [-1, 1].
+        ValueError: q is not positive and finite, or c is outside [-1, 1].
     """
     act, c = activation(act), np.asarray(c, dtype=np.float64)
     if not 0 < q < math.inf or (np.abs(c) > 1).any():
         raise ValueError(f"correlation_map: needs 0 < q < inf and c in [-1, 1], got q = {q}, c = {c}")
     scale = math.sqrt(q)
     nodes, weights = normal_nodes(np.array([0.0, *act.kinks]) / scale)
-    # the inner integral has its own kinks for every outer node
+    # the kinks of the inner integral depend on the outer node
     second = _expect(act, act.value, scale * np.sqrt(1 - c * c)[..., None], scale * c[..., None] * nodes)
     return (sigma_w**2 * (weights * act.value(scale * nodes) * second).sum(-1) + sigma_b**2) / q
 
 
 def critical_point(act: str | Activation, q: float) -> tuple[float, float]:
-    """(sigma_w^2, sigma_b^2) of the critical line chi = 1 where the fixed point is q.
+    """(sigma_w^2, sigma_b^2) on the critical line chi = 1 at which the fixed point is q.
 
     Raises:
-        ValueError: no such point, because sigma_b^2 would be negative.
+        ValueError: there is no such point, because sigma_b^2 would be negative.
     """
     act = activation(act)
     sigma_w2, sigma_b2 = (float(v) for v in _critical_points(act, np.asarray(q)))
@@ -258,20 +260,25 @@ def critical_point(act: str | Activation, q: float) -> tuple[float, float]:
 def _critical_points(act: Activation, q: Array) -> tuple[Array, Array]:
     sigma_w2 = 1 / slope_moment(act, q, 1)
     sigma_b2 = q - sigma_w2 * _second_moment(act, q)
-    # a difference of equal numbers, as of piecewise linear functions
+    # for piecewise linear functions this is a difference of equal numbers, which must be 0
     return sigma_w2, np.where(np.abs(sigma_b2) <= _TOLERANCE * q, 0.0, sigma_b2)
 
 
 @dataclass(frozen=True)
 class SpectrumMoments:
-    """m1 and m2, the means of lambda and lambda^2 over the eigenvalues of J J^T; phi = m1."""
+    """Moments of the eigenvalues lambda of J J^T.
+
+    Attributes:
+        m1: mean of lambda, which is phi.
+        m2: mean of lambda^2.
+    """
 
     m1: float
     m2: float
 
     @property
     def varphi(self) -> float:
-        """m2 - m1^2."""
+        """The variance m2 - m1^2."""
         return self.m2 - self.m1**2
 
 
@@ -284,20 +291,20 @@ def spectrum_moments(
     for Gaussian ones. "Singular values" in DI-NAS eq. 8 and 10 are these eigenvalues.
 
     Raises:
-        ValueError: unknown activation, or depth below 1.
+        ValueError: the activation is unknown, or the depth is below 1.
     """
     mu_1, mu_2 = (float(slope_moment(act, q, k)) for k in (1, 2))
     return _moments(mu_1, mu_2, sigma_w, depth, orthogonal)
 
 
 def linear_units_moments(p: float, sigma_w: float, depth: int, *, orthogonal: bool = False) -> SpectrumMoments:
-    """The same where units have slope 1 with probability p and else 0.
+    """`spectrum_moments` for units that have slope 1 with probability p and otherwise 0.
 
-    Gaussian weights: DI-NAS eq. 8, m1 = (v_W p)^L, m2 = (v_W p)^(2 L) (L + p) / p. varphi / m1^2 is L / p Gaussian and
-    L (1 - p) / p orthogonal: ReLU, p = 1/2, is far from isometry with either.
+    Gaussian weights have m1 = (v_W p)^L and m2 = (v_W p)^(2 L) (L + p) / p (DI-NAS eq. 8). varphi / m1^2 is L / p for
+    Gaussian and L (1 - p) / p for orthogonal weights: ReLU, with p = 1/2, is far from isometry with either.
 
     Raises:
-        ValueError: p outside (0, 1], or depth below 1.
+        ValueError: p is outside (0, 1], or the depth is below 1.
     """
     if not 0 < p <= 1:
         raise ValueError(f"linear_units_moments: p is a share of linear units, in (0, 1], got {p}")
@@ -314,13 +321,13 @@ def _moments(mu_1: float, mu_2: float, sigma_w: float, depth: int, orthogonal: b
 
 @dataclass(frozen=True)
 class PhaseDiagram:
-    """Order and chaos over a grid of W values of sigma_w and B of sigma_b.
+    """Order and chaos over a grid of W values of sigma_w and B values of sigma_b.
 
     Attributes:
-        sigma_w, sigma_b: (W,) and (B,).
+        sigma_w, sigma_b: (W,) and (B,) values.
         q, chi: (B, W); q is inf where the variance grows without bound.
-        critical: (points, 2) of (sigma_w, sigma_b) with chi = 1, by ascending q*, within the grid's range. A single
-            point where all critical networks are the same, as for ReLU.
+        critical: (points, 2) values of (sigma_w, sigma_b) with chi = 1 within the range of the grid, by ascending q*.
+            It is a single point if all critical networks are the same, as for ReLU.
     """
 
     sigma_w: Array
@@ -334,10 +341,11 @@ def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike)
     """chi over the grid, and the line between order and chaos.
 
     Args:
-        sigma_w, sigma_b: (W,) and (B,), ascending.
+        act: the activation.
+        sigma_w, sigma_b: (W,) and (B,) values, ascending.
 
     Raises:
-        ValueError: unknown activation, or negative or infinite sigma_w or sigma_b.
+        ValueError: the activation is unknown, or sigma_w or sigma_b is negative or infinite.
     """
     act = activation(act)
     w, b = (np.asarray(v, dtype=np.float64) for v in (sigma_w, sigma_b))
@@ -347,7 +355,7 @@ def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike)
     w2, b2 = _critical_points(act, np.logspace(-6, 3, 400))
     line = np.sqrt(np.stack([w2, b2], 1)[b2 >= 0])
     line = line[(line >= [w.min(), b.min()]).all(1) & (line <= [w.max(), b.max()]).all(1)]
-    # piecewise linear functions have one critical point, met at every q up to rounding
+    # piecewise linear functions have the same critical point at every q, up to rounding
     if len(line) and np.ptp(line, axis=0).max() < 1e-9:
         line = line[:1]
     return PhaseDiagram(w, b, q.reshape(shape), chis.reshape(shape), line)
@@ -357,13 +365,18 @@ GAIN_MODES = ("critical", "forward", "jacobian")
 
 
 def gain(act: str | Activation, mode: str = "critical", q: float = 1.0) -> float:
-    """Scale g of a weight before an activation.
+    """The scale g of a weight before an activation.
 
-    forward: g^2 E sigma(sqrt(q) z)^2 = q, the variance stays. jacobian: g^2 E sigma'(sqrt(q) z)^2 = 1. critical: both
-    in a network without biases, the limit of `jacobian` for small q: identity and tanh 1, relu and relu6 sqrt(2).
+    Args:
+        act: the activation.
+        mode: `forward` keeps the variance, g^2 E sigma(sqrt(q) z)^2 = q. `jacobian` keeps the size of gradients,
+            g^2 E sigma'(sqrt(q) z)^2 = 1. `critical` does both in a network without biases; it is the limit of
+            `jacobian` for small q: 1 for identity and tanh, sqrt(2) for relu and relu6.
+        q: variance of the pre-activations.
 
     Raises:
-        ValueError: unknown activation or mode, q not positive, or `critical` for a function that is not 0 at 0.
+        ValueError: the activation or the mode is unknown, q is not positive, or `critical` is asked for a function that
+            is not 0 at 0.
     """
     act = activation(act)
     if mode not in GAIN_MODES:

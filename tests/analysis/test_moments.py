@@ -433,7 +433,7 @@ def test_inputs():
     pixels = torch.randint(0, 256, (10, 3, 4, 4), dtype=torch.uint8)
     drawn = images(pixels, flat=True)(10, torch.Generator().manual_seed(0))
     assert drawn.shape == (10, 48) and sorted(drawn.sum(1).tolist()) == sorted(pixels.flatten(1).sum(1).tolist())
-    with pytest.raises(ValueError, match="a batch of 11 needs as many images, got 10"):
+    with pytest.raises(ValueError, match="a batch of 11 needs 11 images, got 10"):
         images(pixels)(11, torch.Generator())
     # a pixel that never changes has no deviation
     assert torch.isfinite(standardised(torch.ones(4, 2))).all()

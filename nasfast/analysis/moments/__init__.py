@@ -1,6 +1,7 @@
-"""Moments of signal and noise through random deep networks: well behaved or pathological at initialisation.
+"""Moments of signal and noise in deep networks, which tell at initialisation whether a network is well behaved.
 
-After A. Labatie, *Characterizing Well-Behaved vs. Pathological Deep Neural Networks*, ICML 2019; docs/moments.md.
+The theory is that of A. Labatie, *Characterizing Well-Behaved vs. Pathological Deep Neural Networks*, ICML 2019; see
+docs/moments.md.
 """
 
 from nasfast.analysis.moments.detect import (

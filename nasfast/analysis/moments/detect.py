@@ -1,4 +1,4 @@
-"""Fits of the sensitivity against depth, and which pathology a network has, with the evidence (Labatie 2019)."""
+"""Fits of the sensitivity against depth, and the detection of pathologies with its evidence (Labatie 2019)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ SCALING = "scaling"
 WELL_BEHAVED = "well behaved"
 UNDECIDED = "undecided"
 
-# What counts as the limit at finite depth: mu_2 / nu_2 -> 0, r_eff -> 1, chi >= exp(gamma l), |log nu_2| ~ l.
+# Thresholds that stand for limits at finite depth: mu_2 / nu_2 -> 0, r_eff -> 1, chi >= exp(gamma l), |log nu_2| ~ l.
 _SHARE, _RANK, _SLOPE, _SCALING = 1e-2, 1.3, 0.02, 0.05
-# A fit is believed from this R^2, and a signal is rich from this effective rank.
+# Smallest R^2 of a valid fit, and smallest effective rank of a rich signal.
 _R2, _RICH = 0.995, 3.0
-# A growth with this R^2 is one.
+# Smallest R^2 of a steady growth.
 _STEADY = 0.9
-# Records that a fit needs to be believed.
+# Smallest number of records of a valid fit.
 _FEW = 4
 
 
 @dataclass(frozen=True)
 class Line:
-    """Least squares y = intercept + slope x and its R^2."""
+    """The least-squares line y = intercept + slope x and its R^2."""
 
     slope: float
     intercept: float
@@ -41,7 +41,7 @@ class Line:
 
 
 def fit_line(x: Array, y: Array) -> Line:
-    """Straight line through finite points; nan where there are fewer than two."""
+    """The straight line through the finite points; nan if there are fewer than two."""
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
@@ -54,9 +54,11 @@ def fit_line(x: Array, y: Array) -> Line:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """chi = c l^tau, with tau predicted from the increments of the first units (theorem 4), not fitted.
+    """chi = c l^tau; tau is not fitted but predicted from the increments of the first units (theorem 4).
 
-    `error` is the largest relative deviation over l >= 25.
+    Attributes:
+        tau, c: exponent and factor.
+        error: largest relative deviation over l >= 25.
     """
 
     tau: float
@@ -68,10 +70,10 @@ def fit_power_law(depth: Array, chi: Array, increments: Array, units: int) -> Po
     """tau = ((mean_l delta chi^{l,1})^{2H} - 1) / 2 and c = sum chi l^tau / sum l^{2 tau}.
 
     Args:
-        depth: l of the records.
-        chi: mean over realisations behind layer l.
-        increments: of the first unit: mean chi(y^{l,1}) over mean chi(y^{l,0}).
-        units: per residual, H.
+        depth: layers l of the records.
+        chi: chi after layer l, averaged over realisations.
+        increments: increments of the first unit: mean chi(y^{l,1}) divided by mean chi(y^{l,0}).
+        units: number of units per residual, H.
     """
     tau = (float(np.mean(increments)) ** (2 * units) - 1) / 2
     power = np.asarray(depth, dtype=float) ** tau
@@ -82,15 +84,18 @@ def fit_power_law(depth: Array, chi: Array, increments: Array, units: int) -> Po
 
 
 def power_law_of(run: Run) -> PowerLaw:
-    """`fit_power_law` of a residual network's run."""
+    """`fit_power_law` for the run of a residual network."""
     chi, first = np.exp(run.log_chi("sum")), np.exp(run.log_chi("unit"))
     increments = first.mean(0) / np.exp(run.log_chi("input")).mean(0)
     return fit_power_law(run.depth, chi.mean(0), increments, run.cfg.residual)
 
 
 def summarise(curves: Mapping[str, Array]) -> dict[str, Array]:
-    """`NAME_mean`, `_std`, `_p16`, `_p84` over realisations, and `_error`, the standard error of the mean; nan where no
-    realisation has a value."""
+    """Statistics of curves over realisations; nan where no realisation has a value.
+
+    Returns:
+        `NAME_mean`, `NAME_std`, `NAME_p16` and `NAME_p84`, and `NAME_error`, the standard error of the mean.
+    """
     result = {}
     for name, values in curves.items():
         known = np.isfinite(values)
@@ -114,11 +119,12 @@ def summarise(curves: Mapping[str, Array]) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a network is, and the numbers behind it.
+    """The verdict on a network, and its evidence.
 
     Attributes:
-        names: of the pathologies found; else `well behaved` or `undecided`; `scaling` comes in addition.
-        evidence: the numbers that the rules of docs/moments.md read.
+        names: names of the pathologies, or `well behaved` or `undecided` if there are none; `scaling` is added to
+            these.
+        evidence: the numbers to which the rules of docs/moments.md apply.
     """
 
     names: tuple[str, ...]
@@ -128,19 +134,20 @@ class Verdict:
         return ", ".join(self.names)
 
     def to_dict(self) -> dict[str, Any]:
+        """The verdict as JSON."""
         return {"names": list(self.names), "evidence": self.evidence}
 
 
 def detect(depth: Array, curves: Mapping[str, Array]) -> Verdict:
-    """Apply the rules to averages over realisations.
+    """Apply the rules of docs/moments.md to averages over realisations.
 
     Args:
-        depth: (records,) l.
+        depth: (records,) layers l.
         curves: `logchi`, `reff_signal`, `variance_share` (mu_2 / nu_2), `lognu2`, `logmu2_noise`, each (records,) or
-            (realisations, records). Records from which a signal is lost in rounding are nan and left out.
+            (realisations, records). Records whose signal is lost in rounding are nan and left out.
 
     Raises:
-        ValueError: no record is left.
+        ValueError: no record has a signal.
     """
     mean = {name: summarise({name: np.atleast_2d(values)})[f"{name}_mean"] for name, values in curves.items()}
     known = np.isfinite(mean["logchi"]) & np.isfinite(mean["variance_share"])
@@ -168,29 +175,29 @@ def detect(depth: Array, curves: Mapping[str, Array]) -> Verdict:
         "log_nu2_per_layer": float(mean["lognu2"][-1] / layers[-1]),
         "log_mu2_noise_per_layer": float(mean["logmu2_noise"][-1] / layers[-1]),
     }
-    found = []
+    names = []
     if evidence["share"] < _SHARE and evidence["share_slope"] < 0:
-        found.append(ZERO_DIMENSIONAL)
+        names.append(ZERO_DIMENSIONAL)
     if evidence["rank"] < _RANK and evidence["rank_slope"] < 0:
-        found.append(ONE_DIMENSIONAL)
+        names.append(ONE_DIMENSIONAL)
     if late.sum() >= _FEW and exponential.slope > _SLOPE and exponential.r2 > max(_R2, exponential_log.r2):
-        found.append(EXPLODING)
-    if not found:
+        names.append(EXPLODING)
+    if not names:
         rich = len(layers) >= _FEW and power.r2 > max(_R2, power_linear.r2) and evidence["rank"] > _RICH
-        found.append(WELL_BEHAVED if rich else UNDECIDED)
-    # a staircase of stages and the log l of residuals are no scaling
+        names.append(WELL_BEHAVED if rich else UNDECIDED)
+    # steps between stages, and the log l of residuals, do not count as scaling
     growth, growth_log = (fit_line(x[half], mean["lognu2"][half]) for x in (layers, np.log(layers)))
     steady = half.sum() >= _FEW and growth.r2 > max(_STEADY, growth_log.r2) and abs(growth.slope) > _SCALING
     if steady and abs(evidence["log_nu2_per_layer"]) > _SCALING:
-        found.append(SCALING)
-    return Verdict(tuple(found), evidence)
+        names.append(SCALING)
+    return Verdict(tuple(names), evidence)
 
 
 def dilution_bounds(run: Run) -> tuple[Array, Array, Array]:
-    """Theorem 4: lower bound, measured mean and upper bound of delta chi^l of a residual network, per record.
+    """Theorem 4: lower bound, measured mean and upper bound of delta chi^l of a residual network, for each record.
 
-    From the smallest and largest variance of the branches (with that of the input, 1) and growth G = chi^{l,H} /
-    chi^{l-1} over the records: (1 + (G^2 - 1) mu / mu' / (l + 1))^{1/2}.
+    A bound is (1 + (G^2 - 1) mu / mu' / (l + 1))^{1/2}, with the smallest and largest variances mu, mu' of the branches
+    (that of the input is 1) and the smallest or largest growth G = chi^{l,H} / chi^{l-1} over the records.
     """
     growth = np.exp(2 * (run.log_chi("branch") - run.log_chi("input"))).mean(0)
     variance = np.append(np.exp(run.values["log_mu2_signal_branch"]).mean(0), 1.0)

@@ -1,6 +1,6 @@
-"""Signal and noise through any nn.Module, by forward-mode derivatives, with probes at chosen modules.
+"""Signal and noise through any nn.Module, by forward-mode derivatives, measured after chosen submodules.
 
-BatchNorms take the statistics of the batch at hand and hold them constant for the noise, as the theory does.
+BatchNorms use the statistics of the current batch and treat them as constants for the noise, as the theory does.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Function = Callable[[Tensor], Tensor]
 
 
 def held(module: nn.Module, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A copy in evaluation mode whose BatchNorms normalise by the statistics of each batch, constant for derivatives.
+    """A copy in evaluation mode whose BatchNorms use the statistics of each batch as constants of the derivative.
 
-    A forward pass is one pass: every BatchNorm reads its statistics off its input just before it needs them.
+    One forward pass is enough, because every BatchNorm takes its statistics from its input just before it uses them.
     """
     copy = frozen_copy(module, torch.empty(0), bn_mode="coupled", dtype=dtype)
     for norm in copy.modules():
@@ -40,6 +40,7 @@ def held(module: nn.Module, *, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def _hold(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Set a BatchNorm's running statistics to those of its input."""
     x = forward_ad.unpack_dual(inputs[0]).primal if forward_ad._current_level >= 0 else inputs[0]
     over = [d for d in range(x.ndim) if d != 1]
     if x.numel() // x.shape[1] < 2:
@@ -49,21 +50,22 @@ def _hold(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 @contextmanager
 def _differentiating() -> Iterator[None]:
+    """Context for forward-mode derivatives on the reference operators."""
     with use_backend("reference"), torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
-        # torch's own, from the formulas of its forward mode
+        # torch itself causes this warning in the formulas of its forward mode
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
         yield
 
 
 def push(function: Function, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(f(x), J dx) in one forward pass; a noise that f does not depend on comes back as zeros.
+    """(f(x), J dx) in one forward pass; J dx is zero if f does not depend on x.
 
     Args:
-        function: of one tensor, with forward-mode derivatives; a module should be `held`.
+        function: a function of one tensor, with forward-mode derivatives; a module should be `held`.
         pair: x and dx, (N, ...).
 
     Raises:
-        ValueError: the function cannot take x, returns no tensor or has an operation without derivative.
+        ValueError: the function cannot take x, returns no tensor, or has an operation without derivative.
     """
     with _differentiating():
         y, dy = forward_ad.unpack_dual(applied(function, forward_ad.make_dual(*pair)))
@@ -71,31 +73,32 @@ def push(function: Function, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
 
 
 def as_pair(x: Tensor, dx: Tensor) -> Pair:
-    """One realisation: (N, C, *spatial) as a Pair."""
+    """x and dx (N, C, *spatial) as a Pair with one realisation."""
     return Pair.of(x[:, None], dx[:, None])
 
 
 def sensitivity(x: Tensor, dx: Tensor) -> float:
-    """log [mu_2(dx) / mu_2(x)]^{1/2}; chi of a module is its difference between output and input."""
-    found = energies(as_pair(x, dx))
-    return float(found["log_mu2_noise"] - found["log_mu2_signal"]) / 2
+    """log [mu_2(dx) / mu_2(x)]^{1/2}; log chi of a module is its difference between output and input."""
+    moments = energies(as_pair(x, dx))
+    return float(moments["log_mu2_noise"] - moments["log_mu2_signal"]) / 2
 
 
 def module_chi(module: nn.Module, x: Tensor, dx: Tensor | None = None, *, draws: int = 4, seed: int = 0) -> float:
     """delta chi of any module: how much more it amplifies noise than signal.
 
     Args:
-        module: maps (N, C, ...) to (N, C', ...); not changed. In evaluation mode, BatchNorms on the statistics of x.
+        module: maps (N, C, ...) to (N, C', ...) and is not changed. A copy is used in evaluation mode, with BatchNorms
+            on the statistics of x.
         x: the signal.
-        dx: the noise; None takes white noise, averaged over `draws`.
-        draws: of white noise.
-        seed: of white noise.
+        dx: the noise; None takes white noise and averages over `draws`.
+        draws: number of draws of white noise.
+        seed: seed of the white noise.
 
     Returns:
-        chi; > 1 amplifies noise, 20 log10 chi is the loss of signal-to-noise ratio in dB.
+        chi; noise is amplified if chi > 1, and 20 log10 chi is the loss of signal-to-noise ratio in dB.
 
     Raises:
-        ValueError: as `push`; `draws` below 1.
+        ValueError: `draws` is below 1, or see `push`.
     """
     if draws < 1:
         raise ValueError(f"module_chi: draws must be at least 1, got {draws}")
@@ -111,12 +114,12 @@ def module_chi(module: nn.Module, x: Tensor, dx: Tensor | None = None, *, draws:
 
 @dataclass(frozen=True)
 class ModuleMoments:
-    """Moments behind the probed modules, in the order in which they were called.
+    """Moments after the probed modules, in the order of their calls.
 
     Attributes:
-        names: of the modules; one that is called several times appears as often.
-        curves: (draws, len(names)) each: `logchi`, `inc` (of chi since the probe before), `reff_signal`, `reff_noise`,
-            `variance_share`, `lognu2`, `logmu2_noise`, `mu4`, `nu1abs`, `pseudo_linear`.
+        names: names of the modules; a module that is called several times appears as often.
+        curves: (draws, len(names)) values of `logchi`, `inc` (increment of chi since the probe before), `reff_signal`,
+            `reff_noise`, `variance_share`, `lognu2`, `logmu2_noise`, `mu4`, `nu1abs`, `pseudo_linear`.
     """
 
     names: tuple[str, ...]
@@ -124,37 +127,41 @@ class ModuleMoments:
 
 
 def statistics_of(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
-    """Curves' values at one place: (N, C, *spatial) signal and noise, `start` the `sensitivity` of the inputs."""
+    """The values of the curves at one place, from signal and noise (N, C, *spatial).
+
+    `start` is the `sensitivity` of the inputs.
+    """
     pair = as_pair(x, dx)
-    found = {k: float(v) for part in (energies, ranks, shape) for k, v in part(pair).items()}
+    moments = {k: float(v) for part in (energies, ranks, shape) for k, v in part(pair).items()}
     return {
-        "logchi": (found["log_mu2_noise"] - found["log_mu2_signal"]) / 2 - start,
-        "reff_signal": found["reff_signal"],
-        "reff_noise": found["reff_noise"],
-        "variance_share": math.exp(found["log_mu2_signal"] - found["log_nu2_signal"]),
-        "lognu2": found["log_nu2_signal"],
-        "logmu2_noise": found["log_mu2_noise"],
-        "mu4": found["mu4_signal"],
-        "nu1abs": found["nu1_abs_signal"],
-        "pseudo_linear": found["pseudo_linear"],
+        "logchi": (moments["log_mu2_noise"] - moments["log_mu2_signal"]) / 2 - start,
+        "reff_signal": moments["reff_signal"],
+        "reff_noise": moments["reff_noise"],
+        "variance_share": math.exp(moments["log_mu2_signal"] - moments["log_nu2_signal"]),
+        "lognu2": moments["log_nu2_signal"],
+        "logmu2_noise": moments["log_mu2_noise"],
+        "mu4": moments["mu4_signal"],
+        "nu1abs": moments["nu1_abs_signal"],
+        "pseudo_linear": moments["pseudo_linear"],
     }
 
 
 def module_moments(
     module: nn.Module, x: Tensor, *, probes: Sequence[str] | None = None, draws: int = 1, seed: int = 0
 ) -> ModuleMoments:
-    """Propagate inputs and white noise through a module and measure behind chosen submodules; none is kept.
+    """Propagate inputs and white noise through a module and measure after chosen submodules; no output is kept.
 
     Args:
-        module: takes x; not changed.
+        module: a module that takes x; it is not changed.
         x: (N, C, *spatial).
-        probes: names as of `named_modules`, in any order; None takes the direct children (of a chain of containers:
-            those of the first that has several). Only outputs that are one tensor of N samples are measured.
-        draws: of white noise.
-        seed: of the noise.
+        probes: names of submodules as in `named_modules`, in any order. None takes the direct children; if containers
+            have a single child, it takes the children of the first container that has several. Only outputs that are
+            one tensor of N samples are measured.
+        draws: number of draws of white noise.
+        seed: seed of the noise.
 
     Raises:
-        ValueError: an unknown name, probes that are never called, or as `push`.
+        ValueError: a name is unknown, no probe is called, or see `push`.
     """
     copy = held(module)
     modules = dict(copy.named_modules())
@@ -167,27 +174,28 @@ def module_moments(
     names: list[str] = []
     for _ in range(draws):
         dx = torch.randn(x.shape, generator=generator)
-        start, found, names = sensitivity(x, dx), [], []
+        start, row, names = sensitivity(x, dx), [], []
 
-        def note(name: str, y: object, start: float = start, found: list = found, names: list = names) -> None:
+        def record(name: str, y: object, start: float = start, row: list = row, names: list = names) -> None:
             if isinstance(y, Tensor) and y.ndim > 1 and len(y) == len(x):
                 primal, tangent = forward_ad.unpack_dual(y)
-                found.append(statistics_of(primal, torch.zeros_like(primal) if tangent is None else tangent, start))
+                row.append(statistics_of(primal, torch.zeros_like(primal) if tangent is None else tangent, start))
                 names.append(name)
 
-        handles = [modules[name].register_forward_hook(lambda _m, _i, y, name=name: note(name, y)) for name in chosen]
+        handles = [modules[name].register_forward_hook(lambda _m, _i, y, name=name: record(name, y)) for name in chosen]
         push(copy, (x.float(), dx))
         for handle in handles:
             handle.remove()
-        rows.append(found)
+        rows.append(row)
     if not names:
         raise ValueError(f"module_moments: none of the probes {', '.join(chosen)} was called with one tensor as result")
-    curves = {key: np.array([[place[key] for place in found] for found in rows]) for key in rows[0][0]}
+    curves = {key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}
     curves["inc"] = np.exp(np.diff(curves["logchi"], axis=1, prepend=0.0))
     return ModuleMoments(tuple(names), curves)
 
 
 def _children(module: nn.Module) -> list[str]:
+    """Names of the probes that `module_moments` takes by default."""
     name = ""
     while len(children := list(module.named_children())) == 1:
         name, module = f"{name}{children[0][0]}.", children[0][1]

@@ -1,7 +1,7 @@
-"""Random networks, streamed: weights are drawn layer by layer and forgotten, so memory does not grow with depth.
+"""Random networks whose weights are drawn layer by layer and not kept, so that memory does not grow with depth.
 
-Families (Labatie 2019, section 2): vanilla (`norm="none"`), normalised feed-forward, and pre-activation residual
-networks of `residual` feed-forward units each.
+The families are those of Labatie 2019, section 2: vanilla (`norm="none"`), normalised feed-forward, and pre-activation
+residual networks with `residual` feed-forward units each.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ from nasfast.ops.orthogonal import orthogonalize_draws
 Array = NDArray[np.float64]
 NetInit = Literal["he", "uniform", "orthogonal"]
 
-# Elements of one chunk of realisations: what passes between layers stays near the processor.
+# Elements of one chunk of realisations; tensors of this size stay in the processor's caches between layers.
 _CHUNK_ELEMENTS = 2**20
-# Share of the signal that varies, below which its float rounding is measured instead.
+# Share of the varying part of the signal below which rounding dominates it.
 _LOST = {"float32": 1e-10, "float64": 1e-24}
 
 
 @dataclass(frozen=True)
 class NetConfig(ConfigBase):
-    """A random network and what of it is measured.
+    """A random network, and which of its layers are measured.
 
     Attributes:
-        norm: before the activation: `none` (vanilla), `batch`, `layer`, `group`, `instance`.
+        norm: normalisation before the activation: `none` (vanilla), `batch`, `layer`, `group`, `instance`.
         residual: feed-forward units per residual (H); 0 for a feed-forward network.
-        act: `relu`, `relu6`, `tanh`, `identity`.
-        kernel: of the convolutions; 0 for fully connected.
-        width, depth: channels, and layers (residuals, where there are such).
-        batch: samples B.
-        every: layers between records.
-        init: of every layer: `he` (Gaussian), `uniform` in a ball together with the bias, `orthogonal`.
-        sigma_w, sigma_b: Var(omega) = sigma_w^2 / fan-in, Var(beta) = sigma_b^2; sigma_w null takes sqrt(2) for ReLU
-            and ReLU6, else 1.
-        padding: `periodic`, `zero`, `reflective`, or `shifted`: periodic with all of the border above and left, as in
-            the paper's code. That moves every output by a pixel, which matters to residual networks alone, whose skip
-            connections are not moved.
-        eps: of normalisations.
-        groups: of `group`.
-        dtype: of signal and noise; moments are float64.
+        act: activation: `relu`, `relu6`, `tanh`, `identity`.
+        kernel: kernel size of the convolutions; 0 for fully connected layers.
+        width: number of channels.
+        depth: number of layers, or of residuals in a residual network.
+        batch: number of samples, B.
+        every: number of layers between records.
+        init: initialisation of every layer: `he` (Gaussian), `uniform` (in a ball, together with the bias),
+            `orthogonal`.
+        sigma_w, sigma_b: Var(omega) = sigma_w^2 / fan-in and Var(beta) = sigma_b^2; sigma_w null takes sqrt(2) for ReLU
+            and ReLU6, otherwise 1.
+        padding: `periodic`, `zero`, `reflective`, or `shifted`, which is periodic with the whole border above and left,
+            as in the paper's code. It shifts every output by a pixel, which matters only to residual networks, because
+            their skip connections are not shifted.
+        eps: epsilon of the normalisations.
+        groups: number of groups of `group`.
+        dtype: dtype of signal and noise; moments are float64.
     """
 
     norm: Norm = "none"
@@ -86,22 +88,23 @@ class NetConfig(ConfigBase):
 
     @property
     def records(self) -> list[int]:
-        """Layers measured, counted from 1."""
+        """The layers that are measured, counted from 1."""
         return list(range(self.every, self.depth + 1, self.every))
 
     @property
     def std(self) -> float:
+        """sigma_w, also where it is null."""
         return gain(self.act) if self.sigma_w is None else self.sigma_w
 
 
 class Draws:
-    """Random numbers of several realisations, each from its own streams for data, noise and weights.
+    """Random numbers of several realisations; each has its own streams for data, noise and weights.
 
     Args:
-        seed: of the experiment.
-        realisations: numbers of the realisations; a network is the same whichever others are drawn beside it.
-        dtype: of the results; the draws are float32 in any case, so that dtypes can be compared.
-        device: of the results; the draws are made on the CPU, so that devices can be compared.
+        seed: seed of the experiment.
+        realisations: numbers of the realisations; a network does not depend on which others are drawn with it.
+        dtype: dtype of the results; draws are always float32, so that dtypes can be compared.
+        device: device of the results; draws are made on the CPU, so that devices can be compared.
     """
 
     def __init__(
@@ -121,14 +124,14 @@ class Draws:
         return Pair.of(x.to(self.device, self.dtype), dx.to(self.device, self.dtype))
 
     def normal(self, *size: int, std: float = 1.0) -> Tensor:
-        """(R, *size) of N(0, std^2)."""
+        """(R, *size) numbers from N(0, std^2)."""
         values = torch.empty(len(self.weights), *size)
         for row, generator in zip(values, self.weights, strict=True):
             row.normal_(0, std, generator=generator)
         return values.to(self.device, self.dtype)
 
     def ball(self, count: int, dimension: int, radius: float) -> Tensor:
-        """(R, count, dimension), every row uniform in the ball of this radius."""
+        """(R, count, dimension) numbers; every row is uniform in the ball of this radius."""
         direction = self.normal(count, dimension)
         depth = torch.stack([torch.rand(count, 1, generator=g) for g in self.weights]).to(self.device, self.dtype)
         return direction * (radius * depth ** (1 / dimension) / direction.norm(dim=2, keepdim=True))
@@ -145,30 +148,32 @@ class Draws:
         if cfg.init == "he":
             return self.normal(*size, std=cfg.std / fan_in**0.5), bias
         (q,) = orthogonalize_draws([self.normal(cfg.width, fan_in)])
-        # rows of length sigma_w, or less where there are more of them than columns
+        # rows have length sigma_w, or less if there are more rows than columns
         return q.mul_(cfg.std * max(1.0, cfg.width / fan_in) ** 0.5).reshape(-1, *size), bias
 
     def affine(self, cfg: NetConfig) -> tuple[Tensor, Tensor] | None:
-        """Scale and shift of a normalisation, (R, width) each; None where they are 1 and 0."""
+        """Scale and shift of a normalisation, (R, width) each; None if they are 1 and 0."""
         if cfg.init != "uniform":
             return None
         # E gamma^2 + E shift^2 = 1
         return tuple(self.ball(cfg.width, 2, 2**0.5).unbind(2))
 
     def first(self, cfg: NetConfig, channels: int) -> Tensor:
-        """Weight of the linear layer in front: Var = 1 / fan-in."""
+        """Weight of the linear layer before the network, with variance 1 / fan-in."""
         size = (channels, *(cfg.kernel,) * (2 if cfg.kernel else 0))
         return self.normal(cfg.width, *size, std=(channels * max(1, cfg.kernel) ** 2) ** -0.5)
 
 
 def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pair]]:
-    """The layers of a network, each as pairs at named places; only the layer at hand is in memory.
+    """Yield the pairs at the named places of each layer of a network; only the current layer is in memory.
 
-    Feed-forward: `input` x^{l-1}, `conv` y^l, `norm` z^l (where there is one), `act` x^l. Residual: `input` y^{l,0};
-    `norm`, `act` and `unit` (y^{l,1}) of the first unit; `branch` y^{l,H}; `sum` y^l.
+    A feed-forward layer has `input` x^{l-1}, `conv` y^l, `norm` z^l (y^l without a normalisation) and `act` x^l. A
+    residual has `input` y^{l,0}; `norm`, `act` and `unit` (y^{l,1}) of the first unit; `branch` y^{l,H}; `sum` y^l.
 
     Args:
-        pair: what the linear layer in front gets.
+        cfg: the network.
+        draws: its random numbers.
+        pair: input of the linear layer before the network.
     """
     stride = 2 if cfg.kernel else 1
     pair = rescale(conv(pair, draws.first(cfg, pair.x.shape[2]), stride=stride, padding=cfg.padding))
@@ -191,7 +196,7 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
                 if h == 0:
                     places |= {"norm": z, "act": x, "unit": pair}
             places |= {"branch": pair, "sum": add(places["input"], pair)}
-            # both branches share one scale, so only here
+            # both branches must have the same scale, so it changes only here
             pair = rescale(places["sum"])
             places["sum"] = pair
         else:
@@ -203,7 +208,7 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
 
 
 def _measured(cfg: NetConfig) -> dict[str, tuple[Callable[[Pair], dict[str, Tensor]], ...]]:
-    """Which statistics are taken where."""
+    """The statistics that are taken at each place."""
     if cfg.residual:
         return {
             "input": (energies,),
@@ -222,9 +227,9 @@ class Run:
 
     Attributes:
         cfg: the network.
-        values: statistic_place -> (realisations, records), such as `log_mu2_signal_act`; nan from where a signal is
-            lost in rounding. `log_ratio_0` (realisations, 1) is log mu_2(dx) - log mu_2(x) of the inputs.
-        seconds: it took, without what was read from a file.
+        values: statistic_place -> (realisations, records), such as `log_mu2_signal_act`; nan from the record on where
+            a signal is lost in rounding. `log_ratio_0` (realisations, 1) is log mu_2(dx) - log mu_2(x) of the inputs.
+        seconds: computing time, without realisations that were read from a file.
     """
 
     cfg: NetConfig
@@ -233,22 +238,24 @@ class Run:
 
     @property
     def depth(self) -> Array:
+        """The measured layers."""
         return np.array(self.cfg.records, dtype=float)
 
     @property
     def realisations(self) -> int:
+        """Number of realisations."""
         return len(self.values["log_ratio_0"])
 
     def log_chi(self, place: str) -> Array:
-        """log of the normalised sensitivity there, relative to the inputs; 20 / ln 10 of it is the loss in dB."""
+        """log chi at a place: the normalised sensitivity relative to the inputs; times 20 / ln 10, the loss in dB."""
         ratio = self.values[f"log_mu2_noise_{place}"] - self.values[f"log_mu2_signal_{place}"]
         return (ratio - self.values["log_ratio_0"]) / 2
 
     def curves(self) -> dict[str, Array]:
-        """What the paper draws, (realisations, records) each.
+        """The curves of the paper's figures, (realisations, records) each.
 
-        `inc` is the geometric increment of chi of a layer (a residual network: of the first unit), `inc_bn` and
-        `inc_phi` its parts before and behind the normalised signal, `logchi` log chi of the layer's output.
+        `inc` is the geometric increment of chi of a layer, or of the first unit of a residual. `inc_bn` and `inc_phi`
+        are its parts before and after the normalised signal. `logchi` is log chi of the layer's output.
         """
         end, out = ("unit", "sum") if self.cfg.residual else ("act", "act")
         before, middle, after = (self.log_chi(place) for place in ("input", "norm", end))
@@ -280,7 +287,7 @@ def run_chunk(
     for layer, places in enumerate(propagate(cfg, draws, pair), 1):
         if layer % cfg.every:
             continue
-        found = {
+        measured = {
             f"{name}_{place}": statistic.cpu().numpy()
             for place, functions in _measured(cfg).items()
             for function in functions
@@ -288,10 +295,10 @@ def run_chunk(
         }
         out = "sum" if cfg.residual else "act"
         with np.errstate(invalid="ignore"):
-            share = found[f"log_mu2_signal_{out}"] - found[f"log_nu2_signal_{out}"]
-        # written so that nan is lost
+            share = measured[f"log_mu2_signal_{out}"] - measured[f"log_nu2_signal_{out}"]
+        # the condition is written so that nan counts as lost
         lost |= ~(share > np.log(_LOST[cfg.dtype]))
-        for key, statistic in found.items():
+        for key, statistic in measured.items():
             curve = values.setdefault(key, np.full((len(realisations), len(records)), np.nan))
             curve[~lost, layer // cfg.every - 1] = statistic[~lost]
         if lost.all():
@@ -300,9 +307,9 @@ def run_chunk(
 
 
 def chunk_size(cfg: NetConfig, source: Source) -> int:
-    """Realisations that are computed together."""
+    """Number of realisations that are computed together."""
     x = source(2, torch.Generator().manual_seed(0))
-    # the layer in front has stride 2
+    # the layer before the network has stride 2
     positions = (-(-x.shape[-1] // 2)) ** 2 if cfg.kernel else 1
     return max(1, _CHUNK_ELEMENTS // (2 * cfg.batch * cfg.width * positions))
 
@@ -321,16 +328,16 @@ def run(
 
     Args:
         cfg: the networks.
-        source: of the inputs.
-        realisations: networks, each with weights, inputs and noise of its own.
-        seed: of all.
-        device: as of torch; random numbers come from the CPU in any case.
-        file: JSON lines to which every chunk of realisations is appended, and from which those that are there already
-            are read: a run that was stopped continues, and one of more realisations adds to it.
+        source: gives the inputs.
+        realisations: number of networks, each with its own weights, inputs and noise.
+        seed: seed of all random numbers.
+        device: a torch device; random numbers always come from the CPU.
+        file: JSON lines to which every chunk of realisations is appended. Chunks that are there already are read, so a
+            run that was stopped continues, and a run with more realisations adds to it.
         progress: called with the number of realisations done.
     """
     size, start = chunk_size(cfg, source), time.perf_counter()
-    # functions have no name to compare, what they draw has
+    # sources are functions without a name, so a sample of what they draw identifies them
     inputs = source(2, torch.Generator().manual_seed(0)).numpy().tobytes()
     key = hashlib.sha256(json.dumps([cfg.to_dict(), seed, size]).encode() + inputs).hexdigest()[:16]
     known = _read(file, key)
@@ -352,7 +359,7 @@ def _append(file: Path, form: dict) -> None:
     values = {name: _plain(v) for name, v in form["values"].items()}
     line = json.dumps({**form, "values": values}) + "\n"
     with open(file, "a+b") as out:
-        # a line torn by a kill must not take this one with it
+        # a line that a kill left incomplete must not damage this one
         if out.tell():
             out.seek(-1, 2)
             line = line if out.read(1) == b"\n" else f"\n{line}"
@@ -369,8 +376,7 @@ def _read(file: Path | None, key: str) -> dict[tuple[int, int], dict[str, Array]
         try:
             form = json.loads(line)
         except ValueError:
-            # torn by a kill
-            continue
+            continue  # a kill left the line incomplete
         if form.get("key") == key:
             found[tuple(form["ids"])] = {n: np.array(v, dtype=float) for n, v in form["values"].items()}
     return found

@@ -1,7 +1,7 @@
-"""Signal and noise as one pair, and the layers that carry both (Labatie 2019, section 2).
+"""Signal and noise as one pair, and the layers that propagate both (Labatie 2019, section 2).
 
-The noise is the first-order response to white noise at the input: every layer applies to it its derivative at the
-signal. Where both meet the same weights they are one tensor and one call.
+The noise is the first-order response to white noise at the input: every layer applies its derivative at the signal to
+it. Both are parts of one tensor, so that one call applies the same weights to both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Padding = Literal["periodic", "shifted", "zero", "reflective"]
 Act = Literal["relu", "relu6", "tanh", "identity"]
 Norm = Literal["none", "batch", "layer", "group", "instance"]
 
-# `shifted` is periodic with all of the border on one side, which moves the output against the input
+# `shifted` is periodic with the whole border on one side, which shifts the output relative to the input
 _PAD_MODES = {"periodic": "circular", "shifted": "circular", "zero": "constant", "reflective": "reflect"}
 
 
@@ -28,9 +28,9 @@ class Pair:
     """Signal x and noise dx of several realisations (networks) at one place.
 
     Attributes:
-        v: (2, B, R, C, *spatial): x and dx of B samples in R realisations; no spatial dimensions in a fully connected
-            network.
-        log_scale: (R,) float64; the noise is exp(log_scale / 2) dx, so that dx may be kept near 1.
+        v: (2, B, R, C, *spatial): x and dx of B samples in R realisations; a fully connected network has no spatial
+            dimensions.
+        log_scale: (R,) float64; the noise is exp(log_scale / 2) dx, so that dx can stay near 1.
     """
 
     v: Tensor
@@ -38,35 +38,40 @@ class Pair:
 
     @classmethod
     def of(cls, x: Tensor, dx: Tensor) -> Pair:
-        """From x and dx of shape (B, R, C, *spatial)."""
+        """The pair of x and dx of shape (B, R, C, *spatial)."""
         return cls(torch.stack((x, dx)), x.new_zeros(x.shape[1], dtype=torch.float64))
 
     @property
     def x(self) -> Tensor:
+        """The signal, (B, R, C, *spatial)."""
         return self.v[0]
 
     @property
     def dx(self) -> Tensor:
+        """The noise without its scale, (B, R, C, *spatial)."""
         return self.v[1]
 
     @property
     def over(self) -> tuple[int, ...]:
-        """Dimensions of x that are samples and positions."""
+        """The dimensions of x that are samples and positions."""
         return (0, *range(3, self.x.ndim))
 
     def channels(self, values: Tensor) -> Tensor:
-        """(R, C) or (R, 1), shaped to meet x."""
+        """Values (R, C) or (R, 1), reshaped to broadcast with x."""
         return values.reshape(1, *values.shape, *(1,) * (self.x.ndim - 3))
 
 
 def conv(
     pair: Pair, weight: Tensor, bias: Tensor | None = None, *, stride: int = 1, padding: Padding = "periodic"
 ) -> Pair:
-    """y = w * x + b, dy = w * dx: one convolution, or matrix product, for signal, noise and all realisations.
+    """y = w * x + b and dy = w * dx, by one convolution or matrix product for signal, noise and all realisations.
 
     Args:
-        weight: (R, out, C, K, K), or (R, out, C) fully connected.
-        bias: (R, out).
+        pair: x and dx.
+        weight: (R, out, C, K, K), or (R, out, C) for a fully connected layer.
+        bias: (R, out), or None.
+        stride: stride of the convolution.
+        padding: how borders are padded.
     """
     v = pair.v.flatten(0, 1)
     if weight.ndim == 3:
@@ -86,10 +91,12 @@ def batch_norm(pair: Pair, eps: float, gamma: Tensor | None = None, shift: Tenso
     """z = (y - nu_1,c) / sqrt(mu_2,c + eps) over samples and positions; these statistics are constants for the noise.
 
     Args:
-        gamma, shift: (R, C): z becomes gamma z + shift.
+        pair: y and dy.
+        eps: epsilon of the normalisation.
+        gamma, shift: (R, C); if given, the result is gamma z + shift.
     """
     z = torch.empty_like(pair.v)
-    # in two passes, which are faster here than torch.var_mean
+    # two passes are faster here than torch.var_mean
     centred = torch.sub(pair.x, pair.x.mean(pair.over, keepdim=True), out=z[0])
     scale = torch.rsqrt(centred.square().mean(pair.over, keepdim=True) + eps)
     if gamma is not None:
@@ -102,8 +109,10 @@ def batch_norm(pair: Pair, eps: float, gamma: Tensor | None = None, shift: Tenso
 
 
 def group_norm(pair: Pair, eps: float, groups: int, gamma: Tensor | None = None, shift: Tensor | None = None) -> Pair:
-    """z = (y - m) / s over each group of channels of one sample, with the full derivative, dz = (dy - <dy> - z <z dy>)
-    / s: these statistics move with the sample. Layer norm has one group, instance norm one per channel.
+    """z = (y - m) / s over each group of channels of one sample.
+
+    Layer norm has one group, instance norm one per channel. These statistics depend on the sample, so the noise gets
+    the full derivative dz = (dy - <dy> - z <z dy>) / s.
 
     Raises:
         ValueError: the groups do not divide the channels.
@@ -130,7 +139,7 @@ def _tanh(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    # phi'(0) = 0
+    # the slopes take phi'(0) = 0
     "relu": lambda x: (x.clamp_min(0), x > 0),
     "relu6": lambda x: (x.clamp(0, 6), (x > 0) & (x < 6)),
     "tanh": _tanh,
@@ -138,7 +147,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def act(pair: Pair, name: Act) -> Pair:
-    """x = phi(y), dx = phi'(y) dy."""
+    """x = phi(y) and dx = phi'(y) dy."""
     if name == "identity":
         return replace(pair, v=pair.v.clone())
     y = torch.empty_like(pair.v)
@@ -148,25 +157,29 @@ def act(pair: Pair, name: Act) -> Pair:
 
 
 def add(a: Pair, b: Pair) -> Pair:
-    """The sum of two branches, which share one scale of the noise."""
+    """The sum of two branches, whose noise must have the same scale."""
     return replace(a, v=a.v + b.v)
 
 
 def rescale(pair: Pair) -> Pair:
-    """The same pair with mean dx^2 = 1 in every realisation; its own tensor changes in place."""
+    """Rescale the noise to mean dx^2 = 1 in every realisation; the pair's tensor changes in place."""
     dims = (0, *range(2, pair.x.ndim))
     s = pair.dx.double().square().mean(dims) if pair.v.dtype == torch.float64 else pair.dx.square().mean(dims).double()
-    # a noise that is gone stays gone
+    # noise that is 0 stays 0
     s = torch.where(s > 0, s, 1.0)
     pair.dx.mul_(pair.channels(torch.rsqrt(s)[:, None].to(pair.v.dtype)))
     return replace(pair, log_scale=pair.log_scale + s.log())
 
 
 def normalise(pair: Pair, norm: Norm, *, eps: float, groups: int, affine: tuple[Tensor, Tensor] | None = None) -> Pair:
-    """The normalisation of this name; `groups` are those of `group`.
+    """Apply the normalisation of this name.
 
     Args:
-        affine: scale and shift, (R, C) each.
+        pair: y and dy.
+        norm: the name.
+        eps: epsilon of the normalisation.
+        groups: number of groups of `group`.
+        affine: scale and shift, (R, C) each, or None.
     """
     gamma, shift = affine or (None, None)
     if norm == "none":
