@@ -41,7 +41,7 @@ from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.supernet import SupernetConfig, default_lr, make_supernet
 
 OUT = Path(__file__).parent / "results" / "ranking_nas_bench_macro.jsonl"
-LEARNED = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0), ("fisher", 0.0), ("gamma", 0.0))
+LEARNED = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0), ("gamma", 0.0))
 """(score, weight of structure added to it); that of the default method comes first."""
 _COMPARED = 2000
 """Number of random architectures on which the tables of two seeds are compared."""
@@ -88,7 +88,8 @@ class Entry:
 
 def _initial(init: str) -> Entry:
     changes = (("init", init), ("layer_indicators", False))
-    return Entry(f"initial-{init}", epochs=0, changes=changes, scores=(("beta_gradient", 0.0),), paths=400)
+    scores = (("beta_gradient", 0.0), ("beta_gradient", 1.0))
+    return Entry(f"initial-{init}", epochs=0, changes=changes, scores=scores, paths=400)
 
 
 QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
