@@ -8,16 +8,17 @@ from nasfast.data.backends import TorchvisionBackend
 from nasfast.data.datasets import (
     DataError,
     DatasetSource,
-    DigitsSource,
     FolderSource,
     ImageSource,
     ListSource,
     random_subset,
 )
+from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.loader import DataConfig, Loader, make_loader, make_loaders
 
 __all__ = [
     "Augmentation",
+    "ClutteredDigitsSource",
     "DataConfig",
     "DataError",
     "DatasetSource",

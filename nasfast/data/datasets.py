@@ -1,4 +1,4 @@
-"""Image sources: folders or lists of files, any map-style data set, and the embedded handwritten digits."""
+"""Image sources: folders or lists of files, any map-style data set, and parts of other sources."""
 
 from __future__ import annotations
 
@@ -281,41 +281,6 @@ class DatasetSource(ImageSource):
 
     def name(self, index: int) -> str:
         return f"item {index} of {type(self._dataset).__name__}"
-
-
-class DigitsSource(ImageSource):
-    """Scikit-learn's 1797 handwritten digits (8 x 8, UCI), enlarged to 32 x 32 RGB and held in memory.
-
-    Args:
-        split: `val` takes every fifth image of each class, `train` the others.
-
-    Raises:
-        RuntimeError: scikit-learn is not installed.
-    """
-
-    in_memory = True
-
-    def __init__(self, split: str) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise RuntimeError("data.source='digits' needs scikit-learn: pip install 'nasfast[demo]'") from error
-        digits = load_digits()
-        position = np.empty(len(digits.target), dtype=np.int64)
-        for label in range(10):
-            (members,) = np.nonzero(digits.target == label)
-            position[members] = np.arange(len(members))
-        (self._indices,) = np.nonzero((position % 5 == 4) == (split == "val"))
-        self.classes = tuple(map(str, range(10)))
-        self.labels = digits.target[self._indices].astype(np.int64)
-        small = (digits.images[self._indices] * (255 / 16)).round().astype(np.uint8)
-        self._images = [Image.fromarray(im).resize((32, 32), Image.Resampling.BICUBIC).convert("RGB") for im in small]
-
-    def image(self, index: int) -> Image.Image:
-        return self._images[index]
-
-    def name(self, index: int) -> str:
-        return f"digit {self._indices[index]}"
 
 
 class SubsetSource(ImageSource):

@@ -17,7 +17,8 @@ from nasfast.data import dali
 from nasfast.data.augment import SMALL, Augmentation
 from nasfast.data.backends import Backend, Request, TorchvisionBackend
 from nasfast.data.cache import CacheBackend
-from nasfast.data.datasets import DataError, DatasetSource, DigitsSource, ImageSource, open_files, split_source
+from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source
+from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.seeds import derive_seed
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class DataConfig(ConfigBase):
     """Where images come from and how they are fed.
 
     Attributes:
-        source: `folder` (image files) or `digits` (scikit-learn's handwritten digits).
+        source: `folder` (image files), `digits` (scikit-learn's handwritten digits) or `cluttered_digits` (the same
+            among pieces of others, which is harder).
         train: training images: a folder, `train/CLASS/IMAGE`, or a text file of lines `IMAGE LABEL`.
         val: validation images of the same classes; null holds out `val_fraction` of the training images.
         val_fraction: share of each class that is held out when `val` is not given.
@@ -53,7 +55,7 @@ class DataConfig(ConfigBase):
         std: positive value per channel that images are then divided by; grey images take the average.
     """
 
-    source: Literal["folder", "digits"] = "folder"
+    source: Literal["folder", "digits", "cluttered_digits"] = "folder"
     train: str | None = None
     val: str | None = None
     val_fraction: float = 0.1
@@ -252,8 +254,9 @@ def _shown(names: list[str]) -> str:
 
 def _open_sources(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]:
     """Training and validation images."""
-    if cfg.source == "digits":
-        return DigitsSource("train"), DigitsSource("val")
+    if cfg.source != "folder":
+        kind = DigitsSource if cfg.source == "digits" else ClutteredDigitsSource
+        return kind("train"), kind("val")
     if cfg.train is None:
         raise ConfigError("data.train is not set: give the training folder, e.g. --data.train images/train")
     train = open_files(cfg.train)
@@ -268,7 +271,7 @@ def make_augmentation(
     """The augmentation that `cfg` asks for; see `make_loader`."""
     kind = cfg.augment
     if kind == "auto":
-        kind = "shift" if cfg.source == "digits" else "cifar" if resolution <= SMALL else "imagenet"
+        kind = "shift" if cfg.source != "folder" else "cifar" if resolution <= SMALL else "imagenet"
     return Augmentation(kind if train else "eval", resolution, grey=grey, seed=seed)
 
 

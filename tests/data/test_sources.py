@@ -10,7 +10,16 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from tiny import write_folder
 
-from nasfast.data import DataConfig, DataError, DigitsSource, FolderSource, ListSource, make_loaders, random_subset
+from nasfast.data import (
+    ClutteredDigitsSource,
+    DataConfig,
+    DataError,
+    DigitsSource,
+    FolderSource,
+    ListSource,
+    make_loaders,
+    random_subset,
+)
 from nasfast.data.datasets import SubsetSource, split_source
 
 
@@ -176,6 +185,29 @@ def test_digits_are_their_pixels_with_their_labels():
         assert (image.mode, image.size) == ("RGB", (32, 32))
         small = np.asarray(image.convert("L").resize((8, 8), Image.Resampling.BOX)) / 255 * 16
         assert np.abs(small - digits.images[original]).mean() < 1.0
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_cluttered_digit_holds_a_digit_of_its_label_and_of_its_part(split):
+    source, again, digits = ClutteredDigitsSource(split), ClutteredDigitsSource(split), load_digits()
+    assert len(source) == {"train": 2000, "val": 1000}[split]
+    plain = DigitsSource(split)
+    part = {plain.name(i) for i in range(len(plain))}
+    enlarged = [Image.fromarray((im * (255 / 16)).round().astype(np.uint8)) for im in digits.images]
+    enlarged = [im.resize((20, 20), Image.Resampling.BICUBIC) for im in enlarged]
+    templates = np.stack(enlarged).astype(np.float32).reshape(1797, -1)
+    for index in (0, 17, len(source) - 1):
+        image = np.asarray(source.image(index))
+        assert image.shape == (32, 32, 3) and np.array_equal(image, np.asarray(again.image(index)))
+        windows = np.lib.stride_tricks.sliding_window_view(image[..., 0].astype(np.float32), (20, 20)).reshape(-1, 400)
+        # clutter and noise only brighten what is dark: distance where the digit is bright
+        bright = (templates > 100).astype(np.float32)
+        squares = (
+            bright @ (windows**2).T - 2 * (bright * templates) @ windows.T + (bright * templates**2).sum(1)[:, None]
+        )
+        best = int(np.unravel_index((squares / bright.sum(1)[:, None]).argmin(), squares.shape)[0])
+        assert digits.target[best] == source.labels[index]
+        assert f"digit {best}" in part
 
 
 class _Labels(SubsetSource):

@@ -1,0 +1,111 @@
+"""Scikit-learn's handwritten digits as image sources, so that a whole run needs no download."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from nasfast.data.datasets import ImageSource
+
+Split = Literal["train", "val"]
+
+_SIDE = 32
+_CLUTTERED = {"train": 2000, "val": 1000}
+_PIECES, _PIECE, _CLUTTER, _NOISE = 10, 6, 0.6, 20.0
+"""Pieces of other digits per image, their side in pixels, their brightness, and the noise's standard deviation."""
+
+
+def _load(split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers (n,), images (n, 8, 8) uint8 and labels (n,) int64 of a part: `val` is every fifth image of each class.
+
+    Raises:
+        RuntimeError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise RuntimeError("the digits of data.source need scikit-learn: pip install 'nasfast[demo]'") from error
+    digits = load_digits()
+    position = np.empty(len(digits.target), dtype=np.int64)
+    for label in range(10):
+        (members,) = np.nonzero(digits.target == label)
+        position[members] = np.arange(len(members))
+    (numbers,) = np.nonzero((position % 5 == 4) == (split == "val"))
+    images = (digits.images[numbers] * (255 / 16)).round().astype(np.uint8)
+    return numbers, images, digits.target[numbers].astype(np.int64)
+
+
+def _enlarged(image: np.ndarray, side: int) -> Image.Image:
+    return Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
+
+
+class DigitsSource(ImageSource):
+    """Scikit-learn's 1797 handwritten digits (8 x 8, UCI), enlarged to 32 x 32 RGB and held in memory.
+
+    Args:
+        split: `val` takes every fifth image of each class, `train` the others.
+
+    Raises:
+        RuntimeError: scikit-learn is not installed.
+    """
+
+    in_memory = True
+
+    def __init__(self, split: Split) -> None:
+        self._numbers, images, self.labels = _load(split)
+        self.classes = tuple(map(str, range(10)))
+        self._images = [_enlarged(image, _SIDE).convert("RGB") for image in images]
+
+    def image(self, index: int) -> Image.Image:
+        return self._images[index]
+
+    def name(self, index: int) -> str:
+        return f"digit {self._numbers[index]}"
+
+
+class ClutteredDigitsSource(ImageSource):
+    """Handwritten digits at random places among pieces of other digits, with noise: 32 x 32 RGB, held in memory.
+
+    A network can tell plain digits apart whatever its architecture is; these it can not, so architectures differ. The
+    images are the same in every run. Both parts draw from their own part of the digits (see `DigitsSource`).
+
+    Args:
+        split: `train` has 2000 images, `val` 1000.
+
+    Raises:
+        RuntimeError: scikit-learn is not installed.
+    """
+
+    in_memory = True
+
+    def __init__(self, split: Split) -> None:
+        _, images, labels = _load(split)
+        rng = np.random.default_rng(0 if split == "train" else 1)
+        drawn = rng.integers(len(images), size=_CLUTTERED[split])
+        self.classes = tuple(map(str, range(10)))
+        self.labels = labels[drawn]
+        self._images = [self._draw(images, number, rng) for number in drawn]
+
+    @staticmethod
+    def _draw(images: np.ndarray, number: int, rng: np.random.Generator) -> Image.Image:
+        canvas = np.zeros((_SIDE, _SIDE))
+        for other in rng.integers(len(images), size=_PIECES):
+            y, x = rng.integers(16 - _PIECE + 1, size=2)
+            piece = np.asarray(_enlarged(images[other], 16))[y : y + _PIECE, x : x + _PIECE]
+            y, x = rng.integers(_SIDE - _PIECE + 1, size=2)
+            there = canvas[y : y + _PIECE, x : x + _PIECE]
+            np.maximum(there, _CLUTTER * piece, out=there)
+        digit = np.asarray(_enlarged(images[number], 20))
+        y, x = rng.integers(_SIDE - 20 + 1, size=2)
+        there = canvas[y : y + 20, x : x + 20]
+        np.maximum(there, digit, out=there)
+        noisy = np.clip(canvas + rng.normal(0, _NOISE, canvas.shape), 0, 255)
+        return Image.fromarray(noisy.astype(np.uint8)).convert("RGB")
+
+    def image(self, index: int) -> Image.Image:
+        return self._images[index]
+
+    def name(self, index: int) -> str:
+        return f"cluttered digit {index}"
