@@ -1,10 +1,11 @@
-"""BatchNorm on its own: statistics, application, and backward; and the coefficients of given statistics.
+"""BatchNorm alone: statistics, application and backward, and the coefficients from given statistics.
 
-A tensor of pixels is addressed as (image, pixel, channel) with three strides, so NHWC, NCHW and every second channel
-are the same code. R = images * pixels. Where rows are ROW elements apart and channels next to each other, as in NHWC,
-the constant ROW tells the compiler which addresses are multiples of 16 bytes; else it is 0.
+A tensor of pixels is addressed by (image, pixel, channel) with three strides, so the same code serves NHWC, NCHW and
+every second channel. R = images * pixels. If channels are next to each other, as in NHWC, the constant ROW is the
+number of elements from row to row, and tells the compiler which addresses are multiples of 16 bytes. Otherwise it is
+0.
 
-A program makes TILES tiles of ROWS rows, one below the other, of the same channels, whose coefficients it reads once.
+A program computes TILES tiles of ROWS consecutive rows of the same channels, and reads their coefficients once.
 """
 
 import triton
@@ -28,7 +29,7 @@ from .common import (
 
 @triton.jit
 def _place(R, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):
-    """(first row, how many rows from there on, channels) of this program."""
+    """(first row, number of rows, channels) of this program."""
     first = tl.program_id(0) * (ROWS * TILES)
     return first, tl.minimum(R - first, ROWS * TILES), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
 
@@ -57,7 +58,7 @@ def bn_statistics_kernel(
     x, sxn, sxp, sxc, sums, R, PIXELS,
     C: tl.constexpr, X_ROW: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """fold (3, C) of the statistics of x."""
+    """Compute the statistics of x and their fold (3, C)."""
     first, rows, c = _place(R, ROWS, CHANNELS, TILES)
     r = tl.arange(0, ROWS)
     at = _at(x, first, r, c, PIXELS, sxn, sxp, sxc, X_ROW)
@@ -81,7 +82,7 @@ def bn_statistics_kernel(
 def bn_fold_kernel(
     running_mean, running_var, statistics, gamma, beta, eps, fold, C, RUNNING: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """fold (3, C) of statistics (2, C), into which RUNNING copies the running statistics first."""
+    """Compute fold (3, C) from statistics (2, C); with RUNNING, first copy the running statistics there."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = c < C
     if RUNNING:
@@ -103,7 +104,7 @@ def bn_act_kernel(
     C: tl.constexpr, Y_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr, OUT_ROW: tl.constexpr, ACT: tl.constexpr,
     RESIDUAL: tl.constexpr, SHUFFLE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """out = act(bn(y)) (+ residual). SHUFFLE: the even channels of `even` (rows of 2 C) go C channels before out."""
+    """out = act(bn(y)) (+ residual). SHUFFLE: copy even channels of `even` (rows of 2 C) to C channels before out."""
     first, rows, c = _place(R, ROWS, CHANNELS, TILES)
     center, scale, shift = forward_fold(fold, c, C)
     for tile in range(TILES):
@@ -127,7 +128,7 @@ def bn_act_reduce_kernel(
     C: tl.constexpr, GRAD_ROW: tl.constexpr, Y_ROW: tl.constexpr, ACT: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Affine gradients and back (2, C), from the gradient of act(bn(y))."""
+    """Compute the affine gradients and back (2, C) from the gradient of act(bn(y))."""
     first, rows, c = _place(R, ROWS, CHANNELS, TILES)
     center, scale, shift = forward_fold(fold, c, C)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -137,7 +138,7 @@ def bn_act_reduce_kernel(
         mask = _mask(r < rows, c, C, CHANNELS)
         g = tl.load(_at(grad, first, r, c, PIXELS, sgn, sgp, sgc, GRAD_ROW), mask=mask, other=0.0).to(tl.float32)
         v = tl.load(_at(y, first, r, c, PIXELS, syn, syp, syc, Y_ROW), mask=mask, other=0.0)
-        # rows that are not there add nothing: their gradient is 0, and d is finite
+        # rows beyond the end add nothing, because their gradient is 0 and d is finite
         dz, d = gradient_through(g, v, center, scale, shift, ACT)
         total += dz
         total_d += dz * d
@@ -151,7 +152,7 @@ def bn_act_backward_kernel(
     C: tl.constexpr, GRAD_ROW: tl.constexpr, Y_ROW: tl.constexpr, X_ROW: tl.constexpr, ACT: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """dx, the gradient behind BatchNorm."""
+    """Compute dx, the gradient behind BatchNorm."""
     first, rows, c = _place(R, ROWS, CHANNELS, TILES)
     center, scale, shift = forward_fold(fold, c, C)
     slope, offset = backward_fold(back, c, C)
@@ -167,7 +168,7 @@ def bn_act_backward_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def shuffle_merge_kernel(grad, dx, R, C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):
-    """The even channels of dx (R, 2 C) from the first C of grad (R, 2 C); the first stage writes the odd ones."""
+    """Copy the first C channels of grad (R, 2 C) to the even ones of dx (R, 2 C); a stage writes the odd ones."""
     first, rows, c = _place(R, ROWS, CHANNELS, TILES)
     grad += first.to(tl.int64) * (2 * C)
     dx += first.to(tl.int64) * (2 * C)

@@ -1,34 +1,35 @@
-"""What the kernels share: activations, BatchNorm seen from its producer and its consumer, partial sums.
+"""What the kernels share: activations, the arithmetic of BatchNorm, and partial sums.
 
-All tensors of pixels are rows (a pixel of an image of the batch) of channels, as NHWC has them. BatchNorm's numbers
-come as float32 rows of one channel each: center, scale and shift in `fold` (3, C), and for backward slope and offset in
-`back` (2, C). With d = y - center, subtracted first so that the mean may be large,
+All tensors of pixels are rows of channels, as in NHWC: one row per pixel of the batch. The coefficients of BatchNorm
+are float32: center, scale and shift of each channel in `fold` (3, C), and for backward slope and offset in `back` (2,
+C). With d = y - center, which is computed first so that the mean may be large,
 
     z  = d * scale + shift                    normalised and scaled
     dy = dz * scale + d * slope + offset      gradient behind BatchNorm, from dz = grad * act'(z)
 
-Sums over pixels. Every program of a kernel stores one row of sums for its channels, and the program that comes last for
-these channels adds the rows and completes `fold` or `back`. No launch of its own is needed, and the rows are added in
-the same order whoever comes last, so two runs agree bit for bit. The rows are added in two steps, each in float32:
-first in groups, as soon as a group is complete, then the groups. `sums` is what both steps need, see bn_triton.py.
+Sums over pixels: every program of a kernel stores one row of sums for its channels. The last program of these channels
+to end adds the rows and computes `fold` or `back`, so this needs no other launch. It adds the rows in the same order
+whichever program is last, so two runs agree bit for bit. There are two steps, each in float32: first the rows of each
+group are added, as soon as the group is complete, then the groups. The argument `sums` has what both steps need; see
+nasfast/ops/triton/bn.py.
 
-Who comes last is counted in int32 counters that are zero before a launch and zero again behind it
-(nasfast/ops/arrivals.py). A program may run twice, or in any order: its stores are the same, and the last one to
-arrive finds every row.
+The programs count themselves in int32 counters, which are zero before a launch and zero after it
+(nasfast/ops/arrivals.py). A program may run twice, and programs may run in any order: a program always stores the same
+row, and the last one reads all of them.
 """
 
 import triton
 import triton.language as tl
 
-# Rows of sums that the last program of a group adds. Groups are added in a second step, which takes longer than to read
-# as many rows again: so few programs are one group.
+# Number of rows of sums in a group. Adding the groups is a second step, which takes longer than reading as many rows
+# again. So up to twice as many rows are one group.
 GROUP = tl.constexpr(64)
 
 
 @triton.jit
 def activate(z, ACT: tl.constexpr):
     """act(z); ACT is identity, relu, relu6 or tanh."""
-    # NaN must show
+    # a NaN must stay a NaN
     if ACT == "relu":
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == "relu6":
@@ -56,7 +57,7 @@ def activation_gradient(grad, z, ACT: tl.constexpr):
 
 @triton.jit
 def _tanh(z):
-    # libdevice's is not there under the interpreter
+    # the interpreter has no libdevice
     magnitude = tl.minimum(tl.abs(z), 10.0)  # beyond it tanh is 1 in float32
     square = z * z
     # a Chebyshev fit on |z| <= 0.55, where the quotient below loses digits
@@ -110,15 +111,15 @@ def gradient_before(grad, y, fold, c, C, ACT: tl.constexpr):
 
 @triton.jit
 def gradient_through(grad, y, center, scale, shift, ACT: tl.constexpr):
-    """As gradient_before, with the coefficients at hand."""
+    """gradient_before for coefficients that are loaded already."""
     d = y.to(tl.float32) - center
     return activation_gradient(grad, d * scale + shift, ACT), d
 
 
 @triton.jit
 def _comes_last(counter, programs):
-    """Whether all `programs` have been here, this one included; then what they stored before can be read."""
-    # every thread of this program has stored
+    """Whether this is the last of `programs` programs to come here. It can then read what the others have stored."""
+    # wait until every thread of this program has stored
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
@@ -128,9 +129,11 @@ def _comes_last(counter, programs):
 
 @triton.jit
 def _group(arrivals, index, programs, block):
-    """(number, first row, rows) of the group of row `index` of `programs`, how many groups there are, and its counter.
+    """The group that has row `index` of `programs` rows.
 
-    A block of channels has one counter for each group, and one for the groups.
+    Returns:
+        Its number, first row and number of rows, the number of groups, and the counters of this block of channels: one
+        for each group, and one for the groups.
     """
     few = programs <= 2 * GROUP
     groups = tl.where(few, 1, tl.cdiv(programs, GROUP))
@@ -155,9 +158,10 @@ def distances(v, pivot, valid):
 
 @triton.jit
 def store_statistics(partial, counts, index, v, valid, c, C):
-    """Row `index` of partial (rows, 3, C) and of counts (rows,), from the valid rows of v [rows, channels].
+    """Store row `index` of partial (rows, 3, C) and of counts (rows,) from the valid rows of v [rows, channels].
 
-    Mean in two parts, whose sum it is, squared distance to it, and how many rows.
+    The row has two numbers whose sum is the mean, and the sum of squared distances from it; counts has the number of
+    valid rows.
     """
     mean = mean_of(v, valid)
     d = distances(v, mean, valid)
@@ -166,12 +170,12 @@ def store_statistics(partial, counts, index, v, valid, c, C):
 
 @triton.jit
 def store_distances(partial, counts, index, pivot, d, squares, count, c, C):
-    """As store_statistics, of `count` rows in several tiles, the first of which has the mean `pivot`.
+    """store_statistics for `count` rows in several tiles, the first of which has the mean `pivot`.
 
-    d, squares [rows, channels]: sums over the tiles of the distances from pivot, and of their squares.
+    d, squares [rows, channels]: sums over the tiles of the distances from pivot, and of the squares of these.
     """
     rows = tl.maximum(count, 1.0)
-    # what rounding left of the mean shows where it is large beside the deviation; and the first tile is not all
+    # the mean of the distances is not 0, because pivot is rounded and is the mean of the first tile only
     rest = tl.sum(d, 0) / rows
     squares = tl.sum(squares, 0) - rows * rest * rest
     store_moments(partial, counts, index, pivot, rest, squares, count, c, C)
@@ -179,7 +183,7 @@ def store_distances(partial, counts, index, pivot, d, squares, count, c, C):
 
 @triton.jit
 def store_moments(partial, counts, index, mean, rest, squares, count, c, C):
-    """Row `index` as of store_statistics."""
+    """Store row `index`, as in store_statistics."""
     at = partial + index.to(tl.int64) * 3 * C + c
     tl.store(at, mean, mask=c < C)
     tl.store(at + C, rest, mask=c < C)
@@ -189,10 +193,10 @@ def store_moments(partial, counts, index, mean, rest, squares, count, c, C):
 
 @triton.jit
 def _add_statistics(partial, counts, first, rows, c, C):
-    """(mean, rest, squares, count) of all pixels of the rows from `first` on, from those of each row."""
-    # few enough that they need no more registers than the kernel itself
+    """(mean, rest, squares, count) of the pixels of all these rows, from those of each row."""
+    # rows that are added at once, so few that they need no more registers than the rest of the kernel
     AT_ONCE: tl.constexpr = 64 if c.shape[0] <= 64 else 4096 // c.shape[0]
-    # means are taken relative to the first one, so that they may be large
+    # distances from the first mean are added, so that the means may be large
     pivot = tl.load(partial + first * 3 * C + c, mask=c < C, other=0.0, cache_modifier=".cg")
     rest = tl.zeros_like(pivot)
     squares = tl.zeros_like(pivot)
@@ -208,7 +212,7 @@ def _add_statistics(partial, counts, first, rows, c, C):
         mean_here = tl.sum(tl.where(there, n[:, None] * mean, 0.0), 0) / here
         distance = tl.where(there, mean - mean_here[None, :], 0.0)
         within = tl.load(at + 2 * C, mask=there, other=0.0, cache_modifier=".cg")
-        # Chan's formula for the union of two sets, these rows and those before
+        # Chan's formula for the union of two sets: these rows, and the rows before
         share = here / (count + here)
         step = mean_here - rest
         squares += tl.sum(within + n[:, None] * distance * distance, 0) + step * step * (count * share)
@@ -219,9 +223,9 @@ def _add_statistics(partial, counts, first, rows, c, C):
 
 @triton.jit
 def finish_statistics(sums, index, programs, block, c, C):
-    """Behind store_statistics: fold of the channels c, by the last of the programs 0 <= index < programs.
+    """Compute the fold of the channels c in the last of the programs 0 <= index < programs, behind store_statistics.
 
-    block: of channels; programs with the same one have the same c.
+    block: number of this block of channels; programs with the same block have the same c.
     """
     partial, counts, arrivals, statistics, gamma, beta, fold, eps = sums
     group, first, rows, groups, counters = _group(arrivals, index, programs, block)
@@ -238,10 +242,10 @@ def finish_statistics(sums, index, programs, block, c, C):
 
 @triton.jit
 def _complete_fold(mean, rest, var, statistics, gamma, beta, fold, eps, c, C):
-    """statistics (2, C), mean and biased variance in float64, and fold (3, C)."""
+    """Store mean and biased variance in statistics (2, C), float64, and compute fold (3, C)."""
     exists = c < C
     var = tl.maximum(var, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    # the exact sum of both parts, the rounded mean and what that leaves
+    # center + left is the exact sum of both parts: the mean in float32, and its rounding error
     center = mean + rest
     part = center - mean
     left = (mean - (center - part)) + (rest - part)
@@ -252,7 +256,7 @@ def _complete_fold(mean, rest, var, statistics, gamma, beta, fold, eps, c, C):
 
 @triton.jit
 def store_fold(center, left, var, gamma, beta, fold, eps, c, C):
-    """fold (3, C) of a mean of center + left; the part that rounding it leaves goes into the shift."""
+    """Store fold (3, C) for the mean center + left; the shift has the part of left, the rounding error of center."""
     exists = c < C
     scale = tl.div_rn(tl.load(gamma + c, mask=exists, other=0.0), tl.sqrt_rn(var + eps))
     tl.store(fold + c, center, mask=exists)
@@ -262,14 +266,14 @@ def store_fold(center, left, var, gamma, beta, fold, eps, c, C):
 
 @triton.jit
 def store_gradient_sums(partial, index, dz, d, valid, c, C):
-    """Row `index` of partial (rows, 2, C): sum of dz and of dz * d over the valid rows."""
+    """Store row `index` of partial (rows, 2, C): the sums of dz and of dz * d over the valid rows."""
     dz = tl.where(valid[:, None], dz, 0.0)
     store_sums(partial, index, tl.sum(dz, 0), tl.sum(dz * tl.where(valid[:, None], d, 0.0), 0), c, C)
 
 
 @triton.jit
 def store_sums(partial, index, sum_dz, sum_dz_d, c, C):
-    """Row `index` as of store_gradient_sums."""
+    """Store row `index`, as in store_gradient_sums."""
     at = partial + index.to(tl.int64) * 2 * C + c
     tl.store(at, sum_dz, mask=c < C)
     tl.store(at + C, sum_dz_d, mask=c < C)
@@ -277,7 +281,7 @@ def store_sums(partial, index, sum_dz, sum_dz_d, c, C):
 
 @triton.jit
 def _add_gradient_sums(partial, first, rows, c, C):
-    """(sum of dz, sum of dz * d) of the rows from `first` on."""
+    """(sum of dz, sum of dz * d) over these rows."""
     AT_ONCE: tl.constexpr = 64 if c.shape[0] <= 64 else 4096 // c.shape[0]
     sum_dz = tl.zeros((c.shape[0],), tl.float32)
     sum_dz_d = tl.zeros((c.shape[0],), tl.float32)
@@ -292,7 +296,7 @@ def _add_gradient_sums(partial, first, rows, c, C):
 
 @triton.jit
 def finish_gradient(sums, index, programs, block, c, C):
-    """Behind store_gradient_sums, as finish_statistics: affine gradients, and back of the channels c."""
+    """Compute affine gradients and back of the channels c behind store_gradient_sums, as in finish_statistics."""
     partial, arrivals = sums[0], sums[1]
     group, first, rows, groups, counters = _group(arrivals, index, programs, block)
     if _comes_last(counters + group, rows):
@@ -308,9 +312,10 @@ def finish_gradient(sums, index, programs, block, c, C):
 
 @triton.jit
 def _complete_back(sums, sum_dz, sum_dz_d, c, C):
-    """dgamma and dbeta, where they are not None, and back (2, C); R is None where mean and var are given numbers.
+    """Store dgamma and dbeta, if they are not None, and back (2, C).
 
-    statistics None: dgamma is the sum of dz * d as it is.
+    R is None if mean and var do not depend on the pixels. If statistics is None, dgamma is the sum of dz * d, and
+    back is not stored.
     """
     _, _, statistics, gamma, dgamma, dbeta, back, eps, R = sums
     exists = c < C

@@ -1,11 +1,13 @@
 """Depthwise convolutions, kernel 3, 5 or 7, stride 1 or 2, with the prologues and epilogues of pointwise.py.
 
-A thread makes ROWS x COLUMNS pixels of a few channels, its results in registers until the end. It goes down the rows of
-its source. Each pixel of a row is loaded and normalised once, and multiplied into all results that it reaches. Which
-these are along the row is known when the kernel is compiled, because the columns of a strip are elements of a tuple and
-not of a tensor: no lane multiplies for nothing, selects, or asks another lane.
+A thread computes ROWS x COLUMNS pixels of a few channels, and keeps them in registers until the end. It goes down the
+rows of its source. Each pixel of a row is loaded and normalised once, and its products are added to all results that
+it reaches. The columns of a strip are elements of a tuple and not of a tensor, so the compiler knows which results
+along the row a pixel reaches. So no lane computes products that are not needed, selects between results, or reads
+from another lane.
 
-Tensors are [STRIPS, CB]: the strips of a program, COLUMNS wide, are of any images, and their rows are the same.
+Tensors are [STRIPS, CB]: the strips of a program are COLUMNS wide, may belong to different images, and have the same
+rows of these.
 """
 
 import triton
@@ -23,15 +25,17 @@ from .common import (
     store_sums,
 )
 
-# arguments of which Triton would make a kernel each, for whether they are 1 or multiples of 16
+# Triton would compile another kernel for each of these arguments that is 1 or a multiple of 16
 SIZES = ("images", "H", "W", "OH", "OW")
 
 
 @triton.jit
 def _place(images, height, width, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIPS: tl.constexpr, CB: tl.constexpr):
-    """Where a program is.
+    """What a program computes.
 
-    Its index among those of the same channels, first row, images, first columns, which strips exist, channels.
+    Returns:
+        Its index among the programs of the same channels, its first row, the images and the first columns of its
+        strips, which strips exist, and its channels.
     """
     blocks_c = tl.cdiv(C, CB)
     pid = tl.program_id(0)
@@ -47,16 +51,16 @@ def _place(images, height, width, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, 
 
 @triton.jit
 def _tap_major(weight, taps, c, C, TAPS: tl.constexpr, CB: tl.constexpr):
-    """Copy weight (C, TAPS) of the channels c to this program's part of taps (programs, TAPS, CB); returns the part.
+    """Copy weight (C, TAPS) of the channels c to this program's part of taps (programs, TAPS, CB); returns that part.
 
-    A thread's channels are then one access. Neighbours of weight would be TAPS elements apart.
+    A thread can then load its channels in one access. In the weight they are TAPS elements apart.
     """
     mine = taps + tl.program_id(0).to(tl.int64) * TAPS * CB
     tap = tl.arange(0, triton.next_power_of_2(TAPS))
     exists = (tap < TAPS)[:, None]
     w = tl.load(weight + c[None, :] * TAPS + tap[:, None], mask=exists & (c < C)[None, :], other=0.0)
     tl.store(mine + tap[:, None] * CB + tl.arange(0, CB)[None, :], w.to(tl.float32), mask=exists)
-    # other threads of the program read it
+    # other threads of the program read what this one has stored
     tl.debug_barrier()
     return mine
 
@@ -74,9 +78,9 @@ def _add_row(
     acc, M: tl.constexpr, source, taps,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr, COLUMNS: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """acc, its row M plus the row `source` times the weights of one ky, which start at taps.
+    """acc with the products of the row `source` and the weights of one ky, which start at taps, added to its row M.
 
-    acc: COLUMNS results of each row, one after another.
+    acc: the results, COLUMNS of each row, one row after another.
     """
     weights = ()
     for kx in tl.static_range(KERNEL):
@@ -103,9 +107,9 @@ def depthwise_forward_kernel(
     FOLDED: tl.constexpr, ACT: tl.constexpr, STATISTICS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIPS: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """y (images * OH * OW, C) of act(bn(x)), weight (C, KERNEL^2), and fold (3, C) of the statistics of y.
+    """y (images * OH * OW, C) from act(bn(x)) and weight (C, KERNEL^2), and fold (3, C) of the statistics of y.
 
-    Rows of x are LDX apart, channels XSTEP. EVEN: OW is a multiple of COLUMNS, and W is OW * STRIDE. taps: see
+    Rows of x are LDX apart, its channels XSTEP. EVEN: OW is a multiple of COLUMNS, and W is OW * STRIDE. taps: see
     _tap_major.
     """
     PADDING: tl.constexpr = KERNEL // 2
@@ -131,7 +135,7 @@ def depthwise_forward_kernel(
             if FOLDED:
                 v = normalize(v, center, scale, shift, ACT)
                 if j < PADDING or j >= PADDING + COLUMNS * STRIDE or not EVEN:
-                    # the padding is zero behind the activation
+                    # the padding is added behind the activation, so it is zero there
                     v = tl.where(inside, v, 0.0)
             row = row + (v,)
         for m in tl.static_range(ROWS):
@@ -139,7 +143,7 @@ def depthwise_forward_kernel(
             if (ky >= 0) & (ky < KERNEL):
                 acc = _add_row(acc, m, row, taps + ky * (KERNEL * CB), KERNEL, STRIDE, False, COLUMNS, CB)
     target = y + ((image * OH + first) * OW + left)[:, None] * C + c[None, :]
-    # a result of the strip: distances from it are of the order of the deviation
+    # a result of the strip, because distances from it are not much larger than the deviation
     pivot = acc[0].to(y.dtype.element_ty).to(tl.float32)
     total = tl.zeros((STRIPS, CB), tl.float32)
     squares = tl.zeros((STRIPS, CB), tl.float32)
@@ -165,13 +169,16 @@ def depthwise_forward_kernel(
 
 @triton.jit
 def _store_statistics(sums, index, pivot, total, squares, pixels, c, C):
-    """store_statistics of strips: sums [STRIPS, CB] of the distances of so many pixels from pivot, and of squares."""
+    """store_statistics for strips with this number of pixels.
+
+    total, squares [STRIPS, CB]: sums of the distances of the pixels from pivot, and of the squares of these.
+    """
     n = pixels.to(tl.float32)[:, None]
     count = tl.sum(pixels, 0).to(tl.float32)
     rows = tl.maximum(count, 1.0)
     mean = tl.sum(pivot * n, 0) / rows
     own = total / tl.maximum(n, 1.0)
-    # what a strip without pixels holds does not count
+    # strips without pixels must not count
     within = tl.where(n > 0.0, squares - total * own, 0.0)
     d = tl.where(n > 0.0, (pivot - mean[None, :]) + own, 0.0)
     rest = tl.sum(n * d, 0) / rows
@@ -187,12 +194,12 @@ def depthwise_backward_kernel(
     ADDED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIPS: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a depthwise stage's input (images * H * W, C); arguments as of pointwise_backward_kernel.
+    """Gradient of a depthwise stage's input (images * H * W, C); arguments as in pointwise_backward_kernel.
 
     Input pixel i gets from output pixel o the weight at i + KERNEL // 2 - STRIDE * o. ROWS and COLUMNS are multiples of
     STRIDE. EVEN: W is a multiple of COLUMNS and of STRIDE.
     """
-    # columns of the output to the left of a strip that reach it
+    # number of columns of the output to the left of a strip that its pixels reach
     HALO: tl.constexpr = KERNEL // 2 // STRIDE
     index, first, image, left, there, c = _place(images, H, W, C, ROWS, COLUMNS, STRIPS, CB)
     exists = there[:, None] & (c < C)[None, :]
@@ -234,7 +241,8 @@ def depthwise_backward_kernel(
     products = tl.zeros((STRIPS, CB), tl.float32)
     for m in tl.static_range(ROWS):
         if first + m < H:
-            # a load behind a store would wait alone: the compiler cannot know that it reads something else
+            # All loads come before the stores: the compiler does not know that a store leaves what is loaded unchanged,
+            # so a load behind a store would wait for it.
             read = ()
             for s in tl.static_range(COLUMNS):
                 if FOLDED or ADDED:

@@ -1,8 +1,8 @@
-"""The sum of gated, normalised tensors: statistics, sum, and backward, for several tensors in one launch.
+"""The gated sum of normalised tensors: statistics, sum and backward, for several tensors in one launch.
 
-To BatchNorm the channels of all tensors that are normalised, one tensor after the other, are those of one wide tensor
-whose weights are the gates: sums, `fold` and `back` are of COUNT * C of them. `k` below is the place of the first
-tensor of a launch. The tensors are rows (R, C), channels_last.
+BatchNorm treats the channels of all normalised tensors, one tensor after the other, as those of one wide tensor whose
+weights are the gates: sums, `fold` and `back` have COUNT * C channels. `k` is the place of the first tensor of a launch
+among the COUNT tensors. The tensors are rows (R, C), channels_last.
 """
 
 import triton
@@ -21,7 +21,7 @@ from .common import (
 
 @triton.jit
 def _tile(R, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Which rows exist, channels, offsets and mask of the elements of this program's tile."""
+    """The tile of this program: which rows exist, its channels, and offsets and mask of its elements."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     return r < R, c, r[:, None] * C + c[None, :], (r < R)[:, None] & (c < C)[None, :]
@@ -29,7 +29,7 @@ def _tile(R, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["k"])
 def mixed_bn_statistics_kernel(xs, k, sums, R, C, COUNT, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """fold (3, COUNT * C) of the statistics of the tensors xs."""
+    """Compute the statistics of the tensors xs and their part of fold (3, COUNT * C)."""
     valid, c, at, mask = _tile(R, C, ROWS, CHANNELS)
     for i in tl.static_range(len(xs)):
         v = tl.load(xs[i] + at, mask=mask, other=0.0).to(tl.float32)
@@ -44,7 +44,7 @@ def mixed_bn_kernel(
     xs, k, fold, gates, subtotal, out, R, C, COUNT,
     NORMALIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """out = subtotal (float32; unless FIRST) + sum of the gated tensors xs, normalised by fold if NORMALIZE."""
+    """out = subtotal (float32; 0 if FIRST) + the sum of the gated tensors xs, normalised by fold if NORMALIZE."""
     valid, c, at, mask = _tile(R, C, ROWS, CHANNELS)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     if not FIRST:
@@ -63,7 +63,7 @@ def mixed_bn_kernel(
 def mixed_bn_reduce_kernel(
     grad, xs, k, fold, sums, R, C, COUNT, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Affine gradients and back (2, COUNT * C); without NORMALIZE the sums of grad * x alone."""
+    """Compute affine gradients and back (2, COUNT * C); without NORMALIZE only the sums of grad * x."""
     valid, c, at, mask = _tile(R, C, ROWS, CHANNELS)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(len(xs)):
@@ -93,7 +93,7 @@ def mixed_bn_backward_kernel(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """The gradients dxs of the tensors xs; without NORMALIZE those are not read."""
+    """Compute the gradients dxs of the tensors xs, which are read only with NORMALIZE."""
     valid, c, at, mask = _tile(R, C, ROWS, CHANNELS)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(len(dxs)):

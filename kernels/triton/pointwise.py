@@ -1,13 +1,14 @@
 """Pointwise and few-channel dense convolutions as matrix products on rows of pixels.
 
-Forward: BatchNorm and activation of the stage before ride in the prologue, this stage's statistics in the epilogue.
-Backward is the product with the transposed weight: BatchNorm's backward formula in the prologue; the activation's mask
-and the two reductions of the stage before in the epilogue. Products of 16-bit numbers are summed in float32.
+The prologue of forward applies BatchNorm and activation of the stage before, and its epilogue sums the statistics of
+this stage. Backward multiplies by the transposed weight. Its prologue applies the backward of BatchNorm; its epilogue
+applies the gradient of the activation of the stage before, and computes the two sums of that stage's BatchNorm.
+Products of 16-bit numbers are summed in float32.
 
-A program makes TILES tiles of BM rows, one below the other, of the same BN columns. What all tiles need, it reads once:
-the coefficients of its columns, and where the depth K fits one step, the weight and the coefficients of its depth. It
-sums over the tiles in registers. Numbers of channels and strides are constants: only so does the compiler know which
-addresses are multiples of 16 bytes, and where nothing overruns. Offsets from a program's first row have 32 bits.
+A program computes TILES tiles of BM consecutive rows and the same BN columns. It reads once what all its tiles need:
+the coefficients of its columns and, if the depth K fits into one step, the weight and the coefficients of the depth.
+It sums over its tiles in registers. Channels and strides are constants, so that the compiler knows which addresses
+are multiples of 16 bytes, and where no mask is needed. Offsets from the first row of a program have 32 bits.
 """
 
 import triton
@@ -30,7 +31,7 @@ from .common import (
 
 @triton.jit
 def _tile_mask(valid, i, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Mask of a tile [rows, BLOCK] whose columns are i of SIZE."""
+    """Mask of a tile [rows, BLOCK] whose columns i are those of a matrix with SIZE columns."""
     if SIZE % BLOCK == 0:
         return valid[:, None]
     else:
@@ -39,7 +40,7 @@ def _tile_mask(valid, i, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight(weight, k, n, K_STEP: tl.constexpr, N_STEP: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    """Tile [depth, columns] of a weight whose rows of depth and columns are so many elements apart."""
+    """Tile [depth, columns] of a weight; K_STEP and N_STEP are its strides in elements."""
     there = (k < K)[:, None] & (n < N)[None, :]
     return tl.load(weight + k[:, None] * K_STEP + n[None, :] * N_STEP, mask=there, other=0.0)
 
@@ -49,7 +50,7 @@ def _patches(
     x, first, m, valid, k, K: tl.constexpr, LDX: tl.constexpr, XSTEP: tl.constexpr, KERNEL: tl.constexpr,
     STRIDE: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
 ):  # fmt: skip
-    """Elements k, ordered (channel, ky, kx), of the patches under the output pixels first + m."""
+    """Elements k, ordered (channel, ky, kx), of the patches from which the output pixels first + m are computed."""
     pixel = first + m
     top = (pixel // OW % OH) * STRIDE - KERNEL // 2
     left = (pixel % OW) * STRIDE - KERNEL // 2
@@ -57,7 +58,7 @@ def _patches(
     iy, ix = top[:, None] + ky[None, :], left[:, None] + kx[None, :]
     inside = valid[:, None] & (k < K)[None, :] & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
     image = x + (pixel // (OH * OW)).to(tl.int64)[:, None] * (H * W * LDX)
-    # the sum of a part of the row and a part of the column, each made once
+    # an address is the sum of a part for the row and a part for the column, each of which is computed once
     within = ((top * W + left) * LDX)[:, None]
     at = ((ky * W + kx) * LDX + k // (KERNEL * KERNEL) * XSTEP)[None, :]
     return tl.load(image + (within + at), mask=inside, other=0.0)
@@ -71,7 +72,7 @@ def _forward_tile(
     FOLDED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The product of one tile, float32; whole, center, scale, shift: of the whole depth if that is one step."""
+    """The product of one tile, float32. whole, center, scale, shift: for the whole depth, if that is one step."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
@@ -101,8 +102,9 @@ def pointwise_forward_kernel(
 ):  # fmt: skip
     """y (M, N) = act(bn(x)) weight^T, weight (N, K), and fold (3, N) of the statistics of y.
 
-    KERNEL 1: row m of x starts at m * LDX, its channels are XSTEP apart; H, W, OH and OW do not matter. Otherwise the
-    stage is dense, with padding KERNEL // 2: K = channels * KERNEL^2, ordered as the weight's (channel, ky, kx).
+    If KERNEL is 1, row m of x starts at m * LDX and its channels are XSTEP apart; H, W, OH and OW are not used.
+    Otherwise the stage is dense, with padding KERNEL // 2 and K = channels * KERNEL^2, in the order (channel, ky, kx)
+    of the weight.
     """
     BLOCKS: tl.constexpr = (N + BN - 1) // BN
     index = tl.program_id(0) // BLOCKS
@@ -155,10 +157,11 @@ def pointwise_backward_kernel(
     ACT: tl.constexpr, FOLDED: tl.constexpr, ACT_BEFORE: tl.constexpr, ADDED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a stage's input (M, N), from grad (M, K) of its result; weight is (K, N), rows of grad are LDG apart.
+    """Gradient of a stage's input (M, N) from grad (M, K) of its result; weight is (K, N), rows of grad are LDG apart.
 
-    FOLDED: dz of the stage before, whose convolution wrote `before` (M, N), and its affine gradients and back (2, N).
-    Otherwise the input's gradient itself, plus `added` (M, N) if ADDED; dx has rows LDX apart and channels XSTEP apart.
+    With FOLDED, dx is dz of the stage before, whose convolution wrote `before` (M, N), and the kernel also computes the
+    affine gradients and back (2, N) of that stage. Otherwise dx is the gradient of the input, plus `added` (M, N) if
+    ADDED. Rows of dx are LDX apart, its channels XSTEP.
     """
     BLOCKS: tl.constexpr = (N + BN - 1) // BN
     index = tl.program_id(0) // BLOCKS
@@ -199,7 +202,7 @@ def pointwise_backward_kernel(
         if FOLDED:
             v = tl.load(before + m[:, None] * N + n[None, :], mask=mask, other=0.0)
             dz, d = gradient_through(acc, v, center_n, scale_n, shift_n, ACT_BEFORE)
-            # rows that are not there have dy too, that of zeros
+            # rows beyond the end have a dy too, because bn(0) is not 0
             dz = tl.where(valid[:, None], dz, 0.0)
             total += dz
             total_d += dz * d

@@ -1,4 +1,4 @@
-"""How forward and backward of a step are executed: module by module, or as CUDA graphs of every (layer, candidate)."""
+"""Runs forward and backward of a training step: module by module, or as one pair of CUDA graphs per candidate."""
 
 from nasfast.engine.eager import EagerEngine, Engine, StepResult
 from nasfast.engine.graphs import GraphEngine, MemoryPlan, make_engine

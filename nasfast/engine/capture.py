@@ -1,4 +1,4 @@
-"""Turning functions on static buffers into CUDA graphs."""
+"""Captures functions that use static buffers as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ import torch
 
 Replay = Callable[[], Any]
 
-# kernels compile, and libraries choose their algorithms, before capture
+# number of calls before a capture, in which kernels are compiled and libraries choose their algorithms
 _WARMUP = 2
 
 
 class Capture(Protocol):
-    """Turns functions on static buffers into replays of what they did."""
+    """Turns functions that use static buffers into replays of what they do."""
 
     def pool(self) -> Any:
-        """Memory that captures may share, if no two of them are in use at once."""
+        """A memory pool for captures of which only one is in use at any time."""
         ...
 
     def capture(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:
-        """Replays of functions that are called in this order; each may use what those before it left.
+        """Capture the functions in this order; each may use the results of those before it.
 
-        An error of a function is raised as it is, and leaves the device as usable as an error without a capture.
+        Returns:
+            One replay per function.
+
+        Raises:
+            Exception: an error of a function, unchanged. The device can then be used as after the same error without a
+                capture.
         """
         ...
 
 
 class CudaCapture:
-    """CUDA graphs."""
+    """Captures functions as CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,7 +47,7 @@ class CudaCapture:
     def capture(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:
         with torch.cuda.device(self.device):
             self._warm_up(functions)
-            # memory that the allocator keeps for others cannot serve the pool
+            # the pool cannot use free memory that the allocator keeps for other pools
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             return [self._record(function, pool).replay for function in functions]
@@ -56,16 +61,16 @@ class CudaCapture:
                     for function in functions:
                         function()
         finally:
-            # after an error too: kernels may still write to memory that is free now
+            # also after an error, because kernels may still write to memory that is free now
             caller.wait_stream(self.stream)
 
     def _record(self, function: Replay, pool: Any) -> torch.cuda.CUDAGraph:
-        # torch.cuda.graph would hide an error of the function behind that of ending the capture which it made invalid,
-        # and in torch 2.11 also leave its stream the current one
+        # After an error of the function, torch.cuda.graph raises another one from the end of the invalid capture, and
+        # in torch 2.11 its stream stays the current one.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             try:
-                # other threads, such as one that pins memory for a loader, may go on
+                # other threads may continue to use CUDA, such as one that pins memory for a loader
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 function()
                 graph.capture_end()
@@ -75,14 +80,15 @@ class CudaCapture:
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any, error: BaseException) -> None:
-        """End a capture that failed, so that the stream, the allocator and random numbers work as before it."""
+        """End a failed capture, so that the stream, the allocator and random numbers work as before."""
         try:
             graph.capture_end()
         except RuntimeError as ending:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(f"while its capture was ended: {ending}")
-        # capture_end does not get to these where CUDA called the capture invalid; where it did, the first one raises
+        # If the capture is invalid, capture_end stops before these two steps. Otherwise it has done them, and the first
+        # one raises here.
         with suppress(RuntimeError):
             torch.cuda.memory._cuda_endAllocateToPool(self.stream.device.index, pool)
         generator = torch.cuda.default_generators[self.stream.device.index]
-        generator.graphsafe_set_state(generator.clone_state())  # in torch 2.11 the old one goes on capturing
+        generator.graphsafe_set_state(generator.clone_state())  # in torch 2.11 the old state stays in capture mode

@@ -1,4 +1,4 @@
-"""The interface of an engine, and the one that calls the network module by module."""
+"""The interface of an engine, and the engine that calls the network module by module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nasfast.spaces import Arch
 
 
 class StepResult(NamedTuple):
-    """Of one step, as tensors on the device: mean loss over the paths, and correct predictions over all of them."""
+    """Result of one step, as tensors on the device: mean loss over the paths, and correct predictions of all paths."""
 
     loss: Tensor
     correct: Tensor
@@ -24,7 +24,7 @@ class Engine(Protocol):
     """Forward and backward of one optimiser step."""
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
-        """Leave the sum of the paths' gradients in `grad` of the parameters they use, and None in all others."""
+        """Set `grad` of the parameters on the paths to the sum over the paths, and `grad` of all others to None."""
         ...
 
 
@@ -36,11 +36,11 @@ def loss_and_correct(logits: Tensor, y: Tensor, label_smoothing: float) -> tuple
 
 @dataclass
 class EagerEngine:
-    """The network called as it is, on any device.
+    """Calls the network directly, on any device.
 
     Attributes:
         model: called as model(x, path), or as model(x) where there are no paths.
-        label_smoothing: of the cross-entropy.
+        label_smoothing: label smoothing of the cross-entropy.
         bf16: whether forward runs under bfloat16 autocast.
     """
 
@@ -50,13 +50,13 @@ class EagerEngine:
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         for parameter in self.model.parameters():
-            parameter.grad = None  # off the path it stays so: no momentum or decay step there
+            parameter.grad = None  # the optimiser skips parameters without a gradient, also their momentum and decay
         losses, correct = [], []
         for arguments in [(path,) for path in paths] if paths is not None else [()]:
             with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
                 logits = self.model(x, *arguments)
             loss, right = loss_and_correct(logits, y, self.label_smoothing)
-            if loss.requires_grad:  # false on a path of pinned layers only
+            if loss.requires_grad:  # false if nothing on the path trains
                 loss.backward()
             losses.append(loss.detach())
             correct.append(right)

@@ -1,9 +1,10 @@
 """A step as replays of CUDA graphs, one pair for every (layer, candidate), over static buffers.
 
-Every candidate of a layer has the same input and output shape. So one buffer per layer boundary, and one for its
-gradient, serve all paths, and what a candidate keeps between forward and backward lies in a memory pool of its layer,
-which all of its candidates share: only one of them runs per path. A step of any path is about two graph launches per
-layer, with no allocation and no Python per kernel. A whole path is never captured: paths change every step.
+All candidates of a layer have the same input and output shape. So one buffer per layer boundary, and one for its
+gradient, serve all paths. Between forward and backward, a candidate keeps its tensors in a memory pool of its layer.
+The candidates of a layer share this pool, because only one of them runs on a path. A step is about two graph launches
+per layer and path, without allocations and without Python for each kernel. Whole paths are not captured, because
+every step has other paths.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nasfast.supernet import Supernet
 
 _logger = logging.getLogger(__name__)
 
-# of free memory that a plan may take: the allocator's rounding and library workspaces need some too
+# share of the free memory that a plan may need; the rest is for rounding in the allocator and workspaces of libraries
 _USABLE = 0.9
 
 
@@ -37,14 +38,15 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a GraphEngine will hold at least, in bytes, counted on fake tensors before anything is allocated.
+    """The least memory that a GraphEngine needs, in bytes, counted on fake tensors before anything is allocated.
 
-    The gradients inside a candidate come on top while it is captured, up to about as much again as it keeps.
+    While a candidate is captured, it also needs memory for its inner gradients: up to about as much as it keeps.
 
     Attributes:
-        boundaries: activations between layers and their gradients.
-        gradients: of the parameters that train.
-        arenas: by layer, the most that one of its candidates keeps from forward to backward; stem first, head last.
+        boundaries: activations between the layers and their gradients.
+        gradients: gradients of the parameters that train.
+        arenas: for each layer, the most that one of its candidates keeps from forward to backward; the stem is first,
+            the head last.
     """
 
     boundaries: int
@@ -69,16 +71,16 @@ class MemoryPlan:
 class GraphEngine:
     """Forward and backward of a supernet's sampled paths as replays of graphs captured per (layer, candidate).
 
-    Same kernels in the same order as `EagerEngine`, so the same numbers bit for bit where those are deterministic.
-    Candidates are captured when a step first needs them. The network must not be moved, and what trains must not
-    change, afterwards.
+    It runs the same kernels in the same order as `EagerEngine`, so results are equal bit for bit if the kernels are
+    deterministic. A candidate is captured when a step first needs it. Afterwards the network must not be moved, and
+    the set of trainable parameters must not change.
 
     Args:
         net: on its device, in training mode.
         batch: shape (N, C, H, W) of the images.
-        label_smoothing, bf16: as of `EagerEngine`.
+        label_smoothing, bf16: as in `EagerEngine`.
         capture: how to capture; None for CUDA graphs.
-        strict: raise when a candidate cannot be captured; otherwise say so once and go on eagerly.
+        strict: raise if a candidate cannot be captured; otherwise warn once and continue eagerly.
 
     Raises:
         EngineError: the network is not on a CUDA device (without `capture`), or the plan does not fit its free memory.
@@ -98,11 +100,11 @@ class GraphEngine:
         if self.capture is None and self.device.type != "cuda":
             raise EngineError(f"CUDA graphs need the network on a CUDA device, it is on {self.device}")
         self._trainable = [p for p in self.net.parameters() if p.requires_grad]
-        # those that the last step gave a gradient: there are thousands in a supernet, and few on a path
+        # the parameters with a gradient from the last step: a path has few of a supernet's thousands
         self._graded = self._trainable
         boundaries, self.plan = self._make_plan()
         if self.device.type == "cuda":
-            # what the allocator holds and does not use is free too
+            # memory that the allocator has reserved and does not use is free too
             free = torch.cuda.mem_get_info(self.device)[0]
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             self.check_memory(free=free + unused)
@@ -111,10 +113,10 @@ class GraphEngine:
         self._allocate(boundaries)
 
     def check_memory(self, *, free: int) -> None:
-        """Refuse a plan that does not fit into so many bytes.
+        """Check that the plan fits into this many free bytes.
 
         Raises:
-            EngineError: it does not.
+            EngineError: it does not fit.
         """
         if self.plan.total > _USABLE * free:
             raise EngineError(
@@ -124,7 +126,7 @@ class GraphEngine:
     # ---- plan and buffers
 
     def _modules(self) -> list[tuple[list[nn.Module], dict[int | None, Callable[[Tensor], Tensor]]]]:
-        """By layer, stem first and head last: the modules whose parameters it may use, and a function per choice."""
+        """For each layer, stem first and head last: the modules whose parameters it may use, a function per choice."""
         net = self.net
         layers: list[tuple[list[nn.Module], dict]] = [([net.stem], {None: net.stem})]
         for layer in net.layers:
@@ -136,7 +138,7 @@ class GraphEngine:
         return layers
 
     def _autocast(self) -> Any:
-        # a cache would hold casts made during another capture
+        # the cache could hold casts from another capture
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
     def _make_plan(self) -> tuple[list[tuple[torch.Size, torch.dtype]], MemoryPlan]:
@@ -187,7 +189,7 @@ class GraphEngine:
         self._layers = layers
 
     def buffers(self) -> Iterator[Tensor]:
-        """Every static buffer that a step writes before it reads, for tests that fill them with NaN."""
+        """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
         yield from (b for b in self._activations[1:] + self._gradients if b is not None)
         yield from (segment.gradients for choices in self._segments for segment in choices.values())
 
@@ -215,15 +217,15 @@ class GraphEngine:
             else:
                 segment = Segment(**arguments, target=self._activations[i + 1], target_grad=self._gradients[i])
             segment.set_replays(self.capture.capture(segment.functions(), self._pools[i]))
-        except Exception as error:  # eagerly it comes again if it is none of capturing
+        except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             raise EngineError(f"choice {choice} of layer {i - 1} could not be captured: {error}") from error
         self._segments[i][choice] = segment
         return segment
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
-        """See `Engine`; a batch of another shape than was captured, as the last of an epoch may be, runs eagerly."""
+        """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
         if tuple(x.shape) == tuple(self.batch) and self._segments is not None:
-            # capturing runs the segments, so it comes before anything is summed
+            # a capture runs its segment, so it must come before gradients are summed
             captured = self._captured([self.net.space.check(path) for path in paths])
             if captured is not None:
                 return self._replay(x, y, captured)
@@ -232,14 +234,14 @@ class GraphEngine:
         return result
 
     def _captured(self, paths: list[Arch]) -> list[list[Segment]] | None:
-        """The segments of the paths; None, from now on, where one cannot be captured and that is no error."""
+        """The segments of the paths; None if one cannot be captured and `strict` is false, and from then on."""
         try:
             return [[self._segment(i, choice) for i, choice in enumerate([None, *path, None])] for path in paths]
         except EngineError as error:
             if self.strict:
                 raise
             _logger.warning("goes on without CUDA graphs: %s", error)
-        # the memory of graphs and buffers is for the eager engine now
+        # free the memory of graphs and buffers for the eager engine
         self._segments = self._activations = self._gradients = self.images = None
         return None
 
@@ -266,11 +268,11 @@ class GraphEngine:
         return StepResult(torch.stack(losses).mean(), torch.stack(correct).sum())
 
     def _set_gradients(self, segments: Iterable[Segment]) -> None:
-        """`grad` of the parameters that these segments reached, and None where the step before left one."""
+        """Set `grad` of the parameters that these segments reached; clear those that the step before has set."""
         gradients: dict[nn.Parameter, Tensor] = {}
         for segment in segments:
             for p, gradient in segment.reached.items():
-                # one that several segments share has their sum
+                # several segments may share a parameter, whose gradient is then their sum
                 gradients[p] = gradients[p] + gradient if p in gradients else gradient
         for p in self._graded:
             p.grad = None
@@ -289,7 +291,7 @@ class _Chosen:
         return self.layer(x, self.choice)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of the candidate, or of the layer indicator that stands for it."""
+        """Parameters of the candidate, or of the layer indicator that replaces it."""
         layer = self.layer
         if self.choice == layer.layer.indicator_choice and layer.layer_indicator is not None:
             return list(layer.layer_indicator.parameters())
@@ -302,13 +304,13 @@ def _classify(net: Supernet) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def _count_saved() -> Iterator[Callable[[], int]]:
-    """Bytes of the distinct tensors that autograd saves within."""
+    """Counts the bytes of the distinct storages that autograd saves inside the block."""
     saved: dict[int, tuple[Tensor, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
-            return tensor  # it is there anyway
-        # kept alive, so that no two storages have one address
+            return tensor  # a parameter needs no additional memory
+        # keep it alive, so that no later storage gets the same address
         saved[tensor.untyped_storage()._cdata] = (tensor, tensor.untyped_storage().nbytes())
         return tensor
 
@@ -325,7 +327,7 @@ def make_engine(model: nn.Module, name: str, *, batch: tuple[int, ...], label_sm
         batch: shape of the images of a step.
 
     Raises:
-        EngineError: `graphs` was asked for and cannot be had; `auto` says why and falls back to eager.
+        EngineError: the name is `graphs`, and graphs cannot be captured. `auto` logs the reason and uses eager.
     """
     eager = EagerEngine(model, label_smoothing, bf16)
     if name == "eager":

@@ -1,4 +1,4 @@
-"""One candidate of one layer on static buffers: what an engine captures."""
+"""One candidate of one layer on static buffers, which an engine captures."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from nasfast.ops import destinations
 class Segment:
     """One candidate of one layer, from its input boundary to its output boundary and back.
 
-    Operators that can write where they are told write into the boundaries and gradients; what others computed is
-    copied there.
+    Operators that take offered memory write to the boundaries and gradients directly. The results of other operators
+    are copied there.
 
     Attributes:
-        module: from the input to the output.
-        source, target: input and output boundary.
-        source_grad, target_grad: their gradients; None where nothing before them trains.
-        parameters: of the module, those that train.
-        autocast: makes the context of forward.
-        gradients: of the parameters, one after another; backward writes those in `reached`.
-        reached: gradient by parameter that has one, in the layout of the parameter; set by the first backward.
-        passes_on: whether backward makes a gradient of the source; otherwise nothing before has one either.
-        forward_replay, backward_replay: of what was captured; None where there is nothing to do.
+        module: computes the output from the input.
+        source, target: buffers of the input and of the output.
+        source_grad, target_grad: buffers of their gradients; None if nothing before them trains.
+        parameters: the parameters of the module that train.
+        autocast: makes the context in which forward runs.
+        gradients: memory for the gradients of the parameters, one after another; backward writes those in `reached`.
+        reached: the gradients of the parameters that have one, in the layouts of the parameters; the first backward
+            sets it.
+        passes_on: whether backward computes a gradient of the source. If not, the segments before have none either.
+        forward_replay, backward_replay: replays of the captured functions; None if there is nothing to do.
     """
 
     module: Callable[[Tensor], Tensor]
@@ -46,7 +47,7 @@ class Segment:
     forward_replay: Replay | None = field(init=False, default=None)
     backward_replay: Replay | None = field(init=False, default=None)
     _slots: list[Tensor] = field(init=False)
-    # whether the operator that finds the target fitting is the one that makes the result
+    # whether the first operator that can take the target also computes the result of the module
     _direct: bool = field(init=False, default=True)
     _x: Tensor | None = field(init=False, default=None)
     _y: Tensor | None = field(init=False, default=None)
@@ -54,14 +55,14 @@ class Segment:
     def __post_init__(self) -> None:
         sizes = [p.numel() for p in self.parameters]
         self.gradients = torch.empty(sum(sizes), device=self.source.device)
-        # laid out as the parameters, as eager gradients are
+        # with the strides of the parameters, like eager gradients
         self._slots = [
             piece.as_strided(p.shape, p.stride())
             for p, piece in zip(self.parameters, self.gradients.split(sizes), strict=True)
         ]
 
     def functions(self) -> list[Replay]:
-        """What is to be captured, in this order; the last one is backward if the segment has one."""
+        """The functions to capture, in this order; the last one is backward if the segment has one."""
         return [self.forward, self.backward] if self.has_backward else [self.forward]
 
     @property
@@ -69,7 +70,7 @@ class Segment:
         return self.target_grad is not None and (self.source_grad is not None or bool(self.parameters))
 
     def set_replays(self, replays: list[Replay]) -> None:
-        """Take the replays of `functions`, and let go of what belongs to the capture."""
+        """Keep the replays of `functions`, and release the tensors of the capture."""
         self.forward_replay = replays[0]
         self.backward_replay = replays[1] if self.has_backward else None
         self.release()
@@ -78,7 +79,7 @@ class Segment:
         y = self.run(self.target if self._direct else None)
         if not destinations.lies_in(y, self.target):
             if self._direct and self._offer.result_taken:
-                # an operator in the middle took the target, and others may have kept what it wrote
+                # an operator inside the module took the target, and others may have kept what it wrote there
                 self._direct = False
                 return self.forward()
             self.target.copy_(y.detach())
@@ -86,7 +87,7 @@ class Segment:
         return None
 
     def run(self, target: Tensor | None) -> Tensor:
-        """The module's result on the source; target: memory that an operator may use for it."""
+        """Run the module on the source; an operator may write the result to `target`, if that is not None."""
         self._x = self.source.detach().requires_grad_(self.source_grad is not None)
         slots = {p: s for p, s in zip(self.parameters, self._slots, strict=True) if s.is_contiguous()}
         self._offer = destinations.Offer(result=target, input_gradient=self.source_grad, parameter_gradients=slots)
@@ -98,20 +99,20 @@ class Segment:
         self.release()
 
     def differentiate(self, y: Tensor, grad: Tensor | None) -> None:
-        """Gradients of y into the source's gradient and those of the parameters."""
+        """Compute the gradients of y, and write them to source_grad and to the gradients of the parameters."""
         wanted = [*([self._x] if self.source_grad is not None else []), *self.parameters]
         if not wanted:
             return
         if not y.requires_grad:
-            found = [None] * len(wanted)
+            computed = [None] * len(wanted)
         else:
-            found = list(torch.autograd.grad(y, wanted, grad, allow_unused=True))
+            computed = list(torch.autograd.grad(y, wanted, grad, allow_unused=True))
         if self.source_grad is not None:
-            dx = found.pop(0)
+            dx = computed.pop(0)
             self.passes_on = dx is not None
             if self.passes_on and not destinations.lies_in(dx, self.source_grad):
                 self.source_grad.copy_(dx)
-        made = [(p, s, g) for p, s, g in zip(self.parameters, self._slots, found, strict=True) if g is not None]
+        made = [(p, s, g) for p, s, g in zip(self.parameters, self._slots, computed, strict=True) if g is not None]
         self.reached = {p: slot for p, slot, _ in made}
         elsewhere = [(slot, gradient) for _, slot, gradient in made if not destinations.lies_in(gradient, slot)]
         if elsewhere:
@@ -121,7 +122,7 @@ class Segment:
         self._x = self._y = self._offer = None
 
     def replay_backward(self, *, adds: bool) -> None:
-        """Replay backward; adds: to the gradients of an earlier path of this step."""
+        """Replay backward; with `adds`, add to the gradients of an earlier path of this step."""
         if self.backward_replay is None:
             return
         before = self.gradients.clone() if adds else None
@@ -136,8 +137,8 @@ class Head(Segment):
 
     Attributes:
         labels: (N,).
-        label_smoothing: of the cross-entropy.
-        loss, correct: of the last replay, see `StepResult`.
+        label_smoothing: label smoothing of the cross-entropy.
+        loss, correct: results of the last replay, see `StepResult`.
     """
 
     labels: Tensor | None = None
@@ -154,7 +155,7 @@ class Head(Segment):
 
     def backward(self) -> None:
         loss, self.correct = loss_and_correct(self.run(None), self.labels, self.label_smoothing)
-        # static too: a graph writes its results to the same memory again, as long as somebody holds them
+        # static too: a graph writes a result to the same memory at every replay, as long as someone holds the result
         self.loss = loss.detach()
         self.differentiate(loss, None)
         self.release()
