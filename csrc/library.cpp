@@ -26,27 +26,23 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
       "bool[] wants) -> (Tensor[] dxs, Tensor dgates)");
 
   // Formula: nasfast/ops/reference.py, conv_bn_act_chain. A chain of stages; each stage is a convolution without bias,
-  // BatchNorm and an activation. A stage is pointwise (stride 1) or depthwise (kernel 3, 5 or 7, stride 1 or 2, padding
-  // kernel / 2); the first stage may also be dense. acts has the names of the activations, joined by commas. x, y,
-  // residual, grad and dx are NHWC. A stage whose running statistics are empty uses those of the batch.
+  // BatchNorm and an activation. x, y, residual, grad and dx are NHWC. A stage whose running statistics are empty uses
+  // those of the batch.
+  //   plan: what the stages are, from nasfast/ops/plan.py (ChainPlan.numbers).
   //   add_input: x is added to the result.
-  //   one_pass: the first two stages are pointwise and depthwise. Backward goes through both at once and needs x for
-  //     that; the C++ kernels then compute the output of the first stage again and do not save it.
-  //   shuffle: the stages run on the odd channels of x; y has the even channels of x, then the result of the stages.
   //   keep: whether to return `saved`, which is empty otherwise.
-  // saved is what backward needs beside x; its layout is private. statistics has mean and biased var of all stages,
-  // [stage][2][channel], float64; the Triton kernels append numbers of their own.
+  // saved is what backward needs beside x; the plan says where its parts are. statistics has mean and biased var of all
+  // stages, [stage][2][channel], float64; the Triton kernels append numbers of their own.
   m.def(
-      "conv_bn_act_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
-      "Tensor[] running_means, Tensor[] running_vars, Tensor? residual, int[] strides, str acts, float[] eps, "
-      "bool add_input, bool one_pass, bool shuffle, bool keep) -> (Tensor y, Tensor saved, Tensor statistics)");
-  // x is passed only with one_pass, so its shape is an argument. wants has one flag for dx and then two for each stage,
-  // for bn_weight and bn_bias. Results that are not wanted are empty.
+      "conv_bn_act_chain_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
+      "Tensor[] running_means, Tensor[] running_vars, Tensor? residual, int[] plan, float[] eps, bool add_input, "
+      "bool keep) -> (Tensor y, Tensor saved, Tensor statistics)");
+  // x is passed only where the plan computes the output of the first stage again. wants has one flag for dx and then
+  // two for each stage, for bn_weight and bn_bias. Results that are not wanted are empty.
   m.def(
-      "conv_bn_act_bwd(Tensor grad, Tensor? x, int[] shape, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
-      "Tensor[] bn_weights, Tensor[] bn_biases, bool[] batch_statistics, int[] strides, str acts, float[] eps, "
-      "bool add_input, bool one_pass, bool shuffle, bool[] wants) "
-      "-> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
+      "conv_bn_act_chain_bwd(Tensor grad, Tensor? x, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
+      "Tensor[] bn_weights, Tensor[] bn_biases, bool[] batch_statistics, int[] plan, float[] eps, bool add_input, "
+      "bool[] wants) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
 
   // Formula: nasfast/ops/reference.py, depthwise_conv2d. x, y, grad and dx are NHWC; weight and dweight are (C, 1, k,
   // k), contiguous, float32.

@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_fwd_cpu(const Tensor& x, const Tensor&
                   "bn_act: running_mean and running_var must be given together");
 
   Geometry work(x);
-  BatchNorm bn("bn_act", act, channels);
+  BatchNorm bn(parse_act("bn_act", act), channels);
   Tensor y = pool_empty_like(x);
   work.params.y = y.mutable_data_ptr();
   if (residual) work.params.residual = residual->const_data_ptr();
@@ -125,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(const Tensor& grad, const Tens
   check_vector("bn_act", "var", var, channels, statistics_type);
 
   Geometry work(x);
-  BatchNorm bn("bn_act", act, channels);
+  BatchNorm bn(parse_act("bn_act", act), channels);
   work.params.grad = grad.const_data_ptr();
   if (batch_statistics) {
     const auto data = [](const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); };

@@ -14,18 +14,6 @@ namespace {
 // written in parts.
 constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
 
-std::vector<std::string> split(const std::string& acts) {
-  std::vector<std::string> names(1);
-  for (char c : acts) {
-    if (c == ',') {
-      names.emplace_back();
-    } else {
-      names.back() += c;
-    }
-  }
-  return names;
-}
-
 // The values of the weight; where they are not float, they are converted into `to`.
 const float* weight_data(const Tensor& weight, std::vector<float>* to) {
   if (weight.scalar_type() == ScalarType::Float) return float_data(weight);
@@ -38,37 +26,6 @@ const float* weight_data(const Tensor& weight, std::vector<float>* to) {
     std::memcpy(to->data() + i, &wide, sizeof wide);
   }
   return to->data();
-}
-
-// Stage i, with an input of c x h x w per image: its kind and geometry, from the shape of its weight.
-Stage make_stage(size_t i, int64_t c, int64_t h, int64_t w, const Tensor& weight, int64_t stride,
-                 const std::string& act) {
-  STD_TORCH_CHECK(weight.dim() == 4 && weight.size(2) == weight.size(3) && weight.size(2) % 2 == 1, kConvOp, ", stage ",
-                  i, ": conv_weight must be (out, in / groups, k, k) with odd k");
-  STD_TORCH_CHECK(weight.is_contiguous(), kConvOp, ", stage ", i, ": conv_weight must be contiguous");
-  Stage stage(BatchNorm(kConvOp, act, weight.size(0)));
-  stage.in_channels = c;
-  stage.out_channels = weight.size(0);
-  stage.kernel = weight.size(2);
-  stage.stride = stride;
-  stage.padding = stage.kernel / 2;
-  stage.height = h;
-  stage.width = w;
-  const bool small = stage.kernel == 3 || stage.kernel == 5 || stage.kernel == 7;
-  if (weight.size(1) == 1 && weight.size(0) == c && small && (stage.stride == 1 || stage.stride == 2)) {
-    stage.kind = Kind::kDepthwise;
-  } else if (weight.size(1) == c && stage.kernel == 1 && stage.stride == 1) {
-    stage.kind = Kind::kPointwise;
-  } else {
-    STD_TORCH_CHECK(weight.size(1) == c && i == 0 && stage.stride >= 1, kConvOp, ", stage ", i,
-                    ": must be pointwise with stride 1, depthwise with kernel 3, 5 or 7 and stride 1 or 2, or, as the "
-                    "first stage, dense; got a weight of shape (",
-                    weight.size(0), ", ", weight.size(1), ", ", weight.size(2), ", ", weight.size(3), ") for ", c,
-                    " channels, stride ", stride);
-  }
-  stage.out_height = (h + 2 * stage.padding - stage.kernel) / stage.stride + 1;
-  stage.out_width = (w + 2 * stage.padding - stage.kernel) / stage.stride + 1;
-  return stage;
 }
 
 // The parameters that all kinds of stages have.
@@ -87,52 +44,37 @@ Params stage_params(const Chain& chain, const Stage& stage) {
 
 }  // namespace
 
-Chain::Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vector<Tensor>& conv_weights,
-             const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
-             const std::vector<int64_t>& strides, const std::string& acts, size_t eps_count, bool recompute_first,
-             bool shuffle)
-    : recompute(recompute_first) {
-  STD_TORCH_CHECK(shape.size() == 4, kConvOp, ": x must be 4-d (N, C, H, W), got ", shape.size(), " dimensions");
+Chain::Chain(const ChainPlan& plan, ScalarType type, const std::vector<Tensor>& conv_weights,
+             const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases, size_t eps_count)
+    : bfloat16(type == ScalarType::BFloat16),
+      recompute(plan.recompute()),
+      shuffle(plan.shuffle),
+      batch(plan.batch),
+      height(plan.height),
+      width(plan.width),
+      channels(plan.channels),
+      saved_size(plan.saved_size),
+      statistics_size(plan.statistics_size) {
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, kConvOp,
                   ": x must be float32 or bfloat16");
-  const std::vector<std::string> names = split(acts);
-  const size_t count = conv_weights.size();
-  STD_TORCH_CHECK(count > 0 && bn_weights.size() == count && bn_biases.size() == count && strides.size() == count &&
-                      names.size() == count && eps_count == count,
-                  kConvOp, ": every stage needs one of each: weight, bn_weight, bn_bias, stride, act, eps");
-  bfloat16 = type == ScalarType::BFloat16;
-  batch = shape[0];
-  STD_TORCH_CHECK(!shuffle || shape[1] % 2 == 0, kConvOp, ": shuffle splits an even number of channels, got ",
-                  shape[1]);
-  channels = shuffle ? shape[1] / 2 : shape[1];
-  height = shape[2];
-  width = shape[3];
-  STD_TORCH_CHECK(batch * height * width > 0 && channels > 0, kConvOp, ": x is empty");
-  int64_t c = channels, h = height, w = width;
+  const size_t count = plan.stages.size();
+  STD_TORCH_CHECK(
+      conv_weights.size() == count && bn_weights.size() == count && bn_biases.size() == count && eps_count == count,
+      kConvOp, ": every stage of the plan needs one of each: conv_weight, bn_weight, bn_bias, eps");
   stages.reserve(count);
   for (size_t i = 0; i < count; ++i) {
+    Stage stage(plan.stages[i]);
     const Tensor& weight = conv_weights[i];
-    Stage stage = make_stage(i, c, h, w, weight, strides[i], names[i]);
-    stage.statistics_at = statistics_size;
+    const int64_t per_group = stage.kind == Kind::kDepthwise ? 1 : stage.in_channels;
+    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == stage.out_channels && weight.size(1) == per_group &&
+                        weight.size(2) == stage.kernel && weight.size(3) == stage.kernel && weight.is_contiguous(),
+                    kConvOp, ", stage ", i, ": conv_weight must be contiguous and, for this plan, of shape (",
+                    stage.out_channels, ", ", per_group, ", ", stage.kernel, ", ", stage.kernel, ")");
     check_vector(kConvOp, "bn_weight", bn_weights[i], stage.out_channels, ScalarType::Float);
     check_vector(kConvOp, "bn_bias", bn_biases[i], stage.out_channels, ScalarType::Float);
-    stage.rows = batch * stage.out_height * stage.out_width;
     stage.weight = weight_data(weight, &stage.converted);
-    statistics_size += 2 * stage.out_channels;
-    if (i > 0 || !recompute) {
-      stage.saved_at = saved_size;
-      saved_size += round_up(stage.rows * stage.out_channels, 64);
-    }
-    c = stage.out_channels;
-    h = stage.out_height;
-    w = stage.out_width;
     stages.push_back(std::move(stage));
   }
-  STD_TORCH_CHECK(!recompute || (count > 1 && stages[0].kind == Kind::kPointwise && stages[1].kind == Kind::kDepthwise),
-                  kConvOp, ": one_pass needs a pointwise stage before a depthwise one");
-  STD_TORCH_CHECK(!shuffle || (h == height && w == width && c == channels), kConvOp,
-                  ": shuffle needs stages that keep the shape of their input");
-  STD_TORCH_CHECK(!shuffle || !recompute, kConvOp, ": shuffle and one_pass exclude each other");
 }
 
 void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const {
@@ -189,7 +131,7 @@ PointwiseParams pointwise_params(const Chain& chain, const Stage& stage, const R
   p.item_rows = items.item_rows;
   p.in_channels = stage.in_channels;
   p.out_channels = stage.out_channels;
-  p.padding = stage.padding;
+  p.padding = stage.padding();
   return p;
 }
 

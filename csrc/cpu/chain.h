@@ -1,49 +1,36 @@
-// The stages of one call of conv_bn_act: checked, with their geometry and weights. And the kernel parameters that
-// follow from a stage.
+// The stages of one call of conv_bn_act_chain with their weights. And the kernel parameters that follow from a stage.
 #pragma once
 
 #include <memory>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "conv_bn_act.h"
 #include "launch.h"
+#include "plan.h"
 #include "pool.h"
 
 namespace nasfast::cpu {
 
-constexpr const char* kConvOp = "conv_bn_act";
-
-enum class Kind { kPointwise, kDepthwise, kDense };
-
-struct Stage {
-  Kind kind = Kind::kDense;
-  int64_t in_channels, out_channels, kernel, stride, padding;
-  int64_t height, width, out_height, out_width;
-  int64_t rows;                  // pixels of the output
-  const float* weight;           // in the order of the tensor
-  std::vector<float> converted;  // the memory of weight where the tensor is not float
+struct Stage : StagePlan {
+  const float* weight = nullptr;  // in the order of the tensor
+  std::vector<float> converted;   // the memory of weight where the tensor is not float
   BatchNorm bn;
   bool batch_statistics = true;
-  int64_t saved_at = -1;      // element of the saved tensor where y starts, or -1
-  int64_t statistics_at = 0;  // element of the statistics where mean starts
 
-  explicit Stage(BatchNorm batch_norm) : bn(std::move(batch_norm)) {}
+  explicit Stage(const StagePlan& plan) : StagePlan(plan), bn(plan.act, plan.out_channels) {}
 };
 
-// The stages and the layout of the saved tensor.
+// One call of the operator: its plan, and its stages with their tensors.
 struct Chain {
   bool bfloat16;
-  bool recompute;
+  bool recompute, shuffle;
   int64_t batch, height, width, channels;  // of the input of the first stage
+  int64_t saved_size, statistics_size;
   std::vector<Stage> stages;
-  int64_t saved_size = 0;
-  int64_t statistics_size = 0;
 
-  Chain(const std::vector<int64_t>& shape, ScalarType type, const std::vector<Tensor>& conv_weights,
-        const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
-        const std::vector<int64_t>& strides, const std::string& acts, size_t eps_count, bool recompute, bool shuffle);
+  // Refuses tensors that are not those of the plan.
+  Chain(const ChainPlan& plan, ScalarType type, const std::vector<Tensor>& conv_weights,
+        const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases, size_t eps_count);
 
   size_t element_size() const { return bfloat16 ? 2 : 4; }
   const Stage& last() const { return stages.back(); }
@@ -56,6 +43,10 @@ struct Chain {
   }
 
   ScalarType type() const { return bfloat16 ? ScalarType::BFloat16 : ScalarType::Float; }
+
+  // Elements between the rows of y and of its gradient, and bytes from a row's start to the result of the stages.
+  int64_t ldy() const { return shuffle ? 2 * channels : last().out_channels; }
+  int64_t result_offset() const { return shuffle ? channels * static_cast<int64_t>(element_size()) : 0; }
 
   Tensor empty_image(int64_t c, int64_t h, int64_t w) const {
     return pool_empty({batch, c, h, w}, {c * h * w, 1, w * c, c}, type());

@@ -140,14 +140,13 @@ void take_running_statistics(Stage& stage, const Tensor& running_mean, const Ten
   std::copy_n(float_data(running_var), stage.out_channels, var);
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
+std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
     const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, std::vector<Tensor> bn_biases,
     std::vector<Tensor> running_means, std::vector<Tensor> running_vars, const std::optional<Tensor>& residual,
-    std::vector<int64_t> strides, std::string acts, std::vector<double> eps, bool add_input, bool one_pass,
-    bool shuffle, bool keep) {
-  STD_TORCH_CHECK(x.dim() == 4 && is_channels_last(x), kConvOp, ": x must be 4-d and channels_last");
-  Chain chain({x.size(0), x.size(1), x.size(2), x.size(3)}, x.scalar_type(), conv_weights, bn_weights, bn_biases,
-              strides, acts, eps.size(), one_pass, shuffle);
+    std::vector<int64_t> plan, std::vector<double> eps, bool add_input, bool keep) {
+  Chain chain(ChainPlan(plan), x.scalar_type(), conv_weights, bn_weights, bn_biases, eps.size());
+  const bool shuffle = chain.shuffle;
+  chain.check_image("x", x, shuffle ? 2 * chain.channels : chain.channels, chain.height, chain.width);
   STD_TORCH_CHECK(running_means.size() == chain.stages.size() && running_vars.size() == chain.stages.size(), kConvOp,
                   ": every stage needs running statistics, empty where it uses those of the batch");
   const Stage& last = chain.last();
@@ -155,8 +154,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
   if (residual) chain.check_image("residual", *residual, last.out_channels, last.out_height, last.out_width);
   if (add_input) chain.check_image("x, to be added,", x, last.out_channels, last.out_height, last.out_width);
 
-  const int64_t y_channels = shuffle ? 2 * last.out_channels : last.out_channels;
-  Tensor y = chain.empty_image(y_channels, last.out_height, last.out_width);
+  Tensor y = chain.empty_image(chain.ldy(), last.out_height, last.out_width);
   Tensor saved = pool_empty({keep ? chain.saved_size : 0}, {1}, chain.type());
   Tensor statistics = empty_vector(x, chain.statistics_size, ScalarType::Double);
   double* numbers = static_cast<double*>(statistics.mutable_data_ptr());
@@ -175,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
     double* mean = numbers + stage.statistics_at;
     double* var = mean + stage.out_channels;
     take_running_statistics(stage, running_means[i], running_vars[i], mean, var);
-    if (i == 0 && one_pass) {
+    if (i == 0 && chain.recompute) {
       if (stage.batch_statistics) expansion_statistics(chain, x.const_data_ptr(), mean, var);
       numbers_of_expansion.emplace(chain, x.const_data_ptr(), eps[0], float_data(bn_weights[0]),
                                    float_data(bn_biases[0]), mean, var);
@@ -202,8 +200,8 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_fwd_cpu(
   p.x = input.data;
   p.bn = input.bn;
   p.residual = add_input ? x.const_data_ptr() : residual ? residual->const_data_ptr() : nullptr;
-  p.ldy = y_channels;
-  p.y = static_cast<char*>(y.mutable_data_ptr()) + (shuffle ? chain.channels * chain.element_size() : 0);
+  p.ldy = chain.ldy();
+  p.y = static_cast<char*>(y.mutable_data_ptr()) + chain.result_offset();
   run_bn(kernels().bn.bn_act_fwd, p, items);
   return {y, saved, statistics};
 }
@@ -369,37 +367,36 @@ class Backward {
   std::vector<double> partial_;
 };
 
-std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu(
-    const Tensor& grad, const std::optional<Tensor>& x, std::vector<int64_t> shape, const Tensor& saved,
-    const Tensor& statistics, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
-    std::vector<Tensor> bn_biases, std::vector<bool> batch_statistics, std::vector<int64_t> strides, std::string acts,
-    std::vector<double> eps, bool add_input, bool one_pass, bool shuffle, std::vector<bool> wants) {
-  Chain chain(shape, saved.scalar_type(), conv_weights, bn_weights, bn_biases, strides, acts, eps.size(), one_pass,
-              shuffle);
+std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_chain_bwd_cpu(
+    const Tensor& grad, const std::optional<Tensor>& x, const Tensor& saved, const Tensor& statistics,
+    std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, std::vector<Tensor> bn_biases,
+    std::vector<bool> batch_statistics, std::vector<int64_t> plan, std::vector<double> eps, bool add_input,
+    std::vector<bool> wants) {
+  Chain chain(ChainPlan(plan), saved.scalar_type(), conv_weights, bn_weights, bn_biases, eps.size());
   const size_t count = chain.stages.size();
   STD_TORCH_CHECK(batch_statistics.size() == count && wants.size() == 1 + 2 * count, kConvOp,
                   ": wrong number of flags");
   STD_TORCH_CHECK(saved.numel() == chain.saved_size && saved.is_contiguous(), kConvOp,
                   ": saved does not belong to this chain");
   check_vector(kConvOp, "statistics", statistics, chain.statistics_size, ScalarType::Double);
-  const int64_t ldgrad = shuffle ? 2 * chain.channels : chain.last().out_channels;
-  chain.check_image("grad", grad, ldgrad, chain.last().out_height, chain.last().out_width);
-  STD_TORCH_CHECK(x.has_value() == one_pass, kConvOp, ": x is needed exactly when one_pass is asked for");
+  const bool shuffle = chain.shuffle;
+  chain.check_image("grad", grad, chain.ldy(), chain.last().out_height, chain.last().out_width);
+  STD_TORCH_CHECK(x.has_value() == chain.recompute, kConvOp,
+                  ": x is needed exactly when the plan computes the first stage again");
   if (x) chain.check_image("x", *x, chain.channels, chain.height, chain.width);
   const bool want_x = wants[0];
   STD_TORCH_CHECK(!want_x || chain.stages[0].kind != Kind::kDense, kConvOp, ": a dense stage has no input gradient");
 
   Backward backward(chain, x, saved, statistics, bn_weights, bn_biases, batch_statistics, eps, wants);
-  backward.dx = want_x ? chain.empty_image(shape[1], chain.height, chain.width)
+  backward.dx = want_x ? chain.empty_image(shuffle ? 2 * chain.channels : chain.channels, chain.height, chain.width)
                        : torch::stable::new_empty(saved, {0}, chain.type());
   // with shuffle, the stages ran on the odd channels of x, and their result is the second half of y
   std::unique_ptr<PoolBlock> odd;
   if (want_x && shuffle) odd = std::make_unique<PoolBlock>(chain.last().rows * chain.channels * chain.element_size());
   void* first_dx = !want_x ? nullptr : shuffle ? odd->data() : backward.dx.mutable_data_ptr();
-  const char* last_grad =
-      static_cast<const char*>(grad.const_data_ptr()) + (shuffle ? chain.channels * chain.element_size() : 0);
-  backward.run(last_grad, ldgrad, first_dx, add_input ? grad.const_data_ptr() : nullptr);
-  if (odd) merge_channels(chain, grad, ldgrad, odd->data(), backward.dx);
+  const char* last_grad = static_cast<const char*>(grad.const_data_ptr()) + chain.result_offset();
+  backward.run(last_grad, chain.ldy(), first_dx, add_input ? grad.const_data_ptr() : nullptr);
+  if (odd) merge_channels(chain, grad, chain.ldy(), odd->data(), backward.dx);
   return {backward.dx, backward.dweights, backward.dbiases};
 }
 
@@ -407,6 +404,6 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_bwd_cpu
 }  // namespace nasfast::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) {
-  m.impl("conv_bn_act_fwd", TORCH_BOX(&nasfast::cpu::conv_bn_act_fwd_cpu));
-  m.impl("conv_bn_act_bwd", TORCH_BOX(&nasfast::cpu::conv_bn_act_bwd_cpu));
+  m.impl("conv_bn_act_chain_fwd", TORCH_BOX(&nasfast::cpu::conv_bn_act_chain_fwd_cpu));
+  m.impl("conv_bn_act_chain_bwd", TORCH_BOX(&nasfast::cpu::conv_bn_act_chain_bwd_cpu));
 }

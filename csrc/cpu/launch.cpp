@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t kMinStrips = 16;
 constexpr int64_t kMinStripRows = 8;
 
+}  // namespace
+
 Act parse_act(const std::string& op, const std::string& act) {
   if (act == "identity") return Act::kIdentity;
   if (act == "relu") return Act::kRelu;
@@ -20,8 +22,6 @@ Act parse_act(const std::string& op, const std::string& act) {
   if (act == "tanh") return Act::kTanh;
   STD_TORCH_CHECK(false, op, ": act must be identity, relu, relu6 or tanh, got ", act);
 }
-
-}  // namespace
 
 RowItems::RowItems(int64_t total) : rows(total) {
   item_rows = round_up(std::max(kMinItemRows, (rows + kMaxItems - 1) / kMaxItems), kMinItemRows);
@@ -41,7 +41,7 @@ void add_groups(double* partial, int64_t groups, int64_t size) {
   }
 }
 
-BatchNorm::BatchNorm(const std::string& op, const std::string& act, int64_t channels)
+BatchNorm::BatchNorm(Act act, int64_t channels)
     : channels_(channels),
       storage_(5 * round_up(channels, kAlignment)),
       rest_(channels),
@@ -49,7 +49,7 @@ BatchNorm::BatchNorm(const std::string& op, const std::string& act, int64_t chan
       scale_(channels) {
   const int64_t stride = round_up(channels, kAlignment);
   const float* start = storage_.data();
-  fold_ = {start, start + stride, start + 2 * stride, start + 3 * stride, start + 4 * stride, parse_act(op, act)};
+  fold_ = {start, start + stride, start + 2 * stride, start + 3 * stride, start + 4 * stride, act};
 }
 
 void BatchNorm::set_channel(int64_t c, double mean, double var, double eps, double weight, double bias) {

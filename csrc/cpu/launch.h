@@ -75,10 +75,13 @@ void run_items(int64_t items, int64_t item_elements, const Phase& phase) {
 // Adds partial [group][size] over the groups; the sum is in the first group.
 void add_groups(double* partial, int64_t groups, int64_t size);
 
+// The activation of this name; `op` refuses others.
+Act parse_act(const std::string& op, const std::string& act);
+
 // The arithmetic of one BatchNorm between the phases.
 class BatchNorm {
  public:
-  BatchNorm(const std::string& op, const std::string& act, int64_t channels);
+  BatchNorm(Act act, int64_t channels);
 
   const BnFold& fold() const { return fold_; }
 

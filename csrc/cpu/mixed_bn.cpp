@@ -75,7 +75,7 @@ class Work {
 
     // one BatchNorm for the channels of all measured tensors, one tensor after the other, with the gates as weights
     const int64_t all = measured() * channels;
-    bn_ = std::make_unique<BatchNorm>(kOp, "identity", all);
+    bn_ = std::make_unique<BatchNorm>(Act::kIdentity, all);
     for (int64_t k : measured_) weights_.insert(weights_.end(), channels, gates_[k]);
     biases_.assign(all, 0);
   }

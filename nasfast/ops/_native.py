@@ -1,4 +1,4 @@
-"""Load the compiled extension, or keep the reason why it is not there.
+"""Load the compiled extension, or keep the reason why it is missing.
 
 Importing `nasfast._C` registers the schemas and CPU kernels of `torch.ops.nasfast`.
 """
@@ -35,9 +35,9 @@ def why_missing() -> str | None:
 
 
 def empty_cache() -> None:
-    """Return the memory that the CPU operators keep for their next tensors to the system.
+    """Give the memory that the CPU operators keep for their next tensors back to the system.
 
-    The operators recycle what their tensors took, so a process keeps the most that was ever in use at once.
+    The operators use the memory of their freed tensors again, so a process keeps as much as was ever in use at once.
     """
     if extension is not None:
         extension.empty_cache()

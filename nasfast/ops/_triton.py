@@ -1,4 +1,4 @@
-"""Load Triton and the kernels written in it, or keep the reason why they are not there."""
+"""Whether Triton and the kernels written in it can run in this process, or why not."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import torch
 
 
 def interpreted() -> bool:
-    """Whether kernels run on CPU tensors, one NumPy operation after another: for tests."""
+    """Whether Triton's interpreter runs the kernels on CPU tensors, which is very slow: for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

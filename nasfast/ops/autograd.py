@@ -1,25 +1,28 @@
-"""What the fake kernels and autograd formulas of the native operators share."""
+"""Functions that the fake kernels and the autograd of all registered operators use."""
 
 import torch
 from torch import Tensor
 
 
 def check_device(*tensors: Tensor | None) -> None:
-    """Refuse a fake kernel tensors of several devices, which PyTorch sends there when one of them is on `meta`.
+    """Check that the tensors of a fake kernel are on one device.
+
+    PyTorch calls a fake kernel with tensors of several devices when one of them is on `meta`.
 
     Raises:
-        RuntimeError: they are not on one device.
+        RuntimeError: they are on several devices.
     """
     devices = {str(tensor.device) for tensor in tensors if tensor is not None}
     torch._check(len(devices) <= 1, lambda: f"all tensors must be on one device, got {', '.join(sorted(devices))}")
 
 
 def refuse_second_derivatives(op: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients, such that differentiating them raises; for the backward of a native operator under create_graph.
+    """The same gradients, but with an autograd history that raises when they are differentiated.
 
-    Without it a second derivative would be silently wrong: what a native operator computes is a constant to autograd.
+    The backward of a native operator calls this under create_graph. Autograd sees what a native operator computes as a
+    constant, so second derivatives would be wrong without an error.
     """
-    # ties the gradients to the graph even where all that they were computed from is constant
+    # an input that requires a gradient, so that the gradients have a history even if they were computed from constants
     tie = torch.zeros((), requires_grad=True)
     return _NoSecondDerivative.apply(op, tie, *gradients)
 

@@ -1,8 +1,8 @@
-"""Which backend runs an operator: one table that can explain itself.
+"""Which backend runs an operator: one table, and a reason for every choice.
 
-Order of choice: the `backend` argument, `with use_backend(name)`, the environment variable NASFAST_BACKEND, then the
-first backend of the operator's row that can serve. A backend that was named and cannot serve raises with its reason;
-the automatic choice falls back to the reference and logs that once.
+The choice follows, in this order: the `backend` argument, `with use_backend(name)`, the environment variable
+NASFAST_BACKEND, and the first backend in the operator's row that can serve. A named backend that cannot serve raises
+with its reason. The automatic choice falls back to the reference, and logs that once.
 """
 
 import logging
@@ -34,7 +34,7 @@ class Backend:
     Attributes:
         op: operator it serves.
         name: one of BACKENDS.
-        can_use: takes the input of the operator, returns (ok, reason); the reason is empty when ok.
+        can_use: takes the input of the operator and returns (ok, reason); the reason is empty if ok.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 def _can_use_cpu_orthogonalize(x: Tensor) -> tuple[bool, str]:
-    # every floating type: the halves are computed in float32
+    # serves every floating type: the 16-bit types are computed in float32
     if _native_missing is not None:
         return False, _native_missing
     if x.device.type != "cpu":
@@ -98,7 +98,7 @@ def _can_use_reference(x: Tensor) -> tuple[bool, str]:
     return True, ""
 
 
-# preference order within an operator; the reference is last because it serves everything
+# the backends of each operator in order of preference; the reference is last because it serves everything
 _TABLE: dict[str, tuple[Backend, ...]] = {
     op: (
         Backend(op, "cpu", _can_use_cpu),
@@ -139,8 +139,11 @@ def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend
 
 
 def inner_backend(op: str, x: Tensor) -> Backend:
-    """As `resolve_backend`, for a call inside a function of another purpose, which nobody who named a backend had in
-    mind: one that cannot serve is passed over."""
+    """The backend for a call inside a function of another purpose.
+
+    This is `resolve_backend`, except that a named backend that cannot serve is skipped: whoever named it did not mean
+    this call.
+    """
     try:
         return resolve_backend(op, x)
     except RuntimeError:
@@ -151,7 +154,7 @@ def _first_that_serves(op: str, x: Tensor) -> Backend:
     skipped = []
     for backend in _TABLE[op]:
         if backend.name == "triton" and _triton.interpreted():
-            continue  # the interpreter is for those who ask for it
+            continue  # the interpreter is too slow to be chosen automatically
         ok, reason = backend.can_use(x)
         if ok:
             if skipped and not torch.compiler.is_compiling():
@@ -189,7 +192,7 @@ def _log_once(op: str, chosen: str, skipped: list[str]) -> None:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Make name the backend of every operator called within, in any thread, without a backend argument.
+    """Make `name` the backend of every operator called inside the block, in any thread, without a backend argument.
 
     Raises:
         ValueError: unknown name, on entry.
@@ -204,10 +207,10 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def explain(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Row]:
-    """Say for every operator and backend whether it can serve tensors of this kind, and which one is chosen.
+    """For every operator and backend, whether it can serve tensors of this device and type, and which one is chosen.
 
-    The choice follows `use_backend` and NASFAST_BACKEND as a call would; where that choice raises, no row is chosen and
-    the reason of the named backend says why.
+    The choice follows `use_backend` and NASFAST_BACKEND as in a call. Where such a call raises, no backend is chosen,
+    and the reason of the named backend says why.
     """
     probe = torch.empty(0, device=device, dtype=dtype)
     rows = []

@@ -1,4 +1,4 @@
-"""bn_act: BatchNorm, activation and residual in one operator; fake and autograd of the native kernels."""
+"""bn_act: BatchNorm, activation and residual in one operator; fake kernels and autograd."""
 
 from functools import partial
 
@@ -32,8 +32,8 @@ def bn_act(
     In training mean and var (biased) are those of the batch, and given running statistics move by
     running = (1 - momentum) * running + momentum * batch, with the unbiased variance. Otherwise they are the running
     ones.
-    The native backend saves only x for backward, with two numbers per channel, and nothing when no gradient is asked
-    for; it has no second derivatives, the reference has.
+    For backward the native backends save only x and two numbers per channel, and nothing if no gradient is needed. Only
+    the reference has second derivatives.
 
     Args:
         x: (N, C, H, W), contiguous or channels_last (other strides are copied); float32 or bfloat16, and float16 or
@@ -80,9 +80,9 @@ def _bn_act_native(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """`bn_act` on the operator of a backend, for arguments that are already checked."""
+    """Run `bn_act` on the operator of a backend. The arguments have been checked."""
     x = _dense(x)
-    # one storage type per kernel: a residual of another type is added by PyTorch, with its promotion rules
+    # A kernel has one storage type. PyTorch adds a residual of another type, with its promotion rules.
     fused = residual if residual is not None and residual.dtype == x.dtype else None
     y, mean, var = operators(backend).bn_act_fwd(
         x,
@@ -100,14 +100,14 @@ def _bn_act_native(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x itself when contiguous or channels_last, else a channels_last copy."""
+    """x itself if it is contiguous or channels_last, else a channels_last copy."""
     if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
         return x
     return x.contiguous(memory_format=torch.channels_last)
 
 
 def _same_layout(tensor: Tensor, like: Tensor) -> Tensor:
-    """tensor in the memory format of the dense tensor like."""
+    """The tensor in the memory format of `like`, which is dense."""
     if like.is_contiguous():
         return tensor.contiguous()
     return tensor.contiguous(memory_format=torch.channels_last)

@@ -1,6 +1,6 @@
-"""Argument checks of the public operators, done once for all backends.
+"""Argument checks of the public operators, once for all backends.
 
-Every message names the operator, the argument, what was expected, what came, and where it helps the remedy.
+Every message names the operator, the argument, what is allowed and what was given, and the remedy where there is one.
 Wrong types raise TypeError, wrong values and shapes ValueError.
 """
 
@@ -113,7 +113,7 @@ def check_inverted_residual(
 def check_mixed_bn(
     xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool], eps: float
 ) -> tuple[list[Tensor], list[bool]]:
-    """The tensors and flags of `nasfast.ops.mixed_bn`, checked.
+    """Check the arguments of `nasfast.ops.mixed_bn`; returns its tensors and flags as lists.
 
     Raises:
         TypeError, ValueError: as described in the module docstring.
@@ -198,11 +198,11 @@ def _check_map(op: str, x: Tensor, stride: int) -> None:
 
 
 def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The entries of `nasfast.ops.orthogonalize`, checked.
+    """Check the entries of `nasfast.ops.orthogonalize`; returns them as a list.
 
     Raises:
         TypeError, ValueError: as described in the module docstring.
-        MemoryError: the results up to some entry are larger than the memory of the machine.
+        MemoryError: the results up to an entry are larger than the memory of the machine.
     """
     matrices = _list_of_tensors(op, "matrices", matrices)
     total = 0
@@ -229,7 +229,10 @@ def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
 def check_orthogonal_targets(
     op: str, tensors: Sequence[Tensor], names: Sequence[str] | None, gain: float, bytes_per_element: int
 ) -> tuple[list[Tensor], list[str]]:
-    """The tensors and names of `nasfast.ops.orthogonalize_`, checked; it needs so many bytes for each element.
+    """Check the arguments of `nasfast.ops.orthogonalize_`; returns its tensors and names as lists.
+
+    Args:
+        bytes_per_element: memory that the operator needs for each element of a tensor.
 
     Raises:
         TypeError, ValueError: as described in the module docstring.
@@ -253,21 +256,25 @@ def check_orthogonal_targets(
 
 
 def check_fits(where: str, tensor: Tensor, needed: int) -> None:
-    """Refuse what cannot fit into the memory of the device, before the system starts to kill processes.
+    """Refuse a tensor that does not fit into the memory of its device, before the system starts to kill processes.
+
+    Args:
+        where: operator and argument, for the message.
+        needed: bytes.
 
     Raises:
-        MemoryError: the bytes needed are more than there are.
+        MemoryError: the device has less memory than that.
     """
     if tensor.is_meta:
         return
     if tensor.device.type == "cuda":
-        there = torch.cuda.get_device_properties(tensor.device).total_memory
+        total = torch.cuda.get_device_properties(tensor.device).total_memory
     else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
         raise MemoryError(
             f"{where} of shape {tuple(tensor.shape)} needs {needed / 1e9:.1f} GB, "
-            f"and {tensor.device} has {there / 1e9:.1f} GB"
+            f"and {tensor.device} has {total / 1e9:.1f} GB"
         )
 
 
@@ -279,10 +286,10 @@ def _list_of_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> list[Tens
 
 
 def _probably_finite(tensors: Sequence[Tensor]) -> bool:
-    """False where any element is NaN or infinite; may be False without, never True with one. One read of everything."""
+    """Whether no element is NaN or infinite, from one read of all tensors. It may be False although all are finite."""
     if tensors[0].is_cuda:
         return bool(torch.nn.utils.get_total_norm(tensors, float("inf")).isfinite())
-    # ten times as fast here as norms or isfinite; a sum may overflow by itself
+    # ten times as fast on a CPU as norms or isfinite; the sum of finite elements may overflow
     return bool(torch.stack([z.sum().double() for z in tensors]).isfinite().all())
 
 
@@ -313,7 +320,7 @@ def _check_unit(
 ) -> tuple[int, ...]:
     if not isinstance(unit, ConvBNParams):
         raise TypeError(f"{op}: {name} must be a ConvBNParams, got {type(unit).__name__}")
-    # every message about a unit says which of the three it is
+    # every message says which of the three units it is about
     where = f"{op}, {name}"
     weight = unit.conv_weight
     if weight.ndim != 4:
@@ -416,7 +423,7 @@ def _check_vector(op: str, name: str, vector: Tensor, channels: int, x: Tensor) 
 
 
 def _check_result(op: str, x: Tensor, shape: tuple[int, ...], residual: Tensor | None, training: bool) -> None:
-    """Check the residual against the normalised shape, and that batch statistics of that shape exist if needed."""
+    """Check the shape of the residual, and in training that this shape has batch statistics."""
     if residual is not None:
         if tuple(residual.shape) != shape:
             raise ValueError(f"{op}: residual must have the shape of the result, {shape}, got {tuple(residual.shape)}")

@@ -6,14 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nasfast.ops import checks, conv_native, reference
+from nasfast.ops import checks, reference
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act
+from nasfast.ops.chain_operator import run_chain
+from nasfast.ops.plan import plan_chain, storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
-
-# Products per output of a dense convolution that is multiplied as gathered patches (a stem's 3 x 3 x 3). Gathering
-# copies every input kernel^2 times, which is little only for a few channels; beyond it PyTorch's convolution runs.
-_MAX_PATCH = 64
 
 
 def conv_bn_act(
@@ -38,15 +36,16 @@ def conv_bn_act(
 
     out = act(bn(conv2d(x, conv_weight; stride, padding, groups))) + residual, bn as in `nasfast.ops.bn_act`.
 
-    Only the gradients asked for are computed: none for a frozen convolution weight, whose input is not kept either. The
-    native backend has pointwise, depthwise (k 3, 5, 7, stride 1 or 2, padding k // 2) and few-channel stem convolutions
-    of its own; others, and trainable ones, are PyTorch's with the native `bn_act` behind them.
+    Only the gradients that are needed are computed. A frozen convolution weight needs none, and its input is not kept.
+    The native backends have their own pointwise and depthwise (k 3, 5, 7, stride 1 or 2, padding k // 2) convolutions,
+    and their own dense ones for the few channels of a stem. Other convolutions, and trainable ones, run on PyTorch,
+    with the native `bn_act` behind them.
 
     Args:
         x: (N, Cin, H, W); types and layouts as in `nasfast.ops.bn_act`.
         conv_weight: (Cout, Cin / groups, k, k), of the type of x (autocast may convert both).
         bn_weight, bn_bias, running_mean, running_var: (Cout,), float32.
-        stride, padding, groups: of the convolution, one number for both directions.
+        stride, padding, groups: arguments of the convolution, one number for both directions.
         residual: (N, Cout, Ho, Wo), added after the activation.
         act, training, momentum, eps, backend: as in `nasfast.ops.bn_act`.
 
@@ -86,7 +85,7 @@ def inverted_residual(
         expand: conv_weight (hidden, Cin, 1, 1), or None for hidden = Cin.
         depthwise: conv_weight (hidden, 1, k, k), k odd.
         project: conv_weight (Cout, hidden, 1, 1).
-        stride: of the depthwise convolution.
+        stride: stride of the depthwise convolution.
         residual: add x; needs stride 1 and Cin == Cout.
         act, training, momentum, eps, backend: as in `nasfast.ops.bn_act`, for all three BatchNorms.
 
@@ -116,21 +115,21 @@ def conv_bn_act_chain(
 ) -> Tensor:
     """Run conv_bn_act stages one after another, and add the residual to the result of the last.
 
-    With shuffle the stages see the odd channels of x only, and the even ones go in front of their result: the channel
-    shuffle, split and concatenation of ShuffleNetV2's unit of stride 1.
+    With shuffle, the stages run on the odd channels of x, and their result follows the even channels. This is the
+    channel shuffle, split and concatenation in ShuffleNetV2's unit of stride 1.
 
-    The native backend normalises and activates the result of each stage while the next one reads it, so that every
-    convolution's output is written once, and nothing else between the stages is.
+    The native backends normalise and activate the output of each convolution while the next stage reads it. So they
+    write every convolution's output once, and nothing else between the stages.
 
     Args:
         x: (N, C, H, W), the input of the first stage; types and layouts as in `nasfast.ops.bn_act`.
-        stages: at least one; each says its parameters, stride, padding, groups, act, training, momentum and eps.
+        stages: at least one.
         residual: of the shape of the result, added after the last activation.
         shuffle: run on the odd channels; the stages must keep the shape of their input, and there is no residual.
         backend: as in `nasfast.ops.bn_act`.
 
     Returns:
-        The result of the last stage, with shuffle (N, C, H, W): the even channels of x, then that result.
+        The result of the last stage; with shuffle (N, C, H, W), the even channels of x and then that result.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message says which stage.
@@ -149,70 +148,30 @@ def _run(
     *,
     shuffle: bool = False,
 ) -> Tensor:
+    """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot."""
     name = resolve_backend(op, x, backend).name
     if name == "reference":
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
     if shuffle:
-        odd = x[:, 1::2]
-        if _native_count(name, odd, stages) == len(stages):
-            return conv_native.conv_bn_act(x, stages, residual=None, shuffle=True, backend=name)
-        return torch.cat((x[:, 0::2], _run(op, odd, stages, None, backend)), dim=1)
+        plan = plan_chain(name, x, stages, shuffle=True)
+        if plan is not None and len(plan.stages) == len(stages):
+            return run_chain(x, stages, plan, residual=None, backend=name)
+        return torch.cat((x[:, 0::2], _run(op, x[:, 1::2], stages, None, backend)), dim=1)
     while stages:
-        count = _native_count(name, x, stages)
-        here = stages[: max(count, 1)]
-        added = residual if len(here) == len(stages) else None
-        if count:
-            x = conv_native.conv_bn_act(x, here, residual=added, backend=name)
+        plan = plan_chain(name, x, stages)
+        count = 1 if plan is None else len(plan.stages)
+        here, stages = stages[:count], stages[count:]
+        added = None if stages else residual
+        if plan is not None:
+            x = run_chain(x, here, plan, residual=added, backend=name)
         else:
-            # the convolution's type may be one that only another backend has
-            x = _by_torch_conv(x, here, residual=added, backend=backend)
-        stages = stages[len(here) :]
+            # the convolution may have a type that only another backend serves, so `backend` is resolved again
+            x = _run_on_torch(x, here[0], residual=added, backend=backend)
     return x
 
 
-def _native_count(backend: str, x: Tensor, stages: Sequence[Stage]) -> int:
-    """How many of the stages the backend's operator can run on x as one chain."""
-    if x.numel() == 0:
-        return 0
-    for i_stage, stage in enumerate(stages):
-        if not _is_native(backend, x, stage, first=i_stage == 0):
-            return i_stage
-    return len(stages)
-
-
-def _is_native(backend: str, x: Tensor, stage: Stage, *, first: bool) -> bool:
-    """Whether the backend's operator has the stage, as the first of a chain on x or behind others."""
-    weight = stage.params.conv_weight
-    grads = torch.is_grad_enabled()
-    if weight.requires_grad and grads:
-        return False
-    if not {conv_native.storage_dtype(x), weight.dtype} <= conv_native.DTYPES[backend]:
-        return False
-    place = native_place(weight, stage.stride, stage.padding, stage.groups)
-    if place == "first":
-        # a strided pointwise stage runs on the pixels it keeps; a stem does not need the input gradient that the native
-        # dense one lacks
-        return first and (weight.shape[2] == 1 or not (x.requires_grad and grads))
-    return place == "any"
-
-
-def native_place(weight: Tensor, stride: int, padding: int, groups: int) -> str | None:
-    """Where in a chain the native operator has this convolution: any place, only first, or none (None)."""
-    out_channels, per_group, kernel, kernel_width = weight.shape
-    if kernel != kernel_width or kernel % 2 == 0 or padding != kernel // 2:
-        return None
-    if groups == out_channels and per_group == 1 and (groups > 1 or kernel > 1):
-        return "any" if kernel in (3, 5, 7) and stride in (1, 2) else None
-    if groups > 1:
-        return None
-    if kernel == 1:
-        return "any" if stride == 1 else "first"
-    return "first" if weight[0].numel() <= _MAX_PATCH else None
-
-
-def _by_torch_conv(x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None, backend: str | None) -> Tensor:
-    """One stage on PyTorch's convolution and `bn_act`."""
-    (stage,) = stages
+def _run_on_torch(x: Tensor, stage: Stage, *, residual: Tensor | None, backend: str | None) -> Tensor:
+    """Run one stage as PyTorch's convolution and `bn_act`."""
     params = stage.params
     y = _conv2d(x, stage)
     return bn_act(
@@ -226,12 +185,12 @@ def _conv2d(x: Tensor, stage: Stage) -> Tensor:
     weight = stage.params.conv_weight
     if weight.requires_grad or not (x.requires_grad and torch.is_grad_enabled()):
         return F.conv2d(x, weight, None, stage.stride, stage.padding, 1, stage.groups)
-    dtype = conv_native.storage_dtype(x)
+    dtype = storage_dtype(x)
     return _FrozenConv2d.apply(x.to(dtype), weight.to(dtype), stage.stride, stage.padding, stage.groups)
 
 
 class _FrozenConv2d(torch.autograd.Function):
-    """F.conv2d with a frozen weight, which does not keep its input as PyTorch's does (pytorch issue 133566).
+    """F.conv2d with a frozen weight, without keeping its input; PyTorch's keeps it (pytorch issue 133566).
 
     The gradient of the input is the transposed convolution of the gradient of the result.
     """
@@ -248,7 +207,7 @@ class _FrozenConv2d(torch.autograd.Function):
     def backward(ctx, grad):
         (weight,) = ctx.saved_tensors
         stride, padding, groups = ctx.settings
-        # rows and columns at the far edge that no output of the forward reached by a whole stride
+        # rows and columns at the far edge of the input that the last stride did not reach
         missing = [
             size - ((out - 1) * stride - 2 * padding + kernel)
             for size, out, kernel in zip(ctx.size, grad.shape[2:], weight.shape[2:], strict=True)

@@ -1,4 +1,4 @@
-"""depthwise_conv2d: a depthwise convolution that trains; fake and autograd of the native kernels."""
+"""depthwise_conv2d: a depthwise convolution whose weight may train; fake kernels and autograd."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from nasfast.ops import checks, reference
 from nasfast.ops.autograd import check_device, refuse_second_derivatives
 from nasfast.ops.backends import resolve_backend
-from nasfast.ops.conv_native import storage_dtype
+from nasfast.ops.plan import storage_dtype
 from nasfast.ops.registry import operators, register
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -19,10 +19,10 @@ def depthwise_conv2d(
 
     y[n,c,h,w] = sum over i, j of weight[c,0,i,j] * x[n,c, stride*h + dilation*(i-k//2), stride*w + dilation*(j-k//2)]
 
-    The native backend sums in float32 whatever the storage type, and the gradient of the weight in float64 beyond some
-    64 pixels. For backward it keeps the weight, and x only when the weight requires a gradient. It has no second
-    derivatives, the reference has. Under autocast x is cast to its type, as PyTorch's convolutions do, and the native
-    backend leaves the weight in float32.
+    The native backend sums in float32 for every storage type; it sums the gradient of the weight in float32 over blocks
+    of about 64 pixels and in float64 over the blocks. For backward it keeps the weight, and x only when the weight
+    requires a gradient. Only the reference has second derivatives. Autocast converts x, as for PyTorch's convolutions,
+    but the native backend keeps the weight in float32.
 
     Args:
         x: (N, C, H, W), channels_last (other strides are copied); float32 or bfloat16, and float16 or float64 on the

@@ -1,7 +1,8 @@
-"""Memory that a caller has ready for what operators compute, so that nothing is copied there afterwards.
+"""Memory that a caller offers for the results of operators, so that no result has to be copied there afterwards.
 
-An engine with static buffers offers them around forward (`offered`). The Triton launchers ask here instead of
-allocating. Other operators do not ask, so who offers memory must look whether a result lies in it (`lies_in`).
+An engine with static buffers offers them around its forward (`offered`). The Triton launchers take offered memory
+instead of allocating. Other operators do not, so a caller that offers memory must check whether the result is in it
+(`lies_in`).
 """
 
 from __future__ import annotations
@@ -13,34 +14,34 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# forward keeps the offer for its backward, which may run in another thread
+# An operator keeps the offer of its forward for its backward, because backward may run in another thread.
 _here = threading.local()
 
 
 class Offer:
-    """Buffers for one forward and its backward; each is given away once.
+    """Buffers for one forward and its backward. Each is taken once.
 
     Args:
-        result: taken by the first operator whose result has its shape, type and layout. That operator may turn out not
-            to be the last one; then `result_taken` is set although the final result lies elsewhere, and later
-            operators may have kept what is in the buffer for their backward: the buffer must not be written.
-        input_gradient: taken alike, in backward, by a gradient of an operator's input. Nothing reads such a gradient
-            after backward, so the buffer may be written then, whoever took it.
-        parameter_gradients: by parameter, the buffer of its gradient, contiguous.
+        result: buffer for the result. The first operator whose result has its shape, type and layout takes it. If that
+            operator is not the last one, `result_taken` is true although the final result is elsewhere. Later operators
+            may then have kept the content of the buffer for their backward, so the caller must not write to it.
+        input_gradient: buffer for the gradient of the input. The first gradient of an operator's input that fits takes
+            it in backward. Nothing reads such a gradient after backward, so the caller may write to it then.
+        parameter_gradients: a contiguous buffer for the gradient of each of these parameters.
     """
 
     def __init__(
         self, *, result: Tensor | None, input_gradient: Tensor | None, parameter_gradients: Mapping[Tensor, Tensor]
     ) -> None:
         self._images = {"result": result, "input_gradient": input_gradient}
-        # operators get a parameter as another object
+        # an operator gets another Python object for the same parameter
         self._parameters = {p.data_ptr(): (p.shape, gradient) for p, gradient in parameter_gradients.items()}
         self.result_taken = False
 
-    def image(
+    def take_image(
         self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: torch.memory_format
     ) -> Tensor | None:
-        """The buffer of this kind if it is there and fits."""
+        """Take the buffer of this kind; None if there is none or it does not fit."""
         buffer = self._images[kind]
         if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (torch.Size(shape), dtype, device):
             return None
@@ -48,11 +49,11 @@ class Offer:
             return None
         self._images[kind] = None
         self.result_taken |= kind == "result"
-        # what operators return gets a history of its own
+        # autograd gives the result of an operator its own history
         return buffer.detach()
 
-    def parameter_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The buffer of this parameter's gradient."""
+    def take_parameter_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Take the buffer for the gradient of this parameter; None if there is none."""
         shape, buffer = self._parameters.get(parameter.data_ptr(), (None, None))
         if shape != parameter.shape:
             return None
@@ -62,7 +63,7 @@ class Offer:
 
 @contextmanager
 def offered(offer: Offer | None) -> Iterator[None]:
-    """Make the offer that of the operators called within, in this thread; None for no offer."""
+    """Make this offer to the operators that the calling thread calls inside the block; None makes no offer."""
     outer = current()
     _here.offer = offer
     try:
@@ -72,18 +73,18 @@ def offered(offer: Offer | None) -> Iterator[None]:
 
 
 def current() -> Offer | None:
-    """The offer that holds here."""
+    """The offer to this thread, or None."""
     return getattr(_here, "offer", None)
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
-    """Whether tensor is this very memory, with the same shape, layout and type."""
+    """Whether the tensor is the buffer itself: the same memory, shape, layout and type."""
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
         buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype,
     )  # fmt: skip
 
 
-# ---- for the launchers: memory of a result, offered or new
+# ---- for the launchers: memory for a result, offered or new
 
 
 def new_image(
@@ -92,18 +93,22 @@ def new_image(
     like: Tensor,
     layout: torch.memory_format = torch.channels_last,
 ) -> Tensor:
-    """Uninitialised memory of type and device of `like`, for a `result` or an `input_gradient` (kind)."""
+    """Uninitialised memory with the type and device of `like`.
+
+    Args:
+        kind: `result` or `input_gradient`.
+    """
     offer = current()
-    found = None if offer is None else offer.image(kind, tuple(shape), like.dtype, like.device, layout)
-    if found is None:
-        found = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
-    return found
+    buffer = None if offer is None else offer.take_image(kind, tuple(shape), like.dtype, like.device, layout)
+    if buffer is None:
+        buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+    return buffer
 
 
 def new_parameter_gradient(parameter: Tensor, *, wanted: bool) -> Tensor:
-    """Uninitialised memory like the parameter (C,), empty if it is not wanted."""
+    """Uninitialised memory for the gradient of a parameter (C,); empty if the gradient is not wanted."""
     if not wanted:
         return parameter.new_empty(0)
     offer = current()
-    found = None if offer is None else offer.parameter_gradient(parameter)
-    return torch.empty_like(parameter) if found is None else found
+    buffer = None if offer is None else offer.take_parameter_gradient(parameter)
+    return torch.empty_like(parameter) if buffer is None else buffer

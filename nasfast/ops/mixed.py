@@ -1,4 +1,4 @@
-"""mixed_bn: the sum of gated, normalised tensors, a node of a mixed cell; fake and autograd of the native kernels."""
+"""mixed_bn: the gated sum of normalised tensors, a node of a mixed cell; fake kernels and autograd."""
 
 from collections.abc import Sequence
 
@@ -24,14 +24,14 @@ def mixed_bn(
     y[n,c,h,w] = sum_k gates[k] * xhat_k[n,c,h,w]
     xhat_k[n,c,h,w] = (x_k[n,c,h,w] - mean_k[c]) / sqrt(var_k[c] + eps) where normalize[k], else x_k[n,c,h,w]
 
-    mean and var (biased) are those of the batch: BatchNorm without parameters and running statistics. The gradient of
-    gates[k] is <dL/dy, xhat_k>, the cost of one operation of a mixed edge; it is right for gates of 0 too.
-    The native backends save only xs and gates for backward, with two numbers per channel of each normalised tensor, and
-    nothing when no gradient is asked for; they have no second derivatives, the reference has.
+    mean and var (biased) are those of the batch: this is BatchNorm without parameters and running statistics. The
+    gradient of gates[k] is <dL/dy, xhat_k>, the cost of one operation of a mixed edge; it is right for a gate of 0 too.
+    For backward the native backends save only xs, gates, and two numbers per channel of each normalised tensor, and
+    nothing if no gradient is needed. Only the reference has second derivatives.
 
     Args:
-        xs: at least one, (N, C, H, W), of one shape, type and device; channels_last (others are copied); float32 or
-            bfloat16, and float16 or float64 on the reference. An entry may come several times.
+        xs: at least one, (N, C, H, W), all with the same shape, type and device; channels_last (others are copied);
+            float32 or bfloat16, and float16 or float64 on the reference. A tensor may be in the list several times.
         gates: (len(xs),), float32 (float64 allowed with float64 xs); any value.
         normalize: one flag per tensor.
         eps: added to the variances, positive.
@@ -70,7 +70,7 @@ def _setup_context(ctx, inputs, output):
     _, statistics = output
     ctx.mark_non_differentiable(statistics)
     ctx.set_materialize_grads(False)
-    # flat here: those of the tensors, then of the gates
+    # one flat list: the flags of the tensors, then that of the gates
     if any(ctx.needs_input_grad[: len(xs) + 1]):
         ctx.save_for_backward(gates, statistics, *xs)
 

@@ -1,8 +1,10 @@
 """Convolution-BatchNorm-activation units and MobileNetV2 blocks: plain PyTorch modules and their fused twins.
 
-A plain module runs only PyTorch operators (export, ONNX, reading); its fused twin has the same submodules, hence the
-same state_dict, and overrides `forward` alone to call the operators of `nasfast.ops`.
+A plain module runs only PyTorch operators; it is what is exported. Its fused twin has the same submodules, hence the
+same state_dict, and overrides only `forward`, which calls the operators of `nasfast.ops`.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +20,10 @@ class ConvBNAct(nn.Module):
     """A bias-free convolution (padding k // 2), BatchNorm and an activation: (N, Cin, H, W) -> (N, Cout, Ho, Wo).
 
     Args:
-        in_channels, out_channels, kernel_size, stride, groups: of the convolution.
+        in_channels, out_channels, kernel_size, stride, groups: arguments of the convolution.
         act: identity, relu, relu6 or tanh.
-        eps, momentum, track_running_stats: of the BatchNorm. Without tracking it always uses batch statistics and has
-            no buffers.
+        eps, momentum, track_running_stats: arguments of the BatchNorm. Without tracking it always uses batch
+            statistics and has no buffers.
 
     Raises:
         ValueError: unknown act.
@@ -62,10 +64,10 @@ class FusedConvBNAct(ConvBNAct):
     """ConvBNAct as one call of `nasfast.ops.conv_bn_act_chain`, and a stage of longer chains."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return conv_bn_act_chain(x, [self.stage()], residual=residual)
+        return conv_bn_act_chain(x, _begin_stages([self]), residual=residual)
 
     def stage(self) -> Stage:
-        """This unit in its present mode, for one forward: its BatchNorm counts the batch now."""
+        """This unit as a stage of a chain, in its present mode."""
         params = ConvBNParams(self.conv.weight, self.bn.weight, self.bn.bias, **_running(self.bn))
         conv = self.conv
         return Stage(params, conv.stride[0], conv.padding[0], conv.groups, self.act_name, **_settings(self.bn))
@@ -74,8 +76,8 @@ class FusedConvBNAct(ConvBNAct):
 class ConvBNActSequential(nn.Sequential):
     """ConvBNAct units one after another.
 
-    With shuffle, which ShuffleNetV2's unit of stride 1 uses, they run on the odd channels of (N, C, H, W) and the even
-    ones go in front of their result.
+    With shuffle, as in ShuffleNetV2's unit of stride 1, they run on the odd channels of (N, C, H, W), and their result
+    follows the even channels.
     """
 
     def forward(self, x: Tensor, *, shuffle: bool = False) -> Tensor:
@@ -88,19 +90,19 @@ class FusedConvBNActSequential(ConvBNActSequential):
     """ConvBNActSequential as one call of `nasfast.ops.conv_bn_act_chain`."""
 
     def forward(self, x: Tensor, *, shuffle: bool = False) -> Tensor:
-        return conv_bn_act_chain(x, [unit.stage() for unit in self], shuffle=shuffle)
+        return conv_bn_act_chain(x, _begin_stages(self), shuffle=shuffle)
 
 
 class InvertedResidual(nn.Module):
     """The MobileNetV2 block: (N, Cin, H, W) -> (N, Cout, ceil(H / stride), ceil(W / stride)).
 
-    Submodules are the units expand (None when expand is 1), depthwise, and project (no activation). x is added when
-    stride is 1 and Cin == Cout.
+    Its submodules are the units expand (None when expand is 1), depthwise, and project (without an activation). The
+    block adds x to its result when stride is 1 and Cin == Cout.
 
     Args:
         in_channels, out_channels: Cin, Cout.
-        kernel_size: of the depthwise convolution, odd.
-        stride: of the depthwise convolution.
+        kernel_size: size of the depthwise kernel, odd.
+        stride: stride of the depthwise convolution.
         expand: hidden channels per input channel, at least 1.
         act: identity, relu, relu6 or tanh.
         track_running_stats: as in ConvBNAct.
@@ -144,7 +146,7 @@ class InvertedResidual(nn.Module):
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
-        """The BatchNorm that writes the block's branch: the one behind the projection, before the residual."""
+        """The BatchNorm behind the projection. It writes the result of the branch, to which the residual is added."""
         return self.project.bn
 
     def linear_paths(self) -> dict[str, list[ConvBNAct]]:
@@ -163,7 +165,7 @@ class FusedInvertedResidual(InvertedResidual):
 
     def forward(self, x: Tensor) -> Tensor:
         units = [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]
-        return conv_bn_act_chain(x, [unit.stage() for unit in units], residual=x if self.has_residual else None)
+        return conv_bn_act_chain(x, _begin_stages(units), residual=x if self.has_residual else None)
 
 
 class BNAct2d(nn.BatchNorm2d):
@@ -192,6 +194,7 @@ class BNAct2d(nn.BatchNorm2d):
         self.act_name = act
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        _count_batch(self)
         return bn_act(
             x, self.weight, self.bias, residual=residual, act=self.act_name, **_running(self), **_settings(self)
         )
@@ -206,19 +209,34 @@ def _activation_module(act: str) -> nn.Module:
     return _ACTIVATION_MODULES[act]()
 
 
+def _begin_stages(units: Iterable[FusedConvBNAct]) -> list[Stage]:
+    """The stages of one forward through these units; their BatchNorms count its batch."""
+    stages = []
+    for unit in units:
+        _count_batch(unit.bn)
+        stages.append(unit.stage())
+    return stages
+
+
+def _count_batch(bn: nn.BatchNorm2d) -> None:
+    """Count one more batch, as nn.BatchNorm2d does before it normalises."""
+    if bn.training and bn.track_running_stats and bn.num_batches_tracked is not None:
+        with torch.no_grad():
+            bn.num_batches_tracked.add_(1)
+
+
 def _running(bn: nn.BatchNorm2d) -> dict[str, Tensor | None]:
-    """The buffers this forward of bn reads or moves, as nn.BatchNorm2d chooses them."""
+    """The running statistics that a forward of bn reads or updates, chosen as nn.BatchNorm2d does."""
     if bn.training and not bn.track_running_stats:
         return {"running_mean": None, "running_var": None}
     return {"running_mean": bn.running_mean, "running_var": bn.running_var}
 
 
-def _settings(bn: nn.BatchNorm2d) -> dict:
-    """training, momentum and eps of this forward of bn; counts the batch as nn.BatchNorm2d does."""
-    momentum = 0.0 if bn.momentum is None else bn.momentum
-    if bn.training and bn.track_running_stats and bn.num_batches_tracked is not None:
-        with torch.no_grad():
-            bn.num_batches_tracked.add_(1)
-        if bn.momentum is None:
-            momentum = 1.0 / float(bn.num_batches_tracked)
+def _settings(bn: nn.BatchNorm2d) -> dict[str, bool | float]:
+    """training, momentum and eps of the forward whose batch bn has counted last."""
+    momentum = bn.momentum
+    if momentum is None:
+        # the running statistics are the mean over all batches so far
+        counts = bn.training and bn.track_running_stats and bn.num_batches_tracked is not None
+        momentum = 1.0 / max(1.0, float(bn.num_batches_tracked)) if counts else 0.0
     return {"training": bn.training or bn.running_mean is None, "momentum": momentum, "eps": bn.eps}

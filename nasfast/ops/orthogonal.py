@@ -1,4 +1,4 @@
-"""orthogonalize: Haar (semi-)orthogonal matrices from Gaussian ones, a whole list of mixed shapes in one call."""
+"""orthogonalize: Haar (semi-)orthogonal matrices from Gaussian ones, a list of any shapes in one call."""
 
 import hashlib
 import math
@@ -12,43 +12,45 @@ from nasfast.ops import _native, checks, reference
 from nasfast.ops.autograd import check_device
 from nasfast.ops.backends import inner_backend, resolve_backend
 
-# Float64 elements drawn before they are orthogonalised together: enough for every thread to have work, 256 MB.
+# Number of float64 elements (256 MB) that are drawn and orthogonalised together, so that every thread has work.
 _GROUP_ELEMENTS = 1 << 25
-# Bytes per element at the height of orthogonalize_: the float64 draw, a working copy of it, and the result.
+# Bytes per element that orthogonalize_ needs at most: the float64 draw, a working copy of it, and the result.
 _BYTES_PER_ELEMENT = 3 * 8
 
 
 def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> list[Tensor]:
     """Replace every matrix by the orthogonal factor of its QR decomposition with a positive diagonal of R.
 
-    Z = Q R, result Q diag(s), s_k = sign(R_kk), sign(0) = +1; a wide matrix through its transpose. Gaussian input gives
-    the Haar law (Mezzadri 2007). An entry's result does not depend on the others or on their order.
+    Z = Q R, and the result is Q diag(s) with s_k = sign(R_kk), sign(0) = +1. A wide matrix is transposed before and
+    after. Gaussian input gives the Haar distribution (Mezzadri 2007). The result of an entry does not depend on the
+    other entries or on their order.
 
-    Zero and rank-deficient input is legal: the columns of Q beyond the rank are some orthonormal completion, which may
-    differ between backends; a zero matrix gives the identity. A 1 x 1 matrix gives its sign, an empty one stays empty.
+    A matrix may be zero or rank-deficient: the columns of Q beyond the rank are then some orthonormal completion, which
+    may differ between backends, and a zero matrix gives the identity. A 1 x 1 matrix gives its sign; an empty matrix
+    stays empty.
 
     Args:
-        matrices: (..., m_i, n_i) in any mixture of shapes and strides, on one device; leading dimensions are batches.
-            float32 and float64 are computed as they are, bfloat16 and float16 in float32 and cast at the end.
+        matrices: (..., m_i, n_i) of any shapes and strides, on one device; leading dimensions are batches. float32 and
+            float64 matrices are computed in their type, bfloat16 and float16 ones in float32 and cast at the end.
         backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
 
     Returns:
-        One contiguous tensor per entry, of its shape, dtype and device: orthonormal columns if m_i >= n_i, else rows.
-        The reference is differentiable, the native backends are not.
+        One contiguous tensor per entry, of its shape, dtype and device: orthonormal columns if m_i >= n_i, else
+        orthonormal rows. The reference is differentiable, the native backends are not.
 
     Raises:
-        TypeError: no list of tensors, or an entry that is no floating one.
+        TypeError: matrices is not a list of tensors, or an entry is not a floating tensor.
         ValueError: an entry has fewer than two dimensions, another device than the first, or a NaN or infinite element.
-        MemoryError: the results do not fit into the physical memory of the machine, naming the first entry that does
-            not.
-        RuntimeError: the named backend cannot serve, or a gradient is asked of a native one.
+        MemoryError: the results do not fit into the physical memory of the machine; the message names the first entry
+            that does not fit.
+        RuntimeError: the named backend cannot serve, or a native one is asked for a gradient.
     """
     matrices = checks.check_matrices("orthogonalize", matrices)
     return _run(matrices, resolve_backend("orthogonalize", matrices[0], backend).name) if matrices else []
 
 
 def orthogonalize_draws(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """`orthogonalize` for functions that fill weights, with the best backend where one that was named cannot serve."""
+    """`orthogonalize` for functions that fill weights; a named backend that cannot serve is skipped."""
     return _run(matrices, inner_backend("orthogonalize", matrices[0]).name) if matrices else []
 
 
@@ -70,24 +72,25 @@ def orthogonalize_(
 ) -> list[Tensor]:
     """Fill every tensor in place with a Haar (semi-)orthogonal matrix, as `torch.nn.init.orthogonal_` does with one.
 
-    Tensor i is seen as the matrix (shape[0], everything else). Its Gaussian entries are drawn in float64 on the CPU by
-    `tensor_generator(names[i], seed)`, orthogonalised in float64, and cast: the result depends on the seed, the name
-    and the shape only, not on the order, the dtype or the other tensors, nor, but for rounding, on the device.
+    Tensor i is a matrix with shape[0] rows. Its Gaussian entries are drawn in float64 on the CPU by
+    `tensor_generator(names[i], seed)`, orthogonalised in float64, and cast. So the result depends only on the seed, the
+    name and the shape. It does not depend on the order, the dtype or the other tensors, and on the device only by
+    rounding.
 
     Args:
         tensors: floating, two or more dimensions, any strides and devices; parameters may require gradients.
-        seed: of the whole list.
-        names: one per tensor, such as the qualified names of parameters; None takes "0", "1", and so on.
-        gain: factor of every matrix.
+        seed: one for the whole list.
+        names: one per tensor, such as the qualified names of parameters; None means "0", "1", and so on.
+        gain: factor by which every matrix is multiplied.
 
     Returns:
         The tensors.
 
     Raises:
-        TypeError: no list of tensors, or an entry that is no floating one.
-        ValueError: fewer than two dimensions; elements that share memory, as `expand` makes; names that are repeated or
-            not one per tensor; a gain that is not finite.
-        MemoryError: a tensor that does not fit into the physical memory of the machine, by index and name.
+        TypeError: tensors is not a list of tensors, or an entry is not a floating tensor.
+        ValueError: a tensor has fewer than two dimensions, or elements that share memory, as after `expand`; names are
+            repeated or not one per tensor; gain is not finite.
+        MemoryError: a tensor does not fit into the physical memory of the machine; the message has its index and name.
     """
     tensors, names = checks.check_orthogonal_targets("orthogonalize_", tensors, names, gain, _BYTES_PER_ELEMENT)
     group: list[int] = []
@@ -108,7 +111,7 @@ def orthogonalize_(
 
 
 def tensor_generator(name: str, seed: int) -> torch.Generator:
-    """CPU generator of one tensor: the first 8 bytes of SHA-256("di-init|seed|name")."""
+    """CPU generator for one tensor, seeded with the first 8 bytes of SHA-256("di-init|seed|name")."""
     digest = hashlib.sha256(f"di-init|{seed}|{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
@@ -117,8 +120,8 @@ def draw_gaussians(streams: Sequence[tuple[str, Sequence[tuple[int, ...]]]], see
     """Standard normal float64 tensors on the CPU, filled row by row.
 
     Args:
-        streams: names for `tensor_generator`, each with the shapes to draw from it, in order.
-        seed: of all.
+        streams: names for `tensor_generator`, each with the shapes to draw from that generator, in order.
+        seed: one for all streams.
     """
 
     def draw(stream: tuple[str, Sequence[tuple[int, ...]]]) -> list[Tensor]:
@@ -126,7 +129,7 @@ def draw_gaussians(streams: Sequence[tuple[str, Sequence[tuple[int, ...]]]], see
         generator = tensor_generator(name, seed)
         return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
-    # as long as a third of the whole work; every stream has its own generator, so threads change no bit
+    # Drawing takes up to a third of the whole time. Every stream has its own generator, so threads change no bit.
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         return list(threads.map(draw, streams))
 
@@ -136,7 +139,10 @@ def _flat(tensor: Tensor) -> tuple[int, int]:
 
 
 def _workplace(device: torch.device) -> torch.device | str:
-    """Where to orthogonalise for a device: torch's own QR loops over matrices on a GPU, so there only if ours runs."""
+    """The device on which to orthogonalise for `device`: a GPU only if the cuda backend runs there.
+
+    PyTorch's own QR on a GPU loops over the matrices.
+    """
     native = device.type == "cuda" and inner_backend("orthogonalize", torch.empty(0, device=device)).name == "cuda"
     return device if native else "cpu"
 

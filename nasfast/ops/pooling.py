@@ -1,4 +1,4 @@
-"""pool_3x3: maximum and mean of 3 x 3 windows; fake and autograd of the native kernels."""
+"""pool_3x3: maximum and mean of 3 x 3 windows; fake kernels and autograd."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from nasfast.ops.registry import operators, register
 
 
 def pool_3x3(x: Tensor, *, kind: str, stride: int = 1, backend: str | None = None) -> Tensor:
-    """Maximum or mean of each 3 x 3 window, padding 1; what lies beyond the edge does not count.
+    """Maximum or mean of each 3 x 3 window with padding 1; the padding does not count.
 
-    The gradient of a maximum goes to the first of equal elements, row by row. For it the native backend keeps one byte
-    per element of the result, and for the mean nothing. It has no second derivatives, the reference has.
+    The gradient of a maximum goes to the first of equal elements, row by row. For backward the native backend keeps one
+    byte per element of a maximum, and nothing for a mean. Only the reference has second derivatives.
 
     Args:
         x: (N, C, H, W), channels_last (other strides are copied); float32 or bfloat16, and float16 or float64 on the

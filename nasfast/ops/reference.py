@@ -1,8 +1,8 @@
-"""Every operator once in plain PyTorch: the specification, the test oracle, the benchmark baseline and the fallback.
+"""Every operator in plain PyTorch: the specification, the test oracle, the benchmark baseline and the fallback.
 
-Arithmetic is done in float32 (float64 when the input is float64) whatever the storage type, and the result is cast once
-at the end. A faster backend is compared with these functions in float64 and never the other way round; in float32 they
-are as accurate as the PyTorch functions they call.
+These functions compute in float32 (in float64 for a float64 input) for every storage type, and cast the result once at
+the end. Tests compare every other backend with them in float64. In float32 they are as accurate as the PyTorch
+functions that they call.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class ConvBNParams(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One convolution -> BatchNorm -> activation of a chain; settings as in `conv_bn_act`."""
+    """One convolution, BatchNorm and activation of a chain, with the settings of `conv_bn_act`."""
 
     params: ConvBNParams
     stride: int = 1
@@ -77,7 +77,7 @@ def bn_act(
         (N, C, H, W).
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    # PyTorch wants statistics and parameters of one type with x; it moves the running statistics in place
+    # PyTorch needs statistics and parameters of the type of x; it updates the running statistics in place
     mean, var = (None if given is None else given.to(dtype) for given in (running_mean, running_var))
     z = F.batch_norm(x.to(dtype), mean, var, weight.to(dtype), bias.to(dtype), training, momentum, eps)
     if training:
@@ -90,7 +90,7 @@ def bn_act(
 
 
 def mixed_bn(xs: Sequence[Tensor], gates: Tensor, *, normalize: Sequence[bool], eps: float = 1e-5) -> Tensor:
-    """Normalise each channel of each tensor, or not, scale the tensors by their gates, and add them.
+    """Normalise each channel of the tensors that are flagged, multiply all tensors by their gates, and add them.
 
     y[n,c,h,w] = sum_k gates[k] * (normalize[k] ? (x_k[n,c,h,w] - mean_k[c]) / sqrt(var_k[c] + eps) : x_k[n,c,h,w])
 
@@ -122,7 +122,7 @@ def _copy_back(given: Tensor | None, moved: Tensor | None) -> None:
 def update_running(
     running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, var: Tensor, count: int, momentum: float
 ) -> None:
-    """Move the running statistics in place towards a batch with (C,) mean and biased var over count values."""
+    """Move the running statistics in place towards mean and biased var, (C,), of a batch with count values."""
     if running_mean is not None:
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
     if running_var is not None:
@@ -262,7 +262,7 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, *, stride: int = 1, dilation: in
 
 
 def pool_3x3(x: Tensor, *, kind: str, stride: int = 1) -> Tensor:
-    """Maximum or mean of 3 x 3 windows with padding 1, which does not count; a tie goes to the first element.
+    """Maximum or mean of 3 x 3 windows with padding 1, which does not count. Ties go to the first element.
 
     Args:
         x: (N, C, H, W), any floating type.
@@ -279,11 +279,12 @@ def pool_3x3(x: Tensor, *, kind: str, stride: int = 1) -> Tensor:
 def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Turn Gaussian matrices into Haar-distributed (semi-)orthogonal ones.
 
-    Z = Q R (reduced QR, in float64), result Q diag(s), s_k = sign(R_kk), sign(0) = +1. Without the sign fix the result
-    would not be Haar: LAPACK's R has a diagonal of fixed sign. A wide matrix is treated through its transpose.
+    Z = Q R (reduced QR, in float64), and the result is Q diag(s) with s_k = sign(R_kk), sign(0) = +1. Without the signs
+    it would not be Haar-distributed, because LAPACK fixes the signs on the diagonal of R. A wide matrix is transposed
+    before and after.
 
     Args:
-        matrices: (..., m_i, n_i) floating tensors of any mixture of shapes, batches and empty ones included.
+        matrices: floating tensors (..., m_i, n_i); shapes may differ, and batches and empty tensors are allowed.
 
     Returns:
         One tensor per input, same shape, dtype and device: orthonormal columns if m_i >= n_i, else orthonormal rows.
@@ -305,7 +306,10 @@ def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _scale_columns(z: Tensor) -> Tensor:
-    """Columns times powers of two, which leaves Q as it is; norms of the largest overflow, denormals lose bits."""
+    """Multiply the columns by powers of two, which does not change Q.
+
+    Without it the norms of very large columns would overflow, and denormal columns would lose bits.
+    """
     if z.numel() == 0:
         return z
     exponents = torch.frexp(z.detach().abs().amax(-2, keepdim=True)).exponent

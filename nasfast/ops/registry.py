@@ -1,7 +1,7 @@
-"""The registered operators: two namespaces with the same schemas, and one fake kernel and autograd formula for both.
+"""The registered operators: two namespaces with the same schemas, and one fake kernel and one autograd for both.
 
-`torch.ops.nasfast` comes with the compiled extension (csrc/library.cpp). `torch.ops.nasfast_triton` is made here where
-Triton can run, and has its schemas from the signatures of the launchers, so that it is there without a compiler too.
+The compiled extension defines `torch.ops.nasfast` (csrc/library.cpp). This module defines `torch.ops.nasfast_triton`
+where Triton can run. Its schemas come from the signatures of the launchers, so it needs no C++ compiler.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,25 +15,28 @@ from nasfast.ops import _native, _triton
 _NAMESPACES = {"cpu": "nasfast", "triton": "nasfast_triton"}
 
 
-def _available() -> list[str]:
-    here = []
+def _define_available() -> list[str]:
+    """Define the operators of Triton where it can run; the names of the backends that have operators now."""
+    backends = []
     if _native.extension is not None:
-        here.append("cpu")
+        backends.append("cpu")
     if _triton.why_missing() is None:
-        here.append("triton")
+        backends.append("triton")
         _define_triton()
-    return here
+    return backends
 
 
 def _define_triton() -> None:
-    from nasfast.ops.triton import bn as bn_triton
-    from nasfast.ops.triton import conv as conv_triton
-    from nasfast.ops.triton import mixed as mixed_triton
+    from nasfast.ops.triton import bn, conv, mixed
 
     launchers = (
-        bn_triton.bn_act_fwd, bn_triton.bn_act_bwd, conv_triton.conv_bn_act_fwd, conv_triton.conv_bn_act_bwd,
-        mixed_triton.mixed_bn_fwd, mixed_triton.mixed_bn_bwd,
-    )  # fmt: skip
+        bn.bn_act_fwd,
+        bn.bn_act_bwd,
+        conv.conv_bn_act_chain_fwd,
+        conv.conv_bn_act_chain_bwd,
+        mixed.mixed_bn_fwd,
+        mixed.mixed_bn_bwd,
+    )
     for launcher in launchers:
         name = f"{_NAMESPACES['triton']}::{launcher.__name__}"
         torch.library.define(name, torch.library.infer_schema(launcher, mutates_args=()))
@@ -54,17 +57,32 @@ def register(
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
 ) -> None:
-    """Register fake kernels and autograd of `op`_fwd and `op`_bwd in every namespace of `backends` that is there.
+    """Register the fake kernels and the autograd of `op`_fwd and `op`_bwd for every available backend.
 
-    forward_fake gets the name of the backend before the operator's arguments, because backends keep different tensors;
-    backward gets the backward operator of its own namespace before the arguments autograd gives it.
+    Args:
+        op: stem of both names.
+        backends: that have the operator.
+        forward_fake: fake kernel of `op`_fwd. It gets the name of the backend before the operator's arguments, because
+            backends save different tensors.
+        backward_fake: fake kernel of `op`_bwd, with the operator's arguments.
+        setup_context: see torch.library.register_autograd.
+        backward: see torch.library.register_autograd. It gets the backward operator of its own namespace before the
+            arguments that autograd gives it.
+
+    Raises:
+        RuntimeError: the compiled extension is older than the Python code.
     """
     for name in (name for name in AVAILABLE if name in backends):
         namespace = _NAMESPACES[name]
+        if not hasattr(operators(name), f"{op}_fwd"):
+            raise RuntimeError(
+                f"the compiled extension nasfast._C has no operator {op}_fwd, so it was built from an older version: "
+                "build it again with pip install --no-build-isolation -e ."
+            )
         torch.library.register_fake(f"{namespace}::{op}_fwd", partial(forward_fake, name))
         torch.library.register_fake(f"{namespace}::{op}_bwd", backward_fake)
         formula = partial(backward, getattr(operators(name), f"{op}_bwd"))
         torch.library.register_autograd(f"{namespace}::{op}_fwd", formula, setup_context=setup_context)
 
 
-AVAILABLE = _available()
+AVAILABLE = _define_available()

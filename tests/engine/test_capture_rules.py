@@ -175,7 +175,7 @@ def test_what_cannot_be_recorded_is_refused_and_the_candidate_named(breaks, rule
     assert isinstance(raised.value.__cause__, Refused)
 
 
-@pytest.mark.parametrize("launcher", ["conv_bn_act_fwd", "conv_bn_act_bwd"])
+@pytest.mark.parametrize("launcher", ["conv_bn_act_chain_fwd", "conv_bn_act_chain_bwd"])
 def test_launchers_are_looked_into(launcher, rules, monkeypatch):
     from nasfast.ops.triton import conv as conv_triton
 

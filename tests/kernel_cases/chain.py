@@ -16,6 +16,7 @@ from torch import Tensor
 from kernel_cases.layout import with_layout
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
+from nasfast.ops.plan import StageShape, make_plan
 
 BFLOAT16 = torch.bfloat16
 native_chain = partial(ops.conv_bn_act_chain, backend="cpu")
@@ -38,6 +39,17 @@ class Drawn(NamedTuple):
     residual: Tensor | None
     shuffle: bool
     grad: Tensor
+
+
+def planned_numbers(drawn: Drawn, *, recompute: bool = False) -> tuple[int, ...]:
+    """The plan that the operators get for this chain."""
+    n, channels, *size = drawn.x.shape
+    shape = n, channels // 2 if drawn.shuffle else channels, *size
+    stages = [
+        StageShape(s.params.conv_weight.shape, s.params.conv_weight.dtype, False, s.stride, s.padding, s.groups, s.act)
+        for s in drawn.stages
+    ]
+    return make_plan(shape, stages, recompute=recompute, shuffle=drawn.shuffle).numbers
 
 
 class Exact(NamedTuple):

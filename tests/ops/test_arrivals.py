@@ -26,7 +26,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(arrivals, "_filled", lambda count, device: torch.zeros(count, dtype=torch.int32))
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **options: zeros(*size, **options))
-    for name in ("_streams", "_blocks", "_given"):
+    for name in ("_streams", "_blocks", "_used"):
         monkeypatch.setattr(arrivals, name, {})
     monkeypatch.setattr(arrivals, "_BLOCK", 100)
     return state

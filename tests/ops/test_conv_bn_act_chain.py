@@ -4,6 +4,7 @@ import re
 import threading
 import warnings
 import weakref
+from contextlib import contextmanager
 from itertools import product
 
 import hypothesis.strategies as st
@@ -26,6 +27,7 @@ from kernel_cases.chain import (
     exact_chain,
     native_autocast,
     native_chain,
+    planned_numbers,
     run_chain,
     widened_chain,
 )
@@ -33,18 +35,29 @@ from tolerances import NATIVE_CHAIN, assert_close
 from torch.utils.checkpoint import checkpoint
 
 from nasfast import ops
-from nasfast.ops import ConvBNParams, Stage, conv_native, reference
+from nasfast.ops import ConvBNParams, Stage, reference
+from nasfast.ops import plan as planning
 
 CASES = POINTWISE + DEPTHWISE + CHAINS + PLANS
 EXPANSIONS = [case for case in CHAINS + PLANS if re.match(r"pw\d+\S* dw", case.units) and case.pixels < 10**4]
 
 
+@contextmanager
+def planned(*, recompute):
+    """Every expansion is computed again, or none, whatever the thresholds say."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "MIN_RECOMPUTED_EXPANSION", 0)
+        patch.setattr(planning, "MAX_RECOMPUTED_CHANNELS", 10**9 * recompute)
+        planning._decide_once.cache_clear()
+        yield
+    planning._decide_once.cache_clear()
+
+
 @pytest.fixture(params=["recomputed", "stored"])
-def plan(request, monkeypatch):
-    """Each plan for an expansion, whatever the thresholds say."""
-    monkeypatch.setattr(conv_native, "MIN_RECOMPUTED_EXPANSION", 0)
-    monkeypatch.setattr(conv_native, "MAX_RECOMPUTED_CHANNELS", 10**9 if request.param == "recomputed" else 0)
-    return request.param
+def plan(request):
+    """Each plan for an expansion."""
+    with planned(recompute=request.param == "recomputed"):
+        yield request.param
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -97,9 +110,7 @@ def test_random_chains_match_float64_reference(native, case, recompute):
         if "s2" in unit:
             height, width = (height + 1) // 2, (width + 1) // 2
         assume("!" in unit or n * height * width > 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conv_native, "MIN_RECOMPUTED_EXPANSION", 0)
-        patch.setattr(conv_native, "MAX_RECOMPUTED_CHANNELS", 10**9 * recompute)
+    with planned(recompute=recompute):
         try:
             drawn, exact = case.draw()
         except ValueError:
@@ -408,8 +419,8 @@ def test_checkpoint_and_inference(plan, native):
 # ---- the registered operators
 
 
-def forward_arguments(drawn: Drawn, **changes) -> dict:
-    """Arguments of torch.ops.nasfast.conv_bn_act_fwd by name."""
+def forward_arguments(drawn: Drawn, *, recompute: bool = False, **changes) -> dict:
+    """Arguments of torch.ops.nasfast.conv_bn_act_chain_fwd by name."""
     stages = drawn.stages
     params = [stage.params for stage in stages]
     empty = torch.empty(0)
@@ -421,28 +432,24 @@ def forward_arguments(drawn: Drawn, **changes) -> dict:
         "running_means": [empty if s.training else s.params.running_mean for s in stages],
         "running_vars": [empty if s.training else s.params.running_var for s in stages],
         "residual": None if drawn.residual is drawn.x else drawn.residual,
-        "strides": [stage.stride for stage in stages],
-        "acts": ",".join(stage.act for stage in stages),
+        "plan": planned_numbers(drawn, recompute=recompute),
         "eps": [stage.eps for stage in stages],
         "add_input": drawn.residual is drawn.x,
-        "one_pass": False,
-        "shuffle": drawn.shuffle,
         "keep": True,
         **changes,
     }
 
 
-def backward_arguments(drawn: Drawn, wants: list[bool] | None = None, **changes) -> dict:
-    """Arguments of torch.ops.nasfast.conv_bn_act_bwd by name, after a forward with the changes it shares."""
-    forward = forward_arguments(drawn)
+def backward_arguments(drawn: Drawn, wants: list[bool] | None = None, *, recompute: bool = False, **changes) -> dict:
+    """Arguments of torch.ops.nasfast.conv_bn_act_chain_bwd by name, after a forward with the changes it shares."""
+    forward = forward_arguments(drawn, recompute=recompute)
     forward |= {name: value for name, value in changes.items() if name in forward}
     with torch.no_grad():
         _, saved, statistics = FORWARD(**forward)
-    shared = ("conv_weights", "bn_weights", "bn_biases", "strides", "acts", "eps", "add_input", "one_pass", "shuffle")
+    shared = ("conv_weights", "bn_weights", "bn_biases", "plan", "eps", "add_input")
     return {
         "grad": drawn.grad,
-        "x": drawn.x if forward["one_pass"] else None,
-        "shape": list(drawn.x.shape),
+        "x": drawn.x if recompute else None,
         "saved": saved,
         "statistics": statistics,
         "batch_statistics": [stage.training for stage in drawn.stages],
@@ -453,13 +460,13 @@ def backward_arguments(drawn: Drawn, wants: list[bool] | None = None, **changes)
 
 
 # None without the extension, where every test that calls them is skipped
-FORWARD, BACKWARD = (getattr(torch.ops.nasfast, f"conv_bn_act_{way}", None) for way in ("fwd", "bwd"))
+FORWARD, BACKWARD = (getattr(torch.ops.nasfast, f"conv_bn_act_chain_{way}", None) for way in ("fwd", "bwd"))
 BLOCK = ChainCase((2, 6, 5, 4), "pw18/relu6 dw3/relu6 pw6/identity")
 # outputs that leave no gap in the saved tensor, whose content is undefined and so is compared with itself
 OPCHECKED = [
     (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {}),
-    (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {"one_pass": True}),
-    (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {"one_pass": True, "add_input": True}),
+    (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {"recompute": True}),
+    (ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), {"recompute": True, "add_input": True}),
     (ChainCase((2, 5, 4, 4), "pw16! dw3s2! pw8!", "tensor", dtype=BFLOAT16), {}),
     (ChainCase((4, 1, 4, 4), "pw1"), {}),
     (ChainCase((2, 3, 8, 8), "dense8k3s2", x_grad=False), {}),
@@ -488,20 +495,17 @@ def test_opcheck(case, changes, native):
         torch.library.opcheck(BACKWARD.default, (), detached | ({} if wants is None else {"wants": wants}))
 
 
-@pytest.mark.parametrize(
-    "units, shuffle, one_pass",
-    [
-        ("dense8k3s2 pw24/relu dw5s2 pw8", False, False),
-        ("pw64/relu6 dw3/tanh pw8", False, True),
-        ("pw8 dw3 pw8 dw7 pw8", True, False),
-    ],
-)
+@pytest.mark.parametrize("channels, units, shuffle, recompute", [
+    (3, "dense8k3s2 pw24/relu dw5s2 pw8", False, False),
+    (16, "pw64/relu6 dw3/tanh pw8", False, True),
+    (16, "pw8 dw3 pw8 dw7 pw8", True, False),
+])  # fmt: skip
 @pytest.mark.parametrize("training", [True, False])
-def test_without_backward_nothing_is_kept_and_the_result_is_the_same(units, shuffle, one_pass, training):
+def test_without_backward_nothing_is_kept_and_the_result_is_the_same(channels, units, shuffle, recompute, training):
     units = units if training else " ".join(f"{unit}!" for unit in units.split())
-    drawn = ChainCase((2, 16, 17, 9), units, shuffle=shuffle, x_grad=False).draw_once()
+    drawn = ChainCase((2, channels, 17, 9), units, shuffle=shuffle, x_grad=False).draw_once()
     assert all(stage.training == training for stage in drawn.stages)
-    arguments = forward_arguments(drawn, one_pass=one_pass)
+    arguments = forward_arguments(drawn, recompute=recompute)
     y, saved, statistics = FORWARD(**arguments)
     y_alone, nothing, statistics_alone = FORWARD(**arguments | {"keep": False})
     assert saved.numel() > 0 and nothing.numel() == 0
@@ -527,7 +531,65 @@ def broken(**changes):
     return {name: change if callable(change) else lambda _, value=change: value for name, change in changes.items()}
 
 
+# places of numbers in the header of a plan, and in the part of each stage
+HEADER = {"batch": 0, "channels": 1, "height": 2, "width": 3, "shuffle": 4, "saved_size": 5}
+STAGE = {
+    "kind": 0, "act": 1, "out_channels": 2, "kernel": 3, "stride": 4,
+    "out_height": 5, "out_width": 6, "saved_at": 7, "statistics_at": 8,
+}  # fmt: skip
+
+
+def broken_plan(i_stage=None, **numbers):
+    """The block's plan with other numbers in the header, or in stage i_stage."""
+    begin = 0 if i_stage is None else len(HEADER) + i_stage * len(STAGE)
+    places = {(HEADER if i_stage is None else STAGE)[name] + begin: value for name, value in numbers.items()}
+    return broken(plan=lambda plan: [places.get(place, number) for place, number in enumerate(plan)])
+
+
 NHWC = torch.channels_last
+BAD_PLAN = {
+    "no stages": broken(plan=lambda plan: plan[: len(HEADER)]),
+    "no plan": broken(plan=[]),
+    "a number missing": broken(plan=lambda plan: plan[:-1]),
+    "two stages": broken(plan=lambda plan: plan[: -len(STAGE)]),
+    "another batch": broken_plan(batch=3),
+    "batch 0": broken_plan(batch=0),
+    "negative batch": broken_plan(batch=-2),
+    "huge batch": broken_plan(batch=2**62),
+    "another height": broken_plan(height=6),
+    "height 0": broken_plan(height=0),
+    "negative size": broken_plan(height=-5, width=-4),
+    "no channels": broken_plan(channels=0),
+    "other channels": broken_plan(channels=7),
+    "shuffle of another shape": broken_plan(shuffle=1),
+    "too little saved": broken_plan(saved_size=100),
+    "huge saved": broken_plan(saved_size=2**62),
+    "unknown kind": broken_plan(0, kind=3),
+    "negative kind": broken_plan(0, kind=-1),
+    "another kind": broken_plan(0, kind=1),
+    "pointwise instead of depthwise": broken_plan(1, kind=0),
+    "dense in the middle": broken_plan(1, kind=2),
+    "unknown act": broken_plan(0, act=4),
+    "negative act": broken_plan(0, act=-1),
+    "no output channels": broken_plan(0, out_channels=0),
+    "other output channels": broken_plan(0, out_channels=17),
+    "another kernel": broken_plan(1, kernel=5),
+    "even kernel": broken_plan(1, kernel=2),
+    "kernel too large": broken_plan(1, kernel=9),
+    "kernel 0": broken_plan(1, kernel=0),
+    "stride 0": broken_plan(1, stride=0),
+    "stride -1": broken_plan(1, stride=-1),
+    "stride 2 without its size": broken_plan(1, stride=2),
+    "stride 3": broken_plan(1, stride=3, out_height=2, out_width=2),
+    "pointwise stride": broken_plan(2, stride=2, out_height=3, out_width=2),
+    "another output": broken_plan(1, out_height=6),
+    "saved over another stage": broken_plan(1, saved_at=0),
+    "saved behind the end": broken_plan(2, saved_at=10**6),
+    "saved nowhere": broken_plan(0, saved_at=2**62),
+    "the second computed again": broken_plan(1, saved_at=-1),
+    "saved before the beginning": broken_plan(0, saved_at=-2),
+    "statistics over another stage": broken_plan(1, statistics_at=0),
+}
 BAD_FORWARD = {
     "x dtype": broken(x=lambda t: t.double()),
     "x half": broken(x=lambda t: t.half()),
@@ -549,23 +611,13 @@ BAD_FORWARD = {
     "weight empty": broken(conv_weights=lambda w: [torch.zeros(0, 6, 1, 1), *w[1:]]),
     "dense in the middle": broken(conv_weights=lambda w: [w[0], torch.zeros(18, 18, 3, 3), w[2]]),
     "grouped": broken(conv_weights=lambda w: [w[0], torch.zeros(18, 2, 3, 3), w[2]]),
-    "no stages": broken(**dict.fromkeys(("conv_weights", "bn_weights", "bn_biases", "strides", "eps"), [])),
     "short weights": broken(conv_weights=lambda w: w[:2]),
     "short bn_weights": broken(bn_weights=lambda w: w[:2]),
     "short bn_biases": broken(bn_biases=lambda w: w[:2]),
     "long bn_biases": broken(bn_biases=lambda w: w + w),
     "short running_means": broken(running_means=lambda w: w[:2]),
     "short running_vars": broken(running_vars=lambda w: w[:2]),
-    "short strides": broken(strides=[1, 1]),
     "short eps": broken(eps=[1e-5]),
-    "short acts": broken(acts="relu6,relu6"),
-    "act": broken(acts="relu6,gelu,identity"),
-    "no act": broken(acts=""),
-    "stride 0": broken(strides=[1, 0, 1]),
-    "stride -1": broken(strides=[1, -1, 1]),
-    "stride 3": broken(strides=[1, 3, 1]),
-    "pointwise stride": broken(strides=[1, 1, 2]),
-    "first stride": broken(strides=[0, 1, 1]),
     "bn_weight shape": broken(bn_weights=lambda w: [w[0][:17], *w[1:]]),
     "bn_weight dtype": broken(bn_weights=lambda w: [w[0].double(), *w[1:]]),
     "bn_weight strided": broken(bn_weights=lambda w: [w[0].repeat(2)[::2], *w[1:]]),
@@ -578,27 +630,14 @@ BAD_FORWARD = {
     "residual dtype": broken(residual=lambda _: torch.zeros(2, 6, 5, 4).double().contiguous(memory_format=NHWC)),
     "residual layout": broken(residual=torch.zeros(2, 6, 5, 4)),
     "residual 3-d": broken(residual=torch.zeros(6, 5, 4)),
-    "input added to another shape": broken(add_input=True, strides=[1, 2, 1]),
-    "one_pass without depthwise": broken(
-        one_pass=True,
-        **{n: lambda v: v[:1] for n in ("conv_weights", "bn_weights", "bn_biases", "strides", "eps")},
-        running_means=lambda v: v[:1],
-        running_vars=lambda v: v[:1],
-        acts="relu6",
-    ),
-    "shuffle of another shape": broken(shuffle=True),
-    "shuffle and one_pass": broken(shuffle=True, one_pass=True),
-}
+    "input added to another shape": broken(add_input=True, x=lambda t: t[:, :5].contiguous(memory_format=NHWC)),
+}  # fmt: skip
 BAD_BACKWARD = {
     "grad shape": broken(grad=lambda g: g[:, :5].contiguous(memory_format=NHWC)),
     "grad batch": broken(grad=lambda g: g[:1]),
     "grad dtype": broken(grad=lambda g: g.double()),
     "grad layout": broken(grad=lambda g: g.contiguous()),
     "grad expanded": broken(grad=lambda g: g[:1, :1, :1, :1].expand_as(g)),
-    "shape": broken(shape=[2, 6, 5, 5]),
-    "shape 3-d": broken(shape=[2, 6, 20]),
-    "negative shape": broken(shape=[-2, 6, -5, 4]),
-    "empty shape": broken(shape=[0, 6, 5, 4]),
     "saved shape": broken(saved=lambda t: t[:-1]),
     "saved empty": broken(saved=lambda t: t[:0]),
     "saved strided": broken(saved=lambda t: t.repeat(2)[::2]),
@@ -606,42 +645,39 @@ BAD_BACKWARD = {
     "saved double": broken(saved=lambda t: t.double()),
     "statistics shape": broken(statistics=lambda t: t[:-1]),
     "statistics dtype": broken(statistics=lambda t: t.float()),
-    "x without one_pass": broken(x=lambda _: torch.zeros(2, 6, 5, 4).contiguous(memory_format=NHWC)),
-    "one_pass without x": broken(one_pass=True),
+    "x without recomputation": broken(x=lambda _: torch.zeros(2, 6, 5, 4).contiguous(memory_format=NHWC)),
+    "recomputation without x": broken_plan(0, saved_at=-1),
     "short wants": broken(wants=[True] * 6),
     "long wants": broken(wants=[True] * 8),
     "short batch_statistics": broken(batch_statistics=[True]),
     "weights": broken(conv_weights=lambda w: w[:2]),
     "weight channels": broken(conv_weights=lambda w: [w[0], w[1], w[2][:, :17].contiguous()]),
     "bn_weight": broken(bn_weights=lambda w: [w[0][:17], *w[1:]]),
-    "strides": broken(strides=[1, 2, 1]),
-    "acts": broken(acts="relu6"),
     "eps": broken(eps=[]),
-    "shuffle": broken(shuffle=True),
 }
 
 
-@pytest.mark.parametrize("changes", BAD_FORWARD.values(), ids=BAD_FORWARD)
+@pytest.mark.parametrize("changes", [*BAD_FORWARD.values(), *BAD_PLAN.values()], ids=[*BAD_FORWARD, *BAD_PLAN])
 def test_bad_arguments_of_forward_are_refused(changes, native):
     arguments = forward_arguments(BLOCK.draw_once())
     arguments |= {name: change(arguments[name]) for name, change in changes.items()}
-    with pytest.raises((RuntimeError, ValueError), match="conv_bn_act"):
+    with pytest.raises((RuntimeError, ValueError), match="conv_bn_act_chain"):
         FORWARD(**arguments)
 
 
-@pytest.mark.parametrize("changes", BAD_BACKWARD.values(), ids=BAD_BACKWARD)
+@pytest.mark.parametrize("changes", [*BAD_BACKWARD.values(), *BAD_PLAN.values()], ids=[*BAD_BACKWARD, *BAD_PLAN])
 def test_bad_arguments_of_backward_are_refused(changes, native):
     arguments = backward_arguments(BLOCK.draw_once())
     arguments |= {name: change(arguments[name]) for name, change in changes.items()}
-    with pytest.raises((RuntimeError, ValueError), match="conv_bn_act"):
+    with pytest.raises((RuntimeError, ValueError), match="conv_bn_act_chain"):
         BACKWARD(**arguments)
 
 
 def test_bad_x_of_a_recomputing_backward_is_refused(native):
-    good = backward_arguments(BLOCK.draw_once(), one_pass=True)
+    good = backward_arguments(BLOCK.draw_once(), recompute=True)
     x = good["x"]
     for bad in (x.contiguous(), x[:1], x.double(), x[:, :5].contiguous(memory_format=NHWC), None):
-        with pytest.raises(RuntimeError, match="conv_bn_act: x "):
+        with pytest.raises(RuntimeError, match="conv_bn_act_chain: x "):
             BACKWARD(**good | {"x": bad})
 
 

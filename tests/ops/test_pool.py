@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from kernel_cases.chain import ChainCase
+from kernel_cases.chain import ChainCase, planned_numbers
 from torch.utils.data import DataLoader, Dataset
 
 from nasfast import ops
@@ -15,7 +15,7 @@ from nasfast import ops
 # large enough for the pool: 1 MiB
 LARGE = ChainCase((4, 16, 64, 64), "pw16/relu6 dw3/relu6 pw16/identity", "x")
 SMALL = ChainCase((1, 3, 5, 3), "pw5")
-FORWARD = getattr(torch.ops.nasfast, "conv_bn_act_fwd", None)  # without the extension, every test here is skipped
+FORWARD = getattr(torch.ops.nasfast, "conv_bn_act_chain_fwd", None)  # without the extension, every test here is skipped
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +41,12 @@ def run(case):
 
 def saved_of(case):
     """The tensor kept for backward: it has gaps between the stages, which nothing writes."""
-    (stage,) = case.draw_once().stages
+    drawn = case.draw_once()
+    (stage,) = drawn.stages
     weight, gamma, beta, *_ = stage.params
     empty = [torch.empty(0)]
-    arguments = ([weight], [gamma], [beta], empty, empty, None, [1], stage.act, [stage.eps], False, False, False, True)
-    return FORWARD(case.draw_once().x, *arguments)[1]
+    arguments = ([weight], [gamma], [beta], empty, empty, None, planned_numbers(drawn), [stage.eps], False, True)
+    return FORWARD(drawn.x, *arguments)[1]
 
 
 @pytest.mark.parametrize("case", [SMALL, ChainCase((1, 3, 201, 203), "pw5")], ids=["small", "large"])

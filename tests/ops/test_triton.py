@@ -20,6 +20,7 @@ from kernel_cases.chain import (
     Drawn,
     eager_autocast,
     exact_chain,
+    planned_numbers,
     relative_errors,
     run_chain,
 )
@@ -283,15 +284,12 @@ def test_operators_pass_opcheck():
         empty,
         empty,
         None,
-        [1, 1, 1],
-        "relu6,relu6,identity",
+        planned_numbers(drawn),
         [1e-5] * 3,
-        False,
-        False,
         False,
         True,
     )
-    torch.library.opcheck(torch.ops.nasfast_triton.conv_bn_act_fwd.default, arguments)
+    torch.library.opcheck(torch.ops.nasfast_triton.conv_bn_act_chain_fwd.default, arguments)
     y = torch.randn(2, 5, 4, 4, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
         torch.ops.nasfast_triton.bn_act_fwd.default,

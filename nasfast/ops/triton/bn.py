@@ -30,7 +30,7 @@ def cdiv(a: int, b: int) -> int:
 
 @contextmanager
 def on_device_of(x: Tensor) -> Iterator[None]:
-    """Triton launches on the current device, whatever its arguments are on."""
+    """Make the device of x the current one, because Triton launches on the current device."""
     if x.is_cuda:
         with torch.cuda.device(x.device):
             yield
@@ -39,14 +39,14 @@ def on_device_of(x: Tensor) -> Iterator[None]:
 
 
 def _geometry(x: Tensor) -> tuple[int, int, int]:
-    """(R, PIXELS, C) of an image or of rows."""
+    """(R, PIXELS, C) of an image tensor or of rows; see kernels/triton/bn.py."""
     if x.ndim == 2:
         return x.shape[0], x.shape[0], x.shape[1]
     return x.shape[0] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[1]
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Of image, pixel and channel; x is rows, or a dense image."""
+    """Strides of image, pixel and channel; x is rows or a dense image tensor."""
     if x.ndim == 2:
         return 0, x.stride(0), x.stride(1)
     pixels = x.shape[2] * x.shape[3]
@@ -55,13 +55,18 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return x.shape[1] * pixels, x.shape[1], 1
 
 
+def _named_strides(name: str, x: Tensor) -> dict[str, int]:
+    """The strides of x as keyword arguments of a kernel, such as sxn, sxp and sxc for the name x."""
+    return {f"s{name}{axis}": stride for axis, stride in zip("npc", _strides(x), strict=True)}
+
+
 def _layout(x: Tensor) -> torch.memory_format:
-    """Of a dense image."""
+    """Memory format of a dense image tensor."""
     return torch.contiguous_format if x.is_contiguous() else torch.channels_last
 
 
 def _row(x: Tensor) -> int:
-    """Elements from row to row where channels are next to each other and images too, else 0; see _triton/bn.py."""
+    """Elements from row to row if both channels and images are next to each other, else 0; see kernels/triton/bn.py."""
     image, pixel, channel = _strides(x)
     return pixel if channel == 1 and (x.ndim == 2 or image == pixel * x.shape[2] * x.shape[3]) else 0
 
@@ -77,12 +82,12 @@ def options(config: Config) -> dict[str, int | None]:
 
 
 class Norm(NamedTuple):
-    """BatchNorm of C channels on the way forward; kernels write statistics and fold.
+    """BatchNorm of C channels in forward; the kernels write statistics and fold.
 
     Attributes:
         gamma, beta: (C,), float32.
         statistics: (2, C) or (2 * C,), mean and biased variance, float64.
-        fold: (3, C), float32; see _triton/common.py.
+        fold: (3, C), float32; see kernels/triton/common.py.
     """
 
     gamma: Tensor
@@ -92,7 +97,12 @@ class Norm(NamedTuple):
     fold: Tensor
 
     def sums(self, programs: int, blocks: int) -> tuple[Any, ...]:
-        """What finish_statistics takes, for the sums of so many programs per block of channels."""
+        """The argument `sums` of a kernel that ends with finish_statistics.
+
+        Args:
+            programs: programs of the launch for each block of channels.
+            blocks: blocks of channels.
+        """
         groups = cdiv(programs, GROUP.value)
         partial = self.fold.new_empty((programs + groups) * 3 * self.gamma.shape[0])
         counts = self.fold.new_empty(programs + groups)
@@ -101,13 +111,13 @@ class Norm(NamedTuple):
 
 
 class NormGradient(NamedTuple):
-    """BatchNorm on the way back; kernels write dgamma, dbeta and back.
+    """BatchNorm of C channels in backward; the kernels write dgamma, dbeta and back.
 
     Attributes:
-        statistics: as in Norm; None: dgamma is the plain sum of dz * d, and back is not written.
-        dgamma, dbeta: (C,), or empty where not wanted.
-        back: (2, C), float32; see _triton/common.py.
-        rows: that statistics are those of; None if they do not depend on them.
+        statistics: as in Norm. If None, dgamma is the plain sum of dz * d, and back is not written.
+        dgamma, dbeta: (C,), or empty if not wanted.
+        back: (2, C), float32; see kernels/triton/common.py.
+        rows: number of rows from which the statistics were computed; None for running statistics.
     """
 
     statistics: Tensor | None
@@ -119,7 +129,7 @@ class NormGradient(NamedTuple):
     rows: int | None
 
     def sums(self, programs: int, blocks: int) -> tuple[Any, ...]:
-        """What finish_gradient takes, as Norm.sums."""
+        """The argument `sums` of a kernel that ends with finish_gradient; arguments as in Norm.sums."""
         groups = cdiv(programs, GROUP.value)
         partial = self.gamma.new_empty((programs + groups) * 2 * self.gamma.shape[0])
         arrivals = zeros(blocks * (groups + 1), self.gamma.device)
@@ -128,29 +138,44 @@ class NormGradient(NamedTuple):
 
 
 def measure(x: Tensor, norm: Norm) -> None:
-    """Statistics and fold of rows or an image."""
+    """Compute the statistics and the fold of rows or of an image tensor."""
     r, pixels, channels = _geometry(x)
 
     def launch(config: Config) -> None:
         config = pass_tiles(config, r, channels)
         grid = _grid(config, r, channels)
         bn.bn_statistics_kernel[grid](
-            x, *_strides(x), norm.sums(*grid), r, pixels, C=channels, X_ROW=_row(x), **options(config)
+            x=x,
+            **_named_strides("x", x),
+            sums=norm.sums(*grid),
+            R=r,
+            PIXELS=pixels,
+            C=channels,
+            X_ROW=_row(x),
+            **options(config),
         )
 
     tuning.run("batch_norm", "bn_statistics", (str(x.dtype), r, channels), x.device, launch)
 
 
 def fold_known(norm: Norm, running: tuple[Tensor, Tensor] | None = None) -> None:
-    """fold of statistics that are there, or of running ones, which are copied into them."""
+    """Compute the fold from the statistics, or from running ones, which are first copied to the statistics."""
     channels = norm.gamma.shape[0]
     mean, var = running or (norm.fold, norm.fold)
 
     def launch(config: Config) -> None:
         bn.bn_fold_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
-            mean, var, norm.statistics, norm.gamma, norm.beta, norm.eps, norm.fold, channels,
-            RUNNING=running is not None, **options(config),
-        )  # fmt: skip
+            running_mean=mean,
+            running_var=var,
+            statistics=norm.statistics,
+            gamma=norm.gamma,
+            beta=norm.beta,
+            eps=norm.eps,
+            fold=norm.fold,
+            C=channels,
+            RUNNING=running is not None,
+            **options(config),
+        )
 
     tuning.run("fold", "bn_fold", (channels,), norm.gamma.device, launch)
 
@@ -158,61 +183,102 @@ def fold_known(norm: Norm, running: tuple[Tensor, Tensor] | None = None) -> None
 def apply(
     y: Tensor, fold: Tensor, act: str, out: Tensor, *, residual: Tensor | None = None, even: Tensor | None = None
 ) -> None:
-    """out = act(bn(y)) (+ residual), all rows or all images; even: see bn_act_kernel."""
+    """Compute out = act(bn(y)) (+ residual); all are rows, or all are image tensors. even: see bn_act_kernel."""
     r, pixels, channels = _geometry(y)
     added = y if residual is None else residual
 
     def launch(config: Config) -> None:
         config = pass_tiles(config, r, channels)
         bn.bn_act_kernel[_grid(config, r, channels)](
-            y, *_strides(y), fold, added, *_strides(added), out, *_strides(out), y if even is None else even, r, pixels,
-            C=channels, Y_ROW=_row(y), RESIDUAL_ROW=_row(added), OUT_ROW=_row(out),
-            ACT=act, RESIDUAL=residual is not None, SHUFFLE=even is not None, **options(config),
-        )  # fmt: skip
+            y=y,
+            **_named_strides("y", y),
+            fold=fold,
+            residual=added,
+            **_named_strides("r", added),
+            out=out,
+            **_named_strides("o", out),
+            even=y if even is None else even,
+            R=r,
+            PIXELS=pixels,
+            C=channels,
+            Y_ROW=_row(y),
+            RESIDUAL_ROW=_row(added),
+            OUT_ROW=_row(out),
+            ACT=act,
+            RESIDUAL=residual is not None,
+            SHUFFLE=even is not None,
+            **options(config),
+        )
 
     tuning.run("batch_norm", "bn_act", (str(y.dtype), r, channels), y.device, launch)
 
 
 def reduce_gradient(grad: Tensor, y: Tensor, fold: Tensor, act: str, gradient: NormGradient) -> None:
-    """Affine gradients and back, from the gradient of act(bn(y))."""
+    """Compute the affine gradients and back from the gradient of act(bn(y))."""
     r, pixels, channels = _geometry(y)
 
     def launch(config: Config) -> None:
         config = pass_tiles(config, r, channels)
         grid = _grid(config, r, channels)
         bn.bn_act_reduce_kernel[grid](
-            grad, *_strides(grad), y, *_strides(y), fold, gradient.sums(*grid), r, pixels,
-            C=channels, GRAD_ROW=_row(grad), Y_ROW=_row(y), ACT=act, **options(config),
-        )  # fmt: skip
+            grad=grad,
+            **_named_strides("g", grad),
+            y=y,
+            **_named_strides("y", y),
+            fold=fold,
+            sums=gradient.sums(*grid),
+            R=r,
+            PIXELS=pixels,
+            C=channels,
+            GRAD_ROW=_row(grad),
+            Y_ROW=_row(y),
+            ACT=act,
+            **options(config),
+        )
 
     tuning.run("batch_norm", "bn_act_reduce", (str(y.dtype), r, channels), y.device, launch)
 
 
 def _backward_apply(grad: Tensor, y: Tensor, fold: Tensor, back: Tensor, act: str, dx: Tensor) -> None:
+    """Compute dx, the gradient behind BatchNorm, from the gradient of act(bn(y))."""
     r, pixels, channels = _geometry(y)
 
     def launch(config: Config) -> None:
         config = pass_tiles(config, r, channels)
         bn.bn_act_backward_kernel[_grid(config, r, channels)](
-            grad, *_strides(grad), y, *_strides(y), fold, back, dx, *_strides(dx), r, pixels,
-            C=channels, GRAD_ROW=_row(grad), Y_ROW=_row(y), X_ROW=_row(dx), ACT=act, **options(config),
-        )  # fmt: skip
+            grad=grad,
+            **_named_strides("g", grad),
+            y=y,
+            **_named_strides("y", y),
+            fold=fold,
+            back=back,
+            dx=dx,
+            **_named_strides("x", dx),
+            R=r,
+            PIXELS=pixels,
+            C=channels,
+            GRAD_ROW=_row(grad),
+            Y_ROW=_row(y),
+            X_ROW=_row(dx),
+            ACT=act,
+            **options(config),
+        )
 
     tuning.run("batch_norm", "bn_act_backward", (str(y.dtype), r, channels), y.device, launch)
 
 
 def merge_shuffled(grad: Tensor, dx: Tensor, channels: int) -> None:
-    """Even channels of the rows dx (R, 2 C) from the first C of grad."""
+    """Write the even channels of the rows dx (R, 2 C) from the first C channels of grad."""
     r = dx.shape[0]
 
     def launch(config: Config) -> None:
         config = pass_tiles(config, r, channels)
-        bn.shuffle_merge_kernel[_grid(config, r, channels)](grad, dx, r, C=channels, **options(config))
+        bn.shuffle_merge_kernel[_grid(config, r, channels)](grad=grad, dx=dx, R=r, C=channels, **options(config))
 
     tuning.run("batch_norm", "shuffle_merge", (str(dx.dtype), r, channels), dx.device, launch)
 
 
-# ---- the operators of the registry: schemas as in csrc/library.cpp
+# ---- the registered operators, with the schemas of csrc/library.cpp
 
 
 def bn_act_fwd(
@@ -229,9 +295,12 @@ def bn_act_fwd(
     batch = running_mean is None
     y = new_image("result", x.shape, x, _layout(x))
     norm = Norm(
-        weight, bias, eps, torch.empty((2, x.shape[1]), dtype=torch.float64, device=x.device),
-        torch.empty((3, x.shape[1]), dtype=torch.float32, device=x.device),
-    )  # fmt: skip
+        gamma=weight,
+        beta=bias,
+        eps=eps,
+        statistics=torch.empty((2, x.shape[1]), dtype=torch.float64, device=x.device),
+        fold=torch.empty((3, x.shape[1]), dtype=torch.float32, device=x.device),
+    )
     with on_device_of(x):
         if batch:
             measure(x, norm)
@@ -259,12 +328,17 @@ def bn_act_bwd(
     """dx, dweight, dbias; see csrc/library.cpp."""
     channels = x.shape[1]
     fold = torch.empty((3, channels), dtype=torch.float32, device=x.device)
-    norm = Norm(weight, bias, eps, torch.stack((mean.double(), var.double())), fold)
+    statistics = torch.stack((mean.double(), var.double()))
+    norm = Norm(gamma=weight, beta=bias, eps=eps, statistics=statistics, fold=fold)
     gradient = NormGradient(
-        norm.statistics, weight, eps, new_parameter_gradient(weight, wanted=want_weight),
-        new_parameter_gradient(bias, wanted=want_bias), fold.new_empty((2, channels)),
-        x.numel() // channels if batch_statistics else None,
-    )  # fmt: skip
+        statistics=statistics,
+        gamma=weight,
+        eps=eps,
+        dgamma=new_parameter_gradient(weight, wanted=want_weight),
+        dbeta=new_parameter_gradient(bias, wanted=want_bias),
+        back=fold.new_empty((2, channels)),
+        rows=x.numel() // channels if batch_statistics else None,
+    )
     dx = new_image("input_gradient", x.shape, x, _layout(x)) if want_x else x.new_empty(0)
     with on_device_of(x):
         fold_known(norm)

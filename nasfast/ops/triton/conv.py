@@ -1,8 +1,8 @@
-"""Launcher of chains of convolution, BatchNorm and activation on Triton: the counterpart of csrc/cpu/conv_bn_act.cpp.
+"""Launchers of chains of convolution, BatchNorm and activation on Triton: the counterpart of csrc/cpu/conv_bn_act.cpp.
 
-Every convolution's output is written once and read once forward. BatchNorm and activation of a stage are applied by the
-next one while it reads, statistics are summed by the stage that writes; backward likewise (schedule b of docs/method.md
-6). An expansion and its gradient are always stored: the plan `one_pass` is for the CPU, and false here.
+Forward writes every convolution's output once and reads it once. The kernel that writes an output sums its statistics,
+and the kernel of the next stage applies BatchNorm and activation while it reads. Backward does the same (schedule b of
+docs/method.md 6). Plans for Triton compute nothing again in backward: an expansion and its gradient are always stored.
 """
 
 from __future__ import annotations
@@ -27,63 +27,13 @@ from nasfast._triton.configs import (
 )
 from nasfast.ops import tuning
 from nasfast.ops.destinations import new_image, new_parameter_gradient
+from nasfast.ops.plan import Kind, StagePlan, read_plan
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, on_device_of, options, rows_of
 
 
-class _Geometry(NamedTuple):
-    """One stage: what it does to pixels, and where its numbers are."""
-
-    depthwise: bool
-    images: int
-    in_channels: int
-    out_channels: int
-    kernel: int
-    stride: int
-    size: tuple[int, int]  # of the input
-    out_size: tuple[int, int]
-    in_rows: int
-    rows: int
-    saved_at: int  # element of the saved tensor
-    statistics_at: int
-
-
-def _geometries(
-    shape: list[int], weights: list[Tensor], strides: list[int], shuffle: bool
-) -> tuple[list[_Geometry], int]:
-    """The stages, and the number of elements they keep."""
-    batch, channels, *size = shape
-    channels = channels // 2 if shuffle else channels
-    stages, saved, statistics = [], 0, 0
-    for weight, stride in zip(weights, strides, strict=True):
-        out, per_group, kernel, _ = weight.shape
-        out_size = tuple((length - 1) // stride + 1 for length in size)
-        is_depthwise = per_group == 1 and out == channels and kernel > 1
-        in_rows, rows = batch * size[0] * size[1], batch * out_size[0] * out_size[1]
-        stages.append(
-            _Geometry(
-                is_depthwise,
-                batch,
-                channels,
-                out,
-                kernel,
-                stride,
-                tuple(size),
-                out_size,
-                in_rows,
-                rows,
-                saved,
-                statistics,
-            )
-        )
-        saved += (rows * out + 63) // 64 * 64
-        statistics += 2 * out
-        channels, size = out, out_size
-    return stages, saved
-
-
 class _Rows(NamedTuple):
-    """Rows that a stage reads or writes: `ld` elements apart, their channels `step`."""
+    """Rows that a stage reads or writes: `ld` elements from row to row, `step` from channel to channel."""
 
     data: Tensor
     ld: int
@@ -91,7 +41,7 @@ class _Rows(NamedTuple):
 
 
 def _precision() -> str:
-    # the same switch as for torch.matmul: float32 products are exact unless it is moved
+    # the setting of torch.matmul: products of float32 are exact unless the user changes it
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -99,57 +49,116 @@ def _family(name: str, dtype: torch.dtype) -> str:
     return f"{name}_fp32" if dtype == torch.float32 else name
 
 
-def _run(direction: str, stage: _Geometry, y: Tensor, launch: Callable[[Config], None]) -> None:
-    """Launch a stage's kernel with the tile sizes for it."""
-    if stage.depthwise:
+def _run(direction: str, stage: StagePlan, y: Tensor, launch: Callable[[Config], None]) -> None:
+    """Launch the kernel of a stage with the tile sizes for it."""
+    if stage.kind == Kind.DEPTHWISE:
         family = "depthwise"
-    elif stage.kernel > 1:
+    elif stage.kind == Kind.DENSE:
         family = "dense"
     else:
         family = _family("pointwise" if direction == "forward" else "pointwise_backward", y.dtype)
-    kernel = f"{'depthwise' if stage.depthwise else 'pointwise'}_{direction}"
+    kernel = f"{'depthwise' if stage.kind == Kind.DEPTHWISE else 'pointwise'}_{direction}"
     shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
     tuning.run(family, kernel, shape, y.device, launch)
 
 
 def _product_programs(config: Config, rows: int, columns: int) -> tuple[int, int]:
-    """Programs one below the other, and blocks of columns."""
+    """Number of programs along the rows, and of blocks of columns."""
     tile = config.tile
     return cdiv(rows, tile["BM"] * tile["TILES"]), cdiv(columns, tile["BN"])
 
 
 def _forward_stage(
-    stage: _Geometry, weight: Tensor, x: _Rows, fold: Tensor | None, act: str, y: Tensor, norm: Norm | None
+    stage: StagePlan,
+    weight: Tensor,
+    x: _Rows,
+    fold: Tensor | None,
+    y: Tensor,
+    *,
+    norm: Norm | None,
+    act_before: str,
 ) -> None:
-    """Launch one convolution; norm: of its result, if that has batch statistics."""
+    """Launch one convolution.
+
+    Args:
+        x: its input; fold and act_before are the BatchNorm and activation through which the input is read, None and
+            identity for the input of the chain.
+        y: memory of the result.
+        norm: BatchNorm of the result, if that uses the statistics of the batch.
+    """
     some = y if fold is None else fold
 
     def pointwise_launch(config: Config) -> None:
         depth, columns, size = weight[0].numel(), stage.out_channels, dict.fromkeys(("H", "W", "OH", "OW"), 0)
-        if stage.kernel > 1:
+        dense = stage.kind == Kind.DENSE
+        if dense:
             size = dict(zip(size, (*stage.size, *stage.out_size), strict=True))
-        element = GATHERED if stage.kernel > 1 else READ if fold is None else NORMALIZED
+        element = GATHERED if dense else READ if fold is None else NORMALIZED
         config = product_tiles(config, stage.rows, depth, columns, element)
         programs = _product_programs(config, stage.rows, columns)
         pointwise.pointwise_forward_kernel[(math.prod(programs),)](
-            x.data, some, weight, y, norm and norm.sums(*programs), stage.rows,
-            K=depth, N=columns, LDX=x.ld, XSTEP=x.step, KERNEL=stage.kernel, STRIDE=stage.stride, **size,
-            FOLDED=fold is not None, ACT=act, STATISTICS=norm is not None, PRECISION=_precision(), **options(config),
-        )  # fmt: skip
+            x=x.data,
+            fold=some,
+            weight=weight,
+            y=y,
+            sums=norm and norm.sums(*programs),
+            M=stage.rows,
+            K=depth,
+            N=columns,
+            LDX=x.ld,
+            XSTEP=x.step,
+            KERNEL=stage.kernel,
+            STRIDE=stage.stride,
+            **size,
+            FOLDED=fold is not None,
+            ACT=act_before,
+            STATISTICS=norm is not None,
+            PRECISION=_precision(),
+            **options(config),
+        )
 
     def depthwise_launch(config: Config) -> None:
         cut = _stencil(stage, 0, config, y)
         depthwise.depthwise_forward_kernel[(cut.tiles * cut.blocks,)](
-            x.data, some, weight, cut.taps, y, norm and norm.sums(cut.tiles, cut.blocks),
-            stage.images, *stage.size, *stage.out_size,
-            LDX=x.ld, XSTEP=x.step, FOLDED=fold is not None, ACT=act, STATISTICS=norm is not None, **cut.constants,
-        )  # fmt: skip
+            x=x.data,
+            fold=some,
+            weight=weight,
+            taps=cut.taps,
+            y=y,
+            sums=norm and norm.sums(cut.tiles, cut.blocks),
+            images=stage.batch,
+            H=stage.size[0],
+            W=stage.size[1],
+            OH=stage.out_size[0],
+            OW=stage.out_size[1],
+            LDX=x.ld,
+            XSTEP=x.step,
+            FOLDED=fold is not None,
+            ACT=act_before,
+            STATISTICS=norm is not None,
+            **cut.constants,
+        )
 
-    _run("forward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
+    _run("forward", stage, y, depthwise_launch if stage.kind == Kind.DEPTHWISE else pointwise_launch)
+
+
+class _Output(NamedTuple):
+    """Output of a stage's convolution, and how the gradient reaches it: through activation and BatchNorm.
+
+    Attributes:
+        y: the convolution's output.
+        fold, back: coefficients of BatchNorm, see kernels/triton/common.py.
+        act: activation through which the gradient has to go: that of the stage, or identity where the gradient is dz.
+    """
+
+    y: Tensor
+    fold: Tensor
+    back: Tensor
+    act: str
 
 
 class _Before(NamedTuple):
-    """The stage before the one whose gradient is taken: its convolution's output, BatchNorm and activation."""
+    """Output, BatchNorm and activation of the stage before the one whose input gradient is computed."""
 
     y: Tensor
     fold: Tensor
@@ -158,53 +167,84 @@ class _Before(NamedTuple):
 
 
 def _backward_stage(
-    stage: _Geometry,
+    stage: StagePlan,
     weight: Tensor,
     grad: _Rows,
-    y: Tensor,
-    fold: Tensor,
-    back: Tensor,
-    act: str,
+    output: _Output,
     dx: _Rows,
     *,
     before: _Before | None,
     added: Tensor | None,
 ) -> None:
-    """Launch the input gradient of one convolution; dx is dz of `before`, where there is one."""
-    before_y, before_fold, before_act = (y, fold, "identity") if before is None else before[:3]
-    other = y if added is None else added
+    """Launch the input gradient of one convolution.
+
+    Args:
+        grad: gradient of the stage's result, or dz of the stage.
+        dx: memory of the input gradient; with `before` it gets dz of that stage.
+        before: None for the first stage of the chain.
+        added: what is added to the gradient of the chain's input, or None.
+    """
+    y = output.y
+    before_y, before_fold, before_act = (y, output.fold, "identity") if before is None else before[:3]
+    # what both kernels get
+    common = dict(
+        grad=grad.data,
+        y=y,
+        fold=output.fold,
+        back=output.back,
+        weight=weight,
+        dx=dx.data,
+        before=before_y,
+        fold_before=before_fold,
+        added=y if added is None else added,
+        LDG=grad.ld,
+        LDX=dx.ld,
+        XSTEP=dx.step,
+        ACT=output.act,
+        FOLDED=before is not None,
+        ACT_BEFORE=before_act,
+        ADDED=added is not None,
+    )
 
     def pointwise_launch(config: Config) -> None:
         depth, columns = stage.out_channels, stage.in_channels
         config = product_tiles(config, stage.rows, depth, columns, NORMALIZED)
         programs = _product_programs(config, stage.rows, columns)
         pointwise.pointwise_backward_kernel[(math.prod(programs),)](
-            grad.data, y, fold, back, weight, dx.data, before_y, before_fold,
-            before and before.gradient.sums(*programs), other, stage.rows,
-            K=depth, N=columns, LDG=grad.ld, LDX=dx.ld, XSTEP=dx.step, ACT=act, FOLDED=before is not None,
-            ACT_BEFORE=before_act, ADDED=added is not None, PRECISION=_precision(), **options(config),
-        )  # fmt: skip
+            sums=before and before.gradient.sums(*programs),
+            M=stage.rows,
+            K=depth,
+            N=columns,
+            PRECISION=_precision(),
+            **common,
+            **options(config),
+        )
 
     def depthwise_launch(config: Config) -> None:
         cut = _stencil(stage, stage.stride, config, y)
         depthwise.depthwise_backward_kernel[(cut.tiles * cut.blocks,)](
-            grad.data, y, fold, back, weight, cut.taps, dx.data, before_y, before_fold,
-            before and before.gradient.sums(cut.tiles, cut.blocks), other,
-            stage.images, *stage.size, *stage.out_size,
-            LDG=grad.ld, LDX=dx.ld, XSTEP=dx.step, ACT=act, FOLDED=before is not None, ACT_BEFORE=before_act,
-            ADDED=added is not None, **cut.constants,
-        )  # fmt: skip
+            taps=cut.taps,
+            sums=before and before.gradient.sums(cut.tiles, cut.blocks),
+            images=stage.batch,
+            H=stage.size[0],
+            W=stage.size[1],
+            OH=stage.out_size[0],
+            OW=stage.out_size[1],
+            **common,
+            **cut.constants,
+        )
 
-    _run("backward", stage, y, depthwise_launch if stage.depthwise else pointwise_launch)
+    _run("backward", stage, y, depthwise_launch if stage.kind == Kind.DEPTHWISE else pointwise_launch)
 
 
 class _Stencil(NamedTuple):
-    """How a depthwise kernel cuts maps, for its launch and its compilation.
+    """How a depthwise kernel cuts images, for its launch and its compilation.
 
     Attributes:
-        tiles, blocks: of pixels and of channels; a program makes one of each.
-        taps: memory for every program's weights.
-        constants: what the kernel is compiled for.
+        tiles: number of tiles of pixels.
+        blocks: number of blocks of channels; every pair of a tile and a block has one program.
+        taps: memory for the weights of every program.
+        constants: constexpr arguments of the kernel.
     """
 
     tiles: int
@@ -213,40 +253,42 @@ class _Stencil(NamedTuple):
     constants: dict[str, int]
 
 
-def _stencil(stage: _Geometry, back: int, config: Config, like: Tensor) -> _Stencil:
-    """Cut the maps of the result, or of the gradient; back: see STRIPS."""
+def _stencil(stage: StagePlan, back: int, config: Config, like: Tensor) -> _Stencil:
+    """Cut the images of the output, or in backward those of the input; back: see stencil_tile."""
     height, width = stage.size if back else stage.out_size
     tile = stencil_tile(config, width, stage.in_channels, back)
     blocks = cdiv(stage.in_channels, tile["CB"])
-    wide = cdiv(stage.images * cdiv(width, tile["COLUMNS"]), tile["STRIPS"])
-    # fewer rows each where there would be too few programs
+    wide = cdiv(stage.batch * cdiv(width, tile["COLUMNS"]), tile["STRIPS"])
+    # with too few programs, every program gets fewer rows
     while wide * cdiv(height, tile["ROWS"]) * blocks < MIN_PROGRAMS and tile["ROWS"] > 2:
         tile["ROWS"] = cdiv(tile["ROWS"], 2)
     tiles = wide * cdiv(height, tile["ROWS"])
     constants = {
-        "C": stage.in_channels, "KERNEL": stage.kernel, "STRIDE": stage.stride,
+        "C": stage.in_channels,
+        "KERNEL": stage.kernel,
+        "STRIDE": stage.stride,
         "EVEN": width % tile["COLUMNS"] == 0 and stage.size[1] == stage.out_size[1] * stage.stride,
         **options(config._replace(tile=tile, registers=STENCIL_REGISTERS[back] if like.element_size() == 2 else None)),
-    }  # fmt: skip
+    }
     taps = like.new_empty(tiles * blocks * stage.kernel**2 * tile["CB"], dtype=torch.float32)
     return _Stencil(tiles, blocks, taps, constants)
 
 
-def _piece(saved: Tensor, stage: _Geometry) -> Tensor:
+def _piece(saved: Tensor, stage: StagePlan) -> Tensor:
     return saved[stage.saved_at : stage.saved_at + stage.rows * stage.out_channels]
 
 
-def _statistics(statistics: Tensor, stage: _Geometry) -> Tensor:
+def _statistics(statistics: Tensor, stage: StagePlan) -> Tensor:
     return statistics[stage.statistics_at : stage.statistics_at + 2 * stage.out_channels]
 
 
-def _fold(folds: Tensor, stage: _Geometry) -> Tensor:
-    """fold (3, C) of a stage in the float64 memory that follows the statistics."""
+def _fold(folds: Tensor, stage: StagePlan) -> Tensor:
+    """fold (3, C) of a stage, in the float64 memory behind the statistics."""
     first = stage.statistics_at // 2 * 3
     return folds.view(torch.float32)[first : first + 3 * stage.out_channels].view(3, stage.out_channels)
 
 
-def conv_bn_act_fwd(
+def conv_bn_act_chain_fwd(
     x: Tensor,
     conv_weights: list[Tensor],
     bn_weights: list[Tensor],
@@ -254,70 +296,69 @@ def conv_bn_act_fwd(
     running_means: list[Tensor],
     running_vars: list[Tensor],
     residual: Tensor | None,
-    strides: list[int],
-    acts: str,
+    plan: list[int],
     eps: list[float],
     add_input: bool,
-    one_pass: bool,
-    shuffle: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, saved, statistics; see csrc/library.cpp."""
-    stages, size = _geometries(list(x.shape), conv_weights, strides, shuffle)
-    last = stages[-1]
-    names = acts.split(",")
-    saved = x.new_empty(size if keep else 0)
-    count = sum(s.out_channels for s in stages)
-    statistics = torch.empty(2 * count + cdiv(3 * count, 2), dtype=torch.float64, device=x.device)
-    out = new_image("result", (x.shape[0], last.out_channels * (2 if shuffle else 1), *last.out_size), x)
+    chain = read_plan(plan)
+    last = chain.stages[-1]
+    saved = x.new_empty(chain.saved_size if keep else 0)
+    size = chain.statistics_size
+    statistics = torch.empty(size + cdiv(3 * size // 2, 2), dtype=torch.float64, device=x.device)
+    out = new_image("result", chain.out_shape, x)
     rows = rows_of(x)
-    given = _Rows(rows[:, 1:], x.shape[1], 2) if shuffle else _Rows(rows, x.shape[1])
+    given = _Rows(rows[:, 1:], x.shape[1], 2) if chain.shuffle else _Rows(rows, x.shape[1])
     fold, act, y = None, "identity", None
     with on_device_of(x):
-        for i, stage in enumerate(stages):
+        for i, stage in enumerate(chain.stages):
             y = _piece(saved, stage) if keep else x.new_empty(stage.rows * stage.out_channels)
             norm = Norm(
-                bn_weights[i], bn_biases[i], eps[i], _statistics(statistics, stage),
-                _fold(statistics[2 * count :], stage),
-            )  # fmt: skip
+                gamma=bn_weights[i],
+                beta=bn_biases[i],
+                eps=eps[i],
+                statistics=_statistics(statistics, stage),
+                fold=_fold(statistics[size:], stage),
+            )
             batch = running_means[i].numel() == 0
-            _forward_stage(stage, conv_weights[i], given, fold, act, y, norm if batch else None)
+            _forward_stage(stage, conv_weights[i], given, fold, y, norm=norm if batch else None, act_before=act)
             if not batch:
                 bn_triton.fold_known(norm, (running_means[i], running_vars[i]))
             fold = norm.fold
-            given, act = _Rows(y, stage.out_channels), names[i]
+            given, act = _Rows(y, stage.out_channels), stage.act
         added = x if add_input else residual
         target = rows_of(out)
         bn_triton.apply(
-            y.view(last.rows, last.out_channels), fold, act, target[:, last.out_channels :] if shuffle else target,
-            residual=None if added is None else rows_of(added), even=rows if shuffle else None,
-        )  # fmt: skip
+            y.view(last.rows, last.out_channels),
+            fold,
+            act,
+            target[:, last.out_channels :] if chain.shuffle else target,
+            residual=None if added is None else rows_of(added),
+            even=rows if chain.shuffle else None,
+        )
     return out, saved, statistics
 
 
-def conv_bn_act_bwd(
+def conv_bn_act_chain_bwd(
     grad: Tensor,
     x: Tensor | None,
-    shape: list[int],
     saved: Tensor,
     statistics: Tensor,
     conv_weights: list[Tensor],
     bn_weights: list[Tensor],
     bn_biases: list[Tensor],
     batch_statistics: list[bool],
-    strides: list[int],
-    acts: str,
+    plan: list[int],
     eps: list[float],
     add_input: bool,
-    one_pass: bool,
-    shuffle: bool,
     wants: list[bool],
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp."""
-    stages, _ = _geometries(shape, conv_weights, strides, shuffle)
-    names = acts.split(",")
+    chain = read_plan(plan)
+    stages = chain.stages
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
-    dx = new_image("input_gradient", shape, saved) if want_x else saved.new_empty(0)
+    dx = new_image("input_gradient", chain.in_shape, saved) if want_x else saved.new_empty(0)
     dweights = [new_parameter_gradient(w, wanted=want) for w, want in zip(bn_weights, want_weights, strict=True)]
     dbiases = [new_parameter_gradient(b, wanted=want) for b, want in zip(bn_biases, want_biases, strict=True)]
     # the first stage whose BatchNorm backward has to reach
@@ -328,37 +369,46 @@ def conv_bn_act_bwd(
     ys = [_piece(saved, stage) for stage in stages]
     channels = stages[-1].out_channels
     grads = rows_of(grad)
-    count = sum(s.out_channels for s in stages)
-    folds = [_fold(statistics[2 * count :], stage) for stage in stages]
+    folds = [_fold(statistics[chain.statistics_size :], stage) for stage in stages]
     backs = [saved.new_empty((2, stage.out_channels), dtype=torch.float32) for stage in stages]
     gradients = [
         NormGradient(
-            _statistics(statistics, stage), bn_weights[i], eps[i], dweights[i], dbiases[i], backs[i],
-            stage.rows if batch_statistics[i] else None,
+            statistics=_statistics(statistics, stage),
+            gamma=bn_weights[i],
+            eps=eps[i],
+            dgamma=dweights[i],
+            dbeta=dbiases[i],
+            back=backs[i],
+            rows=stage.rows if batch_statistics[i] else None,
         )
         for i, stage in enumerate(stages)
-    ]  # fmt: skip
+    ]
     with on_device_of(saved):
-        result_grad = grads[:, channels:] if shuffle else grads
+        result_grad = grads[:, channels:] if chain.shuffle else grads
         last = ys[-1].view(-1, channels)
-        bn_triton.reduce_gradient(result_grad, last, folds[-1], names[-1], gradients[-1])
-        gradient, act = _Rows(result_grad, grad.shape[1]), names[-1]
-        # the first stage's own convolution is only in the way of x
+        bn_triton.reduce_gradient(result_grad, last, folds[-1], stages[-1].act, gradients[-1])
+        gradient, act = _Rows(result_grad, grad.shape[1]), stages[-1].act
+        # without want_x, nothing needs the gradient behind the convolution of the stage `stop`
         for i in range(len(stages) - 1, -1 if want_x else stop, -1):
             stage = stages[i]
             if i == 0:
                 rows = rows_of(dx)
-                target = _Rows(rows[:, 1:], shape[1], 2) if shuffle else _Rows(rows, shape[1])
+                target = _Rows(rows[:, 1:], dx.shape[1], 2) if chain.shuffle else _Rows(rows, dx.shape[1])
                 before = None
             else:
                 target = _Rows(saved.new_empty(stage.in_rows * stage.in_channels), stage.in_channels)
-                before = _Before(ys[i - 1], folds[i - 1], names[i - 1], gradients[i - 1])
+                before = _Before(ys[i - 1], folds[i - 1], stages[i - 1].act, gradients[i - 1])
             _backward_stage(
-                stage, conv_weights[i], gradient, ys[i], folds[i], backs[i], act, target,
-                before=before, added=grads if add_input and i == 0 else None,
-            )  # fmt: skip
-            # what follows is dz itself
+                stage,
+                conv_weights[i],
+                gradient,
+                _Output(ys[i], folds[i], backs[i], act),
+                target,
+                before=before,
+                added=grads if add_input and i == 0 else None,
+            )
+            # the next stage gets dz, which is behind its activation
             gradient, act = target, "identity"
-        if want_x and shuffle:
+        if want_x and chain.shuffle:
             bn_triton.merge_shuffled(grads, rows_of(dx), stages[0].in_channels)
     return dx, dweights, dbiases

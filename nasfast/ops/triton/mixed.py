@@ -14,7 +14,7 @@ from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, fold_known, on_devic
 
 
 def _runs(wanted: Sequence[bool]) -> Iterator[range]:
-    """The places wanted, as runs of consecutive ones of at most TOGETHER."""
+    """The places where `wanted` is true, as ranges of at most TOGETHER consecutive places."""
     begin = 0
     for place in range(len(wanted) + 1):
         ends = place == len(wanted) or not wanted[place]
@@ -28,8 +28,8 @@ class _Part:
     """The tensors of one call that are normalised, or those that are not.
 
     Attributes:
-        places: in the call.
-        xs, gates: of those places.
+        places: of its tensors among those of the call.
+        xs, gates: the tensors and gates at these places.
     """
 
     def __init__(self, xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool], normalized: bool) -> None:
@@ -39,51 +39,61 @@ class _Part:
         self.gates = gates if len(self.xs) == len(xs) else torch.stack([gates[k] for k in self.places] or [gates[0]])
         self.channels = xs[0].shape[1]
         self.rows = xs[0].numel() // max(1, self.channels)
-        # replaced by BatchNorm's numbers where there are any
+        # replaced by the coefficients of BatchNorm for tensors that are normalised
         self.fold = self.back = self.gates
 
     def grid(self, config: Config) -> tuple[int, int]:
         return cdiv(self.rows, config.tile["ROWS"]), cdiv(self.channels, config.tile["CHANNELS"])
 
-    def sizes(self) -> tuple[int, int, int]:
-        """R, C, COUNT."""
-        return self.rows, self.channels, len(self.xs)
+    def sizes(self) -> dict[str, int]:
+        """Keyword arguments of every kernel."""
+        return {"R": self.rows, "C": self.channels, "COUNT": len(self.xs)}
 
     def shape(self) -> tuple[str, int, int, int]:
-        """What the best configuration may depend on."""
-        return str(self.xs[0].dtype), *self.sizes()
+        """Type and sizes, on which the best configuration may depend."""
+        return str(self.xs[0].dtype), *self.sizes().values()
 
     def norm(self, eps: float, statistics: Tensor) -> Norm:
-        """BatchNorm of all channels, whose fold this part then uses."""
+        """BatchNorm of the channels of all tensors; this part uses its fold from then on."""
         columns = len(self.xs) * self.channels
         weight = self.gates[:, None].repeat(1, self.channels).view(-1)
         self.fold = weight.new_empty((3, columns))
-        return Norm(weight, torch.zeros_like(weight), eps, statistics, self.fold)
+        return Norm(gamma=weight, beta=torch.zeros_like(weight), eps=eps, statistics=statistics, fold=self.fold)
 
     def measure(self, norm: Norm) -> None:
-        """Statistics and fold."""
+        """Compute the statistics and the fold."""
 
         def launch(config: Config) -> None:
             grid = self.grid(config)
             sums = norm.sums(grid[0], grid[1] * len(self.xs))
             for run in _runs([True] * len(self.xs)):
                 mixed.mixed_bn_statistics_kernel[grid](
-                    tuple(self.xs[run.start : run.stop]), run.start, sums, *self.sizes(), **options(config)
+                    xs=tuple(self.xs[run.start : run.stop]), k=run.start, sums=sums, **self.sizes(), **options(config)
                 )
 
         tuning.run("mixed", "mixed_bn_statistics", self.shape(), self.xs[0].device, launch)
 
     def reduce(self, grad: Tensor, wanted: Sequence[bool], norm: Norm | None, *, want_gates: bool) -> Tensor:
-        """back of the tensors wanted; returns their gradient sums (COUNT * C,) if want_gates."""
+        """Compute back of the tensors that are wanted; returns their gradient sums (COUNT * C,) if want_gates."""
         columns = len(self.xs) * self.channels
-        # without BatchNorm these are all that the kernel makes
+        # without BatchNorm the kernel computes nothing but these sums
         sums = self.gates.new_empty(columns if want_gates or norm is None else 0)
         nothing = self.gates.new_empty(0)
         if norm is None:
-            gradient = NormGradient(None, sums, 0.0, sums, nothing, self.back, None)
+            gradient = NormGradient(
+                statistics=None, gamma=sums, eps=0.0, dgamma=sums, dbeta=nothing, back=self.back, rows=None
+            )
         else:
             self.back = norm.fold.new_empty((2, columns))
-            gradient = NormGradient(norm.statistics, norm.gamma, norm.eps, sums, nothing, self.back, self.rows)
+            gradient = NormGradient(
+                statistics=norm.statistics,
+                gamma=norm.gamma,
+                eps=norm.eps,
+                dgamma=sums,
+                dbeta=nothing,
+                back=self.back,
+                rows=self.rows,
+            )
 
         def launch(config: Config) -> None:
             limited = config._replace(registers=REDUCE_REGISTERS)
@@ -91,49 +101,70 @@ class _Part:
             packed = gradient.sums(grid[0], grid[1] * len(self.xs))
             for run in _runs(wanted):
                 mixed.mixed_bn_reduce_kernel[grid](
-                    grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, packed, *self.sizes(),
-                    NORMALIZE=self.normalized, **options(limited),
-                )  # fmt: skip
+                    grad=grad,
+                    xs=tuple(self.xs[run.start : run.stop]),
+                    k=run.start,
+                    fold=self.fold,
+                    sums=packed,
+                    **self.sizes(),
+                    NORMALIZE=self.normalized,
+                    **options(limited),
+                )
 
         tuning.run("mixed", "mixed_bn_reduce", self.shape(), grad.device, launch)
         return sums
 
     def backward(self, grad: Tensor, dxs: Sequence[Tensor | None]) -> None:
-        """Fill the dxs that are there."""
+        """Compute the gradients dxs, except those that are None."""
 
         def launch(config: Config) -> None:
             for run in _runs([dx is not None for dx in dxs]):
                 mixed.mixed_bn_backward_kernel[self.grid(config)](
-                    grad, tuple(self.xs[run.start : run.stop]), run.start, self.fold, self.back, self.gates,
-                    tuple(dxs[run.start : run.stop]), *self.sizes(), NORMALIZE=self.normalized, **options(config),
-                )  # fmt: skip
+                    grad=grad,
+                    xs=tuple(self.xs[run.start : run.stop]),
+                    k=run.start,
+                    fold=self.fold,
+                    back=self.back,
+                    gates=self.gates,
+                    dxs=tuple(dxs[run.start : run.stop]),
+                    **self.sizes(),
+                    NORMALIZE=self.normalized,
+                    **options(config),
+                )
 
         if self.xs:
             tuning.run("mixed", "mixed_bn_backward", self.shape(), grad.device, launch)
 
 
 def _add(parts: Sequence[_Part], y: Tensor) -> None:
-    """y = the sum of all gated tensors."""
+    """Write the sum of all gated tensors to y."""
     launches = [(part, run) for part in parts for run in _runs([True] * len(part.xs))]
     between = y if len(launches) == 1 else torch.empty_like(y, dtype=torch.float32)
 
     def launch(config: Config) -> None:
         for i, (part, run) in enumerate(launches):
             mixed.mixed_bn_kernel[part.grid(config)](
-                tuple(part.xs[run.start : run.stop]), run.start, part.fold, part.gates,
-                between, y if i == len(launches) - 1 else between, *part.sizes(),
-                NORMALIZE=part.normalized, FIRST=i == 0, **options(config),
-            )  # fmt: skip
+                xs=tuple(part.xs[run.start : run.stop]),
+                k=run.start,
+                fold=part.fold,
+                gates=part.gates,
+                subtotal=between,
+                out=y if i == len(launches) - 1 else between,
+                **part.sizes(),
+                NORMALIZE=part.normalized,
+                FIRST=i == 0,
+                **options(config),
+            )
 
-    shape = (str(y.dtype), *parts[0].sizes()[:2], sum(len(part.xs) for part in parts))
+    shape = (str(y.dtype), parts[0].rows, parts[0].channels, sum(len(part.xs) for part in parts))
     tuning.run("mixed", "mixed_bn", shape, y.device, launch)
 
 
-# ---- the operators of the registry: schemas as in csrc/library.cpp
+# ---- the registered operators, with the schemas of csrc/library.cpp
 
 
 def mixed_bn_fwd(xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool], eps: float) -> tuple[Tensor, Tensor]:
-    """y, statistics; see csrc/library.cpp. Here statistics are [2][tensor][channel]."""
+    """y, statistics; see csrc/library.cpp. The statistics here are [2][tensor][channel]."""
     y = torch.empty_like(xs[0])
     parts = [_Part(xs, gates, normalize, flag) for flag in (True, False)]
     measured = parts[0]

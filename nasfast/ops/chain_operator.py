@@ -1,0 +1,165 @@
+"""The registered operator that runs a planned chain in C++ or on Triton: call, fake kernels and autograd."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import destinations, reference
+from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
+from nasfast.ops.reference import Stage
+from nasfast.ops.registry import operators, register
+
+
+def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: Tensor | None, backend: str) -> Tensor:
+    """Run all of these stages as one call of the backend's operator.
+
+    Args:
+        x: (N, C, H, W).
+        stages: those of the plan.
+        plan: from `plan_chain` for this backend, x and stages.
+        residual: of the shape of the result, added after the last activation.
+        backend: cpu or triton.
+    """
+    if plan.subsample > 1:
+        x = _Subsample.apply(x, plan.subsample)
+    given = x
+    x = x.to(storage_dtype(x)).contiguous(memory_format=torch.channels_last)
+    add_input = residual is given and x.dtype == given.dtype
+    # A kernel has one storage type. PyTorch adds a residual of another type, with its promotion rules.
+    fused = None
+    if residual is not None and not add_input and residual.dtype == x.dtype:
+        fused = residual.contiguous(memory_format=torch.channels_last)
+    params = [stage.params for stage in stages]
+    empty = x.new_empty(0, dtype=torch.float32)
+    y, _, statistics = operators(backend).conv_bn_act_chain_fwd(
+        x,
+        [p.conv_weight.contiguous() for p in params],
+        [p.bn_weight.contiguous() for p in params],
+        [p.bn_bias.contiguous() for p in params],
+        [empty if stage.training else stage.params.running_mean.contiguous() for stage in stages],
+        [empty if stage.training else stage.params.running_var.contiguous() for stage in stages],
+        fused,
+        plan.numbers,
+        [stage.eps for stage in stages],
+        add_input,
+        torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
+    )
+    _update_running(stages, plan, statistics)
+    return y if residual is None or add_input or fused is not None else y + residual
+
+
+class _Subsample(torch.autograd.Function):
+    """Takes every stride-th pixel of x. The gradient of PyTorch's slices would write contiguous zeros twice."""
+
+    @staticmethod
+    def forward(ctx, x, stride):
+        ctx.shape, ctx.stride = x.shape, stride
+        return x[:, :, ::stride, ::stride].clone(memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last).zero_()
+        dx[:, :, :: ctx.stride, :: ctx.stride] = grad
+        return dx, None
+
+
+def _update_running(stages: Sequence[Stage], plan: ChainPlan, statistics: Tensor) -> None:
+    for stage, planned in zip(stages, plan.stages, strict=True):
+        params = stage.params
+        if stage.training and params.running_mean is not None:
+            at, channels = planned.statistics_at, planned.out_channels
+            mean, var = statistics[at : at + 2 * channels].view(2, channels)
+            reference.update_running(params.running_mean, params.running_var, mean, var, planned.rows, stage.momentum)
+
+
+# ---- fake kernels and autograd; the arguments are those of csrc/library.cpp
+
+
+def _fwd_fake(
+    backend, x, conv_weights, bn_weights, bn_biases, running_means, running_vars, residual, plan, eps, add_input, keep
+):
+    check_device(x, *conv_weights, *bn_weights, *bn_biases, *running_means, *running_vars, residual)
+    plan = read_plan(map(int, plan))
+    y = torch.empty(plan.out_shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    statistics_size = plan.statistics_size
+    if backend == "triton":
+        # the coefficients of forward, (3, C) of every stage in float32, follow in the same memory
+        statistics_size += (3 * statistics_size // 2 + 1) // 2
+    statistics = x.new_empty(statistics_size, dtype=torch.float64)
+    return y, x.new_empty(plan.saved_size if keep else 0), statistics
+
+
+def _bwd_fake(
+    grad, x, saved, statistics, conv_weights, bn_weights, bn_biases, batch_statistics, plan, eps, add_input, wants
+):
+    check_device(grad, x, saved, statistics, *conv_weights, *bn_weights, *bn_biases)
+    shape = read_plan(map(int, plan)).in_shape
+    dx = torch.empty(shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
+    dweights = [w.new_empty(w.shape[0] if want else 0) for w, want in zip(bn_weights, wants[1::2], strict=True)]
+    dbiases = [b.new_empty(b.shape[0] if want else 0) for b, want in zip(bn_biases, wants[2::2], strict=True)]
+    return dx if wants[0] else saved.new_empty(0), dweights, dbiases
+
+
+def _setup_context(ctx, inputs, output):
+    x, conv_weights, bn_weights, bn_biases, running_means, _, _, plan, eps, add_input, keep = inputs
+    _, saved, statistics = output
+    # one flat list: x, then the tensors of each list
+    n = len(conv_weights)
+    needs = ctx.needs_input_grad
+    if any(needs[1 : n + 1]):
+        raise RuntimeError(
+            "conv_bn_act_chain_fwd: a convolution weight requires grad, but this operator has no weight gradients: "
+            "freeze it with requires_grad_(False), or call nasfast.ops.conv_bn_act_chain, which then uses PyTorch's "
+            "convolution"
+        )
+    ctx.mark_non_differentiable(saved, statistics)
+    ctx.set_materialize_grads(False)
+    ctx.offer = destinations.current()
+    ctx.settings = [m.numel() == 0 for m in running_means], plan, eps, add_input
+    if needs[0] or any(needs[n + 1 : 3 * n + 1]):
+        if not keep:
+            raise RuntimeError("conv_bn_act_chain_fwd: a gradient is wanted, so `keep` must be true")
+        kept = (x,) if read_plan(plan).recompute else ()
+        ctx.n_stages = n
+        ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *kept)
+
+
+def _backward(backward_operator, ctx, grad, grad_saved, grad_statistics):
+    want_x, _, want_weights, want_biases, _, _, want_residual = ctx.needs_input_grad[:7]
+    nothing = [None] * len(want_weights)
+    dx, dweights, dbiases = None, nothing, nothing
+    if grad is not None and (want_x or any(want_weights) or any(want_biases)):
+        saved, statistics, *tensors = ctx.saved_tensors
+        n = ctx.n_stages
+        wants = [want_x, *(want for pair in zip(want_weights, want_biases, strict=True) for want in pair)]
+        with destinations.offered(ctx.offer):
+            dx, dweights, dbiases = backward_operator(
+                grad.contiguous(memory_format=torch.channels_last),
+                tensors[3 * n] if len(tensors) > 3 * n else None,
+                saved,
+                statistics,
+                tensors[:n],
+                tensors[n : 2 * n],
+                tensors[2 * n : 3 * n],
+                *ctx.settings,
+                wants,
+            )
+        dx = dx if want_x else None
+        dweights = [d if want else None for d, want in zip(dweights, want_weights, strict=True)]
+        dbiases = [d if want else None for d, want in zip(dbiases, want_biases, strict=True)]
+        if torch.is_grad_enabled():  # only under create_graph
+            dx, *affine = refuse_second_derivatives("conv_bn_act_chain", dx, *dweights, *dbiases)
+            dweights, dbiases = affine[:n], affine[n:]
+    residual_grad = grad if want_residual else None
+    return dx, nothing, dweights, dbiases, nothing, nothing, residual_grad, None, None, None, None
+
+
+register(
+    "conv_bn_act_chain",
+    forward_fake=_fwd_fake,
+    backward_fake=_bwd_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
