@@ -1,4 +1,4 @@
-"""Makes any model use `conv_bn_act_chain`, in place and for as long as wanted."""
+"""Makes any model use `conv_bn_act_chain`, in place and until `unfuse`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from nasfast.fusion import find as chains
-from nasfast.fusion.run import ChainForward
+from nasfast.fusion import members
+from nasfast.fusion.find import Findings, LocatedChain, find_chains
+from nasfast.fusion.run import Chain, ChainForward
 from nasfast.ops.backends import resolve_backend
-from nasfast.ops.conv import native_place
+from nasfast.ops.plan import stage_kind
 
-# names that one reason lists before it only counts
+# the number of names that are listed for one reason; further ones are only counted
 _NAMES_SHOWN = 4
 
 
@@ -25,10 +26,10 @@ class FusedChain:
 
     Attributes:
         owner: path of the module whose forward runs it, "" for the model itself.
-        convolutions, batch_norms: paths of its members, one of each per stage.
-        stages: what each stage is, such as "dw3x3 s2 144 relu6" or "1x1 24->144 relu6".
-        residual: whether what is added to its result is added by the operator.
-        then: activation that runs behind it because the operator has none such, or "".
+        convolutions, batch_norms: paths of its convolutions and BatchNorms, one of each per stage.
+        stages: a description of each stage, such as "dw3x3 s2 144 relu6" or "1x1 24->144 relu6".
+        residual: whether the operator also makes the addition to the chain's result.
+        then: an activation behind the chain that the operator does not have, or "".
     """
 
     owner: str
@@ -58,11 +59,11 @@ class FuseReport:
 
     Attributes:
         chains: every chain.
-        left: every convolution and BatchNorm outside of them.
-        convolutions: how many the model has.
-        ours: how many of them are in fused modules of nasfast, which stay what they are.
-        backend: which backend serves float32 on the model's device, or why none does.
-        notes: what keeps a chain from being fast.
+        left: every convolution and BatchNorm outside of the chains.
+        convolutions: number of convolutions of the model.
+        ours: number of convolutions in fused modules of nasfast, which `fuse` does not change.
+        backend: the backend that serves float32 on the model's device, or why none does.
+        notes: reasons why a chain may be slow.
     """
 
     chains: tuple[FusedChain, ...]
@@ -98,27 +99,27 @@ class FuseReport:
 def fuse(model: nn.Module) -> FuseReport:
     """Make every convolution -> BatchNorm -> activation chain of a model run as one `nasfast.ops.conv_bn_act_chain`.
 
-    Works in place on any module and changes nothing but the `forward` of the modules that own a chain: classes,
-    submodules, parameters, state_dict, hooks, copies, train() and eval() stay what they are, and every setting is read
-    at each forward. Results are the same up to rounding, running statistics included. Chains pay where convolutions are
-    frozen and BatchNorm trains; a convolution that trains stays correct.
+    It works in place on any module and changes only the `forward` of the modules that own a chain. Classes, submodules,
+    parameters, state_dict, hooks, copies, train() and eval() do not change, and every forward reads all settings again.
+    Results and running statistics are the same up to rounding. Chains are faster where convolutions are frozen and
+    BatchNorms train; with a trainable convolution they are still correct.
 
-    A stage is an nn.Conv2d without bias, of equal stride and padding in both directions, an nn.BatchNorm2d (or timm's
-    BatchNormAct2d), and none, ReLU, ReLU6 or Tanh, as a module or a function. Stages follow each other while nothing
-    else reads the values between them, and end at the border of a block, that is a module of several convolutions. An
-    addition to the result of the last stage is part of the chain. Chains are found by structure, so that forwards may
-    be any code that torch.fx can trace, or that calls modules which it can: a supernet that picks a candidate in
-    Python gets fused candidates.
+    A stage is an nn.Conv2d without bias and with equal stride and padding in both directions, then an nn.BatchNorm2d
+    (or timm's BatchNormAct2d), then ReLU, ReLU6, Tanh or nothing, as a module or a function. A chain continues while
+    nothing else reads the values between its stages. It ends at the border of a block, which is a module with several
+    convolutions. An addition to the result of the last stage belongs to the chain. `fuse` traces forwards with
+    torch.fx, and where it cannot trace one, it traces the modules that this forward calls. So a supernet that chooses
+    a candidate in Python gets fused candidates.
 
-    A forward with a hook on a module inside a chain runs that chain unfused, so that the hook sees what it expects.
-    Under torch.compile, torch.export and torch.jit.trace the model runs as if it were not fused; torch.jit.script and
-    nn.DataParallel need `unfuse` first. The native backend has no second derivatives. Not for use while another thread
-    runs a model, because torch.fx patches nn.Module while it traces.
+    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
+    torch.compile, torch.export and torch.jit.trace the model runs unfused. torch.jit.script and nn.DataParallel need
+    `unfuse` first. The native backends have no second derivatives. Do not call `fuse` while another thread runs a
+    model, because torch.fx patches nn.Module while it traces.
 
-    Fusing again looks at the model anew; the result is the same if it has not changed.
+    `fuse` on a fused model searches it again; the result is the same if the model has not changed.
 
     Args:
-        model: any module; its parameters and buffers are neither changed nor copied.
+        model: any module. Its parameters and buffers are neither changed nor copied.
 
     Returns:
         What was fused, and why the rest was not.
@@ -127,11 +128,11 @@ def fuse(model: nn.Module) -> FuseReport:
         TypeError: model is not an nn.Module.
     """
     _check_module("fuse", model)
-    findings = chains.find_chains(model)
+    findings = find_chains(model)
     unfuse(model)
-    owned: dict[str, list[chains.Chain]] = defaultdict(list)
-    for found in findings.chains:
-        owned[found.owner].append(found.chain)
+    owned: dict[str, list[Chain]] = defaultdict(list)
+    for located in findings.chains:
+        owned[located.owner].append(located.chain)
     for owner, its_chains in owned.items():
         module = model.get_submodule(owner)
         module.forward = ChainForward(module, its_chains)
@@ -139,7 +140,7 @@ def fuse(model: nn.Module) -> FuseReport:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Undo `fuse` in a model and all its submodules, leaving nothing behind.
+    """Undo `fuse` in a model and all of its submodules.
 
     Returns:
         Number of chains undone.
@@ -162,23 +163,26 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _report(model: nn.Module, findings: chains.Findings) -> FuseReport:
-    convs, norms = chains.convolutions(model), chains.batch_norms(model)
+def _report(model: nn.Module, findings: Findings) -> FuseReport:
+    convs, norms = members.convolutions(model), members.batch_norms(model)
     places = {name: i for i, name in enumerate(convs)}
-    found_chains = sorted(findings.chains, key=lambda found: places[found.convolutions[0]])
-    fused = []
-    for found in found_chains:
-        acts = zip(found.convolutions, found.chain.acts, strict=True)
-        stages = tuple(_describe(convs[name], act) for name, act in acts)
-        fused.append(FusedChain(found.owner, found.convolutions, found.norms, stages, found.chain.residual, found.then))
-    members = {name for found in found_chains for name in (*found.convolutions, *found.norms)}
-    left = [
+    chains = sorted(findings.chains, key=lambda located: places[located.convolutions[0]])
+    fused = tuple(_fused_chain(located, convs) for located in chains)
+    in_chains = {name for located in chains for name in (*located.convolutions, *located.norms)}
+    left = tuple(
         NotFused(name, type(module).__name__, findings.reasons.get(name, "not behind a fused convolution"))
         for name, module in {**convs, **norms}.items()
-        if name not in members
-    ]
-    notes = _notes(dict(model.named_modules()), found_chains)
-    return FuseReport(tuple(fused), tuple(left), len(convs), len(findings.ours), _backend(convs.values()), tuple(notes))
+        if name not in in_chains
+    )
+    notes = tuple(_notes(dict(model.named_modules()), chains))
+    return FuseReport(fused, left, len(convs), len(findings.ours), _backend(convs.values()), notes)
+
+
+def _fused_chain(located: LocatedChain, convs: dict[str, nn.Conv2d]) -> FusedChain:
+    acts = zip(located.convolutions, located.chain.acts, strict=True)
+    stages = tuple(_describe(convs[name], act) for name, act in acts)
+    residual = located.chain.residual
+    return FusedChain(located.owner, located.convolutions, located.norms, stages, residual, located.then)
 
 
 def _describe(conv: nn.Conv2d, act: str) -> str:
@@ -203,30 +207,32 @@ def _backend(convs: Iterable[_ConvNd]) -> str:
         return f"none ({error})"
 
 
-def _notes(modules: dict[str, nn.Module], found_chains: list[chains.Found]) -> list[str]:
+def _notes(modules: dict[str, nn.Module], chains: list[LocatedChain]) -> list[str]:
+    convs = [name for located in chains for name in located.convolutions]
+    norms = [name for located in chains for name in located.norms]
     notes = []
-    trainable = [n for found in found_chains for n in found.convolutions if modules[n].weight.requires_grad]
+    trainable = [name for name in convs if modules[name].weight.requires_grad]
     if trainable:
         notes.append(
             f"{_count(len(trainable), 'convolution')} in chains trainable: runs, but keeps its input: freeze it with "
             f"requires_grad_(False): {_listed(trainable)}"
         )
-    dense = [n for found in found_chains for n in found.convolutions if _native_place(modules[n]) is None]
+    dense = [name for name in convs if not _has_operator(modules[name])]
     if dense:
         notes.append(
             f"{_count(len(dense), 'convolution')} in chains run on PyTorch's convolution, on a CPU between native "
             f"stages: {_listed(dense)}"
         )
-    evaluating = [n for found in found_chains for n in found.norms if not modules[n].training]
+    evaluating = [name for name in norms if not modules[name].training]
     if evaluating:
         notes.append(
             f"{_count(len(evaluating), 'BatchNorm')} in chains in eval mode: normalises with its running statistics: "
             f"{_listed(evaluating)}"
         )
     hooked = [
-        f"{found.owner}.{path}" if found.owner else path
-        for found in found_chains
-        for path in found.chain.hooked(modules[found.owner])
+        f"{located.owner}.{path}" if located.owner else path
+        for located in chains
+        for path in located.chain.hooked(modules[located.owner])
     ]
     if hooked:
         notes.append(
@@ -236,8 +242,9 @@ def _notes(modules: dict[str, nn.Module], found_chains: list[chains.Found]) -> l
     return notes
 
 
-def _native_place(conv: nn.Conv2d) -> str | None:
-    return native_place(conv.weight, conv.stride[0], conv.padding[0], conv.groups)
+def _has_operator(conv: nn.Conv2d) -> bool:
+    """Whether the chain operator has this convolution at some place of a chain."""
+    return stage_kind(conv.weight.shape, conv.stride[0], conv.padding[0], conv.groups) is not None
 
 
 def _listed(names: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Finds the chains of convolution, BatchNorm and activation in a model, from traces of its modules' forwards.
 
-A trace says who reads whose result, which is all that is taken from it: nothing ever runs from a trace, so that choices
-which the forward makes in Python, frozen in the trace, stay free in the model.
+Only one thing is taken from a trace: which operation reads which result. A trace never runs, because it has frozen the
+choices that the forward makes in Python.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import operator
 import random
-import sys
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
@@ -22,10 +21,10 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.lazy import LazyModuleMixin
 
-from nasfast.fusion.run import Chain, ChainForward, activation_of, square_conv
-from nasfast.ops.modules import BNAct2d, FusedConvBNAct, FusedInvertedResidual
+from nasfast.fusion import members
+from nasfast.fusion.run import Chain, ChainForward, activation_of
+from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 _OURS = (FusedConvBNAct, FusedInvertedResidual)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,14 +33,14 @@ _ADD_METHODS = {"add": False, "add_": True}
 
 
 @dataclass(frozen=True)
-class Found:
-    """A chain and where it is.
+class LocatedChain:
+    """A chain and its place in the model.
 
     Attributes:
         owner: path of the module whose forward runs it.
-        chain: what that forward needs to know.
-        convolutions, norms: paths of the members, one of each per stage.
-        then: type of the activation that runs behind the chain because no stage can have it, or "".
+        chain: what that forward needs in order to run it.
+        convolutions, norms: paths of the convolutions and BatchNorms, one of each per stage.
+        then: type of an activation behind the chain that no stage can have, or "".
     """
 
     owner: str
@@ -57,124 +56,60 @@ class Findings:
 
     Attributes:
         chains: in no particular order.
-        reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one; a BatchNorm that could
-            is not named.
+        reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
+            be in a chain has no reason here.
         ours: paths of the convolutions in fused modules of nasfast.
     """
 
-    chains: list[Found] = field(default_factory=list)
+    chains: list[LocatedChain] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
 
 
 def find_chains(model: nn.Module) -> Findings:
-    """Trace a copy of the model that shares its parameters, and search the traces; the model itself is not touched."""
+    """Search traces of a copy of the model that shares its parameters; the model itself is not touched."""
     try:
         twin = _twin(model)
     except Exception as error:
         reason = f"the model cannot be copied, so that nothing was traced ({_first_line(error)})"
-        return Findings(reasons=dict.fromkeys(convolutions(model), reason))
+        return Findings(reasons=dict.fromkeys(members.convolutions(model), reason))
     search = _Search(twin)
     reasons = search.findings.reasons
-    for name, bn in batch_norms(model).items():
-        problem = _norm_problem(bn)
+    for name, bn in members.batch_norms(model).items():
+        problem = members.norm_problem(bn)
         if problem is not None:
             reasons[name] = problem
     with _unchanged_surroundings():
         search.visit(twin)
-    for name in convolutions(model):
+    for name in members.convolutions(model):
         reasons.setdefault(name, "no traced forward reaches it")
-    for found in search.findings.chains:
-        for name in (*found.convolutions, *found.norms):
+    for located in search.findings.chains:
+        for name in (*located.convolutions, *located.norms):
             reasons.pop(name, None)
     return search.findings
 
 
-def convolutions(module: nn.Module) -> dict[str, _ConvNd]:
-    """All convolutions by path, transposed and 1-d and 3-d ones included."""
-    return {name: m for name, m in module.named_modules() if isinstance(m, _ConvNd)}
-
-
-def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """All BatchNorms by path."""
-    return {name: m for name, m in module.named_modules() if isinstance(m, _BatchNorm)}
-
-
-def _norm_problem(bn: _BatchNorm) -> str | None:
-    """Why this BatchNorm is in no stage whatever surrounds it; None if it can be in one."""
-    if isinstance(bn, BNAct2d):
-        return "fused already (BNAct2d)"
-    if not _runs(bn, nn.BatchNorm2d) and not _has_activation(bn):
-        return f"is a {type(bn).__name__}, whose forward is not nn.BatchNorm2d's"
-    if bn.weight is None or bn.bias is None:
-        return "has no affine parameters"
-    return None
-
-
-def _conv_problem(conv: _ConvNd) -> str | None:
-    """Why this convolution is in no stage whatever surrounds it; None if it can be in one."""
-    if torch.nn.utils.parametrize.is_parametrized(conv):
-        return "its weight is parametrized"
-    if isinstance(conv, LazyModuleMixin):
-        return "its shape is not known before its first forward"
-    if not _runs(conv, nn.Conv2d) or type(conv)._conv_forward is not nn.Conv2d._conv_forward:
-        return f"is a {type(conv).__name__}, whose forward is not nn.Conv2d's"
-    if conv.bias is not None:
-        return "has a bias"
-    if conv.padding_mode != "zeros":
-        return f"has padding_mode={conv.padding_mode!r}"
-    if isinstance(conv.padding, str):
-        return f"has padding={conv.padding!r}"
-    if square_conv(conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups) is None:
-        for name in ("dilation", "stride", "padding"):
-            value = getattr(conv, name)
-            if len(set(value)) > 1 or (name == "dilation" and value[0] != 1):
-                return f"has {name}={value}"
-    if "weight" not in conv._parameters:
-        return "its weight is no parameter"
-    return None
-
-
-def _runs(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether calling the module runs the forward of cls."""
-    return isinstance(module, cls) and type(module).forward is cls.forward and "forward" not in vars(module)
-
-
-def _has_activation(bn: nn.Module) -> bool:
-    """Whether this is timm's BatchNorm with an activation of its own, and nothing random between the two."""
-    forward = type(bn).forward
-    home = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
-    return home == ("timm.layers.norm_act", "BatchNormAct2d.forward") and type(bn.drop) is nn.Identity
-
-
-def _module_activation(module: nn.Module) -> str | None:
-    """Name of the activation that this module is, None if no stage can have it."""
-    if type(module) is nn.Hardtanh:
-        return activation_of(torch.nn.functional.hardtanh, module.min_val, module.max_val)
-    return {nn.Identity: "identity", nn.ReLU: "relu", nn.ReLU6: "relu6", nn.Tanh: "tanh"}.get(type(module))
-
-
 class _Search:
-    """Goes through the modules from the top and traces those that lead to convolutions not seen before."""
+    """Visits the modules from the top and traces those that contain convolutions which no earlier trace reached."""
 
     def __init__(self, model: nn.Module) -> None:
         self.findings = Findings()
-        # one name each, however many a module is registered under
+        # one name for each module, even if it is registered under several
         self.names = {m: name for name, m in model.named_modules()}
         self.weights = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-        # modules that are a black box in every trace: because theirs failed, or must not be changed
+        # modules that no trace looks into, because their own trace failed or because they must not be changed
         self.opaque: set[nn.Module] = set()
-        self.claimed: set[str] = set()
+        self.in_chains: set[str] = set()
 
     def visit(self, module: nn.Module) -> None:
-        inside = [self.names[conv] for conv in convolutions(module).values()]
+        inside = [self.names[conv] for conv in members.convolutions(module).values()]
         if not inside or isinstance(module, _ConvNd) or module in self.opaque:
             return
         if isinstance(module, _OURS):
             self.findings.ours.update(inside)
             self._close(module, f"fused already ({type(module).__name__})")
             return
-        problem = _untouchable(module)
+        problem = members.untouchable(module)
         if problem is not None:
             self._close(module, f"inside {problem}")
             return
@@ -183,11 +118,11 @@ class _Search:
             closed = len(self.opaque)
             for child in module.children():
                 self.visit(child)
-            # an opaque child may have been the only obstacle
+            # perhaps only a child that is opaque now stopped the first trace
             if len(self.opaque) > closed:
                 graph = self._trace(module)
         if isinstance(graph, str):
-            # lists and dicts of modules have no forward that could be a reason
+            # lists and dicts of modules have no forward that could fail
             if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 self._close(module, f"the forward of {self.names[module] or 'the model'} cannot be traced ({graph})")
             return
@@ -195,7 +130,7 @@ class _Search:
 
     def _visit_unreached(self, module: nn.Module, reached: set[nn.Module]) -> None:
         for child in module.children():
-            inside = set(convolutions(child).values())
+            inside = set(members.convolutions(child).values())
             if inside and not inside & reached:
                 self.visit(child)
             elif not inside <= reached:
@@ -203,11 +138,11 @@ class _Search:
 
     def _close(self, module: nn.Module, reason: str) -> None:
         self.opaque.add(module)
-        for member in (*convolutions(module).values(), *batch_norms(module).values()):
+        for member in (*members.convolutions(module).values(), *members.batch_norms(module).values()):
             self.findings.reasons.setdefault(self.names[member], reason)
 
     def _trace(self, module: nn.Module) -> fx.Graph | str:
-        """The trace of its forward, arguments with defaults left out; or the first line of what went wrong."""
+        """The trace of the module's forward without its optional arguments, or the first line of the error."""
         try:
             # the first parameter is self
             _, *parameters = signature(type(module).forward).parameters.values()
@@ -217,38 +152,38 @@ class _Search:
             return _first_line(error)
 
     def conv_problem(self, conv: _ConvNd) -> str | None:
-        problem = _conv_problem(conv)
+        problem = members.conv_problem(conv)
         if problem is None and self.weights[id(conv.weight)] > 1:
             return "shares its weight with another module"
         return problem
 
 
 class _Tracer(fx.Tracer):
-    """Looks into every module on the way to convolutions and BatchNorms, and into small wrappers of functions."""
+    """Traces into every module that contains convolutions or BatchNorms, and into small wrappers of functions."""
 
     def __init__(self, opaque: set[nn.Module]) -> None:
         super().__init__()
         self.opaque = opaque
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if m in self.opaque or isinstance(m, (_ConvNd, _NormBase, *_OURS)) or _untouchable(m) is not None:
+        if m in self.opaque or isinstance(m, (_ConvNd, _NormBase, *_OURS)) or members.untouchable(m) is not None:
             return True
         if any(isinstance(inner, (_ConvNd, _NormBase)) for inner in m.modules()):
             return False
         if super().is_leaf_module(m, module_qualified_name):
             return True
-        return not isinstance(m, nn.Sequential) and not _wraps_functions(m)
+        return not isinstance(m, nn.Sequential) and not members.wraps_functions(m)
 
 
 @dataclass
-class _Stage:
+class _TracedStage:
     """Nodes and settings of one stage in a trace."""
 
     nodes: list[fx.Node]
     conv: str
     norm: str
     act: str
-    # where the next stage may begin; None behind an activation that is no stage's
+    # the node behind which the next stage may begin; None behind an activation that no stage can have
     tail: fx.Node | None
     then: str
 
@@ -259,9 +194,9 @@ class _Trace:
     def __init__(self, search: _Search, root: nn.Module, graph: fx.Graph) -> None:
         self._search = search
         self._modules = dict(root.named_modules())
-        self._inside = {name: frozenset(convolutions(m).values()) for name, m in self._modules.items()}
+        self._inside = {name: frozenset(members.convolutions(m).values()) for name, m in self._modules.items()}
         self._order = {node: i for i, node in enumerate(graph.nodes)}
-        # an addition belongs to one chain, even where two meet in it
+        # an addition belongs to one chain, even if it adds the results of two
         self._taken: set[fx.Node] = set()
         self._in_place = [node for node in graph.nodes if self._changes_its_input(node)]
 
@@ -271,7 +206,7 @@ class _Trace:
         convs = [node for node in self._order if isinstance(self._module(node), _ConvNd)]
         done: set[fx.Node] = set()
         for node in convs:
-            if node in done or self._name(node.target) in self._search.claimed:
+            if node in done or self._name(node.target) in self._search.in_chains:
                 continue
             first = self._stage(node)
             if isinstance(first, str):
@@ -282,8 +217,8 @@ class _Trace:
             self._record(stages, add)
         return {self._module(node) for node in convs}
 
-    def _stage(self, conv: fx.Node) -> _Stage | str:
-        """The stage that begins here, or why none does."""
+    def _stage(self, conv: fx.Node) -> _TracedStage | str:
+        """The stage that begins with this convolution, or why none does."""
         problem = self._search.conv_problem(self._module(conv))
         if problem is not None:
             return problem
@@ -294,7 +229,7 @@ class _Trace:
         module = self._module(bn)
         if not isinstance(module, _BatchNorm):
             return f"followed by {type(module).__name__ if module else _name(bn)}, not by BatchNorm2d"
-        problem = _norm_problem(module)
+        problem = members.norm_problem(module)
         if problem is not None:
             return f"its BatchNorm {problem}"
         if not self._together(conv, bn):
@@ -305,13 +240,18 @@ class _Trace:
         act, tail, then = self._activation(nodes)
         if self._interrupted(nodes):
             return "something is changed in place before its BatchNorm or activation"
-        return _Stage(nodes, conv.target, bn.target, act, tail, then)
+        return _TracedStage(nodes, conv.target, bn.target, act, tail, then)
 
     def _activation(self, nodes: list[fx.Node]) -> tuple[str, fx.Node | None, str]:
-        """Name of the activation behind the BatchNorm that ends nodes, the node behind which to go on, what follows."""
+        """The activation behind the BatchNorm that is the last of these nodes.
+
+        Returns:
+            Its name; the node behind which the chain may continue, or None; the type of an activation that no stage can
+            have, or "".
+        """
         bn = self._module(nodes[-1])
-        if _has_activation(bn) and type(bn.act) is not nn.Identity:
-            act = _module_activation(bn.act)
+        if members.has_activation(bn) and type(bn.act) is not nn.Identity:
+            act = members.module_activation(bn.act)
             return ("identity", None, type(bn.act).__name__) if act is None else (act, nodes[-1], "")
         longer = list(nodes)
         reader = self._reader(longer)
@@ -325,8 +265,8 @@ class _Trace:
         simple = module is not None and type(module).__module__ == "torch.nn.modules.activation"
         return "identity", nodes[-1], type(module).__name__ if simple else ""
 
-    def _grow(self, first: _Stage) -> tuple[list[_Stage], fx.Node | None]:
-        """The longest chain from its first stage, and the addition behind it."""
+    def _grow(self, first: _TracedStage) -> tuple[list[_TracedStage], fx.Node | None]:
+        """The longest chain that begins with this stage, and the addition behind it."""
         stages = [first]
         nodes = list(first.nodes)
         while stages[-1].tail is not None:
@@ -335,7 +275,7 @@ class _Trace:
             if reader is None or not self._together(stages[-1].tail, reader):
                 break
             if isinstance(self._module(reader), _ConvNd):
-                stage = self._stage(reader) if self._name(reader.target) not in self._search.claimed else ""
+                stage = self._stage(reader) if self._name(reader.target) not in self._search.in_chains else ""
                 if isinstance(stage, str) or self._interrupted([*nodes, *between, *stage.nodes]):
                     break
                 stage.nodes[:0] = between[1:]
@@ -349,29 +289,31 @@ class _Trace:
             break
         return stages, None
 
-    def _record(self, stages: list[_Stage], add: fx.Node | None) -> None:
+    def _record(self, stages: list[_TracedStage], add: fx.Node | None) -> None:
         nodes = [node for stage in stages for node in stage.nodes]
         stacks = [self._stack(node) for node in (*nodes, *([] if add is None else [add]))]
         common = _common(stacks)
         owner_path = common[-1][1] if common else ""
         owner = self._modules[owner_path]
         names = {id(m): tuple(name.split(".")) for name, m in owner.named_modules() if name}
-        members = [self._modules[node.target] for node in nodes if node.op == "call_module"]
+        called = [self._modules[node.target] for node in nodes if node.op == "call_module"]
         between = [self._modules[path] for stack in stacks for _, path in stack[len(common) :]]
         convs = tuple(self._name(stage.conv) for stage in stages)
-        if any(id(m) not in names for m in (*members, *between)):
+        if any(id(m) not in names for m in (*called, *between)):
             for conv in convs:
                 self._search.findings.reasons.setdefault(conv, "is no submodule of the module that calls it")
             return
-        watched = dict.fromkeys(names[id(m)] for m in (*members, *between))
+        watched = dict.fromkeys(names[id(m)] for m in (*called, *between))
         start = names[id(self._modules[stages[0].conv])]
         chain = Chain(start, tuple(stage.act for stage in stages), add is not None, tuple(watched))
         norms = tuple(self._name(stage.norm) for stage in stages)
-        self._search.claimed.update(convs)
-        self._search.findings.chains.append(Found(self._search.names[owner], chain, convs, norms, stages[-1].then))
+        self._search.in_chains.update(convs)
+        self._search.findings.chains.append(
+            LocatedChain(self._search.names[owner], chain, convs, norms, stages[-1].then)
+        )
 
     def _reader(self, nodes: list[fx.Node]) -> fx.Node | None:
-        """The only reader of the last node if it reads nothing else but for an addition; adds nn.Identity to nodes."""
+        """The only node that reads the last of these nodes, or None; appends nn.Identity in between to the nodes."""
         while len(nodes[-1].users) == 1:
             (reader,) = nodes[-1].users
             if type(self._module(reader)) is not nn.Identity:
@@ -382,7 +324,7 @@ class _Trace:
     def _activation_name(self, node: fx.Node) -> str | None:
         if node.op == "call_module":
             module = self._module(node)
-            return _module_activation(module) if "forward" not in vars(module) else None
+            return members.module_activation(module) if "forward" not in vars(module) else None
         if len(node.all_input_nodes) != 1:
             return None
         # the input comes first unless it is named
@@ -392,7 +334,7 @@ class _Trace:
         return activation_of(function, *rest, **kwargs)
 
     def _adds(self, node: fx.Node, value: fx.Node) -> bool:
-        """Whether the node adds another tensor to the value, and not the value to what others may hold."""
+        """Whether the node adds another tensor to the value; not if it adds the value in place to the other tensor."""
         if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
             return False
         if node.op == "call_function":
@@ -416,15 +358,16 @@ class _Trace:
         return bool(node.kwargs.get("inplace", False)) or name.endswith("_")
 
     def _interrupted(self, nodes: list[fx.Node]) -> bool:
-        """Whether anything else changes a tensor in place meanwhile; the input of the chain is read at its end."""
+        """Whether another node between these changes a tensor in place: the chain reads its input at its end."""
         places = [self._order[node] for node in nodes]
         return any(min(places) < self._order[node] < max(places) and node not in nodes for node in self._in_place)
 
     def _together(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether no block lies between the two: a module with several convolutions, unless it holds all of its caller.
+        """Whether the two nodes are in the same block, so that one chain may have both.
 
-        Users index, hook and checkpoint blocks. A module with one convolution is a unit; one that holds all
-        convolutions of its caller is the caller's body, like the Sequential in torchvision's InvertedResidual.
+        A block is a module with several convolutions, because users index, hook and checkpoint such modules. But a
+        module that has all convolutions of its caller is the body of its caller and no block of its own, like the
+        Sequential in torchvision's InvertedResidual.
         """
         stacks = self._stack(one), self._stack(other)
         common = _common(stacks)
@@ -433,7 +376,7 @@ class _Trace:
         return all(len(inside) <= 1 or inside == whole for inside in crossed)
 
     def _calls(self, node: fx.Node) -> int:
-        """How often the module of this node is called in one forward of the module around it."""
+        """How often the module that contains the module of this node calls it in one forward."""
         around = self._stack(node)
         return sum(
             other.op == "call_module" and other.target == node.target and self._stack(other)[: len(around)] == around
@@ -441,7 +384,7 @@ class _Trace:
         )
 
     def _stack(self, node: fx.Node) -> list[tuple[str, str]]:
-        """Modules in whose forward the node runs, outermost first, each as the key of this call and its path."""
+        """The modules in whose forward the node runs, outermost first; each is the key of the call and the path."""
         stack = [(key, path) for key, (path, _) in node.meta.get("nn_module_stack", {}).items()]
         return stack[:-1] if node.op == "call_module" else stack
 
@@ -453,33 +396,10 @@ class _Trace:
         return self._search.names[self._modules[path]]
 
 
-def _untouchable(module: nn.Module) -> str | None:
-    """Why the forward of this module must stay what it is."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "a ScriptModule"
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule)):
-        return "a module compiled by torch.compile, which fuses by itself"
-    if "forward" in vars(module):
-        return "a module whose forward was replaced on the instance"
-    return None
-
-
-def _wraps_functions(module: nn.Module) -> bool:
-    """Whether a module without state or submodules can be traced, such as an activation of someone's own."""
-    if module._modules or module._parameters or module._buffers:
-        return False
-    try:
-        fx.Tracer().trace(module)
-    except Exception:
-        return False
-    return True
-
-
 def _twin(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters but its own buffers, without hooks and without what `fuse` put there."""
+    """A copy with the same parameters and its own buffers, without hooks and without the forwards of `fuse`."""
     memo: dict[int, object] = {}
-    # copies of these would be large, or impossible for tensors that a forward left behind
+    # tensors that are not copied: they may be large, and a result that a forward has stored cannot be copied
     shared = []
     for module in model.modules():
         values = (*module._parameters.values(), *vars(module).values())
@@ -498,7 +418,7 @@ def _twin(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _unchanged_surroundings() -> Iterator[None]:
-    """Restore the random generators, which a traced forward may use, and keep its warnings quiet."""
+    """Restore the random generators that a traced forward may use, and suppress its warnings."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")

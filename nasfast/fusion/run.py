@@ -1,10 +1,10 @@
-"""Runs the chains that `fuse` found, inside the forward that their module already has.
+"""Runs the chains of a fused model inside the forwards of its own modules.
 
-The forward is the module's own, so whatever it decides in Python stays decided at each call. While it runs, the first
-convolution of a chain returns a placeholder instead of its result; BatchNorm, activation and the next convolution add
-themselves to the placeholder with the very arguments they would have run with, and the last member of the chain runs it
-as one `conv_bn_act_chain`. Any other use of a placeholder computes what it stands for first, so a forward that takes
-another way than it did at fuse time is slower there and never wrong.
+The module's own forward runs, so it makes its decisions in Python at each call. Meanwhile the first convolution of a
+chain returns a placeholder instead of its result. BatchNorm, activation and the next convolution then record their
+arguments in the placeholder instead of running, and the last one runs the chain as one `conv_bn_act_chain`. Any other
+operation on a placeholder first computes its value. So a forward that differs from the one that `fuse` traced may be
+slower, but is never wrong.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Chain:
-    """One chain of a module, by names, so that it fits every copy of the module.
+    """One chain of a module. It holds names, so it is also right for every copy of the module.
 
     Attributes:
         start: path of its first convolution below the module.
         acts: activation of each stage.
-        residual: whether the forward adds something to its result, to be added by the operator.
-        watched: paths of the modules whose hooks would see a placeholder.
+        residual: whether the forward adds something to its result; the operator then makes the addition.
+        watched: paths of the modules whose hooks would get a placeholder.
     """
 
     start: Path
@@ -47,7 +47,7 @@ class Chain:
     watched: tuple[Path, ...]
 
     def start_weight(self, module: nn.Module) -> Tensor | None:
-        """Weight of the first convolution; None where a hook must see what happens inside, or a member is gone."""
+        """Weight of the first convolution; None if a watched module has a hook or no longer exists."""
         try:
             if self.hooked(module):
                 return None
@@ -61,9 +61,10 @@ class Chain:
 
 
 class ChainForward:
-    """Stands in for the forward of a module that owns chains; an object, so that it copies and pickles with it.
+    """Replaces the forward of a module that owns chains; an object, so that it is copied and pickled with the module.
 
-    It knows the module weakly: a cycle would keep the memory of a dropped model until the next garbage collection.
+    It has a weak reference to the module: a cycle would keep the memory of a deleted model until the next garbage
+    collection.
     """
 
     def __init__(self, module: nn.Module, chains: Sequence[Chain]) -> None:
@@ -83,7 +84,7 @@ class ChainForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        # compilers fuse by themselves and tracers want the plain operators; global hooks see every module
+        # compilers fuse by themselves, tracers need the plain operators, and global hooks see every module
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or module_state._has_any_global_hook():
             return forward(self.module, *args, **kwargs)
         weights = [(chain, chain.start_weight(self.module)) for chain in self.chains]
@@ -96,7 +97,12 @@ class ChainForward:
 
 
 def activation_of(function: Callable, *args: Any, **kwargs: Any) -> str | None:
-    """The name that `Stage.act` has for this call, given without its input; None if it is no activation of a stage."""
+    """The value of `Stage.act` for a call of this function; None if no stage has this activation.
+
+    Args:
+        function: the function that is called.
+        args, kwargs: its arguments without the input.
+    """
     if function is F.hardtanh:
         return _hardtanh(*args, **kwargs)
     return _ACTIVATIONS.get(function)
@@ -110,7 +116,7 @@ def square_conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> _Conv | None:
-    """The convolution if a stage can be it, given the arguments of F.conv2d behind its input; else None."""
+    """The convolution that F.conv2d computes with these arguments behind its input; None if no stage can have it."""
     stride, padding, dilation = _one(stride), _one(padding), _one(dilation)
     if bias is not None or stride is None or padding is None or dilation != 1:
         return None
@@ -118,7 +124,7 @@ def square_conv(
 
 
 class _Conv(NamedTuple):
-    """A convolution whose BatchNorm has not come yet."""
+    """A convolution whose BatchNorm has not been called yet."""
 
     weight: Tensor
     stride: int
@@ -127,7 +133,7 @@ class _Conv(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """What decides, besides the arguments, how an operation runs."""
+    """The settings of PyTorch that decide, besides the arguments, how an operation runs."""
 
     device: str
     gradients: bool
@@ -140,26 +146,26 @@ class _Context(NamedTuple):
 
 
 class _Run:
-    """One pass through a chain: its input, what has been called so far, and what has been computed of it."""
+    """One pass through a chain: its input, the stages called so far, and which of them have been computed."""
 
     def __init__(self, chain: Chain, source: Tensor) -> None:
         self.chain = chain
         self.source = source
-        # inference tensors count no changes
+        # inference tensors have no version counter
         self.version = None if source.is_inference() else source._version
         self.context = _Context.now(source.device.type)
         self.stages: tuple[Stage, ...] = ()
-        # leading stages whose running statistics have moved: they move once, however often a value is computed
+        # number of first stages whose running statistics are updated; they must be updated only once
         self.moved = 0
 
     def compute(self, stages: tuple[Stage, ...], conv: _Conv | None = None, residual: Tensor | None = None) -> Tensor:
-        """The value behind these stages, computed as it would have been where its parts were called."""
+        """The value behind these stages, with the settings under which the chain began."""
         if self.version is not None and self.source._version != self.version:
             raise RuntimeError(
                 f"the input of the fused chain that starts at {'.'.join(self.chain.start)} was changed in place before "
                 "the chain ran; call nasfast.unfuse on the module whose forward does that"
             )
-        # the operators are to see neither placeholders nor the modes of a forward around this one
+        # the operators must see neither placeholders nor the function modes of an outer forward
         with torch._C.DisableTorchFunction():
             if _Context.now(self.context.device) == self.context:
                 return self._compute(stages, conv, residual)
@@ -206,7 +212,7 @@ class _Starts(TorchFunctionMode):
         return _Placeholder(self.runs[-1], (), conv)
 
     def finish(self, result: Any) -> Any:
-        """The result of the forward without placeholders; BatchNorms that were called have moved their statistics."""
+        """The result of the forward without placeholders; updates the statistics of all BatchNorms that were called."""
         if type(result) is not Tensor:
             result = pytree.tree_map_only(_Placeholder, _value, result)
         for run in self.runs:
@@ -216,7 +222,7 @@ class _Starts(TorchFunctionMode):
 
 
 class _Placeholder(Tensor):
-    """The result of a part of a chain: some stages, then perhaps a convolution."""
+    """Stands for the result of the first part of a chain: some stages, then perhaps a convolution."""
 
     @staticmethod
     def __new__(cls, run: _Run, stages: tuple[Stage, ...], conv: _Conv | None) -> _Placeholder:
@@ -247,11 +253,11 @@ class _Placeholder(Tensor):
 
     @property
     def open(self) -> bool:
-        """Whether the chain may go on from here, in the context in which it began."""
+        """Whether the chain may continue: it has no value yet, and the settings are those under which it began."""
         return self.value is None and _Context.now(self.run.context.device) == self.run.context
 
     def extended(self, stages: tuple[Stage, ...]) -> Tensor:
-        """The placeholder of more stages, or the value if these are all and nothing is to be added."""
+        """The placeholder of these stages; the value if they are the whole chain and nothing is to be added."""
         chain = self.run.chain
         placeholder = _Placeholder(self.run, stages, None)
         if len(stages) == len(chain.acts) and stages[-1].act == chain.acts[-1] and not chain.residual:
@@ -297,7 +303,7 @@ def _extend_activation(function: Callable, input: Tensor, *args: Any, **kwargs: 
     if not isinstance(input, _Placeholder) or input.conv is not None or not input.open:
         return None
     act, last = activation_of(function, *args, **kwargs), input.stages[-1]
-    # a second activation is none of the chain's, nor is one where the chain has another or none
+    # the chain has neither a second activation of a stage nor another one than was traced
     if last.act != "identity" or input.run.chain.acts[len(input.stages) - 1] != act:
         return None
     return input.extended((*input.stages[:-1], last._replace(act=act)))
@@ -305,7 +311,7 @@ def _extend_activation(function: Callable, input: Tensor, *args: Any, **kwargs: 
 
 def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **options: Any) -> Tensor | None:
     placeholder, residual = (input, other) if isinstance(input, _Placeholder) else (other, input)
-    # what is added in place must be seen by everyone who holds the other tensor
+    # an addition in place to the other tensor changes it for everyone who holds it
     if in_place and placeholder is not input:
         return None
     run, stages = placeholder.run, placeholder.stages
@@ -323,8 +329,8 @@ def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **opt
 
 
 def _result_dtype(run: _Run) -> torch.dtype:
-    """Type of what convolution and BatchNorm make of the source."""
-    # autocast leaves float64 alone
+    """Type of the result of convolution and BatchNorm on the source."""
+    # autocast does not convert float64
     if run.context.autocast and run.source.dtype != torch.float64:
         return run.context.autocast_dtype
     return run.source.dtype
@@ -334,8 +340,8 @@ def _run_stages(x: Tensor, stages: list[Stage], residual: Tensor | None) -> Tens
     try:
         checks.check_chain("conv_bn_act_chain", x, stages, residual)
     except (TypeError, ValueError):
-        # what does not fit the operator may fit PyTorch: a residual to be broadcast, BatchNorms in half precision; and
-        # where nothing fits, PyTorch's own error is the one to expect of a model
+        # PyTorch may accept what the operator refuses, such as a residual that is broadcast, or BatchNorms in half
+        # precision. If PyTorch refuses it too, its error is the one that users of the model know.
         if residual is not None:
             return _run_stages(x, stages, None) + residual
         return _plain_stages(x, stages)
@@ -353,14 +359,14 @@ def _plain_stages(x: Tensor, stages: list[Stage]) -> Tensor:
 
 
 def _still(stage: Stage) -> Stage:
-    """The stage without moving running statistics."""
+    """The stage without its running statistics, so that it does not update them."""
     if not stage.training:
         return stage
     return stage._replace(params=stage.params._replace(running_mean=None, running_var=None))
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Whether these are ordinary tensors: subclasses and functorch's wrappers have rules of their own."""
+    """Whether these are ordinary tensors and not subclasses or functorch's wrappers, which follow other rules."""
     return all(
         type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         for tensor in tensors
@@ -368,7 +374,7 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _one(value: str | int | Sequence[int]) -> int | None:
-    """The number that a setting of a convolution has in both directions, if it is one."""
+    """The value of a convolution's setting if it is the same in both directions, else None."""
     if isinstance(value, str):
         return None
     if isinstance(value, int):

@@ -1,0 +1,101 @@
+"""Which modules can be members of a chain, and why others cannot."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from nasfast.fusion.run import activation_of, square_conv
+from nasfast.ops.modules import BNAct2d
+
+
+def convolutions(module: nn.Module) -> dict[str, _ConvNd]:
+    """All convolutions by path, including transposed, 1-d and 3-d ones."""
+    return {name: m for name, m in module.named_modules() if isinstance(m, _ConvNd)}
+
+
+def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """All BatchNorms by path."""
+    return {name: m for name, m in module.named_modules() if isinstance(m, _BatchNorm)}
+
+
+def norm_problem(bn: _BatchNorm) -> str | None:
+    """Why no stage can have this BatchNorm; None if one can."""
+    if isinstance(bn, BNAct2d):
+        return "fused already (BNAct2d)"
+    if not _runs(bn, nn.BatchNorm2d) and not has_activation(bn):
+        return f"is a {type(bn).__name__}, whose forward is not nn.BatchNorm2d's"
+    if bn.weight is None or bn.bias is None:
+        return "has no affine parameters"
+    return None
+
+
+def conv_problem(conv: _ConvNd) -> str | None:
+    """Why no stage can have this convolution; None if one can."""
+    if torch.nn.utils.parametrize.is_parametrized(conv):
+        return "its weight is parametrized"
+    if isinstance(conv, LazyModuleMixin):
+        return "its shape is not known before its first forward"
+    if not _runs(conv, nn.Conv2d) or type(conv)._conv_forward is not nn.Conv2d._conv_forward:
+        return f"is a {type(conv).__name__}, whose forward is not nn.Conv2d's"
+    if conv.bias is not None:
+        return "has a bias"
+    if conv.padding_mode != "zeros":
+        return f"has padding_mode={conv.padding_mode!r}"
+    if isinstance(conv.padding, str):
+        return f"has padding={conv.padding!r}"
+    if square_conv(conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups) is None:
+        for name in ("dilation", "stride", "padding"):
+            value = getattr(conv, name)
+            if len(set(value)) > 1 or (name == "dilation" and value[0] != 1):
+                return f"has {name}={value}"
+    if "weight" not in conv._parameters:
+        return "its weight is no parameter"
+    return None
+
+
+def _runs(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether a call of the module runs the forward of cls."""
+    return isinstance(module, cls) and type(module).forward is cls.forward and "forward" not in vars(module)
+
+
+def has_activation(bn: nn.Module) -> bool:
+    """Whether this is timm's BatchNorm with its own activation, and nothing random between the two."""
+    forward = type(bn).forward
+    home = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
+    return home == ("timm.layers.norm_act", "BatchNormAct2d.forward") and type(bn.drop) is nn.Identity
+
+
+def module_activation(module: nn.Module) -> str | None:
+    """Name of the activation that this module computes; None if no stage can have it."""
+    if type(module) is nn.Hardtanh:
+        return activation_of(torch.nn.functional.hardtanh, module.min_val, module.max_val)
+    return {nn.Identity: "identity", nn.ReLU: "relu", nn.ReLU6: "relu6", nn.Tanh: "tanh"}.get(type(module))
+
+
+def untouchable(module: nn.Module) -> str | None:
+    """Why the forward of this module must stay what it is."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a ScriptModule"
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule)):
+        return "a module compiled by torch.compile, which fuses by itself"
+    if "forward" in vars(module):
+        return "a module whose forward was replaced on the instance"
+    return None
+
+
+def wraps_functions(module: nn.Module) -> bool:
+    """Whether this is a module without state and submodules that can be traced, such as a user's activation."""
+    if module._modules or module._parameters or module._buffers:
+        return False
+    try:
+        fx.Tracer().trace(module)
+    except Exception:
+        return False
+    return True
