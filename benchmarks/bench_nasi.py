@@ -18,7 +18,7 @@ from benchmarks.steps import memory_of_process, trim_memory
 from benchmarks.straight_through import gradient_of_q
 from nasfast.measure.timing import measure
 from nasfast.nasi.search import Mixture, NasiConfig, sample
-from nasfast.studies.nasi.study import NasiSearchConfig, Searches
+from nasfast.studies.nasi import NasiSearchConfig, Searches
 from nasfast.train.batches import as_epochs
 
 OURS = "nasfast"

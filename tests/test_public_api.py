@@ -71,9 +71,9 @@ SIGNATURES = {
     "nasfast.cells.prototypes:prototypes": ("noise n_train n_test seed=", ""),
     "nasfast.nasi.layers:LayerMixture": ("space", "init= seed="),
     "nasfast.nasi.table:nasi_table": ("space result", "meta="),
-    "nasfast.studies.nasi.study:nasi_quick_study": ("cfg=", ""),
-    "nasfast.studies.nasi.study:nasi_search_study": ("cfg=", "out="),
-    "nasfast.studies.nasi.study:nasi_compare_study": ("cfg", "out="),
+    "nasfast.studies.nasi:nasi_quick_study": ("cfg=", ""),
+    "nasfast.studies.nasi:nasi_search_study": ("cfg=", "out="),
+    "nasfast.studies.nasi:nasi_compare_study": ("cfg", "out="),
     "nasfast.cells.search:search_cells": (
         "space loader cfg= train_cfg=", "held_out= run_dir name= resume= device= settings= fused= progress=",
     ),

@@ -44,7 +44,7 @@ MODULES = {
 
 NAMES = {
     "nasfast.nasi": {
-        name: "nasfast.studies.nasi.study"
+        name: "nasfast.studies.nasi"
         for name in (
             "NasiCompareConfig",
             "NasiQuickConfig",

@@ -1,6 +1,19 @@
-"""The NASI study: what NASI's score knows about accuracy, and searches of any space.
+"""The NASI study: what NASI's score knows about accuracy, and architectures that it chooses at initialisation.
 
-It runs the algorithm and reports on it; the algorithm lives elsewhere.
+It runs the algorithm of `nasfast.nasi` and reports on it; docs/nasi.md.
 """
 
-from nasfast.studies.nasi import config, figures
+from nasfast.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig, choice_blocks_space
+from nasfast.studies.nasi.measure import Searches
+from nasfast.studies.nasi.study import nasi_compare_study, nasi_quick_study, nasi_search_study
+
+__all__ = [
+    "NasiCompareConfig",
+    "NasiQuickConfig",
+    "NasiSearchConfig",
+    "Searches",
+    "choice_blocks_space",
+    "nasi_compare_study",
+    "nasi_quick_study",
+    "nasi_search_study",
+]

@@ -1,5 +1,258 @@
-"""The settings of the NASI study."""
+"""The settings of the NASI study, and the spaces that it searches by name."""
 
-from nasfast.studies.nasi.study import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
+from __future__ import annotations
 
-__all__ = ["NasiCompareConfig", "NasiQuickConfig", "NasiSearchConfig"]
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+from nasfast.cells import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
+from nasfast.config import ConfigBase, ConfigError, nearest
+from nasfast.indicators.accuracies import MIN_ARCHITECTURES
+from nasfast.nasi.search import Constraint, Gates, NasiConfig
+from nasfast.runtime.device import check_device
+from nasfast.spaces import SearchSpace, get_space
+from nasfast.spaces.builders import names_file
+from nasfast.spaces.cells import read_space
+from nasfast.studies.inputs import check_common
+
+MODES: dict[str, dict[str, str]] = {
+    "standard": {},
+    "random labels": {"labels": "random"},
+    "random images": {"images": "random"},
+}
+"""What a search sees of the data -> settings of `NasiConfig`."""
+AnySpace = CellSpace | SearchSpace
+
+
+def choice_blocks_space(
+    *, cells: int = 9, channels: int = 16, num_classes: int = 10, resolution: int = 32
+) -> CellSpace:
+    """A space like the first of NAS-Bench-1Shot1: one input, and every node sums two operations on earlier nodes.
+
+    There an operation belongs to a node and works on the sum of its parents, the output joins parents without an
+    operation, and stages are separated by pooling. Here an operation belongs to the edge from each parent, the last
+    node is the output, and a strided convolution separates stages.
+    """
+    ops = ("none", "max_pool_3x3", "conv_1x1", "conv_3x3")
+    edges = tuple(Edge(i, j, ops) for j in range(1, 5) for i in range(j))
+    at = tuple(sorted({cells // 3, 2 * cells // 3} - {0}))
+    return CellSpace(
+        name="choice_blocks",
+        cell=Cell(1, 4, edges, (4,)),
+        cells=cells,
+        channels=channels,
+        reductions=at,
+        reduce_by="conv",
+        stem_multiplier=1,
+        preprocess=False,
+        head=True,
+        affine=True,
+        pool_norm=False,
+        order="conv_norm_relu",
+        classifier_bias=True,
+        num_classes=num_classes,
+        resolution=resolution,
+    )
+
+
+@dataclass(frozen=True)
+class NasiQuickConfig(ConfigBase):
+    """The quick experiment; its pass marks belong to the defaults.
+
+    Attributes:
+        cells: random NAS-Bench-201 cells that are scored and trained.
+        images: of a batch that scores an architecture.
+        repeats: initialisations of a score, each with a batch of its own.
+        train_steps: steps of SGD for every trained cell.
+        steps: architectures that a search samples.
+        seeds: searches of every kind, from `seed` on.
+        exact: small architectures whose exact NTK trace is computed.
+        threads: CPU threads, 0 for torch's choice. Small maps gain little from more than one. By rounding, the
+            accuracies of short trainings depend on the number.
+        seed: the first of the searches' seeds; also of images, cells and weights.
+    """
+
+    cells: int = 40
+    images: int = 256
+    repeats: int = 3
+    train_steps: int = 200
+    steps: int = 100
+    seeds: int = 3
+    exact: int = 50
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_common(
+            self.threads,
+            self.seed,
+            images=self.images,
+            repeats=self.repeats,
+            train_steps=self.train_steps,
+            steps=self.steps,
+            seeds=self.seeds,
+        )
+        for name in ("cells", "exact"):
+            if getattr(self, name) < 3:
+                raise ValueError(f"{name} must be at least 3, as a correlation needs, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How a space is searched, with the settings of section 4 of the method's description."""
+
+    make: Callable[..., AnySpace]
+    mu: float = 1.0
+    resolution: int | None = None
+    batch: int = 16
+    rule: Literal["argmax", "darts"] = "argmax"
+
+
+PRESETS = {
+    "darts": Preset(lambda **kw: darts_space(**{"cells": 5, **kw}), 2.0, 32, 64, "darts"),
+    "nas_bench_201": Preset(nas_bench_201_space, 1.0, 32, 64),
+    "choice_blocks": Preset(choice_blocks_space, 1.0, 32, 64, "darts"),
+    "nas_bench_macro": Preset(partial(get_space, "nas_bench_macro")),
+    "mobilenet_v2": Preset(partial(get_space, "mobilenet_v2"), 2.0, 64),
+    "shufflenet_v2": Preset(partial(get_space, "shufflenet_v2"), 2.0, 64),
+    "digits_mini": Preset(partial(get_space, "digits_mini")),
+}
+CELL_PRESETS = ("darts", "nas_bench_201", "choice_blocks")
+
+
+def _preset(name: str) -> Preset:
+    """What `--space` names.
+
+    Raises:
+        ConfigError: neither built in nor a readable file.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if not names_file(name):
+        raise ConfigError(f"unknown space {name!r}: neither a YAML file nor built in; {nearest(name, PRESETS)}")
+    space = read_space(name)
+    # cells with two inputs are DARTS's, whose nodes keep two edges
+    two = isinstance(space, CellSpace) and space.cell.inputs == 2
+    return Preset(space.replace, rule="darts" if two else "argmax")
+
+
+@dataclass(frozen=True)
+class NasiSearchConfig(ConfigBase):
+    """Searches of one space.
+
+    Attributes:
+        space: `darts`, `nas_bench_201`, `choice_blocks` (as NAS-Bench-1Shot1's first), `nas_bench_macro`,
+            `mobilenet_v2`, `shufflenet_v2`, `digits_mini`, or the path of a YAML file.
+        images: folder with one sub-folder per class, augmented as for training; null takes synthetic images.
+        resolution: of the images; null takes the space's, and 64 for mobilenet_v2 and shufflenet_v2.
+        cells: number of cells of darts, nas_bench_201 and choice_blocks; null takes the space's.
+        channels: of their first cell; null takes the space's.
+        steps: T, the number of sampled architectures.
+        batch: images for each of them; null takes 64 for built-in cells, else 16.
+        mu: weight of the penalty on what exceeds nu; null takes 2 for darts, mobilenet_v2 and shufflenet_v2, else 1.
+        constraint: `quantile`: nu is the quantile of Q that is the limit; `fixed`: nu is the limit itself;
+            `adaptive`: nu is where it begins, and it goes on as the mean of it and of the Q so far.
+        nu: see `constraint`; null is the 0.9 quantile, and the others need one.
+        gates: `straight_through`, or `soft`, which computes and keeps all candidates.
+        temperature: of the gates' softmax.
+        modes: what a search sees of the data, comma-separated: `standard`, `random labels`, `random images`.
+        seeds: searches in every mode, from `seed` on.
+        sensitivity: also measure what mu, nu, T, batch and gates change.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        threads: CPU threads, 0 for torch's choice.
+        seed: the first of the seeds.
+    """
+
+    space: str = "nas_bench_201"
+    images: str | None = None
+    resolution: int | None = None
+    cells: int | None = None
+    channels: int | None = None
+    steps: int = 100
+    batch: int | None = None
+    mu: float | None = None
+    constraint: Constraint = "quantile"
+    nu: float | None = None
+    gates: Gates = "straight_through"
+    temperature: float = 1.0
+    modes: str = "standard"
+    seeds: int = 1
+    sensitivity: bool = False
+    device: str = "cpu"
+    threads: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        sizes = {name: getattr(self, name) for name in ("resolution", "cells", "channels", "batch")}
+        given = {name: value for name, value in sizes.items() if value is not None}
+        check_common(self.threads, self.seed, seeds=self.seeds, steps=self.steps, **given)
+        for mode in self.mode_list:
+            if mode not in MODES:
+                raise ValueError(f"modes: unknown {mode!r}; {nearest(mode, MODES)}")
+        if "standard" not in self.mode_list or len(set(self.mode_list)) < len(self.mode_list):
+            raise ValueError(f"modes must contain 'standard', and each only once, got {self.modes!r}")
+        if self.batch == 1:
+            raise ValueError("batch must be at least 2 (BatchNorm needs more than one image), got 1")
+        if self.space not in CELL_PRESETS:
+            for name in ("cells", "channels"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} belongs to {', '.join(CELL_PRESETS)}, not to {self.space}")
+        self.search(0)
+
+    @property
+    def mode_list(self) -> tuple[str, ...]:
+        """The modes, in order."""
+        return tuple(mode.strip() for mode in self.modes.split(","))
+
+    def search(self, i: int, **changes: Any) -> NasiConfig:
+        """The settings of the i-th search of a mode."""
+        return NasiConfig(
+            steps=self.steps,
+            mu=self.preset.mu if self.mu is None else self.mu,
+            constraint=self.constraint,
+            nu=self.nu,
+            gates=self.gates,
+            temperature=self.temperature,
+            seed=self.seed + i,
+        ).replace(**changes)
+
+    @cached_property
+    def preset(self) -> Preset:
+        """How the space is searched where the config leaves it open."""
+        return _preset(self.space)
+
+    @property
+    def batch_size(self) -> int:
+        """Images for each sampled architecture."""
+        return self.batch or self.preset.batch
+
+
+@dataclass(frozen=True)
+class NasiCompareConfig(NasiSearchConfig):
+    """NASI beside other predictors of trained accuracy on nas_bench_macro, with the attributes of a search.
+
+    Attributes:
+        accuracies: JSON of trained accuracies, nas-bench-macro_cifar10.json of NAS-Bench-Macro.
+        indicators: an indicators.json of the same space to compare with, such as a trained supernet's.
+        architectures: random ones whose own Q is computed, each as a network of its own; 0 for none, else at least 10.
+        repeats: initialisations of each, with a batch of its own.
+        score_batch: images of each batch.
+        resamples: of the bootstrap.
+    """
+
+    space: Literal["nas_bench_macro"] = "nas_bench_macro"
+    accuracies: str = "nas-bench-macro_cifar10.json"
+    indicators: str | None = None
+    architectures: int = 150
+    repeats: int = 3
+    score_batch: int = 32
+    resamples: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_common(0, 0, repeats=self.repeats, score_batch=self.score_batch)
+        if self.architectures != 0 and self.architectures < MIN_ARCHITECTURES:
+            raise ValueError(f"architectures must be 0 or at least {MIN_ARCHITECTURES}, got {self.architectures}")

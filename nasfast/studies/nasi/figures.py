@@ -1,16 +1,92 @@
-"""The figures of the NASI study."""
+"""The figures of the NASI study: what they show, as data, and how it is drawn."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
+from nasfast.cells import CellSpace
+from nasfast.nasi.search import NasiResult
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.studies import parts
+from nasfast.studies.nasi.config import AnySpace
+from nasfast.studies.nasi.measure import ExactTraces
 from nasfast.studies.page import Drawing, Form
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One scatter plot: a dot for each architecture, with the labels of both axes."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    labels: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class LogPanel(Panel):
+    """A scatter plot with logarithmic axes."""
+
+    log: bool = True
+
+
+@dataclass(frozen=True)
+class Scatter(parts.Figure):
+    """Scatter plots side by side, by title."""
+
+    kind: ClassVar[str] = "nasi_scatter"
+    panels: Mapping[str, Panel]
+
+    @classmethod
+    def of_traces(cls, traces: ExactTraces) -> Scatter:
+        """Every estimate beside the exact trace."""
+        full, *estimates = traces.found
+        panels = {kind: LogPanel(traces.found[full], traces.found[kind], ("exact trace", kind)) for kind in estimates}
+        return cls("estimates beside the exact trace", panels)
+
+
+@dataclass(frozen=True)
+class SearchSteps(parts.Figure):
+    """A search step by step: Q, R, the limit nu, and the norm of the gradient."""
+
+    kind: ClassVar[str] = "nasi_steps"
+    q: list[float]
+    r: list[float]
+    nu: list[float]
+    norm: list[float]
+
+    @classmethod
+    def of(cls, title: str, result: NasiResult) -> SearchSteps:
+        """The figure of a search."""
+        return cls(title, *(values.tolist() for values in (result.q, result.r, result.nu, result.norms)))
+
+
+@dataclass(frozen=True)
+class Logits(parts.Figure):
+    """The logits of a result: `values` (rows, columns), nan where a row has no such candidate."""
+
+    kind: ClassVar[str] = "nasi_logits"
+    rows: list[str]
+    columns: list[str]
+    values: list[list[float]]
+
+    @classmethod
+    def of(cls, title: str, space: AnySpace, result: NasiResult) -> Logits:
+        """The figure of a search."""
+        if isinstance(space, CellSpace):
+            rows = [f"{kind} {edge.name}" for kind in space.types for edge in space.cell.edges]
+            columns = list(space.ops)
+        else:
+            rows = [str(i) for i in range(len(space))]
+            columns = [str(k) for k in range(result.delta.shape[-1])]
+        values = result.delta.masked_fill(~result.logits.isfinite(), math.nan).flatten(0, 1).tolist()
+        return cls(title, rows, columns, values)
 
 
 def _numbers(values: Any) -> np.ndarray:
@@ -28,7 +104,7 @@ def _scatter(data: Form) -> Figure:
         ax.set(title=literal(name), xlabel=panel["labels"][0], ylabel=panel["labels"][1])
         if panel.get("log"):
             ax.set(xscale="log", yscale="log")
-            # within a decade or two their labels run into each other
+            # within a decade or two the labels would run into each other
             for axis in (ax.xaxis, ax.yaxis):
                 axis.set_minor_formatter(NullFormatter())
     for ax in axes[len(panels) :]:

@@ -16,20 +16,20 @@ from nasfast.indicators import IndicatorTable
 from nasfast.nasi.cells import CellMixture
 from nasfast.search import search
 from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro
-from nasfast.studies.nasi import study as nasi
-from nasfast.studies.nasi.study import (
+from nasfast.studies.nasi import (
     NasiCompareConfig,
     NasiQuickConfig,
     NasiSearchConfig,
     choice_blocks_space,
-    enumerated,
-    enumerated_gradient,
     nasi_compare_study,
     nasi_quick_study,
     nasi_search_study,
-    small_space,
-    synthetic,
+    study,
 )
+from nasfast.studies.nasi.enumeration import enumerated, enumerated_gradient, expectation, small_space
+from nasfast.studies.nasi.measure import synthetic
+from nasfast.studies.parts import Check
+from nasfast.studies.report import StudyReport
 
 CELLS = {"cells": 2, "channels": 4, "resolution": 8, "steps": 3, "batch": 4, "threads": 1}
 TINY = {"resolution": 8, "steps": 2, "batch": 4, "threads": 1}
@@ -67,7 +67,7 @@ def test_the_gradient_by_enumeration_is_that_of_the_expectation_and_the_closed_f
     archs, q = enumerated(mixture, space, x.double(), y)
     assert len(archs) == len(q) == space.cardinality == 27 and float(q.min()) > 0
     alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(nasi._expectation(archs, q, alpha), alpha)
+    (gradient,) = torch.autograd.grad(expectation(archs, q, alpha), alpha)
     found = enumerated_gradient(archs, q, alpha.shape)
     torch.testing.assert_close(found, gradient)
     # no direction of norm 1 gains more to first order than the closed form
@@ -275,6 +275,7 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert "what was found" in capsys.readouterr().out
     assert (tmp_path / "arch_nasi.json").exists() and (tmp_path / "nasi-search.html").exists()
     # a missed mark shows
-    monkeypatch.setattr(nasi, "_quick", lambda cfg, task: {"subject": "x", "checks": (nasi.Check("a", 1, 2, 0.0),)})
+    missed = StudyReport(subject="x", checks=(Check("a", 1, 2, 0.0),))
+    monkeypatch.setattr(study, "quick", lambda cfg, out, task: missed)
     assert main(["nasi", "quick"]) == 1
     assert "1 of 1 pass marks missed" in capsys.readouterr().err
