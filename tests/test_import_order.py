@@ -11,18 +11,12 @@ run without it.
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
-
-import nasfast
-
-ROOT = Path(nasfast.__file__).parent
+from imports import NATIVE, imports_of, module_names, read_sources
 
 # room -> rooms it may import; a room not named here must be given its arrows when it is made
 ALLOWED: dict[str, set[str]] = {
@@ -107,70 +101,6 @@ TORCH_FREE = {
     "studies.registry",
 }  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
-NATIVE = {"nasfast._C", "nasfast._triton"}
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module, as written in `module`, line `line`."""
-
-    module: str
-    target: str
-    line: int
-    in_function: bool
-    typing_only: bool = False
-
-
-def _typing_only(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def _as_program(test: ast.expr) -> bool:
-    return ast.unparse(test) == "__name__ == '__main__'"
-
-
-def _walk(node: ast.AST, in_function: bool = False, typing_only: bool = False) -> Iterator[tuple[ast.AST, bool, bool]]:
-    """Nodes with whether they are inside a function, and whether only a type checker reads them."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and _as_program(child.test):
-            continue
-        if isinstance(child, ast.If) and _typing_only(child.test):
-            for block, typed in ((child.body, True), (child.orelse, typing_only)):
-                for other in block:
-                    yield other, in_function, typed
-                    yield from _walk(other, in_function, typed)
-            continue
-        inside = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        yield child, inside, typing_only
-        yield from _walk(child, inside, typing_only)
-
-
-def imports_of(module: str, source: str, modules: set[str]) -> list[Import]:
-    """What a module imports; `from package import name` is the module of that name where there is one."""
-    found = []
-    package = module if f"{module}.__init__" in modules else module.rpartition(".")[0]
-    for node, inside, typed in _walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [Import(module, alias.name, node.lineno, inside, typed) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
-            for alias in node.names:
-                name = f"{base}.{alias.name}"
-                is_module = name in modules or name in NATIVE or f"{name}.__init__" in modules
-                found.append(Import(module, name if is_module else base, node.lineno, inside, typed))
-        elif (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
-            and node.args
-        ):
-            target = node.args[0]
-            if isinstance(target, ast.Constant) and isinstance(target.value, str):
-                # a module-level call does what an import statement does
-                found.append(Import(module, target.value, node.lineno, inside, typed))
-    return found
 
 
 def room_of(module: str) -> str:
@@ -187,7 +117,7 @@ def violations(sources: Mapping[str, str]) -> list[str]:
     A package stands under its own name and as `package.__init__`, which marks it as one.
     """
     names = {name.removesuffix(".__init__") for name in sources}
-    modules = names | {name for name in sources if name.endswith(".__init__")}
+    modules = module_names(sources)
     imports = [i for name, text in sources.items() for i in imports_of(name.removesuffix(".__init__"), text, modules)]
     problems = []
     graph: dict[str, set[str]] = {name: set() for name in names}
@@ -247,16 +177,6 @@ def _cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def read_sources() -> dict[str, str]:
-    sources = {}
-    for path in ROOT.rglob("*.py"):
-        parts = ("nasfast", *path.relative_to(ROOT).with_suffix("").parts)
-        if parts[1] == "_triton":  # the installed form of kernels/, part of the operators
-            continue
-        sources[".".join(parts)] = path.read_text()
-    return sources
-
-
 def test_the_package_keeps_the_order():
     assert violations(read_sources()) == []
 
@@ -264,7 +184,7 @@ def test_the_package_keeps_the_order():
 def test_the_reader_sees_the_imports():
     """Not vacuous: the arrows that are known to be there are found."""
     sources = read_sources()
-    modules = {n.removesuffix(".__init__") for n in sources} | set(sources)
+    modules = module_names(sources)
     seen = {
         (room_of(i.module), room_of(i.target))
         for name, text in sources.items()
@@ -344,7 +264,6 @@ def test_what_is_allowed_inside_functions_and_for_type_checkers():
 
 TORCH_FREE_USE = """
 import sys
-import nasfast
 {use}
 loaded = sorted(m for m in sys.modules if m.split(".")[0] in ("torch", "torchvision"))
 sys.exit(f"torch was imported: {{loaded[:3]}}" if loaded else 0)
