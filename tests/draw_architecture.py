@@ -1,6 +1,6 @@
 """Draws docs/architecture.svg from the imports: `python tests/draw_architecture.py`.
 
-Rooms are the packages and modules at the top of nasfast, and those of `_APART`. A room stands above all that it imports.
+Rooms are the packages and modules at the top of nasfast, and `_APART`. A room stands above all that it imports.
 An arrow is left out where a longer way of arrows says the same, so that the picture can be read.
 """
 
