@@ -332,7 +332,7 @@ def test_an_unreachable_limit_is_refused_before_training(config, tmp_path, monke
 def test_exact_search_over_accuracies_is_refused_before_training(config, tmp_path, monkeypatch, capsys):
     run_fails(tmp_path / "run", config, "--method", "spos", "--search.method", "exact", monkeypatch=monkeypatch)
     assert (
-        "search.method='exact' needs additive scores; 'recalibrated_accuracy' scores whole paths: use 'evolution'"
+        "search.method='exact' needs additive scores, and 'recalibrated_accuracy' scores whole paths: set"
         in capsys.readouterr().err
     )
 
@@ -520,7 +520,10 @@ def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, cap
     header = json.loads((out / "history.jsonl").read_text().splitlines()[0])
     assert header["scorer"] == f"path_loss of {checkpoint.digest}, 1000 images"
     assert main(["search", "--out", str(out), "--search.method", "exact"]) == 1
-    assert "'path_loss' scores whole paths: use 'evolution', or score.distill=true" in capsys.readouterr().err
+    assert (
+        "'path_loss' scores whole paths: set search.method='evolution', or score.distill=true"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -528,7 +531,7 @@ def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, cap
     [
         (
             ["--method", "dinas_paper", "--score.name", "path_loss"],
-            "needs images the supernet is not trained on: set supernet.hold_out=true",
+            "needs images that the supernet is not trained on: set supernet.hold_out=true",
         ),
         (["--score.name", "ablation"], "tiny has no score 'ablation': layers 0, 2 change shape"),
     ],

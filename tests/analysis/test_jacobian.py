@@ -197,7 +197,7 @@ class Fails(nn.Module):
         ("tuple", "must return one tensor, got tuple"),
         ("nan", "output of the module is not finite"),
         ("batch", "the first dimension must be samples"),
-        ("couples", "depends on the others, and not by BatchNorm"),
+        ("couples", "depends on other samples, and not by BatchNorm"),
         ("raises", "cannot take x of shape .* torch.float32: RuntimeError: no wish to"),
         ("asserts", "cannot take x of shape .*AssertionError: not so"),
         ("slope", "Jacobian is not finite"),

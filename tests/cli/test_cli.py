@@ -202,7 +202,7 @@ def test_a_full_disk_is_said_to_lose_nothing(monkeypatch, capsys, code):
     assert main(["score"]) == 1
     error = capsys.readouterr().err
     assert os.strerror(code) in error
-    assert "what was saved before is intact. Free some space and run again" in error
+    assert "files that were saved before are intact. Free some space and run again" in error
 
 
 def test_a_name_that_the_terminal_cannot_show_is_no_error(monkeypatch):
@@ -258,14 +258,14 @@ def test_help_of_stages_explains_every_setting(capsys, command):
     text = " ".join(help_of(capsys, command).split())
     for flag, words in {
         "--out": "run directory",
-        "--seed": "of weights, paths, data order, augmentation and search",
-        "--config": "YAML with any of the settings below",
+        "--seed": "seed of the weights, paths, data order, augmentation and search",
+        "--config": "YAML file with any of the settings below",
         "--method": "dinas",
         "--space.name": "or the path of a YAML file",
         "--data.batch_size": "images per optimiser step, over all ranks",
         "--supernet.sampler": "strict_fair",
         "--train.lr": "peak learning rate",
-        "--train.keep_checkpoints": "the one before the newest is the fallback",
+        "--train.keep_checkpoints": "the second newest is the fallback",
         "--search.max_macs": "largest MACs per image of the standalone network",
         "--retrain.init": "inherit",
         "--retrain.train.epochs": "passes over the training images",
