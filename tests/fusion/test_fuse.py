@@ -34,6 +34,8 @@ MODELS = {
     "timm/mobilenetv2_100": (52, 52, 19),
     "timm/efficientnet_lite0": (49, 49, 18),
 }
+# one for each kind of block: inverted residuals, shuffle units, dense convolutions, squeeze and excitation
+FAST = {"mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small"}
 MODES = ["frozen convolutions", "eval", "frozen all but BatchNorm", "all trainable", "mixed"]
 
 
@@ -117,7 +119,9 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_models_give_the_same(name, mode, executed):
     plain = set_mode(disturb(make(name).double()), mode)
     fused = copy.deepcopy(plain)

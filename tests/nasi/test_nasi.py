@@ -278,7 +278,7 @@ def test_straight_through_gates_are_the_discrete_network(images):
     [
         pytest.param(small_space(), id="none"),
         pytest.param(nas_bench_201_space(cells=3, channels=4, resolution=12), id="201"),
-        pytest.param(darts_space(cells=3, channels=4, resolution=12), id="darts"),
+        pytest.param(darts_space(cells=3, channels=4, resolution=12), id="darts", marks=pytest.mark.slow),
         pytest.param(small_space().replace(order="conv_norm_relu", affine=True), id="conv_norm_relu"),
         pytest.param(
             small_space().replace(cell=small_space().cell.restricted(0, 1, ("conv_3x3", "none"))), id="restricted"
