@@ -73,11 +73,13 @@ def unreached(sources: dict[str, ast.Module], packages: set[str], starts: set[st
 
 
 def test_the_fast_tier_imports_every_module():
+    """Its tests and the fixtures beside them do."""
     files = [f for f in PACKAGE.rglob("*.py") if "_triton" not in f.relative_to(PACKAGE).parts]
     sources = {module_of(file): ast.parse(file.read_text()) for file in files}
     packages = {module_of(file) for file in files if file.name == "__init__.py"}
-    trees = [ast.parse(file.read_text()) for file in TESTS.rglob("test_*.py")]
-    starts = set().union(*(imported(tree, set(sources)) for tree in trees if is_fast(tree)))
+    tests = [file for file in TESTS.rglob("test_*.py") if is_fast(ast.parse(file.read_text()))]
+    tests += {file.with_name("conftest.py") for file in tests if file.with_name("conftest.py").exists()}
+    starts = set().union(*(imported(ast.parse(file.read_text()), set(sources)) for file in tests))
     assert len(starts) > 50
     assert unreached(sources, packages, starts) == set()
 

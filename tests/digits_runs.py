@@ -1,0 +1,66 @@
+"""Settings of runs on the digits that take seconds, and what a repeated one must reproduce."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from tiny import tiny_space
+
+import nasfast.train.loop as loop
+from nasfast.cli.main import main
+from nasfast.train.log import read_metrics
+
+LIMIT = 70_000  # below the dearest architecture, where those in reach have others of equal cost
+
+SETTINGS = {
+    "data": {"source": "digits", "batch_size": 128, "workers": 0},
+    "train": {"epochs": 2, "lr": 0.1, "log_every": 5, "checkpoint_every": 4},
+    "search": {"max_macs": LIMIT, "top_k": 3},
+    "retrain": {"top_k": 1, "random_architectures": 1, "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4}},
+    "threads": 1,
+}
+
+
+def write_config(folder: Path, **changes) -> Path:
+    """A config file with a tiny space of its own beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_space(num_classes=10).save(folder / "tiny.yaml")
+    path = folder / "settings.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, "space": {"name": str(folder / "tiny.yaml")}, **changes}))
+    return path
+
+
+def contents(run_dir: Path) -> dict[str, object]:
+    """Everything a repeated run must reproduce."""
+    names = ["space.yaml", "indicators.json", "archs.json"]
+    names += [f"retrain/{n}/{f}" for n in ("best", "random") for f in ("model.safetensors", "arch.json", "space.yaml")]
+    result = {name: (run_dir / name).read_bytes() for name in names}
+    result |= {str(p.name): p.read_bytes() for p in (run_dir / "checkpoints").iterdir()}
+    result["metrics"] = [{k: v for k, v in m.items() if k != "images_per_s"} for m in read_metrics(run_dir)]
+    return result
+
+
+def run_fails(out: Path, config: Path, *flags: str, monkeypatch) -> None:
+    """The command must fail before the first step of training."""
+
+    def trained(*_, **__):
+        raise AssertionError("training began")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_step", trained)
+        existed = out.exists()
+        assert main(["run", "--out", str(out), "--config", str(config), *flags]) == 1
+        assert out.exists() == existed
+
+
+EVOLUTION = {
+    "method": "evolution",
+    "population": 4,
+    "generations": 2,
+    "parents": 2,
+    "crossovers": 1,
+    "mutations": 1,
+    "max_macs": LIMIT,
+    "top_k": 2,
+}

@@ -1,0 +1,189 @@
+"""Models for the tests of `fuse`, and what is compared of a model before and after."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from tolerances import assert_close
+from torch import Tensor, nn
+
+timm = pytest.importorskip("timm")
+
+
+def make(name: str) -> nn.Module:
+    if name.startswith("timm/"):
+        return timm.create_model(name[len("timm/") :], pretrained=False, num_classes=10)
+    return getattr(torchvision.models, name)(weights=None, num_classes=10)
+
+
+def set_mode(model: nn.Module, mode: str) -> nn.Module:
+    model.train(mode != "eval")
+    generator = random.Random(0)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.requires_grad_(mode == "all trainable")
+        elif mode == "frozen all but BatchNorm" and not isinstance(module, nn.BatchNorm2d):
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(False)
+        elif mode == "mixed" and isinstance(module, nn.BatchNorm2d):
+            # statistics frozen here, affine parameters there
+            module.train(generator.random() < 0.7)
+            module.weight.requires_grad_(generator.random() < 0.5)
+            module.bias.requires_grad_(generator.random() < 0.5)
+    return model
+
+
+def disturb(model: nn.Module) -> nn.Module:
+    """BatchNorms that have seen data: nothing is zero or one."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for tensor in (module.weight, module.bias, module.running_mean):
+                if tensor is not None:
+                    nn.init.uniform_(tensor, -0.5, 1.5)
+            if module.running_var is not None:
+                nn.init.uniform_(module.running_var, 0.5, 1.5)
+    return model
+
+
+def observe(model: nn.Module, x: Tensor, steps: int = 1) -> dict[str, Tensor]:
+    """Result, gradient of the input and of every parameter, and all buffers after some forwards."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    random.seed(0)
+    x = x.detach().clone().requires_grad_()
+    for _ in range(steps):
+        y = model(x)
+        (y * torch.arange(y.numel(), dtype=y.dtype).sin().reshape(y.shape)).sum().backward()
+    seen = {"result": y, "gradient of x": x.grad, **dict(model.named_buffers())}
+    seen |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: tensor.detach().clone() for name, tensor in seen.items()}
+
+
+def check_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        # what is zero but for rounding has terms of order one
+        assert_close(name, got[name].double(), want[name].double(), floor=1.0)
+
+
+def conv(*sizes: int, **settings) -> nn.Conv2d:
+    return nn.Conv2d(*sizes, **{"bias": False, **settings})
+
+
+def unit(act: nn.Module | None = None, **settings) -> nn.Sequential:
+    return nn.Sequential(conv(4, 4, 3, **{"padding": 1, **settings}), nn.BatchNorm2d(4), act or nn.ReLU())
+
+
+class Body(nn.Module):
+    """Two units whose forward is given."""
+
+    def __init__(self, forward, **members: nn.Module) -> None:
+        super().__init__()
+        self.run = forward
+        self.conv1, self.bn1 = conv(4, 8, 1), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = conv(8, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.act = nn.ReLU6(inplace=True)
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def second(m: Body, y: Tensor) -> Tensor:
+    return m.bn2(m.conv2(y))
+
+
+def half(m: Body, x: Tensor) -> Tensor:
+    return m.bn1(m.conv1(x))
+
+
+def whole(m: Body, x: Tensor) -> Tensor:
+    return second(m, m.act(half(m, x)))
+
+
+def added_in_place(m: Body, x: Tensor) -> Tensor:
+    y = whole(m, x)
+    y += x
+    return y
+
+
+class Candidate(nn.Module):
+    def __init__(self, kernel: int) -> None:
+        super().__init__()
+        self.expand, self.bn1 = conv(4, 8, 1), nn.BatchNorm2d(8)
+        self.dw, self.bn2 = conv(8, 8, kernel, padding=kernel // 2, groups=8), nn.BatchNorm2d(8)
+        self.project, self.bn3 = conv(8, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu6(self.bn1(self.expand(x)))
+        return x + self.bn3(self.project(F.relu6(self.bn2(self.dw(y)))))
+
+
+class Fickle(nn.Module):
+    """A block whose forward is not what it was when it was fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = conv(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.way = "chain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = self.way
+        if way == "stop early":
+            return F.relu(self.bn1(self.conv1(x)))
+        if way == "convolution only":
+            return self.conv1(x)
+        if way == "no gradient first":
+            with torch.no_grad():
+                y = self.bn1(self.conv1(x))
+            return self.bn2(self.conv2(F.relu(y))) + x
+        if way == "no gradient last":
+            y = F.relu(self.bn1(self.conv1(x)))
+            with torch.no_grad():
+                y = self.bn2(self.conv2(y))
+            return y + x
+        y = self.bn1(self.conv1(x))
+        if way == "read between":
+            y = y * y.abs().mean()
+        if way == "read twice":
+            return self.bn2(self.conv2(F.relu(y))) + y + F.relu(y)
+        if way == "read before":
+            return y.mean() + self.bn2(self.conv2(F.relu(y)))
+        if way == "other activation":
+            return self.bn2(self.conv2(torch.tanh(y))) + x
+        if way == "activation twice":
+            return self.bn2(self.conv2(F.relu(F.relu(y)))) + x
+        if way == "no activation":
+            return self.bn2(self.conv2(y)) + x
+        if way == "normalised twice":
+            return self.bn2(self.conv2(F.relu(self.bn2(y)))) + x
+        if way == "more convolutions":
+            return self.bn2(self.conv2(F.relu(self.bn1(self.conv1(F.relu(y)))))) + x
+        if way == "dropped":
+            self.bn2(self.conv2(F.relu(y)))
+            return 2 * x
+        z = self.bn2(self.conv2(F.relu(y)))
+        if way == "no residual":
+            return z
+        if way == "in containers":
+            return {"a": [z, (x, z)]}["a"][1][1]
+        if way == "concatenated":
+            return torch.cat([x, z], 1)
+        if way == "kept":
+            self.kept = z
+            return self.kept * 2
+        if way == "subtracted":
+            return x - z
+        if way == "scaled":
+            return torch.add(x, z, alpha=3)
+        if way == "added to itself":
+            return z + z
+        if way == "to the input":
+            x = 1 * x
+            x += z
+            return x
+        return z + x

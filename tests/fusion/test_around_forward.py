@@ -1,0 +1,273 @@
+"""What surrounds a forward of a fused model: autocast, checkpoints, threads, compilers, errors."""
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused_models import (
+    Body,
+    Candidate,
+    Fickle,
+    added_in_place,
+    check_same,
+    conv,
+    disturb,
+    make,
+    observe,
+    set_mode,
+    unit,
+    whole,
+)
+from tolerances import BFLOAT16_CHAIN, assert_close
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import nasfast
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes of the storages that a forward keeps for backward, parameters and the input left out."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    assert y.requires_grad
+    return sum(size for size, _ in storages.values())
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
+def test_saves_no_more_for_backward(name):
+    plain = set_mode(make(name), "frozen convolutions")
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(4, 3, 64, 64)
+    # besides values, two float64 numbers per channel instead of two float32 ones
+    statistics = sum(8 * m.num_features for m in plain.modules() if isinstance(m, nn.BatchNorm2d))
+    assert saved_bytes(fused, x) <= saved_bytes(plain, x) + statistics
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks(reentrant, executed):
+    plain = disturb(nn.Sequential(Candidate(3), Candidate(5)).double())
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    results = []
+    for model in (plain, fused):
+
+        class Checkpointed(nn.Module):
+            def __init__(self, net: nn.Module) -> None:
+                super().__init__()
+                self.net = net
+
+            def forward(self, x: Tensor) -> Tensor:
+                for block in self.net:
+                    x = checkpoint(block, x, use_reentrant=reentrant)
+                return x
+
+        results.append(observe(Checkpointed(model), x))
+    check_same(results[1], results[0])
+    assert executed == [(3, True)] * 4
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
+def test_autocast(name, executed):
+    plain = set_mode(disturb(make(name)), "frozen convolutions").eval()
+    fused = copy.deepcopy(plain)
+    report = nasfast.fuse(fused)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = plain(x), fused(x)
+    assert got.dtype == want.dtype == torch.bfloat16
+    assert sum(stages for stages, _ in executed) == report.fused
+    assert_close("autocast", got, want.double(), BFLOAT16_CHAIN)
+
+
+def test_autocast_inside_a_forward():
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.bn1 = conv(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+            self.conv2, self.bn2 = conv(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = F.relu(self.bn1(self.conv1(x)))
+            return self.bn2(self.conv2(y.float())) + self.bn2(x)
+
+    plain = Inside()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 4, 9, 9)
+    assert_close("autocast inside", fused(x), plain(x).double(), BFLOAT16_CHAIN)
+
+
+def test_residual_types():
+    """In place the result keeps the type of the chain; otherwise types promote."""
+    for forward, dtype in ((added_in_place, torch.bfloat16), (lambda m, x: whole(m, x) + x, torch.float32)):
+        model = Body(forward)
+        nasfast.fuse(model)
+        x = torch.randn(2, 4, 9, 9)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == dtype
+
+
+@pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(scope, executed):
+    plain = disturb(nn.Sequential(Candidate(3), unit()).double())
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    with scope():
+        want, got = plain(x), fused(x)
+    assert not got.requires_grad
+    assert got.is_inference() == want.is_inference()
+    assert_close("result", got, want)
+    check_same(dict(fused.named_buffers()), dict(plain.named_buffers()))
+    assert executed == [(3, True), (1, False)]
+
+
+def test_half_precision_modules_run_as_before(executed):
+    plain = nn.Sequential(unit(), unit()).bfloat16()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.bfloat16)
+    torch.testing.assert_close(fused(x), plain(x))
+    torch.testing.assert_close(fused.state_dict(), plain.state_dict())
+    assert executed == []
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(1, 4, 1, 1), torch.randn(2, 3, 9, 9), torch.randn(4, 9, 9), torch.randn(2, 4, 9, 9).long()],
+    ids=["one value per channel", "wrong channels", "no batch", "integers"],
+)
+def test_errors_are_those_of_the_model(x):
+    plain = nn.Sequential(unit(), unit())
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    with pytest.raises((ValueError, RuntimeError)) as want:
+        plain(x)
+    with pytest.raises(want.type) as got:
+        fused(x)
+    assert str(got.value) == str(want.value)
+
+
+def test_input_changed_in_place_meanwhile_is_refused():
+    class Changing(Fickle):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv1(x)
+            if self.way == "change":
+                x.zero_()
+            return self.bn1(y)
+
+    model = Changing()
+    nasfast.fuse(model)
+    model.way = "change"
+    with pytest.raises(RuntimeError, match="starts at conv1 was changed in place before the chain ran; call nasfast"):
+        model(torch.randn(2, 4, 9, 9))
+
+
+def test_slices_and_parts_run_alone(executed):
+    plain = set_mode(disturb(make("mobilenet_v2").double()), "frozen convolutions")
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for part in (lambda m: m.features[:5], lambda m: m.features[0][0], lambda m: m.features[:2][0]):
+        check_same(observe(part(fused), x), observe(part(plain), x))
+    assert executed
+
+
+def test_parts_fused_again_by_themselves(executed):
+    plain = disturb(nn.Sequential(unit(), unit(), unit()).double())
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    assert nasfast.fuse(fused[0]).fused == 1
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    want = observe(plain, x)
+    check_same(observe(fused, x), want)
+    assert executed == [(1, False)]
+    assert nasfast.unfuse(fused) == 2
+
+
+def test_compilers_and_tracers_see_the_plain_model(executed):
+    model = nn.Sequential(unit(), unit()).eval()
+    nasfast.fuse(model)
+    x = torch.randn(2, 4, 9, 9)
+    want = model(x)
+    executed.clear()
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), want)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(torch.jit.trace(model, x, check_trace=False)(x), want)
+    assert executed == []
+    reasons = {left.reason for left in nasfast.fuse(torch.compile(nn.Sequential(unit()))).left}
+    assert reasons == {"inside a module compiled by torch.compile, which fuses by itself"}
+
+
+def test_functional_parameters(executed):
+    model = nn.Sequential(unit(), unit()).double().eval()
+    nasfast.fuse(model)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    other = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    got = torch.func.functional_call(model, other, (x,))
+    assert len(executed) == 1
+    gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sin().sum())(other)
+    assert len(executed) == 1
+    nasfast.unfuse(model)
+    assert_close("result", got, torch.func.functional_call(model, other, (x,)))
+    want = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sin().sum())(other)
+    check_same(gradients, want)
+
+
+def test_two_threads(executed):
+    model = nn.Sequential(Candidate(3), Candidate(5)).double().eval()
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    want = model(x)
+    nasfast.fuse(model)
+    results = []
+    threads = [threading.Thread(target=lambda: results.extend(model(x) for _ in range(20))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 40
+    for result in results:
+        assert_close("result", result, want)
+
+
+@pytest.mark.parametrize("function", [nasfast.fuse, nasfast.unfuse])
+def test_only_modules(function):
+    with pytest.raises(TypeError, match=rf"^{function.__name__}: model must be a torch.nn.Module, got dict$"):
+        function({"model": nn.ReLU()})
+
+
+def test_report_as_text(monkeypatch):
+    monkeypatch.setenv("NASFAST_BACKEND", "reference")
+    model = nn.Sequential(unit(nn.Hardswish()), unit(bias=True), unit(dilation=2), Candidate(5)).requires_grad_(False)
+    model[3].expand.requires_grad_()
+    assert str(nasfast.fuse(model)) == (
+        "4 of 6 convolutions in 2 chains; backend: reference (float32 on cpu)\n"
+        "  0  3x3 4->4, then Hardswish\n"
+        "  3  1x1 4->8 relu6, dw5x5 8 relu6, 1x1 8->4, + residual\n"
+        "not fused:\n"
+        "  Conv2d: has a bias: 1.0\n"
+        "  Conv2d: has dilation=(2, 2): 2.0\n"
+        "  BatchNorm2d: not behind a fused convolution: 1.1, 2.1\n"
+        "note: 1 convolution in chains trainable: runs, but keeps its input: freeze it with requires_grad_(False): "
+        "3.expand"
+    )
+    monkeypatch.setenv("NASFAST_BACKEND", "cuda")
+    assert "backend: none (conv_bn_act_chain: backend 'cuda'" in str(nasfast.fuse(model))
+    assert str(nasfast.fuse(nn.Linear(2, 2))).startswith("0 of 0 convolutions in 0 chains; backend: none")

@@ -1,0 +1,127 @@
+"""Settings, parts and hooks that change after `fuse` count at the next call."""
+
+import copy
+
+import pytest
+import torch
+from fused_models import check_same, disturb, observe, unit
+from tolerances import assert_close
+from torch import nn
+
+import nasfast
+
+
+def momentum_none(m: nn.Sequential) -> None:
+    m[1].momentum = None
+
+
+def replaced(m: nn.Sequential) -> None:
+    m[0], m[3] = copy.deepcopy(m[3]), nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)
+
+
+def no_norm_between(m: nn.Sequential) -> None:
+    m[1] = m[2] = nn.Identity()
+
+
+CHANGES = {
+    "eval of one BatchNorm": lambda m: m[1].eval(),
+    "momentum": lambda m: setattr(m[1], "momentum", 0.3),
+    "momentum None": momentum_none,
+    "eps": lambda m: setattr(m[4], "eps", 0.1),
+    "no tracking": lambda m: setattr(m[1], "track_running_stats", False),
+    "statistics removed": lambda m: [setattr(m[1], name, None) for name in ("running_mean", "running_var")],
+    "trainable": lambda m: m[0].requires_grad_(True),
+    "frozen affine": lambda m: m[4].requires_grad_(False),
+    "no affine": lambda m: [setattr(m[1], name, None) for name in ("weight", "bias")],
+    "stride": lambda m: setattr(m[0], "stride", (2, 2)),
+    "unequal stride": lambda m: setattr(m[0], "stride", (2, 1)),
+    "unequal stride later": lambda m: setattr(m[3], "stride", (2, 1)),
+    "dilation later": lambda m: setattr(m[3], "dilation", (2, 2)),
+    "bias later": lambda m: setattr(m[3], "bias", nn.Parameter(torch.ones(4, dtype=torch.float64))),
+    "another activation": lambda m: m.__setitem__(2, nn.ReLU()),
+    "the activation twice": lambda m: m.insert(2, nn.Tanh()),
+    "no norm between": no_norm_between,
+    "an unknown activation": lambda m: m.__setitem__(2, nn.SiLU()),
+    "no activation": lambda m: m.__setitem__(2, nn.Identity()),
+    "another norm": lambda m: m.__setitem__(4, nn.GroupNorm(2, 4, dtype=torch.float64)),
+    "replaced": replaced,
+    "removed": lambda m: m.__delitem__(0),
+    "inserted": lambda m: m.insert(2, nn.Dropout(0.5)),
+    "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
+    "parametrized later": lambda m: nn.utils.parametrizations.weight_norm(m[3]),
+    "parametrized BatchNorm": lambda m: nn.utils.parametrize.register_parametrization(m[1], "weight", nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_settings_changed_after_fusing(change, executed):
+    plain = disturb(nn.Sequential(*unit(nn.Tanh()), *unit()).double())
+    fused = copy.deepcopy(plain)
+    assert nasfast.fuse(fused).fused == 2
+    torch.manual_seed(0)
+    CHANGES[change](plain)
+    torch.manual_seed(0)
+    CHANGES[change](fused)
+    for step in range(2):
+        x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+        want = observe(plain, x)
+        check_same(observe(fused, x), want)
+        if step == 0:
+            plain.eval(), fused.eval()
+
+
+@pytest.mark.parametrize("path", ["0", "1", "2", "0.0", "0.1", "0.2", "1.0", "1.2"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_added_later_fire(path, kind, executed):
+    plain = nn.Sequential(unit(), unit(nn.Identity()), nn.Sequential(unit(), unit())).double()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    fused(x)
+    with_hooks, chains = [], len(executed)
+    assert executed == [(2, False), (2, False)]
+    for model in (plain, fused):
+        seen = []
+        hook = lambda module, *tensors, seen=seen: seen.append(tensors)  # noqa: E731
+        handle = getattr(model.get_submodule(path), f"register_{kind}_hook")(hook)
+        executed.clear()
+        observe(model, x)
+        handle.remove()
+        assert len(seen) == 1
+        with_hooks.append([t for tensors in seen[0] for t in (tensors if isinstance(tensors, tuple) else (tensors,))])
+    # a hook on a module that owns a chain, or behind it, sees nothing of its inside
+    assert len(executed) == (chains if path in ("2", "1.2") else chains - 1)
+    for got, want in zip(with_hooks[1], with_hooks[0], strict=True):
+        assert type(got) is type(want)
+        assert (got is None) == (want is None)
+        if got is not None:
+            assert_close("hook", got, want, floor=1.0)
+    executed.clear()
+    fused(x)
+    assert len(executed) == chains
+
+
+def test_global_hooks_see_every_module(executed):
+    model = nn.Sequential(unit(), unit())
+    nasfast.fuse(model)
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    model(torch.randn(2, 4, 9, 9))
+    handle.remove()
+    assert seen.count(nn.BatchNorm2d) == 2
+    assert executed == []
+
+
+def test_the_report_tells_of_what_trains_and_of_hooks():
+    model = nn.Sequential(*unit(), *unit())
+    model[0].requires_grad_(False)
+    model[4].eval()
+    handle = model[2].register_forward_hook(lambda *_: None)
+    notes = nasfast.fuse(model).notes
+    assert notes == (
+        "1 convolution in chains trainable: runs, but keeps its input: freeze it with requires_grad_(False): 3",
+        "1 BatchNorm in chains in eval mode: normalises with its running statistics: 4",
+        "1 module in chains with hooks: its chain runs unfused while they are there: 2",
+    )
+    handle.remove()
+    assert nasfast.fuse(model.requires_grad_(False).train()).notes == ()

@@ -1,0 +1,112 @@
+"""fuse and unfuse whole models: results, gradients, statistics, and all else that a user could notice stay the same."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from fused_models import check_same, disturb, make, observe, set_mode
+from torch import Tensor
+
+import nasfast
+
+# model: convolutions in chains, of all, chains
+MODELS = {
+    "mobilenet_v2": (52, 52, 19),
+    "shufflenet_v2_x0_5": (56, 56, 21),
+    "mnasnet0_5": (52, 52, 18),
+    "resnet18": (20, 20, 12),
+    "resnet50": (53, 53, 21),
+    "mobilenet_v3_small": (34, 52, 30),
+    "timm/mobilenetv2_100": (52, 52, 19),
+    "timm/efficientnet_lite0": (49, 49, 18),
+}
+
+# one for each kind of block: inverted residuals, shuffle units, dense convolutions, squeeze and excitation
+FAST = {"mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small"}
+MODES = ["frozen convolutions", "eval", "frozen all but BatchNorm", "all trainable", "mixed"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_models_give_the_same(name, mode, executed):
+    plain = set_mode(disturb(make(name).double()), mode)
+    fused = copy.deepcopy(plain)
+    report = nasfast.fuse(fused)
+    assert (report.fused, report.convolutions, len(report.chains)) == MODELS[name]
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    want = observe(plain, x)
+    assert executed == []
+    check_same(observe(fused, x), want)
+    assert sum(stages for stages, _ in executed) == report.fused
+    assert sum(residual for _, residual in executed) == sum(chain.residual for chain in report.chains)
+
+
+@pytest.mark.parametrize("mode", ["frozen convolutions", "eval"])
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "timm/efficientnet_lite0"])
+def test_float32_is_as_accurate(name, mode, backend, monkeypatch):
+    monkeypatch.setenv("NASFAST_BACKEND", backend)
+    plain = set_mode(disturb(make(name)), mode)
+    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    nasfast.fuse(fused)
+    x = torch.randn(4, 3, 64, 64)
+    want = observe(exact, x.double())
+
+    def error(got: dict[str, Tensor]) -> float:
+        assert got.keys() == want.keys()
+        errors = [float((got[n].double() - want[n]).norm() / want[n].double().norm().clamp_min(1e-3)) for n in want]
+        return float(np.median(errors))
+
+    # kinks and sums in another order make single tensors differ, in the same way for both
+    assert error(observe(fused, x)) <= 3 * error(observe(plain, x))
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "timm/mobilenetv2_100"])
+def test_nothing_else_changes_and_unfuse_restores(name):
+    model = make(name)
+    handle = model.register_forward_hook(lambda *_: None)
+
+    def state() -> list:
+        return [
+            (path, type(m), m.training, [(key, id(value)) for key, value in vars(m).items() if key != "forward"])
+            for path, m in model.named_modules()
+        ]
+
+    before, keys = state(), list(model.state_dict())
+    tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    variables = [set(vars(m)) for m in model.modules()]
+    report = nasfast.fuse(model)
+    assert state() == before
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(tensor, tensors[key]) for key, tensor in model.state_dict().items())
+    assert nasfast.fuse(model) == report
+    assert state() == before
+    changed = [m for m, names in zip(model.modules(), variables, strict=True) if set(vars(m)) != names]
+    assert len(changed) == len({chain.owner for chain in report.chains})
+    assert nasfast.unfuse(model) == len(report.chains)
+    assert [set(vars(m)) for m in model.modules()] == variables
+    assert state() == before
+    assert nasfast.unfuse(model) == 0
+    assert handle.id in model._forward_hooks
+
+
+def test_copies_and_pickles_use_their_own_parameters(executed):
+    fused = disturb(make("resnet18")).eval()
+    nasfast.fuse(fused)
+    x = torch.randn(2, 3, 32, 32)
+    want = fused(x)
+    for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        executed.clear()
+        torch.testing.assert_close(twin(x), want)
+        assert len(executed) == 12
+        with torch.no_grad():
+            twin.layer1[0].conv1.weight.zero_()
+        assert not torch.allclose(twin(x), want)
+        torch.testing.assert_close(fused(x), want)
+        assert nasfast.unfuse(twin) == 12
+    executed.clear()
+    fused(x)
+    assert len(executed) == 12

@@ -1,0 +1,336 @@
+"""What `fuse` takes for a chain, and why it leaves the rest."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused_models import Body, added_in_place, check_same, conv, disturb, half, observe, second, unit, whole
+from torch import Tensor, nn
+
+import nasfast
+from nasfast.ops.modules import BNAct2d, FusedConvBNAct
+
+timm = pytest.importorskip("timm")
+
+
+class OtherConv(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x)
+
+
+class SameConv(nn.Conv2d):
+    """A subclass that runs as its parent does."""
+
+
+class OtherBatchNorm(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = unit()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if x.sum() > 0 else self.inner(2 * x)
+
+
+class OwnActivation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu6(x)
+
+
+def body(forward, **members) -> Body:
+    return Body(forward, **members)
+
+
+def discarded(m: Body, x: Tensor) -> Tensor:
+    y = half(m, x)
+    m.act(y)
+    return second(m, y)
+
+
+def in_place_on_input(m: Body, x: Tensor) -> Tensor:
+    x = 1 * x
+    y = m.act(half(m, x))
+    x.mul_(3)
+    return second(m, y) + x
+
+
+def added_to_input(m: Body, x: Tensor) -> Tensor:
+    x = 1 * x
+    seen = x
+    x += whole(m, x)
+    return x + 2 * seen
+
+
+def changed_before_norm(m: Body, x: Tensor) -> Tensor:
+    x = 1 * x
+    y = m.conv1(x)
+    x.mul_(3)
+    return second(m, m.act(m.bn1(y))) + x
+
+
+def with_forward(module: nn.Module) -> nn.Module:
+    module.forward = partial(type(module).forward, module)
+    return module
+
+
+def tied(first: nn.Conv2d, other: nn.Conv2d) -> nn.Sequential:
+    other.weight = first.weight
+    return nn.Sequential(first, nn.BatchNorm2d(4), other, nn.BatchNorm2d(4))
+
+
+def repeated(module: nn.Module) -> nn.Sequential:
+    return nn.Sequential(module, nn.ReLU(), module)
+
+
+WHOLE = "1x1 4->8 relu6, 3x3 8->4"
+PAIR = "3x3 4->4 relu, 3x3 4->4 relu"
+
+# name: what makes the module, its chains, and why the convolutions outside of them are there
+STRUCTURES = {
+    "sequential": (lambda: nn.Sequential(unit(), unit()), [PAIR], []),
+    "flat": (lambda: nn.Sequential(*unit(), *unit(nn.Tanh())), ["3x3 4->4 relu, 3x3 4->4 tanh"], []),
+    "one unit": (unit, ["3x3 4->4 relu"], []),
+    "relu6 as hardtanh": (lambda: unit(nn.Hardtanh(0, 6)), ["3x3 4->4 relu6"], []),
+    "another hardtanh": (lambda: unit(nn.Hardtanh(0, 5)), ["3x3 4->4, then Hardtanh"], []),
+    "own activation": (lambda: unit(OwnActivation()), ["3x3 4->4 relu6"], []),
+    "identities": (lambda: nn.Sequential(unit(nn.Identity()), nn.Identity(), *unit()), ["3x3 4->4, 3x3 4->4 relu"], []),
+    "stride, groups": (
+        lambda: nn.Sequential(*unit(stride=2, groups=4), *unit(groups=2)),
+        ["dw3x3 s2 4 relu, 3x3 g2 4->4 relu"],
+        [],
+    ),
+    "kernel 3x1": (lambda: nn.Sequential(conv(4, 4, (3, 1), padding=1), nn.BatchNorm2d(4)), ["3x1 4->4"], []),
+    "hardswish": (
+        lambda: nn.Sequential(unit(nn.Hardswish(inplace=True)), unit()),
+        ["3x3 4->4, then Hardswish", "3x3 4->4 relu"],
+        [],
+    ),
+    "silu": (lambda: unit(nn.SiLU()), ["3x3 4->4, then SiLU"], []),
+    "two activations": (lambda: nn.Sequential(*unit(), nn.ReLU6(), *unit()), ["3x3 4->4 relu", "3x3 4->4 relu"], []),
+    "dropout between": (
+        lambda: nn.Sequential(*unit(), nn.Dropout(0.5), *unit()),
+        ["3x3 4->4 relu", "3x3 4->4 relu"],
+        [],
+    ),
+    "pooling between": (
+        lambda: nn.Sequential(*unit(), nn.MaxPool2d(2), *unit()),
+        ["3x3 4->4 relu", "3x3 4->4 relu"],
+        [],
+    ),
+    "blocks": (lambda: nn.Sequential(nn.Sequential(unit(), unit()), nn.Sequential(unit(), unit())), [PAIR, PAIR], []),
+    "bias": (lambda: nn.Sequential(*unit(), *unit(bias=True)), ["3x3 4->4 relu"], ["has a bias"]),
+    "dilation": (lambda: unit(dilation=2), [], ["has dilation=(2, 2)"]),
+    "stride (1, 2)": (lambda: unit(stride=(1, 2)), [], ["has stride=(1, 2)"]),
+    "padding (0, 1)": (lambda: unit(padding=(0, 1)), [], ["has padding=(0, 1)"]),
+    "padding same": (lambda: unit(padding="same"), [], ["has padding='same'"]),
+    "padding reflect": (lambda: unit(padding_mode="reflect"), [], ["has padding_mode='reflect'"]),
+    "no affine": (
+        lambda: nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, affine=False)),
+        [],
+        ["its BatchNorm has no affine parameters"],
+    ),
+    "no statistics": (
+        lambda: nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)),
+        ["1x1 4->4"],
+        [],
+    ),
+    "cumulative average": (lambda: nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, momentum=None)), ["1x1 4->4"], []),
+    "SyncBatchNorm": (
+        lambda: nn.Sequential(conv(4, 4, 1), nn.SyncBatchNorm(4)),
+        [],
+        ["its BatchNorm is a SyncBatchNorm, whose forward is not nn.BatchNorm2d's"],
+    ),
+    "GroupNorm": (
+        lambda: nn.Sequential(conv(4, 4, 1), nn.GroupNorm(2, 4)),
+        [],
+        ["followed by GroupNorm, not by BatchNorm2d"],
+    ),
+    "nothing behind": (lambda: conv(4, 4, 1), [], ["no traced forward reaches it"]),
+    "returned": (lambda: nn.Sequential(conv(4, 4, 1)), [], ["followed by output, not by BatchNorm2d"]),
+    "transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 3, bias=False), nn.BatchNorm2d(4)),
+        [],
+        ["is a ConvTranspose2d, whose forward is not nn.Conv2d's"],
+    ),
+    "subclass that overrides": (
+        lambda: nn.Sequential(OtherConv(4, 4, 1, bias=False), nn.BatchNorm2d(4)),
+        [],
+        ["is a OtherConv, whose forward is not nn.Conv2d's"],
+    ),
+    "subclass that does not": (
+        lambda: nn.Sequential(SameConv(4, 4, 1, bias=False), nn.BatchNorm2d(4)),
+        ["1x1 4->4"],
+        [],
+    ),
+    "BatchNorm that overrides": (
+        lambda: nn.Sequential(conv(4, 4, 1), OtherBatchNorm(4)),
+        [],
+        ["its BatchNorm is a OtherBatchNorm, whose forward is not nn.BatchNorm2d's"],
+    ),
+    "parametrized": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(conv(4, 4, 1)), nn.BatchNorm2d(4)),
+        [],
+        ["its weight is parametrized"],
+    ),
+    "old spectral norm": (
+        lambda: nn.Sequential(nn.utils.spectral_norm(conv(4, 4, 1)), nn.BatchNorm2d(4)),
+        [],
+        ["its weight is no parameter"],
+    ),
+    "tied weights": (lambda: tied(conv(4, 4, 1), conv(4, 4, 1)), [], ["shares its weight with another module"] * 2),
+    "convolution called twice": (
+        lambda: body(lambda m, x: m.bn2(m.conv2(m.bn1(m.conv1(x)) + m.bn1(m.conv1(2 * x))))),
+        ["3x3 8->4"],
+        ["is called several times in one forward"],
+    ),
+    "block called twice": (lambda: repeated(nn.Sequential(unit(), unit())), [PAIR], []),
+    "used twice": (
+        lambda: body(lambda m, x: (lambda y: m.bn2(m.conv2(m.bn1(y) * y)))(m.conv1(x))),
+        ["3x3 8->4"],
+        ["its result is used more than once"],
+    ),
+    "used twice behind BatchNorm": (
+        lambda: body(lambda m, x: (lambda y: second(m, m.act(y)) + y[:, :4])(half(m, x))),
+        ["1x1 4->8", "3x3 8->4, + residual"],
+        [],
+    ),
+    "activation discarded": (lambda: body(discarded), ["1x1 4->8", "3x3 8->4"], []),
+    "functional relu6": (lambda: body(lambda m, x: second(m, F.relu6(half(m, x), inplace=True))), [WHOLE], []),
+    "functional hardtanh": (lambda: body(lambda m, x: second(m, F.hardtanh(half(m, x), 0.0, 6.0))), [WHOLE], []),
+    "functional relu": (lambda: body(lambda m, x: second(m, F.relu(half(m, x)))), ["1x1 4->8 relu, 3x3 8->4"], []),
+    "torch.relu": (lambda: body(lambda m, x: second(m, torch.relu(half(m, x)))), ["1x1 4->8 relu, 3x3 8->4"], []),
+    "torch.tanh": (lambda: body(lambda m, x: second(m, torch.tanh(half(m, x)))), ["1x1 4->8 tanh, 3x3 8->4"], []),
+    "method relu": (lambda: body(lambda m, x: second(m, half(m, x).relu())), ["1x1 4->8 relu, 3x3 8->4"], []),
+    "method relu_": (lambda: body(lambda m, x: second(m, half(m, x).relu_())), ["1x1 4->8 relu, 3x3 8->4"], []),
+    "clamp is none": (lambda: body(lambda m, x: second(m, half(m, x).clamp(0, 6))), ["1x1 4->8", "3x3 8->4"], []),
+    "x + chain": (lambda: body(lambda m, x: x + whole(m, x)), [WHOLE + ", + residual"], []),
+    "chain + x": (lambda: body(lambda m, x: whole(m, x) + x), [WHOLE + ", + residual"], []),
+    "torch.add": (lambda: body(lambda m, x: torch.add(x, whole(m, x))), [WHOLE + ", + residual"], []),
+    "scaled add": (lambda: body(lambda m, x: torch.add(x, whole(m, x), alpha=2)), [WHOLE], []),
+    "method add": (lambda: body(lambda m, x: whole(m, x).add(x)), [WHOLE + ", + residual"], []),
+    "method add_": (lambda: body(lambda m, x: whole(m, x).add_(x)), [WHOLE + ", + residual"], []),
+    "chain += x": (lambda: body(added_in_place), [WHOLE + ", + residual"], []),
+    "x.add_(chain)": (lambda: body(lambda m, x: (2 * x).add_(whole(m, x))), [WHOLE], []),
+    "chain + number": (lambda: body(lambda m, x: whole(m, x) + 1), [WHOLE], []),
+    "chain + itself": (lambda: body(lambda m, x: (lambda y: y + y)(whole(m, x))), [WHOLE], []),
+    "broadcast": (lambda: body(lambda m, x: whole(m, x) + x.mean((2, 3), keepdim=True)), [WHOLE + ", + residual"], []),
+    "relu behind the add": (lambda: body(lambda m, x: F.relu(whole(m, x) + x)), [WHOLE + ", + residual"], []),
+    "add behind relu": (
+        lambda: body(lambda m, x: x + m.act(whole(m, x))),
+        ["1x1 4->8 relu6, 3x3 8->4 relu6, + residual"],
+        [],
+    ),
+    "two chains meet": (
+        lambda: body(lambda m, x: whole(m, x) + m.extra(x), extra=nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4))),
+        [WHOLE + ", + residual", "1x1 4->4"],
+        [],
+    ),
+    "body in a Sequential": (
+        lambda: body(
+            lambda m, x: x + m.block(x), conv1=None, bn1=None, conv2=None, bn2=None, block=nn.Sequential(unit(), unit())
+        ),
+        [PAIR + ", + residual"],
+        [],
+    ),
+    "forward replaced": (
+        lambda: nn.Sequential(with_forward(conv(4, 4, 1)), nn.BatchNorm2d(4), *unit()),
+        ["3x3 4->4 relu"],
+        ["is a Conv2d, whose forward is not nn.Conv2d's"],
+    ),
+    "untraceable child": (
+        lambda: body(lambda m, x: m.extra(whole(m, x)), extra=Untraceable()),
+        [WHOLE, "3x3 4->4 relu"],
+        [],
+    ),
+    "ours": (
+        lambda: nn.Sequential(FusedConvBNAct(4, 4, 3), unit()),
+        ["3x3 4->4 relu"],
+        ["fused already (FusedConvBNAct)"],
+    ),
+    "ours behind a convolution": (
+        lambda: nn.Sequential(conv(4, 4, 1), BNAct2d(4)),
+        [],
+        ["its BatchNorm fused already (BNAct2d)"],
+    ),
+    "timm's BatchNorm with ReLU": (
+        lambda: nn.Sequential(conv(4, 4, 1), timm.layers.BatchNormAct2d(4), *unit()),
+        ["1x1 4->4 relu, 3x3 4->4 relu"],
+        [],
+    ),
+    "timm's BatchNorm with SiLU": (
+        lambda: nn.Sequential(conv(4, 4, 1), timm.layers.BatchNormAct2d(4, act_layer=nn.SiLU), *unit()),
+        ["1x1 4->4, then SiLU", "3x3 4->4 relu"],
+        [],
+    ),
+    "timm's BatchNorm with dropout": (
+        lambda: nn.Sequential(conv(4, 4, 1), timm.layers.BatchNormAct2d(4, drop_layer=nn.Dropout)),
+        [],
+        ["its BatchNorm is a BatchNormAct2d, whose forward is not nn.BatchNorm2d's"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures(name, executed):
+    build, chains, reasons = STRUCTURES[name]
+    plain = disturb(build().double())
+    fused = copy.deepcopy(plain)
+    report = nasfast.fuse(fused)
+    assert [str(chain) for chain in report.chains] == chains
+    assert [left.reason for left in report.left if "Conv" in left.kind] == reasons
+    for training in (True, False):
+        x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+        want = observe(plain.train(training), x, steps=2)
+        assert executed == []
+        check_same(observe(fused.train(training), x, steps=2), want)
+        assert bool(executed) == bool(chains)
+        executed.clear()
+
+
+@pytest.mark.parametrize(
+    ("forward", "chains"),
+    [
+        # a trace cannot tell this from x + chain; the forward can
+        (added_to_input, [WHOLE + ", + residual"]),
+        (in_place_on_input, ["1x1 4->8 relu6", "3x3 8->4, + residual"]),
+        (changed_before_norm, ["3x3 8->4, + residual"]),
+    ],
+    ids=["x += chain", "x changed between stages", "x changed inside a stage"],
+)
+def test_changes_of_the_input(forward, chains, executed):
+    plain = body(forward)
+    fused = copy.deepcopy(plain)
+    assert [str(chain) for chain in nasfast.fuse(fused).chains] == chains
+    x = torch.randn(2, 4, 9, 9)
+    # convolutions keep their input for backward, so that PyTorch itself refuses this with gradients
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), plain(x))
+    assert executed
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
+def test_scripted_modules_are_left(executed):
+    x = torch.randn(2, 4, 9, 9)
+    model = nn.Sequential(torch.jit.trace(unit().eval(), x), unit()).eval()
+    want = model(x)
+    assert [(chain.owner, chain.convolutions) for chain in nasfast.fuse(model).chains] == [("1", ("1.0",))]
+    torch.testing.assert_close(model(x), want)
+    assert executed == [(1, False)]
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_other_dimensions(dims):
+    classes = {1: (nn.Conv1d, nn.BatchNorm1d), 3: (nn.Conv3d, nn.BatchNorm3d)}[dims]
+    model = nn.Sequential(classes[0](2, 2, 1, bias=False), classes[1](2))
+    report = nasfast.fuse(model)
+    assert [(left.kind, left.reason) for left in report.left] == [
+        (f"Conv{dims}d", f"is a Conv{dims}d, whose forward is not nn.Conv2d's"),
+        (f"BatchNorm{dims}d", f"is a BatchNorm{dims}d, whose forward is not nn.BatchNorm2d's"),
+    ]
+    assert nasfast.unfuse(model) == 0

@@ -1,0 +1,143 @@
+"""What a run refuses, before it trains and without harm to what is there."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+
+import pytest
+from digits_runs import contents, run_fails
+from tiny import batches, tiny_space
+
+from nasfast import pipeline
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.pipeline import RunConfig
+from nasfast.retrain import retrain
+from nasfast.runtime.lock import RunDirectoryError
+from nasfast.search import InfeasibleConstraintError
+from nasfast.spaces import FairSampler
+from nasfast.supernet import Supernet
+from nasfast.train import CheckpointError, TrainConfig, train_supernet
+
+
+def test_an_unreachable_limit_is_refused_before_training(config, tmp_path, monkeypatch, capsys):
+    space = tiny_space(num_classes=10)
+    least = sum(min(c.macs for c in row.values()) for row in space.cost_table) + space.fixed_cost.macs
+    run_fails(tmp_path / "run", config, "--search.max_macs", "1000", monkeypatch=monkeypatch)
+    assert f"the smallest architecture of space 'tiny' has {least:,} MACs" in capsys.readouterr().err
+    with pytest.raises(InfeasibleConstraintError):
+        pipeline.supernet(
+            RunConfig.load(config).replace(out=str(tmp_path), search=RunConfig().search.replace(max_params=10))
+        )
+
+
+def test_exact_search_over_accuracies_is_refused_before_training(config, tmp_path, monkeypatch, capsys):
+    run_fails(tmp_path / "run", config, "--method", "spos", "--search.method", "exact", monkeypatch=monkeypatch)
+    assert (
+        "search.method='exact' needs additive scores, and 'recalibrated_accuracy' scores whole paths: set"
+        in capsys.readouterr().err
+    )
+
+
+def test_an_existing_run_is_not_overwritten(run_dir, config, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    run_fails(out, config, monkeypatch=monkeypatch)
+    assert "has a supernet run already: add --resume, or choose another --out" in capsys.readouterr().err
+    assert contents(out) == contents(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--seed", "1"], "seed was 0, now 1"),
+        (["--train.lr", "0.3"], "train.lr was 0.1, now 0.3"),
+        (["--method", "bnnas"], "method was 'dinas', now 'bnnas'"),
+        (["--data.augment", "none"], "data.augment was 'auto', now 'none'"),
+        (["--supernet.trainable", "all"], "supernet.trainable was 'bn', now 'all'"),
+    ],
+)
+def test_other_settings_are_refused_on_resume_and_leave_the_run_alone(
+    run_dir, tmp_path, monkeypatch, capsys, flags, named
+):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    before = (out / "config.yaml").read_bytes()
+    run_fails(out, run_dir / "config.yaml", "--resume", "--out", str(out), *flags, monkeypatch=monkeypatch)
+    assert named in capsys.readouterr().err
+    assert (out / "config.yaml").read_bytes() == before
+    assert main(["supernet", "--out", str(out), "--resume"]) == 0
+
+
+def test_another_space_is_refused_on_resume_and_leaves_the_run_alone(run_dir, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    before = (out / "space.yaml").read_bytes()
+    tiny_space(num_classes=10, activation="relu").save(tmp_path / "other.yaml")
+    cfg = RunConfig.load(out / "config.yaml")
+    cfg = cfg.replace(out=str(out), space=cfg.space.replace(name=str(tmp_path / "other.yaml")))
+    with pytest.raises(CheckpointError, match="activation was 'relu6', now 'relu'"):
+        pipeline.supernet(cfg, resume=True)
+    assert (out / "space.yaml").read_bytes() == before
+
+
+def test_settings_of_later_stages_may_change_on_resume(run_dir, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    assert main(["supernet", "--out", str(out), "--resume", "--search.top_k", "2", "--data.workers", "1"]) == 0
+    assert RunConfig.load(out / "config.yaml").search.top_k == 2
+
+
+def test_images_of_other_classes_cannot_retrain(run_dir, tmp_path):
+    from tiny import write_folder
+
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    folder = write_folder(tmp_path / "images", {"a": 10, "b": 10})
+    cfg = RunConfig.load(out / "config.yaml")
+    cfg = cfg.replace(out=str(out), data=cfg.data.replace(source="folder", train=str(folder)))
+    cfg.save(out / "config.yaml")
+    with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
+        pipeline.retrain_best(cfg)
+
+
+STAGES = ("supernet", "score", "search", "retrain", "export", "run")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_directory_in_use_is_refused_and_left_alone(run_dir, tmp_path, capsys, stage):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    with open(out / ".lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as another process would: a lock is the open file's
+        before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+        assert main([stage, "--out", str(out)]) == 1
+        assert "is in use by another process" in capsys.readouterr().err
+        assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+        assert main(["report", "--out", str(out)]) == 0  # a reader
+
+
+def test_stages_called_from_python_take_the_lock_too(run_dir, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    cfg = RunConfig.load(out / "config.yaml").replace(out=str(out))
+    with open(out / ".lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for call in (
+            lambda: pipeline.score(cfg=cfg),
+            lambda: pipeline.run(cfg, resume=True),
+            lambda: train_stage(out),
+            lambda: retrain(tiny_space(), (0, 0, 0, 0), batches(2), batches(1), run_dir=out),
+        ):
+            with pytest.raises(RunDirectoryError, match="in use"):
+                call()
+    assert pipeline.score(cfg=cfg) is not None
+    assert not (out / ".lock").exists()
+
+
+def train_stage(out: Path) -> None:
+    space = tiny_space()
+    cfg = TrainConfig(epochs=1, lr=0.1)
+    train_supernet(Supernet(space), batches(2), FairSampler(space), cfg, run_dir=out / "sub" / "..", resume=True)

@@ -1,0 +1,249 @@
+"""Whole runs on the digits through the command line: files, resuming, stages alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from digits_runs import LIMIT, contents
+from tiny import tiny_space
+
+import nasfast.train.loop as loop
+from nasfast.cli.main import main
+from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline import RunConfig
+from nasfast.report.evidence import compare
+from nasfast.search import Limits, equal_cost_peers, load_candidates
+from nasfast.spaces import SKIP, Arch, SearchSpace, load_arch
+
+
+def test_every_file_of_a_run(run_dir):
+    names = {str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file()}
+    expected = {
+        "config.yaml",
+        "space.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "indicators.json",
+        "archs.json",
+        "report.html",
+    }
+    expected |= {
+        f"retrain/{name}/{file}"
+        for name in ("best", "random")
+        for file in ("model.safetensors", "arch.json", "space.yaml", "result.json")
+    }
+    expected |= {f"checkpoints/supernet-{s:08d}.safetensors" for s in (16, 20)}
+    space = SearchSpace.load(run_dir / "space.yaml")
+    for name in ("best", "random"):
+        arch = "_".join(map(str, load_arch(run_dir / "retrain" / name / "arch.json", space)))
+        expected |= {f"checkpoints/retrain-{name}-{arch}-{s}.safetensors" for s in ("00000008", "00000011", "best")}
+    boards = {n for n in names if n.startswith("tensorboard/")}
+    figures = {n for n in names if n.startswith("report/")}
+    assert names - boards - figures == expected
+    assert {str(Path(n).parent) for n in boards} == {
+        f"tensorboard/{s}" for s in ("supernet", "retrain/best", "retrain/random")
+    }
+
+
+def test_the_results_belong_together(run_dir):
+    space = SearchSpace.load(run_dir / "space.yaml")
+    assert space == tiny_space(num_classes=10)
+    table = IndicatorTable.load(run_dir / "indicators.json")
+    assert (table.space, table.meta["method"]) == (space, "dinas")
+    assert all(v != 1.0 for row in table.block for v in row.values())
+    found = load_candidates(run_dir / "archs.json", space)
+    assert found.max_macs == LIMIT
+    assert len(found.candidates) == 3
+    for candidate in found.candidates:
+        assert candidate.optimal
+        assert candidate.macs == space.cost(candidate.arch).macs <= LIMIT
+        assert candidate.score == pytest.approx(table.score(candidate.arch))
+    assert len(found.pareto) > 1
+    best = load_arch(run_dir / "retrain/best/arch.json", space)
+    assert best == found.candidates[0].arch
+    random = load_arch(run_dir / "retrain/random/arch.json", space)
+    assert random != best
+    result = json.loads((run_dir / "retrain/best/result.json").read_text())
+    assert result["macs"] == found.candidates[0].macs
+    assert 0.1 <= result["top1"] <= result["top5"] <= 1
+
+
+@pytest.mark.slow
+def test_the_saved_config_is_complete_and_repeats_the_run(run_dir, config, tmp_path):
+    saved = RunConfig.load(run_dir / "config.yaml")
+    assert saved.resolved() == saved
+    assert (saved.supernet.init, saved.score.name) == ("aligned", "path_loss")
+    assert (saved.train.epochs, saved.retrain.train.epochs, saved.data.batch_size) == (2, 1, 128)
+    assert main(["run", "--config", str(run_dir / "config.yaml"), "--out", str(tmp_path / "again")]) == 0
+    assert contents(tmp_path / "again") == contents(run_dir)
+
+
+def test_the_report_shows_the_run(run_dir):
+    page = (run_dir / "report.html").read_text()
+    best = load_candidates(run_dir / "archs.json").candidates[0]
+    assert "<img" in page
+    assert " ".join(map(str, best.arch)) in page
+    assert "top-1" in page
+
+
+def interrupt(monkeypatch, at: int) -> None:
+    """Ctrl-C in the middle of step `at`, counted over all stages."""
+    step, count = loop._step, 0
+
+    def counted(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == at:
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_step", counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "at", [3, 15, 31, 40], ids=["before a checkpoint", "supernet", "retrain best", "retrain random"]
+)
+def test_an_interrupted_run_resumes_to_the_same_files(run_dir, config, tmp_path, monkeypatch, capsys, at):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        interrupt(patched, at)
+        assert main(["run", "--out", str(out), "--config", str(config)]) == 130
+    assert "interrupted; the last checkpoint is kept, --resume continues" in capsys.readouterr().err
+    assert not (out / "report.html").exists()
+    # the settings come from the run directory
+    assert main(["run", "--out", str(out), "--resume"]) == 0
+    assert contents(out) == contents(run_dir)
+    assert (out / "report.html").exists()
+
+
+def test_a_finished_run_resumes_to_nothing(run_dir, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    interrupt(monkeypatch, 1)
+    assert main(["run", "--out", str(out), "--resume"]) == 0
+    assert contents(out) == contents(run_dir)
+
+
+@pytest.mark.slow
+def test_stages_alone_give_what_the_run_gives(run_dir, config, tmp_path):
+    out = tmp_path / "stages"
+    assert main(["supernet", "--out", str(out), "--config", str(config)]) == 0
+    assert not (out / "indicators.json").exists()
+    for stage in ("score", "search", "retrain"):
+        assert main([stage, "--out", str(out)]) == 0
+    assert contents(out) == contents(run_dir)
+    assert main(["report", "--out", str(out)]) == 0
+    assert (out / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("score", "space.yaml is missing: run `nasfast supernet"),
+        ("search", "space.yaml is missing: run `nasfast supernet"),
+        ("retrain", "space.yaml is missing: run `nasfast supernet"),
+    ],
+)
+def test_a_stage_without_the_one_before(tmp_path, capsys, config, stage, message):
+    assert main([stage, "--out", str(tmp_path / "empty"), "--config", str(config)]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "empty").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "missing", "message"),
+    [("search", "indicators.json", "run `nasfast score"), ("retrain", "archs.json", "run `nasfast search")],
+)
+def test_a_missing_file_names_the_stage_that_writes_it(run_dir, tmp_path, capsys, stage, missing, message):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    (out / missing).unlink()
+    assert main([stage, "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert missing in error
+
+
+def test_later_stages_need_neither_the_space_file_nor_the_old_settings(run_dir, tmp_path):
+    """The user's YAML space may be gone, and a search may be repeated with other limits."""
+    out = tmp_path / "moved"
+    shutil.copytree(run_dir, out)
+    saved = yaml.safe_load((out / "config.yaml").read_text())
+    saved["space"]["name"] = str(tmp_path / "gone.yaml")
+    (out / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert main(["score", "--out", str(out)]) == 0
+    assert main(["search", "--out", str(out), "--search.max_macs", "190000", "--search.top_k", "1"]) == 0
+    found = load_candidates(out / "archs.json")
+    assert (found.max_macs, len(found.candidates)) == (190_000, 1)
+    shutil.rmtree(out / "checkpoints")
+    assert main(["retrain", "--out", str(out), "--retrain.random_architectures", "0"]) == 0
+
+
+def test_what_the_terminal_says_claims_no_more_than_the_interval_allows(run_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    assert main(["search", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("proven: no other within the limits has a higher score") == 1
+    assert shown.count("proven: only those above have a higher score") == 2
+    assert "The proof is about the score only. How well the score ranks trained accuracies was not measured" in shown
+    assert main(["retrain", "--out", str(out), "--resume"]) == 0
+    forms = [json.loads((out / "retrain" / n / "result.json").read_text()) for n in ("best", "random")]
+    expected = compare(forms[0], forms[1:])
+    assert expected.images == forms[0]["images"] > 100
+    assert expected.gain == pytest.approx(100 * (forms[0]["top1"] - forms[1]["top1"]))
+    assert expected.sentence.replace("it is", "the best is", 1) in capsys.readouterr().out
+
+
+def test_random_architectures_differ_and_cost_the_same(run_dir, caplog):
+    space = SearchSpace.load(run_dir / "space.yaml")
+    best = load_candidates(run_dir / "archs.json", space).candidates[0].arch
+    target = space.cost(best).macs
+    every = set(itertools.product(range(3), repeat=4)) - {best}
+    near = {a for a in every if abs(space.cost(a).macs - target) <= 0.01 * target}
+
+    def draw(count: int) -> list[Arch]:
+        return equal_cost_peers(space, random.Random(0), best, count, limits=Limits(), allow_identity=False)
+
+    peers = draw(3)
+    assert len(set(peers)) == len(peers) == min(3, len(near)) and set(peers) <= near
+    assert set(draw(len(near) + 5)) == near
+    assert f"only {len(near)} of {len(near) + 5} different random architectures" in caplog.text
+    assert draw(0) == []
+
+
+@pytest.mark.slow
+def test_an_identity_in_the_answer_can_be_retrained(run_dir, tmp_path):
+    """Under a limit that only skipping meets."""
+    out = tmp_path / "skip"
+    shutil.copytree(run_dir, out)
+    space = SearchSpace.load(out / "space.yaml")
+    least = min(space.cost((a, SKIP, b, SKIP)).macs for a in range(3) for b in range(3))
+    assert main(["search", "--out", str(out), "--search.allow_identity", "true", "--search.max_macs", str(least)]) == 0
+    shutil.rmtree(out / "checkpoints")
+    assert (
+        main(["retrain", "--out", str(out), "--retrain.random_architectures", "0", "--search.allow_identity", "true"])
+        == 0
+    )
+    assert load_arch(out / "retrain/best/arch.json", space)[1::2] == (SKIP, SKIP)
+
+
+@pytest.mark.slow
+def test_inherited_retraining(run_dir, tmp_path):
+    out = tmp_path / "inherit"
+    shutil.copytree(run_dir, out)
+    for path in (out / "checkpoints").glob("retrain*"):
+        path.unlink()
+    flags = ["--retrain.init", "inherit", "--retrain.random_architectures", "0", "--retrain.top_k", "2"]
+    assert main(["retrain", "--out", str(out), *flags]) == 0
+    assert (out / "retrain/best-2/result.json").exists()
+    assert (out / "retrain/best/model.safetensors").read_bytes() != (
+        run_dir / "retrain/best/model.safetensors"
+    ).read_bytes()

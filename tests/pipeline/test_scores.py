@@ -1,0 +1,147 @@
+"""Scores of a run: the default, others of the same supernet, and those that cannot be had."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+
+import pytest
+from digits_runs import EVOLUTION, run_fails, write_config
+from scipy.stats import kendalltau
+
+from nasfast import pipeline
+from nasfast.cli.main import main
+from nasfast.config import dump_yaml, load_yaml
+from nasfast.indicators import bn_gamma
+from nasfast.indicators.scores import score_paths, score_table
+from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline import RunConfig
+from nasfast.search import load_candidates
+
+
+def test_the_default_score_is_distilled_from_held_out_images_beside_structure(run_dir):
+    table = IndicatorTable.load(run_dir / "indicators.json")
+    assert (table.rule, table.meta["score"], table.meta["structure"], table.meta["step"]) == (
+        "sum",
+        "path_loss",
+        1.0,
+        20,
+    )
+    assert 0 < table.meta["r2"] <= 1
+    cfg = RunConfig.load(run_dir / "config.yaml")
+    evidence, _ = pipeline.evidence_of(cfg.replace(out=str(run_dir)))
+    train, held = evidence.loaders
+    assert len(train.source) + len(held.source) == 1442  # the digits of the training part
+    assert sum(len(y) for _, y in evidence.batches) == len(held.source)
+    # batches mix the classes, as those of training did
+    assert all(len(y.unique()) > 5 for _, y in evidence.batches)
+    again = score_table("path_loss", evidence, structure=1.0)
+    assert [again.score(a) for a in evidence.sample(5)] == [table.score(a) for a in evidence.sample(5)]
+
+
+def test_another_score_of_the_same_supernet(run_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    assert main(["score", "--out", str(out), "--score.name", "gamma", "--score.structure", "0"]) == 0
+    net, _ = pipeline.load_supernet(RunConfig.load(out / "config.yaml").replace(out=str(out)))
+    table = IndicatorTable.load(out / "indicators.json")
+    assert table.scores == bn_gamma.score(net).scores
+    before = (out / "config.yaml").read_bytes()
+    assert main(["search", "--out", str(out), "--score.name", "fisher"]) == 1
+    assert "has the score 'gamma', the settings say 'fisher': run `nasfast score" in capsys.readouterr().err
+    assert (out / "config.yaml").read_bytes() == before
+    assert main(["search", "--out", str(out)]) == 0
+    assert load_candidates(out / "archs.json").candidates[0].score == pytest.approx(
+        table.score(load_candidates(out / "archs.json").candidates[0].arch)
+    )
+    # without training: of the weights that the supernet began with
+    assert main(["score", "--out", str(out), "--score.name", "beta_gradient", "--score.images", "64"]) == 0
+    assert IndicatorTable.load(out / "indicators.json").meta["score"] == "beta_gradient"
+
+
+def test_a_score_can_be_ranked_path_by_path(run_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    archs = list(itertools.product(range(3), repeat=4))
+    table = tmp_path / "accuracies.json"
+    table.write_text(json.dumps({"".join(map(str, a)): 50 + sum(a) + a[0] / 10 for a in archs}))
+    ranked = ["rank", "--out", str(out), "--table", str(table), "--resamples", "10"]
+    assert main([*ranked, "--score", "path_accuracy", "--sample", "12"]) == 0
+    assert "12 architectures" in capsys.readouterr().out
+    report = json.loads((out / "rank-path_accuracy.json").read_text())
+    cfg = RunConfig.load(out / "config.yaml")
+    evidence, _ = pipeline.evidence_of(cfg.replace(out=str(out), score=cfg.score.replace(name="path_accuracy")))
+    chosen = random.Random(0).sample(archs, 12)
+    scores = score_paths("path_accuracy", evidence, chosen)
+    tau = kendalltau([scores[a] for a in chosen], [50 + sum(a) + a[0] / 10 for a in chosen]).statistic
+    assert report["predictor"]["kendall"]["value"] == pytest.approx(tau)
+    assert not (out / "rank.json").exists()
+    assert main([*ranked, "--score", "ablation"]) == 1
+    assert "tiny has no score 'ablation'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*ranked, "--sample", "12"])
+
+
+@pytest.mark.slow
+def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    (out / "indicators.json").unlink()
+    flags = ["--score.distill", "false", *(f"--search.{key}={value}" for key, value in EVOLUTION.items())]
+    assert main(["score", "--out", str(out), *flags]) == 0
+    assert not (out / "indicators.json").exists()
+    assert main(["search", "--out", str(out), *flags]) == 0
+    (best, *_) = load_candidates(out / "archs.json").candidates
+    evidence, checkpoint = pipeline.evidence_of(RunConfig.load(out / "config.yaml").replace(out=str(out)))
+    assert best.score == score_paths("path_loss", evidence, [best.arch])[best.arch]
+    header = json.loads((out / "history.jsonl").read_text().splitlines()[0])
+    assert header["scorer"] == f"path_loss of {checkpoint.digest}, 1000 images"
+    assert main(["search", "--out", str(out), "--search.method", "exact"]) == 1
+    assert (
+        "'path_loss' scores whole paths: set search.method='evolution', or score.distill=true"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--method", "dinas_paper", "--score.name", "path_loss"],
+            "needs images that the supernet is not trained on: set supernet.hold_out=true",
+        ),
+        (["--score.name", "ablation"], "tiny has no score 'ablation': layers 0, 2 change shape"),
+    ],
+)
+def test_a_score_that_cannot_be_had_is_refused_before_training(config, tmp_path, monkeypatch, capsys, flags, message):
+    run_fails(tmp_path / "run", config, *flags, monkeypatch=monkeypatch)
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_scores_are_named(config, tmp_path, capsys):
+    assert main(["run", "--out", str(tmp_path), "--config", str(config), "--score.name", "path_los"]) == 1
+    assert "did you mean 'path_loss'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_runs_of_the_old_dinas_go_on_under_its_present_name(tmp_path, capsys):
+    settings = write_config(tmp_path / "config", method="dinas_paper")
+    out = tmp_path / "run"
+    assert main(["supernet", "--out", str(out), "--config", str(settings)]) == 0
+    assert RunConfig.load(out / "config.yaml").supernet.trainable == "indicators"
+    form = load_yaml(out / "config.yaml")
+    # as the version before wrote it
+    del form["score"], form["supernet"]["hold_out"], form["supernet"]["alignment"]
+    old = dump_yaml({**form, "method": "dinas"})
+    (out / "config.yaml").write_text(old)
+    for command in (["supernet", "--resume"], ["score"], ["run", "--resume"]):
+        assert main([*command, "--out", str(out)]) == 1
+        assert "put `method: dinas_paper` there" in capsys.readouterr().err
+        assert (out / "config.yaml").read_text() == old
+    (out / "config.yaml").write_text(old.replace("method: dinas\n", "method: dinas_paper\n"))
+    for command in (["supernet", "--resume"], ["score"], ["search"]):
+        assert main([*command, "--out", str(out)]) == 0
+    table = IndicatorTable.load(out / "indicators.json")
+    assert (table.rule, table.meta["score"], table.meta["method"]) == ("product", "gamma", "dinas_paper")
