@@ -400,10 +400,17 @@ def _has_hooks(module: nn.Module) -> bool:
 
 _DIMENSIONS = {Tensor.dim, Tensor.ndim.__get__}
 _ACTIVATIONS = {
-    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", Tensor.relu: "relu", Tensor.relu_: "relu",
+    F.relu: "relu",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    Tensor.relu: "relu",
+    Tensor.relu_: "relu",
     F.relu6: "relu6",
-    F.tanh: "tanh", torch.tanh: "tanh", Tensor.tanh: "tanh", Tensor.tanh_: "tanh",
-}  # fmt: skip
+    F.tanh: "tanh",
+    torch.tanh: "tanh",
+    Tensor.tanh: "tanh",
+    Tensor.tanh_: "tanh",
+}
 _ADDITIONS = {torch.add: False, Tensor.add: False, Tensor.__add__: False, Tensor.add_: True, Tensor.__iadd__: True}
 _EXTENSIONS: dict[Callable, Callable[..., Tensor | None]] = {
     torch.conv2d: _extend_conv,

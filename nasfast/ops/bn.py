@@ -54,16 +54,30 @@ def bn_act(
         RuntimeError: the named backend cannot serve.
     """
     checks.check_bn_act(
-        x, weight, bias,
-        running_mean=running_mean, running_var=running_var, residual=residual, act=act, training=training, eps=eps,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        running_mean=running_mean,
+        running_var=running_var,
+        residual=residual,
+        act=act,
+        training=training,
+        eps=eps,
+    )
     name = resolve_backend("bn_act", x, backend).name
     run = reference.bn_act if name == "reference" else partial(_bn_act_native, name)
     return run(
-        x, weight, bias,
-        running_mean=running_mean, running_var=running_var, residual=residual,
-        act=act, training=training, momentum=momentum, eps=eps,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        running_mean=running_mean,
+        running_var=running_var,
+        residual=residual,
+        act=act,
+        training=training,
+        momentum=momentum,
+        eps=eps,
+    )
 
 
 def _bn_act_native(
@@ -149,9 +163,19 @@ def _backward(backward_operator, ctx, grad, grad_mean, grad_var):
         x, weight, bias, mean, var = ctx.saved_tensors
         with destinations.offered(ctx.offer):
             dx, dweight, dbias = backward_operator(
-                _same_layout(grad, x), x, weight, bias, mean, var,
-                ctx.eps, ctx.act, ctx.batch_statistics, want_x, want_weight, want_bias,
-            )  # fmt: skip
+                _same_layout(grad, x),
+                x,
+                weight,
+                bias,
+                mean,
+                var,
+                ctx.eps,
+                ctx.act,
+                ctx.batch_statistics,
+                want_x,
+                want_weight,
+                want_bias,
+            )
         # only under create_graph; an autograd of bn_act_bwd itself would cost 30 us in every backward pass
         if torch.is_grad_enabled():
             dx, dweight, dbias = refuse_second_derivatives("bn_act", dx, dweight, dbias)
@@ -160,8 +184,11 @@ def _backward(backward_operator, ctx, grad, grad_mean, grad_var):
         dweight if want_weight else None,
         dbias if want_bias else None,
         grad if want_residual else None,
-        None, None, None, None,
-    )  # fmt: skip
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 register(

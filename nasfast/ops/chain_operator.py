@@ -34,17 +34,17 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
     params = [stage.params for stage in stages]
     empty = x.new_empty(0, dtype=torch.float32)
     y, _, statistics = operators(backend).conv_bn_act_chain_fwd(
-        x,
-        [p.conv_weight.contiguous() for p in params],
-        [p.bn_weight.contiguous() for p in params],
-        [p.bn_bias.contiguous() for p in params],
-        [empty if stage.training else stage.params.running_mean.contiguous() for stage in stages],
-        [empty if stage.training else stage.params.running_var.contiguous() for stage in stages],
-        fused,
-        plan.numbers,
-        [stage.eps for stage in stages],
-        add_input,
-        torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
+        x=x,
+        conv_weights=[p.conv_weight.contiguous() for p in params],
+        bn_weights=[p.bn_weight.contiguous() for p in params],
+        bn_biases=[p.bn_bias.contiguous() for p in params],
+        running_means=[empty if stage.training else stage.params.running_mean.contiguous() for stage in stages],
+        running_vars=[empty if stage.training else stage.params.running_var.contiguous() for stage in stages],
+        residual=fused,
+        plan=plan.numbers,
+        eps=[stage.eps for stage in stages],
+        add_input=add_input,
+        keep=torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
     )
     _update_running(stages, plan, statistics)
     return y if residual is None or add_input or fused is not None else y + residual
@@ -117,7 +117,8 @@ def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(saved, statistics)
     ctx.set_materialize_grads(False)
     ctx.offer = destinations.current()
-    ctx.settings = [m.numel() == 0 for m in running_means], plan, eps, add_input
+    batch_statistics = [m.numel() == 0 for m in running_means]
+    ctx.settings = dict(batch_statistics=batch_statistics, plan=plan, eps=eps, add_input=add_input)
     if needs[0] or any(needs[n + 1 : 3 * n + 1]):
         if not keep:
             raise RuntimeError("conv_bn_act_chain_fwd: a gradient is wanted, so `keep` must be true")
@@ -136,15 +137,15 @@ def _backward(backward_operator, ctx, grad, grad_saved, grad_statistics):
         wants = [want_x, *(want for pair in zip(want_weights, want_biases, strict=True) for want in pair)]
         with destinations.offered(ctx.offer):
             dx, dweights, dbiases = backward_operator(
-                grad.contiguous(memory_format=torch.channels_last),
-                tensors[3 * n] if len(tensors) > 3 * n else None,
-                saved,
-                statistics,
-                tensors[:n],
-                tensors[n : 2 * n],
-                tensors[2 * n : 3 * n],
-                *ctx.settings,
-                wants,
+                grad=grad.contiguous(memory_format=torch.channels_last),
+                x=tensors[3 * n] if len(tensors) > 3 * n else None,
+                saved=saved,
+                statistics=statistics,
+                conv_weights=tensors[:n],
+                bn_weights=tensors[n : 2 * n],
+                bn_biases=tensors[2 * n : 3 * n],
+                **ctx.settings,
+                wants=wants,
             )
         dx = dx if want_x else None
         dweights = [d if want else None for d, want in zip(dweights, want_weights, strict=True)]

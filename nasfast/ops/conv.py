@@ -175,10 +175,18 @@ def _run_on_torch(x: Tensor, stage: Stage, *, residual: Tensor | None, backend: 
     params = stage.params
     y = _conv2d(x, stage)
     return bn_act(
-        y, params.bn_weight, params.bn_bias,
-        running_mean=params.running_mean, running_var=params.running_var, residual=residual,
-        act=stage.act, training=stage.training, momentum=stage.momentum, eps=stage.eps, backend=backend,
-    )  # fmt: skip
+        y,
+        params.bn_weight,
+        params.bn_bias,
+        running_mean=params.running_mean,
+        running_var=params.running_var,
+        residual=residual,
+        act=stage.act,
+        training=stage.training,
+        momentum=stage.momentum,
+        eps=stage.eps,
+        backend=backend,
+    )
 
 
 def _conv2d(x: Tensor, stage: Stage) -> Tensor:

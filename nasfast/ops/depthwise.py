@@ -77,9 +77,15 @@ def _backward(backward_operator, ctx, grad):
     if grad is not None and (want_x or want_weight):
         weight, *kept = ctx.saved_tensors
         dx, dweight = backward_operator(
-            grad.contiguous(memory_format=torch.channels_last), kept[0] if kept else None,
-            ctx.shape, weight, ctx.stride, ctx.dilation, want_x, want_weight,
-        )  # fmt: skip
+            grad.contiguous(memory_format=torch.channels_last),
+            kept[0] if kept else None,
+            ctx.shape,
+            weight,
+            ctx.stride,
+            ctx.dilation,
+            want_x,
+            want_weight,
+        )
         if torch.is_grad_enabled():  # only under create_graph
             dx, dweight = refuse_second_derivatives("depthwise_conv2d", dx, dweight)
     return dx if want_x else None, dweight if want_weight else None, None, None

@@ -80,8 +80,11 @@ def current() -> Offer | None:
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
     """Whether the tensor is the buffer itself: the same memory, shape, layout and type."""
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
-        buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype,
-    )  # fmt: skip
+        buffer.data_ptr(),
+        buffer.shape,
+        buffer.stride(),
+        buffer.dtype,
+    )
 
 
 # ---- for the launchers: memory for a result, offered or new

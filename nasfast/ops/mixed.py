@@ -82,8 +82,13 @@ def _backward(backward_operator, ctx, grad, grad_statistics):
         gates, statistics, *xs = ctx.saved_tensors
         dxs, dgates = backward_operator(
             grad.contiguous(memory_format=torch.channels_last),
-            xs, gates, statistics, ctx.normalize, ctx.eps, [*want_xs, want_gates],
-        )  # fmt: skip
+            xs,
+            gates,
+            statistics,
+            ctx.normalize,
+            ctx.eps,
+            [*want_xs, want_gates],
+        )
         dxs = [dx if want else None for dx, want in zip(dxs, want_xs, strict=True)]
         dgates = dgates if want_gates else None
         if torch.is_grad_enabled():  # only under create_graph

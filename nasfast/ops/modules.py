@@ -137,9 +137,14 @@ class InvertedResidual(nn.Module):
         if expand > 1:
             self.expand = unit(in_channels, self.hidden_channels, 1, act=act, track_running_stats=track_running_stats)
         self.depthwise = unit(
-            self.hidden_channels, self.hidden_channels, kernel_size,
-            stride=stride, groups=self.hidden_channels, act=act, track_running_stats=track_running_stats,
-        )  # fmt: skip
+            self.hidden_channels,
+            self.hidden_channels,
+            kernel_size,
+            stride=stride,
+            groups=self.hidden_channels,
+            act=act,
+            track_running_stats=track_running_stats,
+        )
         self.project = unit(
             self.hidden_channels, out_channels, 1, act="identity", track_running_stats=track_running_stats
         )

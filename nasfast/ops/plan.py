@@ -182,24 +182,24 @@ def plan_chain(backend: str, x: Tensor, stages: Sequence[Stage], *, shuffle: boo
         shuffle: see `ChainPlan`.
 
     Returns:
-        The plan, or None if the operator cannot run the first stage.
+        The plan, or None if the operator cannot run the first stage. Also None if x has sizes that are no numbers, as
+        in torch.jit.trace and for the dynamic dimensions of torch.export: a plan is for one size.
     """
+    shape = tuple(x.shape)
+    if any([type(length) is not int for length in shape]):
+        return None
     grads = torch.is_grad_enabled()
+    # plain tuples of the fields of StageShape, because this runs at every call
     shapes = tuple(
-        StageShape(
-            stage.params.conv_weight.shape,
-            stage.params.conv_weight.dtype,
-            grads and stage.params.conv_weight.requires_grad,
-            stage.stride,
-            stage.padding,
-            stage.groups,
-            stage.act,
-        )
-        for stage in stages
+        [
+            (weight.shape, weight.dtype, grads and weight.requires_grad, s.stride, s.padding, s.groups, s.act)
+            for s in stages
+            for weight in (s.params.conv_weight,)
+        ]
     )
     # a compiler guards on what the decisions read, and cannot look into a cache
     decide = _decide if torch.compiler.is_compiling() else _decide_once
-    return decide(backend, storage_dtype(x), tuple(x.shape), grads and x.requires_grad, shuffle, shapes)
+    return decide(backend, storage_dtype(x), shape, grads and x.requires_grad, shuffle, shapes)
 
 
 def _decide(
@@ -208,11 +208,13 @@ def _decide(
     shape: tuple[int, ...],
     input_grad: bool,
     shuffle: bool,
-    stages: tuple[StageShape, ...],
+    shapes: tuple[tuple, ...],
 ) -> ChainPlan | None:
+    """`plan_chain` from all that it depends on; shapes are the fields of a StageShape for each stage."""
     if 0 in shape or dtype not in STORAGE_DTYPES[backend]:
         return None
     batch, channels, *size = shape
+    stages = tuple([StageShape(*fields) for fields in shapes])
     count = 0
     for stage in stages:
         if stage.trains or stage.dtype not in STORAGE_DTYPES[backend]:

@@ -161,10 +161,17 @@ def conv_bn_act(
     """
     y = F.conv2d(x, conv_weight, None, stride, padding, 1, groups)
     return bn_act(
-        y, bn_weight, bn_bias,
-        running_mean=running_mean, running_var=running_var, residual=residual,
-        act=act, training=training, momentum=momentum, eps=eps,
-    )  # fmt: skip
+        y,
+        bn_weight,
+        bn_bias,
+        running_mean=running_mean,
+        running_var=running_var,
+        residual=residual,
+        act=act,
+        training=training,
+        momentum=momentum,
+        eps=eps,
+    )
 
 
 def inverted_residual(
@@ -237,11 +244,21 @@ def conv_bn_act_chain(
         params, *settings = stage
         stride, padding, groups, act, training, momentum, eps = settings
         x = conv_bn_act(
-            x, params.conv_weight, params.bn_weight, params.bn_bias,
-            stride=stride, padding=padding, groups=groups, act=act, training=training, momentum=momentum, eps=eps,
-            running_mean=params.running_mean, running_var=params.running_var,
+            x,
+            params.conv_weight,
+            params.bn_weight,
+            params.bn_bias,
+            stride=stride,
+            padding=padding,
+            groups=groups,
+            act=act,
+            training=training,
+            momentum=momentum,
+            eps=eps,
+            running_mean=params.running_mean,
+            running_var=params.running_var,
             residual=residual if i_stage == len(stages) - 1 else None,
-        )  # fmt: skip
+        )
     return x
 
 

@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
 from nasfast.ops import plan as planning
+from nasfast.ops.modules import FusedInvertedResidual
 
 CASES = POINTWISE + DEPTHWISE + CHAINS + PLANS
 EXPANSIONS = [case for case in CHAINS + PLANS if re.match(r"pw\d+\S* dw", case.units) and case.pixels < 10**4]
@@ -388,6 +389,20 @@ def test_second_derivatives_are_refused(native):
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with refused:
         (y.sum() + gradient.square().sum()).backward()
+
+
+def test_traces_and_exports_with_dynamic_sizes_serve_other_sizes(native):
+    """A plan is for one size, so neither may hold one."""
+    block = FusedInvertedResidual(8, 8, kernel_size=3, stride=1, expand=3).eval().requires_grad_(False)
+    small, large = torch.randn(2, 8, 6, 6), torch.randn(5, 8, 6, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(block, small, check_trace=False)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(block, (small,), dynamic_shapes={"x": {0: batch}})
+    for program in (traced, exported.module()):
+        for x in (small, large):
+            torch.testing.assert_close(program(x), block(x))
 
 
 @pytest.mark.slow
