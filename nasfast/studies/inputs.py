@@ -13,7 +13,7 @@ from nasfast.config import ConfigError
 
 
 def check_common(threads: int, seed: int, **counts: int) -> None:
-    """What every study's config asks of its fields.
+    """Check the fields that every study's config has.
 
     Raises:
         ValueError: negative threads or seed, or a count below 1.
@@ -44,13 +44,14 @@ def sample_shape(text: str) -> tuple[int, ...]:
 
 
 def maker(name: str) -> Callable[[], nn.Module]:
-    """What makes the user's module anew for every setting.
+    """The function that makes the user's module anew for every setting.
 
     Args:
         name: `package.module:factory`.
 
     Raises:
-        ConfigError: it cannot be imported; and the maker, if it cannot be made or is no nn.Module.
+        ConfigError: the name cannot be imported. The function raises it where the module cannot be made or is no
+            nn.Module.
     """
     package, _, attribute = name.partition(":")
     if not package or not attribute:

@@ -15,7 +15,7 @@ from nasfast.studies.parts import Claim
 _CLEARLY = 0.8
 # Spreads below this are rounding and BatchNorm's eps; they are not compared.
 _ROUNDING = 1e-4
-# A pattern is one of all candidates where at most every twentieth differs.
+# A pattern counts as one of all candidates where at most every twentieth differs.
 _NEARLY_ALL = 0.95
 # No reading of "~ 1" and "~ 0" reaches further than this.
 _NEAR = 0.1
@@ -61,7 +61,7 @@ def _in_part(names: Sequence[str], of: Sequence[str]) -> str:
 
 
 def claim_convolutions(setting: str, convolutions: Sequence[ConvolutionMoments]) -> Claim:
-    """On single convolutions."""
+    """The claim about single convolutions."""
     claim = "orthogonal convolutions are dynamical isometries: phi = 1 and varphi = 0 (up to g^2)"
     kinds = [c for c in convolutions if c.setting == setting]
     if not kinds:
@@ -92,7 +92,7 @@ def claim_convolutions(setting: str, convolutions: Sequence[ConvolutionMoments])
 
 
 def claim_modules(tanh: str, orthogonal: str, rows: Sequence[Row]) -> Claim:
-    """On candidates as a whole."""
+    """The claim about whole candidates."""
     claim = "candidate modules with orthogonal weights are dynamical isometries"
     values = {}
     for setting in dict.fromkeys((tanh, orthogonal)):
@@ -110,7 +110,7 @@ def claim_modules(tanh: str, orthogonal: str, rows: Sequence[Row]) -> Claim:
 
 
 def claim_gain(own: str, setting: str, rows: Sequence[Row]) -> Claim:
-    """On BatchNorm, which the theory leaves out."""
+    """The claim about BatchNorm, which the theory leaves out."""
     claim = "the theory of layers without BatchNorm carries over to blocks with it: differences grow as the signal does"
     r = relative_gain(own)
     # a branch with a constant output has no gain
@@ -139,7 +139,7 @@ def claim_gain(own: str, setting: str, rows: Sequence[Row]) -> Claim:
 
 
 def claim_closer(orthogonal: str, gaussian: str, rows: Sequence[Row]) -> Claim:
-    """On orthogonal against Gaussian weights."""
+    """The claim that compares orthogonal with Gaussian weights."""
     claim = "orthogonal weights are nearer to isometry than Gaussian ones"
     by_place = {(r.layer, r.name): r.branch.varphi for r in rows if r.setting == gaussian}
     pairs = [(r.branch.varphi, by_place[r.layer, r.name]) for r in rows if r.setting == orthogonal]
@@ -188,7 +188,7 @@ def _sides(pairs: dict[str, tuple[float, float]]) -> tuple[list[str], list[str]]
 
 
 def claim_fair(orthogonal: str, gaussian: str, spreads: Sequence[Spread]) -> Claim:
-    """On the candidates of a layer."""
+    """The claim about the candidates of a layer."""
     claim = "orthogonal candidates of a layer transmit signals equally, Gaussian ones do not"
     measured = (("f_var", False), ("f_iso", False), ("f_iso", True), ("f_phi", True), ("distortion", True))
     pairs = _compared(orthogonal, gaussian, spreads, measured)
@@ -206,7 +206,7 @@ def claim_fair(orthogonal: str, gaussian: str, spreads: Sequence[Spread]) -> Cla
 
 
 def claim_norm(orthogonal: str, gaussian: str, spreads: Sequence[Spread]) -> Claim:
-    """On where equal variances come from."""
+    """The claim about the cause of equal variances."""
     claim = "equal variances of the candidates come from the orthogonal weights"
     pairs = _compared(orthogonal, gaussian, spreads, (("f_var", True), ("f_var", False)))
     if len(pairs) < 2:
@@ -240,7 +240,7 @@ def _growth(std: Sequence[float]) -> tuple[float, float]:
 
 
 def claim_depth(orthogonal: str, gaussian: str, depth: Sequence[PathSpread]) -> Claim:
-    """On differences between paths."""
+    """The claim about differences between paths."""
     claim = "with orthogonal weights the differences between paths do not add up with depth, with Gaussian ones they do"
     # 64 paths give the std of one layer to a tenth
     std = {(d.setting, d.indicator_bn): d.std for d in depth}

@@ -28,7 +28,7 @@ from nasfast.supernet.init import GAINS
 _LOG = logging.getLogger(__name__)
 
 
-# A Jacobian up to this many elements is cheaper formed than probed.
+# Up to this many elements it is cheaper to form a Jacobian than to probe it.
 _MAX_EXACT = 2**16
 # Pass marks of the spec: phi of a convolution, varphi of a convolution, gain of a block with BatchNorm.
 _PHI_MARK, _VARPHI_MARK, _GAIN_MARK = 0.02, 0.05, 0.10
@@ -38,7 +38,7 @@ _SIGMAS = 4
 _MIN_GAUSSIAN_WEIGHTS = 80_000
 # Channels of the linear pair of the spec, and of the blocks with BatchNorm and the size of their map.
 _PAIR_CHANNELS, _BLOCK_CHANNELS, _BLOCK_SIZE = 96, 32, 14
-# One Gaussian pair scatters by more than the mark, and finite width adds a percent.
+# One Gaussian pair scatters by more than the mark allows, and finite width adds a percent.
 _PAIR_DRAWS = 32
 
 
@@ -90,7 +90,7 @@ def _variance(y: Tensor) -> float:
 def measure_supernet(
     net: Supernet, images: Tensor, effort: Effort, *, setting: str, path: Arch | None, task: Task = no_task
 ) -> tuple[list[Row], list[Spread]]:
-    """Every candidate of every layer, and how much those of a layer differ.
+    """Measure every candidate of every layer, and how much the candidates of a layer differ.
 
     Args:
         net: of plain modules (`fused=False`); not changed.
@@ -155,7 +155,7 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def measure_module(module: nn.Module, x: Tensor, effort: Effort, *, setting: str, task: Task = no_task) -> list[Row]:
-    """A module as a whole, and each of its parts at what reaches it.
+    """Measure a module as a whole, and each of its parts at the input that reaches it.
 
     Parts without parameters, parts that are used several times, and parts that do not map one tensor to one are left
     out.

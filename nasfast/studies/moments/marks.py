@@ -188,7 +188,7 @@ def agreement(
 
 
 def data_checks(folder: Path) -> list[Check]:
-    """What must hold in the published arrays alone: theorem 3's ReLU part, and the published fit of figure 5."""
+    """Marks of the published arrays alone: the ReLU part of theorem 3, and the published fit of figure 5."""
     checks = []
     for file in sorted(folder.glob("bn_ff_*.npz")):
         with np.load(file, allow_pickle=False) as arrays:

@@ -47,11 +47,11 @@ from nasfast.studies.run import Done, Task, no_task
 
 NOISE = 3.0
 SYNTHETIC = 2000
-"""Images, where there is no folder."""
+"""Number of synthetic images."""
 BATCH = 64
 """Images of a training step and of a search step, in the quick experiment."""
 NU = 0.6
-"""The fixed limit of the penalised searches, beside the quantile; where the adaptive one starts."""
+"""The fixed limit of the penalised searches; the adaptive limit starts from it."""
 EXACT_IMAGES = 16
 """Images on which the exact trace is computed."""
 Images = tuple[Tensor, Tensor]

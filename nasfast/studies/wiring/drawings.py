@@ -125,7 +125,7 @@ def _node(kind: str) -> Line2D:
 def _cell(ax: Axes, data: Form, p: np.ndarray) -> set[str]:
     """Draw a cell whose edges have probabilities (E, K); returns the operations that it shows."""
     inputs, ops = data["inputs"], data["ops"]
-    # every node stands at its number, the output after the last
+    # a node is drawn at its number, and the output after the last node
     end = inputs + data["nodes"]
     tops = [_arc(ax, node, end, -1, color="#c8c8c8", lw=0.8, zorder=1) for node in data["outputs"]]
     shown = set()
@@ -166,7 +166,7 @@ def _cell(ax: Axes, data: Form, p: np.ndarray) -> set[str]:
 def _arc(ax: Axes, start: float, end: float, side: int, **style: Any) -> float:
     """Draw an arc above (side 1) or below (-1) the line of nodes; returns the height of its top."""
     top = side * (0.6 + end - start)
-    # arcs of one node nest instead of crossing: those that leave on its right, the longer ones more to the left
+    # longer arcs start further left, so that the arcs of one node nest instead of crossing
     port = 0.16 - 0.05 * (end - start)
     start, end = start + port, end - port
     # the middle of a cubic lies at three quarters of its control points' height

@@ -27,7 +27,8 @@ class Step:
         net: the network.
         gates: (cells, edges, ops).
         costs: (cells, edges, ops) gradients of the gates.
-        nodes, gradients: by cell: those of its nodes in order, and its output; gradients are 0 where none arrives.
+        nodes: for every cell, its nodes in order and its output.
+        gradients: of `nodes`; 0 where no gradient arrives.
         logits: (N, classes).
         labels: (N,).
     """
@@ -46,7 +47,7 @@ class Step:
 
     @property
     def scale(self) -> float:
-        """The largest cost of an edge, which residuals are compared with."""
+        """The largest cost of an edge; residuals are relative to it."""
         return float((self.gates * self.costs).sum(-1).abs().max())
 
     def output_cost(self, cell: int) -> Tensor:
@@ -54,14 +55,14 @@ class Step:
         return (self.gradients[cell][-1] * self.nodes[cell][-1]).sum()
 
     def output_gradient(self, cell: int, node: int) -> Tensor:
-        """What a node's gradient gets through the cell's output alone."""
+        """The part of a node's gradient that comes through the cell's output alone."""
         outputs = self.cell.outputs
         if node not in outputs:
             return torch.zeros_like(self.nodes[cell][node])
         return self.gradients[cell][-1].chunk(len(outputs), 1)[outputs.index(node)]
 
     def skip_costs(self, cell: int, source: int | None = None) -> Tensor:
-        """Sum of Z C over identity skips on intermediate edges, of all of them or of those that leave one node."""
+        """Sum of Z C over the identity skips on intermediate edges, or over those of them that leave one node."""
         ops = self.net.space.ops
         if SKIP_CONNECT not in ops:
             return self.costs.new_zeros(())
@@ -71,7 +72,7 @@ class Step:
         return (self.gates * self.costs)[cell, torch.tensor(chosen), ops.index(SKIP_CONNECT)].sum()
 
     def path_total(self, cell: int, node: int) -> float:
-        """<g, X> with g what a node's gradient gets through the edges that leave it, without what skips pass."""
+        """<g, X>, with g the part of a node's gradient that comes through the edges that leave it, skips excepted."""
         gradient = self.gradients[cell][node] - self.output_gradient(cell, node)
         return float((gradient * self.nodes[cell][node]).sum() - self.skip_costs(cell, node))
 
@@ -147,10 +148,10 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
 
 
 def norm_residual(norm: nn.Module, kind: str, x: Tensor, out: Tensor, gradient: Tensor) -> Tensor:
-    """<dL/dx, x> of a norm from the gradient of its output: 0 but for eps.
+    """<dL/dx, x> of a norm, from the gradient of its output; it would be 0 without eps.
 
     Args:
-        norm: with eps, and perhaps a shift.
+        norm: the norm, with eps and perhaps a shift.
         kind: a key of STATISTICS.
         x, out, gradient: (N, C, H, W).
     """
@@ -163,10 +164,10 @@ def path_gradient(operation: Operation, x: Tensor, gradient: Tensor, kind: str) 
     """Gradient that reaches x through an operation, and `norm_residual` of the operation's first norm.
 
     Args:
-        operation: with a norm.
+        operation: an operation with a norm.
         x: its input.
-        gradient: of its output.
-        kind: of its norms.
+        gradient: the gradient of its output.
+        kind: the kind of its norms.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     norm = next(module for module in operation.modules() if isinstance(module, NORMS))

@@ -36,10 +36,10 @@ from nasfast.studies.wiring.steps import (
 )
 
 EXACT = 1e-10
-"""Bound of what holds but for rounding."""
+"""Bound of a statement that holds up to rounding."""
 
 FIRST_ORDER = 5e-3
-"""Bound of what vanishes with eps, at eps = 1e-5 and relative to the largest cost of an edge."""
+"""Bound of a quantity that vanishes with eps: at eps = 1e-5, relative to the largest cost of an edge."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Residual:
 
     Attributes:
         name: the theorem and what is measured.
-        measured: what should be 0; of an inequality, by how much it is violated.
-        bound: largest magnitude of it that passes.
+        measured: the quantity that should be 0; for an inequality, how far it is violated.
+        bound: the largest magnitude that passes.
         note: the numbers behind it.
     """
 
@@ -65,12 +65,13 @@ class Residual:
 
 
 def theorem_1(space: CellSpace, *, batch: int, seed: int, draws: int = 4) -> list[Residual]:
-    """What reaches a node through the intermediate edges that leave it vanishes, but for identity skips.
+    """Without identity skips, what a node gets through the intermediate edges that leave it vanishes.
 
     Args:
-        space: of minimal cells.
-        batch, seed: of images, weights and gates.
-        draws: of random gates of each kind.
+        space: a space of minimal cells.
+        batch: number of images.
+        seed: seed of images, weights and gates.
+        draws: number of random gates of each kind.
     """
     kinds = {"one-hot": one_hot_gates, "mixed": mixed_gates}
     data = make_batch(space, batch, seed)
@@ -186,7 +187,7 @@ def theorem_2(space: CellSpace, *, batch: int, seed: int, draws: int = 2) -> lis
 
 
 def theorem_3(space: CellSpace, *, batch: int, seed: int) -> list[Residual]:
-    """The output of every cell but the last costs nothing but eps, and its edges add up to the skip term."""
+    """Before the last cell, an output costs nothing up to eps, and the edges of a cell add up to the skip term."""
     data = make_batch(space, batch, seed)
     net = make_net(space, seed=seed)
     gates = mixed_gates(space, seed)
@@ -294,7 +295,7 @@ def theorem_5(space: CellSpace, *, batch: int, seed: int) -> list[Residual]:
     """Other norms and other orders: theorem 1 holds; with instance norm and global pooling every cost is 0."""
     data = make_batch(space, batch, seed)
     rows = []
-    # instance norms in the usual order pass no gradient that global pooling made: there theorem 1 would say 0 = 0
+    # in the usual order, instance norms pass no gradient from global pooling, and theorem 1 would say 0 = 0
     variants = [("layer", "relu_conv_norm"), ("instance", "conv_norm_relu")]
     variants += [("batch", "conv_relu_norm"), ("batch", "conv_norm_relu")]
     for norm, order in variants:
@@ -319,12 +320,12 @@ def check_theorems(
     """Theorems 1 to 5 in order, on minimal cells; theorem 2 on simplified, modified and DARTS cells too.
 
     Args:
-        cells: of every network, at least 2.
-        channels: of the nodes of its cells.
-        batch: images.
+        cells: number of cells of every network, at least 2.
+        channels: number of channels of every node.
+        batch: number of images.
         resolution: of the images in pixels.
-        classes: of the classifier.
-        seed: of weights, images, labels and gates.
+        classes: number of classes.
+        seed: seed of weights, images, labels and gates.
 
     Raises:
         ValueError: fewer than two cells, for theorem 3 speaks of those before the last.
