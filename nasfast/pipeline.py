@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from nasfast.cells import CellSpace, space_kind
 from nasfast.config import ConfigError, difference, load_yaml
 from nasfast.data import Loader, make_loader, make_loaders, random_subset
 from nasfast.indicators.scores import Evidence, check_score, get_score, score_table
@@ -41,7 +40,7 @@ from nasfast.search import (
     save_candidates,
 )
 from nasfast.settings import RunConfig, check_same_run, check_search
-from nasfast.spaces import SearchSpace, get_space, load_arch
+from nasfast.spaces import ArchSpace, SearchSpace, get_space, load_arch, read_space, space_kind
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
@@ -93,14 +92,14 @@ def _saved_space(cfg: RunConfig) -> SearchSpace:
         raise ConfigError(f"{error}: `nasfast supernet --resume --out {cfg.out}` writes it again") from error
 
 
-def _space_of_cells(cfg: RunConfig) -> CellSpace | None:
+def _space_without_supernet(cfg: RunConfig) -> ArchSpace | None:
     """The space of a run directory that a search of cells wrote; None for any other run directory."""
     path = cfg.run_dir / SPACE_FILE
     try:
         form = load_yaml(path)
     except ConfigError:
         return None  # `_saved_space` raises and says why the file cannot be read
-    return CellSpace.load(path) if space_kind(form) is CellSpace else None
+    return None if space_kind(form).LAYERWISE else read_space(path)
 
 
 def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
@@ -380,7 +379,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
             "give the images of the run"
         )
     net = None
-    if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
+    if cfg.retrain.init == "inherit" and space.LAYERWISE:
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
         world.send(net.state_dict().values())
@@ -413,12 +412,12 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
 def _chosen(cfg: RunConfig) -> dict[str, Any]:
     """What to retrain, as JSON: the space, and the architectures by name."""
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
-    if (cell_space := _space_of_cells(cfg)) is not None:
+    if (searched := _space_without_supernet(cfg)) is not None:
         paths = sorted(cfg.run_dir.glob("arch_*.json"))
         if not paths:
             raise FileNotFoundError(f"no arch_NAME.json in {cfg.run_dir}: a search of cells writes them at its end")
-        archs = {path.stem.removeprefix("arch_"): load_arch(path, cell_space) for path in paths}
-        return {"space": cell_space.to_dict(), "chosen": archs}
+        archs = {path.stem.removeprefix("arch_"): load_arch(path, searched) for path in paths}
+        return {"space": searched.to_dict(), "chosen": archs}
     space, path = _saved_space(cfg), cfg.run_dir / ARCHS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")

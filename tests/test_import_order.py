@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
         "runtime.files", "spaces", "indicators.accuracies", "indicators.structure", "indicators.table",
     },
     "nasi": {
-        "config", "seeds", "runtime.moved", "spaces", "supernet", "train", "cells", "indicators.table",
+        "config", "seeds", "runtime.files", "runtime.moved", "spaces", "supernet", "train", "cells", "indicators.table",
     },
     "indicators": {
         "config", "spaces", "supernet", "train", "nasi", "indicators.rank", "indicators.structure", "indicators.table",
@@ -75,10 +75,10 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {"config", "data", "runtime", "spaces", "indicators", "retrain", "search", "train"},
     "pipeline": {
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "indicators",
-        "indicators.table", "search", "cells", "retrain", "report", "measure", "settings",
+        "indicators.table", "search", "retrain", "report", "measure", "settings",
     },
     "cli.commands": {
-        "config", "runtime", "spaces", "cells", "indicators", "indicators.accuracies", "indicators.table",
+        "config", "runtime", "spaces", "indicators", "indicators.accuracies", "indicators.table",
         "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline",
     },
     "cli": {"config", "runtime.files", "runtime.termination", "studies.registry", "cli.commands"},

@@ -1,30 +1,31 @@
-"""Search spaces of cells, their networks, and differentiable architecture search on one local cost."""
+"""Networks of cells, the gates that mix their operations, and a differentiable search on them.
+
+The spaces of cells themselves are in `nasfast.spaces.cells`.
+"""
 
 from nasfast.cells.derive import derivations, derive
 from nasfast.cells.network import CellStandalone, CellSupernet
 from nasfast.cells.search import CellSearchConfig, CellSearchResult, search_cells
+from nasfast.spaces import read_space, space_kind
 from nasfast.spaces.cells import (
-    CELL_SPACES,
     CELLS,
     DARTS_OPS,
     NAS_BENCH_201_OPS,
     Cell,
     CellSpace,
     Edge,
+    choice_blocks_space,
     darts_cell,
     darts_space,
     minimal_cell,
     modified_cell,
     nas_bench_201_cell,
     nas_bench_201_space,
-    read_space,
     simplified_cell,
-    space_kind,
 )
 
 __all__ = [
     "CELLS",
-    "CELL_SPACES",
     "DARTS_OPS",
     "NAS_BENCH_201_OPS",
     "Cell",
@@ -34,6 +35,7 @@ __all__ = [
     "CellStandalone",
     "CellSupernet",
     "Edge",
+    "choice_blocks_space",
     "darts_cell",
     "darts_space",
     "derivations",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from nasfast.spaces import Arch
 from nasfast.spaces.cell_costs import NONE
 from nasfast.spaces.cells import CellSpace
 
+Rule = Literal["argmax", "darts"]
 
-def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax", "darts"]) -> Arch:
+
+def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
     """The architecture that logits stand for.
 
     Args:
@@ -28,8 +30,8 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Literal["argmax"
     p = torch.softmax(torch.as_tensor(logits).double(), -1)
     if rule == "argmax":
         return space.check(p.argmax(-1).flatten().tolist())
-    if rule != "darts":
-        raise ValueError(f"derive: unknown rule {rule!r}; valid: argmax, darts")
+    if rule not in get_args(Rule):
+        raise ValueError(f"derive: unknown rule {rule!r}; valid: {', '.join(get_args(Rule))}")
     none = space.ops.index(NONE) if NONE in space.ops else None
     arch = []
     for kind in p:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn, TypeVar
 import jsonargparse
 
 from nasfast import pipeline
-from nasfast.cells import CELL_SPACES, read_space
 from nasfast.config import ConfigBase, ConfigError, load_yaml, local, nearest
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
@@ -30,7 +29,7 @@ from nasfast.pipeline import CONFIG_FILE, RunConfig
 from nasfast.report import write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
 from nasfast.runtime.distributed import World, environment_rank, start
-from nasfast.spaces import Arch, ArchSpace, format_arch, get_space, names_file
+from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 from nasfast.studies import registry
 from nasfast.studies.run import run_study
 
@@ -220,13 +219,6 @@ def _export(parser: _Parser, argv: Sequence[str]) -> None:
         print(file)
 
 
-def _space_of_scores(name: str) -> ArchSpace:
-    """A built-in space of either kind, or the space of a YAML file."""
-    if names_file(name):
-        return read_space(name)
-    return CELL_SPACES[name]() if name in CELL_SPACES else get_space(name)
-
-
 def _rank(parser: _Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--table", required=True, help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
@@ -262,7 +254,7 @@ def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, fl
     except TableError:
         if args.out is not None:
             raise
-        space = _space_of_scores(args.space)
+        space = named_space(args.space)
         return read_scores(path, space), space
     return table, table.space
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nasfast.cells import read_space
+import nasfast.cells.network  # noqa: F401  tells standalone_network the networks of cells
 from nasfast.runtime.files import temporary_beside, write_atomic
-from nasfast.spaces import arch_to_json, format_arch, load_arch
+from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
 from nasfast.supernet import standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 

@@ -20,7 +20,7 @@ from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
-from nasfast.spaces import Arch, ArchSpace, Cost, SearchSpace, format_arch
+from nasfast.spaces import Arch, ArchSpace, Cost, format_arch
 from nasfast.supernet import Supernet, build, inherit
 from nasfast.train import Evaluation, TrainConfig, TrainStage, evaluate, recalibrate_bn
 from nasfast.train.loop import train
@@ -175,7 +175,7 @@ def _inherited(space: ArchSpace, arch: Arch, supernet: Supernet | None) -> nn.Mo
     Raises:
         ValueError: there is no supernet, or the network has cells.
     """
-    if not isinstance(space, SearchSpace):
+    if not space.LAYERWISE:
         raise ValueError(
             "retrain.init='inherit': networks of cells begin with fresh weights; set e.g. retrain.init=orthogonal"
         )

@@ -49,12 +49,12 @@ NAMES = {
             "NasiCompareConfig",
             "NasiQuickConfig",
             "NasiSearchConfig",
-            "choice_blocks_space",
             "nasi_compare_study",
             "nasi_quick_study",
             "nasi_search_study",
         )
-    },
+    }
+    | {"choice_blocks_space": "nasfast.spaces.cells"},
     "nasfast.ops": {name: "nasfast.fusion" for name in ("FuseReport", "FusedChain", "NotFused", "fuse", "unfuse")},
     "nasfast.report": {
         "study_figure": "nasfast.studies.page",

@@ -1,28 +1,16 @@
-"""Search spaces, architectures, closed-form costs and path samplers. Imports neither torch nor the operators."""
+"""Search spaces of layers and of cells, architectures, closed-form costs and path samplers. No torch.
 
-from nasfast.spaces.arch import (
-    SKIP,
-    Arch,
-    ArchError,
-    ArchSpace,
-    arch_from_json,
-    arch_to_json,
-    format_arch,
-    load_arch,
-    parse_arch,
-)
-from nasfast.spaces.builders import (
-    BUILDERS,
-    digits_mini,
-    get_space,
-    mobilenet_v2,
-    names_file,
-    nas_bench_macro,
-    shufflenet_v2,
-)
-from nasfast.spaces.cost import Cost, Operator, block_cost
+`arch_space` says what every space offers, `registry` reads them by name or from a file.
+"""
+
+from nasfast.spaces.arch import SKIP, Arch, ArchError, format_arch, parse_arch
+from nasfast.spaces.arch_space import ArchSpace, arch_from_json, arch_to_json, load_arch
+from nasfast.spaces.blocks import Block, block_cost
+from nasfast.spaces.builders import digits_mini, mobilenet_v2, nas_bench_macro, shufflenet_v2
+from nasfast.spaces.cost import Cost, Operator
+from nasfast.spaces.registry import BUILDERS, from_yaml, get_space, named_space, names_file, read_space, space_kind
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
-from nasfast.spaces.space import Block, FixedLayer, Layer, SearchSpace, Stage, from_yaml
+from nasfast.spaces.space import FixedLayer, Layer, SearchSpace, Stage
 
 __all__ = [
     "BUILDERS",
@@ -52,8 +40,11 @@ __all__ = [
     "load_arch",
     "mean_path",
     "mobilenet_v2",
+    "named_space",
     "names_file",
     "nas_bench_macro",
     "parse_arch",
+    "read_space",
     "shufflenet_v2",
+    "space_kind",
 ]

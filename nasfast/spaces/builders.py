@@ -1,12 +1,11 @@
-"""The spaces of the papers, as data."""
+"""The built-in layer-wise spaces, as data."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from nasfast.config import ConfigError, nearest
-from nasfast.spaces.space import Block, FixedLayer, SearchSpace, Stage, from_yaml
+from nasfast.spaces.blocks import Block
+from nasfast.spaces.space import FixedLayer, SearchSpace, Stage
 
 _MBCONV_CHOICES = tuple(Block("mbconv", kernel=k, expand=e) for k in (3, 5, 7) for e in (3, 6))
 _SHUFFLE_CHOICES = (*(Block("shuffle", kernel=k) for k in (3, 5, 7)), Block("shuffle_xception", kernel=3))
@@ -81,38 +80,3 @@ def digits_mini(*, num_classes: int = 10, resolution: int = 32) -> SearchSpace:
         head=(FixedLayer(Block("conv", kernel=1), 160),),
         activation="relu6",
     )
-
-
-BUILDERS = {
-    "mobilenet_v2": mobilenet_v2,
-    "shufflenet_v2": shufflenet_v2,
-    "nas_bench_macro": nas_bench_macro,
-    "digits_mini": digits_mini,
-}
-
-
-def names_file(name: str) -> bool:
-    """Whether a space is named by the path of its YAML file."""
-    return name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()
-
-
-def get_space(
-    name: str, *, num_classes: int | None = None, resolution: int | None = None, variant: str | None = None
-) -> SearchSpace:
-    """The space of a built-in name or of a YAML file; None keeps the space's own value.
-
-    Raises:
-        ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file.
-    """
-    changes = {k: v for k, v in (("num_classes", num_classes), ("resolution", resolution)) if v is not None}
-    if names_file(name):
-        if variant is not None:
-            raise ConfigError(f"space.variant={variant!r} belongs to mobilenet_v2, not to the file {name}")
-        return from_yaml(name).replace(**changes)
-    if name not in BUILDERS:
-        raise ConfigError(f"unknown space {name!r}: neither a YAML file nor built in; {nearest(name, BUILDERS)}")
-    if variant is not None:
-        if name != "mobilenet_v2":
-            raise ConfigError(f"space.variant={variant!r}: only mobilenet_v2 has variants")
-        changes["variant"] = variant
-    return BUILDERS[name](**changes)

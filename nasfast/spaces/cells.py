@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from nasfast.config import ConfigBase, load_yaml, nearest
-from nasfast.spaces import Arch, ArchError, SearchSpace, parse_arch
+from nasfast.config import ConfigBase, nearest
+from nasfast.spaces.arch import Arch, ArchError, parse_arch
+from nasfast.spaces.arch_space import ArchSpace
 from nasfast.spaces.cell_costs import NONE, OPERATIONS, SKIP_CONNECT, factorized_reduce_cost, operation_cost
 from nasfast.spaces.cost import Cost, Operator, conv_bn_cost, output_size
 
@@ -166,7 +162,7 @@ CELLS = {
 
 
 @dataclass(frozen=True)
-class CellSpace(ConfigBase):
+class CellSpace(ArchSpace):
     """A network of equal cells; its fields are also the keys of its YAML form.
 
     Stem (3 x 3 convolution and norm), cells, global average pooling, classifier. Where a cell has two inputs, both of
@@ -193,6 +189,8 @@ class CellSpace(ConfigBase):
         num_classes: outputs of the classifier.
         in_channels: of the images.
     """
+
+    KEY: ClassVar[str] = "cell"
 
     name: str
     cell: Cell
@@ -261,40 +259,9 @@ class CellSpace(ConfigBase):
         return tuple(tuple(i for i, op in enumerate(self.ops) if op in edge.ops) for edge in self.cell.edges)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Sixteen hex digits that change with anything but the name; files of another space are refused by it."""
-        form = {k: v for k, v in self.to_dict().items() if k != "name"}
-        return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
-
-    def __len__(self) -> int:
-        """Values of an Arch."""
-        return len(self.types) * len(self.cell.edges)
-
-    @property
-    def cardinality(self) -> int:
-        """Number of architectures; different ones may compute the same."""
-        return math.prod(len(options) for options in self.candidates) ** len(self.types)
-
-    def check(self, arch: Iterable[int]) -> Arch:
-        """Return `arch` as a tuple of ints if it belongs to this space.
-
-        Raises:
-            ArchError: wrong length, or an operation that its edge does not have.
-        """
-        arch = tuple(arch)
-        if len(arch) != len(self):
-            raise ArchError(
-                f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}"
-            )
-        for i, value in enumerate(arch):
-            kind, e = divmod(i, len(self.cell.edges))
-            if not isinstance(value, Integral) or value not in self.candidates[e]:
-                allowed = ", ".join(f"{k} ({self.ops[k]})" for k in self.candidates[e])
-                edge = self.cell.edges[e]
-                raise ArchError(
-                    f"space {self.name!r}, {self.types[kind]} cell, edge {edge.name}: {value!r} is not one of {allowed}"
-                )
-        return tuple(map(int, arch))
+    def options(self) -> tuple[tuple[int, ...], ...]:
+        """See `ArchSpace`: the candidates of every edge, for one type of cell after the other."""
+        return self.candidates * len(self.types)
 
     def parse(self, text: str) -> Arch:
         """Architecture of a text: the values as `nasfast.spaces.parse_arch` reads them, or names of operations.
@@ -324,7 +291,7 @@ class CellSpace(ConfigBase):
     def random(self, rng: np.random.Generator) -> Arch:
         """A uniform architecture among those in which operations other than None lead from an input to every output."""
         while True:
-            arch = tuple(int(rng.choice(columns)) for _ in self.types for columns in self.candidates)
+            arch = super().random(rng)
             if all(self._connected(part) for part in self.parts(arch)):
                 return arch
 
@@ -341,13 +308,32 @@ class CellSpace(ConfigBase):
         arch, edges = self.check(arch), len(self.cell.edges)
         return tuple(arch[t * edges : (t + 1) * edges] for t in range(len(self.types)))
 
+    def place(self, index: int) -> str:
+        """See `ArchSpace`."""
+        kind, edge = divmod(index, len(self.cell.edges))
+        return f"{self.types[kind]} cell, edge {self.cell.edges[edge].name}"
+
+    def label(self, index: int, value: int) -> str:
+        """See `ArchSpace`: the name of the operation."""
+        return self.ops[value]
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """See `ArchSpace`, e.g. `"normal (0,2)"`."""
+        return tuple(f"{kind} {edge.name}" for kind in self.types for edge in self.cell.edges)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """See `ArchSpace`: the operations."""
+        return self.ops
+
+    def format(self, arch: Arch) -> str:
+        """The operations in the order of the values."""
+        return " ".join(self.ops[k] for k in arch)
+
     def describe(self, arch: Iterable[int]) -> list[str]:
-        """One short label per value, e.g. `["normal (0,2) sep_conv_3x3", ...]`."""
-        return [
-            f"{kind} {edge.name} {self.ops[k]}"
-            for kind, part in zip(self.types, self.parts(arch), strict=True)
-            for edge, k in zip(self.cell.edges, part, strict=True)
-        ]
+        """One label per value that names the edge too, e.g. `["normal (0,2) sep_conv_3x3", ...]`."""
+        return [f"{row} {self.ops[k]}" for row, k in zip(self.rows, self.check(arch), strict=True)]
 
     def cell_inputs(self, cell: int) -> tuple[tuple[int, int], ...]:
         """(channels, stride of its preprocessing) of every input of a cell, in the order of the input nodes.
@@ -422,15 +408,6 @@ class CellSpace(ConfigBase):
             inputs.append(channels * (reduced if self.cell.intermediate[edge] else size) ** 2)
         return Operator(cost, tuple(inputs), works=op not in (NONE, SKIP_CONNECT) and "pool" not in op)
 
-    def cost(self, arch: Iterable[int]) -> Cost:
-        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift.
-
-        Raises:
-            ArchError: `arch` does not belong to this space.
-        """
-        parts = (options[k].cost for options, k in zip(self.operators, self.check(arch), strict=True))
-        return sum(parts, self.fixed_cost)
-
 
 def darts_space(
     *, cells: int = 8, channels: int = 16, reductions: bool = True, num_classes: int = 10, resolution: int = 32
@@ -471,18 +448,32 @@ def nas_bench_201_space(
     )
 
 
-CELL_SPACES = {"darts": darts_space, "nas_bench_201": nas_bench_201_space}
+def choice_blocks_space(
+    *, cells: int = 9, channels: int = 16, num_classes: int = 10, resolution: int = 32
+) -> CellSpace:
+    """A space like the first of NAS-Bench-1Shot1: nodes sum operations on earlier nodes.
 
-
-def space_kind(form: Mapping[str, Any]) -> type[SearchSpace] | type[CellSpace]:
-    """The class of a space by its written form; one of cells has the key `cell`."""
-    return CellSpace if "cell" in form else SearchSpace
-
-
-def read_space(path: str | Path) -> SearchSpace | CellSpace:
-    """Read a space of either kind from its YAML form.
-
-    Raises:
-        ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
+    In NAS-Bench-1Shot1 an operation belongs to a node and works on the sum of its parents, the output joins its parents
+    without an operation, and pooling separates the stages. Here an operation belongs to the edge from each parent, the
+    last node is the output, and a strided convolution separates the stages.
     """
-    return space_kind(load_yaml(path)).load(path)
+    ops = ("none", "max_pool_3x3", "conv_1x1", "conv_3x3")
+    edges = tuple(Edge(i, j, ops) for j in range(1, 5) for i in range(j))
+    at = tuple(sorted({cells // 3, 2 * cells // 3} - {0}))
+    return CellSpace(
+        name="choice_blocks",
+        cell=Cell(1, 4, edges, (4,)),
+        cells=cells,
+        channels=channels,
+        reductions=at,
+        reduce_by="conv",
+        stem_multiplier=1,
+        preprocess=False,
+        head=True,
+        affine=True,
+        pool_norm=False,
+        order="conv_norm_relu",
+        classifier_bias=True,
+        num_classes=num_classes,
+        resolution=resolution,
+    )

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from nasfast.config import ConfigBase
-from nasfast.spaces.arch import SKIP, Arch, ArchError, parse_arch
-from nasfast.spaces.cost import Cost, Operator, check_kind, cost_of, output_size, shuffle_branches
-
-
-@dataclass(frozen=True)
-class Block(ConfigBase):
-    """One candidate operator.
-
-    Kinds of this package: `mbconv` (MobileNetV2 inverted residual), `shuffle` and `shuffle_xception` (ShuffleNetV2
-    units), `conv` (dense convolution, BN, activation) and `identity` (nothing on a layer of equal shapes, a strided 1x1
-    convolution with BN elsewhere).
-    """
-
-    kind: str = "mbconv"
-    kernel: int = 3
-    expand: int = 1
-
-    def __post_init__(self) -> None:
-        check_kind(self.kind)
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"block {self.kind}: kernel must be odd and positive, got {self.kernel}")
-        if self.expand < 1:
-            raise ValueError(f"block {self.kind}: expand must be at least 1, got {self.expand}")
-
-    @property
-    def label(self) -> str:
-        """Short text for tables and pictures."""
-        return {
-            "mbconv": f"k{self.kernel} e{self.expand}",
-            "shuffle": f"k{self.kernel}",
-            "shuffle_xception": "xception",
-            "conv": f"conv{self.kernel}",
-        }.get(self.kind, self.kind)
+from nasfast.spaces.arch import SKIP
+from nasfast.spaces.arch_space import ArchSpace
+from nasfast.spaces.blocks import Block, cost_of, shuffle_branches
+from nasfast.spaces.cost import Cost, Operator, output_size
 
 
 @dataclass(frozen=True)
@@ -132,7 +98,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class SearchSpace(ConfigBase):
+class SearchSpace(ArchSpace):
     """A whole search space; its fields are also the keys of its YAML form (`save`, `load`).
 
     Attributes:
@@ -144,6 +110,9 @@ class SearchSpace(ConfigBase):
         classifier_bias: whether the final linear layer has a bias.
         in_channels: channels of the input image.
     """
+
+    KEY: ClassVar[str] = "stages"
+    LAYERWISE: ClassVar[bool] = True
 
     name: str
     resolution: int
@@ -217,45 +186,9 @@ class SearchSpace(ConfigBase):
         return self.head[-1].out if self.head else self.stages[-1].out
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Sixteen hex digits that change with anything but the name; files of another space are refused by it."""
-        form = {k: v for k, v in self.to_dict().items() if k != "name"}
-        return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
-
-    def __len__(self) -> int:
-        """Number of searchable layers."""
-        return len(self.layers)
-
-    @property
-    def cardinality(self) -> int:
-        """Number of architectures."""
-        return math.prod(len(layer.options) for layer in self.layers)
-
-    def check(self, arch: Iterable[int]) -> Arch:
-        """Return `arch` as a tuple of ints if it belongs to this space.
-
-        Raises:
-            ArchError: wrong length, or a choice that is illegal or no integer; the text names the layer and its values.
-        """
-        arch = tuple(arch)
-        if len(arch) != len(self):
-            raise ArchError(
-                f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}"
-            )
-        for i, (choice, layer) in enumerate(zip(arch, self.layers, strict=True)):
-            # 0.0 equals 0, and would pass for it; numpy's integers are integers
-            if not isinstance(choice, Integral) or choice not in layer.legal:
-                allowed = ", ".join(map(str, layer.legal))
-                raise ArchError(f"layer {i} of space {self.name!r}: choice {choice!r} is not one of {allowed}")
-        return tuple(map(int, arch))
-
-    def parse(self, text: str) -> Arch:
-        """Architecture of a text form that `nasfast.spaces.parse_arch` reads.
-
-        Raises:
-            ArchError: not such a form, or not an architecture of this space.
-        """
-        return self.check(parse_arch(text))
+    def options(self) -> tuple[tuple[int, ...], ...]:
+        """See `ArchSpace`: the options of every layer."""
+        return tuple(layer.options for layer in self.layers)
 
     @cached_property
     def fixed_cost(self) -> Cost:
@@ -274,18 +207,23 @@ class SearchSpace(ConfigBase):
         """Per layer: legal value -> what it stands for."""
         return tuple({choice: layer.operator(choice) for choice in layer.legal} for layer in self.layers)
 
-    def cost(self, arch: Iterable[int]) -> Cost:
-        """MACs per image and parameters of the standalone network of `arch`.
+    def place(self, index: int) -> str:
+        """See `ArchSpace`."""
+        return f"layer {index}"
 
-        Raises:
-            ArchError: `arch` does not belong to this space.
-        """
-        parts = (layer.cost(choice) for layer, choice in zip(self.layers, self.check(arch), strict=True))
-        return sum(parts, self.fixed_cost)
+    def label(self, index: int, value: int) -> str:
+        """See `ArchSpace`: the block's label, or `skip`."""
+        return self.layers[index].label(value)
 
-    def describe(self, arch: Iterable[int]) -> list[str]:
-        """One short label per layer, e.g. `["k3 e6", "skip", ...]`."""
-        return [layer.label(c) for layer, c in zip(self.layers, self.check(arch), strict=True)]
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """See `ArchSpace`: the indices of the layers."""
+        return tuple(map(str, range(len(self))))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """See `ArchSpace`: as many indices as the layer with the most options has."""
+        return tuple(map(str, range(max(map(len, self.options)))))
 
 
 def _output_of(layers: Sequence[Layer], empty: tuple[int, int] = (0, 0)) -> tuple[int, int]:
@@ -316,12 +254,3 @@ def _resolve(fixed: Sequence[FixedLayer], channels: int, size: int) -> tuple[Lay
         layers.append(Layer(channels, layer.out, layer.stride, size, (layer.block,)))
         channels, size = _output_of(layers)
     return tuple(layers)
-
-
-def from_yaml(path: str | Path) -> SearchSpace:
-    """Read a user's own space; see `SearchSpace` for the keys and README for an example.
-
-    Raises:
-        ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
-    """
-    return SearchSpace.load(path)

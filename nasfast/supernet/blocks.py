@@ -19,7 +19,7 @@ from nasfast.ops.modules import (
     InvertedResidual,
 )
 from nasfast.spaces import Block, Layer
-from nasfast.spaces.cost import shuffle_branches
+from nasfast.spaces.blocks import shuffle_branches
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str
         TypeError: `space` is not a search space.
         ArchError: `arch` does not belong to `space`.
     """
-    raise TypeError(f"expected a search space of layers or cells, got {type(space).__name__}")
+    raise TypeError(
+        f"expected a search space of layers, or one of cells after `import nasfast.cells`, got {type(space).__name__}"
+    )
 
 
 @standalone_network.register

@@ -303,7 +303,7 @@ def test_what_it_cannot_be():
         standalone_network(S1, (0,))
     with pytest.raises(ValueError, match="networks of cells have ReLU, got activation='tanh'"):
         build(S1, (0,) * 5, activation="tanh")
-    with pytest.raises(TypeError, match="expected a search space of layers or cells, got str"):
+    with pytest.raises(TypeError, match="expected a search space of layers, .*got str"):
         standalone_network("s1", (0,) * 5)
 
 

@@ -111,7 +111,7 @@ def test_the_path_may_be_given():
         ({"device": "tpu"}, ValueError, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({"space": "digits"}, ConfigError, "unknown space 'digits'.*did you mean 'digits_mini'"),
         ({"path": "0 1"}, ArchError, "must have 6 values, got 2"),
-        ({"path": "9 0 0 0 0 0"}, ArchError, "layer 0 .*choice 9 is not one of 0, 1, 2, 3, 4, 5"),
+        ({"path": "9 0 0 0 0 0"}, ArchError, "layer 0 .*choice 9 is not one of 0 .k3 e3., 1 .k3 e6., 2"),
         ({"batch": 1, "resolution": 8}, ConfigError, "batch 1 of 8 x 8 images.*raise batch or resolution"),
     ],
 )

@@ -31,7 +31,8 @@ from nasfast.spaces import (
     shufflenet_v2,
 )
 
-SPACES = {name: build() for name, build in BUILDERS.items()} | {"bnnas": mobilenet_v2(variant="bnnas")}
+LAYERWISE = {name: build for name, build in BUILDERS.items() if isinstance(build(), SearchSpace)}
+SPACES = {name: build() for name, build in LAYERWISE.items()} | {"bnnas": mobilenet_v2(variant="bnnas")}
 
 # Published rows of NAS-Bench-Macro: architecture, parameters, MACs (its "flops").
 MACRO_ROWS = [
@@ -65,7 +66,7 @@ def test_nas_bench_macro_rows(arch, params, macs):
 
 def test_spaces_say_their_activation(tmp_path):
     """NAS-Bench-Macro's networks were trained with ReLU, those of MobileNetV2 with ReLU6."""
-    assert {name: build().activation for name, build in BUILDERS.items()} == {
+    assert {name: build().activation for name, build in LAYERWISE.items()} == {
         "mobilenet_v2": "relu6",
         "shufflenet_v2": "relu",
         "nas_bench_macro": "relu",
@@ -232,9 +233,12 @@ def test_arch_forms():
     ("arch", "message"),
     [
         ((0,) * 7, "must have 8 values, got 7"),
-        ((0, 1, 2, 3, 0, 0, 0, 0), "layer 3 of space 'nas_bench_macro': choice 3 is not one of 0, 1, 2"),
+        (
+            (0, 1, 2, 3, 0, 0, 0, 0),
+            "layer 3 of space 'nas_bench_macro': choice 3 is not one of 0 .identity., 1",
+        ),
         ((0, 1, 2, SKIP, 0, 0, 0, 0), "layer 3.*choice -1"),
-        ((0, 1, 2.0, 0, 0, 0, 0, 0), "layer 2 .*: choice 2.0 is not one of 0, 1, 2"),
+        ((0, 1, 2.0, 0, 0, 0, 0, 0), "layer 2 .*: choice 2.0 is not one of 0 .identity., 1"),
         ((0, 1, 2, "1", 0, 0, 0, 0), "layer 3 .*: choice '1' is not"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import write_folder
 
-from nasfast.cells import darts_space, read_space
+from nasfast.cells import choice_blocks_space, darts_space, read_space
 from nasfast.cells.prototypes import prototypes
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
@@ -20,7 +20,6 @@ from nasfast.studies.nasi import (
     NasiCompareConfig,
     NasiQuickConfig,
     NasiSearchConfig,
-    choice_blocks_space,
     nasi_compare_study,
     nasi_quick_study,
     nasi_search_study,

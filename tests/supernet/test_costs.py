@@ -13,7 +13,8 @@ from nasfast.spaces import BUILDERS, SKIP, Cost, mobilenet_v2, parse_arch
 from nasfast.supernet import StandaloneNetwork, Supernet, UnitFactory
 from nasfast.supernet.blocks import build_block
 
-SPACES = {name: build() for name, build in BUILDERS.items()} | {"bnnas": mobilenet_v2(variant="bnnas")}
+LAYERWISE = {name: space for name, build in BUILDERS.items() if (space := build()).LAYERWISE}
+SPACES = LAYERWISE | {"bnnas": mobilenet_v2(variant="bnnas")}
 
 
 def measured(module: nn.Module, *shape: int) -> tuple[Cost, torch.Size]:

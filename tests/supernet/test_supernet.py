@@ -240,7 +240,7 @@ def test_pinned_layers_pass_their_input_on():
     [
         ((0, 0, 0), "must have 4 values, got 3"),
         ((0, 0, 0, 0, 0), "must have 4 values, got 5"),
-        ((SKIP, 0, 0, 0), "layer 0 of space 'tiny': choice -1 is not one of 0, 1, 2"),
+        ((SKIP, 0, 0, 0), "layer 0 of space 'tiny': choice -1 is not one of 0 ."),
         ((0, 3, 0, 0), "layer 1 .* choice 3"),
         ((0, -2, 0, 0), "layer 1 .* choice -2"),
     ],

@@ -3,7 +3,7 @@
 It runs the algorithm of `nasfast.nasi` and reports on it; docs/nasi.md.
 """
 
-from nasfast.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig, choice_blocks_space
+from nasfast.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
 from nasfast.studies.nasi.measure import Searches
 from nasfast.studies.nasi.study import nasi_compare_study, nasi_quick_study, nasi_search_study
 
@@ -12,7 +12,6 @@ __all__ = [
     "NasiQuickConfig",
     "NasiSearchConfig",
     "Searches",
-    "choice_blocks_space",
     "nasi_compare_study",
     "nasi_quick_study",
     "nasi_search_study",

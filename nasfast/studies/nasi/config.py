@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
-from nasfast.cells import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
-from nasfast.config import ConfigBase, ConfigError, nearest
+from nasfast.cells.derive import Rule
+from nasfast.config import ConfigBase, nearest
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES
 from nasfast.nasi.search import Constraint, Gates, NasiConfig
 from nasfast.runtime.device import check_device
-from nasfast.spaces import SearchSpace, get_space
-from nasfast.spaces.builders import names_file
-from nasfast.spaces.cells import read_space
+from nasfast.spaces import named_space
 from nasfast.studies.inputs import check_common
 
 MODES: dict[str, dict[str, str]] = {
@@ -23,38 +20,6 @@ MODES: dict[str, dict[str, str]] = {
     "random images": {"images": "random"},
 }
 """What a search sees of the data -> settings of `NasiConfig`."""
-AnySpace = CellSpace | SearchSpace
-
-
-def choice_blocks_space(
-    *, cells: int = 9, channels: int = 16, num_classes: int = 10, resolution: int = 32
-) -> CellSpace:
-    """A space like the first of NAS-Bench-1Shot1: one input, and every node sums two operations on earlier nodes.
-
-    There an operation belongs to a node and works on the sum of its parents, the output joins parents without an
-    operation, and stages are separated by pooling. Here an operation belongs to the edge from each parent, the last
-    node is the output, and a strided convolution separates stages.
-    """
-    ops = ("none", "max_pool_3x3", "conv_1x1", "conv_3x3")
-    edges = tuple(Edge(i, j, ops) for j in range(1, 5) for i in range(j))
-    at = tuple(sorted({cells // 3, 2 * cells // 3} - {0}))
-    return CellSpace(
-        name="choice_blocks",
-        cell=Cell(1, 4, edges, (4,)),
-        cells=cells,
-        channels=channels,
-        reductions=at,
-        reduce_by="conv",
-        stem_multiplier=1,
-        preprocess=False,
-        head=True,
-        affine=True,
-        pool_norm=False,
-        order="conv_norm_relu",
-        classifier_bias=True,
-        num_classes=num_classes,
-        resolution=resolution,
-    )
 
 
 @dataclass(frozen=True)
@@ -101,41 +66,34 @@ class NasiQuickConfig(ConfigBase):
 
 @dataclass(frozen=True)
 class Preset:
-    """How a space is searched, with the settings of section 4 of the method's description."""
+    """How a space is searched; the settings of the built-in ones are those of section 4 of the method's description."""
 
-    make: Callable[..., AnySpace]
     mu: float = 1.0
     resolution: int | None = None
     batch: int = 16
-    rule: Literal["argmax", "darts"] = "argmax"
+    rule: Rule | None = None
+    cells: int | None = None
 
 
 PRESETS = {
-    "darts": Preset(lambda **kw: darts_space(**{"cells": 5, **kw}), 2.0, 32, 64, "darts"),
-    "nas_bench_201": Preset(nas_bench_201_space, 1.0, 32, 64),
-    "choice_blocks": Preset(choice_blocks_space, 1.0, 32, 64, "darts"),
-    "nas_bench_macro": Preset(partial(get_space, "nas_bench_macro")),
-    "mobilenet_v2": Preset(partial(get_space, "mobilenet_v2"), 2.0, 64),
-    "shufflenet_v2": Preset(partial(get_space, "shufflenet_v2"), 2.0, 64),
-    "digits_mini": Preset(partial(get_space, "digits_mini")),
+    "darts": Preset(2.0, 32, 64, cells=5),
+    "nas_bench_201": Preset(1.0, 32, 64),
+    "choice_blocks": Preset(1.0, 32, 64, "darts"),
+    "mobilenet_v2": Preset(2.0, 64),
+    "shufflenet_v2": Preset(2.0, 64),
 }
+"""Built-in spaces with settings of their own."""
 CELL_PRESETS = ("darts", "nas_bench_201", "choice_blocks")
 
 
 def _preset(name: str) -> Preset:
-    """What `--space` names.
+    """The settings for what `--space` names.
 
     Raises:
         ConfigError: neither built in nor a readable file.
     """
-    if name in PRESETS:
-        return PRESETS[name]
-    if not names_file(name):
-        raise ConfigError(f"unknown space {name!r}: neither a YAML file nor built in; {nearest(name, PRESETS)}")
-    space = read_space(name)
-    # cells with two inputs are DARTS's, whose nodes keep two edges
-    two = isinstance(space, CellSpace) and space.cell.inputs == 2
-    return Preset(space.replace, rule="darts" if two else "argmax")
+    named_space(name)
+    return PRESETS.get(name, Preset())
 
 
 @dataclass(frozen=True)

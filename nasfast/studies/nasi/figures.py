@@ -11,11 +11,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from nasfast.cells import CellSpace
 from nasfast.nasi.search import NasiResult
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.spaces import ArchSpace
 from nasfast.studies import parts
-from nasfast.studies.nasi.config import AnySpace
 from nasfast.studies.nasi.measure import ExactTraces
 from nasfast.studies.page import Drawing, Form
 
@@ -77,16 +76,10 @@ class Logits(parts.Figure):
     values: list[list[float]]
 
     @classmethod
-    def of(cls, title: str, space: AnySpace, result: NasiResult) -> Logits:
+    def of(cls, title: str, space: ArchSpace, result: NasiResult) -> Logits:
         """The figure of a search."""
-        if isinstance(space, CellSpace):
-            rows = [f"{kind} {edge.name}" for kind in space.types for edge in space.cell.edges]
-            columns = list(space.ops)
-        else:
-            rows = [str(i) for i in range(len(space))]
-            columns = [str(k) for k in range(result.delta.shape[-1])]
         values = result.delta.masked_fill(~result.logits.isfinite(), math.nan).flatten(0, 1).tolist()
-        return cls(title, rows, columns, values)
+        return cls(title, list(space.rows), list(space.columns), values)
 
 
 def _numbers(values: Any) -> np.ndarray:

@@ -24,7 +24,7 @@ from nasfast.config import ConfigError
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.table import IndicatorTable
 from nasfast.nasi.cells import CellMixture
-from nasfast.nasi.layers import LayerMixture
+from nasfast.nasi.kinds import TABLE_FILE, chosen_arch, mixture_of
 from nasfast.nasi.score import score, score_architecture, untrained
 from nasfast.nasi.search import (
     Mixture,
@@ -36,13 +36,12 @@ from nasfast.nasi.search import (
     sample,
     solve,
 )
-from nasfast.nasi.table import METHOD, layer_arch, nasi_table
+from nasfast.nasi.table import METHOD
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.seeds import derive_seed
-from nasfast.spaces import Arch, arch_to_json, format_arch
-from nasfast.spaces.cells import read_space
-from nasfast.studies.nasi.config import MODES, PRESETS, AnySpace, NasiQuickConfig, NasiSearchConfig
+from nasfast.spaces import BUILDERS, Arch, ArchSpace, named_space, read_space
+from nasfast.studies.nasi.config import MODES, NasiQuickConfig, NasiSearchConfig
 from nasfast.studies.run import Done, Task, no_task
 
 NOISE = 3.0
@@ -267,11 +266,6 @@ def exact_traces(space: CellSpace, train: Images, cfg: NasiQuickConfig, done: Do
     return ExactTraces(found, averaged, [float(space.cost(arch).params) for arch in archs])
 
 
-def operations_text(space: CellSpace, arch: Arch) -> str:
-    """The names of the operations, in the order of the values."""
-    return " ".join(space.ops[k] for k in arch)
-
-
 class Searches:
     """Searches of the space that a config names.
 
@@ -292,14 +286,14 @@ class Searches:
         self.images = SYNTHETIC if self._source is None else len(self._source)
         if self.images < cfg.batch_size:
             raise ConfigError(f"batch must be at most {self.images}, the number of images, got {cfg.batch_size}")
-        classes = len(self._source.classes) if self._source is not None else 10 if cfg.space in PRESETS else None
+        classes = len(self._source.classes) if self._source is not None else 10 if cfg.space in BUILDERS else None
         sizes = {
             "resolution": cfg.resolution or self.cfg.preset.resolution,
             "num_classes": classes,
-            "cells": cfg.cells,
+            "cells": cfg.cells or cfg.preset.cells,
             "channels": cfg.channels,
         }
-        self.space = self.cfg.preset.make(**{name: value for name, value in sizes.items() if value is not None})
+        self.space = named_space(cfg.space, **{name: value for name, value in sizes.items() if value is not None})
 
     def loader(self, i: int, batch: int) -> Any:
         """Batches of the i-th seed, the same for every search."""
@@ -317,8 +311,7 @@ class Searches:
 
     def mixture(self, search: NasiConfig) -> Mixture:
         """The untrained supernet of a search."""
-        make = CellMixture if isinstance(self.space, CellSpace) else LayerMixture
-        return make(self.space, seed=search.seed).to(self.device)
+        return mixture_of(self.space, seed=search.seed).to(self.device)
 
     def record(self, search: NasiConfig, i: int, name: str, *, batch: int | None = None) -> Record:
         """Sample the architectures of one search."""
@@ -341,16 +334,10 @@ class Searches:
 
     def arch(self, result: NasiResult) -> Arch:
         """The architecture that a result selects."""
-        if isinstance(self.space, CellSpace):
-            return derive(self.space, result.logits, self.cfg.preset.rule)
-        return layer_arch(self.space, result)
-
-    def describe(self, arch: Arch) -> str:
-        """An architecture as text."""
-        return operations_text(self.space, arch) if isinstance(self.space, CellSpace) else format_arch(arch)
+        return chosen_arch(self.space, result, rule=self.cfg.preset.rule)
 
 
-def synthetic(space: AnySpace, *, steps: int, batch: int, seed: int) -> DrawnBatches:
+def synthetic(space: ArchSpace, *, steps: int, batch: int, seed: int) -> DrawnBatches:
     """Batches of noisy prototypes, resized to a space's resolution.
 
     Raises:
@@ -367,7 +354,7 @@ def synthetic(space: AnySpace, *, steps: int, batch: int, seed: int) -> DrawnBat
     return DrawnBatches(x, y % space.num_classes, steps=steps, batch=batch, seed=seed)
 
 
-def claim_folder(out: Path | None, space: AnySpace) -> Path | None:
+def claim_folder(out: Path | None, space: ArchSpace) -> Path | None:
     """The folder that gets the files. It is checked before anything is computed.
 
     Raises:
@@ -376,7 +363,7 @@ def claim_folder(out: Path | None, space: AnySpace) -> Path | None:
     if out is None:
         return None
     folder = out
-    path, table = folder / "space.yaml", folder / "indicators.json"
+    path, table = folder / "space.yaml", folder / TABLE_FILE
     if path.exists() and read_space(path) != space:
         raise FileExistsError(f"{path} is of another space: choose another --out")
     if table.exists() and IndicatorTable.load(table).meta.get("method") != METHOD:
@@ -384,18 +371,6 @@ def claim_folder(out: Path | None, space: AnySpace) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, space.to_yaml().encode())
     return folder
-
-
-def write_found(folder: Path, space: AnySpace, result: NasiResult, arch: Arch, cfg: NasiSearchConfig) -> Path:
-    """What the search found, where `nasfast retrain` and `nasfast search` look for it."""
-    if isinstance(space, CellSpace):
-        path = folder / f"arch_{METHOD}.json"
-        write_atomic(path, (arch_to_json(arch, space) + "\n").encode())
-    else:
-        path = folder / "indicators.json"
-        meta = {"steps": len(result.record.q), "seed": cfg.seed, "images": cfg.images is not None}
-        nasi_table(space, result, meta=meta).save(path)
-    return path
 
 
 def own_scores(

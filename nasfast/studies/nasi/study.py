@@ -18,6 +18,7 @@ from nasfast.cells.prototypes import prototypes
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import RankReport, rank
 from nasfast.indicators.table import IndicatorTable
+from nasfast.nasi.kinds import write_answer
 from nasfast.nasi.search import NasiResult, endless, solve
 from nasfast.nasi.table import nasi_table
 from nasfast.seeds import derive_seed
@@ -39,7 +40,6 @@ from nasfast.studies.nasi.measure import (
     search_kinds,
     search_records,
     tenths,
-    write_found,
 )
 from nasfast.studies.report import StudyReport
 from nasfast.studies.run import Task, run_study
@@ -156,7 +156,8 @@ def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], fo
         shown.append(tables.moved_table(space, chosen))
     if cfg.sensitivity:
         shown.append(tables.sensitivity_table(searches, first, arch))
-    files = () if folder is None else (write_found(folder, space, first, arch, cfg),)
+    meta = {"steps": len(first.record.q), "seed": cfg.seed, "images": cfg.images is not None}
+    files = () if folder is None else (write_answer(space, first, arch, folder, meta=meta),)
     source = "synthetic images" if cfg.images is None else "images of a folder"
     own = cfg.search(0)
     settings = f"batch {cfg.batch_size}, mu {own.mu:g}, {tables.limit_text(own)}, gates {own.gates}"

@@ -14,8 +14,8 @@ from scipy import stats
 from nasfast.cells import CellSpace
 from nasfast.indicators.rank import PredictorReport, RankReport
 from nasfast.nasi.search import Gates, NasiConfig, NasiResult, check_penalty
-from nasfast.spaces import Arch
-from nasfast.studies.nasi.config import MODES, AnySpace, NasiQuickConfig
+from nasfast.spaces import Arch, ArchSpace
+from nasfast.studies.nasi.config import MODES, NasiQuickConfig
 from nasfast.studies.nasi.enumeration import DIRECTIONS, ClosedForm
 from nasfast.studies.nasi.measure import (
     EXACT_IMAGES,
@@ -23,7 +23,6 @@ from nasfast.studies.nasi.measure import (
     RandomCells,
     Searches,
     SearchKind,
-    operations_text,
     pearson,
     spearman,
 )
@@ -67,7 +66,7 @@ def searches_table(space: CellSpace, kinds: Sequence[SearchKind]) -> Table:
             " ".join(f"{a:.3f}" for a in kind.accuracy),
             " ".join(f"{p:.2f}" for p in kind.percentile),
             f"{kind.percentile.mean():.2f}",
-            operations_text(space, kind.archs[0]),
+            space.format(kind.archs[0]),
         )
         for kind in kinds
     )
@@ -124,14 +123,7 @@ def differing(a: Arch, b: Arch) -> int:
     return sum(x != y for x, y in zip(a, b, strict=True))
 
 
-def options_of(space: AnySpace) -> list[int]:
-    """How many candidates every value of an architecture has."""
-    if isinstance(space, CellSpace):
-        return [len(columns) for columns in space.candidates] * len(space.types)
-    return [len(layer.options) for layer in space.layers]
-
-
-def moved_table(space: AnySpace, chosen: Mapping[str, Sequence[Arch]]) -> Table:
+def moved_table(space: ArchSpace, chosen: Mapping[str, Sequence[Arch]]) -> Table:
     """How many values of the selected architectures differ between modes at one seed, and between seeds."""
     rows = []
     for mode, archs in chosen.items():
@@ -140,9 +132,9 @@ def moved_table(space: AnySpace, chosen: Mapping[str, Sequence[Arch]]) -> Table:
     for a, b in combinations(chosen, 2):
         pairs = [differing(x, y) for x, y in zip(chosen[a], chosen[b], strict=True)]
         rows.append((f"{a} and {b}, same seed", f"{np.mean(pairs):.2f}", str(len(pairs))))
-    chance = sum(1 - 1 / k for k in options_of(space))
+    chance = sum(1 - 1 / len(values) for values in space.options)
     rows.append(("two random architectures", f"{chance:.2f}", "-"))
-    return Table(f"of {len(options_of(space))} choices, how many differ", ("", "mean", "pairs"), tuple(rows))
+    return Table(f"of {len(space)} choices, how many differ", ("", "mean", "pairs"), tuple(rows))
 
 
 def found_table(searches: Searches, results: Mapping[tuple[str, int], NasiResult]) -> Table:
@@ -154,7 +146,7 @@ def found_table(searches: Searches, results: Mapping[tuple[str, int], NasiResult
         rows.append(
             (
                 f"{mode}, seed {searches.cfg.seed + i}",
-                searches.describe(arch),
+                searches.space.format(arch),
                 f"{cost.macs:,}",
                 f"{cost.params:,}",
                 f"{float(result.q.median()):.3g}",
@@ -193,7 +185,7 @@ def sensitivity_table(searches: Searches, reference: NasiResult, arch: Arch) -> 
         found = searches.arch(result)
         length = float(result.delta.norm() * reference.delta.norm())
         cosine = float((result.delta * reference.delta).sum()) / length if length else math.nan
-        rows.append((name, str(differing(found, arch)), f"{cosine:.3f}", searches.describe(found), seconds))
+        rows.append((name, str(differing(found, arch)), f"{cosine:.3f}", searches.space.format(found), seconds))
 
     for mu in (0.0, 0.5, 1.0, 2.0):
         row(f"mu {mu:g}", searches.solve(record, base.replace(mu=mu)))

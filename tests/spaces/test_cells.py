@@ -213,8 +213,11 @@ def test_architectures_are_tuples_of_ints():
     ("arch", "message"),
     [
         ((0,) * 4, "space 's1' must have 5 values, got 4"),
-        ((0, 0, 8, 0, 0), r"normal cell, edge \(0,3\): 8 is not one of 0 \(none\), 1 \(skip_connect\)"),
-        ((0, 0, -1, 0, 0), "-1 is not one of"),
+        (
+            (0, 0, 8, 0, 0),
+            r"normal cell, edge \(0,3\) of space 's1': choice 8 is not one of 0 \(none\), 1 \(skip_connect\)",
+        ),
+        ((0, 0, -1, 0, 0), "choice -1 is not one of"),
         ((0, 0, 1.0, 0, 0), "1.0 is not one of"),
     ],
 )
@@ -227,7 +230,9 @@ def test_illegal_architectures(arch, message):
 
 def test_an_edge_refuses_what_it_lacks_and_the_cell_is_named():
     space = darts_space(cells=3).replace(cell=darts_cell().restricted(0, 2, ("none", "skip_connect")))
-    with pytest.raises(ArchError, match=r"reduction cell, edge \(0,2\): 4 is not one of 0 \(none\), 1 \(skip"):
+    with pytest.raises(
+        ArchError, match=r"reduction cell, edge \(0,2\) of space .*: choice 4 is not one of 0 \(none\), 1 \(skip"
+    ):
         space.check((0,) * 14 + (4,) + (0,) * 13)
 
 

@@ -1,0 +1,178 @@
+"""What every search space offers, whether architectures choose blocks of layers or operations of cells. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from nasfast.config import ConfigBase
+from nasfast.spaces.arch import Arch, ArchError, format_arch, parse_arch
+from nasfast.spaces.cost import Cost, Operator
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class ArchSpace(ConfigBase, ABC):
+    """A search space: the set of its architectures, their costs and their written forms.
+
+    The kinds of spaces are frozen dataclasses whose fields are the keys of their YAML form (`save`, `load`).
+    `nasfast.spaces.registry` knows the kinds and the built-in spaces.
+
+    Attributes:
+        KEY: a key of the written form that no other kind has, from which `read_space` knows the kind.
+        LAYERWISE: whether a `nasfast.Supernet` trains the space and a table of scores is searched; otherwise a search
+            of cells finds its architectures.
+        name: shown in files and errors.
+        resolution: height and width of the input in pixels.
+        num_classes: outputs of the classifier.
+        in_channels: channels of the input image.
+    """
+
+    KEY: ClassVar[str]
+    LAYERWISE: ClassVar[bool] = False
+    # fields of every kind; dataclasses take no fields from a class that is none
+    name: str
+    resolution: int
+    num_classes: int
+    in_channels: int
+
+    @property
+    @abstractmethod
+    def options(self) -> tuple[tuple[int, ...], ...]:
+        """Per choice: the values that a search chooses from."""
+
+    @property
+    @abstractmethod
+    def operators(self) -> tuple[dict[int, Operator], ...]:
+        """Per choice: every legal value -> what it stands for."""
+
+    @property
+    @abstractmethod
+    def fixed_cost(self) -> Cost:
+        """Cost of the part that every architecture has."""
+
+    @abstractmethod
+    def place(self, index: int) -> str:
+        """Name of a choice in errors, e.g. `"layer 3"`."""
+
+    @abstractmethod
+    def label(self, index: int, value: int) -> str:
+        """Short name of a legal value of a choice, e.g. `"k3 e6"`."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> tuple[str, ...]:
+        """Names of the choices, which are the rows of every table of this space."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of such a table: one per candidate."""
+
+    def random(self, rng: np.random.Generator) -> Arch:
+        """A random architecture: every choice takes one of its options, all alike likely."""
+        return tuple(int(rng.choice(values)) for values in self.options)
+
+    def __len__(self) -> int:
+        """Number of choices: values of an Arch."""
+        return len(self.options)
+
+    @property
+    def cardinality(self) -> int:
+        """Number of architectures; different ones may compute the same."""
+        return math.prod(len(values) for values in self.options)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change with anything but the name; files of another space are refused by it."""
+        form = {k: v for k, v in self.to_dict().items() if k != "name"}
+        return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
+
+    def check(self, arch: Iterable[int]) -> Arch:
+        """Return `arch` as a tuple of ints if it belongs to this space.
+
+        Raises:
+            ArchError: wrong length, or a value that is illegal or no integer; the text names the choice and its values.
+        """
+        arch = tuple(arch)
+        if len(arch) != len(self):
+            raise ArchError(
+                f"architecture of space {self.name!r} must have {len(self)} values, got {len(arch)}: {arch}"
+            )
+        for i, (value, legal) in enumerate(zip(arch, self.operators, strict=True)):
+            # 0.0 equals 0, and would pass for it; numpy's integers are integers
+            if not isinstance(value, Integral) or value not in legal:
+                allowed = ", ".join(f"{k} ({self.label(i, k)})" for k in legal)
+                raise ArchError(f"{self.place(i)} of space {self.name!r}: choice {value!r} is not one of {allowed}")
+        return tuple(map(int, arch))
+
+    def parse(self, text: str) -> Arch:
+        """Architecture of a text form that `nasfast.spaces.parse_arch` reads.
+
+        Raises:
+            ArchError: not such a form, or not an architecture of this space.
+        """
+        return self.check(parse_arch(text))
+
+    def format(self, arch: Arch) -> str:
+        """One line that names an architecture in a table."""
+        return format_arch(arch)
+
+    def describe(self, arch: Iterable[int]) -> list[str]:
+        """One short label per choice, e.g. `["k3 e6", "skip", ...]`."""
+        return [self.label(i, value) for i, value in enumerate(self.check(arch))]
+
+    def cost(self, arch: Iterable[int]) -> Cost:
+        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift.
+
+        Raises:
+            ArchError: `arch` does not belong to this space.
+        """
+        parts = (values[k].cost for values, k in zip(self.operators, self.check(arch), strict=True))
+        return sum(parts, self.fixed_cost)
+
+
+def arch_to_json(arch: Arch, space: ArchSpace) -> str:
+    """JSON form of an architecture: `{"space": name, "fingerprint": ..., "arch": [...]}`."""
+    return json.dumps(
+        {"space": space.name, "fingerprint": space.fingerprint, "arch": list(space.check(arch))}, indent=1
+    )
+
+
+def arch_from_json(text: str, space: ArchSpace) -> Arch:
+    """Inverse of `arch_to_json`.
+
+    Raises:
+        ArchError: not that JSON form, written for another space, or not an architecture of `space`.
+    """
+    try:
+        form = json.loads(text)
+        arch, fingerprint = parse_arch(form["arch"]), form["fingerprint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArchError(f'not an arch.json: expected {{"space", "fingerprint", "arch"}}, got {text[:80]!r}') from error
+    if fingerprint != space.fingerprint:
+        raise ArchError(
+            f"architecture was written for space {form.get('space')!r} ({fingerprint}), "
+            f"this is {space.name!r} ({space.fingerprint}): load the space it was saved with"
+        )
+    return space.check(arch)
+
+
+def load_arch(path: str | Path, space: ArchSpace) -> Arch:
+    """Read an `arch.json`.
+
+    Raises:
+        ArchError: see `arch_from_json`; the file is named.
+    """
+    try:
+        return arch_from_json(Path(path).read_text(encoding="utf-8"), space)
+    except ValueError as error:  # bytes that are not text raise one too
+        raise ArchError(f"{path}: {error}") from error

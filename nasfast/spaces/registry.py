@@ -1,0 +1,91 @@
+"""The one registry of search spaces: kinds, built-in names, and the one reader of their files. No torch.
+
+A new space is a function in `builders.py` (layers) or `cells.py` (cells) and a line in `BUILDERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nasfast.config import ConfigError, load_yaml, nearest
+from nasfast.spaces.arch_space import ArchSpace
+from nasfast.spaces.builders import digits_mini, mobilenet_v2, nas_bench_macro, shufflenet_v2
+from nasfast.spaces.cells import CellSpace, choice_blocks_space, darts_space, nas_bench_201_space
+from nasfast.spaces.space import SearchSpace
+
+KINDS: tuple[type[ArchSpace], ...] = (SearchSpace, CellSpace)
+
+BUILDERS: dict[str, Callable[..., ArchSpace]] = {
+    "mobilenet_v2": mobilenet_v2,
+    "shufflenet_v2": shufflenet_v2,
+    "nas_bench_macro": nas_bench_macro,
+    "digits_mini": digits_mini,
+    "darts": darts_space,
+    "nas_bench_201": nas_bench_201_space,
+    "choice_blocks": choice_blocks_space,
+}
+"""Built-in name -> builder. Every builder takes `num_classes` and `resolution`, both with defaults."""
+
+
+def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
+    """The class of a space by its written form; a form without any kind's key is read as a `SearchSpace`."""
+    return next((kind for kind in KINDS if kind.KEY in form), SearchSpace)
+
+
+def read_space(path: str | Path) -> ArchSpace:
+    """Read a space of any kind from its YAML or JSON file; README has an example.
+
+    Raises:
+        ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
+    """
+    return space_kind(load_yaml(path)).load(path)
+
+
+# the older name
+from_yaml = read_space
+
+
+def names_file(name: str) -> bool:
+    """Whether a space is named by the path of its YAML file."""
+    return name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()
+
+
+def named_space(name: str, **changes: Any) -> ArchSpace:
+    """The space, of any kind, of a built-in name or of a YAML file.
+
+    Args:
+        name: a key of `BUILDERS`, or a path.
+        changes: arguments of the builder, or fields of the file's space.
+
+    Raises:
+        ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file.
+    """
+    if names_file(name):
+        return read_space(name).replace(**changes)
+    if name not in BUILDERS:
+        raise ConfigError(f"unknown space {name!r}: neither a YAML file nor built in; {nearest(name, BUILDERS)}")
+    return BUILDERS[name](**changes)
+
+
+def get_space(
+    name: str, *, num_classes: int | None = None, resolution: int | None = None, variant: str | None = None
+) -> SearchSpace:
+    """The layer-wise space of a built-in name or of a YAML file; None keeps the space's own value.
+
+    Raises:
+        ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file, a space of cells, or a
+            variant of a space that has none.
+    """
+    given = {"num_classes": num_classes, "resolution": resolution, "variant": variant}
+    if variant is not None and name != "mobilenet_v2":
+        raise ConfigError(f"space.variant={variant!r}: only mobilenet_v2 has variants, not {name}")
+    space = named_space(name, **{key: value for key, value in given.items() if value is not None})
+    if not isinstance(space, SearchSpace):
+        layerwise = [key for key, build in BUILDERS.items() if build().LAYERWISE]
+        raise ConfigError(
+            f"space {name!r} is a space of cells, and this needs a layer-wise one: {', '.join(layerwise)}, or a YAML "
+            "file with `stages`"
+        )
+    return space
