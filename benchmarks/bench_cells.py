@@ -30,8 +30,9 @@ from torch.nn import functional as F
 
 from benchmarks.harness import positive, ratios, saved_bytes, write_json
 from nasfast.cells import DARTS_OPS, CellSpace, CellSupernet, darts_cell, darts_space
-from nasfast.cells.gates import make_estimator
-from nasfast.cells.search import CellSearch, CellSearchConfig, CellSearchEngine, uniform_logits
+from nasfast.cells.gates import make_estimator, uniform_logits
+from nasfast.cells.state import CellSearch, CellSearchConfig
+from nasfast.cells.steps import CellSearchEngine
 from nasfast.measure.timing import measure, measuring
 
 

@@ -12,14 +12,17 @@ Where cells share an architecture, c is the sum over them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-Method = Literal["darts", "snas", "dsnas", "proxyless"]
+from nasfast.config import nearest
+from nasfast.spaces.cells import CellSpace
+
+Method = Literal["darts", "snas", "dsnas", "proxyless", "uniform"]
 Columns = list[list[tuple[int, ...]]]
 """By type of cell and edge: columns of the operations."""
 
@@ -79,6 +82,14 @@ def gumbel(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def candidates_of(logits: Tensor) -> Columns:
     """The columns that an edge has."""
     return [[tuple(torch.nonzero(row > -torch.inf).flatten().tolist()) for row in kind] for kind in logits.cpu()]
+
+
+def uniform_logits(space: CellSpace) -> Tensor:
+    """(types, edges, ops) 0 for every candidate, -inf elsewhere."""
+    logits = torch.full((len(space.types), len(space.cell.edges), len(space.ops)), -torch.inf, dtype=torch.float64)
+    for e, columns in enumerate(space.candidates):
+        logits[:, e, list(columns)] = 0
+    return logits
 
 
 def one_hot(index: Tensor, columns: int) -> tuple[Tensor, Columns]:
@@ -195,20 +206,30 @@ class Proxyless:
         return torch.where(pair, after + (mass[0] - mass[1]), before)
 
 
+_ESTIMATORS: dict[Method, Callable[[float, float, bool], Estimator]] = {
+    "darts": lambda temperature, final, two_path: Darts(temperature),
+    "snas": lambda temperature, final, two_path: Snas(temperature, final),
+    "dsnas": lambda temperature, final, two_path: Dsnas(),
+    "proxyless": lambda temperature, final, two_path: Proxyless(two_path),
+    # it draws like DSNAS, from logits that stay 0, and learns nothing
+    "uniform": lambda temperature, final, two_path: Dsnas(),
+}
+
+
 def make_estimator(
     method: Method, *, temperature: float = 1.0, final_temperature: float = 0.03, two_path: bool = False
 ) -> Estimator:
     """The estimator of a method.
 
+    Args:
+        method: its name.
+        temperature: temperature of DARTS's softmax; where SNAS's begins.
+        final_temperature: where SNAS's ends.
+        two_path: whether ProxylessNAS measures one other operation instead of all.
+
     Raises:
         ValueError: unknown method.
     """
-    if method == "darts":
-        return Darts(temperature)
-    if method == "snas":
-        return Snas(temperature, final_temperature)
-    if method == "dsnas":
-        return Dsnas()
-    if method == "proxyless":
-        return Proxyless(two_path)
-    raise ValueError(f"unknown method {method!r}; valid: darts, snas, dsnas, proxyless")
+    if method not in _ESTIMATORS:
+        raise ValueError(f"unknown method {method!r}; {nearest(method, _ESTIMATORS)}")
+    return _ESTIMATORS[method](temperature, final_temperature, two_path)

@@ -26,7 +26,8 @@ from nasfast.cells.gates import (
     make_estimator,
     softmax_gradient,
 )
-from nasfast.cells.search import CellSearch, CellSearchConfig, CellSearchEngine, draw_gates
+from nasfast.cells.state import CellSearch, CellSearchConfig
+from nasfast.cells.steps import CellSearchEngine, draw_gates
 
 OPS = ("none", "skip_connect", "avg_pool_3x3", "sep_conv_3x3", "dil_conv_3x3")
 # one edge restricted, one fixed
@@ -444,5 +445,5 @@ def test_estimators_by_name():
     assert make_estimator("snas", final_temperature=0.1) == Snas(1.0, 0.1)
     assert make_estimator("dsnas") == Dsnas(5.0)
     assert make_estimator("proxyless", two_path=True) == Proxyless(True)
-    with pytest.raises(ValueError, match="unknown method 'nas'; valid: darts, snas, dsnas, proxyless"):
+    with pytest.raises(ValueError, match="unknown method 'nas'; did you mean 'snas'. valid: darts, dsnas, proxyless"):
         make_estimator("nas")

@@ -13,20 +13,12 @@ from torch.nn import functional as F
 
 from nasfast.cells import CellSpace, darts_space, minimal_cell, simplified_cell
 from nasfast.cells.derive import derive
-from nasfast.cells.gates import one_hot
+from nasfast.cells.gates import one_hot, uniform_logits
 from nasfast.cells.montecarlo import monte_carlo
 from nasfast.cells.network import CellSupernet
-from nasfast.cells.search import (
-    SEARCH,
-    TRAIN,
-    CellSearch,
-    CellSearchConfig,
-    CellSearchEngine,
-    CellSearchResult,
-    draw_gates,
-    search_cells,
-    uniform_logits,
-)
+from nasfast.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult, search_cells
+from nasfast.cells.state import CellSearch
+from nasfast.cells.steps import CellSearchEngine, draw_gates
 from nasfast.train import CheckpointError, TrainConfig
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics

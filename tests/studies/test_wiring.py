@@ -15,7 +15,8 @@ import pytest
 from tiny import write_folder
 
 from nasfast.cells import read_space
-from nasfast.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchEngine, CellSearchResult
+from nasfast.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult
+from nasfast.cells.steps import CellSearchEngine
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.data import DataError

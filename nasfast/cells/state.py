@@ -1,0 +1,238 @@
+"""The settings of a differentiable search, everything that it changes, and what it records."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nasfast.cells.derive import derivations
+from nasfast.cells.gates import Draw, Estimator, Method, make_estimator, uniform_logits
+from nasfast.cells.network import CellSupernet
+from nasfast.cells.probe import GROUPS, QUANTITIES, grouped_costs
+from nasfast.config import ConfigBase
+from nasfast.runtime.files import write_atomic
+from nasfast.seeds import CELL_LOGITS, derive_seed
+from nasfast.spaces import arch_to_json
+from nasfast.spaces.cells import CellSpace
+
+TRAIN, SEARCH = 0, 1
+"""Index of the batch that weights learn from, and of the held-out one, in what is recorded."""
+
+
+@dataclass(frozen=True)
+class CellSearchConfig(ConfigBase):
+    """How an architecture is searched; the defaults are the published settings of section 7 for one level.
+
+    Attributes:
+        method: estimator of the architecture's gradient; `uniform` samples every candidate alike and learns none.
+        bilevel: architecture logits learn from batches of the held-out images, before weights do.
+        second_order: of DARTS, with the weights one step ahead (bi-level only).
+        two_path: of ProxylessNAS: one other operation is measured instead of all.
+        alpha_lr: of Adam; 0 keeps the logits, and held-out batches are only measured.
+        alpha_betas, alpha_weight_decay: of Adam.
+        alpha_mean, alpha_std: of the normal distribution that the logits start from.
+        temperature: of the softmax; where SNAS's begins.
+        final_temperature: where SNAS's ends.
+        redraw: draw operations again while no operation but None enters some output node.
+        records: how often probabilities and costs are recorded: means over as many equal parts of the search.
+        seed: of weights, logits and gates.
+    """
+
+    method: Method = "dsnas"
+    bilevel: bool = False
+    second_order: bool = False
+    two_path: bool = False
+    alpha_lr: float = 3e-4
+    alpha_betas: tuple[float, float] = (0.5, 0.999)
+    alpha_weight_decay: float = 1e-3
+    alpha_mean: float = 0.0
+    alpha_std: float = 1e-3
+    temperature: float = 1.0
+    final_temperature: float = 0.03
+    redraw: bool = False
+    records: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_lr", "alpha_weight_decay", "alpha_std"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("temperature", "final_temperature", "records"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.second_order and not (self.method == "darts" and self.bilevel):
+            raise ValueError("second_order belongs to method='darts' with bilevel=True")
+        if self.two_path and self.method != "proxyless":
+            raise ValueError(f"two_path belongs to method='proxyless', got {self.method!r}")
+        if self.redraw and self.method not in ("uniform", "dsnas", "proxyless"):
+            raise ValueError(f"redraw belongs to methods that sample one operation, got {self.method!r}")
+
+    @property
+    def estimator(self) -> Estimator:
+        """How gates are drawn, and what becomes of the local costs."""
+        return make_estimator(
+            self.method, temperature=self.temperature, final_temperature=self.final_temperature, two_path=self.two_path
+        )
+
+
+@dataclass(frozen=True)
+class CellSearchResult:
+    """What a search recorded. Where there are two sets of images, index 0 is training and 1 held out.
+
+    Attributes:
+        net: the supernet as the search left it.
+        cfg: of the search.
+        steps: (records,) the step that ends each record.
+        logits: (types, edges, ops) at the end, -inf where an edge has no such candidate.
+        probabilities: (records + 1, types, edges, ops), the first before the search.
+        costs: (records, 2, 3, cells, edges, ops) sums of C, of C^2 and how many batches.
+        edge_costs: (records, 2, cells, edges) mean of sum_k Z_k c_k.
+        outputs: (records, 2, groups, quantities) sums over samples, see `nasfast.cells.probe`.
+    """
+
+    net: CellSupernet
+    cfg: CellSearchConfig
+    steps: np.ndarray
+    logits: np.ndarray
+    probabilities: np.ndarray
+    costs: np.ndarray
+    edge_costs: np.ndarray
+    outputs: np.ndarray
+
+    @property
+    def space(self) -> CellSpace:
+        return self.net.space
+
+    def means(self, which: int = TRAIN, group: str = "all", quantity: str = "C") -> np.ndarray:
+        """(records,) mean over samples of C, L or H."""
+        sums = self.outputs[:, which, GROUPS.index(group)]
+        with np.errstate(invalid="ignore"):
+            return sums[:, QUANTITIES.index(quantity)] / sums[:, QUANTITIES.index("count")]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What is saved as .npz."""
+        names = ("steps", "logits", "probabilities", "costs", "edge_costs", "outputs")
+        return {name: getattr(self, name) for name in names}
+
+    def save(self, folder: str | Path) -> None:
+        """Write search.npz (`arrays`), space.yaml and arch_RULE.json of every rule of `derivations`."""
+        folder, arrays = Path(folder), io.BytesIO()
+        np.savez_compressed(arrays, **self.arrays())
+        write_atomic(folder / "search.npz", arrays.getvalue())
+        write_atomic(folder / "space.yaml", self.space.to_yaml().encode())
+        for rule, arch in derivations(self.space, self.logits).items():
+            write_atomic(folder / f"arch_{rule}.json", (arch_to_json(arch, self.space) + "\n").encode())
+
+
+class CellSearch(nn.Module):
+    """Network, logits, their optimiser's state and what is recorded: everything a search changes.
+
+    All but the network's weights are buffers, so that the training loop's checkpoints hold them.
+    """
+
+    def __init__(self, space: CellSpace, cfg: CellSearchConfig, steps: int, *, fused: bool = True) -> None:
+        super().__init__()
+        self.space, self.cfg, self.total = space, cfg, steps
+        self.net = CellSupernet(space, fused=fused, seed=cfg.seed)
+        shape = (len(space.types), len(space.cell.edges), len(space.ops))
+        generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_LOGITS))
+        logits = cfg.alpha_mean + cfg.alpha_std * torch.randn(shape, generator=generator, dtype=torch.float64)
+        if cfg.method == "uniform":
+            logits.zero_()
+        records = min(cfg.records, steps)
+
+        def buffer(name: str, *size: int) -> None:
+            self.register_buffer(name, torch.zeros(size, dtype=torch.float64))
+
+        self.register_buffer("allowed", uniform_logits(space) == 0)
+        self.register_buffer("alpha", logits)
+        self.register_buffer("done", torch.zeros((), dtype=torch.int64))
+        buffer("adam_step")
+        buffer("adam_mean", *shape)
+        buffer("adam_square", *shape)
+        buffer("probabilities", records + 1, *shape)
+        buffer("costs", records, 2, 3, *self.net.gate_shape)
+        buffer("edge_costs", records, 2, *self.net.gate_shape[:2])
+        buffer("outputs", records, 2, len(GROUPS), len(QUANTITIES))
+        self.probabilities[0] = self.logits.softmax(-1)
+        self._of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
+        self._adam: torch.optim.Adam | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """(types, edges, ops), -inf where an edge has no such candidate."""
+        return self.alpha.masked_fill(~self.allowed, -torch.inf)
+
+    def record(self) -> int:
+        """Index of the record that the present step belongs to."""
+        records = len(self.costs)
+        return min(int(self.done) * records // self.total, records - 1)
+
+    def spread(self, gates: Tensor) -> Tensor:
+        """(types, ...) values for every cell, as a leaf that autograd follows."""
+        cells = gates[self._of_type.to(gates.device)]
+        return cells.to(next(self.net.parameters()).dtype).requires_grad_()
+
+    def collect(self, cost: Tensor) -> Tensor:
+        """(cells, edges, ops) costs summed over the cells of a type."""
+        total = cost.new_zeros(len(self.space.types), *cost.shape[1:], dtype=torch.float64)
+        return total.index_add_(0, self._of_type.to(cost.device), cost.double())
+
+    def update(self, gradient: Tensor, draw: Draw) -> None:
+        """One step of Adam on the logits, from their gradient."""
+        if not self.cfg.alpha_lr or self.cfg.method == "uniform":
+            return
+        if self._adam is None:
+            self._adam = torch.optim.Adam(
+                [self.alpha],
+                lr=self.cfg.alpha_lr,
+                betas=self.cfg.alpha_betas,
+                weight_decay=self.cfg.alpha_weight_decay,
+                foreach=False,
+            )
+            # Adam changes these in place, and they are buffers
+            self._adam.state[self.alpha] = {
+                "step": self.adam_step,
+                "exp_avg": self.adam_mean,
+                "exp_avg_sq": self.adam_square,
+            }
+        before = self.logits
+        self.alpha.grad = gradient
+        self._adam.step()
+        self.alpha.copy_(torch.where(self.allowed, self.cfg.estimator.updated(before, self.logits, draw), self.alpha))
+
+    def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch to the present record."""
+        at = self.record()
+        measured = torch.zeros(draw.gates.shape, dtype=torch.bool)
+        for columns in (draw.runs, draw.measures):
+            for t, kind in enumerate(columns):
+                for e, ks in enumerate(kind):
+                    measured[t, e, list(ks)] = True
+        measured = measured.to(cost.device)[self._of_type.to(cost.device)]
+        cost = cost.double()
+        self.costs[at, which] += torch.stack([cost, cost**2, torch.ones_like(cost)]) * measured
+        self.edge_costs[at, which] += (draw.gates[self._of_type.to(cost.device)] * cost).sum(-1)
+        self.outputs[at, which] += grouped_costs(logits, labels).to(cost.device)
+
+    def result(self) -> CellSearchResult:
+        """What was recorded so far."""
+        records = len(self.costs)
+        ends = [math.ceil((i + 1) * self.total / records) for i in range(records)]
+        batches = np.diff([0, *ends])[:, None, None, None]
+        return CellSearchResult(
+            self.net,
+            self.cfg,
+            np.array(ends),
+            self.logits.cpu().numpy(),
+            self.probabilities.cpu().numpy(),
+            self.costs.cpu().numpy(),
+            self.edge_costs.cpu().numpy() / batches,
+            self.outputs.cpu().numpy(),
+        )

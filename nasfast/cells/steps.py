@@ -1,0 +1,179 @@
+"""The steps of a differentiable search: draw gates, measure local costs, update the logits, leave weight gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nasfast.cells.gates import Columns, Draw
+from nasfast.cells.state import SEARCH, TRAIN, CellSearch, CellSearchConfig
+from nasfast.engine import StepResult
+from nasfast.seeds import CELL_GATES, FOR_LOGITS, FOR_WEIGHTS, derive_seed
+from nasfast.spaces.cell_costs import NONE
+from nasfast.spaces.cells import CellSpace
+from nasfast.train.batches import EpochLoader
+
+_MAX_DRAWS = 1000
+
+
+def draw_gates(
+    space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = FOR_LOGITS
+) -> Draw:
+    """The gates of a step, from (seed, step, purpose) alone.
+
+    Raises:
+        RuntimeError: `cfg.redraw`, and hardly any draw lets something into every output node.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
+    for _ in range(_MAX_DRAWS):
+        draw = cfg.estimator.draw(logits, generator, progress)
+        if not cfg.redraw or reaches_outputs(space, draw.runs):
+            return draw
+    raise RuntimeError(
+        f"redraw: in {_MAX_DRAWS} draws some output node had no operation but None; the architecture has collapsed, or "
+        "the cell has no such operation: search without redraw"
+    )
+
+
+def reaches_outputs(space: CellSpace, runs: Columns) -> bool:
+    """Whether every output node has an edge into it that is not None."""
+    none = space.ops.index(NONE) if NONE in space.ops else -1
+    return all(
+        any(k != none for e in space.cell.into(node) for k in kind[e]) for kind in runs for node in space.cell.outputs
+    )
+
+
+class CellSearchEngine:
+    """Executes the steps of a search.
+
+    Args:
+        search: what it changes.
+        optimizer: of the weights.
+        held_out: batches of the second level, or None.
+        progress: called after every step with how many are done.
+    """
+
+    def __init__(
+        self,
+        search: CellSearch,
+        optimizer: torch.optim.SGD,
+        held_out: EpochLoader | None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._search, self._optimizer, self._held_out, self._progress = search, optimizer, held_out, progress
+        self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._next = -1
+
+    def forward_backward(self, x: Tensor, y: Tensor, paths: None = None) -> StepResult:
+        """One step: the logits are updated, and the weights' gradients are left in `grad`."""
+        search, cfg = self._search, self._search.cfg
+        estimator = cfg.estimator
+        for parameter in search.net.parameters():
+            parameter.grad = None
+        if self._held_out is not None:
+            draw = self._draw(FOR_LOGITS)
+            xs, ys = self._held_out_batch(x.device)
+            if cfg.second_order:
+                cost, logits, learnt_from = self._second_order(draw, (x, y), (xs, ys))
+            else:
+                cost, logits, _ = self._costs(draw, xs, ys)
+                learnt_from = cost
+            search.note(SEARCH, draw, cost, logits, ys)
+            search.update(estimator.gradient(draw, search.collect(learnt_from)), draw)
+        draw = self._draw(FOR_WEIGHTS)
+        cost, logits, loss = self._costs(draw, x, y, weights=True)
+        search.note(TRAIN, draw, cost, logits, y)
+        if self._held_out is None:
+            search.update(estimator.gradient(draw, search.collect(cost)), draw)
+        ended = search.record()
+        search.done += 1
+        if int(search.done) == search.total or search.record() != ended:
+            search.probabilities[ended + 1] = search.logits.softmax(-1)
+        if self._progress is not None:
+            self._progress(int(search.done))
+        return StepResult(loss, (logits.argmax(1) == y).sum())
+
+    def _draw(self, purpose: int) -> Draw:
+        search, step = self._search, int(self._search.done)
+        progress = step / search.total
+        return draw_gates(search.space, search.cfg, search.logits, step=step, progress=progress, purpose=purpose)
+
+    def _costs(self, draw: Draw, x: Tensor, y: Tensor, *, weights: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(cells, edges, ops) local costs, logits and loss of a batch; with `weights` their gradients are left too."""
+        net = self._search.net
+        gates = self._search.spread(draw.gates)
+        measured = torch.zeros_like(gates, requires_grad=False)
+        logits = net(x, gates, draw.runs, measures=draw.measures, measured=measured)
+        loss = F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, y)
+        if weights:
+            loss.backward()
+            gradient = gates.grad
+        else:
+            (gradient,) = torch.autograd.grad(loss, gates, allow_unused=True)
+        # None, if every edge has drawn the operation none
+        cost = measured if gradient is None else gradient + measured
+        return cost.detach(), logits.detach(), loss.detach()
+
+    def _held_out_batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        step = int(self._search.done)
+        if step != self._next or self._batches is None:
+            epoch, start = divmod(step, len(self._held_out))
+            self._batches = self._held_out.epoch(epoch, start=start, device=device)
+        self._next = step + 1
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = self._held_out.epoch(step // len(self._held_out), device=device)
+            batch = next(self._batches)
+        return batch
+
+    def _second_order(
+        self, draw: Draw, train_batch: tuple[Tensor, Tensor], search_batch: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Costs and logits of the held-out batch with the weights a step ahead, and what the architecture learns from:
+        the costs less what that step owes to the gates (DARTS, 2.3).
+
+        g = dL_val(w')/dZ - xi (dL_train(w+)/dZ - dL_train(w-)/dZ) / (2 e), w' = w - xi (momentum + decay + gradient),
+        w+- = w +- e v, v = dL_val(w')/dw', e = 0.01 / |v|.
+        """
+        net = self._search.net
+        weights = [p for group in self._optimizer.param_groups for p in group["params"]]
+        decays = [group["weight_decay"] for group in self._optimizer.param_groups for _ in group["params"]]
+        group = self._optimizer.param_groups[0]
+        xi, momentum = group["lr"], group["momentum"]
+
+        def gradients(batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+            gates = self._search.spread(draw.gates)
+            logits = net(batch[0], gates, draw.runs)
+            # zeros for the preprocessing of an input that no edge leaves
+            found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*weights, gates], materialize_grads=True)
+            return list(found[:-1]), found[-1], logits.detach()
+
+        @torch.no_grad()
+        def move(by: list[Tensor], factor: float) -> None:
+            torch._foreach_copy_(weights, kept)
+            torch._foreach_add_(weights, by, alpha=factor)
+
+        kept = [w.detach().clone() for w in weights]
+        try:
+            ahead, _, _ = gradients(train_batch)
+            with torch.no_grad():
+                for i, (w, decay) in enumerate(zip(kept, decays, strict=True)):
+                    ahead[i] = ahead[i] + decay * w
+                    buffer = self._optimizer.state.get(weights[i], {}).get("momentum_buffer")
+                    if buffer is not None:
+                        ahead[i] = ahead[i] + momentum * buffer
+            move(ahead, -xi)
+            v, cost, logits = gradients(search_batch)
+            length = torch.stack([t.norm() for t in v]).norm()
+            e = float(0.01 / length.clamp(min=1e-12))
+            move(v, e)
+            _, plus, _ = gradients(train_batch)
+            move(v, -e)
+            _, minus, _ = gradients(train_batch)
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, kept)
+        return cost, logits, cost - xi * (plus - minus) / (2 * e)
