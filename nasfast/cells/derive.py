@@ -1,4 +1,4 @@
-"""From logits to an architecture."""
+"""How logits become an architecture."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ Rule = Literal["argmax", "darts"]
 
 
 def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
-    """The architecture that logits stand for.
+    """The architecture of given logits.
 
     Args:
-        space: of the cells.
+        space: the space of cells.
         logits: (types, edges, ops), as in `CellSearchResult`.
-        rule: `argmax`: the most probable candidate of every edge, None included (SNAS, DSNAS, ProxylessNAS); `darts`:
-            the most probable but None on the two edges into every node where that is most probable, None on the others.
+        rule: `argmax` (SNAS, DSNAS, ProxylessNAS) takes the most probable candidate of every edge, None included.
+            `darts` takes the most probable candidate other than None; only the two edges into every node on which that
+            candidate is most probable keep it, and the others become None.
 
     Raises:
-        ValueError: unknown rule, or edges that have no None to be dropped to.
+        ValueError: unknown rule, or an edge that must be dropped and has no candidate None.
     """
     p = torch.softmax(torch.as_tensor(logits).double(), -1)
     if rule == "argmax":
@@ -46,13 +47,13 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
                 if none is None or none not in space.candidates[e]:
                     raise ValueError(f"derive: edge {space.cell.edges[e].name} has no candidate none to be dropped to")
                 chosen[e] = none
-        # an edge fixed to none stays so
+        # an edge with a single candidate keeps it, even if that is none
         arch += [columns[0] if len(columns) == 1 else k for columns, k in zip(space.candidates, chosen, strict=True)]
     return space.check(arch)
 
 
 def derivations(space: CellSpace, logits: Tensor | np.ndarray) -> dict[str, Arch]:
-    """Rule -> architecture; without DARTS's rule where it would drop an edge that has no None."""
+    """Rule -> architecture; the rule `darts` is missing where it would have to drop an edge that has no None."""
     none = space.ops.index(NONE) if NONE in space.ops else None
     nodes = range(space.cell.inputs, space.cell.inputs + space.cell.nodes)
     droppable = all(

@@ -1,13 +1,13 @@
-"""The four differentiable estimators: how each draws the gates of a step, and what it makes of the local costs.
+"""The four differentiable estimators: how each draws the gates of a step, and its gradient from the local costs.
 
-All four update the logits a of an edge from c_k = dL/dZ_k = <dL/dX_target, O_k(X_source)> alone (arXiv 2009.01272,
-section 4), and differ only in Z. With p = softmax(a):
+All four update the logits a of an edge from the local costs c_k = dL/dZ_k = <dL/dX_target, O_k(X_source)> alone (arXiv
+2009.01272, section 4). They differ only in the gates Z. With p = softmax(a):
 
     DARTS, SNAS     Z = softmax(a / t), softmax((a + G) / t)    dL/da_m = Z_m (c_m - sum_k Z_k c_k) / t
     DSNAS           Z one-hot, s ~ p; C = c_s                   dL/da_m = (1[m = s] - p_m) C
     ProxylessNAS    Z one-hot, s ~ p                            dL/da_m = p_m (c_m - sum_k p_k c_k)
 
-Where cells share an architecture, c is the sum over them.
+Where cells share an architecture, c is the sum over these cells.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nasfast.spaces.cells import CellSpace
 
 Method = Literal["darts", "snas", "dsnas", "proxyless", "uniform"]
 Columns = list[list[tuple[int, ...]]]
-"""By type of cell and edge: columns of the operations."""
+"""Columns of operations, by type of cell and then by edge."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Draw:
     Attributes:
         gates: (types, edges, ops) factors of the operations' outputs.
         runs: the columns that are computed.
-        measures: the columns whose cost is needed though they do not run.
-        weights: (types, edges, ops) what the gradient is taken with: the relaxed gates, or probabilities.
-        temperature: of the relaxation.
+        measures: the columns whose cost is needed although they do not run.
+        weights: (types, edges, ops) the relaxed gates or the probabilities, which the gradient needs.
+        temperature: temperature of the relaxation.
     """
 
     gates: Tensor
@@ -47,18 +47,18 @@ class Draw:
 
 
 class Estimator(Protocol):
-    """One method. `logits` are (types, edges, ops), -inf where an edge has no such candidate."""
+    """One method. Its `logits` are (types, edges, ops), -inf where an edge has no such candidate."""
 
     def draw(self, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
-        """The gates of a step, at `progress` in [0, 1) of the search."""
+        """The gates of a step; `progress` in [0, 1) is the share of the search that is done."""
         ...
 
     def gradient(self, draw: Draw, cost: Tensor) -> Tensor:
-        """Gradient with respect to the logits from (types, edges, ops) local costs, 0 where nothing was measured."""
+        """Gradient by the logits from local costs (types, edges, ops), which are 0 where nothing was measured."""
         ...
 
     def updated(self, before: Tensor, after: Tensor, draw: Draw) -> Tensor:
-        """The logits to go on with, when an optimiser has made `after` of `before`."""
+        """The logits of the next step, after the optimiser has turned `before` into `after`."""
         ...
 
 
@@ -80,7 +80,7 @@ def gumbel(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def candidates_of(logits: Tensor) -> Columns:
-    """The columns that an edge has."""
+    """The columns of the candidates of every edge."""
     return [[tuple(torch.nonzero(row > -torch.inf).flatten().tolist()) for row in kind] for kind in logits.cpu()]
 
 
@@ -93,7 +93,7 @@ def uniform_logits(space: CellSpace) -> Tensor:
 
 
 def one_hot(index: Tensor, columns: int) -> tuple[Tensor, Columns]:
-    """Gates of one operation per edge, and the columns that run."""
+    """Gates that choose one operation per edge, and the columns that run."""
     gates = torch.nn.functional.one_hot(index, columns).double()
     return gates, [[(k,) for k in row] for row in index.tolist()]
 
@@ -135,7 +135,7 @@ class Snas(Darts):
 
 @dataclass(frozen=True)
 class Dsnas:
-    """One operation per edge runs; the score function times its cost (arXiv 2002.09128).
+    """One operation per edge runs; the gradient is the score function times its cost (arXiv 2002.09128).
 
     Attributes:
         clamp: largest magnitude of an edge's cost.
@@ -160,10 +160,10 @@ class Dsnas:
 
 @dataclass(frozen=True)
 class Proxyless:
-    """One operation per edge runs, the costs of the others are measured beside it (arXiv 1812.00332).
+    """One operation per edge runs, and the costs of the others are measured too (arXiv 1812.00332).
 
     Attributes:
-        two_path: measure but one other operation, drawn too; the two share out the probability they have together.
+        two_path: draw and measure only one other operation; the update moves probability between these two alone.
     """
 
     two_path: bool = False
@@ -183,7 +183,7 @@ class Proxyless:
             others.append([])
             for e, columns in enumerate(kind):
                 row = p[t, e].cpu()
-                # an edge whose probability is all on one operation has no second one to draw
+                # an edge with all its probability on one operation has no second one to draw
                 count = min(2, len(columns), int((row > 0).sum()))
                 pair = torch.multinomial(row, count, generator=generator).tolist()
                 of_pair = row[pair] / row[pair].sum()

@@ -23,14 +23,15 @@ def monte_carlo(
     redraw: bool = False,
     device: str = "cpu",
 ) -> tuple[CostTable, Tensor]:
-    """Local costs of a network that stays as it is, its operations drawn uniformly for every batch (section 4.3).
+    """Local costs of a network that does not learn; every batch draws its operations uniformly (section 4.3).
 
     Args:
-        net: on `device`.
-        loader: of (images, labels); begun again as often as needed.
-        batches: how many.
-        seed: of the draws.
+        net: a network on `device`.
+        loader: gives (images, labels), and is started again as often as needed.
+        batches: how many batches are measured.
+        seed: seed of the draws.
         redraw: see `CellSearchConfig`.
+        device: where to compute.
 
     Returns:
         The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.cells.probe`.
@@ -48,7 +49,7 @@ def monte_carlo(
         draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
         gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
         predicted = net(x, gates, draw.runs)
-        # zeros, if every edge has drawn the operation none
+        # the gradient is zeros if every edge has drawn the operation none
         (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
         table.add(cost, draw.gates[of_type] > 0)
         outputs += grouped_costs(predicted, y)

@@ -1,4 +1,4 @@
-"""A network of cells: as a supernet, in which every edge mixes its candidates by gates, and of one architecture."""
+"""Networks of cells: a supernet, whose edges mix their candidates by gates, and the network of one architecture."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from nasfast.spaces.cells import CellSpace
 from nasfast.supernet import Init, InitScheme, initialize, standalone_network
 
 Runs = Sequence[Sequence[Sequence[int]]]
-"""Which columns of `CellSpace.ops` are computed: by type of cell, then by edge."""
+"""The columns of `CellSpace.ops` that are computed, by type of cell and then by edge."""
 
 
 class CellModule(nn.Module):
     """One cell.
 
     Args:
-        space: whose cell it is.
-        index: which one.
+        space: the space of cells.
+        index: index of the cell in the network.
         options: per edge, the columns of `space.ops` that exist.
-        style: of its operations.
+        style: how its operations are built.
     """
 
     def __init__(self, space: CellSpace, index: int, options: Sequence[Sequence[int]], style: Style) -> None:
@@ -46,12 +46,12 @@ class CellModule(nn.Module):
         self.fused = style.fused
 
     def operation(self, edge: int, column: int) -> Operation | None:
-        """A candidate; None for `none`."""
+        """The module of a candidate; None for the operation `none`."""
         name, modules = self.ops[column], self.edges[edge]
         return modules[name] if name in modules else None
 
     def prepare(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Input nodes from the outputs of earlier cells."""
+        """The values of the input nodes, from the outputs of earlier cells."""
         if not self.preprocess:
             return list(inputs)
         return [module(x) for module, x in zip(self.preprocess, inputs, strict=True)]
@@ -71,8 +71,8 @@ class CellModule(nn.Module):
             inputs: outputs of earlier cells, the older one first.
             gates: (edges, ops) factors of the operations' outputs; None for 1.
             runs: per edge, the columns that are computed.
-            measures: per edge, columns that do not run and whose local cost backward writes to `measured`, one at a
-                time and keeping nothing for it.
+            measures: per edge, columns that do not run. The backward pass computes their local costs, one at a time,
+                and writes them to `measured`.
             measured: (edges, ops).
         """
         states, shared = self.prepare(inputs), {}
@@ -87,17 +87,17 @@ class CellModule(nn.Module):
                         terms.append((e, k, *self._term(operation, states[source], key, shared)))
             total = self._sum(terms, gates) if terms else self._zeros(states, node)
             if gates is not None and not terms:
-                # backward comes by, for the local costs of what could enter, only where a gate has a part in it
+                # the backward pass, which measures local costs, reaches this node only if its value depends on a gate
                 total = total * gates[0, 0].to(total.dtype)
             if measured is not None and total.requires_grad and any(measures[e] for e in self.cell.into(node)):
-                # a copy of the list: one that got `total` too would keep it, and the graph, alive for ever
+                # a copy of the list: if `total` were appended to it, the hook would keep `total` and its graph alive
                 total.register_hook(partial(self._measure, node, list(states), measures, measured))
             states.append(total)
         outputs = [states[i] for i in self.cell.outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), states
 
     def _term(self, operation: Operation, x: Tensor, key: tuple, shared: dict) -> tuple[Tensor, Operation | None]:
-        """An operation's output, and the operation if its `finish` is still to be done."""
+        """An operation's output, and the operation itself if its `finish` is still to be applied."""
         if operation.shared:
             if key not in shared:
                 shared[key] = operation(x)
@@ -123,7 +123,7 @@ class CellModule(nn.Module):
         return _add([z * y for z, y in zip(factors.to(values[0].dtype).unbind(), values, strict=True)])
 
     def _zeros(self, states: list[Tensor], node: int) -> Tensor:
-        """The value of a node that nothing enters."""
+        """The value of a node without any incoming operation."""
         e = self.cell.into(node)[0]
         n, c, h, w = states[self.cell.edges[e].source].shape
         stride = self.strides[e]
@@ -140,13 +140,13 @@ class CellModule(nn.Module):
     def outputs(
         self, node: int, states: Sequence[Tensor], columns: Sequence[Sequence[int]], shared: dict
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Edge, column and output of operations into a node, one at a time.
+        """Compute operations into a node, one at a time, and give edge, column and output of each.
 
         Args:
-            node: their target.
-            states: of the cell's nodes.
-            columns: per edge, of the operations.
-            shared: keeps what operations of one source have in common.
+            node: target of the operations.
+            states: values of the cell's nodes.
+            columns: per edge, the columns of the operations.
+            shared: keeps intermediate results that operations on the same source have in common.
         """
         for e in self.cell.into(node):
             source = self.cell.edges[e].source
@@ -169,7 +169,7 @@ def _ends_in_plain_norm(operation: Operation) -> bool:
 
 
 class _Skeleton(nn.Module):
-    """Stem, cells, head and classifier, which supernet and standalone network have in common."""
+    """Stem, cells, head and classifier: what the supernet and the standalone network have in common."""
 
     def __init__(self, space: CellSpace, options: Runs, style: Style) -> None:
         super().__init__()
@@ -220,16 +220,16 @@ class _Skeleton(nn.Module):
 
 
 class CellSupernet(_Skeleton):
-    """Every candidate of every edge of every cell; gates say how they are mixed.
+    """Every candidate of every edge of every cell; gates mix them.
 
-    Norms use the statistics of the batch in training and evaluation alike and keep no running ones, because those of
-    one mixture say nothing about another.
+    Norms use the statistics of the batch in training and in evaluation. They keep no running statistics, because those
+    of one mixture say nothing about another.
 
     Args:
-        space: what to build.
+        space: the space of cells.
         init: `default` (PyTorch's), or one of the schemes of `nasfast.supernet.initialize`.
-        fused: use the operators of `nasfast.ops`; without second derivatives.
-        seed: of the weights.
+        fused: use the operators of `nasfast.ops`, which have no second derivatives.
+        seed: seed of the weights.
 
     Raises:
         ValueError: unknown init.
@@ -272,12 +272,12 @@ class CellSupernet(_Skeleton):
 
         Args:
             x: images (N, in_channels, resolution, resolution).
-            gates: (cells, edges, ops) factors of the operations' outputs; those of `none` and of what does not run have
-                no influence.
-            runs: which operations are computed; None for all candidates.
-            measures: columns that do not run and whose local costs backward writes to `measured`.
+            gates: (cells, edges, ops) factors of the operations' outputs; gates of `none` and of operations that do not
+                run have no influence.
+            runs: the operations that are computed; None for all candidates.
+            measures: columns that do not run; the backward pass writes their local costs to `measured`.
             measured: (cells, edges, ops).
-            nodes: gets a list per cell: the values of its nodes in order, and its output.
+            nodes: gets a list per cell: the values of its nodes in order, and then its output.
 
         Raises:
             ValueError: gates of another shape.
@@ -291,14 +291,18 @@ class CellSupernet(_Skeleton):
 
 
 class CellStandalone(_Skeleton):
-    """The network of one architecture: norms with scale, shift and running statistics.
+    """The network of one architecture; its norms have scale, shift and running statistics.
 
     Input (N, in_channels, resolution, resolution), output logits (N, num_classes).
+
+    Raises:
+        ArchError: `arch` does not belong to `space`.
+        ValueError: an activation other than ReLU.
     """
 
     def __init__(self, space: CellSpace, arch: Iterable[int], *, activation: str | None = None) -> None:
         if activation not in (None, "relu"):
-            raise ValueError(f"networks of cells have ReLU, got activation={activation!r}; leave it out")
+            raise ValueError(f"networks of cells have ReLU, got activation={activation!r}: leave it out")
         self_arch = space.check(arch)
         options = [[(k,) for k in part] for part in space.parts(self_arch)]
         style = Style(space.order, space.norm, True, space.pool_norm, track_running_stats=True, fused=False)
@@ -306,7 +310,7 @@ class CellStandalone(_Skeleton):
         self.arch, self.activation, self._runs = self_arch, "relu", options
 
     def features(self, x: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> (N, space.features, H', W')."""
+        """The maps before the pooling: (N, in_channels, H, W) -> (N, space.features, H', W')."""
         return self._features(x, None, self._runs)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The operations of an edge, and the pieces a network of cells has besides them.
+"""The modules of the operations on an edge, and of the preprocessing of a cell's inputs.
 
-Definitions and order: DARTS (arXiv 1806.09055) as in the wiring study, section 2.2 of its specification.
+The definitions and the order of their parts are those of DARTS (arXiv 1806.09055).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Style:
         order: of ReLU, convolution and norm.
         norm: kind of norm.
         affine: whether norms have scale and shift.
-        pool_norm: whether pooling ends in a norm.
+        pool_norm: whether a norm follows pooling.
         track_running_stats: whether batch norms keep running statistics, and use them in evaluation.
         fused: use the operators of `nasfast.ops`, which have no second derivatives; otherwise plain PyTorch.
     """
@@ -46,7 +46,7 @@ class Style:
 
 
 class DepthwiseConv2d(nn.Conv2d):
-    """A depthwise convolution that trains: "same" padding, no bias."""
+    """A depthwise convolution with trainable weights, "same" padding and no bias."""
 
     def __init__(self, channels: int, kernel: int, *, stride: int = 1, dilation: int = 1, fused: bool = True) -> None:
         super().__init__(
@@ -61,7 +61,7 @@ class DepthwiseConv2d(nn.Conv2d):
 
 
 class Pool3x3(nn.Module):
-    """3 x 3 maximum or mean, padding 1, which a mean does not count.
+    """3 x 3 pooling with padding 1; a mean does not count the padding.
 
     Args:
         kind: `max` or `avg`.
@@ -80,7 +80,7 @@ class Pool3x3(nn.Module):
 
 
 class FactorizedReduce(nn.Module):
-    """Halves a map and reads all of it: strided 1x1 convolutions of x and of x shifted by a pixel, joined."""
+    """Halves a map without skipping pixels: joins 1x1 convolutions of stride 2 of x and of x shifted by one pixel."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -90,22 +90,22 @@ class FactorizedReduce(nn.Module):
         self.odd = nn.Conv2d(in_channels, out_channels // 2, 1, 2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # padded behind, so that maps of odd size give two halves of equal size
+        # padding at the far sides gives two halves of equal size even if the size of the map is odd
         return torch.cat([self.even(x), self.odd(F.pad(x, (-1, 1, -1, 1)))], 1)
 
 
 class Operation(nn.Module):
     """One candidate of an edge: (N, C, H, W) -> (N, C, H', W').
 
-    Its parts are apart, so that a cell can share the ReLU of one source among operations, and join the last norms of
-    all operations that end in a node into one operator.
+    Its parts are separate, so that the operations on one source can share the ReLU, and one operator can apply the last
+    norms of all operations that end in a node.
 
     Attributes:
         activates: whether it starts with a ReLU, which `body` does not contain.
-        body: up to the last norm.
-        norm: the last norm; None if it has none.
+        body: everything before the last norm.
+        norm: the last norm, or None.
         after: whether a ReLU follows the norm.
-        shared: it has no parameters: equal operations of one source give equal results.
+        shared: whether it has no parameters, so that the same operation on the same source gives the same result.
     """
 
     def __init__(self, body: nn.Module, norm: nn.Module | None, *, activates: bool = False, after: bool = False):
@@ -117,7 +117,7 @@ class Operation(nn.Module):
         return next(self.parameters(), None) is None
 
     def finish(self, x: Tensor) -> Tensor:
-        """What follows `body`."""
+        """Apply what follows `body`."""
         x = x if self.norm is None else self.norm(x)
         return F.relu(x) if self.after else x
 
@@ -126,7 +126,7 @@ class Operation(nn.Module):
 
 
 class BatchNormReLU(nn.Module):
-    """Batch norm without scale and shift, of the batch's statistics, and ReLU as one operator."""
+    """Batch norm by the batch's statistics, without scale and shift, and ReLU as one operator."""
 
     def __init__(self, norm: nn.BatchNorm2d) -> None:
         super().__init__()
@@ -139,12 +139,12 @@ class BatchNormReLU(nn.Module):
 
 
 def is_plain_batch_norm(norm: nn.Module | None) -> bool:
-    """Whether a norm is of the batch's statistics alone."""
+    """Whether a norm is a batch norm that uses the batch's statistics alone: no scale, no shift, nothing running."""
     return isinstance(norm, nn.BatchNorm2d) and not norm.affine and not norm.track_running_stats
 
 
 def _norm_relu(norm: nn.Module, *, fused: bool) -> list[nn.Module]:
-    # with a stand-in for the second, so that state dicts have the same keys
+    # the identity takes the place of the ReLU, so that state dicts have the same keys
     return [BatchNormReLU(norm), nn.Identity()] if fused and is_plain_batch_norm(norm) else [norm, nn.ReLU()]
 
 
@@ -156,7 +156,7 @@ def _convolutions(groups: list[list[nn.Module]], channels: int, style: Style) ->
         if style.order == "conv_relu_norm":
             body.append(nn.ReLU())
         if i < len(groups) - 1:
-            # in both other orders a ReLU comes behind it, of this group or of the next
+            # in both other orders a ReLU follows the norm; it belongs to this group or to the next
             norm = style.make_norm(channels)
             body += [norm] if style.order == "conv_relu_norm" else _norm_relu(norm, fused=style.fused)
     return Operation(
@@ -168,7 +168,13 @@ def _convolutions(groups: list[list[nn.Module]], channels: int, style: Style) ->
 
 
 def make_operation(op: str, channels: int, stride: int, style: Style) -> Operation | None:
-    """The module of an operation; None for `none`, which adds nothing.
+    """The module of an operation, or None for `none`, which adds nothing.
+
+    Args:
+        op: a name of `nasfast.spaces.cell_costs.OPERATIONS`.
+        channels: channels of its input and of its output.
+        stride: 1 or 2.
+        style: how it is built.
 
     Raises:
         ValueError: unknown operation, or a strided skip with an odd number of channels.

@@ -1,4 +1,4 @@
-"""The local-cost probe: what is recorded of a step, and costs by cell, edge and operation with their errors.
+"""Local costs: what is recorded about a step, and means by cell, edge and operation with their standard errors.
 
 C = L - H of the last cell's output is theorem 2 of arXiv 2009.01272; `nasfast.studies.wiring.theorems` checks it.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 GROUPS = ("all", "correct", "wrong")
-"""Samples whose means are kept apart, by whether the network classifies them correctly."""
+"""Groups of samples with means of their own, by whether the network classifies them correctly."""
 
 QUANTITIES = ("C", "L", "H", "count")
 
@@ -37,7 +37,7 @@ def sample_costs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def grouped_costs(logits: Tensor, labels: Tensor) -> Tensor:
-    """(groups, quantities) sums over the samples of C, L and H, and how many samples: see GROUPS and QUANTITIES."""
+    """(groups, quantities) sums of C, L and H over samples, and numbers of samples; see GROUPS and QUANTITIES."""
     logits = logits.detach().double()
     values = torch.stack([*sample_costs(logits, labels), torch.ones_like(logits[:, 0])], 1)
     right = logits.argmax(1) == labels
@@ -46,10 +46,10 @@ def grouped_costs(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass
 class CostTable:
-    """Sums of local costs, (cells, edges, ops) each; an entry counts the batches in which its operation was measured.
+    """Sums of local costs, (cells, edges, ops) each, over the batches in which an operation was measured.
 
     Attributes:
-        total, squares, count: sums of C and of C^2, and how many.
+        total, squares, count: sum of C, sum of C^2, and number of batches.
     """
 
     total: Tensor
@@ -58,15 +58,15 @@ class CostTable:
 
     @classmethod
     def empty(cls, shape: Iterable[int]) -> CostTable:
-        """Nothing measured yet, float64."""
+        """A table without any batch, float64."""
         return cls(*torch.zeros(3, *shape, dtype=torch.float64).unbind())
 
     def add(self, cost: Tensor, measured: Tensor) -> None:
-        """Count one batch.
+        """Add one batch.
 
         Args:
             cost: (cells, edges, ops).
-            measured: bool, which of them were.
+            measured: (cells, edges, ops) bool: which of the costs were measured.
         """
         values = torch.where(measured, cost.detach().double().cpu(), 0.0)
         self.total += values
@@ -75,7 +75,7 @@ class CostTable:
 
     @property
     def mean(self) -> Tensor:
-        """nan where nothing was measured."""
+        """Mean cost; nan where nothing was measured."""
         return self.total / self.count
 
     @property
@@ -85,7 +85,7 @@ class CostTable:
         return torch.where(self.count > 1, (variance.clamp(min=0) / self.count).sqrt(), torch.nan)
 
     def positive(self, columns: Iterable[int]) -> float:
-        """Share of the measured means above 0, over the given columns of operations; nan where there is none."""
+        """Share of the measured means above 0 in the given columns of operations; nan if nothing was measured."""
         mean = self.mean[..., list(columns)]
         mean = mean[torch.isfinite(mean)]
         return float((mean > 0).double().mean()) if len(mean) else float("nan")

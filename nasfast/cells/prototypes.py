@@ -18,15 +18,15 @@ Images = tuple[Tensor, Tensor]
 
 
 def prototypes(noise: float, n_train: int, n_test: int, seed: int = 0) -> tuple[Images, Images]:
-    """Two splits of images: a 12 x 12 window of the prototype of a random class, plus noise.
+    """Two splits of images, each a random 12 x 12 window of the prototype of a random class, plus noise.
 
-    A prototype is a field of N(0, 1), 3 x 5 x 5, resized to 16 x 16. Both splits have the same ones. Every split is
+    A prototype is a 3 x 5 x 5 field of N(0, 1), resized to 16 x 16. Both splits share the prototypes. Each split is
     divided by the standard deviation of its values.
 
     Args:
-        noise: standard deviation of what is added to every pixel.
-        n_train, n_test: images of the two splits.
-        seed: of prototypes, labels, windows and noise.
+        noise: standard deviation of the normal noise on every pixel.
+        n_train, n_test: numbers of images in the two splits.
+        seed: seed of prototypes, labels, windows and noise.
 
     Raises:
         ValueError: negative noise, or an empty split.
@@ -53,14 +53,14 @@ def _split(full: Tensor, noise: float, count: int, seed: int) -> Images:
 
 
 class DrawnBatches:
-    """Batches drawn with replacement from tensors; an `EpochLoader` whose batches depend on (seed, epoch, index) alone.
+    """Batches drawn with replacement from tensors: an `EpochLoader`. A batch depends on seed, epoch and index alone.
 
     Args:
         x: (N, C, H, W) images.
         y: (N,) labels.
-        steps: batches of an epoch.
-        batch: images of a batch.
-        seed: of the draws.
+        steps: number of batches in an epoch.
+        batch: number of images in a batch.
+        seed: seed of the draws.
 
     Raises:
         ValueError: no steps, no images or an empty batch.

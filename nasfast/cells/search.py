@@ -18,7 +18,7 @@ __all__ = ["SEARCH", "TRAIN", "WEIGHTS", "CellSearchConfig", "CellSearchResult",
 WEIGHTS = TrainConfig(
     epochs=150, lr=0.025, lr_end=1e-3, weight_decay=3e-4, label_smoothing=0.0, clip_norm=5.0, checkpoint_every=0
 )
-"""How weights learn in the published settings of section 7."""
+"""How weights learn in the published settings (arXiv 2009.01272, section 7): 150 epochs, SGD from 0.025 to 0.001."""
 
 
 _DSNAS = CellSearchConfig()
@@ -42,22 +42,22 @@ def search_cells(
     """Search an architecture of cells, with the package's training loop, logs and checkpoints.
 
     Args:
-        space: of the cells.
-        loader: of the training images; see `nasfast.train.train`.
+        space: the space of cells.
+        loader: loader of the training images; see `nasfast.train.train`.
         cfg: how the architecture learns.
-        train_cfg: how the weights learn; None for the published settings (section 7): 150 epochs, SGD 0.025 to 0.001.
-        held_out: loader of the held-out images: with `cfg.bilevel` the architecture learns from them; otherwise must be
-            None.
-        run_dir, name: gets checkpoints, metrics.jsonl and tensorboard of the stage `name`, and what
-            `CellSearchResult.save` writes.
+        train_cfg: how the weights learn; None means `WEIGHTS`.
+        held_out: loader of the held-out images. With `cfg.bilevel` the architecture learns from them; without, it must
+            be None.
+        run_dir: gets checkpoints, metrics.jsonl, tensorboard events, and the files of `CellSearchResult.save`.
+        name: name of the stage in checkpoints and metrics.
         resume: continue from the newest good checkpoint.
         device: where to search.
-        settings: what else the result depends on, as JSON: of the data.
+        settings: whatever else the result depends on, such as the data, as JSON; a checkpoint with others is refused.
         fused: use the operators of `nasfast.ops`; otherwise plain PyTorch, for comparison.
         progress: called with the number of steps done, instead of progress on the screen.
 
     Raises:
-        ValueError: `held_out` where there is one level, or none where there are two; label smoothing or bf16.
+        ValueError: `held_out` without `cfg.bilevel`, or the reverse; label smoothing or bf16.
         TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated: see
             `nasfast.train.train`.
     """

@@ -22,26 +22,26 @@ from nasfast.spaces import arch_to_json
 from nasfast.spaces.cells import CellSpace
 
 TRAIN, SEARCH = 0, 1
-"""Index of the batch that weights learn from, and of the held-out one, in what is recorded."""
+"""In a record: the index of the batch that weights learn from, and that of the held-out batch."""
 
 
 @dataclass(frozen=True)
 class CellSearchConfig(ConfigBase):
-    """How an architecture is searched; the defaults are the published settings of section 7 for one level.
+    """The settings of a search; the defaults are the published ones for one level (arXiv 2009.01272, section 7).
 
     Attributes:
-        method: estimator of the architecture's gradient; `uniform` samples every candidate alike and learns none.
-        bilevel: architecture logits learn from batches of the held-out images, before weights do.
-        second_order: of DARTS, with the weights one step ahead (bi-level only).
-        two_path: of ProxylessNAS: one other operation is measured instead of all.
-        alpha_lr: of Adam; 0 keeps the logits, and held-out batches are only measured.
-        alpha_betas, alpha_weight_decay: of Adam.
-        alpha_mean, alpha_std: of the normal distribution that the logits start from.
-        temperature: of the softmax; where SNAS's begins.
-        final_temperature: where SNAS's ends.
-        redraw: draw operations again while no operation but None enters some output node.
-        records: how often probabilities and costs are recorded: means over as many equal parts of the search.
-        seed: of weights, logits and gates.
+        method: how the gradient of the logits is estimated. `uniform` samples all candidates alike and learns nothing.
+        bilevel: the logits learn from batches of held-out images, before the weights learn from training images.
+        second_order: DARTS looks one step of the weights ahead; needs `bilevel`.
+        two_path: ProxylessNAS measures one other operation instead of all.
+        alpha_lr: learning rate of the logits, with Adam; 0 keeps them, and held-out batches are only measured.
+        alpha_betas, alpha_weight_decay: the other settings of Adam.
+        alpha_mean, alpha_std: mean and standard deviation of the normal distribution that the logits start from.
+        temperature: temperature of the softmax; SNAS begins with it.
+        final_temperature: temperature that SNAS ends with.
+        redraw: draw the operations again while only None enters some output node.
+        records: into how many equal parts the search is divided; each part records mean probabilities and costs.
+        seed: seed of weights, logits and gates.
     """
 
     method: Method = "dsnas"
@@ -83,15 +83,15 @@ class CellSearchConfig(ConfigBase):
 
 @dataclass(frozen=True)
 class CellSearchResult:
-    """What a search recorded. Where there are two sets of images, index 0 is training and 1 held out.
+    """The records of a search. A dimension of 2 has the training images at `TRAIN` and the held-out ones at `SEARCH`.
 
     Attributes:
         net: the supernet as the search left it.
-        cfg: of the search.
+        cfg: the settings of the search.
         steps: (records,) the step that ends each record.
         logits: (types, edges, ops) at the end, -inf where an edge has no such candidate.
         probabilities: (records + 1, types, edges, ops), the first before the search.
-        costs: (records, 2, 3, cells, edges, ops) sums of C, of C^2 and how many batches.
+        costs: (records, 2, 3, cells, edges, ops) sums of C and of C^2, and the number of batches.
         edge_costs: (records, 2, cells, edges) mean of sum_k Z_k c_k.
         outputs: (records, 2, groups, quantities) sums over samples, see `nasfast.cells.probe`.
     """
@@ -116,12 +116,12 @@ class CellSearchResult:
             return sums[:, QUANTITIES.index(quantity)] / sums[:, QUANTITIES.index("count")]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What is saved as .npz."""
+        """The arrays that `save` writes as .npz."""
         names = ("steps", "logits", "probabilities", "costs", "edge_costs", "outputs")
         return {name: getattr(self, name) for name in names}
 
     def save(self, folder: str | Path) -> None:
-        """Write search.npz (`arrays`), space.yaml and arch_RULE.json of every rule of `derivations`."""
+        """Write search.npz (`arrays`), space.yaml, and one arch_RULE.json per rule of `derivations`."""
         folder, arrays = Path(folder), io.BytesIO()
         np.savez_compressed(arrays, **self.arrays())
         write_atomic(folder / "search.npz", arrays.getvalue())
@@ -131,9 +131,15 @@ class CellSearchResult:
 
 
 class CellSearch(nn.Module):
-    """Network, logits, their optimiser's state and what is recorded: everything a search changes.
+    """Everything that a search changes: the network, the logits, the state of their optimiser, and the records.
 
-    All but the network's weights are buffers, so that the training loop's checkpoints hold them.
+    All but the network's weights are buffers, so that the checkpoints of the training loop hold them.
+
+    Args:
+        space: the space of cells.
+        cfg: the settings.
+        steps: how many steps the search has.
+        fused: whether the network uses the operators of `nasfast.ops`.
     """
 
     def __init__(self, space: CellSpace, cfg: CellSearchConfig, steps: int, *, fused: bool = True) -> None:
@@ -170,22 +176,22 @@ class CellSearch(nn.Module):
         return self.alpha.masked_fill(~self.allowed, -torch.inf)
 
     def record(self) -> int:
-        """Index of the record that the present step belongs to."""
+        """Index of the record that the current step belongs to."""
         records = len(self.costs)
         return min(int(self.done) * records // self.total, records - 1)
 
     def spread(self, gates: Tensor) -> Tensor:
-        """(types, ...) values for every cell, as a leaf that autograd follows."""
+        """Repeat (types, ...) values for every cell, as a leaf that autograd follows."""
         cells = gates[self._of_type.to(gates.device)]
         return cells.to(next(self.net.parameters()).dtype).requires_grad_()
 
     def collect(self, cost: Tensor) -> Tensor:
-        """(cells, edges, ops) costs summed over the cells of a type."""
+        """Sum (cells, edges, ops) costs over the cells of each type: (types, edges, ops), float64."""
         total = cost.new_zeros(len(self.space.types), *cost.shape[1:], dtype=torch.float64)
         return total.index_add_(0, self._of_type.to(cost.device), cost.double())
 
     def update(self, gradient: Tensor, draw: Draw) -> None:
-        """One step of Adam on the logits, from their gradient."""
+        """Take one step of Adam on the logits, from their gradient."""
         if not self.cfg.alpha_lr or self.cfg.method == "uniform":
             return
         if self._adam is None:
@@ -196,7 +202,7 @@ class CellSearch(nn.Module):
                 weight_decay=self.cfg.alpha_weight_decay,
                 foreach=False,
             )
-            # Adam changes these in place, and they are buffers
+            # Adam changes its state in place; as buffers, the tensors come back from a checkpoint
             self._adam.state[self.alpha] = {
                 "step": self.adam_step,
                 "exp_avg": self.adam_mean,
@@ -208,7 +214,7 @@ class CellSearch(nn.Module):
         self.alpha.copy_(torch.where(self.allowed, self.cfg.estimator.updated(before, self.logits, draw), self.alpha))
 
     def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch to the present record."""
+        """Add a batch to the current record."""
         at = self.record()
         measured = torch.zeros(draw.gates.shape, dtype=torch.bool)
         for columns in (draw.runs, draw.measures):
@@ -222,7 +228,7 @@ class CellSearch(nn.Module):
         self.outputs[at, which] += grouped_costs(logits, labels).to(cost.device)
 
     def result(self) -> CellSearchResult:
-        """What was recorded so far."""
+        """The records so far."""
         records = len(self.costs)
         ends = [math.ceil((i + 1) * self.total / records) for i in range(records)]
         batches = np.diff([0, *ends])[:, None, None, None]

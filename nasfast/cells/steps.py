@@ -22,10 +22,18 @@ _MAX_DRAWS = 1000
 def draw_gates(
     space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = FOR_LOGITS
 ) -> Draw:
-    """The gates of a step, from (seed, step, purpose) alone.
+    """The gates of a step; they depend on the seed, the step and the purpose alone.
+
+    Args:
+        space: the space of cells.
+        cfg: the settings of the search.
+        logits: (types, edges, ops), -inf where an edge has no such candidate.
+        step: index of the step.
+        progress: share of the search that is done, in [0, 1).
+        purpose: `FOR_LOGITS` or `FOR_WEIGHTS` of `nasfast.seeds`.
 
     Raises:
-        RuntimeError: `cfg.redraw`, and hardly any draw lets something into every output node.
+        RuntimeError: with `cfg.redraw`, if in every draw some output node has only None.
     """
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
     for _ in range(_MAX_DRAWS):
@@ -33,8 +41,8 @@ def draw_gates(
         if not cfg.redraw or reaches_outputs(space, draw.runs):
             return draw
     raise RuntimeError(
-        f"redraw: in {_MAX_DRAWS} draws some output node had no operation but None; the architecture has collapsed, or "
-        "the cell has no such operation: search without redraw"
+        f"redraw: in each of {_MAX_DRAWS} draws some output node had no operation but None; the architecture has "
+        "collapsed, or the cell has no such operation: search without redraw"
     )
 
 
@@ -47,13 +55,13 @@ def reaches_outputs(space: CellSpace, runs: Columns) -> bool:
 
 
 class CellSearchEngine:
-    """Executes the steps of a search.
+    """The engine of the training loop that carries out the steps of a search.
 
     Args:
-        search: what it changes.
-        optimizer: of the weights.
-        held_out: batches of the second level, or None.
-        progress: called after every step with how many are done.
+        search: what the steps change.
+        optimizer: optimiser of the weights.
+        held_out: batches that the logits learn from, or None if they learn from the training batches.
+        progress: called after every step with the number of steps done.
     """
 
     def __init__(
@@ -68,7 +76,7 @@ class CellSearchEngine:
         self._next = -1
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: None = None) -> StepResult:
-        """One step: the logits are updated, and the weights' gradients are left in `grad`."""
+        """Update the logits, and leave the gradients of the weights in their `grad`."""
         search, cfg = self._search, self._search.cfg
         estimator = cfg.estimator
         for parameter in search.net.parameters():
@@ -102,7 +110,7 @@ class CellSearchEngine:
         return draw_gates(search.space, search.cfg, search.logits, step=step, progress=progress, purpose=purpose)
 
     def _costs(self, draw: Draw, x: Tensor, y: Tensor, *, weights: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """(cells, edges, ops) local costs, logits and loss of a batch; with `weights` their gradients are left too."""
+        """(cells, edges, ops) local costs, logits and loss of a batch; `weights` also leaves the weights' gradients."""
         net = self._search.net
         gates = self._search.spread(draw.gates)
         measured = torch.zeros_like(gates, requires_grad=False)
@@ -113,7 +121,7 @@ class CellSearchEngine:
             gradient = gates.grad
         else:
             (gradient,) = torch.autograd.grad(loss, gates, allow_unused=True)
-        # None, if every edge has drawn the operation none
+        # the gradient is None if every edge has drawn the operation none
         cost = measured if gradient is None else gradient + measured
         return cost.detach(), logits.detach(), loss.detach()
 
@@ -132,8 +140,9 @@ class CellSearchEngine:
     def _second_order(
         self, draw: Draw, train_batch: tuple[Tensor, Tensor], search_batch: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Costs and logits of the held-out batch with the weights a step ahead, and what the architecture learns from:
-        the costs less what that step owes to the gates (DARTS, 2.3).
+        """Costs and logits of the held-out batch with the weights one step ahead, and the gradient of the gates.
+
+        The gradient is the costs minus the part of that step that the gates caused (DARTS, section 2.3):
 
         g = dL_val(w')/dZ - xi (dL_train(w+)/dZ - dL_train(w-)/dZ) / (2 e), w' = w - xi (momentum + decay + gradient),
         w+- = w +- e v, v = dL_val(w')/dw', e = 0.01 / |v|.
@@ -147,7 +156,7 @@ class CellSearchEngine:
         def gradients(batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
             gates = self._search.spread(draw.gates)
             logits = net(batch[0], gates, draw.runs)
-            # zeros for the preprocessing of an input that no edge leaves
+            # the preprocessing of an input that no edge leaves has no gradient, and gets zeros
             found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*weights, gates], materialize_grads=True)
             return list(found[:-1]), found[-1], logits.detach()
 

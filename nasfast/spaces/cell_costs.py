@@ -21,7 +21,7 @@ OPERATIONS = (
 """Every operation; the first eight are DARTS's, in the order of the figures."""
 
 KERNELS = {name: int(name[-1]) for name in OPERATIONS[2:]}
-"""Kernel size of those that have one."""
+"""Kernel sizes of the operations that have one."""
 
 
 def factorized_reduce_cost(in_channels: int, out_channels: int, size_out: int) -> Cost:

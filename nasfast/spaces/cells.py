@@ -1,4 +1,4 @@
-"""Cell search spaces as data: a DAG whose edges have candidates, and the network it is repeated in. No torch."""
+"""Search spaces of cells, as data: a cell is a DAG whose edges have candidates, and a network repeats it. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 DARTS_OPS = OPERATIONS[:8]
-"""The candidates of DARTS in the order of every figure of the wiring study."""
+"""The candidates of DARTS, in the order of all figures of the wiring study."""
 
 NAS_BENCH_201_OPS = ("none", "skip_connect", "conv_1x1", "conv_3x3", "avg_pool_3x3")
 
@@ -30,8 +30,8 @@ class Edge(ConfigBase):
     """One searchable edge.
 
     Attributes:
-        source, target: nodes, source < target.
-        ops: candidates; one fixes the edge to it.
+        source, target: its nodes, source < target.
+        ops: its candidates; a single one is fixed.
     """
 
     source: int
@@ -54,13 +54,13 @@ class Edge(ConfigBase):
 
 @dataclass(frozen=True)
 class Cell(ConfigBase):
-    """A DAG: input nodes, then intermediate nodes, each the sum of its edges; the output joins the channels of some.
+    """A DAG of input nodes and then intermediate nodes, each of which is the sum of the edges into it.
 
     Attributes:
-        inputs: input nodes: 1 (the previous cell's output) or 2 (that of the one before it first).
-        nodes: intermediate nodes.
-        edges: searchable edges; brought into order, by target and then by source.
-        outputs: nodes whose channels are the cell's output.
+        inputs: number of input nodes: 1 (the output of the previous cell), or 2 (first the output of the cell before).
+        nodes: number of intermediate nodes.
+        edges: the searchable edges, which are sorted by target and then by source.
+        outputs: the nodes whose channels are joined into the cell's output.
     """
 
     inputs: int
@@ -90,15 +90,15 @@ class Cell(ConfigBase):
 
     @property
     def intermediate(self) -> tuple[bool, ...]:
-        """Of every edge, in order."""
+        """Whether each edge is intermediate, in order."""
         return tuple(map(self.is_intermediate, self.edges))
 
     def into(self, node: int) -> tuple[int, ...]:
-        """Indices of the edges that enter a node."""
+        """Indices of the edges into a node."""
         return tuple(i for i, edge in enumerate(self.edges) if edge.target == node)
 
     def restricted(self, source: int, target: int, ops: Iterable[str]) -> Cell:
-        """The cell with other candidates on one edge; a single one fixes it, `("none",)` removes it.
+        """The cell with other candidates on one edge; a single candidate is fixed, and `("none",)` removes the edge.
 
         Raises:
             ValueError: no such edge.
@@ -121,7 +121,7 @@ class Cell(ConfigBase):
 
 
 def _full_cell(inputs: int, nodes: int, ops: Sequence[str], outputs: Sequence[int] | None = None) -> Cell:
-    """Every node has one edge from every earlier one; the output joins all nodes."""
+    """A cell with an edge from every node to every later one; its output joins all intermediate nodes by default."""
     last = inputs + nodes
     edges = tuple(Edge(i, j, tuple(ops)) for j in range(inputs, last) for i in range(j))
     return Cell(inputs, nodes, edges, tuple(range(inputs, last)) if outputs is None else tuple(outputs))
@@ -165,29 +165,30 @@ CELLS = {
 class CellSpace(ArchSpace):
     """A network of equal cells; its fields are also the keys of its YAML form.
 
-    Stem (3 x 3 convolution and norm), cells, global average pooling, classifier. Where a cell has two inputs, both of
-    the first cell's are the stem's output. An `Arch` has one value per edge, an index into `ops`: first those of the
-    normal cell, then, where there are reduction cells, those of the reduction cell.
+    The network is a stem (3 x 3 convolution and norm), the cells, global average pooling and a classifier. If cells
+    have two inputs, both inputs of the first cell are the output of the stem. An `Arch` has one value per edge, an
+    index into `ops`: first the edges of the normal cell, then, if there are reduction cells, those of the reduction
+    cell.
 
     Attributes:
         name: shown in files and errors.
         cell: the DAG of every cell.
-        cells: how many.
-        channels: of every node of the first cell.
+        cells: number of cells.
+        channels: channels of every node of the first cell.
         reductions: indices of cells that halve the resolution and double the channels.
-        reduce_by: `cell`: in those cells edges from input nodes have stride 2, and their architecture is their own;
-            `conv`: before them stands a convolution 3 x 3 of stride 2, and all cells are of one architecture.
-        stem_multiplier: channels of the stem over `channels`.
-        preprocess: inputs of cells pass a convolution 1 x 1 to the cell's channels; otherwise they are taken as is.
-        head: whether norm and ReLU stand before the pooling.
+        reduce_by: `cell`: in these cells the edges from input nodes have stride 2, and they have an architecture of
+            their own. `conv`: a 3 x 3 convolution of stride 2 precedes them, and all cells have one architecture.
+        stem_multiplier: channels of the stem divided by `channels`.
+        preprocess: whether a 1 x 1 convolution brings the inputs of a cell to the cell's channels.
+        head: whether a norm and a ReLU precede the pooling.
         affine: whether the norms of operations and preprocessing have scale and shift in the search.
         pool_norm: whether pooling operations end in a norm.
-        order: of the parts of a convolution operation.
-        norm: of everything: over the batch, over each image (`layer`), or over each image's channel (`instance`).
-        classifier_bias: theorem 2 of the wiring study holds without one.
+        order: order of the parts of a convolution operation.
+        norm: what all norms average over: the batch, each image (`layer`), or each channel of an image (`instance`).
+        classifier_bias: whether the classifier has a bias; theorem 2 of the wiring study holds without one.
         resolution: height and width of the input in pixels.
         num_classes: outputs of the classifier.
-        in_channels: of the images.
+        in_channels: channels of the input image.
     """
 
     KEY: ClassVar[str] = "cell"
@@ -226,23 +227,23 @@ class CellSpace(ArchSpace):
             if self.cell.inputs != 1 or self.stem_multiplier != 1 or len(self.cell.outputs) != 1:
                 raise ValueError(f"{where}: without preprocessing cells need one input, one output, stem_multiplier 1")
             if self.reductions and self.reduce_by == "cell":
-                raise ValueError(f"{where}: without preprocessing channels change by reduce_by='conv' alone")
+                raise ValueError(f"{where}: without preprocessing, channels change by reduce_by='conv' alone")
         elif self.reductions and self.reduce_by == "conv":
             raise ValueError(f"{where}: reduce_by='conv' needs preprocess=False: its convolution doubles the channels")
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
-        """Operations that some edge has, in the order of `OPERATIONS`: the columns of every table of this space."""
+        """The operations that any edge has, in the order of `OPERATIONS`: the columns of every table of this space."""
         used = {op for edge in self.cell.edges for op in edge.ops}
         return tuple(op for op in OPERATIONS if op in used)
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """Kinds of cells with an architecture of their own."""
+        """The types of cells, each with an architecture of its own."""
         return ("normal", "reduction") if self.reductions and self.reduce_by == "cell" else ("normal",)
 
     def type_of(self, cell: int) -> int:
-        """Index into `types` of a cell."""
+        """The type of a cell, as an index into `types`."""
         return int(cell in self.reductions and self.reduce_by == "cell")
 
     def stride_of(self, cell: int, edge: int) -> int:
@@ -255,7 +256,7 @@ class CellSpace(ArchSpace):
 
     @cached_property
     def candidates(self) -> tuple[tuple[int, ...], ...]:
-        """Per edge: the values an Arch may have, indices into `ops`."""
+        """Per edge: the values that an Arch may have, as indices into `ops`."""
         return tuple(tuple(i for i, op in enumerate(self.ops) if op in edge.ops) for edge in self.cell.edges)
 
     @cached_property
@@ -266,8 +267,9 @@ class CellSpace(ArchSpace):
     def parse(self, text: str) -> Arch:
         """Architecture of a text: the values as `nasfast.spaces.parse_arch` reads them, or names of operations.
 
-        Names are in the form of NAS-Bench-201, `|conv_3x3~0|+|none~0|skip_connect~1|`: per target node the operation
-        and source of every edge; `nor_conv_3x3` is `conv_3x3`. It is for spaces whose cells are all of one type.
+        Names are in the form of NAS-Bench-201, `|conv_3x3~0|+|none~0|skip_connect~1|`: for each target node, the
+        operation and the source of every edge; `nor_conv_3x3` means `conv_3x3`. The cells of the space must all be of
+        one type.
 
         Raises:
             ArchError: neither form, or not an architecture of this space.
@@ -336,9 +338,9 @@ class CellSpace(ArchSpace):
         return [f"{row} {self.ops[k]}" for row, k in zip(self.rows, self.check(arch), strict=True)]
 
     def cell_inputs(self, cell: int) -> tuple[tuple[int, int], ...]:
-        """(channels, stride of its preprocessing) of every input of a cell, in the order of the input nodes.
+        """Channels and stride of the preprocessing for every input of a cell, in the order of the input nodes.
 
-        An input whose map is larger than the cell's other one, because the cell between was a reduction, is halved.
+        If the cell between was a reduction, one input's map is larger than the other's; the stride 2 halves it.
         """
         outputs = [self.stem_channels, *(self.output_channels(i) for i in range(cell))]
         found = []
@@ -362,7 +364,7 @@ class CellSpace(ArchSpace):
         return self.output_channels(self.cells - 1)
 
     def size_of(self, cell: int) -> int:
-        """Height of the maps that enter a cell's input edges."""
+        """Height of the maps at a cell's input nodes, in pixels."""
         size = self.resolution
         for i in range(cell + 1):
             if i in self.reductions and (i < cell or self.reduce_by == "conv"):
@@ -371,7 +373,7 @@ class CellSpace(ArchSpace):
 
     @cached_property
     def fixed_cost(self) -> Cost:
-        """Cost of stem, preprocessing, transitions, head and classifier: the part every architecture has."""
+        """See `ArchSpace`: cost of stem, preprocessing, transitions, head and classifier."""
         total = conv_bn_cost(self.in_channels, self.stem_channels, 3, self.resolution)
         for i in range(self.cells):
             channels, size = self.channels_of(i), self.size_of(i)
@@ -391,7 +393,7 @@ class CellSpace(ArchSpace):
 
     @cached_property
     def operators(self) -> tuple[dict[int, Operator], ...]:
-        """Per value of an Arch: index into `ops` -> what it stands for in all cells of its type together."""
+        """See `ArchSpace`: an operator counts all cells of its type together."""
         return tuple(
             {k: self._operator(kind, e, k) for k in options}
             for kind in range(len(self.types))
@@ -412,7 +414,7 @@ class CellSpace(ArchSpace):
 def darts_space(
     *, cells: int = 8, channels: int = 16, reductions: bool = True, num_classes: int = 10, resolution: int = 32
 ) -> CellSpace:
-    """The DARTS space: cells of four nodes, reductions at a third and two thirds (`reductions=False`: none, S8n)."""
+    """The DARTS space: cells of four nodes, with reductions at one and two thirds unless `reductions=False` (S8n)."""
     at = tuple(sorted({cells // 3, 2 * cells // 3})) if reductions else ()
     return CellSpace(
         name="darts",

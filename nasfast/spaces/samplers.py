@@ -1,6 +1,7 @@
-"""Path samplers of supernet training. Each draws from one `random.Random`, and its whole state is JSON.
+"""Samplers of paths for the training of a supernet. Each draws from one `random.Random`, and its whole state is JSON.
 
-A path has one value per layer like an Arch; with layer indicators a normal layer may also take its `indicator_choice`.
+A path has one value per layer, like an Arch. With layer indicators, a normal layer may also take its
+`indicator_choice`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ class Sampler(ABC):
     """Draws the paths of each optimiser step.
 
     Args:
-        space: where paths come from.
-        seed: of the sampler's own generator; two samplers of one seed draw the same paths.
+        space: the space of the paths.
+        seed: seed of the sampler's own generator; two samplers with the same seed draw the same paths.
         layer_indicators: whether the layer-indicator path of a normal layer is a candidate of its own.
     """
 
@@ -35,7 +36,7 @@ class Sampler(ABC):
 
     @property
     def paths_per_step(self) -> int:
-        """Paths whose gradients one optimiser step accumulates."""
+        """Number of paths whose gradients one optimiser step accumulates."""
         return 1
 
     @abstractmethod
@@ -43,7 +44,7 @@ class Sampler(ABC):
         """The paths of the next optimiser step, `paths_per_step` of them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable state; `load_state_dict` continues the exact sequence."""
+        """The state, in types that JSON has; `load_state_dict` continues the exact sequence."""
         version, internal, gauss = self._rng.getstate()
         return {"kind": type(self).__name__, "rng": [version, list(internal), gauss]}
 
@@ -119,10 +120,10 @@ class StrictFairSampler(FairSampler):
 
 
 def mean_path(space: SearchSpace) -> Arch:
-    """The fixed path that stands for sampled ones when a step is measured.
+    """The fixed path that represents sampled paths when a step is measured.
 
-    Layer i takes the kernel and the expansion whose turn it is (k3 e3, k5 e6, k7 e3, k3 e6, ...) where its candidates
-    are all pairs of them, and else the candidate whose turn it is, so that everything is taken about equally often.
+    The layers take turns through the candidates, so that each is taken about equally often. Where the candidates of a
+    layer are all pairs of kernels and expansions, both take turns on their own: k3 e3, k5 e6, k7 e3, k3 e6, ...
     """
     path = []
     for i, layer in enumerate(space.layers):

@@ -1,4 +1,7 @@
-"""A search space as data: stem, stages of searchable layers, head. No torch: `nasfast.supernet` builds the modules."""
+"""Search spaces of layers, as data: a stem, stages of searchable layers, a head. No torch.
+
+`nasfast.supernet` builds the modules.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class SearchSpace(ArchSpace):
-    """A whole search space; its fields are also the keys of its YAML form (`save`, `load`).
+    """A whole layer-wise search space; its fields are also the keys of its YAML form (`save`, `load`).
 
     Attributes:
         name: shown in files and errors.
@@ -160,7 +163,7 @@ class SearchSpace(ArchSpace):
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The searchable layers in order, shapes resolved; an Arch has one value for each."""
+        """The searchable layers in order, with their shapes resolved; an Arch has one value for each."""
         channels, size = _output_of(self.stem_layers, (self.in_channels, self.resolution))
         layers = []
         for stage in self.stages:
@@ -172,12 +175,12 @@ class SearchSpace(ArchSpace):
 
     @cached_property
     def stem_layers(self) -> tuple[Layer, ...]:
-        """Stem with shapes resolved; one choice each."""
+        """The layers of the stem with their shapes resolved; each has one choice."""
         return _resolve(self.stem, self.in_channels, self.resolution)
 
     @cached_property
     def head_layers(self) -> tuple[Layer, ...]:
-        """Head with shapes resolved; one choice each."""
+        """The layers of the head with their shapes resolved; each has one choice."""
         return _resolve(self.head, *_output_of(self.layers))
 
     @property
@@ -192,7 +195,7 @@ class SearchSpace(ArchSpace):
 
     @cached_property
     def fixed_cost(self) -> Cost:
-        """Cost of stem, head and classifier: the part every architecture has."""
+        """See `ArchSpace`: cost of stem, head and classifier."""
         total = sum((layer.cost(0) for layer in self.stem_layers + self.head_layers), Cost())
         weights = self.features * self.num_classes
         return total + Cost(weights, weights + self.num_classes * self.classifier_bias)
@@ -204,7 +207,7 @@ class SearchSpace(ArchSpace):
 
     @cached_property
     def operators(self) -> tuple[dict[int, Operator], ...]:
-        """Per layer: legal value -> what it stands for."""
+        """See `ArchSpace`: the legal values of every layer."""
         return tuple({choice: layer.operator(choice) for choice in layer.legal} for layer in self.layers)
 
     def place(self, index: int) -> str:

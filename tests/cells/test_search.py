@@ -236,7 +236,7 @@ def test_redraw_lets_something_into_every_output(method):
 def test_redraw_ends():
     space = SPACE.replace(cell=simplified_cell().restricted(0, 1, ("none",)))
     cfg = CellSearchConfig(method="uniform", redraw=True)
-    with pytest.raises(RuntimeError, match="redraw: in 1000 draws some output node had no operation but None"):
+    with pytest.raises(RuntimeError, match="redraw: in each of 1000 draws some output node had no operation but None"):
         draw_gates(space, cfg, uniform_logits(space), step=0, progress=0.0)
 
 

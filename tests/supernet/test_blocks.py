@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from nasfast.indicators.bn_gamma import score
-from nasfast.spaces import Block, Cost, FixedLayer, Layer, SearchSpace, Stage, UniformSampler, block_cost, cost
+from nasfast.spaces import Block, Cost, FixedLayer, Layer, SearchSpace, Stage, UniformSampler, block_cost
+from nasfast.spaces import blocks as space_blocks
 from nasfast.supernet import Supernet, UnitFactory, block_builder, blocks, inherit
 from nasfast.supernet.blocks import build_block
 from nasfast.train import TrainConfig, train_supernet
@@ -78,7 +79,7 @@ def test_identity_of_a_normal_layer_is_nothing():
 @pytest.fixture
 def own_kinds(monkeypatch):
     """Registries that forget what a test adds."""
-    monkeypatch.setattr(cost, "_BLOCK_COSTS", dict(cost._BLOCK_COSTS))
+    monkeypatch.setattr(space_blocks, "_BLOCK_COSTS", dict(space_blocks._BLOCK_COSTS))
     monkeypatch.setattr(blocks, "_BLOCK_BUILDERS", dict(blocks._BLOCK_BUILDERS))
 
 
