@@ -138,7 +138,7 @@ def test_runs_of_the_old_dinas_go_on_under_its_present_name(tmp_path, capsys):
     (out / "config.yaml").write_text(old)
     for command in (["supernet", "--resume"], ["score"], ["run", "--resume"]):
         assert main([*command, "--out", str(out)]) == 1
-        assert "put `method: dinas_paper` there" in capsys.readouterr().err
+        assert "write `method: dinas_paper` there" in capsys.readouterr().err
         assert (out / "config.yaml").read_text() == old
     (out / "config.yaml").write_text(old.replace("method: dinas\n", "method: dinas_paper\n"))
     for command in (["supernet", "--resume"], ["score"], ["search"]):

@@ -265,6 +265,7 @@ def test_read_only_caches_work(folder, tmp_path, monkeypatch, caplog, augmentati
     source = FolderSource(folder)
     want = answers(TorchvisionBackend(source, augmentation))
     parts = parts_of(cached(source, augmentation, tmp_path))
+    caplog.clear()  # an earlier test may have made the logger say more
     with read_only(monkeypatch), caplog.at_level(logging.WARNING, logger="nasfast"):
         assert_same(answers(cached(source, augmentation, tmp_path)), want)
         assert not caplog.records
