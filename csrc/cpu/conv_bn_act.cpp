@@ -386,6 +386,10 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_chain_b
   if (x) chain.check_image("x", *x, chain.channels, chain.height, chain.width);
   const bool want_x = wants[0];
   STD_TORCH_CHECK(!want_x || chain.stages[0].kind != Kind::kDense, kConvOp, ": a dense stage has no input gradient");
+  const Stage& last = chain.last();
+  STD_TORCH_CHECK(!add_input || (!shuffle && last.out_channels == chain.channels && last.out_height == chain.height &&
+                                 last.out_width == chain.width),
+                  kConvOp, ": x can be added only to a result of its shape, without shuffle");
 
   Backward backward(chain, x, saved, statistics, bn_weights, bn_biases, batch_statistics, eps, wants);
   backward.dx = want_x ? chain.empty_image(shuffle ? 2 * chain.channels : chain.channels, chain.height, chain.width)

@@ -702,6 +702,12 @@ def test_a_dense_stage_has_no_input_gradient(native):
         BACKWARD(**backward_arguments(drawn))
 
 
+@pytest.mark.parametrize("case", [ChainCase((2, 6, 5, 4), "pw4"), ChainCase((2, 6, 5, 4), "dw3s2")], ids=str)
+def test_a_backward_that_adds_the_input_to_another_shape_is_refused(case, native):
+    with pytest.raises(RuntimeError, match="conv_bn_act_chain: x can be added only"):
+        BACKWARD(**backward_arguments(case.draw_once()) | {"add_input": True})
+
+
 @pytest.mark.parametrize("name", ["conv_weights", "bn_weights", "bn_biases", "running_means", "residual"])
 def test_tensors_of_another_device_are_refused(name, native):
     arguments = forward_arguments(BLOCK.draw_once(), residual=torch.zeros(2, 6, 5, 4).contiguous(memory_format=NHWC))
