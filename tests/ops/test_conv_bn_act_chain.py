@@ -599,6 +599,7 @@ BAD_PLAN = {
     "pointwise stride": broken_plan(2, stride=2, out_height=3, out_width=2),
     "another output": broken_plan(1, out_height=6),
     "saved over another stage": broken_plan(1, saved_at=0),
+    "saved at no vector's place": broken_plan(1, saved_at=18 * 40 + 49),
     "saved behind the end": broken_plan(2, saved_at=10**6),
     "saved nowhere": broken_plan(0, saved_at=2**62),
     "the second computed again": broken_plan(1, saved_at=-1),
