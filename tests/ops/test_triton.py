@@ -363,6 +363,30 @@ def _recording(used, run, family, kernel, shape, device, launch):
     return run(family, kernel, shape, device, recorded)
 
 
+def test_tensors_of_another_plan_are_refused():
+    # the kernels would read beyond their ends: a graph that was traced for one size has the plan of this size
+    drawn = moved(ChainCase((2, 4, 3, 3), "pw8 dw3s2").draw_once())
+    params, empty = [stage.params for stage in drawn.stages], [torch.empty(0, device=DEVICE)] * 2
+    weights = {
+        "conv_weights": [p.conv_weight for p in params],
+        "bn_weights": [p.bn_weight for p in params],
+        "bn_biases": [p.bn_bias for p in params],
+    }
+    shared = {**weights, "plan": planned_numbers(drawn), "eps": [1e-5] * 2, "add_input": False}
+    good = {"x": drawn.x, **shared, "running_means": empty, "running_vars": empty, "residual": None, "keep": True}
+    forward, backward = (getattr(torch.ops.nasfast_triton, f"conv_bn_act_chain_{way}") for way in ("fwd", "bwd"))
+    with torch.no_grad():
+        y, saved, statistics = forward(**good)
+    small = [weights["conv_weights"][0][:4], weights["conv_weights"][1]]
+    for bad in ({"x": drawn.x[:1]}, {"conv_weights": small}, {"add_input": True}, {"residual": drawn.x}):
+        with pytest.raises(ValueError, match="conv_bn_act_chain.* this plan needs"):
+            forward(**good | bad)
+    rest = {"x": None, "saved": saved, "statistics": statistics, "batch_statistics": [True] * 2, "wants": [True] * 5}
+    for bad in ({"grad": y[:1]}, {"saved": saved[1:]}, {"add_input": True}):
+        with pytest.raises(ValueError, match="conv_bn_act_chain: this plan"):
+            backward(**{"grad": y, **shared, **rest} | bad)
+
+
 def test_tensors_it_cannot_serve_are_refused_with_the_reason():
     x = torch.ones(1, 2, 3, 3, device=DEVICE)
     with pytest.raises(RuntimeError, match="'triton'.*serves float32, bfloat16 and float16, got torch.float64"):

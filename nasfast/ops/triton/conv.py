@@ -27,7 +27,7 @@ from nasfast._triton.configs import (
 )
 from nasfast.ops import tuning
 from nasfast.ops.destinations import new_image, new_parameter_gradient
-from nasfast.ops.plan import Kind, StagePlan, read_plan
+from nasfast.ops.plan import ChainPlan, Kind, StagePlan, read_plan
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, on_device_of, options, rows_of
 
@@ -288,6 +288,29 @@ def _fold(folds: Tensor, stage: StagePlan) -> Tensor:
     return folds.view(torch.float32)[first : first + 3 * stage.out_channels].view(3, stage.out_channels)
 
 
+def _check(chain: ChainPlan, name: str, image: Tensor, weights: list[list[Tensor]], *, add_input: bool) -> None:
+    """Refuse tensors that are not those of the plan, because the kernels would read and write beyond their ends.
+
+    Args:
+        name: x, or grad, which has the shape of the result.
+        weights: of the convolutions, then weights and biases of the BatchNorms.
+    """
+    shape = chain.in_shape if name == "x" else chain.out_shape
+    if image.shape != shape or add_input and (chain.shuffle or chain.in_shape != chain.out_shape):
+        raise ValueError(
+            f"conv_bn_act_chain: this plan needs {name} of shape {shape}, and adds x only to a result of its shape; "
+            f"got {tuple(image.shape)}, add_input={add_input}"
+        )
+    for i, (stage, conv, *norm) in enumerate(zip(chain.stages, *weights, strict=True)):
+        per_group = 1 if stage.kind == Kind.DEPTHWISE else stage.in_channels
+        weight = stage.out_channels, per_group, stage.kernel, stage.kernel
+        if conv.shape != weight or any(vector.shape != (stage.out_channels,) for vector in norm):
+            raise ValueError(
+                f"conv_bn_act_chain, stage {i}: this plan needs conv_weight of shape {weight}, and a BatchNorm of "
+                f"{stage.out_channels} channels; got {tuple(conv.shape)} and {[tuple(v.shape) for v in norm]}"
+            )
+
+
 def conv_bn_act_chain_fwd(
     x: Tensor,
     conv_weights: list[Tensor],
@@ -303,6 +326,11 @@ def conv_bn_act_chain_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, saved, statistics; see csrc/library.cpp."""
     chain = read_plan(plan)
+    _check(chain, "x", x, [conv_weights, bn_weights, bn_biases], add_input=add_input)
+    if residual is not None and residual.shape != chain.out_shape:
+        raise ValueError(
+            f"conv_bn_act_chain: this plan needs residual of shape {chain.out_shape}, got {residual.shape}"
+        )
     last = chain.stages[-1]
     saved = x.new_empty(chain.saved_size if keep else 0)
     size = chain.statistics_size
@@ -356,6 +384,9 @@ def conv_bn_act_chain_bwd(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp."""
     chain = read_plan(plan)
+    _check(chain, "grad", grad, [conv_weights, bn_weights, bn_biases], add_input=add_input)
+    if saved.numel() != chain.saved_size:
+        raise ValueError(f"conv_bn_act_chain: this plan saves {chain.saved_size} elements, got {saved.numel()}")
     stages = chain.stages
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
     dx = new_image("input_gradient", chain.in_shape, saved) if want_x else saved.new_empty(0)
