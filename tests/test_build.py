@@ -38,6 +38,24 @@ def test_the_version_of_the_package_is_that_of_the_source():
     assert (ROOT / "nasfast" / "py.typed").exists()
 
 
+def test_the_package_is_built_with_its_recipes(tmp_path):
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "egg_info",
+        "--egg-base",
+        tmp_path,
+        "build_py",
+        "--build-lib",
+        tmp_path,
+    ]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    recipes = {path.name for path in (ROOT / "nasfast" / "recipes").glob("*.yaml")}
+    assert "demo.yaml" in recipes
+    assert {path.name for path in (tmp_path / "nasfast" / "recipes").iterdir()} == recipes
+
+
 def has_compiler():
     return any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
