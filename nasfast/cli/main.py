@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import traceback
+import types
 from collections.abc import Sequence
 
 from nasfast.config import nearest
@@ -86,6 +87,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 130
     return 0
+
+
+class _CallableModule(types.ModuleType):
+    """Makes `from nasfast.cli import main; main()` work, which scripts of earlier installations contain.
+
+    Delete it in the version after the one that made `nasfast.cli` a package.
+    """
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        return main(argv)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 
 if __name__ == "__main__":

@@ -38,3 +38,10 @@ def test_a_name_that_never_was():
         from nasfast.cells.nasi import serch  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="nasfast.tming"):
         importlib.import_module("nasfast.tming")
+
+
+def test_the_script_of_an_earlier_installation_works(capsys):
+    from nasfast.cli import main
+
+    assert main(["--help"]) == 0
+    assert "usage: nasfast COMMAND" in capsys.readouterr().out
