@@ -98,17 +98,17 @@ class _MovedModules(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if spec.name in SCATTERED:
             # it warns when a name is asked for, and says where that is
-            module, self._spec = ModuleType(spec.name), spec
+            module, spec.loader_state = ModuleType(spec.name), spec
             module.__getattr__ = partial(find, spec.name)
             return module
         _warn(spec.name, MODULES[spec.name])
         module = importlib.import_module(MODULES[spec.name])
-        self._spec = module.__spec__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         # the import system has just written the old name's specification over the module's own
-        module.__spec__ = self._spec
+        module.__spec__ = module.__spec__.loader_state
 
 
 def install() -> None:

@@ -31,6 +31,19 @@ def test_an_old_name_is_what_its_new_home_has(old, name):
     assert found is getattr(importlib.import_module(new), name)
 
 
+@pytest.mark.filterwarnings("ignore:nasfast.* is now:FutureWarning")
+def test_two_imports_of_old_names_at_once_keep_the_specifications(monkeypatch):
+    finder, begun = moved._MovedModules(), []
+    for old in ("nasfast.files", "nasfast.lock"):  # as two threads may: both begin before one ends
+        specification = finder.find_spec(old)
+        module = finder.create_module(specification)
+        begun.append((module, module.__spec__))
+        monkeypatch.setattr(module, "__spec__", specification)
+    for module, its_own in begun:
+        finder.exec_module(module)
+        assert module.__spec__ is its_own
+
+
 def test_a_name_that_never_was():
     with pytest.raises(AttributeError, match="'nasfast.ops' has no attribute 'fuze'"):
         nasfast.ops.fuze  # noqa: B018
