@@ -11,7 +11,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from imports import imports_of, module_names, read_sources
+from imports import imports_in, read_sources
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "architecture.svg"
@@ -31,13 +31,11 @@ def room_of(module: str) -> str:
 def rooms() -> dict[str, set[str]]:
     """Every room with the rooms that it imports."""
     sources = read_sources()
-    modules = module_names(sources)
     graph: dict[str, set[str]] = {room_of(name.removesuffix(".__init__")): set() for name in sources}
-    for name, source in sources.items():
-        for found in imports_of(name.removesuffix(".__init__"), source, modules):
-            if found.target.startswith("nasfast.") and not found.typing_only:
-                graph[room_of(found.module)].add(room_of(found.target))
-    # nasfast/__init__.py only names the others; every room may use config and runtime, which would hide the rest
+    for found in imports_in(sources):
+        if found.target.startswith("nasfast.") and not found.typing_only:
+            graph[room_of(found.module)].add(room_of(found.target))
+    # nasfast/__init__.py only names the others
     graph.pop("")
     return {room: {target for target in targets if target in graph} - {room} for room, targets in graph.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,3 +89,9 @@ def read_sources() -> dict[str, str]:
 def module_names(sources: Iterable[str]) -> set[str]:
     """Names of modules; a package stands under its own name and as `package.__init__`, which marks it as one."""
     return {name.removesuffix(".__init__") for name in sources} | {n for n in sources if n.endswith(".__init__")}
+
+
+def imports_in(sources: Mapping[str, str]) -> list[Import]:
+    """Every import of the modules; `sources` maps their names to their texts, see `module_names`."""
+    modules = module_names(sources)
+    return [i for name, text in sources.items() for i in imports_of(name.removesuffix(".__init__"), text, modules)]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 
 import pytest
-from imports import NATIVE, imports_of, module_names, read_sources
+from imports import NATIVE, imports_in, read_sources
 
 # room -> rooms it may import; a room not named here must be given its arrows when it is made
 ALLOWED: dict[str, set[str]] = {
@@ -117,11 +117,9 @@ def violations(sources: Mapping[str, str]) -> list[str]:
     A package stands under its own name and as `package.__init__`, which marks it as one.
     """
     names = {name.removesuffix(".__init__") for name in sources}
-    modules = module_names(sources)
-    imports = [i for name, text in sources.items() for i in imports_of(name.removesuffix(".__init__"), text, modules)]
     problems = []
     graph: dict[str, set[str]] = {name: set() for name in names}
-    for found in imports:
+    for found in imports_in(sources):
         where = f"{found.module}:{found.line}"
         if found.typing_only:
             # arrows and torch matter when code runs; a circle is one for the reader too
@@ -184,13 +182,7 @@ def test_the_package_keeps_the_order():
 def test_the_reader_sees_the_imports():
     """Not vacuous: the arrows that are known to be there are found."""
     sources = read_sources()
-    modules = module_names(sources)
-    seen = {
-        (room_of(i.module), room_of(i.target))
-        for name, text in sources.items()
-        for i in imports_of(name.removesuffix(".__init__"), text, modules)
-        if i.target.startswith("nasfast")
-    }
+    seen = {(room_of(i.module), room_of(i.target)) for i in imports_in(sources) if i.target.startswith("nasfast")}
     assert {
         ("train", "supernet"),
         ("supernet", "ops"),
