@@ -1,7 +1,7 @@
 """Tile sizes of the kernels: a fixed default for each, and the few others that tuning tries.
 
-A program's shared memory must fit the 99 KB of an RTX 3080 (sm_86) in every configuration here, and no default may
-spill registers; tests/benchmarks/test_aot.py checks both.
+A program's shared memory must fit the 99 KB of an RTX 3080 (sm_86) in every configuration here. Defaults may not spill
+registers, except two kernels for float32, which spill 8 bytes. tests/benchmarks/test_aot.py checks both.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ class Config(NamedTuple):
     """Constexpr tile sizes and launch options of one kernel.
 
     Attributes:
-        registers: the most that a thread may take; None: the compiler decides.
+        registers: the most registers that a thread may use; None lets the compiler decide.
     """
 
     tile: dict[str, int]
@@ -20,57 +20,58 @@ class Config(NamedTuple):
     registers: int | None = None
 
 
-# Most registers of a thread, for a multiprocessor with its 65536 to hold three programs of 4 warps, or of 8. Without a
-# limit the compiler may spill a register or two of a kernel that needs a few more than a number of programs leave it,
-# to make room for one program more. Nothing spills within the limit, and in most launches shared memory or the number
-# of programs allows no fourth one.
+# The most registers per thread with which the 65536 of a multiprocessor hold three programs, of 4 and of 8 warps.
+# Without a limit the compiler may spill one or two registers so that one program more fits. With this limit nothing
+# spills, and in most launches a fourth program would not fit anyway, because of shared memory or because there are too
+# few programs.
 _THREE_OF_4, _THREE_OF_8 = 168, 80
 
-# BM x BN results per tile, BK of the depth at a time, for 16-bit storage: the most, `product_tiles` makes them fit the
-# matrices. The first of each family is the default.
+# A tile has BM x BN results and reads BK of the depth at a time. These are the largest sizes for 16-bit storage;
+# `product_tiles` makes them fit the matrices. The first configuration of each family is the default.
 POINTWISE = {
     "square": Config({"BM": 64, "BN": 64, "BK": 64}, 4, 3, _THREE_OF_4),
     "shallow": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 3, _THREE_OF_4),
     "tall": Config({"BM": 128, "BN": 64, "BK": 32}, 8, 3),
     "wide": Config({"BM": 64, "BN": 128, "BK": 32}, 8, 2),
 }
-# the epilogue keeps coefficients and two sums of its columns in registers, so tiles are smaller
+# The epilogue keeps the coefficients and two sums of its columns in registers, so tiles are smaller.
 POINTWISE_BACKWARD = {
     "low": Config({"BM": 32, "BN": 64, "BK": 64}, 4, 3),
     "shallow": Config({"BM": 32, "BN": 64, "BK": 32}, 4, 3),
     "square": Config({"BM": 64, "BN": 64, "BK": 64}, 8, 2),
 }
-# float32 without tf32 has no tensor cores: its products live in registers, and its tiles are twice the bytes
+# Tensor cores have no float32 without tf32. The products are then kept in registers, and a tile has twice the bytes.
 POINTWISE_FP32 = {
     "square": Config({"BM": 64, "BN": 64, "BK": 16}, 8, 2),
     "narrow": Config({"BM": 64, "BN": 32, "BK": 16}, 4, 2),
 }
-# gathers an element of the image for each element of a patch, with an address of its own
+# A dense convolution gathers each element of a patch from the image, with an address of its own.
 DENSE = {
     "square": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 2),
     "narrow": Config({"BM": 64, "BN": 32, "BK": 32}, 8, 2),
 }
-# ELEMENTS of a program's tensors, strips by channels: two for each thread by default. See stencil_tile.
+# A depthwise program's tensors have ELEMENTS = strips x channels elements, by default two per thread; see stencil_tile.
 DEPTHWISE = {
     "pairs": Config({"ELEMENTS": 256}, 4, 1),
     "single": Config({"ELEMENTS": 128}, 4, 1),
     "small": Config({"ELEMENTS": 128}, 2, 1),
 }
-# ROWS pixels by CHANNELS channels of a tile of passes over a tensor; `pass_tiles` makes them fit the channels
+# A pass over a tensor reads tiles of ROWS pixels and CHANNELS channels; `pass_tiles` makes them fit the channels.
 BATCH_NORM = {
     "short": Config({"ROWS": 32, "CHANNELS": 64}, 4, 1),
     "long": Config({"ROWS": 64, "CHANNELS": 64}, 4, 1),
 }
-# ROWS pixels by CHANNELS channels of passes over several tensors of few channels
+# The same for passes over several tensors with few channels
 MIXED = {
     "narrow": Config({"ROWS": 128, "CHANNELS": 16}, 8, 1),
     "wide": Config({"ROWS": 32, "CHANNELS": 64}, 8, 1),
 }
-# Most registers of a thread of mixed_bn_reduce_kernel; the other kernels of the family need more, and do not spill
+# The most registers per thread of mixed_bn_reduce_kernel. The other kernels of the family need more, and do not spill.
 REDUCE_REGISTERS = _THREE_OF_8
-# Tensors that one such launch reads at most: each number of them is a kernel of its own, all unrolled
+# The most tensors that one such launch reads. Each number of tensors is another kernel, because loops over them are
+# unrolled.
 TOGETHER = 8
-# CHANNELS whose coefficients a program makes of given statistics
+# A program computes the coefficients of CHANNELS channels from given statistics.
 FOLD = {"all": Config({"CHANNELS": 128}, 4, 1)}
 
 FAMILIES = {
@@ -85,27 +86,28 @@ FAMILIES = {
     "fold": FOLD,
 }
 
-# Columns and rows of a depthwise strip: as many results as fit a thread's registers, beside what backward needs more.
-# Every size of a map of 224 x 224 images is a multiple of 7. The key is 0 forward, and backward the stride, of which
-# columns and rows are multiples.
+# Columns and rows of a depthwise strip: as many results as fit into a thread's registers. Widths are multiples of 7,
+# because the sizes of all maps of 224 x 224 images are. The key is 0 for forward and the stride for backward, where
+# columns and rows are multiples of the stride.
 STRIPS = {0: ((7, 7), (8, 4)), 1: ((7, 4), (8, 4)), 2: ((14, 4), (8, 4))}
-# Most registers of a thread of a depthwise kernel for 16-bit storage, by the same key. Backward with stride 1 needs 128
-# or fewer, and some kernels for float32 need more than 168.
+# The most registers per thread of a depthwise kernel for 16-bit storage, by the same key. Backward with stride 1 needs
+# at most 128. Kernels for float32 have no limit, because some need more than 168.
 STENCIL_REGISTERS = {0: _THREE_OF_4, 1: None, 2: _THREE_OF_4}
-# Channels of a depthwise program, whose bytes are at least one sector of memory
+# Channels of a depthwise program; their bytes are at least one sector of memory.
 CHANNEL_BLOCKS = (64, 32, 16)
-# Programs from which a launch is as wide as the largest GPU, with its 132 multiprocessors
+# With this many programs a launch fills the largest GPU, which has 132 multiprocessors.
 MIN_PROGRAMS = 128
-# Programs of one launch above which each makes several tiles: several rounds on a GPU of 132 multiprocessors, and
-# few enough that their sums are quickly added. Not the number of the GPU's own, so that no result depends on it.
+# In a launch with more tiles than this, each program makes several tiles. These programs run in several rounds on 132
+# multiprocessors, and their sums are few enough to be added quickly. The number is fixed, so that results do not depend
+# on the GPU.
 PROGRAMS = 1024
-# ... and below which smaller tiles make more of them: one for each of the multiprocessors
+# In a launch with fewer programs than this, tiles become smaller, so that every multiprocessor has a program.
 _FEW_PROGRAMS = 132
-# Limits of registers of single products, by the BM of their configuration, K and N. With the masks of a depth that BK
-# does not divide, the compiler spills one register at 96, and at 128; this limit makes it use 128 and spill none.
+# Limits of registers for single products, by the BM of their configuration, K and N. BK does not divide this K, and
+# with the masks that are then needed the compiler spills one register. With this limit it uses 128 and spills none.
 _REGISTERS = {(32, 432, 768): 136}
-# Instructions for an element of a row that is only read, normalised, or gathered from a patch; for one of the result;
-# and for a step of the depth, in elements of a row
+# Instructions per element of a row that is only read, normalised, or gathered from a patch; per element of the result;
+# and per step of the depth, in elements of a row.
 READ, NORMALIZED, GATHERED = 2, 8, 30
 _RESULT, _STEP = 12, 24
 
@@ -117,8 +119,9 @@ def _cdiv(a: int, b: int) -> int:
 def product_tiles(config: Config, m: int, k: int, n: int, element: int) -> Config:
     """The tiles of a product (m, k) (k, n), no larger than those of config.
 
-    A block of columns makes its rows anew, and a block wider than the matrix computes what nobody wants; so with the
-    depth of a step. BN and BK cost least by a count of instructions, `element` for each element of the rows.
+    Every block of columns reads its rows again, and a block that is wider than the matrix computes columns that do not
+    exist; the same holds for the depth of a step. BN and BK are those with the fewest instructions, where `element` is
+    the number of instructions per element of the rows.
     """
     most = config.tile
     columns = [b for b in (128, 64, 32) if b <= most["BN"] and n > 16] or [16]
@@ -131,7 +134,7 @@ def product_tiles(config: Config, m: int, k: int, n: int, element: int) -> Confi
     while bm > 32 and _cdiv(m, bm) * _cdiv(n, bn) < _FEW_PROGRAMS:
         bm //= 2
     tiles = max(1, _cdiv(m, bm) * _cdiv(n, bn) // PROGRAMS)
-    # a narrower tile needs fewer registers, and more programs of it fit
+    # a narrower tile needs fewer registers, so more of its programs fit, and it has no limit
     registers = _REGISTERS.get((most["BM"], k, n), config.registers if bn == most["BN"] else None)
     return config._replace(tile={"BM": bm, "BN": bn, "BK": bk, "TILES": tiles}, registers=registers)
 
@@ -150,7 +153,7 @@ def stencil_tile(config: Config, width: int, channels: int, back: int) -> dict[s
     Args:
         back: 0 forward, the stride backward.
     """
-    # as little as possible beyond the edge and the last channel
-    columns, rows = min(STRIPS[back], key=lambda tile: -(-width // tile[0]) * tile[0])
-    block = min(CHANNEL_BLOCKS, key=lambda block: -(-channels // block) * block)
+    # strips and blocks that reach least beyond the edge and the last channel
+    columns, rows = min(STRIPS[back], key=lambda tile: _cdiv(width, tile[0]) * tile[0])
+    block = min(CHANNEL_BLOCKS, key=lambda block: _cdiv(channels, block) * block)
     return {"ROWS": rows, "COLUMNS": columns, "STRIPS": config.tile["ELEMENTS"] // block, "CB": block}
