@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format wheel bench clean
+.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check types format wheel bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -89,6 +89,9 @@ check: install  ## check lint rules and formatting of Python, C++ and CUDA
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+types: install  ## check the types of the package
+	$(BIN)/mypy
 
 format: install  ## format Python, C++ and CUDA in place
 	$(BIN)/ruff format .
