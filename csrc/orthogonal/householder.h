@@ -12,15 +12,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define NASFAST_DEVICE __device__ __forceinline__
-#define NASFAST_ANYWHERE __host__ __device__ __forceinline__
-#define NASFAST_UNROLL _Pragma("unroll")
-#else
-#define NASFAST_DEVICE inline
-#define NASFAST_ANYWHERE inline
-#define NASFAST_UNROLL
-#endif
+#include "../gpu/macros.h"
 
 namespace nasfast::orthogonal {
 // The CPU kernels include this file once per instruction set. Internal linkage keeps the linker from merging the

@@ -1,0 +1,69 @@
+// What a stage of a chain asks of its kernels, forward and backward; the launchers are in chain.h.
+//
+// A stage is a frozen convolution, BatchNorm and an activation. Its forward kernel reads the output y of the stage
+// before through that stage's BatchNorm and activation, writes its own y and finishes its own statistics. Its backward
+// kernel reads the gradient dz in front of its BatchNorm, writes that of the stage before, and finishes the sums that
+// the BatchNorm of the stage before needs. All tensors are NHWC without gaps, of 16-bit numbers in one Format.
+//
+// Every family of kernels (pointwise.h, depthwise.h) has, for forward and for backward,
+//
+//   Grid pointwise_forward_grid(const Geometry&, const Machine&);
+//   template <class Format, class Machine> void pointwise_forward(const Machine&, const Grid&, const ForwardStage&);
+//
+// A Machine is the GPU of kernels/cuda/chain.cu or the Emulation: it has `multiprocessors`, `shared_memory` (the bytes
+// that a block can have) and `launch<Kernel>(count_x, count_y, shared, args)`.
+#pragma once
+
+#include "statistics.h"
+
+namespace nasfast::gpu {
+
+struct Geometry {
+  int images;
+  int height, width;          // of the input
+  int out_height, out_width;  // of the output
+  int in_channels, out_channels;
+  int kernel, stride;
+
+  int64_t in_rows() const { return int64_t{images} * height * width; }
+  int64_t out_rows() const { return int64_t{images} * out_height * out_width; }
+};
+
+// How a launch divides its work.
+struct Grid {
+  int rows;       // blocks that share channels: Reduction::rows
+  int groups;     // of channels: blocks of two groups have no channel in common
+  size_t shared;  // bytes of shared memory of a block
+};
+
+// A convolution's weights, (out, in / groups, k, k) without gaps, in the Format of the tensors or in float.
+struct Weight {
+  const void* data;
+  bool is_float;
+};
+
+struct ForwardStage {
+  Geometry geometry;
+  const uint16_t* x;  // output of the convolution before, or the input of the chain
+  const Fold* fold;   // BatchNorm through which x is read; null: x is the input of the chain
+  Act act;            // activation behind that BatchNorm
+  Weight weight;
+  uint16_t* y;
+  Norm norm;
+};
+
+struct BackwardStage {
+  Geometry geometry;
+  const uint16_t* grad;  // dz; or, with a mask, the gradient behind this stage's activation
+  const Interval* mask;  // of this stage; null: grad is dz
+  const uint16_t* y;     // output of this stage's convolution
+  const Back* back;      // of this stage: dy = a dz + b y + c
+  Weight weight;
+  uint16_t* dx;              // dz of the stage before; gradient of the chain's input if `before` is null
+  const uint16_t* before;    // output of the convolution before, or null
+  const Interval* interval;  // of that stage
+  NormGradient gradient;     // of that stage
+  const uint16_t* added;     // is added to dx in the first stage, or null
+};
+
+}  // namespace nasfast::gpu
