@@ -3,9 +3,12 @@
 The spaces of cells themselves are in `nasfast.spaces.cells`.
 """
 
+from functools import partial
+
 from nasfast.cells.derive import derivations, derive
 from nasfast.cells.network import CellStandalone, CellSupernet
 from nasfast.cells.search import CellSearchConfig, CellSearchResult, search_cells
+from nasfast.runtime import moved
 from nasfast.spaces import read_space, space_kind
 from nasfast.spaces.cells import (
     CELLS,
@@ -49,3 +52,5 @@ __all__ = [
     "simplified_cell",
     "space_kind",
 ]
+
+__getattr__ = partial(moved.find, __name__)

@@ -3,10 +3,8 @@
 `score` has the score of a network, `search` the algorithm, `layers` and `cells` the supernets of both kinds of spaces.
 """
 
-from typing import Any
+from functools import partial
 
 from nasfast.runtime import moved
 
-
-def __getattr__(name: str) -> Any:
-    return moved.find(__name__, name)
+__getattr__ = partial(moved.find, __name__)

@@ -1,6 +1,6 @@
 """Functional operators of frozen-weight supernets, each with a reference and faster backends behind one contract."""
 
-from typing import Any
+from functools import partial
 
 from nasfast.ops import modules, reference
 from nasfast.ops._native import empty_cache
@@ -34,6 +34,4 @@ __all__ = [
     "use_backend",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    return moved.find(__name__, name)
+__getattr__ = partial(moved.find, __name__)

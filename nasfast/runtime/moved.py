@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from functools import partial
+from collections.abc import Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,8 +18,8 @@ from typing import Any
 MODULES = {
     "nasfast.analysis.study": "nasfast.studies.isometry.measure",
     "nasfast.cells.costs": "nasfast.spaces.cell_costs",
-    "nasfast.cells.space": "nasfast.spaces.cells",
     "nasfast.cells.theorems": "nasfast.studies.wiring.theorems",
+    "nasfast.commands": "nasfast.cli.commands",
     "nasfast.device": "nasfast.runtime.device",
     "nasfast.distributed": "nasfast.runtime.distributed",
     "nasfast.doctor": "nasfast.measure.doctor",
@@ -36,57 +36,96 @@ MODULES = {
     "nasfast.report.nasi": "nasfast.studies.nasi.figures",
     "nasfast.report.study": "nasfast.studies.page",
     "nasfast.report.wiring": "nasfast.studies.wiring.figures",
-    "nasfast.study": "nasfast.studies.report",
     "nasfast.termination": "nasfast.runtime.termination",
     "nasfast.timing": "nasfast.measure.timing",
     "nasfast.wiring": "nasfast.studies.wiring",
 }
 
-NAMES = {
-    "nasfast.nasi": {
-        name: "nasfast.studies.nasi"
-        for name in (
-            "NasiCompareConfig",
-            "NasiQuickConfig",
-            "NasiSearchConfig",
-            "nasi_compare_study",
-            "nasi_quick_study",
-            "nasi_search_study",
-        )
+
+def _by_name(tables: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """{old module: {home: names, separated by spaces}} -> {old module: {name: home}}."""
+    return {
+        old: {name: home for home, names in homes.items() for name in names.split()} for old, homes in tables.items()
     }
-    | {"choice_blocks_space": "nasfast.spaces.cells"},
-    "nasfast.ops": {name: "nasfast.fusion" for name in ("FuseReport", "FusedChain", "NotFused", "fuse", "unfuse")},
-    "nasfast.report": {
-        "study_figure": "nasfast.studies.page",
-        "write_isometry_page": "nasfast.studies.isometry",
-        "write_study_page": "nasfast.studies.page",
-    },
-}
-"""Names by the module that had them -> the module that has them."""
 
 
-def _homes(**homes: str) -> dict[str, str]:
-    return {name: f"nasfast.nasi.{module}" for module, names in homes.items() for name in names.split()}
+NAMES = _by_name(
+    {
+        "nasfast.cells": {"nasfast.spaces:BUILDERS": "CELL_SPACES"},
+        "nasfast.data.datasets": {"nasfast.data.digits": "DigitsSource"},
+        "nasfast.nasi": {
+            "nasfast.spaces.cells": "choice_blocks_space",
+            "nasfast.studies.nasi": (
+                "NasiCompareConfig NasiQuickConfig NasiSearchConfig "
+                "nasi_compare_study nasi_quick_study nasi_search_study"
+            ),
+        },
+        "nasfast.ops": {"nasfast.fusion": "FuseReport FusedChain NotFused fuse unfuse"},
+        "nasfast.report": {
+            "nasfast.studies.isometry": "write_isometry_page",
+            "nasfast.studies.page": "study_figure write_study_page",
+        },
+        "nasfast.spaces.arch": {"nasfast.spaces": "ArchSpace arch_from_json arch_to_json load_arch"},
+        "nasfast.spaces.builders": {"nasfast.spaces": "BUILDERS get_space names_file"},
+        "nasfast.spaces.cost": {"nasfast.spaces.blocks": "BlockCost block_cost check_kind cost_of shuffle_branches"},
+        "nasfast.spaces.space": {"nasfast.spaces": "from_yaml"},
+    }
+)
+"""Names by the module that had them -> the module that has them; `module:name` where the name is another one too."""
+
+SCATTERED = _by_name(
+    {
+        "nasfast.cells.nasi": {
+            "nasfast.nasi.cells": "CellMixture",
+            "nasfast.nasi.score": "gradient_norm jacobian score score_architecture squared_norms untrained",
+            "nasfast.nasi.search": (
+                "LIPSCHITZ Constraint Loader Mixture NasiConfig NasiResult Output Record Sampled check_penalty endless "
+                "limits one_step penalised random_images random_labels relaxed_gates sample search slope solve"
+            ),
+        },
+        "nasfast.cells.space": {
+            "nasfast.spaces": "read_space space_kind",
+            "nasfast.spaces:BUILDERS": "CELL_SPACES",
+            "nasfast.spaces.cells": (
+                "CELLS Cell CellSpace DARTS_OPS Edge NAS_BENCH_201_OPS Norm Order darts_cell darts_space minimal_cell "
+                "modified_cell nas_bench_201_cell nas_bench_201_space simplified_cell"
+            ),
+        },
+        "nasfast.indicators.nasi": {
+            "nasfast.nasi.layers": "LayerMixture",
+            "nasfast.nasi.table": "METHOD layer_arch nasi_table",
+        },
+        "nasfast.ops.fuse": {"nasfast.fusion": "FuseReport FusedChain NotFused fuse unfuse"},
+        "nasfast.study": {
+            "nasfast.studies.inputs": "check_common maker sample_shape",
+            "nasfast.studies.parts": "Check Table plain",
+            "nasfast.studies.report": "StudyReport",
+            "nasfast.studies.run": "Task carry_out progress run_study",
+        },
+    }
+)
+"""As `NAMES`, for modules that are gone because their names went to several modules.
+
+`nasfast.ops.fuse`, whose names went to one module, is here because it was a function of `nasfast.ops` as well.
+"""
 
 
-SCATTERED = {
-    "nasfast.cells.nasi": _homes(
-        cells="CellMixture",
-        score="gradient_norm jacobian score score_architecture squared_norms untrained",
-        search=(
-            "LIPSCHITZ Constraint Loader Mixture NasiConfig NasiResult Output Record check_penalty endless limits "
-            "one_step penalised random_images random_labels relaxed_gates sample search slope solve"
-        ),
-    ),
-    "nasfast.indicators.nasi": _homes(layers="LayerMixture", table="METHOD layer_arch nasi_table"),
-}
-"""As `NAMES`, for modules that are gone because their names went to several modules."""
-
-
-def _warn(old: str, new: str) -> None:
+def _warn(old: str, new: str, level: int) -> None:
     warnings.warn(
-        f"{old} is now {new}; the old name goes away in the next version", category=FutureWarning, stacklevel=3
+        f"{old} is now {new}; the old name goes away in the next version", DeprecationWarning, stacklevel=level + 1
     )
+
+
+class _ScatteredModule(ModuleType):
+    """Stands for a module that is gone. It warns when a name is asked for, and says where that is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return find(self.__name__, name, level=3)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        # importing `nasfast.ops.fuse` binds that name to the module, and `nasfast.ops.fuse(model)` must still work
+        package, _, name = self.__name__.rpartition(".")
+        return find(package, name, level=3)(*arguments, **keywords)
 
 
 class _MovedModules(MetaPathFinder, Loader):
@@ -97,11 +136,9 @@ class _MovedModules(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if spec.name in SCATTERED:
-            # it warns when a name is asked for, and says where that is
-            module, spec.loader_state = ModuleType(spec.name), spec
-            module.__getattr__ = partial(find, spec.name)
+            module, spec.loader_state = _ScatteredModule(spec.name), spec
             return module
-        _warn(spec.name, MODULES[spec.name])
+        _warn(spec.name, MODULES[spec.name], level=2)
         module = importlib.import_module(MODULES[spec.name])
         spec.loader_state = module.__spec__
         return module
@@ -117,8 +154,13 @@ def install() -> None:
         sys.meta_path.insert(0, _MovedModules())
 
 
-def find(module: str, name: str) -> Any:
+def find(module: str, name: str, *, level: int = 2) -> Any:
     """What `name` of `module` has become, for the module's `__getattr__`.
+
+    Args:
+        module: a key of `NAMES` or `SCATTERED`.
+        name: one of its names.
+        level: `stacklevel` of the warning, as if this function called `warnings.warn`.
 
     Raises:
         AttributeError: the module never had such a name.
@@ -126,5 +168,6 @@ def find(module: str, name: str) -> Any:
     home = {**NAMES, **SCATTERED}.get(module, {}).get(name)
     if home is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    _warn(f"{module}.{name}", f"{home}.{name}")
-    return getattr(importlib.import_module(home), name)
+    home, _, renamed = home.partition(":")
+    _warn(f"{module}.{name}", f"{home}.{renamed or name}", level)
+    return getattr(importlib.import_module(home), renamed or name)

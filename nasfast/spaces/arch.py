@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from functools import partial
+
+from nasfast.runtime import moved
 
 Arch = tuple[int, ...]
 """One value per choice: per layer of a layer-wise space, per edge of a space of cells.
@@ -37,3 +40,6 @@ def parse_arch(form: str | Iterable[int]) -> Arch:
 def format_arch(arch: Arch) -> str:
     """Text form, `"3 -1 0"`; `parse_arch` reads it back."""
     return " ".join(map(str, arch))
+
+
+__getattr__ = partial(moved.find, __name__)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
+from nasfast.runtime import moved
 from nasfast.spaces.blocks import Block
 from nasfast.spaces.space import FixedLayer, SearchSpace, Stage
 
@@ -80,3 +82,6 @@ def digits_mini(*, num_classes: int = 10, resolution: int = 32) -> SearchSpace:
         head=(FixedLayer(Block("conv", kernel=1), 160),),
         activation="relu6",
     )
+
+
+__getattr__ = partial(moved.find, __name__)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 from nasfast.config import ConfigBase
+from nasfast.runtime import moved
 from nasfast.spaces.arch import SKIP
 from nasfast.spaces.arch_space import ArchSpace
 from nasfast.spaces.blocks import Block, cost_of, shuffle_branches
@@ -257,3 +258,6 @@ def _resolve(fixed: Sequence[FixedLayer], channels: int, size: int) -> tuple[Lay
         layers.append(Layer(channels, layer.out, layer.stride, size, (layer.block,)))
         channels, size = _output_of(layers)
     return tuple(layers)
+
+
+__getattr__ = partial(moved.find, __name__)

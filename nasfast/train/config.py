@@ -107,7 +107,7 @@ def accept_old_keywords(train: Callable[..., Path]) -> Callable[..., Path]:
             warnings.warn(
                 "train(stage='NAME', run_dir=..., ...) is now train(..., TrainStage('NAME', run_dir, ...)); the old "
                 "form goes away in the next version",
-                category=FutureWarning,
+                category=DeprecationWarning,
                 stacklevel=2,
             )
             # the old form had None for no settings
