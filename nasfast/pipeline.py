@@ -96,10 +96,10 @@ def _space_without_supernet(cfg: RunConfig) -> ArchSpace | None:
     """The space of a run directory that a search of cells wrote; None for any other run directory."""
     path = cfg.run_dir / SPACE_FILE
     try:
-        form = load_yaml(path)
+        kind = space_kind(load_yaml(path))
     except ConfigError:
         return None  # `_saved_space` raises and says why the file cannot be read
-    return None if space_kind(form).LAYERWISE else read_space(path)
+    return None if kind.LAYERWISE else read_space(path)
 
 
 def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:

@@ -5,7 +5,9 @@ A new space is a function in `builders.py` (layers) or `cells.py` (cells) and a 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,26 @@ BUILDERS: dict[str, Callable[..., ArchSpace]] = {
 
 
 def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
-    """The class of a space by its written form; a form without any kind's key is read as a `SearchSpace`."""
-    return next((kind for kind in KINDS if kind.KEY in form), SearchSpace)
+    """The class of a space by its written form, which has the `KEY` of one kind.
+
+    Raises:
+        ConfigError: it has no kind's key; the text names the keys that no kind has, and those that each kind has.
+    """
+    for kind in KINDS:
+        if kind.KEY in form:
+            return kind
+    valid = {kind.KEY: sorted(field.name for field in fields(kind)) for kind in KINDS}
+    everywhere = sorted(set().union(*valid.values()))
+    parts, meant = [], set(form)
+    for key in (str(key) for key in form if key not in everywhere):
+        close = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.5)
+        meant.update(close)
+        parts.append(f"unknown config key {key!r}" + "".join(f" (did you mean {match!r}?)" for match in close))
+    parts.append(f"a space must have one of the keys {', '.join(map(repr, valid))}")
+    # the kind with most of the keys comes first
+    for key, names in sorted(valid.items(), key=lambda item: -len(meant.intersection(item[1]))):
+        parts.append(f"valid with {key!r}: {', '.join(names)}")
+    raise ConfigError("; ".join(parts))
 
 
 def read_space(path: str | Path) -> ArchSpace:
@@ -40,7 +60,12 @@ def read_space(path: str | Path) -> ArchSpace:
     Raises:
         ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
     """
-    return space_kind(load_yaml(path)).load(path)
+    form = load_yaml(path)
+    try:
+        kind = space_kind(form)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return kind.load(path)
 
 
 # the older name
