@@ -19,7 +19,7 @@ import torch
 
 from nasfast.config import ConfigError, difference, load_yaml
 from nasfast.data import Loader, make_loader, make_loaders, random_subset
-from nasfast.indicators.scores import Evidence, check_score, get_score, score_table
+from nasfast.indicators.scores import Evidence, get_score, score_table
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
@@ -39,7 +39,7 @@ from nasfast.search import (
     run_search,
     save_candidates,
 )
-from nasfast.settings import RunConfig, check_same_run, check_search
+from nasfast.settings import RunConfig, check_same_run, check_scoring, check_search
 from nasfast.spaces import ArchSpace, SearchSpace, get_space, load_arch, read_space, space_kind
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
@@ -53,13 +53,9 @@ CONFIG_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "indicators.json", "archs.j
 
 
 def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
-    """The training loader and the validation loader.
+    """The training loader and the validation loader of images of the space's size; ranks share every batch.
 
-    Args:
-        cfg: settings of the run.
-        space: decides the size of the images.
-        hold_out: whether to validate on held-out training images, so that the search never sees those of `data.val`.
-        world: the ranks that share every batch.
+    With `hold_out`, held-out training images validate, so that the search never sees those of `data.val`.
     """
     return make_loaders(
         cfg.data,
@@ -70,11 +66,6 @@ def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool, world: World
         rank=world.rank,
         world=world.size,
     )
-
-
-def _holds_out(cfg: RunConfig) -> bool:
-    """Whether some of the training images are kept out of supernet training."""
-    return cfg.supernet.resolved(cfg.method).hold_out
 
 
 def _saved_space(cfg: RunConfig) -> SearchSpace:
@@ -139,11 +130,9 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
         ConfigError, DataError: the settings or images cannot be used.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
-    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
-    loader, _ = _loaders(cfg, space, hold_out=_holds_out(cfg), world=world)
-    space = space.replace(num_classes=len(loader.source.classes))
+    space, loader = _configured_space(cfg, world=world)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    _check_score(cfg, net)
+    check_scoring(cfg, net)
     check_search(cfg, space)
     if world.is_main:
         _prepare(cfg, space, resume=resume, world=world)
@@ -156,6 +145,13 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
     if world.is_main:
         _note_chance(cfg, space)
     return final
+
+
+def _configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSpace, Loader]:
+    """The space of the settings, with the classes of the images, and the loader that the supernet is trained on."""
+    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
+    loader, _ = _loaders(cfg, space, hold_out=cfg.holds_out, world=world)
+    return space.replace(num_classes=len(loader.source.classes)), loader
 
 
 def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) -> None:
@@ -184,16 +180,6 @@ def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
             "Compare with `nasfast rank` or the random baseline, or let more parameters train (supernet.trainable)",
             100 * top1[-1],
             space.num_classes,
-        )
-
-
-def _check_score(cfg: RunConfig, net: Supernet) -> None:
-    """Refuse a score that the supernet cannot have, before hours of training."""
-    score = get_score(cfg.score.resolved(cfg.method).name)
-    check_score(score, net)
-    if score.held_out and not _holds_out(cfg):
-        raise ConfigError(
-            f"score {score.name!r} needs images that the supernet is not trained on: set supernet.hold_out=true"
         )
 
 
@@ -250,16 +236,34 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
         ConfigError, ScoreError: the supernet cannot have this score.
     """
     use_threads(cfg.threads)
+    score = get_score(cfg.score.resolved(cfg.method).name)
+    net, checkpoint = load_supernet(cfg)
+    return _evidence(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
+
+
+def evidence_to_rank(cfg: RunConfig) -> Evidence:
+    """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
+    use_threads(cfg.threads)
+    if get_score(cfg.score.resolved(cfg.method).name).trained:
+        return evidence_of(cfg)[0]
+    space = _saved_space(cfg) if (cfg.run_dir / SPACE_FILE).exists() else _configured_space(cfg)[0]
+    return _evidence(cfg, _untrained_supernet(cfg, space))
+
+
+def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
+    """The supernet of the settings, with the weights that their seed gives it before training."""
+    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    return net.to(device=cfg.torch_device, memory_format=torch.channels_last)
+
+
+def _evidence(cfg: RunConfig, net: Supernet) -> Evidence:
+    """What the score of the settings is computed from, for a supernet."""
+    check_scoring(cfg, net)
     settings = cfg.score.resolved(cfg.method)
     score = get_score(settings.name)
-    net, checkpoint = load_supernet(cfg)
-    if not score.trained:
-        net, _ = make_supernet(net.space, cfg.method, cfg.supernet, seed=cfg.seed)
-        net.to(device=cfg.torch_device, memory_format=torch.channels_last)
-    _check_score(cfg, net)
     images, loaders = (), None
     if score.images:
-        hold_out = _holds_out(cfg)
+        hold_out = cfg.holds_out
         loaders = _loaders(cfg, net.space, hold_out=hold_out)
         images = make_loader(
             cfg.data,
@@ -268,7 +272,7 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
             resolution=net.space.resolution,
             in_channels=net.space.in_channels,
         )
-    evidence = Evidence(
+    return Evidence(
         net,
         images,
         loaders=loaders,
@@ -277,7 +281,6 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
         seed=cfg.seed,
         bf16=cfg.train.precision == "bf16",
     )
-    return evidence, checkpoint
 
 
 @_stage(create=False)

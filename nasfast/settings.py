@@ -9,10 +9,12 @@ from typing import ClassVar
 from nasfast.config import ConfigBase, ConfigError, difference, load_yaml
 from nasfast.data import DataConfig
 from nasfast.indicators.config import ScoreConfig
+from nasfast.indicators.scores import check_score, get_score
 from nasfast.retrain import RetrainConfig
 from nasfast.runtime.device import check_device, torch_device
 from nasfast.search import SearchConfig
 from nasfast.spaces import SearchSpace
+from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError, TrainConfig
 from nasfast.train.supernet import MethodName, SupernetConfig, default_lr
 
@@ -98,6 +100,11 @@ class RunConfig(ConfigBase):
         return Path(self.out)
 
     @property
+    def holds_out(self) -> bool:
+        """Whether some of the training images are kept out of supernet training."""
+        return self.supernet.resolved(self.method).hold_out
+
+    @property
     def torch_device(self) -> str:
         """The device to use, `cpu` or `cuda`.
 
@@ -136,6 +143,21 @@ def check_same_run(path: Path, cfg: RunConfig) -> None:
     if forms[0] != forms[1]:
         raise CheckpointError(
             f"{path} has other settings: {difference(*forms)}; keep those of the run, or choose another --out"
+        )
+
+
+def check_scoring(cfg: RunConfig, net: Supernet) -> None:
+    """Refuse a score that the supernet cannot have, before hours of training.
+
+    Raises:
+        ScoreError: there is no such score, or this supernet cannot have it.
+        ConfigError: it needs images that the supernet is not trained on, and there are none.
+    """
+    score = get_score(cfg.score.resolved(cfg.method).name)
+    check_score(score, net)
+    if score.held_out and not cfg.holds_out:
+        raise ConfigError(
+            f"score {score.name!r} needs images that the supernet is not trained on: set supernet.hold_out=true"
         )
 
 

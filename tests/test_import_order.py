@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "studies.wiring": {
         "config", "runtime.files", "runtime", "spaces", "supernet", "cells", "data", "train", "report", "studies",
     },
-    "settings": {"config", "data", "runtime", "spaces", "indicators", "retrain", "search", "train"},
+    "settings": {"config", "data", "runtime", "spaces", "supernet", "indicators", "retrain", "search", "train"},
     "pipeline": {
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "indicators",
         "indicators.table", "search", "retrain", "report", "measure", "settings",

@@ -261,8 +261,14 @@ def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, fl
 
 def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
     """Accuracies and scores of the same architectures; the score is computed for each and not distilled."""
-    cfg = RunConfig.load(Path(args.out) / CONFIG_FILE)
-    evidence, _ = pipeline.evidence_of(cfg.replace(out=args.out, score=cfg.score.replace(name=args.score)))
+    path = Path(args.out) / CONFIG_FILE
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing: run `nasfast supernet --out {args.out}` first. A score of untrained weights needs no "
+            f"checkpoint, but the settings of a run in {path}"
+        )
+    cfg = RunConfig.load(path)
+    evidence = pipeline.evidence_to_rank(cfg.replace(out=args.out, score=cfg.score.replace(name=args.score)))
     space = evidence.net.space
     accuracies = read_accuracies(args.table, space, column=args.column)
     archs = sorted(accuracies)

@@ -10,15 +10,20 @@ import shutil
 import pytest
 from digits_runs import EVOLUTION, run_fails, write_config
 from scipy.stats import kendalltau
+from tiny import tiny_space
 
 from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.config import dump_yaml, load_yaml
+from nasfast.data import make_loader, make_loaders, random_subset
 from nasfast.indicators import bn_gamma
 from nasfast.indicators.scores import score_paths, score_table
 from nasfast.indicators.table import IndicatorTable
+from nasfast.indicators.zero_cost import gradient_norm
 from nasfast.pipeline import RunConfig
 from nasfast.search import load_candidates
+from nasfast.supernet import inherit
+from nasfast.train.supernet import make_supernet
 
 
 def test_the_default_score_is_distilled_from_held_out_images_beside_structure(run_dir):
@@ -82,6 +87,35 @@ def test_a_score_can_be_ranked_path_by_path(run_dir, tmp_path, capsys):
     assert "tiny has no score 'ablation'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*ranked, "--sample", "12"])
+
+
+def test_a_score_of_untrained_weights_is_ranked_from_the_settings_alone(config, tmp_path, capsys):
+    cfg = RunConfig.load(config).replace(seed=3)
+    out, space = tmp_path / "run", tiny_space(num_classes=10)
+    archs = list(itertools.product(range(3), repeat=4))[::5]
+    table = tmp_path / "accuracies.json"
+    table.write_text(json.dumps({"".join(map(str, a)): 50 + sum(a) + a[0] / 10 for a in archs}))
+    ranked = ["rank", "--out", str(out), "--table", str(table), "--resamples", "10", "--score"]
+    out.mkdir()
+    assert main([*ranked, "gradient_norm"]) == 1
+    error = capsys.readouterr().err
+    assert f"{out / 'config.yaml'} is missing: run `nasfast supernet --out {out}` first" in error
+    cfg.save(out / "config.yaml")
+    assert main([*ranked, "gradient_norm"]) == 0
+    assert sorted(file.name for file in out.iterdir()) == ["config.yaml", "rank-gradient_norm.json"]
+    # the same by hand: the weights of the method `dinas` with the seed, and the first batch of held-out images
+    net, _ = make_supernet(space, "dinas", seed=3)
+    _, held = make_loaders(cfg.data, resolution=space.resolution, seed=3, hold_out=True)
+    images = make_loader(
+        cfg.data, random_subset(held.source, 1000, 3), train=False, resolution=space.resolution, in_channels=3
+    )
+    batch = next(iter(images.epoch(0)))
+    scores = [gradient_norm(inherit(net, arch), *batch) for arch in archs]
+    tau = kendalltau(scores, [50 + sum(a) + a[0] / 10 for a in archs]).statistic
+    report = json.loads((out / "rank-gradient_norm.json").read_text())
+    assert report["predictor"]["kendall"]["value"] == pytest.approx(tau)
+    assert main([*ranked, "fisher"]) == 1
+    assert f"{out / 'space.yaml'} is missing: run `nasfast supernet --out {out}` first" in capsys.readouterr().err
 
 
 @pytest.mark.slow
