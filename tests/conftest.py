@@ -84,6 +84,22 @@ def poisoned_memory():
         pool.poison_pool(False)
 
 
+@pytest.fixture(autouse=True)
+def poison(request):
+    """Every test of the operators and of `fuse` runs with uninitialised memory full of NaN."""
+    if request.path.parent.name in ("ops", "fusion"):
+        request.getfixturevalue("poisoned_memory")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """A module's tests run on one thread: equal bytes are promised for equal numbers of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def native():
     """The compiled extension; skipped with the loader's reason where it was not built."""

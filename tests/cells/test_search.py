@@ -23,6 +23,8 @@ from nasfast.train import CheckpointError, TrainConfig
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SPACE = CellSpace(
     "s1",
     minimal_cell(("none", "skip_connect", "avg_pool_3x3", "sep_conv_3x3")),
@@ -46,15 +48,6 @@ LEVELS = {
     "dsnas, two levels": {"method": "dsnas", "bilevel": True},
     "proxyless, two levels": {"method": "proxyless", "bilevel": True},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Equal bytes are promised for equal numbers of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=sorted(LEVELS))

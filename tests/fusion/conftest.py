@@ -1,23 +1,13 @@
-"""Fixtures of the tests of `fuse`: poisoned memory everywhere, one thread, and a record of the chains that ran."""
+"""Fixtures of the tests of `fuse`: one thread, and a record of the chains that ran."""
 
 import pytest
-import torch
 
 from nasfast.fusion import run as deferred
 
 
-@pytest.fixture(autouse=True)
-def poison(poisoned_memory):
-    """Every test runs with uninitialised memory full of NaN."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
+@pytest.fixture(autouse=True, scope="module")
+def threads(one_thread):
     """Layers are so small here that threads waiting for each other take longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

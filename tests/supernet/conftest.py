@@ -1,4 +1,4 @@
-"""The spaces of the package, small ones where networks are run."""
+"""The spaces of the package, small ones where networks are run; registries of blocks for one test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 from tiny import tiny_macro_space, tiny_space
 
 from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage
+from nasfast.spaces import blocks as space_blocks
+from nasfast.supernet import blocks
 
 _SHUFFLE = (*(Block("shuffle", kernel=k) for k in (3, 5)), Block("shuffle_xception", kernel=3))
 
@@ -40,3 +42,10 @@ def shuffle_space() -> SearchSpace:
 @pytest.fixture
 def macro_space() -> SearchSpace:
     return SMALL_SPACES["macro"]
+
+
+@pytest.fixture
+def own_kinds(monkeypatch):
+    """Registries that forget what a test adds."""
+    monkeypatch.setattr(space_blocks, "_BLOCK_COSTS", dict(space_blocks._BLOCK_COSTS))
+    monkeypatch.setattr(blocks, "_BLOCK_BUILDERS", dict(blocks._BLOCK_BUILDERS))

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from nasfast.indicators.bn_gamma import score
 from nasfast.spaces import Block, Cost, FixedLayer, Layer, SearchSpace, Stage, UniformSampler, block_cost
-from nasfast.spaces import blocks as space_blocks
-from nasfast.supernet import Supernet, UnitFactory, block_builder, blocks, inherit
+from nasfast.supernet import Supernet, UnitFactory, block_builder, inherit
 from nasfast.supernet.blocks import build_block
 from nasfast.train import TrainConfig, train_supernet
 
@@ -74,13 +73,6 @@ def test_identity_of_a_normal_layer_is_nothing():
     layer = Layer(6, 6, 1, 7, (Block("identity"),))
     module = build_block(layer.choices[0], layer, UnitFactory(act="relu6", fused=True, track_running_stats=False))
     assert isinstance(module, nn.Identity)
-
-
-@pytest.fixture
-def own_kinds(monkeypatch):
-    """Registries that forget what a test adds."""
-    monkeypatch.setattr(space_blocks, "_BLOCK_COSTS", dict(space_blocks._BLOCK_COSTS))
-    monkeypatch.setattr(blocks, "_BLOCK_BUILDERS", dict(blocks._BLOCK_BUILDERS))
 
 
 class _Pooled(nn.Module):

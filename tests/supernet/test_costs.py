@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nasfast.spaces import BUILDERS, SKIP, Cost, mobilenet_v2, parse_arch
+from nasfast.spaces import BUILDERS, SKIP, Block, Cost, Layer, mobilenet_v2, parse_arch
+from nasfast.spaces.blocks import _BLOCK_COSTS
 from nasfast.supernet import StandaloneNetwork, Supernet, UnitFactory
 from nasfast.supernet.blocks import build_block
 
@@ -47,6 +48,20 @@ def test_every_candidate_costs_what_the_table_says(space):
             side = -(-layer.size // layer.stride)
             assert out == (1, layer.out_channels, side, side), (block, shapes)
     assert len(seen) > len(space.stages)
+
+
+@pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.parametrize(("out_channels", "stride"), [(12, 1), (32, 2)])
+@pytest.mark.parametrize("kind", sorted(_BLOCK_COSTS))
+def test_every_kind_of_block_costs_what_its_module_does(kind, out_channels, stride, kernel):
+    """Kinds that no built-in space has included."""
+    block = Block(kind, kernel=kernel, expand=2)
+    layer = Layer(12, out_channels, stride, 9, (block,))
+    units = UnitFactory(act="relu", fused=False, track_running_stats=True)
+    with torch.device("meta"):
+        module = build_block(block, layer, units).eval()
+    side = {1: 9, 2: 5}[stride]
+    assert measured(module, 12, 9, 9) == (layer.cost(0), (1, out_channels, side, side))
 
 
 @pytest.mark.parametrize("seed", range(3))

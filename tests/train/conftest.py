@@ -1,14 +1,8 @@
-"""One thread: equal bytes are promised for equal numbers of threads."""
-
-from __future__ import annotations
+"""Every test of training runs on one thread."""
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def threads(one_thread):
+    """Runs are compared byte for byte."""
