@@ -28,7 +28,7 @@ from nasfast.ops.reference import ACTIVATIONS
 KINDS = ("gaussian", "per_filter", "flatten")
 """Kinds of filters: independent Gaussian; every k x k slice orthogonal; rows of orthogonal matrices of size k^2 d."""
 
-# only avoids 0 / 0 for filters whose responses a ReLU sets to 0
+# it only avoids 0 / 0, for filters whose responses a ReLU sets to 0
 _EPS = 1e-30
 
 

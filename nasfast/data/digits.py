@@ -68,7 +68,7 @@ class DigitsSource(ImageSource):
 class ClutteredDigitsSource(ImageSource):
     """Handwritten digits at random places among pieces of other digits, with noise: 32 x 32 RGB, held in memory.
 
-    A network can tell plain digits apart whatever its architecture is; these it can not, so architectures differ. The
+    Every architecture learns plain digits almost perfectly. These are harder, so architectures differ. The
     images are the same in every run. Both parts draw from their own part of the digits (see `DigitsSource`).
 
     Args:

@@ -235,7 +235,7 @@ class _Placeholder(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # BatchNorm modules ask it of their input
+        # BatchNorm modules read the number of dimensions of their input
         if func in _DIMENSIONS:
             return 4
         if func in _EXTENSIONS:

@@ -26,9 +26,9 @@ def mixture_of(space: ArchSpace, *, seed: int = 0) -> Mixture:
     """The untrained supernet of a space, as PyTorch initialises its modules.
 
     Raises:
-        TypeError: NASI does not know this kind of space.
+        TypeError: NASI has no implementation for this kind of space.
     """
-    raise TypeError(f"NASI knows no supernet of a {type(space).__name__}")
+    raise TypeError(f"NASI has no supernet for a {type(space).__name__}")
 
 
 @mixture_of.register
@@ -52,7 +52,7 @@ def chosen_arch(space: ArchSpace, result: NasiResult, *, rule: Rule | None = Non
             with two inputs, whose nodes keep two edges, and else `argmax`. Layers take the highest logits.
 
     Raises:
-        TypeError: NASI does not know this kind of space.
+        TypeError: NASI has no implementation for this kind of space.
     """
     raise TypeError(f"NASI finds no architecture of a {type(space).__name__}")
 
@@ -81,7 +81,7 @@ def write_answer(space: ArchSpace, result: NasiResult, arch: Arch, folder: Path,
         meta: what a table says about its making.
 
     Raises:
-        TypeError: NASI does not know this kind of space.
+        TypeError: NASI has no implementation for this kind of space.
     """
     raise TypeError(f"NASI writes no file of a {type(space).__name__}")
 

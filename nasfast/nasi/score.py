@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import nasfast.cells.network  # noqa: F401  tells standalone_network the networks of cells
+import nasfast.cells.network  # noqa: F401  registers the networks of cells with standalone_network
 from nasfast.config import nearest
 from nasfast.seeds import derive_seed
 from nasfast.spaces import ArchSpace

@@ -404,7 +404,7 @@ def solve(
 
 
 def limits(q: Tensor, constraint: Constraint, nu: float) -> Tensor:
-    """(T,) nu of every step, see `NasiConfig.constraint`. The adaptive limit of a step knows the Q of earlier steps."""
+    """(T,) nu of every step (`NasiConfig.constraint`). The adaptive limit depends on the Q of earlier steps."""
     if constraint == "fixed":
         return torch.full_like(q, nu)
     if constraint == "quantile":

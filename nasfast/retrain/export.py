@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import nasfast.cells.network  # noqa: F401  tells standalone_network the networks of cells
+import nasfast.cells.network  # noqa: F401  registers the networks of cells with standalone_network
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
 from nasfast.supernet import standalone_network

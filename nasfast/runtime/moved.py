@@ -43,7 +43,7 @@ MODULES = {
 
 
 def _by_name(tables: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """{old module: {home: names, separated by spaces}} -> {old module: {name: home}}."""
+    """{old module: {new module: names, separated by spaces}} -> {old module: {name: new module}}."""
     return {
         old: {name: home for home, names in homes.items() for name in names.split()} for old, homes in tables.items()
     }

@@ -73,9 +73,10 @@ class UniformSampler(Sampler):
 class FairSampler(Sampler):
     """Algorithm 1 of DI-NAS: fair without replacement.
 
-    Each layer keeps a shuffled deck of its candidates, the layer indicator among them on normal layers; a path pops one
-    card per layer and an empty deck is reshuffled. Within a layer the update counts of any two candidates never differ
-    by more than 1. Decks of normal and reduction layers have different lengths and drift against each other by design.
+    Each layer has a shuffled deck of its candidates, on normal layers with the layer indicator among them. A path takes
+    one card from the deck of each layer, and an empty deck is filled and shuffled again. Within a layer the update
+    counts of any two candidates never differ by more than 1. Decks of normal and reduction layers have different
+    lengths, so they are intentionally shuffled at different steps.
     """
 
     def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool = True) -> None:

@@ -145,7 +145,7 @@ _WIRING = (
 
 _FOUND = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
 _NASI = (
-    Study("nasi", "quick", "what Q knows of accuracy, with marks", "NasiQuickConfig", "quick", "nasi-quick"),
+    Study("nasi", "quick", "how well Q predicts accuracy, with marks", "NasiQuickConfig", "quick", "nasi-quick"),
     Study(
         "nasi",
         "search",

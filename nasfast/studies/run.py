@@ -62,7 +62,7 @@ def _plain_lines(name: str, total: int) -> Done:
 
 
 def no_task(name: str, total: int) -> Done:
-    """A `Task` that tells nothing, for measurements that run outside a study."""
+    """A `Task` that reports no progress, for measurements that run outside a study."""
     return lambda done: None
 
 

@@ -1,4 +1,4 @@
-"""Settings of a training stage, and what names its files and tells its checkpoints from those of others."""
+"""Settings of a training stage, the names of its files, and what its checkpoints must match."""
 
 from __future__ import annotations
 

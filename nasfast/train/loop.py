@@ -159,7 +159,7 @@ class _Loop:
                 self._run_epoch()
 
     def _open_files(self, stack: ExitStack) -> None:
-        """Lock the run directory, see that checkpoints have room, and open the log and the checkpoint writer."""
+        """Lock the run directory, check that checkpoints fit on the disk, and open log and checkpoint writer."""
         stage, at = self._stage, self._at
         if self._world.leads:
             stack.enter_context(run_lock(stage.run_dir))

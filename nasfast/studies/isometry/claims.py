@@ -11,13 +11,13 @@ from nasfast.studies.isometry.measure import relative_gain
 from nasfast.studies.isometry.rows import ConvolutionMoments, PathSpread, Row, Spread, bn_text, spread_means
 from nasfast.studies.parts import Claim
 
-# A spread counts as smaller where it is smaller by a fifth, because seeds scatter by a tenth.
+# A spread counts as smaller if it is smaller by a fifth, because it varies by a tenth between seeds.
 _CLEARLY = 0.8
 # Spreads below this are rounding and BatchNorm's eps; they are not compared.
 _ROUNDING = 1e-4
-# A pattern counts as one of all candidates where at most every twentieth differs.
+# A pattern counts as one of all candidates if at most a twentieth of them differ.
 _NEARLY_ALL = 0.95
-# No reading of "~ 1" and "~ 0" reaches further than this.
+# The largest deviation that still counts as "~ 1" or "~ 0".
 _NEAR = 0.1
 
 
@@ -30,7 +30,7 @@ def claims_of(
 ) -> list[Claim]:
     """The paper's sentences beside the numbers.
 
-    Every verdict follows from the numbers by the thresholds above. What stands behind "theory:" is the reason that a
+    Every verdict follows from the numbers by the thresholds above. The text behind "theory:" is the reason that a
     closed form gives.
     """
     tanh, orthogonal, gaussian = "orthogonal, tanh", f"orthogonal, {own}", f"gaussian, {own}"

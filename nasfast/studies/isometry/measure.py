@@ -136,7 +136,7 @@ def _measure_block(block: nn.Module, h: Tensor, effort: Effort, setting: str, la
     row = measure(branch, part(h), effort, setting=setting, layer=layer, name=name, acts=acts)
     if branch is block:
         return row
-    # without a density, which takes most of the time
+    # no density is computed, because it takes most of the time
     whole = isometry(block, h, samples=effort.samples, probes=effort.probes, max_exact=_MAX_EXACT, lanczos_steps=0)
     return replace(row, module=whole)
 
@@ -277,7 +277,7 @@ def _pair_varphi(scheme: Init, expansion: int, seed: int) -> float:
 def block_marks(act: str, *, seed: int = 0) -> list[Check]:
     """Marks of blocks with known moments: a linear pair, and a MobileNetV2 branch with BatchNorm on white noise.
 
-    Both wrap around at the border, because the closed forms know no border.
+    Both wrap around at the border, because the closed forms hold for maps without a border.
 
     Args:
         act: activation of the branch; tanh and the identity are measured too.

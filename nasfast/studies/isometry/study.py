@@ -24,7 +24,7 @@ from nasfast.studies.report import StudyReport
 from nasfast.studies.run import Task, run_study
 from nasfast.supernet import Init, Supernet, initialize
 
-# Enough for variances that are averaged over channels and positions.
+# Few images are enough, because variances are averaged over channels and positions.
 _DEPTH_IMAGES = 16
 _DIAGRAM_ACT = "tanh"
 

@@ -109,7 +109,7 @@ class FiguresConfig(ConfigBase):
         name = {3: "vanilla", 4: "bn_ff", 5: "bn_res"}[figure] + f"_{kind}"
         if not self.kernel:
             return f"{name}_b{self.batch}" if figure == 4 else name
-        # without skip connections a network does not notice the translation
+        # without skip connections the shift changes nothing
         if self.padding == "shifted" or (self.padding == "periodic" and figure != 5):
             return name
         return f"{name}_{self.padding}pad"

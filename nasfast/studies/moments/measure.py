@@ -40,7 +40,7 @@ _RESULTS = "results.jsonl"
 
 
 class Runner:
-    """Runs networks, tells the progress, and resumes from a file.
+    """Runs networks, reports the progress, and resumes from a file.
 
     Args:
         out: directory of the file results.jsonl; None keeps nothing.

@@ -1,4 +1,4 @@
-"""The NASI study: what NASI's score knows about accuracy, and architectures that it chooses at initialisation.
+"""The NASI study: how well NASI's score predicts accuracy, and architectures that it chooses at initialisation.
 
 It runs the algorithm of `nasfast.nasi` and reports on it; docs/nasi.md.
 """

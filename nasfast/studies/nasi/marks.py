@@ -12,7 +12,7 @@ from nasfast.studies.parts import Check
 
 
 def correlation_checks(cells: RandomCells) -> list[Check]:
-    """Marks of what Q of random cells knows."""
+    """Marks of how well Q predicts the accuracy of random cells."""
     q = np.array(cells.scores["standard"])
     checks = [Check("Q over random cells: largest over smallest", 4, math.inf, float(q.max() / q.min()))]
     for mode, values in cells.scores.items():

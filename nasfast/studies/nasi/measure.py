@@ -89,7 +89,7 @@ class Trainer:
 
 
 def tenths(done: Done, total: int) -> Done:
-    """Tell the progress ten times only."""
+    """Report the progress only ten times."""
     every = max(1, total // 10)
     return lambda count: done(count) if count % every == 0 or count == total else None
 

@@ -1,6 +1,6 @@
 """The NASI study: its three kinds, each `run(cfg, out, task) -> StudyReport`.
 
-`quick` measures what Q knows about accuracy in a small task; `search` searches a space and writes what it found;
+`quick` measures how well Q predicts accuracy in a small task; `search` searches a space and writes what it found;
 `compare` ranks nas_bench_macro beside trivial predictors (docs/nasi.md).
 """
 

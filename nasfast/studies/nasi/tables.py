@@ -30,7 +30,7 @@ from nasfast.studies.parts import Table
 
 
 def correlation_table(cells: RandomCells) -> Table:
-    """What Q of random cells knows, in every mode, and what the number of parameters knows."""
+    """How well Q, in every mode, and the number of parameters predict the accuracy of random cells."""
     q, params, rows = np.array(cells.scores["standard"]), cells.params, []
     for mode, values in cells.scores.items():
         correlations = (
@@ -55,7 +55,7 @@ def correlation_table(cells: RandomCells) -> Table:
         "Spearman with standard",
         "Spearman with parameters",
     )
-    return Table("random cells: what Q knows", header, tuple(rows))
+    return Table("random cells: how well Q predicts accuracy", header, tuple(rows))
 
 
 def searches_table(space: CellSpace, kinds: Sequence[SearchKind]) -> Table:
