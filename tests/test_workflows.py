@@ -15,20 +15,31 @@ def test_there_are_workflows_for_lint_tests_wheel_and_docs():
     assert {workflow.stem for workflow in WORKFLOWS} == {"lint", "test", "wheel", "docs"}
 
 
+def _steps(workflow: Path) -> list[dict]:
+    """The steps of all jobs of a workflow, in order."""
+    return [step for job in yaml.safe_load(workflow.read_text())["jobs"].values() for step in job["steps"]]
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda workflow: workflow.stem)
 def test_a_workflow_runs_what_exists(workflow):
     text = workflow.read_text()
     settings = yaml.safe_load(text)
     assert "secrets" not in text and settings["permissions"] == {"contents": "read"}
-    (job,) = settings["jobs"].values()
-    assert job["timeout-minutes"] <= 120
-    for step in job["steps"]:
+    assert all(job["timeout-minutes"] <= 120 for job in settings["jobs"].values())
+    for step in _steps(workflow):
         assert ("uses" in step) != ("run" in step)
         if "uses" in step:
             assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), "an action has its major version"
+            for path in (step.get("with") or {}).get("cache-dependency-path", "").split():
+                assert (ROOT / path).exists()
             continue
         program, argument = step["run"].split()
         assert (program == "make" and argument in TARGETS) or (program == "python" and (ROOT / argument).exists())
+
+
+def test_the_workflows_run_the_checks_all_tests_the_oldest_versions_and_the_wheel():
+    commands = {step["run"] for workflow in WORKFLOWS for step in _steps(workflow) if "run" in step}
+    assert commands >= {"make check", "make test", "make test-oldest-fast", "make wheel"}
 
 
 def test_hooks_use_the_installed_tools():
