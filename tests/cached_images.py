@@ -18,7 +18,7 @@ IMAGES = 22
 SMALL = Augmentation("cifar", 12, seed=4)
 PHOTOS = Augmentation("imagenet", 16, seed=4)
 
-# with this one all of the images are kept at their own size
+# with this side all of the images are kept at their own size
 OWN_SIZE = Augmentation("imagenet", 28, seed=4)
 
 
@@ -29,7 +29,7 @@ def cached(source, augmentation: Augmentation, tmp_path: Path, **settings) -> Ca
 
 
 def requests(count: int, *, batch: int = 6, epoch: int = 3) -> list[Request]:
-    """Shuffled, of more than one chunk for one that is as large."""
+    """Shuffled batches; a batch of this size is more than one chunk."""
     order = np.random.default_rng(epoch).permutation(count)
     return [Request(order[first : first + batch], epoch, first) for first in range(0, count, batch)]
 
@@ -75,7 +75,7 @@ def named(augmentation: Augmentation) -> str:
 
 
 def damage(path: Path, how: Callable[[bytes], bytes | None]) -> None:
-    """In place, as a failing disk or another program does."""
+    """Change the file in place, as a failing disk or another program does."""
     changed = how(path.read_bytes())
     if changed is None:
         path.unlink()

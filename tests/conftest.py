@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# for `benchmarks`; at the end, because an installed nasfast comes before the one in this folder
+# so that tests can import `benchmarks`; at the end, because an installed nasfast comes before the one in this folder
 sys.path.append(str(Path(__file__).parents[1]))
 
 # before the kernels are imported: without a GPU they run under Triton's interpreter
@@ -29,7 +29,7 @@ INTERPRETED = _triton.interpreted()
 
 
 def pytest_collection_modifyitems(items):
-    """Whatever asks for the device or for a GPU has the mark `gpu`."""
+    """Give the mark `gpu` to every test that uses the fixture `device` or `gpu`."""
     if _triton.interpreted() != INTERPRETED:
         raise pytest.UsageError("a module that a test imports sets TRITON_INTERPRET: it must only as a program")
     for item in items:
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test without the mark finds no GPU, in its fixtures of every scope neither."""
+    """A test without the mark finds no GPU, nor do its fixtures of any scope."""
     if not torch.cuda.is_available() or item.get_closest_marker("gpu"):
         return (yield)
     with no_gpu():
@@ -54,7 +54,7 @@ def device():
 
 @pytest.fixture(scope="session")
 def gpu():
-    """The GPU, for tests that mean nothing without one."""
+    """The GPU, for tests that need one."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return "cuda"

@@ -1,11 +1,11 @@
 """The device that the tests of kernels, engines and measurements run on, and how to move tensors there.
 
-Tests ask for it with one of the fixtures of conftest.py, from which they get the mark `gpu`:
+Tests get it from one of the fixtures of conftest.py, which also give them the mark `gpu`:
 
 - `device`: runs on the GPU where there is one, else on the CPU, where Triton's kernels run under its interpreter;
 - `gpu`: needs a GPU and is skipped without one.
 
-For all other tests there is no GPU, so that what uses one has the mark.
+For all other tests there is no GPU, so every test that uses one has the mark.
 """
 
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.train.log import read_metrics
 
-LIMIT = 70_000  # below the dearest architecture, where those in reach have others of equal cost
+LIMIT = 70_000  # below the most expensive architecture; within it, other architectures have the cost of the best one
 
 SETTINGS = {
     "data": {"source": "digits", "batch_size": 128, "workers": 0},
@@ -32,7 +32,7 @@ def write_config(folder: Path, **changes) -> Path:
 
 
 def contents(run_dir: Path) -> dict[str, object]:
-    """Everything a repeated run must reproduce."""
+    """Everything that a repeated run must reproduce."""
     names = ["space.yaml", "indicators.json", "archs.json"]
     names += [f"retrain/{n}/{f}" for n in ("best", "random") for f in ("model.safetensors", "arch.json", "space.yaml")]
     result = {name: (run_dir / name).read_bytes() for name in names}

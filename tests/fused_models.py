@@ -28,7 +28,7 @@ def set_mode(model: nn.Module, mode: str) -> nn.Module:
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(False)
         elif mode == "mixed" and isinstance(module, nn.BatchNorm2d):
-            # statistics frozen here, affine parameters there
+            # one layer has frozen statistics, another one frozen affine parameters
             module.train(generator.random() < 0.7)
             module.weight.requires_grad_(generator.random() < 0.5)
             module.bias.requires_grad_(generator.random() < 0.5)
@@ -123,7 +123,7 @@ class Candidate(nn.Module):
 
 
 class Fickle(nn.Module):
-    """A block whose forward is not what it was when it was fused."""
+    """A block whose forward changes after it was fused."""
 
     def __init__(self) -> None:
         super().__init__()

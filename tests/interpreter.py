@@ -1,4 +1,4 @@
-"""Triton's interpreter, with bfloat16 as a GPU has it, and with the disorder of a GPU where a test wants it.
+"""Triton's interpreter, with bfloat16 as a GPU has it, and if a test needs it with the disorder of a GPU.
 
 As of Triton 3.9 it keeps bfloat16 as the bits in a uint16, cuts digits off where a GPU rounds, and multiplies the bits
 themselves in `tl.dot`. Results in bfloat16 mean something only with `repair_bfloat16`.
@@ -57,7 +57,7 @@ def disturbed() -> Iterator[None]:
     - All memory that a launch is given has guards before and behind it, a slice of an allocation too. A write there
       raises an AssertionError, and what is read there is not a number.
 
-    Results must be the same bits as without.
+    Results must be the same bits as without these changes.
     """
     from triton.runtime import interpreter
 
@@ -159,7 +159,7 @@ class _Guards:
 
 @dataclass
 class _Span:
-    """Bytes [begin, end) of an allocation, the arguments that lie there, and the memory that stands for them."""
+    """Bytes [begin, end) of an allocation, the arguments in them, and the memory that replaces them."""
 
     storage: torch.UntypedStorage
     begin: int

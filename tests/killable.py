@@ -1,4 +1,4 @@
-"""Small training stages that die on command, for the tests of resuming.
+"""Small training stages that kill themselves at a given moment, for the tests of resuming.
 
 As a script, `killable.py OUT STAGE:MOMENT ...` runs each stage in OUT/STAGE/MOMENT, in a forked child that kills itself
 with SIGKILL at that moment; torch is imported once for all.
@@ -120,7 +120,7 @@ def _limit_files(*_, **__) -> None:
 
 
 def arm(moment: str) -> None:
-    """Prepare this process to die at `moment`."""
+    """Prepare this process to kill itself at `moment`."""
     folder = checkpoint_module.CheckpointFolder
     plain = checkpoint_module.write_atomic
 

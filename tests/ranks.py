@@ -66,7 +66,7 @@ def supernet(out: Path, world: World, *, resume: bool = False, **changes) -> nn.
 
 
 class Dropout(nn.Sequential):
-    """A network that draws random numbers, another one on every rank."""
+    """A network that draws random numbers, which differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__(nn.Dropout(), build(tiny_space(), ARCH, seed=3))
@@ -88,7 +88,7 @@ def network(out: Path, world: World, *, resume: bool = False, model: nn.Module |
 
 
 def terminated_at(call: int, *ranks: int) -> Callable[[World], None]:
-    """SIGTERM to some of the ranks, in the middle of their step number `call`."""
+    """A function that sends SIGTERM to some of the ranks, in the middle of their step number `call`."""
 
     def arm(world: World) -> None:
         if world.rank in ranks:
@@ -103,7 +103,7 @@ def _nothing(world: World) -> None:
 
 
 def _talk(out: Path, world: World) -> None:
-    """Every exchange once; what it gave, as text."""
+    """Make every exchange once, and write the results as text."""
     tensor, sent = torch.full((3,), 1.5 + world.rank), torch.arange(12.0).view(1, 3, 2, 2) * (1 + world.rank)
     world.add(tensor)
     sent = sent.contiguous(memory_format=torch.channels_last)
@@ -125,7 +125,7 @@ def _other_settings(out: Path, world: World) -> None:
 
 
 def _as_graphs(out: Path, world: World) -> nn.Module:
-    """The supernet by the engine of CUDA graphs, called instead of captured."""
+    """Train the supernet with the engine of CUDA graphs, whose functions are called instead of captured."""
     loop_module.make_engine = lambda net, name, *, batch, **loss: GraphEngine(
         net, batch, **loss, capture=EagerCapture()
     )
@@ -200,7 +200,7 @@ def _rank(case: str, out: Path, port: int, rank: int, resume: bool) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """Changes with any bit of a weight, or of a buffer that is part of the state."""
+    """A digest of all weights, and of the buffers that are part of the state."""
     hasher = hashlib.sha256()
     for tensor in model.state_dict().values():
         hasher.update(tensor.contiguous().numpy().tobytes())

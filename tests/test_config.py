@@ -91,7 +91,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_a_file_of_ours_that_was_cut_off_is_noticed_at_every_length(tmp_path):
-    """What is left is often valid YAML, and the defaults would take the place of the rest."""
+    """A file that was cut off is often valid YAML, and defaults would replace the lost part."""
     path = tmp_path / "c.yaml"
     Outer("x", count=4, inner=Inner(rate=1.0)).save(path)
     text = path.read_text()

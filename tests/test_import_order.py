@@ -1,4 +1,4 @@
-"""Arrows point one way: who may import whom inside nasfast, read from the sources.
+"""Imports point one way: which part of nasfast may import which, read from the sources.
 
 The order is that of the design: `spaces -> supernet -> ops`, and `train -> indicators -> search -> retrain` joined by
 files, so search knows a table and no network. A room is a package or module of nasfast; `indicators` is three, because
@@ -180,7 +180,7 @@ def test_the_package_keeps_the_order():
 
 
 def test_the_reader_sees_the_imports():
-    """Not vacuous: the arrows that are known to be there are found."""
+    """The check can fail: it finds imports that are known to exist."""
     sources = read_sources()
     seen = {(room_of(i.module), room_of(i.target)) for i in imports_in(sources) if i.target.startswith("nasfast")}
     assert {

@@ -30,7 +30,7 @@ CONTAINER = re.compile(r"\b(?:namespace|struct|class|union|extern)\b[^()]*$")
 
 @functools.cache
 def sizes():
-    """Of every source file: {path: (lines, [(function, lines)])}."""
+    """{path: (lines, [(function, lines)])} of every source file."""
     files = [ROOT / "setup.py", *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*"))]
     found = {}
     # the folder that an installation links to nasfast/_triton is counted once
@@ -50,7 +50,7 @@ def cpp_functions(text):
     """(head, lines) of every block that is in no other block but namespaces and classes: functions, and tables."""
     code = LITERAL.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     code = re.sub(r"^#[^\n]*", lambda match: " " * len(match[0]), code, flags=re.MULTILINE)
-    found, blocks, head = [], [], 0  # head: where the statement at hand begins
+    found, blocks, head = [], [], 0  # head: where the current statement begins
     for at, char in enumerate(code):
         if char == "{":
             outer = all(container for container, _ in blocks)

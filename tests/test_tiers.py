@@ -73,7 +73,7 @@ def unreached(sources: dict[str, ast.Module], packages: set[str], starts: set[st
 
 
 def test_the_fast_tier_imports_every_module():
-    """Its tests and the fixtures beside them do."""
+    """This module's own tests and fixtures do."""
     files = [f for f in PACKAGE.rglob("*.py") if "_triton" not in f.relative_to(PACKAGE).parts]
     sources = {module_of(file): ast.parse(file.read_text()) for file in files}
     packages = {module_of(file) for file in files if file.name == "__init__.py"}

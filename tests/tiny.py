@@ -34,7 +34,7 @@ def tiny_macro_space() -> SearchSpace:
 
 
 def batches(count: int, *, size: int = 8, num_classes: int = 4, resolution: int = 16, seed: int = 0) -> list:
-    """`count` batches of (images, labels): noise on a colour by which up to four labels can be told."""
+    """`count` batches of (images, labels): noise on a colour that distinguishes up to four labels."""
     generator = torch.Generator().manual_seed(seed)
     result = []
     for _ in range(count):
@@ -50,7 +50,7 @@ def batches(count: int, *, size: int = 8, num_classes: int = 4, resolution: int 
 def write_folder(
     root: Path, counts: dict[str, int], *, side: int = 12, ending: str = ".png", mode: str = "RGB"
 ) -> Path:
-    """`root/CLASS/NUMBER.ending`, every image of its own colours."""
+    """Write `root/CLASS/NUMBER.ending`; every image has its own colours."""
     number = 0
     for name, count in counts.items():
         (root / name).mkdir(parents=True, exist_ok=True)

@@ -503,7 +503,7 @@ def test_summaries():
 
 
 def test_the_three_families_behave_as_the_paper_says():
-    """In small: bounded increments and a rank that falls, exponential, power law with its exponent, dilution."""
+    """Small versions of the experiments: bounded increments, a falling rank, exponential, power law, dilution."""
     base = NetConfig(width=64, batch=32, depth=100, every=4)
     vanilla, plain, resnet = (
         run(base.replace(**changes), gaussian(96), realisations=4)

@@ -14,7 +14,7 @@ SPILLED = {("pointwise_forward_kernel", "fp32"): 8, ("depthwise_forward_kernel",
 def table(program, tmp_path_factory):
     """The program's own table: kernels that the interpreter holds cannot be compiled in this process."""
     out = tmp_path_factory.mktemp("aot") / "aot.json"
-    # the default cache folder: a second run compiles only what changed, and the model of a step what is not there
+    # the default cache folder, so that a second run compiles only what changed; the model of a step uses it too
     program("-m", "benchmarks.gpu_model.aot", "--out", str(out), TRITON_INTERPRET="0")
     return json.loads(out.read_text())["rows"]
 

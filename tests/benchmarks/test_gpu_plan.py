@@ -19,7 +19,7 @@ ROOT = Path(plan.__file__).parents[2]
 COMMAND = [shutil.which("bash"), str(ROOT / "benchmarks" / "gpu.sh")]
 pytest.importorskip("triton")
 
-# what a machine with a GPU may lack
+# packages that a machine with a GPU may lack
 MISSING = ("nasfast._C", "jsonargparse", "rich", "matplotlib", "tensorboard", "sklearn", "timm", "onnx", "nvidia.dali")
 
 
@@ -113,7 +113,7 @@ def test_native(bare, tmp_path):
     assert of("ran", rows, "what") == ["build", "tests", "times"] and of("ran", rows, "code") == [0, 0, 0]
     assert of("orthogonalize", rows) == ["nasfast", "qr grouped"]
     assert set(of("test", rows, "outcome")) == {"skipped"} and "needs a GPU" in (tmp_path / SUMMARY).read_text()
-    # what was built was used, and not the checkout
+    # the new build was used, and not the checkout
     assert "NASFAST_NATIVE=OFF" in of("doctor", rows, "native build")[0][0]
 
 
@@ -164,7 +164,7 @@ os.abort()
     text = summarise_file(tmp_path / ROWS)
     assert "FAILED: exit code -6" in text and "torch eager" in text and "| line before the end" in text
     assert run_code("pass", tmp_path)["ok"]
-    # the summary is that of the last run
+    # the summary has the rows of the last run
     assert "FAILED" not in summarise_file(tmp_path / ROWS)
 
 

@@ -45,7 +45,7 @@ def test_rows_are_computed_once(argv, tmp_path, monkeypatch, capsys):
     assert [(r["table"], r["score"]) for r in found] == [
         (f"nas_bench_201 {column}", score) for column in "ab" for score in (*BASELINES, *ZERO_COST)
     ]
-    # one data set's accuracies are the other's turned round, and scores are shared
+    # the accuracies of one data set are the other's in reverse order, and both share the scores
     for one, other in zip(found[:10], found[10:], strict=True):
         assert one["kendall"]["value"] == pytest.approx(-other["kendall"]["value"])
         assert one.get("failed") == other.get("failed")
@@ -56,7 +56,7 @@ def test_rows_are_computed_once(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_lookups, "ZERO_COST", dict.fromkeys(ZERO_COST, fail))
     bench_lookups.main([*argv, "--architectures", "20"])
     assert (tmp_path / "out.jsonl").read_bytes() == before
-    # a row that is missing is added
+    # a missing row is added
     lines = before.splitlines(keepends=True)
     (tmp_path / "out.jsonl").write_bytes(b"".join(lines[:5] + lines[6:]))
     with pytest.raises(AssertionError, match="computed again"):

@@ -1,4 +1,4 @@
-"""The queue of supernets: it goes on where it stopped, rows are computed once, and the summary shows them."""
+"""The queue of supernets: it continues where it stopped, computes rows once, and the summary shows them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
 
     def counted(*args, **kwargs):
         steps.append(1)
-        if len(steps) == 6:  # of 8: 72 images in batches of 16, twice
+        if len(steps) == 6:  # of 8 steps: 72 images in batches of 16, for two epochs
             raise KeyboardInterrupt
         return step(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     bench_ranking.main(argv)
     assert len(steps) == 18
     assert (tmp_path / "out.jsonl").read_bytes() == before
-    # a session that was killed left no time: the steps of the others stand for its own
+    # a killed process wrote no times, so the times of the other processes count for its steps
     (first, second) = bench_ranking._rows(tmp_path / "work" / "spent.jsonl")
     assert [first["steps"], second["steps"]] == [4, 8]
     assert rows[2]["train_cpu_s"] == pytest.approx(2 * first["cpu"], abs=0.06)

@@ -51,7 +51,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def make_search(space: CellSpace, **settings) -> CellSearch:
-    """In float64, with logits far from equal."""
+    """A float64 search whose logits are far from equal."""
     cfg = CellSearchConfig(**{"alpha_std": 1.0, "alpha_lr": 0.1, **settings})
     return CellSearch(space, cfg, 4, fused=False).double()
 
@@ -108,7 +108,7 @@ def test_darts_is_autograd_through_the_softmax(space, temperature):
 @SPACES
 @pytest.mark.parametrize("step", [0, 2])
 def test_snas_is_autograd_through_the_relaxation(space, step):
-    """At a temperature of 1, and half way down to 0.2; the noise is what turns the probabilities into the gates."""
+    """The temperature is 1, and then half way to 0.2; the noise turns the probabilities into the gates."""
     search = make_search(space, method="snas", final_temperature=0.2)
     gradient, draw, x, y = learned(search, step=step)
     temperature = 1 - 0.8 * step / 4
@@ -166,7 +166,7 @@ def test_two_paths_are_the_formula_of_the_pair(space, step):
 @SPACES
 @pytest.mark.parametrize("none", [0.0, 50.0])
 def test_costs_measured_beside_are_those_of_operations_that_run_with_gate_zero(space, none):
-    """Of nodes that nothing enters too: at 50, every edge that can draws None."""
+    """This includes nodes that nothing enters: with 50, every edge draws None if it can."""
     search = make_search(space, method="proxyless")
     search.alpha[..., 0] += none
     draw = draw_gates(space, search.cfg, search.logits, step=0, progress=0.0)
@@ -178,7 +178,7 @@ def test_costs_measured_beside_are_those_of_operations_that_run_with_gate_zero(s
     F.cross_entropy(search.net(x.double(), gates), y).backward()
     torch.testing.assert_close(found, gates.grad, rtol=0, atol=1e-10)
     assert (draw.gates[:, :2, 0] == 1).all() == (none > 0)
-    # in earlier cells no gradient comes by zeros: the next cell's ReLU has none there
+    # earlier cells get no gradient through values of 0, because the next cell's ReLU has slope 0 there
     assert measured[-1, :2].any()
 
 
@@ -242,7 +242,7 @@ def test_operations_are_drawn_by_their_probability(name):
 
 
 def test_snas_becomes_one_hot():
-    """With frequencies p, where its temperature goes to 0."""
+    """As the temperature goes to 0, the frequencies are p."""
     draw = Snas(final=1e-7).draw(LOGITS.expand(1, 40_000, 5), generator(), 1.0)
     torch.testing.assert_close(draw.gates.sum(-1), torch.ones(1, 40_000, dtype=torch.float64))
     assert (draw.gates.max(-1).values > 1 - 1e-6).double().mean() > 0.9999
@@ -322,7 +322,7 @@ def test_clamped_after_the_sum_over_cells():
 
 
 def masked_logits() -> Tensor:
-    """(2, 30, 5): of every third edge two candidates are missing, of every third all but one."""
+    """(2, 30, 5) logits: of three edges, the second lacks two candidates, and the third has only one."""
     logits = torch.randn(2, 30, 5, generator=generator(), dtype=torch.float64)
     logits[:, 1::3, [0, 3]] = -torch.inf
     logits[:, 2::3, [0, 1, 3, 4]] = -torch.inf
@@ -378,7 +378,7 @@ def test_what_runs_and_what_is_measured(name):
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_two_paths_leave_the_other_probabilities(weight_decay):
-    """Through Adam, whose momentum and decay would move every logit."""
+    """The optimiser is Adam, whose momentum and decay would move every logit."""
     search = make_search(REDUCED, method="proxyless", two_path=True, alpha_weight_decay=weight_decay)
     moved, rng = torch.zeros(search.logits.shape, dtype=torch.bool), generator(7)
     for step in range(30):
@@ -417,7 +417,7 @@ def test_the_other_methods_take_what_the_optimiser_made(name):
 @pytest.mark.parametrize("method", ["darts", "snas", "dsnas", "proxyless"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_updates_are_adam_on_what_an_edge_has(method, weight_decay):
-    """Against PyTorch's Adam on the allowed logits alone; the others stay away."""
+    """The oracle is PyTorch's Adam on the allowed logits alone; the other logits are left out."""
     search = make_search(SHARED, method=method, alpha_weight_decay=weight_decay)
     parameter = search.logits[search.allowed].clone().requires_grad_()
     adam = torch.optim.Adam([parameter], lr=0.1, betas=(0.5, 0.999), weight_decay=weight_decay)

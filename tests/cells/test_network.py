@@ -74,7 +74,7 @@ def with_weights_of(network: CellStandalone, net: CellSupernet) -> CellStandalon
 
 @pytest.mark.parametrize("seed", range(2))
 def test_one_hot_gates_are_the_standalone_network(space, seed, fused):
-    """In training, where both normalise by the batch; with every candidate computed, and with the chosen ones alone."""
+    """Both networks are in training mode and normalise by the batch. All candidates run, then only the chosen ones."""
     arch = random_arch(space, seed)
     net = CellSupernet(space, fused=fused, seed=seed).train()
     network = with_weights_of(CellStandalone(space, arch), net).train()
@@ -125,7 +125,7 @@ def test_sharing_changes_nothing(space, fused):
 
 @pytest.mark.parametrize("name", ["reductions", "201", "conv_norm_relu"])
 def test_gradients_in_single_precision(name, fused):
-    """Against float64 and plain PyTorch; the operators compute float64 by their references."""
+    """The oracles are float64 and plain PyTorch; in float64 the operators use their references."""
     space = SPACES[name]
     gates = torch.rand(CellSupernet(space, fused=False).gate_shape)
     x, y, found = images(space, 8), torch.arange(8) % 3, []
@@ -142,7 +142,7 @@ def test_gradients_in_single_precision(name, fused):
 
 @pytest.mark.parametrize("arch", [(4, 0, 2, 5, 1), (0, 0, 4, 3, 6), (0, 0, 0, 0, 4), (0, 0, 0, 0, 0)])
 def test_costs_of_what_does_not_run_are_those_of_a_gate(arch, fused):
-    """Measured beside a one-hot network: as if every operation had run, also where nothing enters a node."""
+    """The costs equal those of a network in which every operation runs, also where nothing enters a node."""
     space = S1.replace(cells=2)
     net = CellSupernet(space, fused=fused, seed=1).double()
     x, y = images(space, 4).double(), torch.tensor([0, 1, 2, 0])

@@ -15,7 +15,7 @@ PLAIN = Style(fused=False)
 
 
 def normalise(x: Tensor, norm: str, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """Over the batch, over an image, or over a channel of an image; eps 1e-5, biased variance."""
+    """Normalise over the batch, over an image, or over a channel of an image; eps 1e-5, biased variance."""
     over = {"batch": (0, 2, 3), "layer": (1, 2, 3), "instance": (2, 3)}[norm]
     y = (x - x.mean(over, keepdim=True)) / (x.var(over, unbiased=False, keepdim=True) + 1e-5).sqrt()
     return y if weight is None else y * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
@@ -122,7 +122,7 @@ def test_preprocessing(in_channels, stride, order):
 
 
 def test_a_strided_skip_reads_every_second_diagonal_pixel():
-    """What is lost by stride 2 alone: the pixels of odd rows and columns."""
+    """A plain stride of 2 loses the pixels of odd rows and columns."""
     module = FactorizedReduce(2, 2)
     x = torch.zeros(1, 2, 4, 4)
     x[0, :, 3, 1] = 1

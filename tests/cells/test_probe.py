@@ -39,7 +39,7 @@ def test_costs_of_samples():
 
 
 def test_costs_of_large_logits():
-    """Where exp would overflow; a class without any probability adds nothing to the entropy."""
+    """Logits at which exp would overflow; a class of probability 0 adds nothing to the entropy."""
     cost, loss, entropy = sample_costs(torch.tensor([[1000.0, 0.0, -1000.0]]), torch.tensor([1]))
     assert (cost.item(), loss.item(), entropy.item()) == (1000.0, 1000.0, 0.0)
 
@@ -78,7 +78,7 @@ def recorded(batches: int = 30) -> tuple[CostTable, np.ndarray]:
     values[:, 1] = np.where(np.isnan(values[:, 1]), np.nan, np.abs(values[:, 1]))
     table = CostTable.empty((2, 3, 4))
     for batch in values:
-        # what was not measured is not looked at
+        # costs that were not measured are ignored
         table.add(torch.tensor(batch), torch.tensor(~np.isnan(batch)))
     return table, values
 
@@ -114,7 +114,7 @@ def test_an_empty_table():
 
 
 def test_equal_costs_have_no_error():
-    """Not the root of a negative rounding error."""
+    """The error is 0, and not the root of a negative rounding error."""
     table = CostTable.empty((1, 1, 1))
     for _ in range(10):
         table.add(torch.full((1, 1, 1), 0.7, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.bool))

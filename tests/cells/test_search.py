@@ -89,7 +89,7 @@ def test_every_method_learns_and_repeats(form, tmp_path, fused):
 
 
 def test_a_resumed_search_is_the_unbroken_one(form, tmp_path):
-    """Stopped in a step, continued from the checkpoint before: Adam, held-out batches, gates and records go on."""
+    """Stop in a step and resume from the checkpoint before it: Adam, held-out batches, gates and records continue."""
 
     class Stop(Exception):
         pass
@@ -222,7 +222,7 @@ def test_redraw_lets_something_into_every_output(method):
         draws = [draw_gates(space, cfg, uniform_logits(space), step=i, progress=0.0).runs[0] for i in range(40)]
         empty = [(a, b, c) for (a,), (b,), (c,) in draws if a == 0 or (b == 0 and c == 0)]
         assert bool(empty) != redraw
-    # what redraw leaves is not the same every time
+    # redraw still gives different draws
     assert len({tuple(draw) for draw in draws}) > 3
 
 

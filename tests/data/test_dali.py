@@ -241,7 +241,7 @@ def test_other_kinds_of_files_are_left_to_pil(tmp_path):
 
 
 def test_batches_without_images_for_dali(tmp_path):
-    """At the beginning, in the middle and at the end of an epoch."""
+    """They come at the beginning, in the middle and at the end of an epoch."""
     picture = encoded(photograph(1, 40, 40), "BMP")
     source = write(tmp_path, {**{f"{i}.bmp": picture for i in range(8)}, **photographs([(40, 40), (41, 40)])})
     other = [i for i in range(10) if source.path(i).endswith("bmp")]
@@ -257,7 +257,7 @@ def test_batches_without_images_for_dali(tmp_path):
 
 @pytest.fixture
 def spoilt(tmp_path) -> FolderSource:
-    """Good files, and one of every way of being unreadable."""
+    """Good files, and one unreadable file of every kind."""
     good = photographs([(80, 60), (60, 80), (50, 50), (90, 40)])
     jpeg, png = encoded(photograph(5, 80, 60), quality=90), encoded(photograph(6, 80, 60), "PNG")
     flipped = bytearray(png)
@@ -347,7 +347,7 @@ def test_the_global_generators_neither_matter_nor_move(album):
 
 
 def threads(want: int | None = None) -> int:
-    """Of this process; those that have ended may be listed a little longer, so that `want` is waited for."""
+    """Threads of this process. Threads that have ended may be listed a little longer, so this waits for `want`."""
     until = time.monotonic() + 5
     while (count := len(os.listdir("/proc/self/task"))) != want is not None and time.monotonic() < until:
         time.sleep(0.01)
@@ -360,7 +360,7 @@ def test_nothing_is_left_of_an_epoch_that_is_broken_off(album, request):
     want = by_dali(album, augmentation, requests)
     torch.randn(200, 200) @ torch.randn(200, 200)  # PyTorch's threads have started
     before = threads()
-    gc.disable()  # which would undo what is to be seen: that something holds on to pipelines
+    gc.disable()  # because a collection would hide that something still holds pipelines
     request.addfinalizer(gc.enable)
     backend = DaliBackend(album, augmentation, batch_size=3)
     for consumed in (0, 1, 3):
@@ -438,7 +438,7 @@ def test_relative_paths_and_names_of_any_letters(tmp_path, monkeypatch):
 
 
 def test_shifts_as_render_adds_them():
-    """Also where they are larger than any drawn, up to the whole range."""
+    """This includes numbers that are larger than any drawn one, up to the whole range."""
     random = np.random.default_rng(0)
     pixels = random.integers(0, 256, (40, 6, 5, 3), dtype=np.uint8)
     shift = random.integers(-300, 301, (40, 3)).astype(np.float32)
@@ -465,7 +465,7 @@ def test_what_it_cannot_do_is_said(monkeypatch, album):
 
 
 class Rendered(DaliBackend):
-    """Lets DALI do all on the CPU, with dense batches, as on a GPU."""
+    """DALI does everything on the CPU, with dense batches, as on a GPU."""
 
     def _build(self, batch_size, depth):
         return dali._pipeline(
@@ -478,7 +478,7 @@ class Rendered(DaliBackend):
 
 
 def test_batches_of_the_gpu_are_put_together_on_the_cpu(spoilt):
-    """Of images by DALI, by PIL and none, in batches that fail, too."""
+    """Batches have images by DALI, by PIL and none; this includes batches that fail."""
     for number in range(3):
         photograph(number, 40, 40).save(spoilt.root / "a" / f"x{number}.bmp")
     source, augmentation = FolderSource(spoilt.root), Augmentation("eval", 32)

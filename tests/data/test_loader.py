@@ -88,7 +88,7 @@ def test_epochs_and_seeds_differ_in_order_and_augmentation(folder):
 
 
 def test_every_image_with_its_label(folder):
-    """Without shuffling: the source's order. Each image has its own colours, so the pairs show mistakes."""
+    """Without shuffling the order is the source's. Each image has its own colours, so the pairs show mistakes."""
     source = FolderSource(folder)
     pixels = {np.asarray(source.image(i)).tobytes(): int(source.labels[i]) for i in range(23)}
     assert len(pixels) == 23
@@ -116,7 +116,7 @@ def test_every_image_with_its_label(folder):
     ],
 )
 def test_the_last_smaller_batch(tmp_path, images, train, sizes):
-    """Dropped when shuffling, unless it is the only one."""
+    """The last batch is dropped when shuffling, unless it is the only one."""
     made = loader(write_folder(tmp_path, {"a": images - 1, "b": 1}), train=train)
     assert [len(y) for _, y in made.epoch(0)] == sizes
     assert len(made) == len(sizes)
@@ -201,7 +201,7 @@ def test_augmentation_of_the_rest_does_not_depend_on_a_bad_file(folder):
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("train", [True, False])
 def test_ranks_share_out_the_batches_of_one_process(folder, train, world):
-    """Every image once, in the order and with the augmentation of a single process; 23 images in batches of 5."""
+    """The ranks show every image once, in the order and with the augmentation of a single process."""
     whole = list(loader(folder, train=train).epoch(1))
     shares = [list(loader(folder, train=train, rank=rank, world=world).epoch(1)) for rank in range(world)]
     for number, (x, y) in enumerate(whole):

@@ -140,7 +140,7 @@ def damage(path, kind: str) -> None:
         # a bitmap header that claims 60000 x 60000 pixels: PIL raises DecompressionBombError, which is no OSError
         path.write_bytes(data[:18] + (60000).to_bytes(4, "little") * 2 + data[26:])
     elif kind == "header":
-        # not a number where the width should be: PIL raises ValueError
+        # the width is not a number: PIL raises ValueError
         path.write_bytes(data.replace(b"12 12", b"1x 12"))
 
 

@@ -1,4 +1,4 @@
-"""Captures that fail: what is raised, and that the device is as usable afterwards as before.
+"""Captures that fail: which error is raised, and that the device works afterwards as before.
 
 Without a GPU on a stand-in for torch.cuda, which does what torch 2.11's CUDAGraph.cpp does when a capture ends badly.
 """

@@ -90,7 +90,7 @@ def test_steps_are_those_of_the_eager_engine_bit_for_bit(name, trainable):
 @pytest.mark.parametrize("trainable", ["indicators", "bn"])
 @pytest.mark.parametrize("sampler", [spaces.FairSampler, spaces.StrictFairSampler])
 def test_gradients_of_several_paths_and_layer_indicators_add_up(sampler, trainable):
-    """With all BatchNorms training, those of stem and head are on every path."""
+    """If all BatchNorms train, those of stem and head are on every path."""
     space = tiny_macro_space()
     fair = sampler(space, seed=1, layer_indicators=True)
     compare(space, trainable, [fair.step() for _ in range(3)], layer_indicators=True)
@@ -121,7 +121,7 @@ class Twice(torch.nn.Module):
 
 
 class Shared(torch.nn.Module):
-    """A BatchNorm that other candidates have too."""
+    """A BatchNorm that several candidates share."""
 
     def __init__(self, bn):
         super().__init__()

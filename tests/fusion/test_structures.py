@@ -1,4 +1,4 @@
-"""What `fuse` takes for a chain, and why it leaves the rest."""
+"""Which modules `fuse` takes as a chain, and why it leaves the others."""
 
 import copy
 from functools import partial
@@ -296,7 +296,7 @@ def test_structures(name, executed):
 @pytest.mark.parametrize(
     ("forward", "chains"),
     [
-        # a trace cannot tell this from x + chain; the forward can
+        # in a trace this looks like x + chain; the forward distinguishes the two
         (added_to_input, [WHOLE + ", + residual"]),
         (in_place_on_input, ["1x1 4->8 relu6", "3x3 8->4, + residual"]),
         (changed_before_norm, ["3x3 8->4, + residual"]),

@@ -1,4 +1,4 @@
-"""Rank correlations against scipy, and what the report says about predictors that know nothing."""
+"""Rank correlations against scipy, and what the report says about predictors without information."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_beating_a_baseline_is_decided_by_the_paired_difference(accuracies):
     )
     assert report.above["depth"].value > 0 >= report.above["depth"].low
     assert "It is not above depth" in report.verdict
-    # depth with its ties broken by chance
+    # the predictor is depth with its ties broken at random
     noise = rank(accuracies, {a: depth(a) + 0.001 * rng.random() for a in accuracies}, SPACE, resamples=200)
     assert noise.above["depth"].low <= 0
     assert "It is not above depth" in noise.verdict

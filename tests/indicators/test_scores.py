@@ -34,7 +34,7 @@ def trained(tmp_path_factory) -> Supernet:
 
 
 def plain(net: Supernet) -> Supernet:
-    """The same network of PyTorch's own modules."""
+    """The same network made of PyTorch's own modules."""
     twin = Supernet(net.space, layer_indicators=net.layer_indicators, fused=False)
     twin.load_state_dict(net.state_dict())
     return twin
@@ -205,7 +205,7 @@ def test_a_new_score_is_one_function(trained, monkeypatch):
         """Minus the sum of the choices."""
         return -float(sum(arch))
 
-    monkeypatch.setitem(SCORES, "test", SCORES["test"])  # taken out again at the end
+    monkeypatch.setitem(SCORES, "test", SCORES["test"])  # the test removes the score again at its end
     table = score_table("test", Evidence(trained, HELD_OUT, paths=60))
     assert table.scores[0] == pytest.approx({0: 1, 1: 0, 2: -1}, abs=1e-9)
     assert SCORES["test"].summary == "Minus the sum of the choices."

@@ -44,7 +44,7 @@ class Pointwise(nn.Module):
 
 
 def gradients_by_hand(network, images, labels):
-    """Of the linear network: dL/dW2 = e^T h / N and dL/dW1 = W2^T e^T m / N, e = softmax - onehot, in numpy's order."""
+    """The linear network has dL/dW2 = e^T h / N and dL/dW1 = W2^T e^T m / N, e = softmax - onehot, in numpy's order."""
     m = images.double().mean((2, 3))
     w1, w2 = network.conv.weight.detach().double()[:, :, 0, 0], network.linear.weight.detach().double()
     h = m @ w1.T
@@ -90,7 +90,7 @@ def test_synflow_of_a_linear_network_is_layers_times_the_flow():
             nn.Flatten(),
             nn.Linear(4, CLASSES, bias=False),
         )
-        network[1].running_mean.normal_()  # norms are left out, whatever they know
+        network[1].running_mean.normal_()  # norms are left out, whatever their parameters are
     w = [network[i].weight.detach().double().abs().flatten(1) for i in (0, 3, 8)]
     flow = (w[2] @ w[1] @ w[0]).sum().item()
     images, _ = batch()

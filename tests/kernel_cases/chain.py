@@ -53,7 +53,7 @@ def planned_numbers(drawn: Drawn, *, recompute: bool = False) -> tuple[int, ...]
 
 
 class Exact(NamedTuple):
-    """What float64 makes of a chain.
+    """The results of a chain in float64.
 
     Attributes:
         tensors: the result, running statistics and every gradient, under the names that `run_chain` gives.
@@ -105,12 +105,12 @@ class ChainCase:
 
     @property
     def pixels(self) -> int:
-        """Of x: N * H * W."""
+        """Pixels of x: N * H * W."""
         n, _, height, width = self.shape
         return n * height * width
 
     def draw(self) -> tuple[Drawn, Exact]:
-        """Inputs and what float64 makes of them, drawn again until no element is close to a kink.
+        """Inputs and their results in float64, drawn again until no element is close to a kink.
 
         Raises:
             ValueError: after MAX_DRAWS attempts; the case has too many elements behind relu or relu6.
@@ -365,7 +365,7 @@ BFLOAT16_CASES = [
 
 
 def eager_autocast(x, stages, *, residual, shuffle):
-    """What a user has without nasfast."""
+    """The chain in plain PyTorch, as a user has it without nasfast."""
     if shuffle:
         return torch.cat((x[:, 0::2], eager_autocast(x[:, 1::2], stages, residual=None, shuffle=False)), dim=1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -421,7 +421,7 @@ BFLOAT16_DRAWS = 4
 
 
 def check_bfloat16(case, *, autocast=True, shift=0.0):
-    """The relative norm stays in bounds, and no result is worse than eager autocast's.
+    """The relative norm stays within bounds, and no result is worse than eager autocast's.
 
     One result's error is a sum of random roundings, so draws are averaged, and what remains is a fifth of it.
     """

@@ -87,7 +87,7 @@ def check_case(case, backend):
     wide = [t.double() for t in inputs]
     got = run(ops.depthwise_conv2d, case, inputs, backend=backend)
     want = run(reference.depthwise_conv2d, case, wide)
-    # of every sum the root of the sum of its squared terms
+    # for every sum, the root of the sum of its squared terms
     sizes = run(reference.depthwise_conv2d, case, [t.square() for t in wide])
     for name, tensor in got.items():
         assert tensor.dtype == (case.weight_dtype if name == "dweight" else case.dtype)

@@ -102,7 +102,7 @@ def check_case(case, backend, device="cpu"):
     assert got["y"].dtype == got["dx0"].dtype == case.dtype and got["dgates"].dtype == torch.float32
     xs, gates, grad = widened(*drawn)
     want = outputs_and_grads(reference.mixed_bn, xs, gates, grad, case.normalize)
-    # the sizes of what is added up; of the errors of n terms, the root of the sum of squares
+    # the sizes of the terms; the errors of n terms add up to the root of the sum of their squares
     normal = [
         ops.reference.mixed_bn([x], torch.ones(1).double(), normalize=[n], eps=EPS)
         for x, n in zip(xs, case.normalize, strict=True)

@@ -79,7 +79,7 @@ def test_bytes_of_a_unit_alone_by_hand():
     got = floor.alone_floor(found, BYTES, torch.float32)
     assert got.forward == (x + y + weight) + 2 * y
     assert got.backward == 2 * y + (2 * y + x + weight)
-    # of the images no gradient is wanted: only sums for gamma and beta are left
+    # the images need no gradient, so only the sums for gamma and beta remain
     assert floor.alone_floor(found, BYTES, torch.float32, input_grad=False).backward == 2 * y
 
 

@@ -121,7 +121,7 @@ def test_wrong_settings_are_named(cfg, changes, error, message):
 
 
 def test_a_graph_and_the_engine_run_the_step(cfg):
-    """Over the functions that are captured: the same gradients as the eager step, and its loss."""
+    """The functions that are captured give the gradients and the loss of the eager step."""
     space, path = cfg.resolve()
     images, labels = cfg.batch_of(space)
     gradients = []

@@ -304,7 +304,7 @@ def test_a_node_that_nothing_enters_has_gradients_for_what_could(images):
     mixture = CellMixture(space).double()
     none, skip, conv = range(3)
     record = sample(mixture, loader(images, steps=60), NasiConfig(steps=60))
-    # node 1 is entered by the first edge alone, and a ReLU behind it would have no slope at 0
+    # only the first edge enters node 1, and a ReLU behind it would have no slope at 0
     found = [t for t in range(60) if record.picks[t].tolist() in ([[none, conv, skip]], [[none, skip, skip]])]
     assert found
     for t in found:
@@ -396,7 +396,7 @@ def test_the_penalty_of_a_search_is_that_of_its_record(images):
     start = torch.full(mixture.allowed.shape, 0.5)
     moved = search(mixture, loader(images), NasiConfig(steps=4, mu=2.0, nu=0.5), logits=start)
     torch.testing.assert_close(moved.logits, found.logits + 0.5)
-    # the record knows where it was sampled
+    # the record says where it was sampled
     assert torch.equal(solve(moved.record, nu=0.5).logits, moved.logits)
     first = found.record.first(2)
     assert torch.equal(first.q, found.record.q[:2]) and torch.equal(first.gradients, found.record.gradients[:2])

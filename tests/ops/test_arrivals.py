@@ -1,4 +1,4 @@
-"""Counters of launches: who shares them, and sums of so many programs that they are added in two steps."""
+"""Counters of launches: which launches share them, and sums of so many programs that they are added in two steps."""
 
 from functools import partial
 from types import SimpleNamespace

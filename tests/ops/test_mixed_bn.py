@@ -225,7 +225,7 @@ def test_bitwise_equal_for_every_thread_count(case, native):
 
 
 def test_gradients_too_large_for_the_cache_are_the_same(native):
-    """8 MiB and more are written past it."""
+    """Results of 8 MiB and more are written past it."""
     case = MixedCase((8, 16, 64, 64), "nnnnn")
     xs, gates, grad = case.draw()
     many = outputs_and_grads(partial(ops.mixed_bn, backend="cpu"), xs, gates, grad, case.normalize)

@@ -11,7 +11,7 @@ import nasfast
 from nasfast import ops
 from nasfast.ops import _native, orthogonal, reference
 
-# of the 6^20 supernet, one of each size class; (2592, 432) has panels that do not fit into shared memory
+# shapes of the 6^20 supernet, one of each size class; (2592, 432) has panels that do not fit into shared memory
 SUPERNET = [(24, 40), (144, 24), (56, 336), (336, 112), (128, 768), (768, 256), (256, 1536), (1728, 432), (2592, 432)]
 
 
@@ -60,7 +60,7 @@ def test_a_large_matrix_in_float64(runner):
 
 def test_threads_of_an_emulated_block_may_run_in_any_order(native):
     matrices = [gaussian(shape) for shape in SHAPES + BATCHES]
-    # of which little is left, and is scaled again, after every third column
+    # columns of which the elimination leaves little, so that they are scaled again after every third column
     matrices += [z.triu() + 1e-25 * z.tril(-1) for z in matrices if z.ndim == 2]
     for z in matrices[-len(SHAPES) :]:
         z[:, ::3] *= 1e-30
@@ -359,7 +359,7 @@ def test_filling_in_place(monkeypatch):
             bound = 1e-7 if tensor.dtype == torch.float32 else 1e-12
             assert departure(tensor.detach().flatten(1) / 2) <= 4 * bound
     assert tensors[2].requires_grad and tensors[2].is_leaf
-    # neither order nor grouping, nor what else is filled, nor the type; the names and the seed decide
+    # the names and the seed decide, and neither order nor grouping, the other tensors or the type
     names = [str(i) for i in range(len(tensors))]
     monkeypatch.setattr(orthogonal, "_GROUP_ELEMENTS", 100)
     others = targets()[::-1]

@@ -20,7 +20,7 @@ FORWARD = getattr(torch.ops.nasfast, "conv_bn_act_chain_fwd", None)  # without t
 
 @pytest.fixture(autouse=True)
 def pool(native):
-    """The extension, unless the sanitizer watches every tensor apart."""
+    """The extension; skipped under the sanitizer, where every tensor has memory of its own."""
     if "-fsanitize" in native.build_info()["flags"]:
         pytest.skip("the sanitizer's build has no pool")
     gc.collect()
@@ -127,7 +127,7 @@ def test_neighbours_are_joined_in_any_order_of_freeing(order):
     del tensors[first : first + 3]
     for i in order:
         neighbours[i] = None
-    # what needs the room of all three fits where they were
+    # a tensor of the size of all three fits where they were
     assert run(ChainCase((12, 16, 64, 64), "pw16")).data_ptr() <= addresses[first]
 
 
@@ -230,5 +230,5 @@ def test_tensors_outlive_the_interpreter(limit):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    # without room to reserve, everything comes from malloc
+    # if no address space can be reserved, all memory comes from malloc
     assert (int(result.stdout) == 0) == (limit is not None)

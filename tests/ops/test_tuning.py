@@ -1,4 +1,4 @@
-"""The choice of tile sizes, with a clock that is made up."""
+"""The choice of tile sizes, with a simulated clock."""
 
 import contextlib
 import json
@@ -153,7 +153,7 @@ def test_nothing_is_timed_during_a_capture(monkeypatch):
 
 @pytest.mark.parametrize("fastest", FAMILIES["pointwise"])
 def test_kernels_that_end_before_the_next_launch_are_told_apart(fastest, monkeypatch):
-    """By 2 us of 5, where the host needs 20 to 60 for a launch."""
+    """The difference is 2 us of 5, where the host needs 20 to 60 for a launch."""
     monkeypatch.setenv("NASFAST_TUNE", "1")
     assert best_of(clock(monkeypatch, fastest)) == FAMILIES["pointwise"][fastest]
 
@@ -161,7 +161,7 @@ def test_kernels_that_end_before_the_next_launch_are_told_apart(fastest, monkeyp
 def test_without_captures_long_kernels_are_told_apart_and_short_ones_keep_the_default(monkeypatch, caplog):
     monkeypatch.setenv("NASFAST_TUNE", "1")
     assert best_of(clock(monkeypatch, "wide", 100.0, 150.0, captures=False)) == FAMILIES["pointwise"]["wide"]
-    # the first error, not that of ending the capture
+    # the first error is raised, not the error of ending the capture
     assert {record.message for record in caplog.records} == {
         "times queued launches, because their capture failed: cannot be captured"
     }

@@ -93,7 +93,7 @@ def test_the_report_shows_the_run(run_dir):
 
 
 def interrupt(monkeypatch, at: int) -> None:
-    """Ctrl-C in the middle of step `at`, counted over all stages."""
+    """Press Ctrl-C in the middle of step `at`, counted over all stages."""
     step, count = loop._step, 0
 
     def counted(*args, **kwargs):
@@ -221,7 +221,7 @@ def test_random_architectures_differ_and_cost_the_same(run_dir, caplog):
 
 @pytest.mark.slow
 def test_an_identity_in_the_answer_can_be_retrained(run_dir, tmp_path):
-    """Under a limit that only skipping meets."""
+    """The limit is one that only architectures with skips meet."""
     out = tmp_path / "skip"
     shutil.copytree(run_dir, out)
     space = SearchSpace.load(out / "space.yaml")

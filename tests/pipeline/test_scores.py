@@ -1,4 +1,4 @@
-"""Scores of a run: the default, others of the same supernet, and those that cannot be had."""
+"""Scores of a run: the default, others of the same supernet, and scores that it cannot have."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_another_score_of_the_same_supernet(run_dir, tmp_path, capsys):
     assert load_candidates(out / "archs.json").candidates[0].score == pytest.approx(
         table.score(load_candidates(out / "archs.json").candidates[0].arch)
     )
-    # without training: of the weights that the supernet began with
+    # the scores need no training: they use the weights with which the supernet began
     assert main(["score", "--out", str(out), "--score.name", "beta_gradient", "--score.images", "64"]) == 0
     assert IndicatorTable.load(out / "indicators.json").meta["score"] == "beta_gradient"
 

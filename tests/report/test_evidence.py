@@ -1,4 +1,4 @@
-"""What may be said of a difference: intervals by hand, their coverage in simulations, and the sentences."""
+"""What a summary may claim of a difference: intervals by hand, their coverage in simulations, and the sentences."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_three_peers_by_hand():
 
 
 def test_pairing_makes_the_interval_of_a_hard_test_narrow():
-    """Both fail on the same half: what they share tells nothing about their difference."""
+    """Both fail on the same half of the images, which says nothing about their difference."""
     hard = np.arange(1000) % 2 == 0
     best, peer = ~hard, ~hard & (np.arange(1000) % 20 != 1)
     found = compare(form(best), [form(peer)])

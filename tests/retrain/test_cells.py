@@ -62,7 +62,7 @@ def test_a_finished_retraining_resumes(retrained_cells):
 
 
 def test_an_architecture_that_is_none_on_every_edge_retrains(tmp_path):
-    """What two levels of DARTS end with; only the classifier is left, and it has nothing to see."""
+    """Two levels of DARTS end with this cell. Only the classifier is left, and its input is constant."""
     result = retrain(SPACE, (0,) * 5, batches(2), batches(2), ONE_EPOCH, run_dir=tmp_path)
     assert result.loss == pytest.approx(torch.tensor(4.0).log().item(), rel=1e-5)
 
@@ -119,7 +119,7 @@ def test_weights_of_another_kind_of_space_are_refused(retrained_cells, tmp_path)
 
 @pytest.mark.slow
 def test_onnx_computes_the_same_at_any_batch_size(tmp_path):
-    """Also of a cell with a node that nothing enters."""
+    """This includes a cell with a node that nothing enters."""
     import onnxruntime
 
     network = nasfast.build(SPACE.replace(cells=1), (0, 0, 4, 3, 6), seed=2)

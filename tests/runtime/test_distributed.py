@@ -1,4 +1,4 @@
-"""The world of ranks: starting it, talking in it, whole commands in it, and torchrun with a worker that is killed."""
+"""The ranks of a run: starting them, exchanges between them, whole commands, and torchrun with a killed worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NETWORKS = ("best", "best-2", "random")
 def done(tmp_path_factory) -> tuple[Path, dict[str, list[int]], str]:
     """A folder with a run of one process in `single` and the cases of ranks, how they ended, and what they showed.
 
-    "score", "networks" and "batch" go on with what the single process did.
+    "score", "networks" and "batch" continue from the files of the single process.
     """
     out = tmp_path_factory.mktemp("distributed")
     tiny_space(num_classes=10).save(out / "tiny.yaml")

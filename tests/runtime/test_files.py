@@ -1,4 +1,4 @@
-"""The atomic write, room for what is to come, sealed JSON, the reader of metrics, and encodings everywhere."""
+"""The atomic write, the check for space on the disk, sealed JSON, the reader of metrics, and encodings everywhere."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_other_text_is_not_unsealed(text, message):
 
 
 def test_every_text_file_has_its_encoding():
-    """Not the locale's: a run may be continued under another."""
+    """The encoding does not depend on the locale, because a run may be continued under another one."""
     missing = []
     for path in Path(nasfast.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

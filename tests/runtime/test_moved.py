@@ -35,7 +35,7 @@ def test_an_old_name_is_what_its_new_home_has(old, name):
 
 
 def test_a_module_that_was_a_function_too_can_still_be_called():
-    """In a process of its own, because an import of `nasfast.ops.fuse` binds that name for good."""
+    """This runs in a process of its own, because an import of `nasfast.ops.fuse` binds that name for good."""
     code = """if True:
         import torch, warnings
         warnings.simplefilter("error")

@@ -211,7 +211,7 @@ def test_the_marks_of_blocks_are_met():
 
 
 def test_closed_forms_of_a_whole_space():
-    """Of the first stage of mobilenet_v2, all kinds of convolutions."""
+    """All kinds of convolutions of the first stage of mobilenet_v2."""
     space = mobilenet_v2(resolution=32)
     space = space.replace(stages=space.stages[:3], head=())
     for scheme in ("orthogonal", "gaussian"):

@@ -1,4 +1,4 @@
-"""The NASI study with tiny settings: what it tells, what it writes, and its commands."""
+"""The NASI study with tiny settings: its report, its files, and its commands."""
 
 from __future__ import annotations
 

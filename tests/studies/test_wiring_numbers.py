@@ -69,7 +69,7 @@ def windows(records: int) -> list[range]:
 
 
 def mean_cost(found: CellSearchResult, edge: int, records: range) -> float:
-    """Of all batches in which an operation but None ran on an edge of some cell."""
+    """Mean over all batches in which an operation other than None ran on an edge of some cell."""
     total = count = 0.0
     for r in records:
         for cell in range(found.space.cells):
@@ -195,7 +195,7 @@ def test_intervals_of_seeds():
 
 
 class Fabricating:
-    """Stands in for the runner: every search is at once, and what was asked for is noted."""
+    """Replaces the runner: every search ends at once, and its arguments are recorded."""
 
     device = "cpu"
 

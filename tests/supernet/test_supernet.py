@@ -278,7 +278,7 @@ def test_activation_and_classifier_bias_reach_the_modules():
 
 
 def test_candidates_compute_different_functions():
-    """Otherwise a search could not rank them."""
+    """Otherwise a search could not rank the candidates."""
     net, x = Supernet(tiny_space()), images(tiny_space())
     with torch.no_grad():
         outputs = [net(x, path) for path in itertools.product(range(3), repeat=4)]

@@ -189,7 +189,7 @@ def test_room_for_one_more_than_are_kept_is_asked_for(folder, monkeypatch):
         folder.check_room(size + 1, evaluates=False)
     with pytest.raises(CheckpointError, match="no room for 5 checkpoints"):
         folder.check_room(size, evaluates=True)
-    folder.best.hardlink_to(folder.paths()[-1])  # takes no room
+    folder.best.hardlink_to(folder.paths()[-1])  # a second name takes no space
     with pytest.raises(CheckpointError, match="no room for 5 checkpoints"):
         folder.check_room(size, evaluates=True)
     folder.best.unlink()
@@ -222,7 +222,7 @@ def test_the_best_is_kept_and_does_not_count(folder):
 
 
 def test_a_best_one_is_saved_twice_as_once(folder):
-    """As a resumed run does with the step at which an evaluation was cut short."""
+    """A resumed run saves again the step at which an evaluation was cut short."""
     for _ in range(2):
         folder.save(20, sample(20), best=True)
     assert load_checkpoint(folder.best).state["step"] == load_checkpoint(folder.path(20)).state["step"] == 20

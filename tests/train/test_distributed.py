@@ -63,7 +63,7 @@ class PerRank(nn.Module):
 
 
 def assert_same_run(out: Path, other: Path) -> None:
-    """Metrics but for times, and weights, to rounding."""
+    """Compare metrics except for times, and weights, up to rounding."""
     lines, expected = read_metrics(out), read_metrics(other)
     assert [m["step"] for m in lines] == [m["step"] for m in expected]
     for line, want in zip(lines, expected, strict=True):
@@ -89,7 +89,7 @@ def test_two_ranks_train_a_supernet_as_one_process_with_batchnorm_per_rank(done,
     )
     assert done[1]["supernet"] == [0, 0]
     assert_same_run(done[0] / "supernet", tmp_path)
-    # not vacuous: normalising over the whole batch gives other losses
+    # the test can fail: normalising over the whole batch gives other losses
     whole = ranks.supernet(tmp_path / "whole", SINGLE)
     assert read_metrics(tmp_path / "whole")[0]["loss"] != pytest.approx(read_metrics(tmp_path)[0]["loss"], rel=1e-3)
     assert whole.training
@@ -164,7 +164,7 @@ def test_a_sharded_evaluation_counts_every_image_once(done):
 
 
 def test_another_number_of_ranks_continues_the_run(done, tmp_path):
-    """From the checkpoint of two ranks in one process: to the end, which is not the same bits."""
+    """One process continues from the checkpoint of two ranks to the end; the result is not the same bit for bit."""
     (tmp_path / "checkpoints").mkdir()
     name = "supernet-00000006.safetensors"
     (tmp_path / "checkpoints" / name).write_bytes((done[0] / "supernet" / "checkpoints" / name).read_bytes())

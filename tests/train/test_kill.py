@@ -52,7 +52,7 @@ def broken_runs(tmp_path_factory) -> tuple[Path, dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def unbroken(broken_runs) -> dict[str, tuple[Path, bytes, list]]:
-    """Per stage: run directory, final file and metrics of a run in peace."""
+    """Per stage: run directory, final file and metrics of an undisturbed run."""
     out, result = broken_runs[0], {}
     for stage, run_stage in killable.STAGES.items():
         run_dir = out / stage / "unbroken"

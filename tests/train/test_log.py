@@ -13,7 +13,7 @@ LINES = 60
 
 
 def _writer(run_dir, stage: str) -> int:
-    """A child that writes the metrics of a stage, from the start again and again as far as one more line."""
+    """A child that writes the metrics of a stage again and again from the start, each time one line more."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -27,7 +27,7 @@ def _writer(run_dir, stage: str) -> int:
 
 
 def test_stages_side_by_side_lose_no_line(tmp_path):
-    """Appending to and replacing one file, from three processes."""
+    """Three processes append to one file and replace it."""
     children = [_writer(tmp_path, stage) for stage in "abc"]
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
     for stage in "abc":

@@ -33,7 +33,7 @@ PLAIN = TrainConfig(epochs=1, lr=1.0, momentum=0.0, weight_decay=0.0, label_smoo
 
 
 class Fixed(Sampler):
-    """The same paths at every step."""
+    """A sampler that gives the same paths at every step."""
 
     def __init__(self, space, *paths) -> None:
         super().__init__(space, layer_indicators=True)
@@ -55,7 +55,7 @@ def values(net) -> dict[str, torch.Tensor]:
 
 
 def gradients(net, path, x, y, **loss) -> dict[str, torch.Tensor]:
-    """Of one path; zero off it."""
+    """The gradients of one path; zero for parameters off it."""
     net.zero_grad()
     F.cross_entropy(net(x, path), y, **loss).backward()
     found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
@@ -504,7 +504,7 @@ def test_another_number_of_batches_is_refused(tmp_path):
 
 
 class Decoded:
-    """A loader that says what decodes its images."""
+    """A loader with the name of what decodes its images."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -609,7 +609,7 @@ def test_a_shuffling_augmenting_data_loader_resumes_to_the_same_bytes(tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         train_supernet(net, Interrupted(data_loader(), at), sampler, CFG, run_dir=tmp_path / "broken")
     torch.manual_seed(0)
-    torch.rand(7)  # only the seed counts, not what was drawn since
+    torch.rand(7)  # only the seed counts, not the numbers drawn since
     net, sampler = net_and_sampler()
     got = train_supernet(net, data_loader(), sampler, CFG, run_dir=tmp_path / "broken", resume=True).read_bytes()
     assert got == want

@@ -111,7 +111,7 @@ def test_an_evaluation_is_cut_short_and_done_again(tmp_path, unbroken, number):
 
 
 def test_one_that_comes_with_the_end_is_not_lost(tmp_path):
-    """It ends the program behind a stage that it did not stop any more."""
+    """If SIGTERM comes too late to stop a stage, it ends the program after the stage."""
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
     try:

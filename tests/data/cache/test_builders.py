@@ -117,7 +117,7 @@ def test_builders_killed_at_random_times(folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(FolderSource, "image", slow)
         while there[-1] < 6:
-            # longer from time to time, so that it comes to an end on a slow machine too
+            # the delay grows, so that the test also ends on a slow machine
             pid = in_child(lambda: cached(source, SMALL, tmp_path, workers=2))
             time.sleep(draw.uniform(0, 0.004 * len(there)))
             os.kill(pid, signal.SIGKILL)
@@ -222,7 +222,7 @@ def test_a_waiting_builder_goes_on_where_the_killed_one_was(folder, tmp_path, mo
 
 
 def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path):
-    """Such as a worker of another loader."""
+    """Such a process may be a worker of another loader."""
     path = tmp_path / "lock"
     with cache_files._locked(path) as held:
         assert held
@@ -244,7 +244,7 @@ def test_without_locks(folder, tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def read_only(monkeypatch):
-    """Nothing can be written, even by root, whom permissions do not stop."""
+    """Nothing can be written, even by root, for whom permissions do not count."""
 
     def refused(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")

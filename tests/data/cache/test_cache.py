@@ -69,7 +69,7 @@ def test_batches_of_a_loader_are_those_of_torchvision(folder, tmp_path):
 
 
 def test_large_photographs_are_kept_smaller(folder, tmp_path):
-    """Windows are drawn on what is kept: what torchvision makes of photographs that were resized before."""
+    """Windows are drawn on the kept photograph: they equal torchvision's on photographs that were resized before."""
     source = FolderSource(folder)
     made = cached(source, PHOTOS, tmp_path, cache_side=14)
     smaller = []
@@ -196,7 +196,7 @@ def test_other_forms_have_other_caches(folder, tmp_path):
     others = (Augmentation("cifar", 13), Augmentation("cifar", 12, grey=True), EVAL, PHOTOS)
     kept = [cached(source, augmentation, tmp_path).folder for augmentation in (SMALL, *others)]
     assert len(set(kept)) == 5
-    # what is drawn is not part of what is kept
+    # random draws are not part of the kept images
     assert cached(source, Augmentation("none", 12, seed=9), tmp_path).folder == kept[0]
 
 
@@ -209,7 +209,7 @@ def test_parts_of_a_split_share_a_cache(folder, tmp_path):
         made = cached(part, SMALL, tmp_path)
         assert made.folder == whole.folder
         assert_same(answers(made, len(part)), answers(TorchvisionBackend(part, SMALL), len(part)))
-    # not at evaluation: nobody wants crops of the training images
+    # at evaluation only the part's own images are cached, because the crops of the others are not needed
     made = cached(val, EVAL, tmp_path)
     assert len(parts_of(made)) < len(parts_of(whole))
     assert_same(answers(made, len(val)), answers(TorchvisionBackend(val, EVAL), len(val)))
@@ -246,7 +246,7 @@ def test_unreadable_images_are_skipped_and_named_at_each_use(folder, tmp_path, m
 
 @pytest.mark.parametrize("augmentation", [SMALL, OWN_SIZE], ids=named)
 def test_an_image_that_was_unreadable_for_a_time_is_shown(folder, tmp_path, monkeypatch, augmentation):
-    """Such as on a network disk; without it the cache would leave the image out for ever."""
+    """This may happen on a network disk. The cache must not leave the image out for ever."""
     plain = FolderSource.image
 
     def fails(self, index):

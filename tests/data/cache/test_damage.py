@@ -86,7 +86,7 @@ def test_parts_of_each_other_are_not_mistaken(folder, tmp_path):
     source = FolderSource(folder)
     first, second, third = parts_of(cached(source, SMALL, tmp_path))[:3]
     shutil.copy(second, first)
-    # of the same images, stored otherwise, and of others, stored in the same way
+    # parts of the same images that are stored differently, and parts of other images that are stored in the same way
     other = cached(source, Augmentation("cifar", 12, grey=True), tmp_path)
     shutil.copy(parts_of(other)[1], second)
     shutil.copytree(folder, tmp_path / "other")
@@ -97,7 +97,7 @@ def test_parts_of_each_other_are_not_mistaken(folder, tmp_path):
 
 
 def test_a_part_replaced_by_another_process_is_not_written_into(folder, tmp_path, monkeypatch):
-    """Made by another version of the decoder, say: other pixels at other places."""
+    """The part was made, for example, by another version of the decoder: other pixels at other places."""
     source = FolderSource(folder)
     made = cached(source, OWN_SIZE, tmp_path)
     target = parts_of(made)[1]
