@@ -13,7 +13,7 @@ _BUILD_RECORD = Path(__file__).parent.parent / "_build.json"
 try:
     from nasfast import _C as extension
 except ImportError as error:
-    extension = None
+    extension = None  # type: ignore[assignment]  # a module that may be missing has no other notation
     _import_error = str(error)
 
 

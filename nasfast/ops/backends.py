@@ -151,7 +151,7 @@ def inner_backend(op: str, x: Tensor) -> Backend:
 
 
 def _first_that_serves(op: str, x: Tensor) -> Backend:
-    skipped = []
+    skipped: list[str] = []
     for backend in _TABLE[op]:
         if backend.name == "triton" and _triton.interpreted():
             continue  # the interpreter is too slow to be chosen automatically

@@ -103,8 +103,8 @@ def _bn_act_native(
         weight.contiguous(),
         bias.contiguous(),
         None if fused is None else _same_layout(fused, x),
-        None if training else running_mean.contiguous(),
-        None if training else running_var.contiguous(),
+        None if training or running_mean is None else running_mean.contiguous(),
+        None if training or running_var is None else running_var.contiguous(),
         eps,
         act,
     )

@@ -32,14 +32,15 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
     if residual is not None and not add_input and residual.dtype == x.dtype:
         fused = residual.contiguous(memory_format=torch.channels_last)
     params = [stage.params for stage in stages]
+    known = [(None, None) if s.training else (s.params.running_mean, s.params.running_var) for s in stages]
     empty = x.new_empty(0, dtype=torch.float32)
     y, _, statistics = operators(backend).conv_bn_act_chain_fwd(
         x=x,
         conv_weights=[p.conv_weight.contiguous() for p in params],
         bn_weights=[p.bn_weight.contiguous() for p in params],
         bn_biases=[p.bn_bias.contiguous() for p in params],
-        running_means=[empty if stage.training else stage.params.running_mean.contiguous() for stage in stages],
-        running_vars=[empty if stage.training else stage.params.running_var.contiguous() for stage in stages],
+        running_means=[empty if mean is None else mean.contiguous() for mean, _ in known],
+        running_vars=[empty if var is None else var.contiguous() for _, var in known],
         residual=fused,
         plan=plan.numbers,
         eps=[stage.eps for stage in stages],

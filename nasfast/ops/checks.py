@@ -400,7 +400,7 @@ def _check_bn(
     if (running_mean is None) != (running_var is None):
         missing = "running_mean" if running_mean is None else "running_var"
         raise ValueError(f"{op}: running_mean and running_var come together, but {missing} is None")
-    if running_mean is not None:
+    if running_mean is not None and running_var is not None:
         _check_vector(op, "running_mean", running_mean, channels, x)
         _check_vector(op, "running_var", running_var, channels, x)
     elif not training:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # An operator keeps the offer of its forward for its backward, because backward may run in another thread.
 _here = threading.local()
@@ -31,7 +31,11 @@ class Offer:
     """
 
     def __init__(
-        self, *, result: Tensor | None, input_gradient: Tensor | None, parameter_gradients: Mapping[Tensor, Tensor]
+        self,
+        *,
+        result: Tensor | None,
+        input_gradient: Tensor | None,
+        parameter_gradients: Mapping[nn.Parameter, Tensor],
     ) -> None:
         self._images = {"result": result, "input_gradient": input_gradient}
         # an operator gets another Python object for the same parameter
@@ -54,11 +58,11 @@ class Offer:
 
     def take_parameter_gradient(self, parameter: Tensor) -> Tensor | None:
         """Take the buffer for the gradient of this parameter; None if there is none."""
-        shape, buffer = self._parameters.get(parameter.data_ptr(), (None, None))
-        if shape != parameter.shape:
+        offer = self._parameters.get(parameter.data_ptr())
+        if offer is None or offer[0] != parameter.shape:
             return None
         del self._parameters[parameter.data_ptr()]
-        return buffer.detach()
+        return offer[1].detach()
 
 
 @contextmanager

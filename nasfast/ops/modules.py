@@ -5,6 +5,7 @@ same state_dict, and overrides only `forward`, which calls the operators of `nas
 """
 
 from collections.abc import Iterable
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class FusedConvBNAct(ConvBNAct):
         """This unit as a stage of a chain, in its present mode."""
         params = ConvBNParams(self.conv.weight, self.bn.weight, self.bn.bias, **_running(self.bn))
         conv = self.conv
-        return Stage(params, conv.stride[0], conv.padding[0], conv.groups, self.act_name, **_settings(self.bn))
+        return Stage(params, conv.stride[0], int(conv.padding[0]), conv.groups, self.act_name, **_settings(self.bn))
 
 
 class ConvBNActSequential(nn.Sequential):
@@ -90,7 +91,8 @@ class FusedConvBNActSequential(ConvBNActSequential):
     """ConvBNActSequential as one call of `nasfast.ops.conv_bn_act_chain`."""
 
     def forward(self, x: Tensor, *, shuffle: bool = False) -> Tensor:
-        return conv_bn_act_chain(x, _begin_stages(self), shuffle=shuffle)
+        stages = _begin_stages(self)  # type: ignore[arg-type]  # nn.Sequential does not say which modules it has
+        return conv_bn_act_chain(x, stages, shuffle=shuffle)
 
 
 class InvertedResidual(nn.Module):
@@ -133,7 +135,7 @@ class InvertedResidual(nn.Module):
         self.hidden_channels = in_channels * expand
         self.stride = stride
         self.has_residual = stride == 1 and in_channels == out_channels
-        self.expand = None
+        self.expand: ConvBNAct | None = None
         if expand > 1:
             self.expand = unit(in_channels, self.hidden_channels, 1, act=act, track_running_stats=track_running_stats)
         self.depthwise = unit(
@@ -167,6 +169,9 @@ class FusedInvertedResidual(InvertedResidual):
     """InvertedResidual as one call of `nasfast.ops.conv_bn_act_chain`; its BatchNorms may differ in mode."""
 
     unit_class = FusedConvBNAct
+    expand: FusedConvBNAct | None
+    depthwise: FusedConvBNAct
+    project: FusedConvBNAct
 
     def forward(self, x: Tensor) -> Tensor:
         units = [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]
@@ -230,18 +235,29 @@ def _count_batch(bn: nn.BatchNorm2d) -> None:
             bn.num_batches_tracked.add_(1)
 
 
-def _running(bn: nn.BatchNorm2d) -> dict[str, Tensor | None]:
+class _Running(TypedDict):
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+
+def _running(bn: nn.BatchNorm2d) -> _Running:
     """The running statistics that a forward of bn reads or updates, chosen as nn.BatchNorm2d does."""
     if bn.training and not bn.track_running_stats:
         return {"running_mean": None, "running_var": None}
     return {"running_mean": bn.running_mean, "running_var": bn.running_var}
 
 
-def _settings(bn: nn.BatchNorm2d) -> dict[str, bool | float]:
+class _Settings(TypedDict):
+    training: bool
+    momentum: float
+    eps: float
+
+
+def _settings(bn: nn.BatchNorm2d) -> _Settings:
     """training, momentum and eps of the forward whose batch bn has counted last."""
     momentum = bn.momentum
     if momentum is None:
         # the running statistics are the mean over all batches so far
-        counts = bn.training and bn.track_running_stats and bn.num_batches_tracked is not None
-        momentum = 1.0 / max(1.0, float(bn.num_batches_tracked)) if counts else 0.0
+        batches = bn.num_batches_tracked if bn.training and bn.track_running_stats else None
+        momentum = 0.0 if batches is None else 1.0 / max(1.0, float(batches))
     return {"training": bn.training or bn.running_mean is None, "momentum": momentum, "eps": bn.eps}

@@ -280,21 +280,24 @@ def make_plan(
         recompute: whether the output of the first stage is computed again instead of being saved.
         shuffle, subsample: as in `ChainPlan`.
     """
-    batch, channels, *size = shape
+    batch, channels, height, width = shape
+    size = height, width
     plans: list[StagePlan] = []
     saved_size = statistics_at = 0
     for stage in stages:
-        out_channels, kernel = stage.weight[0], stage.weight[2]
-        out_size = tuple(_strided(length, stage.stride) for length in size)
+        kind, out_channels, kernel = stage.kind, stage.weight[0], stage.weight[2]
+        if kind is None:
+            raise ValueError(f"make_plan: the operator does not have the stage {stage}; leave it out of the plan")
+        out_size = _strided(size[0], stage.stride), _strided(size[1], stage.stride)
         plan = StagePlan(
-            kind=stage.kind,
+            kind=kind,
             act=stage.act,
             batch=batch,
             in_channels=channels,
             out_channels=out_channels,
             kernel=kernel,
             stride=stage.stride,
-            size=tuple(size),
+            size=size,
             out_size=out_size,
             saved_at=None if recompute and not plans else saved_size,
             statistics_at=statistics_at,

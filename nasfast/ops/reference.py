@@ -114,7 +114,7 @@ def mixed_bn(xs: Sequence[Tensor], gates: Tensor, *, normalize: Sequence[bool], 
 
 @torch.no_grad()
 def _copy_back(given: Tensor | None, moved: Tensor | None) -> None:
-    if given is not moved:
+    if given is not None and moved is not None and given is not moved:
         given.copy_(moved)
 
 
@@ -214,13 +214,16 @@ def block_stages(
     *,
     stride: int,
     act: str,
-    **settings: bool | float,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> list[Stage]:
     """The inverted residual block as stages of a chain; arguments as in `inverted_residual`."""
     hidden, _, kernel, _ = depthwise.conv_weight.shape
-    stages = [] if expand is None else [Stage(expand, act=act, **settings)]
-    stages.append(Stage(depthwise, stride, kernel // 2, hidden, act, **settings))
-    return [*stages, Stage(project, act="identity", **settings)]
+    settings = training, momentum, eps
+    stages = [] if expand is None else [Stage(expand, 1, 0, 1, act, *settings)]
+    stages.append(Stage(depthwise, stride, kernel // 2, hidden, act, *settings))
+    return [*stages, Stage(project, 1, 0, 1, "identity", *settings)]
 
 
 def conv_bn_act_chain(
@@ -241,8 +244,7 @@ def conv_bn_act_chain(
     if shuffle:
         return torch.cat((x[:, 0::2], conv_bn_act_chain(x[:, 1::2], stages)), dim=1)
     for i_stage, stage in enumerate(stages):
-        params, *settings = stage
-        stride, padding, groups, act, training, momentum, eps = settings
+        params, stride, padding, groups, act, training, momentum, eps = stage
         x = conv_bn_act(
             x,
             params.conv_weight,

@@ -68,12 +68,12 @@ def run(
 def _fastest(calls: dict[str, Callable[[], object]]) -> str:
     """The call with the smallest median over interleaved rounds; the first call if no other is clearly faster."""
     samples = {name: _repeated(call) for name, call in calls.items()}
-    times = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_ROUNDS):
         for name, sample in samples.items():
             times[name].append(_milliseconds(sample))
     medians = {name: statistics.median(samples) for name, samples in times.items()}
-    default, best = next(iter(medians)), min(medians, key=medians.get)
+    default, best = next(iter(medians)), min(medians, key=medians.__getitem__)
     return best if medians[best] < _WORTH * medians[default] else default
 
 

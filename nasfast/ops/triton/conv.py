@@ -250,7 +250,7 @@ class _Stencil(NamedTuple):
     tiles: int
     blocks: int
     taps: Tensor
-    constants: dict[str, int]
+    constants: dict[str, int | None]
 
 
 def _stencil(stage: StagePlan, back: int, config: Config, like: Tensor) -> _Stencil:
@@ -275,6 +275,8 @@ def _stencil(stage: StagePlan, back: int, config: Config, like: Tensor) -> _Sten
 
 
 def _piece(saved: Tensor, stage: StagePlan) -> Tensor:
+    if stage.saved_at is None:
+        raise ValueError("conv_bn_act_chain: Triton needs a plan that saves the output of every stage")
     return saved[stage.saved_at : stage.saved_at + stage.rows * stage.out_channels]
 
 
@@ -338,7 +340,7 @@ def conv_bn_act_chain_fwd(
     out = new_image("result", chain.out_shape, x)
     rows = rows_of(x)
     given = _Rows(rows[:, 1:], x.shape[1], 2) if chain.shuffle else _Rows(rows, x.shape[1])
-    fold, act, y = None, "identity", None
+    fold, act = None, "identity"
     with on_device_of(x):
         for i, stage in enumerate(chain.stages):
             y = _piece(saved, stage) if keep else x.new_empty(stage.rows * stage.out_channels)
@@ -359,7 +361,7 @@ def conv_bn_act_chain_fwd(
         target = rows_of(out)
         bn_triton.apply(
             y.view(last.rows, last.out_channels),
-            fold,
+            norm.fold,
             act,
             target[:, last.out_channels :] if chain.shuffle else target,
             residual=None if added is None else rows_of(added),

@@ -49,7 +49,7 @@ class _Part:
         """Keyword arguments of every kernel."""
         return {"R": self.rows, "C": self.channels, "COUNT": len(self.xs)}
 
-    def shape(self) -> tuple[str, int, int, int]:
+    def shape(self) -> tuple[int | str, ...]:
         """Type and sizes, on which the best configuration may depend."""
         return str(self.xs[0].dtype), *self.sizes().values()
 
