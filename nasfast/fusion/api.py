@@ -174,18 +174,18 @@ def _report(model: nn.Module, findings: Findings) -> FuseReport:
         for name, module in {**convs, **norms}.items()
         if name not in in_chains
     )
-    notes = tuple(_notes(dict(model.named_modules()), chains))
+    notes = tuple(_notes(dict(model.named_modules()), convs, chains))
     return FuseReport(fused, left, len(convs), len(findings.ours), _backend(convs.values()), notes)
 
 
-def _fused_chain(located: LocatedChain, convs: dict[str, nn.Conv2d]) -> FusedChain:
+def _fused_chain(located: LocatedChain, convs: dict[str, _ConvNd]) -> FusedChain:
     acts = zip(located.convolutions, located.chain.acts, strict=True)
     stages = tuple(_describe(convs[name], act) for name, act in acts)
     residual = located.chain.residual
     return FusedChain(located.owner, located.convolutions, located.norms, stages, residual, located.then)
 
 
-def _describe(conv: nn.Conv2d, act: str) -> str:
+def _describe(conv: _ConvNd, act: str) -> str:
     height, width = conv.kernel_size
     depthwise = conv.groups == conv.in_channels == conv.out_channels and conv.groups > 1
     parts = [f"{'dw' if depthwise else ''}{height}x{width}"]
@@ -207,17 +207,17 @@ def _backend(convs: Iterable[_ConvNd]) -> str:
         return f"none ({error})"
 
 
-def _notes(modules: dict[str, nn.Module], chains: list[LocatedChain]) -> list[str]:
-    convs = [name for located in chains for name in located.convolutions]
+def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: list[LocatedChain]) -> list[str]:
+    chained = [name for located in chains for name in located.convolutions]
     norms = [name for located in chains for name in located.norms]
     notes = []
-    trainable = [name for name in convs if modules[name].weight.requires_grad]
+    trainable = [name for name in chained if convs[name].weight.requires_grad]
     if trainable:
         notes.append(
             f"{_count(len(trainable), 'convolution')} in chains trainable: runs, but keeps its input: freeze it with "
             f"requires_grad_(False): {_listed(trainable)}"
         )
-    dense = [name for name in convs if not _has_operator(modules[name])]
+    dense = [name for name in chained if not _has_operator(convs[name])]
     if dense:
         notes.append(
             f"{_count(len(dense), 'convolution')} in chains run on PyTorch's convolution, on a CPU between native "
@@ -242,9 +242,9 @@ def _notes(modules: dict[str, nn.Module], chains: list[LocatedChain]) -> list[st
     return notes
 
 
-def _has_operator(conv: nn.Conv2d) -> bool:
+def _has_operator(conv: _ConvNd) -> bool:
     """Whether the chain operator has this convolution at some place of a chain."""
-    return stage_kind(conv.weight.shape, conv.stride[0], conv.padding[0], conv.groups) is not None
+    return stage_kind(conv.weight.shape, conv.stride[0], int(conv.padding[0]), conv.groups) is not None
 
 
 def _listed(names: list[str]) -> str:

@@ -28,8 +28,8 @@ from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 _OURS = (FusedConvBNAct, FusedInvertedResidual)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ADD_FUNCTIONS = {torch.add: False, operator.add: False, operator.iadd: True}
-_ADD_METHODS = {"add": False, "add_": True}
+_ADD_FUNCTIONS: dict[object, bool] = {torch.add: False, operator.add: False, operator.iadd: True}
+_ADD_METHODS: dict[object, bool] = {"add": False, "add_": True}
 
 
 @dataclass(frozen=True)
@@ -203,26 +203,26 @@ class _Trace:
     def search(self) -> set[nn.Module]:
         """Add chains and reasons to the findings; return the convolutions that the trace reaches."""
         findings = self._search.findings
-        convs = [node for node in self._order if isinstance(self._module(node), _ConvNd)]
+        convs = {node: conv for node in self._order if isinstance(conv := self._module(node), _ConvNd)}
         done: set[fx.Node] = set()
-        for node in convs:
-            if node in done or self._name(node.target) in self._search.in_chains:
+        for node, conv in convs.items():
+            if node in done or self._search.names[conv] in self._search.in_chains:
                 continue
-            first = self._stage(node)
+            first = self._stage(node, conv)
             if isinstance(first, str):
-                findings.reasons.setdefault(self._name(node.target), first)
+                findings.reasons.setdefault(self._search.names[conv], first)
                 continue
             stages, add = self._grow(first)
             done.update(n for stage in stages for n in stage.nodes)
             self._record(stages, add)
-        return {self._module(node) for node in convs}
+        return set(convs.values())
 
-    def _stage(self, conv: fx.Node) -> _TracedStage | str:
-        """The stage that begins with this convolution, or why none does."""
-        problem = self._search.conv_problem(self._module(conv))
+    def _stage(self, node: fx.Node, conv: _ConvNd) -> _TracedStage | str:
+        """The stage that begins with this convolution, which the node calls, or why none does."""
+        problem = self._search.conv_problem(conv)
         if problem is not None:
             return problem
-        nodes = [conv]
+        nodes = [node]
         bn = self._reader(nodes)
         if bn is None:
             return "its result is used more than once" if nodes[-1].users else "its result is not used"
@@ -232,27 +232,27 @@ class _Trace:
         problem = members.norm_problem(module)
         if problem is not None:
             return f"its BatchNorm {problem}"
-        if not self._together(conv, bn):
+        if not self._together(node, bn):
             return "its BatchNorm is in another block"
-        if self._calls(conv) > 1 or self._calls(bn) > 1:
+        if self._calls(node) > 1 or self._calls(bn) > 1:
             return "is called several times in one forward"
         nodes.append(bn)
-        act, tail, then = self._activation(nodes)
+        act, tail, then = self._activation(nodes, module)
         if self._interrupted(nodes):
             return "something is changed in place before its BatchNorm or activation"
-        return _TracedStage(nodes, conv.target, bn.target, act, tail, then)
+        return _TracedStage(nodes, str(node.target), str(bn.target), act, tail, then)
 
-    def _activation(self, nodes: list[fx.Node]) -> tuple[str, fx.Node | None, str]:
-        """The activation behind the BatchNorm that is the last of these nodes.
+    def _activation(self, nodes: list[fx.Node], bn: _BatchNorm) -> tuple[str, fx.Node | None, str]:
+        """The activation behind the BatchNorm that the last of these nodes calls.
 
         Returns:
             Its name; the node behind which the chain may continue, or None; the type of an activation that no stage can
             have, or "".
         """
-        bn = self._module(nodes[-1])
-        if members.has_activation(bn) and type(bn.act) is not nn.Identity:
-            act = members.module_activation(bn.act)
-            return ("identity", None, type(bn.act).__name__) if act is None else (act, nodes[-1], "")
+        own = bn.get_submodule("act") if members.has_activation(bn) else None
+        if own is not None and type(own) is not nn.Identity:
+            act = members.module_activation(own)
+            return ("identity", None, type(own).__name__) if act is None else (act, nodes[-1], "")
         longer = list(nodes)
         reader = self._reader(longer)
         if reader is None or not self._together(nodes[-1], reader):
@@ -274,8 +274,9 @@ class _Trace:
             reader = self._reader(between)
             if reader is None or not self._together(stages[-1].tail, reader):
                 break
-            if isinstance(self._module(reader), _ConvNd):
-                stage = self._stage(reader) if self._name(reader.target) not in self._search.in_chains else ""
+            conv = self._module(reader)
+            if isinstance(conv, _ConvNd):
+                stage = self._stage(reader, conv) if self._search.names[conv] not in self._search.in_chains else ""
                 if isinstance(stage, str) or self._interrupted([*nodes, *between, *stage.nodes]):
                     break
                 stage.nodes[:0] = between[1:]
@@ -322,14 +323,14 @@ class _Trace:
         return None
 
     def _activation_name(self, node: fx.Node) -> str | None:
-        if node.op == "call_module":
-            module = self._module(node)
+        module = self._module(node)
+        if module is not None:
             return members.module_activation(module) if "forward" not in vars(module) else None
         if len(node.all_input_nodes) != 1:
             return None
         # the input comes first unless it is named
         rest = node.args[1:] if node.args and isinstance(node.args[0], fx.Node) else node.args
-        function = getattr(torch.Tensor, node.target, None) if node.op == "call_method" else node.target
+        function = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
         kwargs = {name: value for name, value in node.kwargs.items() if name != "input"}
         return activation_of(function, *rest, **kwargs)
 
@@ -349,7 +350,8 @@ class _Trace:
         if node.op == "call_module":
             return bool(getattr(self._module(node), "inplace", False))
         if node.op == "call_method":
-            return node.target.endswith("_") and not node.target.endswith("__")
+            name = str(node.target)
+            return name.endswith("_") and not name.endswith("__")
         if node.op != "call_function":
             return False
         name = getattr(node.target, "__name__", "")
@@ -430,7 +432,7 @@ def _unchanged_surroundings() -> Iterator[None]:
 
 
 def _common(stacks: Iterable[list[tuple[str, str]]]) -> list[tuple[str, str]]:
-    common = []
+    common: list[tuple[str, str]] = []
     # zip to the shortest
     for level in zip(*stacks, strict=False):
         if len(set(level)) > 1:

@@ -73,7 +73,12 @@ class ChainForward:
 
     @property
     def module(self) -> nn.Module:
-        return self._module()
+        module = self._module()
+        if module is None:
+            raise ReferenceError(
+                "the module of this fused forward was deleted; keep the model while its forward is used"
+            )
+        return module
 
     def __reduce__(self) -> tuple:
         return ChainForward, (self.module, self.chains)
@@ -96,7 +101,7 @@ class ChainForward:
         return starts.finish(result)
 
 
-def activation_of(function: Callable, *args: Any, **kwargs: Any) -> str | None:
+def activation_of(function: object, *args: Any, **kwargs: Any) -> str | None:
     """The value of `Stage.act` for a call of this function; None if no stage has this activation.
 
     Args:
@@ -117,10 +122,10 @@ def square_conv(
     groups: int = 1,
 ) -> _Conv | None:
     """The convolution that F.conv2d computes with these arguments behind its input; None if no stage can have it."""
-    stride, padding, dilation = _one(stride), _one(padding), _one(dilation)
-    if bias is not None or stride is None or padding is None or dilation != 1:
+    step, pad = _one(stride), _one(padding)
+    if bias is not None or step is None or pad is None or _one(dilation) != 1:
         return None
-    return _Conv(weight, stride, padding, groups)
+    return _Conv(weight, step, pad, groups)
 
 
 class _Conv(NamedTuple):
@@ -224,6 +229,11 @@ class _Starts(TorchFunctionMode):
 class _Placeholder(Tensor):
     """Stands for the result of the first part of a chain: some stages, then perhaps a convolution."""
 
+    run: _Run
+    stages: tuple[Stage, ...]
+    conv: _Conv | None
+    value: Tensor | None
+
     @staticmethod
     def __new__(cls, run: _Run, stages: tuple[Stage, ...], conv: _Conv | None) -> _Placeholder:
         placeholder = Tensor._make_wrapper_subclass(cls, (), dtype=run.source.dtype, device=run.source.device)
@@ -299,7 +309,7 @@ def _extend_batch_norm(
     return input.extended((*input.stages, Stage(params, stride, padding, groups, "identity", training, momentum, eps)))
 
 
-def _extend_activation(function: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+def _extend_activation(function: object, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     if not isinstance(input, _Placeholder) or input.conv is not None or not input.open:
         return None
     act, last = activation_of(function, *args, **kwargs), input.stages[-1]
@@ -312,7 +322,7 @@ def _extend_activation(function: Callable, input: Tensor, *args: Any, **kwargs: 
 def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **options: Any) -> Tensor | None:
     placeholder, residual = (input, other) if isinstance(input, _Placeholder) else (other, input)
     # an addition in place to the other tensor changes it for everyone who holds it
-    if in_place and placeholder is not input:
+    if not isinstance(placeholder, _Placeholder) or (in_place and placeholder is not input):
         return None
     run, stages = placeholder.run, placeholder.stages
     if scale or options or not run.chain.residual or placeholder.conv is not None or not placeholder.open:
@@ -388,7 +398,10 @@ def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 
 def _descendant(module: nn.Module, path: Path) -> nn.Module:
     for name in path:
-        module = module._modules[name]
+        child = module._modules[name]
+        if child is None:
+            raise KeyError(name)
+        module = child
     return module
 
 
@@ -398,8 +411,8 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-_DIMENSIONS = {Tensor.dim, Tensor.ndim.__get__}
-_ACTIVATIONS = {
+_DIMENSIONS = {Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]  # ndim of the class is a property
+_ACTIVATIONS: dict[object, str] = {
     F.relu: "relu",
     torch.relu: "relu",
     torch.relu_: "relu",
@@ -412,7 +425,7 @@ _ACTIVATIONS = {
     Tensor.tanh_: "tanh",
 }
 _ADDITIONS = {torch.add: False, Tensor.add: False, Tensor.__add__: False, Tensor.add_: True, Tensor.__iadd__: True}
-_EXTENSIONS: dict[Callable, Callable[..., Tensor | None]] = {
+_EXTENSIONS: dict[object, Callable[..., Tensor | None]] = {
     torch.conv2d: _extend_conv,
     F.batch_norm: _extend_batch_norm,
     **{function: partial(_extend_activation, function) for function in (*_ACTIVATIONS, F.hardtanh)},
