@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from nasfast import ops
 from nasfast.cells.operations import Operation, Style, is_plain_batch_norm, make_operation, make_preprocess
 from nasfast.spaces.cells import CellSpace
-from nasfast.supernet import Init, InitScheme, initialize, standalone_network
+from nasfast.supernet import ArchNetwork, Init, InitScheme, initialize, standalone_network
 
 Runs = Sequence[Sequence[Sequence[int]]]
 """The columns of `CellSpace.ops` that are computed, by type of cell and then by edge."""
@@ -290,7 +290,7 @@ class CellSupernet(_Skeleton):
         )
 
 
-class CellStandalone(_Skeleton):
+class CellStandalone(_Skeleton, ArchNetwork):
     """The network of one architecture; its norms have scale, shift and running statistics.
 
     Input (N, in_channels, resolution, resolution), output logits (N, num_classes).
@@ -299,6 +299,8 @@ class CellStandalone(_Skeleton):
         ArchError: `arch` does not belong to `space`.
         ValueError: an activation other than ReLU.
     """
+
+    space: CellSpace
 
     def __init__(self, space: CellSpace, arch: Iterable[int], *, activation: str | None = None) -> None:
         if activation not in (None, "relu"):

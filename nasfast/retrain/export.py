@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import nasfast.cells.network  # noqa: F401  registers the networks of cells with standalone_network
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
-from nasfast.supernet import standalone_network
+from nasfast.supernet import ArchNetwork, standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 MODEL_FILE, ARCH_FILE, SPACE_FILE = "model.safetensors", "arch.json", "space.yaml"
@@ -21,7 +20,7 @@ _ONNX_TOLERANCE = 1e-3
 """Largest difference of logits, relative to the largest logit; fp32 sums of some 60 layers differ by their order."""
 
 
-def save_model(network: nn.Module, path: str | Path) -> None:
+def save_model(network: ArchNetwork, path: str | Path) -> None:
     """Write the weights to `path`, and arch.json and space.yaml beside it; `load_model` needs all three.
 
     Raises:
@@ -34,7 +33,7 @@ def save_model(network: nn.Module, path: str | Path) -> None:
     save_checkpoint(path, Checkpoint(network.state_dict(), _state(network)))
 
 
-def _state(network: nn.Module) -> dict[str, Any]:
+def _state(network: ArchNetwork) -> dict[str, Any]:
     """What the weights belong to; the file has it beside them, under the same digest."""
     return {
         "activation": network.activation,
@@ -43,7 +42,7 @@ def _state(network: nn.Module) -> dict[str, Any]:
     }
 
 
-def load_model(path: str | Path) -> nn.Module:
+def load_model(path: str | Path) -> ArchNetwork:
     """The network that `save_model` wrote, in eval mode on the CPU.
 
     Raises:
@@ -74,7 +73,7 @@ def load_model(path: str | Path) -> nn.Module:
     return network.eval()
 
 
-def export_onnx(network: nn.Module, path: str | Path) -> float:
+def export_onnx(network: ArchNetwork, path: str | Path) -> float:
     """Write ONNX with a free batch size, after comparing onnxruntime with PyTorch.
 
     An older file is replaced only if the new one passes the comparison.

@@ -21,7 +21,7 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.spaces import Arch, ArchSpace, Cost, format_arch
-from nasfast.supernet import Supernet, build, inherit
+from nasfast.supernet import ArchNetwork, Supernet, build, inherit
 from nasfast.train import Evaluation, TrainConfig, TrainStage, evaluate, recalibrate_bn
 from nasfast.train.loop import train
 from nasfast.train.supernet import default_lr
@@ -169,7 +169,7 @@ def retrain(
         return result
 
 
-def _inherited(space: ArchSpace, arch: Arch, supernet: Supernet | None) -> nn.Module:
+def _inherited(space: ArchSpace, arch: Arch, supernet: Supernet | None) -> ArchNetwork:
     """The network with the supernet's weights.
 
     Raises:

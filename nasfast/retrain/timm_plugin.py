@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.retrain.export import load_model
-from nasfast.supernet import build
+from nasfast.supernet import ArchNetwork, build
 
 try:
     from timm.models import register_model
@@ -24,11 +24,11 @@ except ImportError as error:
 class TimmNetwork(nn.Module):
     """A standalone network with the methods that timm's scripts call."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: ArchNetwork) -> None:
         super().__init__()
         self.network = network
         self.num_classes = network.space.num_classes
-        self.num_features = self.head_hidden_size = network.space.features
+        self.num_features = self.head_hidden_size = network.classifier.in_features
         resolution = network.space.resolution
         self.pretrained_cfg = self.default_cfg = {
             "architecture": "nasfast",
@@ -42,14 +42,15 @@ class TimmNetwork(nn.Module):
             "classifier": "network.classifier",
         }
 
-    def get_classifier(self) -> nn.Module:
+    def get_classifier(self) -> nn.Linear:
         """The last layer."""
         return self.network.classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier; timm calls this with the data set's number of classes."""
         self.num_classes = num_classes
-        self.network.classifier = nn.Linear(self.num_features, num_classes, bias=self.network.space.classifier_bias)
+        bias = self.network.classifier.bias is not None
+        self.network.classifier = nn.Linear(self.num_features, num_classes, bias=bias)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(N, C, H, W) images -> (N, num_features, H', W')."""

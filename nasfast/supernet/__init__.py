@@ -5,10 +5,11 @@
 
 from nasfast.supernet.blocks import UnitFactory, block_builder
 from nasfast.supernet.init import Init, InitScheme, initialize
-from nasfast.supernet.standalone import StandaloneNetwork, build, inherit, standalone_network
+from nasfast.supernet.standalone import ArchNetwork, StandaloneNetwork, build, inherit, standalone_network
 from nasfast.supernet.supernet import Supernet, Trainable, TrainableSummary
 
 __all__ = [
+    "ArchNetwork",
     "Init",
     "InitScheme",
     "StandaloneNetwork",

@@ -98,12 +98,13 @@ class ShuffleUnit(nn.Module):
     @property
     def last_bn(self) -> nn.BatchNorm2d:
         """The last BN of the main branch, which scores the block (docs/method.md 2)."""
-        return self.main[-1].last_bn
+        return self.linear_paths()["main"][-1].last_bn
 
     def linear_paths(self) -> dict[str, list[ConvBNAct]]:
         """The branches as units in order, for `nasfast.supernet.aligned`."""
         paths = {"main": self.main, "projection": self.projection}
-        return {role: list(units) for role, units in paths.items() if units is not None}
+        # nn.Sequential does not say which modules it has
+        return {role: list(units) for role, units in paths.items() if units is not None}  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.projection is None:

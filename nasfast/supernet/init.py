@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +46,13 @@ class _Recipe:
     """How weights of one kind are made.
 
     Attributes:
-        draws: layer -> shapes of the Gaussian tensors to draw for its weight, in order.
+        draws: layer of this kind -> shapes of the Gaussian tensors to draw for its weight, in order.
         build: (shape of the weight, the draws) -> weight for g = 1; it may write into the draws.
         orthogonal: whether the draws are matrices (or batches of them) that are orthogonalised before `build`.
         gain: whether the weight is then multiplied by g.
     """
 
-    draws: Callable[[nn.Conv2d | nn.Linear], list[Shape]]
+    draws: Callable[[Any], list[Shape]]
     build: Callable[[Shape, list[Tensor]], Tensor]
     orthogonal: bool = False
     gain: bool = True
@@ -66,7 +66,7 @@ def _flat(layer: nn.Conv2d | nn.Linear) -> list[Shape]:
     return [(layer.weight.shape[0], math.prod(layer.weight.shape[1:]))]
 
 
-def _across(layer: nn.Conv2d) -> list[Shape]:
+def _across(layer: nn.Conv2d | nn.Linear) -> list[Shape]:
     return [tuple(layer.weight.shape[:2])]
 
 

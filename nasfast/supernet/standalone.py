@@ -14,11 +14,31 @@ from nasfast.supernet.init import Init, InitScheme, initialize
 from nasfast.supernet.supernet import Supernet
 
 
-class StandaloneNetwork(nn.Module):
-    """The network of one architecture, without layer indicators; skipped layers are `nn.Identity`.
+class ArchNetwork(nn.Module):
+    """The standalone network of one architecture, of any kind of space.
 
     Its input is (N, in_channels, resolution, resolution), its output logits (N, num_classes).
+
+    Attributes:
+        space, arch: what it is the network of.
+        activation: activation of its blocks.
+        classifier: its last layer.
     """
+
+    space: ArchSpace
+    arch: Arch
+    activation: str
+    classifier: nn.Linear
+
+    def features(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) images -> (N, features, H', W'), which is pooled for the classifier."""
+        raise NotImplementedError
+
+
+class StandaloneNetwork(ArchNetwork):
+    """The network of an architecture of layers, without layer indicators; skipped layers are `nn.Identity`."""
+
+    space: SearchSpace
 
     def __init__(self, space: SearchSpace, arch: Arch, *, activation: str | None = None) -> None:
         super().__init__()
@@ -45,11 +65,8 @@ class StandaloneNetwork(nn.Module):
 
 
 @singledispatch
-def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str | None = None) -> nn.Module:
+def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str | None = None) -> ArchNetwork:
     """The standalone network of an architecture; its class depends on the kind of space.
-
-    Every such network has the attributes `space`, `arch`, `activation` and `classifier`, and a method `features(x)`,
-    whose result is pooled for the classifier.
 
     Raises:
         TypeError: `space` is not a search space.
@@ -72,7 +89,7 @@ def build(
     activation: str | None = None,
     init: Init | InitScheme = "orthogonal",
     seed: int = 0,
-) -> nn.Module:
+) -> ArchNetwork:
     """The standalone network of `arch` with fresh weights, all of which train.
 
     Args:
@@ -102,7 +119,11 @@ def inherit(net: Supernet, arch: Iterable[int]) -> StandaloneNetwork:
     """
     network = StandaloneNetwork(net.space, tuple(arch), activation=net.activation)
     device = next(net.parameters()).device
-    pairs = [(net.stem, network.stem), (net.head, network.head), (net.classifier, network.classifier)]
+    pairs: list[tuple[nn.Module, nn.Module]] = [
+        (net.stem, network.stem),
+        (net.head, network.head),
+        (net.classifier, network.classifier),
+    ]
     pairs += [
         (layer.candidates[choice], block)
         for layer, choice, block in zip(net.layers, network.arch, network.blocks, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -101,7 +101,7 @@ class Supernet(nn.Module):
         self.layer_indicators = layer_indicators
         units = UnitFactory(act=self.activation, fused=fused, track_running_stats=False)
         self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
-        self.layers = nn.ModuleList(
+        self.layers: Sequence[ChoiceLayer] = nn.ModuleList(  # type: ignore[assignment]  # it does not say what is in it
             ChoiceLayer(layer, units, layer_indicator=layer_indicators) for layer in space.layers
         )
         self.head = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.head_layers))
