@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from nasfast.engine.eager import EagerEngine, Engine, StepResult
 from nasfast.engine.segments import Head, Segment
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
+from nasfast.supernet.supernet import ChoiceLayer
 
 _logger = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class GraphEngine:
     """
 
     net: Supernet
-    batch: tuple[int, int, int, int]
+    batch: tuple[int, ...]
     label_smoothing: float = 0.0
     bf16: bool = False
     capture: Capture | None = None
@@ -109,7 +111,7 @@ class GraphEngine:
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             self.check_memory(free=free + unused)
             _logger.info("%s", self.plan)
-        self.capture = self.capture or CudaCapture(self.device)
+        self._capture = self.capture or CudaCapture(self.device)
         self._allocate(boundaries)
 
     def check_memory(self, *, free: int) -> None:
@@ -184,8 +186,8 @@ class GraphEngine:
         trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in layers]
         self._activations = [self.images, *(empty(*b) for b in boundaries)]
         self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
-        self._segments: list[dict[int | None, Segment]] | None = [{} for _ in layers]
-        self._pools = [self.capture.pool() for _ in layers]
+        self._segments: list[dict[int | None, Segment]] = [{} for _ in layers]
+        self._pools = [self._capture.pool() for _ in layers]
         self._layers = layers
 
     def buffers(self) -> Iterator[Tensor]:
@@ -202,21 +204,19 @@ class GraphEngine:
         modules, choices = self._layers[i]
         function = choices[choice]
         used = function.parameters() if isinstance(function, _Chosen) else [p for m in modules for p in m.parameters()]
-        arguments = dict(
-            module=function,
-            source=self._activations[i],
-            source_grad=self._gradients[i - 1] if i > 0 else None,
-            parameters=[p for p in used if p.requires_grad],
-            autocast=self._autocast,
-        )
+        last = i == len(self._layers) - 1
+        make = partial(Head, labels=self.labels, label_smoothing=self.label_smoothing) if last else Segment
         try:
-            if i == len(self._layers) - 1:
-                segment = Head(
-                    **arguments, target=None, target_grad=None, labels=self.labels, label_smoothing=self.label_smoothing
-                )
-            else:
-                segment = Segment(**arguments, target=self._activations[i + 1], target_grad=self._gradients[i])
-            segment.set_replays(self.capture.capture(segment.functions(), self._pools[i]))
+            segment = make(
+                module=function,
+                source=self._activations[i],
+                target=None if last else self._activations[i + 1],
+                source_grad=self._gradients[i - 1] if i > 0 else None,
+                target_grad=None if last else self._gradients[i],
+                parameters=[p for p in used if p.requires_grad],
+                autocast=self._autocast,
+            )
+            segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             raise EngineError(f"choice {choice} of layer {i - 1} could not be captured: {error}") from error
         self._segments[i][choice] = segment
@@ -224,7 +224,7 @@ class GraphEngine:
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
-        if tuple(x.shape) == tuple(self.batch) and self._segments is not None:
+        if paths is not None and self._segments and tuple(x.shape) == tuple(self.batch):
             # a capture runs its segment, so it must come before gradients are summed
             captured = self._captured([self.net.space.check(path) for path in paths])
             if captured is not None:
@@ -242,7 +242,8 @@ class GraphEngine:
                 raise
             _logger.warning("goes on without CUDA graphs: %s", error)
         # free the memory of graphs and buffers for the eager engine
-        self._segments = self._activations = self._gradients = self.images = None
+        self._segments, self._activations, self._gradients = [], [], []
+        del self.images
         return None
 
     def _replay(self, x: Tensor, y: Tensor, paths: list[list[Segment]]) -> StepResult:
@@ -260,6 +261,7 @@ class GraphEngine:
                 if not segment.passes_on:
                     break
             head = segments[-1]
+            assert isinstance(head, Head)
             results.append((head.loss.clone(), head.correct.clone()))
         self._set_gradients(ran.values())
         if len(results) == 1:
@@ -284,7 +286,7 @@ class GraphEngine:
 class _Chosen:
     """One choice of a layer as a function."""
 
-    def __init__(self, layer: nn.Module, choice: int) -> None:
+    def __init__(self, layer: ChoiceLayer, choice: int) -> None:
         self.layer, self.choice = layer, choice
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Segment:
 
     Attributes:
         module: computes the output from the input.
-        source, target: buffers of the input and of the output.
+        source, target: buffers of the input and of the output; the target is None if the output is in no buffer.
         source_grad, target_grad: buffers of their gradients; None if nothing before them trains.
         parameters: the parameters of the module that train.
         autocast: makes the context in which forward runs.
@@ -51,6 +51,7 @@ class Segment:
     _direct: bool = field(init=False, default=True)
     _x: Tensor | None = field(init=False, default=None)
     _y: Tensor | None = field(init=False, default=None)
+    _offer: destinations.Offer | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         sizes = [p.numel() for p in self.parameters]
@@ -77,8 +78,8 @@ class Segment:
 
     def forward(self) -> None:
         y = self.run(self.target if self._direct else None)
-        if not destinations.lies_in(y, self.target):
-            if self._direct and self._offer.result_taken:
+        if self.target is not None and not destinations.lies_in(y, self.target):
+            if self._direct and self._offer is not None and self._offer.result_taken:
                 # an operator inside the module took the target, and others may have kept what it wrote there
                 self._direct = False
                 return self.forward()
@@ -95,14 +96,17 @@ class Segment:
             return self.module(self._x)
 
     def backward(self) -> None:
+        if self._y is None:
+            raise RuntimeError("the backward of a segment needs the result of its forward: call forward first")
         self.differentiate(self._y, self.target_grad)
         self.release()
 
     def differentiate(self, y: Tensor, grad: Tensor | None) -> None:
         """Compute the gradients of y, and write them to source_grad and to the gradients of the parameters."""
-        wanted = [*([self._x] if self.source_grad is not None else []), *self.parameters]
+        wanted = [*([self._x] if self._x is not None and self.source_grad is not None else []), *self.parameters]
         if not wanted:
             return
+        computed: list[Tensor | None]
         if not y.requires_grad:
             computed = [None] * len(wanted)
         else:
@@ -110,13 +114,13 @@ class Segment:
         if self.source_grad is not None:
             dx = computed.pop(0)
             self.passes_on = dx is not None
-            if self.passes_on and not destinations.lies_in(dx, self.source_grad):
+            if dx is not None and not destinations.lies_in(dx, self.source_grad):
                 self.source_grad.copy_(dx)
         made = [(p, s, g) for p, s, g in zip(self.parameters, self._slots, computed, strict=True) if g is not None]
         self.reached = {p: slot for p, slot, _ in made}
         elsewhere = [(slot, gradient) for _, slot, gradient in made if not destinations.lies_in(gradient, slot)]
         if elsewhere:
-            torch._foreach_copy_(*map(list, zip(*elsewhere, strict=True)))
+            torch._foreach_copy_([slot for slot, _ in elsewhere], [gradient for _, gradient in elsewhere])
 
     def release(self) -> None:
         self._x = self._y = self._offer = None
@@ -127,7 +131,7 @@ class Segment:
             return
         before = self.gradients.clone() if adds else None
         self.backward_replay()
-        if adds:
+        if before is not None:
             self.gradients.add_(before)
 
 
@@ -141,10 +145,10 @@ class Head(Segment):
         loss, correct: results of the last replay, see `StepResult`.
     """
 
-    labels: Tensor | None = None
+    labels: Tensor
     label_smoothing: float = 0.0
-    loss: Tensor | None = field(init=False, default=None)
-    correct: Tensor | None = field(init=False, default=None)
+    loss: Tensor = field(init=False, repr=False)
+    correct: Tensor = field(init=False, repr=False)
 
     def functions(self) -> list[Replay]:
         return [self.backward]
