@@ -1,7 +1,7 @@
 """Draws docs/architecture.svg from the imports: `python tests/draw_architecture.py`.
 
-Rooms are the packages and modules at the top of nasfast, and `_APART`. A room stands above all that it imports.
-An arrow is left out where a longer way of arrows says the same, so that the picture can be read.
+The parts of the picture are the packages and modules at the top of nasfast, and `_APART`. A part is drawn above all
+parts that it imports. An arrow is left out if a longer way of arrows implies it, so that the picture can be read.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ _APART = {"indicators.table"}
 """Modules with a box of their own: `nasi` writes a table, and a score of `indicators` runs `nasi`."""
 
 
-def room_of(module: str) -> str:
+def part_of(module: str) -> str:
     """`nasfast.train.loop` -> `train`; "" for nasfast itself."""
     name = module.removeprefix("nasfast").removeprefix(".")
     return name if name in _APART else name.split(".")[0]
 
 
-def rooms() -> dict[str, set[str]]:
-    """Every room with the rooms that it imports."""
+def part_imports() -> dict[str, set[str]]:
+    """Every part with the parts that it imports."""
     sources = read_sources()
-    graph: dict[str, set[str]] = {room_of(name.removesuffix(".__init__")): set() for name in sources}
+    graph: dict[str, set[str]] = {part_of(name.removesuffix(".__init__")): set() for name in sources}
     for found in imports_in(sources):
         if found.target.startswith("nasfast.") and not found.typing_only:
-            graph[room_of(found.module)].add(room_of(found.target))
+            graph[part_of(found.module)].add(part_of(found.target))
     # nasfast/__init__.py only names the others
     graph.pop("")
-    return {room: {target for target in targets if target in graph} - {room} for room, targets in graph.items()}
+    return {part: {target for target in targets if target in graph} - {part} for part, targets in graph.items()}
 
 
 def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """The graph without arrows that a longer way implies."""
 
-    def below(room: str) -> set[str]:
-        return set().union(*({target} | below(target) for target in graph[room]))
+    def below(part: str) -> set[str]:
+        return set().union(*({target} | below(target) for target in graph[part]))
 
     return {
-        room: {t for t in targets if not any(t in below(other) for other in targets if other != t)}
-        for room, targets in graph.items()
+        part: {t for t in targets if not any(t in below(other) for other in targets if other != t)}
+        for part, targets in graph.items()
     }
 
 
 Node = str | tuple[str, str, int]
-"""A room, or the place where the arrow of (room, target) crosses a height."""
+"""A part, or the place where the arrow of (part, target) crosses a height."""
 
 
 def layers(graph: Mapping[str, set[str]]) -> tuple[list[list[Node]], dict[Node, set[Node]]]:
     """Nodes by height, and arrows from each height to the one below.
 
-    A room stands one above the highest room that it imports. Nodes of a height are ordered to shorten the arrows.
+    A part is one level above the highest part that it imports. Nodes of a height are ordered to shorten the arrows.
     """
     height: dict[str, int] = {}
 
-    def visit(room: str) -> int:
-        if room not in height:
-            height[room] = 1 + max((visit(target) for target in graph[room]), default=-1)
-        return height[room]
+    def visit(part: str) -> int:
+        if part not in height:
+            height[part] = 1 + max((visit(target) for target in graph[part]), default=-1)
+        return height[part]
 
     rows: list[list[Node]] = [[] for _ in range(1 + max(map(visit, graph)))]
     steps: dict[Node, set[Node]] = {}
-    for room in sorted(graph):
-        rows[height[room]].append(room)
-        for target in sorted(graph[room]):
-            way = [room, *((room, target, level) for level in range(height[room] - 1, height[target], -1)), target]
+    for part in sorted(graph):
+        rows[height[part]].append(part)
+        for target in sorted(graph[part]):
+            way = [part, *((part, target, level) for level in range(height[part] - 1, height[target], -1)), target]
             for above, below in pairwise(way):
                 steps.setdefault(above, set()).add(below)
             for node in way[1:-1]:
@@ -99,11 +99,11 @@ def picture(graph: Mapping[str, set[str]]) -> str:
     height = (len(rows) - 1) * _RISE + _BOX[1] + 2 * _MARGIN
     at: dict[Node, tuple[float, float]] = {}
     for level, (row, sizes) in enumerate(zip(rows, widths, strict=True)):
-        room = (width - 2 * _MARGIN - sum(sizes)) / (len(row) + 1)
+        space = (width - 2 * _MARGIN - sum(sizes)) / (len(row) + 1)
         x = float(_MARGIN)
         for node, size in zip(row, sizes, strict=True):
-            at[node] = (x + room + size / 2, height - _MARGIN - _BOX[1] / 2 - _RISE * level)
-            x += room + size
+            at[node] = (x + space + size / 2, height - _MARGIN - _BOX[1] / 2 - _RISE * level)
+            x += space + size
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" '
         'font-size="13">',
@@ -114,22 +114,22 @@ def picture(graph: Mapping[str, set[str]]) -> str:
     for node, targets in steps.items():
         for target in sorted(targets, key=str):
             lines.append(_arrow(at[node], at[target], isinstance(node, str), isinstance(target, str)))
-    for room, (x, y) in at.items():
-        if isinstance(room, str):
+    for part, (x, y) in at.items():
+        if isinstance(part, str):
             lines.append(
                 f'<rect x="{x - _BOX[0] / 2:.1f}" y="{y - _BOX[1] / 2:.1f}" width="{_BOX[0]}" height="{_BOX[1]}" '
                 'rx="5" fill="#eef2fa" stroke="#446"/>'
             )
-            lines.append(f'<text x="{x:.1f}" y="{y + 4.5:.1f}" text-anchor="middle">{escape(room)}</text>')
+            lines.append(f'<text x="{x:.1f}" y="{y + 4.5:.1f}" text-anchor="middle">{escape(part)}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _arrow(start: tuple[float, float], end: tuple[float, float], from_room: bool, to_room: bool) -> str:
+def _arrow(start: tuple[float, float], end: tuple[float, float], from_part: bool, to_part: bool) -> str:
     """One curve; between two heights where an arrow only passes it has no tip."""
     (x, y), (tx, ty) = start, end
-    y, ty = y + from_room * _BOX[1] / 2, ty - to_room * _BOX[1] / 2
+    y, ty = y + from_part * _BOX[1] / 2, ty - to_part * _BOX[1] / 2
     bend = (ty - y) * 0.5
-    tip = ' marker-end="url(#tip)"' if to_room else ""
+    tip = ' marker-end="url(#tip)"' if to_part else ""
     return (
         f'<path d="M{x:.1f},{y:.1f} C{x:.1f},{y + bend:.1f} {tx:.1f},{ty - bend:.1f} {tx:.1f},{ty:.1f}" fill="none" '
         f'stroke="#99a"{tip}/>'
@@ -137,4 +137,4 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], from_room: bool
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(picture(rooms()))
+    PICTURE.write_text(picture(part_imports()))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from draw_architecture import PICTURE, layers, picture, reduced, rooms
+from draw_architecture import PICTURE, layers, part_imports, picture, reduced
 
 
 def test_the_picture_is_drawn_from_todays_imports():
-    assert PICTURE.read_text() == picture(rooms()), "draw it again: python tests/draw_architecture.py"
+    assert PICTURE.read_text() == picture(part_imports()), "draw it again: python tests/draw_architecture.py"
 
 
 def test_an_arrow_that_a_longer_way_implies_is_left_out():

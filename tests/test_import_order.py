@@ -1,12 +1,12 @@
 """Imports point one way: which part of nasfast may import which, read from the sources.
 
-The order is that of the design: `spaces -> supernet -> ops`, and `train -> indicators -> search -> retrain` joined by
-files, so search knows a table and no network. A room is a package or module of nasfast; `indicators` is three, because
-its table and its ranking must work without torch and its readers of a supernet may not be seen by the search.
+The order is that of the design: `spaces -> supernet -> ops`, and `train -> indicators -> search -> retrain`, which meet
+through files: the search reads a table and no network. A part is a package or module of nasfast. `indicators` is
+several parts, because its table and its ranking must work without torch, and the search must not import the modules
+that read a supernet.
 
-Checked besides: no cycle between modules, imports for type checkers included; no import of nasfast inside a function,
-function-level imports only of optional packages; `_C` and `_triton` only in `ops`; torch not at all where a search must
-run without it.
+The other rules: no cycle between modules, imports for type checkers included; functions import only optional packages
+and never nasfast; only `ops` imports `_C` and `_triton`; the parts that a search needs do not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import pytest
 from imports import NATIVE, imports_in, read_sources
 
-# room -> rooms it may import; a room not named here must be given its arrows when it is made
+# part -> parts that it may import; a new part must be added here
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "seeds": set(),
@@ -83,12 +83,12 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {"config", "runtime.files", "runtime.termination", "studies.registry", "cli.commands"},
     "__main__": {"cli"},
-    # names the others only while a type checker reads it
+    # it imports the others only for a type checker
     "": {"runtime.moved"},
 }  # fmt: skip
 
 # `cli.main` imports `cli.commands` only when it is to run one: usage must not wait for torch.
-# The launchers import Triton and its kernels, which `registry` wants only where they can run.
+# The launchers import Triton and its kernels, which `registry` imports only where they can run.
 LATE = {
     ("nasfast.cli.main", "nasfast.cli.commands"),
     ("nasfast.ops.registry", "nasfast.ops.triton.bn"),
@@ -103,8 +103,8 @@ TORCH_FREE = {
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 
 
-def room_of(module: str) -> str:
-    """`nasfast.train.loop` -> `train`; `nasfast.indicators.table` is a room of its own."""
+def part_of(module: str) -> str:
+    """`nasfast.train.loop` -> `train`; `nasfast.indicators.table` is a part of its own."""
     parts = module.split(".")[1:]
     if ".".join(parts[:2]) in ALLOWED and len(parts) > 1:
         return ".".join(parts[:2])
@@ -126,13 +126,13 @@ def violations(sources: Mapping[str, str]) -> list[str]:
             if found.target in names and found.module != "nasfast":
                 graph[found.module].add(found.target)
             continue
-        room, top = room_of(found.module), found.target.split(".")[0]
+        part, top = part_of(found.module), found.target.split(".")[0]
         if found.target in NATIVE or any(found.target.startswith(f"{n}.") for n in NATIVE):
-            if room != "ops":
+            if part != "ops":
                 problems.append(f"{where} imports {found.target}: only ops may")
             continue
-        if top == "torch" and room in TORCH_FREE:
-            problems.append(f"{where} imports torch: {room} must run without it")
+        if top == "torch" and part in TORCH_FREE:
+            problems.append(f"{where} imports torch: {part} must run without it")
         if top != "nasfast":
             if found.in_function and top not in OPTIONAL:
                 problems.append(f"{where} imports {found.target} inside a function: only optional packages may be")
@@ -143,20 +143,20 @@ def violations(sources: Mapping[str, str]) -> list[str]:
             problems.append(f"{where} imports {found.target}, which does not exist")
             continue
         graph[found.module].add(found.target)
-        target = room_of(found.target)
-        if target == room:
+        target = part_of(found.target)
+        if target == part:
             continue
-        if room not in ALLOWED:
-            problems.append(f"{where}: room {room!r} has no arrows yet: add it to ALLOWED")
-        elif target not in ALLOWED[room]:
+        if part not in ALLOWED:
+            problems.append(f"{where}: part {part!r} is not in ALLOWED: add it with the parts that it may import")
+        elif target not in ALLOWED[part]:
             problems.append(
-                f"{where} imports {found.target}: {room or 'nasfast'} may not import {target or 'nasfast itself'}"
+                f"{where} imports {found.target}: {part or 'nasfast'} may not import {target or 'nasfast itself'}"
             )
     return problems + [f"cycle: {' -> '.join(cycle)}" for cycle in _cycles(graph)]
 
 
 def _cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """One cycle per entry point, found depth first; module level, so a package importing its parts is none."""
+    """One cycle per entry point, found depth first; between modules, so a package that imports its modules is none."""
     done: set[str] = set()
     found = []
 
@@ -182,14 +182,14 @@ def test_the_package_keeps_the_order():
 def test_the_reader_sees_the_imports():
     """The check can fail: it finds imports that are known to exist."""
     sources = read_sources()
-    seen = {(room_of(i.module), room_of(i.target)) for i in imports_in(sources) if i.target.startswith("nasfast")}
+    seen = {(part_of(i.module), part_of(i.target)) for i in imports_in(sources) if i.target.startswith("nasfast")}
     assert {
         ("train", "supernet"),
         ("supernet", "ops"),
         ("search", "indicators.table"),
         ("cli.commands", "pipeline"),
     } <= seen
-    assert {room for room in ALLOWED if room} == {room_of(n.removesuffix(".__init__")) for n in sources} - {""}
+    assert {part for part in ALLOWED if part} == {part_of(n.removesuffix(".__init__")) for n in sources} - {""}
 
 
 def test_the_arrows_themselves_have_no_cycle():
@@ -238,7 +238,7 @@ def test_a_good_fake_passes():
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nasfast.train import train",
             "cycle: nasfast.spaces -> nasfast.spaces.arch -> nasfast.train -> nasfast.supernet -> nasfast.spaces",
         ),
-        ("nasfast.attic", "from nasfast.config import ConfigBase", "room 'attic' has no arrows yet"),
+        ("nasfast.attic", "from nasfast.config import ConfigBase", "part 'attic' is not in ALLOWED"),
     ],
 )  # fmt: skip
 def test_a_violation_is_found(module, source, message):
