@@ -44,6 +44,22 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
       "Tensor[] bn_weights, Tensor[] bn_biases, bool[] batch_statistics, int[] plan, float[] eps, bool add_input, "
       "bool[] wants) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
 
+  // The same on a GPU in csrc/gpu, without running statistics and `recompute`, into memory of the caller; also for CPU
+  // tensors, where the kernels are emulated, for tests. nasfast/ops/cuda/conv.py makes operators of the schemas above
+  // from these. Behind mean and variance, statistics has the coefficients of forward (csrc/gpu/call.cpp).
+  //   counters: as many zeros as conv_bn_act_chain_gpu_counters says, int32; they are zeros again after the launches.
+  //   added: is added to the result, or null.
+  m.def("conv_bn_act_chain_gpu_counters(Tensor x, int[] plan) -> int");
+  m.def(
+      "conv_bn_act_chain_gpu_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
+      "Tensor? added, Tensor(a!) y, Tensor(b!) saved, Tensor(c!) statistics, Tensor(d!) counters, int[] plan, "
+      "float[] eps) -> ()");
+  // Without dx, dweights and dbiases that are empty, their gradients are not wanted.
+  m.def(
+      "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
+      "Tensor[] bn_weights, bool add_input, Tensor(a!)? dx, Tensor(b!)[] dweights, Tensor(c!)[] dbiases, "
+      "Tensor(d!) counters, int[] plan, float[] eps) -> ()");
+
   // Formula: nasfast/ops/reference.py, depthwise_conv2d. x, y, grad and dx are NHWC; weight and dweight are (C, 1, k,
   // k), contiguous, float32.
   m.def("depthwise_conv2d_fwd(Tensor x, Tensor weight, int stride, int dilation) -> Tensor y");

@@ -7,6 +7,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/pool.h"
+#include "gpu/emulated.h"
 
 #ifdef NASFAST_WITH_CUDA
 #include "../kernels/cuda/device_info.h"
@@ -71,4 +72,6 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("num_threads", [] { return torch::stable::get_num_threads(); });
   m.def("cuda_device_info", &cuda_device_info);
+  m.def("set_emulation", &nasfast::gpu::set_emulation, py::arg("multiprocessors") = 2, py::arg("backwards") = false,
+        py::arg("block_order") = 0);
 }

@@ -25,8 +25,8 @@ struct Geometry {
   int in_channels, out_channels;
   int kernel, stride;
 
-  int64_t in_rows() const { return int64_t{images} * height * width; }
-  int64_t out_rows() const { return int64_t{images} * out_height * out_width; }
+  NASFAST_ANYWHERE int64_t in_rows() const { return int64_t{images} * height * width; }
+  NASFAST_ANYWHERE int64_t out_rows() const { return int64_t{images} * out_height * out_width; }
 };
 
 // How a launch divides its work.

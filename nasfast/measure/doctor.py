@@ -91,13 +91,16 @@ def _operators() -> list[str]:
     lines = []
     for device in devices:
         try:
-            rows = backends.explain(device)
+            # the CUDA kernels of chains serve the types of autocast only
+            rows = backends.explain(device, torch.float32 if device == "cpu" else torch.bfloat16)
         except ValueError as error:
             return [str(error)]
         for op in dict.fromkeys(row.op for row in rows):
             chosen = [row.backend for row in rows if row.op == op and row.chosen]
             lines.append(f"{op} on {device}: {chosen[0] if chosen else 'none, the named backend cannot serve'}")
             for row in rows:
+                if row.op == op and row.serves and row.available:
+                    lines.append(f"  {row.backend} serves only {row.serves}")
                 if row.op == op and not row.chosen:
                     lines.append(f"  not {row.backend}: {row.reason or 'another backend comes first'}")
     return lines

@@ -6,7 +6,7 @@ Importing `nasfast._C` registers the schemas and CPU kernels of `torch.ops.nasfa
 import json
 from pathlib import Path
 
-import torch  # noqa: F401  (its libraries must be loaded before the extension that uses them)
+import torch  # its libraries must be loaded before the extension that uses them
 
 _BUILD_RECORD = Path(__file__).parent.parent / "_build.json"
 
@@ -32,6 +32,13 @@ def why_missing() -> str | None:
     if not record["native"]:
         return f"not built: {record['reason']}"
     return f"built, but could not be loaded ({_import_error}): reinstall with pip install --no-build-isolation -e ."
+
+
+def why_no_chain_kernels() -> str | None:
+    """Why the extension has neither the CUDA kernels of chains nor their emulation; None when it has the emulation."""
+    if extension is not None and not hasattr(torch.ops.nasfast, "conv_bn_act_chain_gpu_fwd"):
+        return "built from an older version of nasfast: run pip install --no-build-isolation -e . again"
+    return why_missing()
 
 
 def empty_cache() -> None:

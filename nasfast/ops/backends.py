@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nasfast.ops import _native, _triton
+from nasfast.ops.plan import CUDA_SERVES, STORAGE_DTYPES, storage_dtype
 
 BACKENDS = ("cpu", "triton", "cuda", "reference")
 
@@ -25,6 +27,7 @@ _logged: set[tuple[str, str]] = set()
 _scoped_name: str | None = None
 _native_missing = _native.why_missing()
 _triton_missing = _triton.why_missing()
+_no_chain_kernels = _native.why_no_chain_kernels()
 
 
 @dataclass(frozen=True)
@@ -35,21 +38,27 @@ class Backend:
         op: operator it serves.
         name: one of BACKENDS.
         can_use: takes the input of the operator and returns (ok, reason); the reason is empty if ok.
+        serves: which calls it serves, where these are not all that `can_use` accepts.
     """
 
     op: str
     name: str
     can_use: Callable[[Tensor], tuple[bool, str]]
+    serves: str = ""
 
 
 class Row(NamedTuple):
-    """One line of `explain`: an operator, a backend, whether it can serve, whether it is chosen, and why not."""
+    """One line of `explain`: an operator, a backend, whether it can serve, whether it is chosen, and why not.
+
+    serves: see `Backend`.
+    """
 
     op: str
     backend: str
     available: bool
     chosen: bool
     reason: str
+    serves: str = ""
 
 
 def _can_use_cpu_orthogonalize(x: Tensor) -> tuple[bool, str]:
@@ -68,15 +77,49 @@ def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
     return ok, reason
 
 
-def _can_use_cuda_orthogonalize(x: Tensor) -> tuple[bool, str]:
+# Constants of a process. A compiler cannot trace the functions of the extension.
+@torch.compiler.assume_constant_result
+@cache
+def _why_no_cuda_kernels() -> str:
+    """Why the CUDA kernels of the extension run on no GPU; empty if they run on the current one."""
+    if not _native.extension.build_info()["cuda_operators"]:
+        return "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
+    info = _native.extension.cuda_device_info()
+    return "" if info["kernels_run"] else f"the compiled kernels do not run on this GPU: {info['error']}"
+
+
+def _can_use_cuda_kernels(x: Tensor) -> tuple[bool, str]:
     if _native_missing is not None:
         return False, _native_missing
-    if not _native.extension.build_info()["cuda_operators"]:
-        return False, "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
     if x.device.type != "cuda":
         return False, f"serves CUDA tensors, got one on {x.device}"
-    if not (info := _native.extension.cuda_device_info())["kernels_run"]:
-        return False, f"the compiled kernels do not run on {x.device}: {info['error']}"
+    reason = _why_no_cuda_kernels()
+    return not reason, reason
+
+
+def emulates_cuda() -> bool:
+    """Whether the CUDA kernels of chains serve CPU tensors, by their emulation, which is very slow: for tests."""
+    return os.environ.get("NASFAST_EMULATE_CUDA") == "1"
+
+
+def _can_use_cuda_chain(x: Tensor) -> tuple[bool, str]:
+    if _no_chain_kernels is not None:
+        return False, _no_chain_kernels
+    if not (emulates_cuda() and x.device.type == "cpu"):
+        ok, reason = _can_use_cuda_kernels(x)
+        if ok:
+            ok, reason = _has_ampere(x)
+        if not ok:
+            return False, reason
+    if (dtype := storage_dtype(x)) not in STORAGE_DTYPES["cuda"]:
+        return False, f"computes in bfloat16 and float16, here it would be {dtype}; use autocast"
+    return True, ""
+
+
+def _has_ampere(x: Tensor) -> tuple[bool, str]:
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < (8, 0):
+        return False, f"needs compute capability 8.0 (Ampere) or newer, {x.device} has {capability[0]}.{capability[1]}"
     return True, ""
 
 
@@ -89,9 +132,7 @@ def _can_use_triton(x: Tensor) -> tuple[bool, str]:
         return False, f"{how}serves {wanted.upper()} tensors, got one on {x.device}"
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False, f"serves float32, bfloat16 and float16, got {x.dtype}"
-    if wanted == "cuda" and (capability := torch.cuda.get_device_capability(x.device)) < (8, 0):
-        return False, f"needs compute capability 8.0 (Ampere) or newer, {x.device} has {capability[0]}.{capability[1]}"
-    return True, ""
+    return _has_ampere(x) if wanted == "cuda" else (True, "")
 
 
 def _can_use_reference(x: Tensor) -> tuple[bool, str]:
@@ -107,22 +148,32 @@ _TABLE: dict[str, tuple[Backend, ...]] = {
     )
     for op in ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain", "mixed_bn")
 }
+for _op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
+    _cpu, *_others = _TABLE[_op]
+    _TABLE[_op] = (_cpu, Backend(_op, "cuda", _can_use_cuda_chain, CUDA_SERVES), *_others)
 _TABLE["orthogonalize"] = (
     Backend("orthogonalize", "cpu", _can_use_cpu_orthogonalize),
-    Backend("orthogonalize", "cuda", _can_use_cuda_orthogonalize),
+    Backend("orthogonalize", "cuda", _can_use_cuda_kernels),
     Backend("orthogonalize", "reference", _can_use_reference),
 )
 for _op in ("depthwise_conv2d", "pool_3x3"):
     _TABLE[_op] = (Backend(_op, "cpu", _can_use_cpu), Backend(_op, "reference", _can_use_reference))
 
 
-def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend:
+def _serves_all(name: str) -> str:
+    return ""
+
+
+def resolve_backend(
+    op: str, x: Tensor, requested: str | None = None, refusal: Callable[[str], str] = _serves_all
+) -> Backend:
     """Choose the backend of one call.
 
     Args:
         op: operator name, a row of the table.
         x: the operator's input; only its device and dtype are read.
         requested: a name from BACKENDS, or None to ask the context, the environment and the device in this order.
+        refusal: takes the name of a backend, and says why it cannot serve the other arguments; empty if it can.
 
     Raises:
         ValueError: a name that is not in BACKENDS, from whichever source.
@@ -134,8 +185,8 @@ def resolve_backend(op: str, x: Tensor, requested: str | None = None) -> Backend
     if name is None:
         name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
     if name is not None:
-        return _named(op, x, name, source)
-    return _first_that_serves(op, x)
+        return _named(op, x, name, source, refusal)
+    return _first_that_serves(op, x, refusal)
 
 
 def inner_backend(op: str, x: Tensor) -> Backend:
@@ -147,16 +198,19 @@ def inner_backend(op: str, x: Tensor) -> Backend:
     try:
         return resolve_backend(op, x)
     except RuntimeError:
-        return _first_that_serves(op, x)
+        return _first_that_serves(op, x, _serves_all)
 
 
-def _first_that_serves(op: str, x: Tensor) -> Backend:
+def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], str]) -> Backend:
     skipped: list[str] = []
     for backend in _TABLE[op]:
+        # interpreter and emulation are too slow to be chosen automatically
         if backend.name == "triton" and _triton.interpreted():
-            continue  # the interpreter is too slow to be chosen automatically
-        ok, reason = backend.can_use(x)
-        if ok:
+            continue
+        if backend.name == "cuda" and x.device.type == "cpu" and emulates_cuda():
+            continue
+        reason = _why_not(backend, x, refusal)
+        if not reason:
             if skipped and not torch.compiler.is_compiling():
                 _log_once(op, backend.name, skipped)
             return backend
@@ -164,12 +218,16 @@ def _first_that_serves(op: str, x: Tensor) -> Backend:
     raise AssertionError(f"{op} has no reference backend")
 
 
-def _named(op: str, x: Tensor, name: str, source: str) -> Backend:
+def _why_not(backend: Backend, x: Tensor, refusal: Callable[[str], str]) -> str:
+    ok, reason = backend.can_use(x)
+    return refusal(backend.name) if ok else reason
+
+
+def _named(op: str, x: Tensor, name: str, source: str, refusal: Callable[[str], str]) -> Backend:
     _check_name(name, source)
     for backend in _TABLE[op]:
         if backend.name == name:
-            ok, reason = backend.can_use(x)
-            if not ok:
+            if reason := _why_not(backend, x, refusal):
                 raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {reason}")
             return backend
     raise RuntimeError(
@@ -219,8 +277,11 @@ def explain(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Row
             chosen = resolve_backend(op, probe).name
         except RuntimeError:
             chosen = None
-        served = {backend.name: backend.can_use(probe) for backend in backends}
+        found = {backend.name: backend for backend in backends}
         for name in BACKENDS:
-            ok, reason = served.get(name, (False, f"this version has no {name} kernel for {op}"))
-            rows.append(Row(op, name, ok, name == chosen, reason))
+            if name in found:
+                ok, reason = found[name].can_use(probe)
+                rows.append(Row(op, name, ok, name == chosen, reason, found[name].serves))
+            else:
+                rows.append(Row(op, name, False, False, f"this version has no {name} kernel for {op}"))
     return rows

@@ -1,4 +1,4 @@
-"""The registered operator that runs a planned chain in C++ or on Triton: call, fake kernels and autograd."""
+"""The registered operator that runs a planned chain in C++, in CUDA or on Triton: call, fake kernels and autograd."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
         stages: those of the plan.
         plan: from `plan_chain` for this backend, x and stages.
         residual: of the shape of the result, added after the last activation.
-        backend: cpu or triton.
+        backend: cpu, cuda or triton.
     """
     if plan.subsample > 1:
         x = _Subsample.apply(x, plan.subsample)
@@ -84,11 +84,7 @@ def _fwd_fake(
     check_device(x, *conv_weights, *bn_weights, *bn_biases, *running_means, *running_vars, residual)
     plan = read_plan(map(int, plan))
     y = torch.empty(plan.out_shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    statistics_size = plan.statistics_size
-    if backend == "triton":
-        # the coefficients of forward, (3, C) of every stage in float32, follow in the same memory
-        statistics_size += (3 * statistics_size // 2 + 1) // 2
-    statistics = x.new_empty(statistics_size, dtype=torch.float64)
+    statistics = x.new_empty(plan.statistics_elements(backend), dtype=torch.float64)
     return y, x.new_empty(plan.saved_size if keep else 0), statistics
 
 
@@ -160,6 +156,7 @@ def _backward(backward_operator, ctx, grad, grad_saved, grad_statistics):
 
 register(
     "conv_bn_act_chain",
+    backends=("cpu", "cuda", "triton"),
     forward_fake=_fwd_fake,
     backward_fake=_bwd_fake,
     setup_context=_setup_context,

@@ -10,7 +10,7 @@ from nasfast.ops import checks, reference
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.chain_operator import run_chain
-from nasfast.ops.plan import plan_chain, storage_dtype
+from nasfast.ops.plan import cuda_refusal, plan_chain, storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
@@ -149,7 +149,7 @@ def _run(
     shuffle: bool = False,
 ) -> Tensor:
     """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot."""
-    name = resolve_backend(op, x, backend).name
+    name = resolve_backend(op, x, backend, lambda name: _refusal(name, x, stages, shuffle=shuffle)).name
     if name == "reference":
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
     if shuffle:
@@ -168,6 +168,11 @@ def _run(
             # the convolution may have a type that only another backend serves, so `backend` is resolved again
             x = _run_on_torch(x, here[0], residual=added, backend=backend)
     return x
+
+
+def _refusal(name: str, x: Tensor, stages: Sequence[Stage], *, shuffle: bool) -> str:
+    """Why this backend does not run the chain; empty if it does. Only `cuda` has no way around what it lacks."""
+    return cuda_refusal(x, stages, shuffle=shuffle) if name == "cuda" else ""
 
 
 def _run_on_torch(x: Tensor, stage: Stage, *, residual: Tensor | None, backend: str | None) -> Tensor:

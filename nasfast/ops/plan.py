@@ -23,7 +23,16 @@ from nasfast.ops.reference import ACTIVATIONS, Stage
 STORAGE_DTYPES = {
     "cpu": {torch.float32, torch.bfloat16},
     "triton": {torch.float32, torch.bfloat16, torch.float16},
+    "cuda": {torch.bfloat16, torch.float16},
 }
+# what the CUDA kernels have of `reference.ACTIVATIONS`, and of what their channels are multiples: a lane reads 16 bytes
+_CUDA_ACTS = ("identity", "relu", "relu6")
+_CUDA_CHANNELS = 8
+# what `cuda_refusal` lets pass, for people
+CUDA_SERVES = (
+    "chains of frozen pointwise and depthwise convolutions with batch statistics, in bfloat16 or float16, with "
+    f"{', '.join(_CUDA_ACTS[:-1])} or {_CUDA_ACTS[-1]}, channels in multiples of {_CUDA_CHANNELS}, and no shuffle"
+)
 # The largest number of products per output of a dense convolution that is multiplied as gathered patches (3 x 3 x 3 in
 # a stem). Gathering copies every input kernel^2 times, which is cheap only with few channels. PyTorch's convolution
 # runs larger ones.
@@ -39,7 +48,7 @@ MIN_RECOMPUTED_EXPANSION = 2
 _ALIGNMENT = 64
 _ACTS = tuple(ACTIVATIONS)
 # plans that are kept: a supernet with 20 layers of 6 candidates needs about 300 for training and evaluation
-_KEPT_PLANS = 4096
+KEPT_PLANS = 4096
 
 
 class Kind(IntEnum):
@@ -119,6 +128,15 @@ class ChainPlan:
         """Elements of the statistics: mean and variance of every stage."""
         return 2 * sum(stage.out_channels for stage in self.stages)
 
+    def statistics_elements(self, backend: str) -> int:
+        """Elements of the statistics with the coefficients that a backend appends for its backward.
+
+        They are float32 in the memory of float64 numbers. Triton has a fold of 3 numbers for each channel, and the CUDA
+        kernels have a fold of 2 and an interval of 4.
+        """
+        appended = {"cpu": 0, "triton": 3, "cuda": 6}[backend] * self.statistics_size // 2
+        return self.statistics_size + (appended + 1) // 2
+
     @property
     def in_shape(self) -> tuple[int, int, int, int]:
         """Shape of x, as the operator gets it."""
@@ -176,7 +194,7 @@ def plan_chain(backend: str, x: Tensor, stages: Sequence[Stage], *, shuffle: boo
     """The plan of the first of these stages, as many as the backend's operator can run on x in one call.
 
     Args:
-        backend: cpu or triton.
+        backend: cpu, cuda or triton.
         x: (N, C, H, W), the input of the chain.
         stages: checked by `checks.check_chain`.
         shuffle: see `ChainPlan`.
@@ -188,18 +206,64 @@ def plan_chain(backend: str, x: Tensor, stages: Sequence[Stage], *, shuffle: boo
     shape = tuple(x.shape)
     if any([type(length) is not int for length in shape]):
         return None
+    # a compiler guards on what the decisions read, and cannot look into a cache
+    decide = _decide if torch.compiler.is_compiling() else _decide_once
+    input_grad = torch.is_grad_enabled() and x.requires_grad
+    return decide(backend, storage_dtype(x), shape, input_grad, shuffle, _fields(stages))
+
+
+def _fields(stages: Sequence[Stage]) -> tuple[tuple, ...]:
+    """The fields of a StageShape for each stage, as plain tuples, because this runs at every call."""
     grads = torch.is_grad_enabled()
-    # plain tuples of the fields of StageShape, because this runs at every call
-    shapes = tuple(
+    return tuple(
         [
             (weight.shape, weight.dtype, grads and weight.requires_grad, s.stride, s.padding, s.groups, s.act)
             for s in stages
             for weight in (s.params.conv_weight,)
         ]
     )
-    # a compiler guards on what the decisions read, and cannot look into a cache
-    decide = _decide if torch.compiler.is_compiling() else _decide_once
-    return decide(backend, storage_dtype(x), shape, grads and x.requires_grad, shuffle, shapes)
+
+
+def cuda_refusal(x: Tensor, stages: Sequence[Stage], *, shuffle: bool = False) -> str:
+    """Why the CUDA kernels do not run these stages on x, as one chain; empty if they do.
+
+    Args:
+        x, stages, shuffle: as in `plan_chain`.
+    """
+    running = [not stage.training for stage in stages]
+    if True in running:
+        return f"stage {running.index(True)} uses running statistics"
+    shape = tuple(x.shape)
+    if any([type(length) is not int for length in shape]):
+        return "the sizes of x are not known"
+    if shuffle:
+        return "the channels are shuffled"
+    refuse = _refuse if torch.compiler.is_compiling() else _refuse_once
+    return refuse(storage_dtype(x), shape, _fields(stages))
+
+
+def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...]) -> str:
+    """`cuda_refusal` from types and shapes; shapes are the fields of a StageShape for each stage."""
+    if 0 in shape:
+        return "x is empty"
+    for i, fields in enumerate(shapes):
+        stage = StageShape(*fields)
+        out_channels, per_group = stage.weight[:2]
+        odd = [channels for channels in (per_group * stage.groups, out_channels) if channels % _CUDA_CHANNELS]
+        if stage.trains:
+            return f"the weight of stage {i} trains"
+        if stage.dtype not in (torch.float32, dtype):
+            return f"the weight of stage {i} is {stage.dtype}, and the kernels multiply float32 or {dtype} here"
+        if stage.kind not in (Kind.POINTWISE, Kind.DEPTHWISE) or not _fits(stage, first=i == 0, input_grad=True):
+            return f"the convolution of stage {i} is neither pointwise nor depthwise with kernel 3, 5 or 7"
+        if stage.act not in _CUDA_ACTS:
+            return f"stage {i} has the activation {stage.act}; the kernels have {', '.join(_CUDA_ACTS)}"
+        if odd:
+            return f"stage {i} has {odd[0]} channels, not a multiple of {_CUDA_CHANNELS}"
+    return ""
+
+
+_refuse_once = lru_cache(KEPT_PLANS)(_refuse)
 
 
 def _decide(
@@ -217,7 +281,8 @@ def _decide(
     stages = tuple([StageShape(*fields) for fields in shapes])
     count = 0
     for stage in stages:
-        if stage.trains or stage.dtype not in STORAGE_DTYPES[backend]:
+        # weights may also be kept in float32
+        if stage.trains or stage.dtype not in {torch.float32, *STORAGE_DTYPES[backend]}:
             break
         if not _fits(stage, first=count == 0, input_grad=input_grad):
             break
@@ -234,7 +299,7 @@ def _decide(
     return make_plan(shape, stages, recompute=recompute, shuffle=shuffle, subsample=subsample)
 
 
-_decide_once = lru_cache(_KEPT_PLANS)(_decide)
+_decide_once = lru_cache(KEPT_PLANS)(_decide)
 
 
 def _fits(stage: StageShape, *, first: bool, input_grad: bool) -> bool:
@@ -326,7 +391,7 @@ def read_plan(numbers: Sequence[int]) -> ChainPlan:
     return _read_once(tuple(numbers))
 
 
-@lru_cache(_KEPT_PLANS)
+@lru_cache(KEPT_PLANS)
 def _read_once(numbers: tuple[int, ...]) -> ChainPlan:
     batch, channels, height, width, shuffle, saved_size = numbers[:_HEADER]
     size = height, width

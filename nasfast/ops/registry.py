@@ -1,7 +1,8 @@
-"""The registered operators: two namespaces with the same schemas, and one fake kernel and one autograd for both.
+"""The registered operators: namespaces with the same schemas, and one fake kernel and one autograd for all of them.
 
-The compiled extension defines `torch.ops.nasfast` (csrc/library.cpp). This module defines `torch.ops.nasfast_triton`
-where Triton can run. Its schemas come from the signatures of the launchers, so it needs no C++ compiler.
+The compiled extension defines `torch.ops.nasfast` (csrc/library.cpp). This module defines `torch.ops.nasfast_cuda`
+where the extension is, for its CUDA kernels and their emulation, and `torch.ops.nasfast_triton` where Triton can run.
+Their schemas come from the signatures of the launchers.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,41 +12,39 @@ from typing import Any
 import torch
 
 from nasfast.ops import _native, _triton
+from nasfast.ops.cuda import conv as cuda_conv
 
-_NAMESPACES = {"cpu": "nasfast", "triton": "nasfast_triton"}
+_NAMESPACES = {"cpu": "nasfast", "cuda": "nasfast_cuda", "triton": "nasfast_triton"}
 
 
 def _define_available() -> list[str]:
-    """Define the operators of Triton where it can run; the names of the backends that have operators now."""
+    """Define the operators of CUDA and Triton where they can run; the names of the backends that have operators now."""
     backends = []
     if _native.extension is not None:
         backends.append("cpu")
+    if _native.why_no_chain_kernels() is None:
+        backends.append("cuda")
+        _define("cuda", cuda_conv.conv_bn_act_chain_fwd, cuda_conv.conv_bn_act_chain_bwd)
     if _triton.why_missing() is None:
+        from nasfast.ops.triton import bn, conv, mixed
+
         backends.append("triton")
-        _define_triton()
+        _define("triton", bn.bn_act_fwd, bn.bn_act_bwd)
+        _define("triton", conv.conv_bn_act_chain_fwd, conv.conv_bn_act_chain_bwd)
+        _define("triton", mixed.mixed_bn_fwd, mixed.mixed_bn_bwd)
     return backends
 
 
-def _define_triton() -> None:
-    from nasfast.ops.triton import bn, conv, mixed
-
-    launchers = (
-        bn.bn_act_fwd,
-        bn.bn_act_bwd,
-        conv.conv_bn_act_chain_fwd,
-        conv.conv_bn_act_chain_bwd,
-        mixed.mixed_bn_fwd,
-        mixed.mixed_bn_bwd,
-    )
+def _define(backend: str, *launchers: Callable[..., Any]) -> None:
     for launcher in launchers:
-        name = f"{_NAMESPACES['triton']}::{launcher.__name__}"
+        name = f"{_NAMESPACES[backend]}::{launcher.__name__}"
         torch.library.define(name, torch.library.infer_schema(launcher, mutates_args=()))
         torch.library.impl(name, ("cpu", "cuda"), launcher)
 
 
 def operators(backend: str) -> Any:
     """The namespace of torch.ops that holds a backend's operators."""
-    return torch.ops.nasfast if backend == "cpu" else torch.ops.nasfast_triton
+    return getattr(torch.ops, _NAMESPACES[backend])
 
 
 def register(

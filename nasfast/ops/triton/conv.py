@@ -26,8 +26,9 @@ from nasfast._triton.configs import (
     stencil_tile,
 )
 from nasfast.ops import tuning
-from nasfast.ops.destinations import new_image, new_parameter_gradient
-from nasfast.ops.plan import ChainPlan, Kind, StagePlan, read_plan
+from nasfast.ops.chain_launch import check_backward, check_forward, new_gradients
+from nasfast.ops.destinations import new_image
+from nasfast.ops.plan import Kind, StagePlan, read_plan
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, on_device_of, options, rows_of
 
@@ -290,29 +291,6 @@ def _fold(folds: Tensor, stage: StagePlan) -> Tensor:
     return folds.view(torch.float32)[first : first + 3 * stage.out_channels].view(3, stage.out_channels)
 
 
-def _check(chain: ChainPlan, name: str, image: Tensor, weights: list[list[Tensor]], *, add_input: bool) -> None:
-    """Refuse tensors that are not those of the plan, because the kernels would read and write beyond their ends.
-
-    Args:
-        name: x, or grad, which has the shape of the result.
-        weights: of the convolutions, then weights and biases of the BatchNorms.
-    """
-    shape = chain.in_shape if name == "x" else chain.out_shape
-    if image.shape != shape or add_input and (chain.shuffle or chain.in_shape != chain.out_shape):
-        raise ValueError(
-            f"conv_bn_act_chain: this plan needs {name} of shape {shape}, and adds x only to a result of its shape; "
-            f"got {tuple(image.shape)}, add_input={add_input}"
-        )
-    for i, (stage, conv, *norm) in enumerate(zip(chain.stages, *weights, strict=True)):
-        per_group = 1 if stage.kind == Kind.DEPTHWISE else stage.in_channels
-        weight = stage.out_channels, per_group, stage.kernel, stage.kernel
-        if conv.shape != weight or any(vector.shape != (stage.out_channels,) for vector in norm):
-            raise ValueError(
-                f"conv_bn_act_chain, stage {i}: this plan needs conv_weight of shape {weight}, and a BatchNorm of "
-                f"{stage.out_channels} channels; got {tuple(conv.shape)} and {[tuple(v.shape) for v in norm]}"
-            )
-
-
 def conv_bn_act_chain_fwd(
     x: Tensor,
     conv_weights: list[Tensor],
@@ -328,15 +306,11 @@ def conv_bn_act_chain_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, saved, statistics; see csrc/library.cpp."""
     chain = read_plan(plan)
-    _check(chain, "x", x, [conv_weights, bn_weights, bn_biases], add_input=add_input)
-    if residual is not None and residual.shape != chain.out_shape:
-        raise ValueError(
-            f"conv_bn_act_chain: this plan needs residual of shape {chain.out_shape}, got {residual.shape}"
-        )
+    check_forward(chain, x, residual, [conv_weights, bn_weights, bn_biases], add_input=add_input)
     last = chain.stages[-1]
     saved = x.new_empty(chain.saved_size if keep else 0)
     size = chain.statistics_size
-    statistics = torch.empty(size + cdiv(3 * size // 2, 2), dtype=torch.float64, device=x.device)
+    statistics = x.new_empty(chain.statistics_elements("triton"), dtype=torch.float64)
     out = new_image("result", chain.out_shape, x)
     rows = rows_of(x)
     given = _Rows(rows[:, 1:], x.shape[1], 2) if chain.shuffle else _Rows(rows, x.shape[1])
@@ -386,14 +360,10 @@ def conv_bn_act_chain_bwd(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp."""
     chain = read_plan(plan)
-    _check(chain, "grad", grad, [conv_weights, bn_weights, bn_biases], add_input=add_input)
-    if saved.numel() != chain.saved_size:
-        raise ValueError(f"conv_bn_act_chain: this plan saves {chain.saved_size} elements, got {saved.numel()}")
+    check_backward(chain, grad, saved, [conv_weights, bn_weights, bn_biases], add_input=add_input)
     stages = chain.stages
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
-    dx = new_image("input_gradient", chain.in_shape, saved) if want_x else saved.new_empty(0)
-    dweights = [new_parameter_gradient(w, wanted=want) for w, want in zip(bn_weights, want_weights, strict=True)]
-    dbiases = [new_parameter_gradient(b, wanted=want) for b, want in zip(bn_biases, want_biases, strict=True)]
+    dx, dweights, dbiases = new_gradients(chain, saved, bn_weights, bn_biases, wants)
     # the first stage whose BatchNorm backward has to reach
     reached = [i for i, pair in enumerate(zip(want_weights, want_biases, strict=True)) if any(pair)]
     stop = 0 if want_x else reached[0] if reached else len(stages)

@@ -1,0 +1,299 @@
+#include "call.h"
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "../cpu/launch.h"
+#include "../cpu/plan.h"
+
+namespace nasfast::gpu {
+namespace {
+
+using cpu::ChainPlan;
+using cpu::kConvOp;
+using cpu::StagePlan;
+using torch::headeronly::ScalarType;
+
+static_assert(static_cast<int>(Act::kRelu6) == static_cast<int>(cpu::Act::kRelu6), "plans have one order");
+
+// Refuses what the kernels cannot do. nasfast/ops/plan.py says the same before, with explanations for the user.
+ChainPlan read(const std::vector<int64_t>& numbers) {
+  ChainPlan plan(numbers);
+  STD_TORCH_CHECK(!plan.shuffle && !plan.recompute(), kConvOp,
+                  ": the CUDA kernels neither shuffle nor compute an output again");
+  const int64_t most = std::numeric_limits<int>::max() / 2;
+  STD_TORCH_CHECK(plan.batch <= most && plan.height <= most && plan.width <= most, kConvOp,
+                  ": x is too large for the CUDA kernels");
+  for (size_t i = 0; i < plan.stages.size(); ++i) {
+    const StagePlan& s = plan.stages[i];
+    STD_TORCH_CHECK(s.kind != cpu::Kind::kDense && s.act != cpu::Act::kTanh && s.in_channels % 8 == 0 &&
+                        s.out_channels % 8 == 0 && s.in_channels <= most && s.out_channels <= most,
+                    kConvOp, ", stage ", i,
+                    " of the plan: the CUDA kernels need a pointwise or depthwise convolution, channels in multiples "
+                    "of 8, and identity, relu or relu6; got kind ",
+                    static_cast<int64_t>(s.kind), ", ", s.in_channels, " -> ", s.out_channels,
+                    " channels and activation ", static_cast<int64_t>(s.act));
+  }
+  return plan;
+}
+
+Geometry geometry_of(const ChainPlan& plan, const StagePlan& s) {
+  const auto narrow = [](int64_t number) { return static_cast<int>(number); };
+  return {narrow(plan.batch),    narrow(s.height),       narrow(s.width),  narrow(s.out_height), narrow(s.out_width),
+          narrow(s.in_channels), narrow(s.out_channels), narrow(s.kernel), narrow(s.stride)};
+}
+
+// Numbers of all stages behind mean and variance, which are 2 doubles per channel: the folds, and then the intervals.
+struct Coefficients {
+  Fold* fold;
+  Interval* interval;
+
+  Coefficients(const Tensor& statistics, const ChainPlan& plan, const StagePlan& stage) {
+    char* behind = static_cast<char*>(statistics.mutable_data_ptr()) + plan.statistics_size * sizeof(double);
+    const int64_t before = stage.statistics_at / 2, all = plan.statistics_size / 2;
+    fold = reinterpret_cast<Fold*>(behind) + before;
+    interval = reinterpret_cast<Interval*>(behind + all * sizeof(Fold)) + before;
+  }
+};
+
+double* statistics_of(const Tensor& statistics, const StagePlan& stage) {
+  return static_cast<double*>(statistics.mutable_data_ptr()) + stage.statistics_at;
+}
+
+uint16_t* bits(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.mutable_data_ptr()); }
+
+// The tensors of one call: all on the device of the first and in its type, or in float.
+struct Checks {
+  const Tensor& first;
+  const ChainPlan& plan;
+
+  Checks(const Tensor& first, const ChainPlan& plan) : first(first), plan(plan) {
+    STD_TORCH_CHECK(first.scalar_type() == ScalarType::BFloat16 || first.scalar_type() == ScalarType::Half, kConvOp,
+                    ": the CUDA kernels need bfloat16 or float16");
+  }
+
+  void image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const {
+    STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == plan.batch && tensor.size(1) == c && tensor.size(2) == h &&
+                        tensor.size(3) == w && cpu::is_channels_last(tensor) &&
+                        tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device(),
+                    kConvOp, ": ", name, " must be channels_last, of the type and on the device of the input, and of ",
+                    "shape (", plan.batch, ", ", c, ", ", h, ", ", w, ")");
+    aligned(name, tensor);
+  }
+  void input(const char* name, const Tensor& tensor) const {
+    image(name, tensor, plan.channels, plan.height, plan.width);
+  }
+  void result(const char* name, const Tensor& tensor) const {
+    const StagePlan& last = plan.stages.back();
+    image(name, tensor, last.out_channels, last.out_height, last.out_width);
+  }
+  void vector(const char* name, const Tensor& tensor, int64_t size, ScalarType type) const {
+    STD_TORCH_CHECK(tensor.numel() == size && tensor.is_contiguous() && tensor.scalar_type() == type &&
+                        tensor.device() == first.device(),
+                    kConvOp, ": ", name, " must be contiguous and have ", size,
+                    " elements of the right type on the device of the input, got ", tensor.numel());
+    aligned(name, tensor);
+  }
+  Weight weight(const StagePlan& stage, const Tensor& tensor) const {
+    const int64_t inner = stage.kind == cpu::Kind::kDepthwise ? 1 : stage.in_channels;
+    const bool is_float = tensor.scalar_type() == ScalarType::Float;
+    vector("conv_weight", tensor, stage.out_channels * inner * stage.kernel * stage.kernel,
+           is_float ? ScalarType::Float : first.scalar_type());
+    return {tensor.const_data_ptr(), is_float};
+  }
+  // Lists have one entry per stage, and the statistics have room for the coefficients of BatchNorm.
+  void lists(size_t conv_weights, size_t bn_weights, size_t others, size_t eps, const Tensor& statistics) const {
+    const size_t count = plan.stages.size();
+    STD_TORCH_CHECK(conv_weights == count && bn_weights == count && others == count && eps == count, kConvOp,
+                    ": every stage of the plan needs one of each tensor and eps");
+    const int64_t doubles = (2 * sizeof(double) + sizeof(Fold) + sizeof(Interval)) / sizeof(double);
+    vector("statistics", statistics, plan.statistics_size / 2 * doubles, ScalarType::Double);
+  }
+
+ private:
+  // The kernels read 16 bytes at a time; only a slice of a larger tensor can begin in between.
+  static void aligned(const char* name, const Tensor& tensor) {
+    STD_TORCH_CHECK(tensor.numel() == 0 || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, kConvOp,
+                    ": ", name, " must begin at a multiple of 16 bytes: pass a copy, with clone()");
+  }
+};
+
+// Two buffers of 16-bit numbers, used in turn: a stage reads what the stage before it wrote.
+struct Turns {
+  Tensor buffers[2];
+
+  template <class Elements>
+  Turns(const Tensor& like, const ChainPlan& plan, const Elements& elements, std::vector<Tensor>* memory) {
+    int64_t most[2] = {0, 0};
+    for (size_t i = 0; i < plan.stages.size(); ++i) most[i % 2] = std::max(most[i % 2], elements(plan.stages[i], i));
+    for (int turn = 0; turn < 2; ++turn) {
+      buffers[turn] = torch::stable::new_empty(like, {most[turn]});
+      memory->push_back(buffers[turn]);
+    }
+  }
+  uint16_t* of(size_t i_stage) const { return bits(buffers[i_stage % 2]); }
+};
+
+}  // namespace
+
+std::vector<Geometry> geometries(const std::vector<int64_t>& numbers) {
+  const ChainPlan plan = read(numbers);
+  std::vector<Geometry> all;
+  for (const StagePlan& stage : plan.stages) all.push_back(geometry_of(plan, stage));
+  return all;
+}
+
+ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weights,
+                         const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
+                         const std::optional<Tensor>& added, const Tensor& y, const Tensor& saved,
+                         const Tensor& statistics, const std::vector<int64_t>& numbers, const std::vector<double>& eps)
+    : bfloat16(x.scalar_type() == ScalarType::BFloat16) {
+  const ChainPlan plan = read(numbers);
+  const Checks check(x, plan);
+  check.lists(conv_weights.size(), bn_weights.size(), bn_biases.size(), eps.size(), statistics);
+  check.input("x", x);
+  check.result("y", y);
+  if (added) check.result("what is added", *added);
+  const bool keep = saved.numel() > 0;
+  if (keep) check.vector("saved", saved, plan.saved_size, x.scalar_type());
+  const auto output = [&](const StagePlan& s, size_t) { return keep ? 0 : s.rows * s.out_channels; };
+  const Turns turns(x, plan, output, &memory);
+
+  const uint16_t* given = bits(x);
+  const Fold* fold = nullptr;
+  Act act = Act::kIdentity;
+  for (size_t i = 0; i < plan.stages.size(); ++i) {
+    const StagePlan& s = plan.stages[i];
+    const Coefficients coefficients(statistics, plan, s);
+    check.vector("bn_weight", bn_weights[i], s.out_channels, ScalarType::Float);
+    check.vector("bn_bias", bn_biases[i], s.out_channels, ScalarType::Float);
+    ForwardStage stage{};
+    stage.geometry = geometry_of(plan, s);
+    stage.x = given;
+    stage.fold = fold;
+    stage.act = act;
+    stage.weight = check.weight(s, conv_weights[i]);
+    stage.y = keep ? bits(saved) + s.saved_at : turns.of(i);
+    stage.norm.gamma = cpu::float_data(bn_weights[i]);
+    stage.norm.beta = cpu::float_data(bn_biases[i]);
+    stage.norm.statistics = statistics_of(statistics, s);
+    stage.norm.fold = coefficients.fold;
+    stage.norm.interval = coefficients.interval;
+    stage.norm.eps = static_cast<float>(eps[i]);
+    stage.norm.act = static_cast<Act>(s.act);
+    stage.norm.count = static_cast<double>(s.rows);
+    given = stage.y;
+    fold = coefficients.fold;
+    act = stage.norm.act;
+    stages.push_back(stage);
+  }
+  const StagePlan& last = plan.stages.back();
+  const int channels = static_cast<int>(last.out_channels);
+  result.y = given;
+  result.fold = fold;
+  result.added = added ? bits(*added) : nullptr;
+  result.out = bits(y);
+  result.rows = last.rows;
+  result.channels = channels;
+  result.act = act;
+  result.lanes = lanes_of(channels);
+}
+
+BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
+                           const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights,
+                           bool add_input, const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights,
+                           const std::vector<Tensor>& dbiases, const std::vector<int64_t>& numbers,
+                           const std::vector<double>& eps)
+    : bfloat16(grad.scalar_type() == ScalarType::BFloat16) {
+  const ChainPlan plan = read(numbers);
+  const Checks check(grad, plan);
+  check.lists(conv_weights.size(), bn_weights.size(), dweights.size(), eps.size(), statistics);
+  STD_TORCH_CHECK(dbiases.size() == dweights.size(), kConvOp, ": every stage needs a dbias, empty if not wanted");
+  check.result("grad", grad);
+  if (dx) check.input("dx", *dx);
+  if (dx && add_input) check.input("grad, to be added,", grad);
+  check.vector("saved", saved, plan.saved_size, grad.scalar_type());
+  const size_t count = plan.stages.size();
+  // the first stage whose BatchNorm has a gradient that is wanted
+  size_t stop = count;
+  std::vector<NormGradient> gradients(count);
+  std::vector<const Interval*> intervals(count);
+  const Tensor backs =
+      torch::stable::new_empty(grad, {plan.statistics_size / 2 * int64_t{sizeof(Back)}}, ScalarType::Byte);
+  memory.push_back(backs);
+  for (size_t i = count; i-- > 0;) {
+    const StagePlan& s = plan.stages[i];
+    const Coefficients coefficients(statistics, plan, s);
+    check.vector("bn_weight", bn_weights[i], s.out_channels, ScalarType::Float);
+    const auto wanted = [&](const char* name, const Tensor& gradient) -> float* {
+      if (gradient.numel() == 0) return nullptr;
+      check.vector(name, gradient, s.out_channels, ScalarType::Float);
+      stop = i;
+      return static_cast<float*>(gradient.mutable_data_ptr());
+    };
+    NormGradient& g = gradients[i];
+    g.gamma = cpu::float_data(bn_weights[i]);
+    g.statistics = statistics_of(statistics, s);
+    g.back = static_cast<Back*>(backs.mutable_data_ptr()) + s.statistics_at / 2;
+    g.dgamma = wanted("dgamma", dweights[i]);
+    g.dbeta = wanted("dbeta", dbiases[i]);
+    g.eps = static_cast<float>(eps[i]);
+    g.count = static_cast<double>(s.rows);
+    intervals[i] = coefficients.interval;
+  }
+  const StagePlan& last = plan.stages.back();
+  begin.grad = bits(grad);
+  begin.y = bits(saved) + last.saved_at;
+  begin.interval = intervals.back();
+  begin.rows = last.rows;
+  begin.channels = static_cast<int>(last.out_channels);
+  begin.lanes = lanes_of(begin.channels);
+  begin.gradient = gradients.back();
+
+  // the kernel of a stage makes dz of the stage before it
+  const size_t end = dx ? 0 : std::min(stop, count - 1) + 1;
+  const auto input = [&](const StagePlan& s, size_t i) {
+    return i == 0 || i < end ? 0 : plan.batch * s.height * s.width * s.in_channels;
+  };
+  const Turns turns(grad, plan, input, &memory);
+  const uint16_t* dz = bits(grad);
+  for (size_t i = count; i-- > end;) {
+    const StagePlan& s = plan.stages[i];
+    BackwardStage stage{};
+    stage.geometry = geometry_of(plan, s);
+    stage.grad = dz;
+    stage.mask = i + 1 == count && s.act != cpu::Act::kIdentity ? intervals[i] : nullptr;
+    stage.y = bits(saved) + s.saved_at;
+    stage.back = gradients[i].back;
+    stage.weight = check.weight(s, conv_weights[i]);
+    stage.dx = i > 0 ? turns.of(i) : bits(*dx);
+    if (i > 0) {
+      stage.before = bits(saved) + plan.stages[i - 1].saved_at;
+      stage.interval = intervals[i - 1];
+      stage.gradient = gradients[i - 1];
+    } else if (add_input) {
+      stage.added = bits(grad);
+    }
+    dz = stage.dx;
+    stages.push_back(stage);
+  }
+}
+
+Workspace::Workspace(const Tensor& like, int64_t pairs, const Tensor& given, int64_t needed)
+    : partial(torch::stable::new_empty(like, {pairs * int64_t{sizeof(Vec2)}}, ScalarType::Byte)),
+      counters(static_cast<int*>(given.mutable_data_ptr())) {
+  STD_TORCH_CHECK(given.scalar_type() == ScalarType::Int && given.is_contiguous() && given.numel() >= needed &&
+                      given.device() == like.device(),
+                  kConvOp, ": needs ", needed, " counters, int32 zeros on the device of the input, got ",
+                  given.numel());
+}
+
+Reduction Workspace::reduction(const Grid& grid, int channels) const {
+  return {static_cast<Vec2*>(partial.mutable_data_ptr()), counters, grid.rows, channels};
+}
+
+}  // namespace nasfast::gpu

@@ -1,0 +1,129 @@
+// Runs a chain of convolutions, BatchNorms and activations: forward a kernel for every stage and one for the result,
+// backward one that begins and then a kernel for every stage, last to first. No launch waits for the host, so a chain
+// can be captured in a CUDA graph.
+#pragma once
+
+#include <algorithm>
+
+#include "call.h"
+#include "plain.h"
+#if __has_include("depthwise.h")
+#include "depthwise.h"
+#endif
+#if __has_include("pointwise.h")
+#include "pointwise.h"
+#endif
+
+namespace nasfast::gpu {
+
+template <class Machine>
+Grid forward_grid(const Geometry& geometry, const Machine& machine) {
+  return geometry.kernel == 1 ? pointwise_forward_grid(geometry, machine) : depthwise_forward_grid(geometry, machine);
+}
+
+template <class Machine>
+Grid backward_grid(const Geometry& geometry, const Machine& machine) {
+  return geometry.kernel == 1 ? pointwise_backward_grid(geometry, machine) : depthwise_backward_grid(geometry, machine);
+}
+
+// What the launches of a chain need, one after the other: the largest of each.
+struct Needs {
+  int64_t pairs = 0, counters = 0;
+
+  void add(const Grid& grid, int channels) {
+    pairs = std::max(pairs, int64_t{partial_rows(grid.rows)} * channels);
+    counters = std::max(counters, int64_t{grid.groups} * counters_of(grid.rows));
+  }
+};
+
+template <class Machine>
+Needs forward_needs(const std::vector<Geometry>& chain, const Machine& machine) {
+  Needs needs;
+  for (const Geometry& g : chain) needs.add(forward_grid(g, machine), g.out_channels);
+  return needs;
+}
+
+template <class Machine>
+Needs backward_needs(const std::vector<Geometry>& chain, const Machine& machine) {
+  Needs needs;
+  const Geometry& last = chain.back();
+  needs.add(reduce_grid(last.out_rows(), last.out_channels, machine), last.out_channels);
+  for (const Geometry& g : chain) needs.add(backward_grid(g, machine), g.in_channels);
+  return needs;
+}
+
+// Counters that a chain needs in forward or in backward, whichever needs more.
+template <class Machine>
+int64_t count_counters(const std::vector<int64_t>& plan, const Machine& machine) {
+  const std::vector<Geometry> chain = geometries(plan);
+  return std::max(forward_needs(chain, machine).counters, backward_needs(chain, machine).counters);
+}
+
+template <class Format, class Machine>
+void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace) {
+  for (ForwardStage stage : call.stages) {
+    const Geometry& g = stage.geometry;
+    const Grid grid = forward_grid(g, machine);
+    stage.norm.reduction = workspace.reduction(grid, g.out_channels);
+    if (g.kernel == 1) {
+      pointwise_forward<Format>(machine, grid, stage);
+      machine.launched("pointwise_forward", g);
+    } else {
+      depthwise_forward<Format>(machine, grid, stage);
+      machine.launched("depthwise_forward", g);
+    }
+  }
+  apply<Format>(machine, call.result);
+  machine.launched("apply", call.stages.back().geometry);
+}
+
+template <class Format, class Machine>
+void run_backward(const Machine& machine, const BackwardCall& call, const Workspace& workspace, const Geometry& last) {
+  const Grid begin = reduce_grid(call.begin.rows, call.begin.channels, machine);
+  ReduceArgs args = call.begin;
+  args.gradient.reduction = workspace.reduction(begin, args.channels);
+  reduce<Format>(machine, begin, args);
+  machine.launched("reduce", last);
+  for (BackwardStage stage : call.stages) {
+    const Geometry& g = stage.geometry;
+    const Grid grid = backward_grid(g, machine);
+    stage.gradient.reduction = workspace.reduction(grid, g.in_channels);
+    if (g.kernel == 1) {
+      pointwise_backward<Format>(machine, grid, stage);
+      machine.launched("pointwise_backward", g);
+    } else {
+      depthwise_backward<Format>(machine, grid, stage);
+      machine.launched("depthwise_backward", g);
+    }
+  }
+}
+
+// ---- the operators of csrc/library.cpp on this machine
+
+template <class Machine>
+void chain_forward(const Machine& machine, const Tensor& x, const std::vector<Tensor>& conv_weights,
+                   const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
+                   const std::optional<Tensor>& added, const Tensor& y, const Tensor& saved, const Tensor& statistics,
+                   const Tensor& counters, const std::vector<int64_t>& plan, const std::vector<double>& eps) {
+  const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, plan, eps);
+  const Needs needs = forward_needs(geometries(plan), machine);
+  const Workspace workspace(x, needs.pairs, counters, needs.counters);
+  call.bfloat16 ? run_forward<Bf16>(machine, call, workspace) : run_forward<Fp16>(machine, call, workspace);
+}
+
+template <class Machine>
+void chain_backward(const Machine& machine, const Tensor& grad, const Tensor& saved, const Tensor& statistics,
+                    const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights, bool add_input,
+                    const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights,
+                    const std::vector<Tensor>& dbiases, const Tensor& counters, const std::vector<int64_t>& plan,
+                    const std::vector<double>& eps) {
+  const BackwardCall call(grad, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, plan,
+                          eps);
+  const std::vector<Geometry> chain = geometries(plan);
+  const Needs needs = backward_needs(chain, machine);
+  const Workspace workspace(grad, needs.pairs, counters, needs.counters);
+  call.bfloat16 ? run_backward<Bf16>(machine, call, workspace, chain.back())
+                : run_backward<Fp16>(machine, call, workspace, chain.back());
+}
+
+}  // namespace nasfast::gpu

@@ -1,0 +1,11 @@
+// How the emulation of the chain kernels behaves; for tests.
+#pragma once
+
+#include <cstdint>
+
+namespace nasfast::gpu {
+
+// For all launches from now on; see Emulation. Results must depend on multiprocessors alone.
+void set_emulation(int multiprocessors, bool backwards, uint64_t block_order);
+
+}  // namespace nasfast::gpu

@@ -1,0 +1,110 @@
+// The kernels of conv_bn_act_chain on a GPU: csrc/gpu has their text, this file launches them.
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "../../csrc/gpu/chain.h"
+
+namespace nasfast::gpu {
+namespace {
+
+// Shared memory of a block that is not the launcher's to give: Block::comes_last has a variable there.
+constexpr int kReserved = 128;
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    run_kernel(const __grid_constant__ typename Kernel::Args args) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Block block{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x),
+                    static_cast<int>(gridDim.y)};
+  Kernel::run(block, args, shared);
+}
+
+std::string text(const Geometry& g) {
+  const auto size = [](int height, int width) { return std::to_string(height) + " x " + std::to_string(width); };
+  return std::to_string(g.images) + " images, " + size(g.height, g.width) + " -> " + size(g.out_height, g.out_width) +
+         " pixels, " + std::to_string(g.in_channels) + " -> " + std::to_string(g.out_channels) + " channels, kernel " +
+         std::to_string(g.kernel) + ", stride " + std::to_string(g.stride);
+}
+
+class Gpu {
+ public:
+  int multiprocessors = 0;
+  size_t shared_memory = 0;
+
+  explicit Gpu(int device) : debug_(std::getenv("NASFAST_CUDA_DEBUG") != nullptr) {
+    void* current = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+    stream_ = static_cast<cudaStream_t>(current);
+    int limit = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    shared_memory = static_cast<size_t>(limit - kReserved);
+  }
+
+  template <class Kernel>
+  void launch(int count_x, int count_y, size_t shared, const typename Kernel::Args& args) const {
+    const auto kernel = run_kernel<Kernel>;
+    if (shared > kWithoutAsking) {
+      // always the same value, because another thread of the host may set it between this call and the launch
+      STD_CUDA_CHECK(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory)));
+    }
+    kernel<<<dim3(count_x, count_y), Kernel::kThreads, shared, stream_>>>(args);
+  }
+
+  // Raises if the launch failed. With NASFAST_CUDA_DEBUG it waits for the kernel, whose errors a later call would
+  // report otherwise; a stream that is captured cannot wait.
+  void launched(const char* kernel, const Geometry& geometry) const {
+    cudaError_t status = cudaGetLastError();
+    if (status == cudaSuccess && debug_) {
+      cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+      status = cudaStreamIsCapturing(stream_, &capture);
+      if (status == cudaSuccess && capture == cudaStreamCaptureStatusNone) status = cudaStreamSynchronize(stream_);
+    }
+    STD_TORCH_CHECK(status == cudaSuccess, "conv_bn_act_chain: the CUDA kernel ", kernel, " (", text(geometry),
+                    ") failed: ", cudaGetErrorString(status),
+                    debug_ ? "" : "; it may be an earlier kernel: set NASFAST_CUDA_DEBUG=1 to know which");
+  }
+
+ private:
+  static constexpr size_t kWithoutAsking = 48 * 1024 - kReserved;
+
+  bool debug_;
+  cudaStream_t stream_ = nullptr;
+};
+
+int64_t counters_cuda(const Tensor& x, std::vector<int64_t> plan) {
+  return count_counters(plan, Gpu(x.device().index()));
+}
+
+void forward_cuda(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
+                  std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved, Tensor statistics,
+                  Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
+  const torch::stable::accelerator::DeviceGuard guard(x.device().index());
+  chain_forward(Gpu(x.device().index()), x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, counters,
+                plan, eps);
+}
+
+void backward_cuda(const Tensor& grad, const Tensor& saved, const Tensor& statistics, std::vector<Tensor> conv_weights,
+                   std::vector<Tensor> bn_weights, bool add_input, std::optional<Tensor> dx,
+                   std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters,
+                   std::vector<int64_t> plan, std::vector<double> eps) {
+  const torch::stable::accelerator::DeviceGuard guard(grad.device().index());
+  chain_backward(Gpu(grad.device().index()), grad, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights,
+                 dbiases, counters, plan, eps);
+}
+
+}  // namespace
+}  // namespace nasfast::gpu
+
+STABLE_TORCH_LIBRARY_IMPL(nasfast, CUDA, m) {
+  m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::counters_cuda));
+  m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::forward_cuda));
+  m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::backward_cuda));
+}
