@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -107,11 +107,11 @@ class _Requests(Dataset):
         return decode_one(self._source, self._augmentation, self._requests[number])
 
 
-def _as_is(decoded: Decoded) -> Decoded:
-    return decoded
+def _as_is(sample: Any) -> Any:
+    return sample
 
 
-def _unwatch(batches: Iterator[Decoded]) -> None:
+def _unwatch(batches: Any) -> None:
     """Make PyTorch report a dead worker only when the next batch is asked for, which may take it five seconds.
 
     Otherwise PyTorch raises from a signal handler at once, wherever the main thread is, for example in a training step.

@@ -47,7 +47,7 @@ class _Begun(NamedTuple):
 
     request: Request
     images: Tensor
-    results: list[Callable[[], list[int]]]
+    results: Sequence[Callable[[], list[int]]]
 
 
 class CacheBackend:
@@ -89,10 +89,10 @@ class CacheBackend:
         self._rows = np.arange(len(source))
         if augmentation.kind != "eval":
             while isinstance(source, SubsetSource):
-                source, self._rows = source.source, source.indices[self._rows]
+                self._rows, source = source.indices[self._rows], source.source
         self._source, self._root = source, cache_dir
-        self._array: Tensor | None = None
-        self._there: np.ndarray | None = None
+        # all images, and which of them could be read
+        self._all: tuple[Tensor, np.ndarray] | None = None
 
     @functools.cached_property
     def _store(self) -> FileStore | MemoryStore:
@@ -115,9 +115,9 @@ class CacheBackend:
         Raises:
             DataError: the cache cannot be written, or images without files take too much memory.
         """
-        array = self._resident(device) if self._form.uniform else None
-        if array is not None:
-            yield from (self._gathered(array, request, device) for request in requests)
+        resident = self._resident(device) if self._form.uniform else None
+        if resident is not None:
+            yield from (self._gathered(*resident, request, device) for request in requests)
             return
         pool = ThreadPoolExecutor(self._workers) if self._workers else None
         begun: deque[_Begun] = deque()
@@ -132,32 +132,36 @@ class CacheBackend:
             if pool:
                 pool.shutdown(cancel_futures=True)
 
-    def _resident(self, device: torch.device) -> Tensor | None:
-        """All images (N, resolution, resolution, C), on the device if they fit there; None if memory is too small."""
+    def _resident(self, device: torch.device) -> tuple[Tensor, np.ndarray] | None:
+        """All images (N, resolution, resolution, C), on the device if they fit there, and (N,) which could be read.
+
+        None if memory is too small.
+        """
         size = len(self._source) * int(np.prod(self._form.shape))
-        if self._array is None:
+        if self._all is None:
             if isinstance(self._store, FileStore) and size > cache_store.memory_share():
                 return None
-            array, self._there = self._store.array()
-            self._array = torch.from_numpy(array)
+            stored, readable = self._store.array()
+            self._all = torch.from_numpy(stored), readable
+        array, readable = self._all
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if device != self._array.device and (
+        if device != array.device and (
             device.type != "cuda" or size <= _GPU_SHARE * torch.cuda.mem_get_info(device)[0]
         ):
-            self._array = self._array.to(device)
+            self._all = array.to(device), readable
             _LOG.info("%s of decoded images are on %s", size_text(size), device)
-        return self._array
+        return self._all
 
-    def _gathered(self, array: Tensor, request: Request, device: torch.device) -> Decoded:
+    def _gathered(self, array: Tensor, readable: np.ndarray, request: Request, device: torch.device) -> Decoded:
         """The answer to a request, from the resident images."""
         rows, side = self._rows[request.indices], self._form.augmentation.resolution
-        kept = np.flatnonzero(self._there[rows])
+        kept = np.flatnonzero(readable[rows])
         views = self._form.views(np.full((len(rows), 2), side), epoch=request.epoch, start=request.start)
         images = _windows(array, rows[kept], views.window[kept], views.mirror[kept])
         if device.type == "cuda" and not images.is_cuda:
             images = images.pin_memory()
-        bad = [self._source.name(int(row)) for row in rows[~self._there[rows]]]
+        bad = [self._source.name(int(row)) for row in rows[~readable[rows]]]
         return Decoded(images.permute(0, 3, 1, 2), kept, bad)
 
     def _begin(self, request: Request, device: torch.device, pool: ThreadPoolExecutor | None) -> _Begun:

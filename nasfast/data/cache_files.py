@@ -90,7 +90,7 @@ class FileStore:
         """Digest of the images' files and of what is kept."""
         digest = hashlib.blake2b(f"{_FORMAT}\n{self._form}\n{self._per_part}\n".encode(), digest_size=16)
         for index in range(len(self._source)):
-            path = os.path.abspath(self._source.path(index))
+            path = os.path.abspath(self._source.file(index))
             try:
                 stat = os.stat(path)
                 state = f"{stat.st_size}\n{stat.st_mtime_ns}"

@@ -134,7 +134,13 @@ class MemoryStore:
         return self._images[index]
 
     def array(self) -> tuple[np.ndarray, np.ndarray]:
-        """All images, (N, resolution, resolution, channels) uint8, and (N,) bool: which of them could be read."""
+        """All images, (N, resolution, resolution, channels) uint8, and (N,) bool: which of them could be read.
+
+        Raises:
+            ValueError: images are kept at different sizes.
+        """
+        if self._array is None:
+            raise ValueError("array: these images are kept at different sizes; use load")
         return self._array, self.sizes[:, 0] > 0
 
 

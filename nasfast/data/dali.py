@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class _Inbox:
 
     def __call__(self) -> tuple[list[np.ndarray], ...]:
         request, views, rows = next(self.plans)  # StopIteration tells the pipeline that there are no more batches
-        paths = [self._source.path(index) for index in request.indices[rows].tolist()]
+        paths = [self._source.file(index) for index in request.indices[rows].tolist()]
         numbers = {
             "fit": views.fit.astype(np.float32),
             "corner": views.window[:, :2].astype(np.int32),
@@ -281,7 +281,7 @@ class DaliBackend:
 
     def _size(self, index: int) -> tuple[int, int]:
         """Height and width of an image that DALI reads as PIL does, judged by its header and end; otherwise -1, -1."""
-        path = self._source.path(index)
+        path = self._source.file(index)
         try:
             with open(path, "rb") as file, Image.open(file) as image:
                 end = _ENDS[image.format]
@@ -312,7 +312,8 @@ class DaliBackend:
     def _one_by_one(self, plan: _Plan, failure: Exception) -> tuple[_Plan, Sequence[np.ndarray] | Tensor]:
         """Decode the images of a failed batch one by one; the plan without those that fail, and the other images."""
         pipeline, inbox = self._build(1, 1)
-        rows, images = [], []
+        rows: list[int] = []
+        images: list[Any] = []
         for row in plan.rows.tolist():
             inbox.plans = iter([plan._replace(rows=np.array([row]))])
             pipeline.schedule_run()
@@ -324,9 +325,8 @@ class DaliBackend:
                 pipeline, inbox = self._build(1, 1)
         if len(rows) == len(plan.rows):
             _LOG.warning("DALI failed at a batch, but at none of its images one by one: %s", _brief(failure))
-        if images and isinstance(images[0], Tensor):
-            images = torch.stack(images)
-        return plan._replace(rows=np.array(rows, np.int64)), images
+        decoded = torch.stack(images) if images and isinstance(images[0], Tensor) else images
+        return plan._replace(rows=np.array(rows, np.int64)), decoded
 
     def _report(self, index: int, error: Exception) -> None:
         if index not in self._reported:

@@ -73,6 +73,17 @@ class ImageSource(ABC):
         """The file that holds the image, for loaders that decode files themselves; None if there is no file."""
         return None
 
+    def file(self, index: int) -> str:
+        """As `path`, for callers that need a file.
+
+        Raises:
+            DataError: there is no file.
+        """
+        path = self.path(index)
+        if path is None:
+            raise DataError(f"{self.name(index)} is in no file: set data.loader=torchvision")
+        return path
+
 
 class _FileSource(ImageSource):
     """A source whose images are files."""
@@ -143,7 +154,7 @@ class FolderSource(_FileSource):
             _LOG.warning("%s: skipped %d files that are not images: %s", self.root, len(self.not_images), shown)
 
     def _scan(self, folder: Path) -> list[str]:
-        images = []
+        images: list[str] = []
         for parent, folders, files in os.walk(folder):
             folders.sort()
             for file in sorted(files):

@@ -226,10 +226,11 @@ def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> It
     if device.type != "cuda":
         yield from ((x.to(device), y.to(device)) for x, y in batches)
         return
-    stream, waiting = torch.cuda.Stream(device), None
-    for batch in batches:
+    stream = torch.cuda.Stream(device)
+    waiting: tuple[tuple[Tensor, Tensor], torch.cuda.Event] | None = None
+    for x, y in batches:
         with torch.cuda.stream(stream):
-            copied = tuple(t.to(device, non_blocking=True) for t in batch)
+            copied = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
             done = stream.record_event()
         if waiting is not None:
             yield _received(*waiting)
@@ -238,7 +239,7 @@ def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> It
         yield _received(*waiting)
 
 
-def _received(batch: tuple[Tensor, ...], done: torch.cuda.Event) -> tuple[Tensor, ...]:
+def _received(batch: tuple[Tensor, Tensor], done: torch.cuda.Event) -> tuple[Tensor, Tensor]:
     """The batch, ordered after its copy; the copy of the next batch may go on."""
     current = torch.cuda.current_stream(batch[0].device)
     current.wait_event(done)
@@ -276,7 +277,8 @@ def make_augmentation(
 
 
 def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentation, batch_size: int) -> Backend:
-    kind, common = cfg.loader, {"workers": cfg.workers, "prefetch": cfg.prefetch}
+    kind: str = cfg.loader
+    common = {"workers": cfg.workers, "prefetch": cfg.prefetch}
     if kind == "auto":
         kind, reason = _choose(source, augmentation)
         _LOG.info("loader for %d images: %s, because %s", len(source), kind, reason)
