@@ -187,7 +187,7 @@ def _plain(value: Any) -> Any:
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """Check `value` against a type annotation; convert YAML's lists and numbers to the annotated type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
+    if origin is None and isinstance(hint, type) and issubclass(hint, ConfigBase):
         return value if isinstance(value, hint) else hint.from_dict(value, where=where + ".")
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:

@@ -52,7 +52,7 @@ StageFunction = TypeVar("StageFunction", bound=Callable[..., Any])
 CONFIG_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "indicators.json", "archs.json"
 
 
-def _loaders(cfg: RunConfig, space: SearchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
+def _loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
     """The training loader and the validation loader of images of the space's size; ranks share every batch.
 
     With `hold_out`, held-out training images validate, so that the search never sees those of `data.val`.
@@ -108,7 +108,7 @@ def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
             with run_lock(cfg.run_dir, create=create) if leads else nullcontext():
                 return function(cfg, **kwargs)
 
-        return stage
+        return stage  # type: ignore[return-value]  # functools.wraps keeps the signature
 
     return decorate
 
@@ -225,7 +225,7 @@ def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
         _LOG.warning("%s was saved at step %d of %d: the supernet's training has not ended", path, step, total)
     net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
     net.load_state_dict(checkpoint.part("model."))
-    return net.to(device=cfg.torch_device, memory_format=torch.channels_last), checkpoint
+    return net.to(cfg.torch_device).to(memory_format=torch.channels_last), checkpoint
 
 
 def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
@@ -253,7 +253,7 @@ def evidence_to_rank(cfg: RunConfig) -> Evidence:
 def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
     """The supernet of the settings, with the weights that their seed gives it before training."""
     net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    return net.to(device=cfg.torch_device, memory_format=torch.channels_last)
+    return net.to(cfg.torch_device).to(memory_format=torch.channels_last)
 
 
 def _evidence(cfg: RunConfig, net: Supernet) -> Evidence:
@@ -261,7 +261,8 @@ def _evidence(cfg: RunConfig, net: Supernet) -> Evidence:
     check_scoring(cfg, net)
     settings = cfg.score.resolved(cfg.method)
     score = get_score(settings.name)
-    images, loaders = (), None
+    images: Loader | tuple[()] = ()
+    loaders = None
     if score.images:
         hold_out = cfg.holds_out
         loaders = _loaders(cfg, net.space, hold_out=hold_out)
@@ -341,8 +342,8 @@ def search(cfg: RunConfig) -> list[Candidate]:
         if table.meta.get("score", scoring.name) != scoring.name:
             given = f"{path} has the score {table.meta['score']!r}, the settings say {scoring.name!r}"
             raise ConfigError(f"{given}: run `nasfast score --out {cfg.out}` with these settings first")
-        history = run_dir / "history.jsonl" if settings.method == "evolution" else None
-        candidates = run_search(table, space, settings, history=history)
+        kept = run_dir / "history.jsonl" if settings.method == "evolution" else None
+        candidates = run_search(table, space, settings, history=kept)
         front = pareto_front(table, space, allow_identity=settings.allow_identity)
     save_candidates(run_dir / ARCHS_FILE, space, candidates, limits=settings.limits, pareto=front)
     _save_config(cfg)
@@ -382,7 +383,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
             "give the images of the run"
         )
     net = None
-    if cfg.retrain.init == "inherit" and space.LAYERWISE:
+    if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
         world.send(net.state_dict().values())
@@ -406,10 +407,10 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
         for name in mine
     }
     forms = world.gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
-    results = {name: result for form in forms for name, result in json.loads(form).items()}
+    everyone = {name: result for form in forms for name, result in json.loads(form).items()}
     if world.is_main:
         _save_config(cfg)
-    return {name: RetrainResult.from_dict(results[name]) for name in chosen}
+    return {name: RetrainResult.from_dict(everyone[name]) for name in chosen}
 
 
 def _chosen(cfg: RunConfig) -> dict[str, Any]:

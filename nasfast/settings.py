@@ -84,11 +84,10 @@ class RunConfig(ConfigBase):
 
     def resolved(self) -> RunConfig:
         """The same settings, with each null that the method's preset decides replaced by its value."""
-        chosen = self.supernet.resolved(self.method)
-        lr = default_lr(chosen.trainable) if self.train.lr is None else self.train.lr
+        lr = default_lr(self.supernet.preset(self.method).trainable) if self.train.lr is None else self.train.lr
         search_seed = self.seed if self.search.seed is None else self.search.seed
         return self.replace(
-            supernet=chosen,
+            supernet=self.supernet.resolved(self.method),
             train=self.train.replace(lr=lr),
             score=self.score.resolved(self.method),
             search=self.search.replace(seed=search_seed),
@@ -102,7 +101,7 @@ class RunConfig(ConfigBase):
     @property
     def holds_out(self) -> bool:
         """Whether some of the training images are kept out of supernet training."""
-        return self.supernet.resolved(self.method).hold_out
+        return self.supernet.preset(self.method).hold_out
 
     @property
     def torch_device(self) -> str:
@@ -135,14 +134,14 @@ def check_same_run(path: Path, cfg: RunConfig) -> None:
             f"{path} was written by a version in which 'dinas' was the method that is 'dinas_paper' now: write "
             "`method: dinas_paper` there to continue the run unchanged"
         )
-    forms = [config.resolved().to_dict() for config in (RunConfig.load(path), cfg)]
-    for form in forms:
+    saved, given = RunConfig.load(path).resolved().to_dict(), cfg.resolved().to_dict()
+    for form in (saved, given):
         for mapping, keys in ((form, _LATER), (form["data"], _LATER_DATA)):
             for key in keys:
                 mapping.pop(key)
-    if forms[0] != forms[1]:
+    if saved != given:
         raise CheckpointError(
-            f"{path} has other settings: {difference(*forms)}; keep those of the run, or choose another --out"
+            f"{path} has other settings: {difference(saved, given)}; keep those of the run, or choose another --out"
         )
 
 

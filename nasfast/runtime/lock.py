@@ -76,7 +76,7 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
         yield
     finally:
         # a forked child, which has no lock any more, may come here too
-        if key in _held and _held.pop(key) is not None:
+        if _held.pop(key, None) is not None and descriptor is not None:
             (folder / _LOCK_FILE).unlink(missing_ok=True)
             os.close(descriptor)
             if made:

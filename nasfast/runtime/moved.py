@@ -145,7 +145,8 @@ class _MovedModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         # the import system has just written the old name's specification over the module's own
-        module.__spec__ = module.__spec__.loader_state
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
 
 
 def install() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +22,12 @@ class EpochLoader(Protocol):
     ) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
+class _SizedBatches(Protocol):
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
 class _IterableLoader:
     """Adapter for e.g. a `torch.utils.data.DataLoader`; to skip to a position it iterates over all batches before.
 
@@ -29,7 +35,7 @@ class _IterableLoader:
     adapter was made. A `generator` of the DataLoader or of its sampler keeps its own seed.
     """
 
-    def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, batches: _SizedBatches) -> None:
         self._batches = batches
         owners = (batches, getattr(batches, "sampler", None))
         own = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
@@ -85,7 +91,7 @@ def as_epochs(loader: object) -> EpochLoader:
     """
     if isinstance(loader, EpochLoader):
         return loader
-    if isinstance(loader, Iterable) and hasattr(loader, "__len__"):
+    if isinstance(loader, Iterable) and isinstance(loader, Sized):
         return _IterableLoader(loader)
     raise TypeError(
         f"loader must be a nasfast Loader or a sized iterable of (images, labels), got {type(loader).__name__}"

@@ -48,7 +48,7 @@ class Checkpoint:
         hasher = hashlib.blake2b(json.dumps(self.state, sort_keys=True).encode(), digest_size=16)
         for name, tensor in sorted(self.tensors.items()):
             hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return hasher.hexdigest()
 
 

@@ -53,6 +53,17 @@ class TrainConfig(ConfigBase):
     keep_checkpoints: int = 2
     eval_every: int = 1
 
+    @property
+    def peak_lr(self) -> float:
+        """`lr` of a stage that trains.
+
+        Raises:
+            ValueError: it is null.
+        """
+        if self.lr is None:
+            raise ValueError("train: cfg.lr is not set: give a learning rate (train_supernet and retrain choose one)")
+        return self.lr
+
     def __post_init__(self) -> None:
         # the conditions are written so that NaN fails too
         for name in ("epochs", "lr", "log_every", "keep_checkpoints", "eval_every"):

@@ -55,11 +55,12 @@ def evaluate(
         ValueError: the loader is empty.
         TypeError: the loader has no length or is not an iterable.
     """
-    training = isinstance(forward, nn.Module) and forward.training
-    totals, correct = torch.zeros(4, dtype=torch.float64), []
+    training = forward if isinstance(forward, nn.Module) and forward.training else None
+    totals = torch.zeros(4, dtype=torch.float64)
+    correct: list[bool] = []
     try:
-        if training:
-            forward.eval()
+        if training is not None:
+            training.eval()
         for x, y in as_epochs(loader).epoch(0, device=device):
             logits = forward(x).float()
             loss = F.cross_entropy(logits, y, reduction="sum")
@@ -68,8 +69,8 @@ def evaluate(
             correct += right.tolist()
             totals[3] += len(y)
     finally:
-        if training:
-            forward.train()
+        if training is not None:
+            training.train()
     world.add(totals)
     images = int(totals[3])
     if not images:

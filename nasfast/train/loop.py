@@ -49,7 +49,9 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
         raise ValueError("nothing to train: no parameter has requires_grad=True; see Supernet.freeze")
     decayed, plain = [p for p in trainable if p.ndim > 1], [p for p in trainable if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.SGD([g for g in groups if g["params"]], lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov)
+    return torch.optim.SGD(
+        [g for g in groups if g["params"]], lr=cfg.peak_lr, momentum=cfg.momentum, nesterov=cfg.nesterov
+    )
 
 
 def _step(
@@ -184,21 +186,10 @@ class _Loop:
         at, cfg = self._at, self._cfg
         lr = self._set_lr()
         paths = None if self._sampler is None else self._sampler.step()
-        # a resumed run may begin with the short batch that ends an epoch, so the engine is made for the largest
-        if self._make_engine is None and len(x) > self._largest:
-            self._largest = len(x)
-            self._runner = make_engine(
-                self._exchange.module,
-                cfg.engine,
-                batch=tuple(x.shape),
-                label_smoothing=cfg.label_smoothing,
-                bf16=cfg.precision == "bf16",
-            )
+        runner = self._runner_of(x)
         if self._world.rank:
             seed_other_rank(self._seed, self._world.rank, at.step, device=self._device)
-        outcome, norm = _step(
-            self._runner, self._exchange, self._optimizer, x, y, paths, cfg, stop=self._stop.requested
-        )
+        outcome, norm = _step(runner, self._exchange, self._optimizer, x, y, paths, cfg, stop=self._stop.requested)
         at.step += 1
         self._pending.add(at.step, outcome, norm)
         epoch_ends, ends = at.step % self._per_epoch == 0, at.step == self.total
@@ -214,10 +205,24 @@ class _Loop:
             self._conclude(evaluates=evaluates)
             self._clock = time.monotonic() if evaluates else self._clock
 
+    def _runner_of(self, x: Tensor) -> Engine:
+        """What executes a step of these images."""
+        # a resumed run may begin with the short batch that ends an epoch, so the engine is made for the largest
+        if self._runner is None or (self._make_engine is None and len(x) > self._largest):
+            self._largest = len(x)
+            self._runner = make_engine(
+                self._exchange.module,
+                self._cfg.engine,
+                batch=tuple(x.shape),
+                label_smoothing=self._cfg.label_smoothing,
+                bf16=self._cfg.precision == "bf16",
+            )
+        return self._runner
+
     def _set_lr(self) -> float:
         """Give the optimiser the learning rate of the next step, and return it."""
         cfg, warmup = self._cfg, round(self._cfg.warmup_epochs * self._per_epoch)
-        lr = lr_at(self._at.step, total=self.total, peak=cfg.lr, warmup=warmup, end=cfg.lr_end)
+        lr = lr_at(self._at.step, total=self.total, peak=cfg.peak_lr, warmup=warmup, end=cfg.lr_end)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         return lr
@@ -232,10 +237,11 @@ class _Loop:
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 if self._writer:
                     self._writer.wait()
-                kept, cfg = self.folder.paths()[-1:] or ["none yet"], self._cfg
+                saved, cfg = self.folder.paths(), self._cfg
+                kept = saved[-1] if saved else "none yet"
                 raise TrainingDivergedError(
                     f"{self._stage.name}: loss {loss}, gradient norm {norm} at step {step} of {self.total}; stopped. "
-                    f"Last good checkpoint: {kept[0]}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
+                    f"Last good checkpoint: {kept}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
                 )
             self._at.sums.add(loss, correct, images * paths)
             self._seen += images * paths
@@ -265,7 +271,7 @@ class _Loop:
         """
         at, better = self._at, False
         at.evaluation_due = evaluates
-        if evaluates and not self._stopped:
+        if self._evaluate is not None and evaluates and not self._stopped:
             try:
                 with self._stop.at_once():
                     self._world.send(self._model.buffers())  # the running statistics of rank 0 count
@@ -329,9 +335,7 @@ def train(
         RankError: another rank is gone.
     """
     loader = as_epochs(loader)
-    if cfg.lr is None:
-        raise ValueError("train: cfg.lr is not set: give a learning rate (train_supernet and retrain choose one)")
-    model.to(device=device, memory_format=torch.channels_last).train()
+    model.to(device).to(memory_format=torch.channels_last).train()
     loop = _Loop(
         model, loader, cfg, stage, sampler=sampler, evaluate=evaluate, engine=engine, device=device, world=world
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
 from nasfast.config import ConfigBase, nearest
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
-from nasfast.supernet import Init, InitScheme, Supernet, Trainable
+from nasfast.supernet import Init, Supernet, Trainable
 from nasfast.supernet.init import SCHEMES
 from nasfast.train.config import TrainConfig, TrainStage
 from nasfast.train.loop import train
@@ -44,7 +44,7 @@ class Method:
     structure: float
 
 
-METHODS: dict[MethodName, Method] = {
+METHODS: dict[str, Method] = {
     "dinas": Method("aligned", True, "bn", True, "fair", True, "path_loss", True, 1.0),
     "dinas_paper": Method("orthogonal", True, "indicators", False, "fair", False, "gamma", True, 0.0),
     "bnnas": Method("he", False, "indicators", False, "uniform", False, "gamma", True, 0.0),
@@ -84,28 +84,28 @@ class SupernetConfig(ConfigBase):
         if self.alignment is not None and not 0 <= self.alignment <= 1:
             raise ValueError(f"alignment must be from 0 to 1, got {self.alignment}")
 
-    def resolved(self, method: str) -> SupernetConfig:
-        """Every null but alignment and activation replaced by the method's preset.
+    def preset(self, method: str) -> Method:
+        """The method's preset, with the values that are set here in place of its own.
 
         Raises:
             ValueError: unknown method, or an alignment for weights that are not aligned.
         """
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-        preset = METHODS[method]
         names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
-        chosen = self.replace(**{name: getattr(preset, name) for name in names if getattr(self, name) is None})
-        if chosen.alignment is not None and chosen.init != "aligned":
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        chosen = replace(METHODS[method], **given)
+        if self.alignment is not None and chosen.init != "aligned":
             raise ValueError(
-                f"alignment={chosen.alignment} needs init='aligned', got init={chosen.init!r}: leave alignment out, or "
+                f"alignment={self.alignment} needs init='aligned', got init={chosen.init!r}: leave alignment out, or "
                 "set the init"
             )
         return chosen
 
-    @property
-    def scheme(self) -> Init | InitScheme:
-        """The initialisation of the supernet, for a resolved config."""
-        return self.init if self.alignment is None else replace(SCHEMES["aligned"], alignment=self.alignment)
+    def resolved(self, method: str) -> SupernetConfig:
+        """Every null but alignment and activation replaced by the method's preset; errors as in `preset`."""
+        chosen = self.preset(method)
+        return self.replace(**{f.name: getattr(chosen, f.name) for f in fields(self) if hasattr(chosen, f.name)})
 
 
 def default_lr(trainable: Trainable) -> float:
@@ -126,10 +126,12 @@ def make_supernet(
     Raises:
         ValueError: unknown method.
     """
-    cfg = cfg.resolved(method)
-    net = Supernet(space, init=cfg.scheme, activation=cfg.activation, layer_indicators=cfg.layer_indicators, seed=seed)
-    net.freeze(cfg.trainable, classifier=cfg.classifier)
-    return net, SAMPLERS[cfg.sampler](space, seed=seed, layer_indicators=cfg.layer_indicators)
+    chosen = cfg.preset(method)
+    indicators = chosen.layer_indicators
+    init = chosen.init if cfg.alignment is None else replace(SCHEMES["aligned"], alignment=cfg.alignment)
+    net = Supernet(space, init=init, activation=cfg.activation, layer_indicators=indicators, seed=seed)
+    net.freeze(chosen.trainable, classifier=chosen.classifier)
+    return net, SAMPLERS[chosen.sampler](space, seed=seed, layer_indicators=indicators)
 
 
 def train_supernet(
