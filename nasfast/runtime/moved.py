@@ -136,8 +136,8 @@ class _MovedModules(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if spec.name in SCATTERED:
-            module, spec.loader_state = _ScatteredModule(spec.name), spec
-            return module
+            spec.loader_state = spec
+            return _ScatteredModule(spec.name)
         _warn(spec.name, MODULES[spec.name], level=2)
         module = importlib.import_module(MODULES[spec.name])
         spec.loader_state = module.__spec__

@@ -44,7 +44,7 @@ class Method:
     structure: float
 
 
-METHODS: dict[str, Method] = {
+METHODS: dict[MethodName, Method] = {
     "dinas": Method("aligned", True, "bn", True, "fair", True, "path_loss", True, 1.0),
     "dinas_paper": Method("orthogonal", True, "indicators", False, "fair", False, "gamma", True, 0.0),
     "bnnas": Method("he", False, "indicators", False, "uniform", False, "gamma", True, 0.0),
