@@ -19,10 +19,13 @@ from nasfast.cli import commands
 from nasfast.cli import main as cli
 from nasfast.cli.main import main
 from nasfast.config import load_yaml
+from nasfast.measure.latency import LatencyConfig
+from nasfast.measure.profile import ProfileConfig
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import save_model
 from nasfast.runtime.distributed import SINGLE
 from nasfast.spaces import format_arch, nas_bench_macro
+from nasfast.studies import registry
 from nasfast.supernet import build
 
 STAGES = ("run", "supernet", "score", "search", "retrain")
@@ -275,11 +278,12 @@ def test_help_of_stages_explains_every_setting(capsys, command):
     assert ("--resume" in text) == (command in ("run", "supernet", "retrain"))
 
 
-def test_every_flag_has_a_help_text():
+@pytest.mark.parametrize("config", [RunConfig, LatencyConfig, ProfileConfig, *registry.names()], ids=str)
+def test_every_flag_has_a_help_text(config):
     parser = commands._Parser("run", "")
-    parser.add_class_arguments(RunConfig)
+    parser.add_class_arguments(registry.find(config).load("config") if isinstance(config, str) else config)
     flags = [a for a in parser._actions if a.option_strings]
-    assert len(flags) > 50
+    assert len(flags) > (50 if config is RunConfig else 1)
     assert not [a.option_strings for a in flags if not (a.help or "").split("(type:")[0].strip()]
 
 

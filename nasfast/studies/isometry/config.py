@@ -32,15 +32,16 @@ class IsometryConfig(ConfigBase):
         module: instead of a space: `package.module:factory`, a function without arguments that returns an nn.Module, or
             an nn.Module.
         input: shape of one sample of the module, such as "3,224,224".
-        resolution: of the images of a space in pixels; null takes 64, or the space's where that is smaller.
-        batch: samples, which give BatchNorms their statistics and fairness its pairs.
-        samples: Jacobians averaged per candidate.
-        probes: random vectors per candidate, in all, where its Jacobian is too large to be formed.
-        lanczos_steps: of the singular value densities where they come from probes.
-        inputs: of the candidates: `white` noise, or white images `propagated` along the mean path.
-        paths: random paths that are compared by depth.
+        resolution: height and width of the images of a space in pixels; null takes 64, or the space's if that is
+            smaller.
+        batch: number of samples, which give BatchNorms their statistics and fairness its pairs.
+        samples: number of Jacobians averaged per candidate.
+        probes: number of random vectors per candidate if its Jacobian is too large to be formed.
+        lanczos_steps: number of Lanczos steps for the singular value densities from probes.
+        inputs: inputs of the candidates: `white` noise, or white images `propagated` along the mean path.
+        paths: number of random paths that are compared by depth.
         threads: CPU threads, 0 for torch's choice.
-        seed: of weights, inputs, probes and paths.
+        seed: seed of weights, inputs, probes and paths.
     """
 
     space: str = "mobilenet_v2"

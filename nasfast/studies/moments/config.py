@@ -18,7 +18,7 @@ class QuickConfig(ConfigBase):
 
     Attributes:
         threads: CPU threads, 0 for torch's choice.
-        seed: of weights, inputs and noise.
+        seed: seed of weights, inputs and noise.
     """
 
     threads: int = 0
@@ -34,20 +34,24 @@ class FiguresConfig(ConfigBase):
 
     Attributes:
         figures: numbers of the figures to make.
-        kernel: 0 for fully connected, 3 for the paper's convolutions (hours on a CPU).
-        width, batch: channels and samples of figures 3 to 5.
-        histogram_width, histogram_batch: channels and samples of figure 2.
-        depth: layers; null takes the paper's: 200, and 500 residuals in figure 5. Fewer are compared as far as they go.
-        every: layers between records; null takes a hundredth of the depth (figure 2: a quarter).
-        padding: of convolutions; `shifted` is the padding of the paper's code: periodic, all of the border on one side.
-        realisations: networks in figures 3 to 5.
-        histogram_realisations: networks in figure 2.
+        kernel: kernel size: 0 for fully connected layers, 3 for the paper's convolutions (hours on a CPU).
+        width: number of channels in figures 3 to 5.
+        batch: number of samples in figures 3 to 5.
+        histogram_width: number of channels in figure 2.
+        histogram_batch: number of samples in figure 2.
+        depth: number of layers; null takes the paper's: 200, and 500 residuals in figure 5. A smaller depth is compared
+            as far as it goes.
+        every: number of layers between records; null takes a hundredth of the depth (figure 2: a quarter).
+        padding: padding of convolutions. `shifted` is that of the paper's code: periodic, with the whole border on one
+            side.
+        realisations: number of networks in figures 3 to 5.
+        histogram_realisations: number of networks in figure 2.
         images: folder with one sub-folder per class, such as CIFAR-10's training images; null takes synthetic inputs.
         reference: folder of the published summaries (`vanilla_fc.npz` and so on) to compare with and draw.
         dtype: type of signal and noise.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         threads: CPU threads, 0 for torch's choice.
-        seed: of weights, inputs and noise.
+        seed: seed of weights, inputs and noise.
     """
 
     figures: tuple[int, ...] = (2, 3, 4, 5)
@@ -125,15 +129,15 @@ class ModuleConfig(ConfigBase):
             an nn.Module.
         input: shape of one sample of the module, such as "3,224,224".
         probes: submodules behind which the module is measured, such as "layer1,layer2"; null takes its children.
-        resolution: of a space's images in pixels; null takes 64, or the space's where that is smaller.
-        batch: samples; they give BatchNorms their statistics.
+        resolution: height and width of a space's images in pixels; null takes 64, or the space's if that is smaller.
+        batch: number of samples, which give BatchNorms their statistics.
         images: folder with one sub-folder per class; null takes synthetic fields of amplitude 1/f (white noise for
             inputs that are no images).
-        paths: random paths through a space.
-        candidate_paths: how many of these paths measure every candidate of every layer.
-        draws: of the noise, in a module.
+        paths: number of random paths through a space.
+        candidate_paths: number of these paths along which every candidate of every layer is measured.
+        draws: number of draws of the noise in a module.
         threads: CPU threads, 0 for torch's choice.
-        seed: of weights, inputs, noise and paths.
+        seed: seed of weights, inputs, noise and paths.
     """
 
     space: str = "mobilenet_v2"

@@ -27,16 +27,16 @@ class NasiQuickConfig(ConfigBase):
     """The quick experiment; its pass marks belong to the defaults.
 
     Attributes:
-        cells: random NAS-Bench-201 cells that are scored and trained.
-        images: of a batch that scores an architecture.
-        repeats: initialisations of a score, each with a batch of its own.
-        train_steps: steps of SGD for every trained cell.
-        steps: architectures that a search samples.
-        seeds: searches of every kind, from `seed` on.
-        exact: small architectures whose exact NTK trace is computed.
-        threads: CPU threads, 0 for torch's choice. Small maps gain little from more than one. By rounding, the
-            accuracies of short trainings depend on the number.
-        seed: the first of the searches' seeds; also of images, cells and weights.
+        cells: number of random NAS-Bench-201 cells that are scored and trained.
+        images: number of images in a batch that scores an architecture.
+        repeats: number of initialisations of a score, each with a batch of its own.
+        train_steps: number of SGD steps for every trained cell.
+        steps: number of architectures that a search samples.
+        seeds: number of searches of every kind; their seeds begin with `seed`.
+        exact: number of small architectures whose exact NTK trace is computed.
+        threads: CPU threads, 0 for torch's choice. Small maps gain little from more than one. Rounding depends on the
+            number, and so do the accuracies of short trainings.
+        seed: first seed of the searches; also the seed of images, cells and weights.
     """
 
     cells: int = 40
@@ -104,20 +104,20 @@ class NasiSearchConfig(ConfigBase):
         space: `darts`, `nas_bench_201`, `choice_blocks` (as NAS-Bench-1Shot1's first), `nas_bench_macro`,
             `mobilenet_v2`, `shufflenet_v2`, `digits_mini`, or the path of a YAML file.
         images: folder with one sub-folder per class, augmented as for training; null takes synthetic images.
-        resolution: of the images; null takes the space's, and 64 for mobilenet_v2 and shufflenet_v2.
+        resolution: height and width of the images; null takes the space's, and 64 for mobilenet_v2 and shufflenet_v2.
         cells: number of cells of darts, nas_bench_201 and choice_blocks; null takes the space's.
-        channels: of their first cell; null takes the space's.
+        channels: number of channels of their first cell; null takes the space's.
         steps: T, the number of sampled architectures.
-        batch: images for each of them; null takes 64 for built-in cells, else 16.
-        mu: weight of the penalty on what exceeds nu; null takes 2 for darts, mobilenet_v2 and shufflenet_v2, else 1.
-        constraint: `quantile`: nu is the quantile of Q that is the limit; `fixed`: nu is the limit itself;
-            `adaptive`: nu is where it begins, and it goes on as the mean of it and of the Q so far.
-        nu: see `constraint`; null is the 0.9 quantile, and the others need one.
+        batch: number of images for each architecture; null takes 64 for built-in cells, else 16.
+        mu: weight of the penalty on Q above nu; null takes 2 for darts, mobilenet_v2 and shufflenet_v2, else 1.
+        constraint: `fixed`: nu is the limit of Q. `adaptive`: the limit starts at nu and is then the mean of nu and of
+            the Q so far. `quantile`: the limit is the nu-quantile of Q over the sampled architectures.
+        nu: see `constraint`; null takes the 0.9 quantile. The other constraints need a value.
         gates: `straight_through`, or `soft`, which computes and keeps all candidates.
-        temperature: of the gates' softmax.
-        modes: what a search sees of the data, comma-separated: `standard`, `random labels`, `random images`.
-        seeds: searches in every mode, from `seed` on.
-        sensitivity: also measure what mu, nu, T, batch and gates change.
+        temperature: temperature of the gates' softmax.
+        modes: which data a search gets, comma-separated: `standard`, `random labels`, `random images`.
+        seeds: number of searches in every mode; their seeds begin with `seed`.
+        sensitivity: whether to measure also how the result depends on mu, nu, T, batch and gates.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         threads: CPU threads, 0 for torch's choice.
         seed: the first of the seeds.
@@ -195,10 +195,11 @@ class NasiCompareConfig(NasiSearchConfig):
     Attributes:
         accuracies: JSON of trained accuracies, nas-bench-macro_cifar10.json of NAS-Bench-Macro.
         indicators: an indicators.json of the same space to compare with, such as a trained supernet's.
-        architectures: random ones whose own Q is computed, each as a network of its own; 0 for none, else at least 10.
-        repeats: initialisations of each, with a batch of its own.
-        score_batch: images of each batch.
-        resamples: of the bootstrap.
+        architectures: number of random architectures whose own Q is computed, each as a network of its own; 0 for none,
+            else at least 10.
+        repeats: number of initialisations of each network, each with a batch of its own.
+        score_batch: number of images in each of these batches.
+        resamples: number of resamples of the bootstrap.
     """
 
     space: Literal["nas_bench_macro"] = "nas_bench_macro"

@@ -29,10 +29,10 @@ class TheoremsConfig(ConfigBase):
     """The theorems on real networks, in float64.
 
     Attributes:
-        channels: of the cells.
-        batch: images.
+        channels: number of channels of the cells.
+        batch: number of images.
         threads: CPU threads, 0 for torch's choice.
-        seed: of weights, images and gates.
+        seed: seed of weights, images and gates.
     """
 
     channels: int = 8
@@ -51,19 +51,23 @@ class ExperimentConfig(ConfigBase):
     Attributes:
         cell: `minimal`, `simplified`, `modified`, `darts` or `nas_bench_201`.
         cells: number of cells, one after another.
-        channels: of every node in the first cell.
-        reductions: cells at a third and at two thirds are reduction cells, which needs at least three cells.
-        order, norm: of the operations.
-        no_skip_on_intermediate: intermediate edges have no skip connection among their candidates.
+        channels: number of channels of every node in the first cell.
+        reductions: whether the cells at a third and at two thirds are reduction cells, which needs at least three
+            cells.
+        order: order of convolution, norm and ReLU in the operations.
+        norm: kind of the norms in the operations.
+        no_skip_on_intermediate: whether intermediate edges lack the skip connection among their candidates.
         images: folder with one sub-folder per class, such as CIFAR-10's training images; null takes synthetic ones.
-        resolution: of images from a folder.
-        samples: synthetic training images; a search on two levels holds out as many again.
-        noise: of synthetic images, in standard deviations of their prototypes' pixels.
-        batch_size: images per step.
-        steps: of the search; rounded to hundreds above 100, and to whole epochs with a folder.
-        lr, lr_end, weight_decay: of the weights' SGD.
-        records: how often probabilities and costs are recorded.
-        seeds: how many seeds, from `seed` on.
+        resolution: height and width of the images from a folder.
+        samples: number of synthetic training images; a search on two levels holds out as many again.
+        noise: noise of the synthetic images, in standard deviations of their prototypes' pixels.
+        batch_size: number of images per step.
+        steps: number of steps of the search; rounded to hundreds above 100, and to whole epochs with a folder.
+        lr: learning rate of the weights at the start.
+        lr_end: learning rate of the weights at the end.
+        weight_decay: weight decay of the weights.
+        records: number of times that probabilities and costs are recorded.
+        seeds: number of searches; their seeds begin with `seed`.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         threads: CPU threads, 0 for torch's choice.
         seed: the first seed.
@@ -160,7 +164,8 @@ class LearntConfig(ExperimentConfig):
     Attributes:
         method: estimator of the architecture's gradient.
         alpha_lr: learning rate of the logits' Adam.
-        alpha_mean, alpha_std: of the normal distribution that the logits start from.
+        alpha_mean: mean of the normal distribution that the logits start from.
+        alpha_std: standard deviation of that distribution.
     """
 
     method: Literal["darts", "snas", "dsnas", "proxyless"] = "dsnas"
@@ -190,7 +195,7 @@ class WidthConfig(LearntConfig):
     """P2, width preference: the search of P1, and the control for its cause on cells with one input.
 
     Attributes:
-        control_steps: steps of every control.
+        control_steps: number of steps of every control.
     """
 
     control_steps: int = 600
@@ -205,7 +210,7 @@ class CollapseConfig(LearntConfig):
     """P3, collapse: the search of P1 on two levels, and costs of DARTS's gates on training and held-out images.
 
     Attributes:
-        control_steps: steps of the second part.
+        control_steps: number of steps of the second part.
         second_order: with method darts, the architecture's gradient looks one step of the weights ahead.
     """
 
@@ -224,8 +229,8 @@ class CostConfig(ExperimentConfig):
     """Local costs at initialisation and after training, operations sampled uniformly.
 
     Attributes:
-        nets: networks at initialisation.
-        batches: for each of them, and for the trained network.
+        nets: number of networks at initialisation.
+        batches: number of batches for each of them, and for the trained network.
     """
 
     cell: Literal["minimal", "simplified", "modified", "darts", "nas_bench_201"] = "minimal"
