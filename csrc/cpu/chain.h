@@ -1,4 +1,4 @@
-// The stages of one call of conv_bn_act_chain with their weights. And the kernel parameters that follow from a stage.
+// The stages of one call of conv_bn_act_chain with their weights, and the kernel parameters that follow from a stage.
 #pragma once
 
 #include <memory>

@@ -51,7 +51,7 @@ constexpr int64_t kOrdinary = int64_t{1} << 32;
 // Tiny matrices per item of work: a multiple of the lanes of all vectors.
 constexpr int64_t kTinyItem = 256;
 
-// One matrix in its tall form. LAPACK wants it column by column: a wide matrix, row by row, is the transpose of that.
+// One matrix in its tall form. LAPACK reads it column by column: a wide row-major matrix is the transpose of that.
 template <typename T>
 struct Job {
   const T* in;

@@ -22,7 +22,7 @@ class Style:
     """How operations are built.
 
     Attributes:
-        order: of ReLU, convolution and norm.
+        order: order of ReLU, convolution and norm.
         norm: kind of norm.
         affine: whether norms have scale and shift.
         pool_norm: whether a norm follows pooling.

@@ -30,7 +30,7 @@ class StoredForm:
         side: largest short side of a photograph in pixels; None takes 8/7 of the resolution.
 
     Attributes:
-        augmentation: as given.
+        augmentation: the given augmentation.
         channels: channels of an image, 1 or 3.
         uniform: whether every image is kept at (resolution, resolution).
     """

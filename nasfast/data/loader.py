@@ -104,7 +104,7 @@ class Loader:
         max_bad_files, mean, std: see `DataConfig`; mean and std have one value per channel.
 
     Attributes:
-        source: as given.
+        source: the given source.
         kind: name of the backend: `torchvision`, `dali` or `cache`.
         bad_files: names of the images that could not be read.
 

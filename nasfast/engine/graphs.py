@@ -78,7 +78,7 @@ class GraphEngine:
     the set of trainable parameters must not change.
 
     Args:
-        net: on its device, in training mode.
+        net: a supernet on its device, in training mode.
         batch: shape (N, C, H, W) of the images.
         label_smoothing, bf16: as in `EagerEngine`.
         capture: how to capture; None for CUDA graphs.
@@ -324,7 +324,7 @@ def make_engine(model: nn.Module, name: str, *, batch: tuple[int, ...], label_sm
     """The engine of a training stage.
 
     Args:
-        model: on its device, in training mode.
+        model: a module on its device, in training mode.
         name: `eager`, `graphs`, or `auto`: graphs for a supernet on a CUDA device.
         batch: shape of the images of a step.
 

@@ -55,7 +55,7 @@ class Findings:
     """Result of `find_chains`.
 
     Attributes:
-        chains: in no particular order.
+        chains: the chains, in no particular order.
         reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
             be in a chain has no reason here.
         ours: paths of the convolutions in fused modules of nasfast.

@@ -124,7 +124,7 @@ def untrained(space: ArchSpace, arch: Sequence[int], *, seed: int = 0) -> nn.Mod
     """The network of an architecture as PyTorch initialises its modules, in training mode.
 
     Args:
-        space: of either kind.
+        space: a space of layers or of cells.
         arch: one of its architectures.
         seed: seed of the weights.
 

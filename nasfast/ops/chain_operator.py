@@ -17,9 +17,9 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
 
     Args:
         x: (N, C, H, W).
-        stages: those of the plan.
-        plan: from `plan_chain` for this backend, x and stages.
-        residual: of the shape of the result, added after the last activation.
+        stages: the stages of the plan.
+        plan: what `plan_chain` gives for this backend, x and stages.
+        residual: a tensor of the shape of the result, added after the last activation.
         backend: cpu, cuda or triton.
     """
     if plan.subsample > 1:

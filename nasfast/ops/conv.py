@@ -123,8 +123,8 @@ def conv_bn_act_chain(
 
     Args:
         x: (N, C, H, W), the input of the first stage; types and layouts as in `nasfast.ops.bn_act`.
-        stages: at least one.
-        residual: of the shape of the result, added after the last activation.
+        stages: at least one stage.
+        residual: a tensor of the shape of the result, added after the last activation.
         shuffle: run on the odd channels; the stages must keep the shape of their input, and there is no residual.
         backend: as in `nasfast.ops.bn_act`.
 

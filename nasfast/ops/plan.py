@@ -68,7 +68,7 @@ class StagePlan:
         act: a key of `reference.ACTIVATIONS`.
         batch: N of the input and of the output.
         in_channels, out_channels: channels of the input and of the output.
-        kernel, stride: of the convolution, the same in both directions.
+        kernel, stride: size and stride of the convolution, the same in both directions.
         size, out_size: (H, W) of the input and of the output.
         saved_at: element of the saved tensor at which the convolution's output begins; None if the output is not saved,
             because backward computes it again from the chain's input.
@@ -341,7 +341,7 @@ def make_plan(
 
     Args:
         shape: (N, C, H, W) of the input of the first stage, that is with half the channels of x where shuffle is set.
-        stages: of one chain.
+        stages: the stages of one chain.
         recompute: whether the output of the first stage is computed again instead of being saved.
         shuffle, subsample: as in `ChainPlan`.
     """

@@ -235,8 +235,8 @@ def conv_bn_act_chain(
 
     Args:
         x: (N, C, H, W), the input of the first stage.
-        stages: at least one.
-        residual: of the shape of the result.
+        stages: at least one stage.
+        residual: a tensor of the shape of the result.
 
     Returns:
         The result of the last stage.

@@ -29,7 +29,7 @@ class Operator:
     """What one value of an architecture stands for, over all the places where the network has it.
 
     Attributes:
-        cost: of all places together.
+        cost: cost of all places together.
         inputs: per place, the elements C * H * W of its input for one image.
         works: whether it is more than an identity, a pooling or nothing. The strided convolution that stands for an
             identity on a layer that changes shapes does not count as work: it has weights and costs, but no depth.

@@ -43,7 +43,7 @@ def write_study_page(folder: str | Path, name: str) -> Path:
     function of the form and the folder of the images that returns a `Page`.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         name: stem of the files, such as `moments`.
 
     Returns:

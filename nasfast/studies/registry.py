@@ -17,7 +17,7 @@ class Study:
     """One study: a command, or one kind of a command.
 
     Attributes:
-        folder: of `nasfast/studies/`; also the name of the command.
+        folder: folder in `nasfast/studies/`; also the name of the command.
         kind: the word behind the command; empty where the command is one study.
         text: its line in the help of the command.
         config: class in the folder's `config` module: its fields are the flags.

@@ -22,11 +22,11 @@ class StudyReport:
 
     Attributes:
         subject: what was measured.
-        explanation: of the words and symbols of the page.
+        explanation: what the words and symbols of the page mean.
         notes: one sentence each.
-        tables: in order.
+        tables: the tables, in order.
         figures: what `page` draws.
-        verdicts: by the name of what was judged.
+        verdicts: the verdicts, by the name of what was judged.
         checks: pass marks.
         claims: sentences of a paper beside what was measured.
         files: paths that were written besides the report's own.

@@ -77,7 +77,7 @@ def carry_out(
 
     Args:
         name: stem of the report's files.
-        config: with `threads`, and with `device` where the study has a choice.
+        config: settings with `threads`, and with `device` if the study has a choice.
         study: `study(config, out, task)` measures and returns its report.
         out: directory that a study may resume from and write to; None for none.
 

@@ -54,7 +54,7 @@ class TrainState:
     """Everything that a stage changes, and what identifies the stage.
 
     Args:
-        model, optimizer, sampler: those of the stage; the sampler may be None.
+        model, optimizer, sampler: what the stage trains with; the sampler may be None.
         fingerprint: digest of what is trained.
         settings: what else the result depends on.
         loader_kind: the backend that decodes the images, None if unknown. All backends show the same windows up to

@@ -55,7 +55,7 @@ class Recipe:
     """One small run.
 
     Attributes:
-        changes: to the settings, one mapping per section.
+        changes: changes to the settings, one mapping per section.
         stages: the commands in their order.
         base: recipe whose files from before the first of these stages are used.
     """
@@ -118,12 +118,12 @@ class Reference:
     """An undisturbed run of a recipe. Each stage runs when it is first needed, and its run directory is then copied.
 
     Args:
-        name: of the recipe.
+        name: name of the recipe.
         work: folder with the image folders; settings and copies are written there.
         base: the reference of the recipe's base.
 
     Attributes:
-        stages: of the recipe.
+        stages: stages of the recipe.
         seconds: time of each stage that has run.
     """
 

@@ -57,7 +57,7 @@ class Exact(NamedTuple):
 
     Attributes:
         tensors: the result, running statistics and every gradient, under the names that `run_chain` gives.
-        floors: of each, the size of the terms of which it is a sum or difference.
+        floors: for each tensor, the size of the terms of which it is a sum or difference.
         kink: the smallest distance of an element from the kink of its activation, in units of the condition number.
     """
 
@@ -75,8 +75,8 @@ class ChainCase:
         units: the stages, one word each: pw16, pw16s2, dw7 (depthwise, kernel 7), dw7s2, dense8k3s2.
         residual: none, tensor, or x (x itself is added).
         shuffle: the stages see the odd channels of x.
-        layout, dtype: of x, residual and grad; the convolution weights have this type too.
-        mean: of x; its standard deviation is 1.
+        layout, dtype: layout and type of x, residual and grad; the convolution weights have this type too.
+        mean: mean of x; its standard deviation is 1.
         x_grad: whether x requires grad; a dense convolution is native only without.
     """
 

@@ -21,8 +21,8 @@ class MixedCase:
     Attributes:
         shape: (N, C, H, W) of every tensor.
         kinds: a letter per tensor: n is normalised, x is not.
-        layout, dtype: of the tensors and the gradient.
-        mean: of the tensors; their standard deviation is 1.
+        layout, dtype: layout and type of the tensors and the gradient.
+        mean: mean of the tensors; their standard deviation is 1.
     """
 
     shape: tuple[int, int, int, int]

@@ -44,7 +44,7 @@ class FakeGpu:
     """A stream that runs behind the host, whose launches take 20 to 60 us; times in us.
 
     Args:
-        durations: of a launch, by what it returns.
+        durations: duration of a launch, by what it returns.
         captures: whether CUDA graphs can be captured.
     """
 

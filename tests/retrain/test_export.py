@@ -19,7 +19,7 @@ SPACE, ARCH = tiny_space(), (1, 0, 2, SKIP)
 
 @pytest.fixture
 def network():
-    """With running statistics that matter."""
+    """A network whose running statistics change its results."""
     network = build(SPACE, ARCH, seed=2)
     for x, _ in batches(3):
         network.train()(x)

@@ -28,7 +28,7 @@ class _Part:
     """The tensors of one call that are normalised, or those that are not.
 
     Attributes:
-        places: of its tensors among those of the call.
+        places: places of its tensors among the tensors of the call.
         xs, gates: the tensors and gates at these places.
     """
 

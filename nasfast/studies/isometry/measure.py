@@ -93,7 +93,7 @@ def measure_supernet(
     """Measure every candidate of every layer, and how much the candidates of a layer differ.
 
     Args:
-        net: of plain modules (`fused=False`); not changed.
+        net: a supernet of plain modules (`fused=False`); not changed.
         images: (N, C, H, W); their number is that of the white inputs too.
         effort: per candidate.
         setting: name of the rows.
@@ -232,7 +232,7 @@ def measure_convolutions(
     Gaussian weights get no mark.
 
     Args:
-        module: of ConvBNAct units, whose activations give g; not changed.
+        module: a module of ConvBNAct units, whose activations give g; not changed.
         setting: name of the rows.
         scheme: `orthogonal` or `gaussian`; chooses the closed forms.
     """
@@ -281,7 +281,7 @@ def block_marks(act: str, *, seed: int = 0) -> list[Check]:
 
     Args:
         act: activation of the branch; tanh and the identity are measured too.
-        seed: of weights and inputs.
+        seed: seed of weights and inputs.
     """
     marks = []
     generator = torch.Generator().manual_seed(seed)

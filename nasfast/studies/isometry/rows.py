@@ -24,7 +24,7 @@ class Row:
     Attributes:
         setting: initialisation and activation.
         layer: index, or -1 in a module that is no supernet.
-        name: of the candidate or part.
+        name: name of the candidate or part.
         branch: isometry without the skip connection or the bypassing half; this is what is judged.
         module: isometry with it; None where both are the same.
         var_in, var_out: variance of the branch's input and output, averaged over channels.
@@ -114,10 +114,10 @@ class ConvolutionMoments:
 
     Attributes:
         setting: initialisation and activation.
-        kind: of the convolutions, such as `depthwise 3 x 3`.
-        count: of the convolutions of this kind.
-        phi, varphi: of their circular Jacobians.
-        expected_varphi: by the closed form; None where there is none.
+        kind: kind of the convolutions, such as `depthwise 3 x 3`.
+        count: number of convolutions of this kind.
+        phi, varphi: moments of their circular Jacobians.
+        expected_varphi: varphi by the closed form; None if there is none.
     """
 
     setting: str

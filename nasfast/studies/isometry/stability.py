@@ -25,11 +25,11 @@ def indicator_stability(
     This test decides whether one initialisation ranks more fairly than another. It trains one supernet per seed.
 
     Args:
-        space: of the supernet.
+        space: space of the supernet.
         loader: as for `train_supernet`.
-        init: of the frozen weights.
-        seeds: of weights and paths, at least two.
-        cfg: of each training; None for one epoch.
+        init: initialisation of the frozen weights.
+        seeds: seeds of weights and paths, at least two.
+        cfg: settings of each training; None takes one epoch.
 
     Raises:
         ValueError: fewer than two seeds.

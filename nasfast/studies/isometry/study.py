@@ -35,10 +35,10 @@ class IsometryReport(StudyReport):
 
     Attributes:
         settings: initialisations in order.
-        rows: for every setting, layer and candidate.
-        fairness: for every setting and layer, with and without indicator BatchNorms.
-        depth: for every setting, with and without indicator BatchNorms.
-        convolutions: for every setting and kind of convolution.
+        rows: one row for every setting, layer and candidate.
+        fairness: spreads for every setting and layer, with and without indicator BatchNorms.
+        depth: path spreads for every setting, with and without indicator BatchNorms.
+        convolutions: moments for every setting and kind of convolution.
         diagram: the phase diagram of the activation that the theory assumes, tanh.
     """
 

@@ -44,8 +44,8 @@ class Runner:
 
     Args:
         out: directory of the file results.jsonl; None keeps nothing.
-        seed: of weights, inputs and noise.
-        device: to run on.
+        seed: seed of weights, inputs and noise.
+        device: device of the networks.
         task: tells the progress.
     """
 
@@ -185,8 +185,8 @@ def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tenso
 
     Args:
         cfg: how many paths, and along how many of them every candidate is measured.
-        space: of the supernet.
-        net: of plain modules.
+        space: space of the supernet.
+        net: a supernet of plain modules.
         x: (N, C, H, W) images.
         progress: told the paths that are done.
     """

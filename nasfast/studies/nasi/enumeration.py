@@ -85,8 +85,8 @@ class ClosedForm:
     """The closed form beside other directions.
 
     Attributes:
-        q: of all architectures.
-        best_gain: of the best of `DIRECTIONS` random directions, over the first-order gain of the closed form.
+        q: Q of all architectures.
+        best_gain: gain of the best of `DIRECTIONS` random directions, over the first-order gain of the closed form.
         rows: the directions.
     """
 

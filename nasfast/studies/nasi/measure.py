@@ -151,7 +151,7 @@ class RandomCells:
     Attributes:
         archs: all different.
         scores: Q of each, by mode.
-        accuracy: of each, trained.
+        accuracy: accuracy of each after its training.
         params: number of parameters of each.
     """
 
@@ -181,8 +181,8 @@ class SearchKind:
         name: mode, penalty and limit.
         marked: whether the kind has pass marks.
         archs: what was selected.
-        accuracy: of each, trained.
-        percentile: of each accuracy among those of the random cells.
+        accuracy: accuracy of each after its training.
+        percentile: percentile of each accuracy among those of the random cells.
     """
 
     name: str

@@ -37,7 +37,7 @@ class Runner:
     Args:
         out: directory of the searches' directories.
         task: tells the progress.
-        device: to run on.
+        device: device of the networks.
     """
 
     def __init__(self, out: Path, task: Task, device: str) -> None:
@@ -49,7 +49,7 @@ class Runner:
         """One search. Its files and the measures of section 6 go to the directory NAME-sSEED.
 
         Args:
-            name: of the search.
+            name: name of the search.
             cfg: data, space and training.
             search: how operations are chosen.
             cell: instead of the config's.

@@ -28,7 +28,7 @@ class Step:
         gates: (cells, edges, ops).
         costs: (cells, edges, ops) gradients of the gates.
         nodes: for every cell, its nodes in order and its output.
-        gradients: of `nodes`; 0 where no gradient arrives.
+        gradients: gradients of `nodes`; 0 where no gradient arrives.
         logits: (N, classes).
         labels: (N,).
     """

@@ -323,7 +323,7 @@ def check_theorems(
         cells: number of cells of every network, at least 2.
         channels: number of channels of every node.
         batch: number of images.
-        resolution: of the images in pixels.
+        resolution: height and width of the images in pixels.
         classes: number of classes.
         seed: seed of weights, images, labels and gates.
 
