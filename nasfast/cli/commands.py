@@ -68,7 +68,7 @@ def _recipe(name: str) -> Path:
 
 
 def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in mapping.items():
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
@@ -235,11 +235,11 @@ def _rank(parser: _Parser, argv: Sequence[str]) -> None:
     if args.score is not None and args.out is None or args.sample is not None and args.score is None:
         parser.error("--score needs --out, and --sample needs --score")
     name = "rank" if args.score is None else f"rank-{args.score}"
-    if args.score is not None:
-        accuracies, predictor, space = _ranked_by_score(args)
-    else:
+    if args.score is None:
         predictor, space = _predictor(args)
         accuracies = read_accuracies(args.table, space, column=args.column)
+    else:
+        accuracies, predictor, space = _ranked_by_score(args)
     report = rank(accuracies, predictor, space, resamples=args.resamples, seed=args.seed)
     print(report)
     if args.out is not None:

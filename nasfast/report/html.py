@@ -17,7 +17,7 @@ from nasfast.report.evidence import Comparison, compare, is_peer, worth_of_score
 from nasfast.report.page import embedded, escape, page_of, table_of
 from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.search import SearchResult, load_candidates, pareto_front, sample_under
-from nasfast.spaces import SearchSpace, format_arch, from_yaml
+from nasfast.spaces import SearchSpace, format_arch, get_space
 
 # Number of random architectures in the figure of score against MACs.
 _CLOUD = 1000
@@ -67,7 +67,7 @@ class _Run:
     @property
     def space(self) -> SearchSpace:
         self.text("space.yaml", "nasfast supernet")
-        return from_yaml(self.folder / "space.yaml")
+        return get_space(str(self.folder / "space.yaml"))
 
     @property
     def result(self) -> SearchResult:
@@ -164,12 +164,13 @@ def _summary(run: _Run) -> str:
     retrained = run.retrained
     trained = retrained.get("best")
     peers = [form for name, form in retrained.items() if is_peer(name)]
+    comparison = None
     current = trained is not None and trained["arch"] == list(best.arch)
-    comparison = compare(trained, peers) if current else None
-    if current:
+    if trained is not None and current:
         cards.append((_percent(trained["top1"]), "top-1, retrained"))
-    if comparison is not None:
-        cards.append((_percent(trained["top1"] - comparison.gain / 100), _label_of(comparison)))
+        comparison = compare(trained, peers)
+        if comparison is not None:
+            cards.append((_percent(trained["top1"] - comparison.gain / 100), _label_of(comparison)))
     sentences = [
         f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",

@@ -128,7 +128,7 @@ def score_macs(
     legend = ax.legend(fontsize=8, frameon=False, loc="lower right")
     if cloud:
         # the dots of the cloud are too faint and too small for a legend
-        legend.legend_handles[0].set(sizes=[30], alpha=1)
+        legend.legend_handles[0].set(sizes=[30], alpha=1)  # type: ignore[union-attr]  # no scatter has None
     return figure
 
 
@@ -180,7 +180,7 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
 def new_figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
     """A figure of this size in inches and its axes, row by row, in the style of the report."""
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in axes:
         _despine(ax)
         ax.grid(alpha=0.25)

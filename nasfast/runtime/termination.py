@@ -21,6 +21,8 @@ class Terminated(SystemExit):
         message: what was saved, and how to continue.
     """
 
+    code: int
+
     def __init__(self, message: str = "terminated") -> None:
         super().__init__(128 + signal.SIGTERM)
         self.message = message

@@ -27,12 +27,13 @@ def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tup
     scores = []
     for i, (row, layer) in enumerate(zip(table.scores, table.space.layers, strict=True)):
         if allow_identity and layer.indicator_choice == SKIP:
-            if table.layer[i] is None:
+            skipped = table.layer[i]
+            if skipped is None:
                 raise TableError(
                     f"allow_identity: layer {i} has no layer indicator, which is the score of the identity; train with "
                     "layer_indicators=True, or leave allow_identity off"
                 )
-            row = {SKIP: table.layer[i], **row}
+            row = {SKIP: skipped, **row}
         scores.append(row)
     return tuple(scores)
 
@@ -84,7 +85,7 @@ def _first_of_tie(
     """The feasible architecture with at most `highest_loss` that has fewest MACs, then is lexicographically first."""
     program = program.copy()
     program.at_most(losses, highest_loss)
-    arch = program.minimise(macs).arch
+    arch = program.minimiser(macs)
     program.limit(macs, sum(row[v] for row, v in zip(macs, arch, strict=True)))
     for group in _digit_groups(program.options):
         weights = [dict.fromkeys(values, 0) for values in program.options]
@@ -92,7 +93,7 @@ def _first_of_tie(
         for layer in reversed(group):
             weights[layer] = {v: place * digit for digit, v in enumerate(program.options[layer])}
             place *= len(program.options[layer])
-        arch = program.minimise(weights).arch
+        arch = program.minimiser(weights)
         program.fix(group, arch)
     return arch
 

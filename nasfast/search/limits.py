@@ -79,7 +79,7 @@ class Limits:
         attainable = []
         for name, other in (("max_macs", "max_params"), ("max_params", "max_macs")):
             alone = Limits(**{other: self.given[other]}).program(space, allow_identity=allow_identity)
-            arch = alone.minimise(rows[name][0]).arch
+            arch = alone.minimiser(rows[name][0])
             smallest = getattr(space.cost(arch), name.removeprefix("max_"))
             attainable.append(f"under {other}={self.given[other]:,.0f} the smallest is {smallest:,} {_unit(name)}")
         raise InfeasibleConstraintError(

@@ -113,6 +113,17 @@ class ChoiceProgram:
             # the solution meets the limits within the solver's tolerance, but not in exact arithmetic
             self.exclude(arch)
 
+    def minimiser(self, weights: Sequence[Mapping[int, float]]) -> Arch:
+        """The architecture of `minimise`, of a program that is known to have one.
+
+        Raises:
+            RuntimeError: the solver found the program infeasible, or stopped without a solution.
+        """
+        solution = self.minimise(weights)
+        if solution is None:
+            raise RuntimeError("the integer program should have a solution, but the solver found it infeasible")
+        return solution.arch
+
     def _flatten(self, weights: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, float, float]:
         """Weights as one shifted and scaled vector, the offset and the scale: sum = offset + scale * (vector . x)."""
         floors = [min(row.values()) for row in weights]

@@ -69,8 +69,8 @@ class _Completions:
             for step in layer_steps:
                 if all(s <= b for s, b in zip(step, self.budget, strict=True)):
                     # the ellipsis makes this a view even without limits, where the array has no dimension
-                    shifted = total[(..., *(slice(s, None) for s in step))]
-                    shifted += after[(..., *(slice(0, b + 1 - s) for s, b in zip(step, self.budget, strict=True)))]
+                    shifted = total[tuple(slice(s, None) for s in step) + (...,)]
+                    shifted += after[tuple(slice(0, b + 1 - s) for s, b in zip(step, self.budget, strict=True))]
             counts.append(total)
         return counts[::-1]
 
@@ -139,10 +139,10 @@ def sample_under(
     completions = _completions(space, limits, allow_identity)
     for _ in range(_MAX_TRIES):
         arch = completions.draw(rng)
-        if limits.admits(completions.cost(arch)):
+        if arch is not None and limits.admits(completions.cost(arch)):
             return arch
     weights = [{v: rng.random() for v in values} for values in completions.options]
-    return limits.program(space, allow_identity=allow_identity).minimise(weights).arch
+    return limits.program(space, allow_identity=allow_identity).minimiser(weights)
 
 
 def equal_cost_random(

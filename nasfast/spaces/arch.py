@@ -27,14 +27,15 @@ def parse_arch(form: str | Iterable[int]) -> Arch:
     Raises:
         ArchError: something in it is not an integer.
     """
+    values: Iterable[int | str] = form
     if isinstance(form, str):
         text = form.replace(",", " ").split()
-        form = list(text[0]) if len(text) == 1 and text[0].isdigit() else text
+        values = list(text[0]) if len(text) == 1 and text[0].isdigit() else text
     try:
         # int() alone would cut 0.9 down to 0
-        return tuple(int(v) if isinstance(v, str) else operator.index(v) for v in form)
+        return tuple(int(v) if isinstance(v, str) else operator.index(v) for v in values)
     except (TypeError, ValueError) as error:
-        raise ArchError(f"architecture must be integers such as '3 -1 0', got {form!r}") from error
+        raise ArchError(f"architecture must be integers such as '3 -1 0', got {values!r}") from error
 
 
 def format_arch(arch: Arch) -> str:
