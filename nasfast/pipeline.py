@@ -19,7 +19,7 @@ import torch
 
 from nasfast.config import ConfigError, difference, load_yaml
 from nasfast.data import Loader, make_loader, make_loaders, random_subset
-from nasfast.indicators.scores import Evidence, get_score, score_table
+from nasfast.indicators.scores import Evidence, score_table
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
@@ -236,7 +236,7 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
         ConfigError, ScoreError: the supernet cannot have this score.
     """
     use_threads(cfg.threads)
-    score = get_score(cfg.score.resolved(cfg.method).name)
+    score = cfg.score.resolved(cfg.method).score
     net, checkpoint = load_supernet(cfg)
     return _evidence(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
 
@@ -244,7 +244,7 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
 def evidence_to_rank(cfg: RunConfig) -> Evidence:
     """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
     use_threads(cfg.threads)
-    if get_score(cfg.score.resolved(cfg.method).name).trained:
+    if cfg.score.resolved(cfg.method).score.trained:
         return evidence_of(cfg)[0]
     space = _saved_space(cfg) if (cfg.run_dir / SPACE_FILE).exists() else _configured_space(cfg)[0]
     return _evidence(cfg, _untrained_supernet(cfg, space))
@@ -260,7 +260,7 @@ def _evidence(cfg: RunConfig, net: Supernet) -> Evidence:
     """What the score of the settings is computed from, for a supernet."""
     check_scoring(cfg, net)
     settings = cfg.score.resolved(cfg.method)
-    score = get_score(settings.name)
+    score = settings.score
     images: Loader | tuple[()] = ()
     loaders = None
     if score.images:
@@ -302,7 +302,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
         return None
     evidence, checkpoint = evidence_of(cfg)
     meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"]}
-    table = score_table(settings.name, evidence, structure=settings.structure, meta=meta)
+    table = score_table(settings.score.name, evidence, structure=settings.structure or 0.0, meta=meta)
     table.save(cfg.run_dir / TABLE_FILE)
     _save_config(cfg)
     return table
@@ -329,7 +329,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
         if scoring.name != "recalibrated_accuracy":
             scorer = f"{scoring.name} of {checkpoint.digest}, {scoring.images} images"
         history = History(run_dir / "history.jsonl", space, scorer=scorer)
-        score_path = functools.partial(get_score(scoring.name).function, evidence)
+        score_path = functools.partial(scoring.score.function, evidence)
         candidates = evolve(space, score_path, settings, history=history)
     else:
         path = run_dir / TABLE_FILE

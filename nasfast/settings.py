@@ -9,7 +9,7 @@ from typing import ClassVar
 from nasfast.config import ConfigBase, ConfigError, difference, load_yaml
 from nasfast.data import DataConfig
 from nasfast.indicators.config import ScoreConfig
-from nasfast.indicators.scores import check_score, get_score
+from nasfast.indicators.scores import check_score
 from nasfast.retrain import RetrainConfig
 from nasfast.runtime.device import check_device, torch_device
 from nasfast.search import SearchConfig
@@ -152,7 +152,7 @@ def check_scoring(cfg: RunConfig, net: Supernet) -> None:
         ScoreError: there is no such score, or this supernet cannot have it.
         ConfigError: it needs images that the supernet is not trained on, and there are none.
     """
-    score = get_score(cfg.score.resolved(cfg.method).name)
+    score = cfg.score.resolved(cfg.method).score
     check_score(score, net)
     if score.held_out and not cfg.holds_out:
         raise ConfigError(

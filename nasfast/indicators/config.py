@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from nasfast.config import ConfigBase
-from nasfast.indicators.scores import get_score
-from nasfast.train.supernet import METHODS
+from nasfast.indicators.scores import Score, get_score
+from nasfast.train.supernet import METHODS, MethodName
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ScoreConfig(ConfigBase):
         if (self.paths is not None and self.paths < 1) or self.images < 2:
             raise ValueError(f"paths must be at least 1 and images at least 2, got {self.paths} and {self.images}")
 
-    def resolved(self, method: str) -> ScoreConfig:
+    def resolved(self, method: MethodName) -> ScoreConfig:
         """The same settings, with name, distill and structure of the method's preset where they are null."""
         preset = METHODS[method]
         names = ("distill", "structure")
@@ -46,6 +46,17 @@ class ScoreConfig(ConfigBase):
         return self.replace(name=self.name or preset.score, **chosen)
 
     @property
+    def score(self) -> Score:
+        """The score of a resolved config.
+
+        Raises:
+            ValueError: the config has no name.
+        """
+        if self.name is None:
+            raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
+        return get_score(self.name)
+
+    @property
     def gives_table(self) -> bool:
         """Whether a resolved config makes a table, which the exact search needs."""
-        return get_score(self.name).additive or self.distill
+        return self.score.additive or bool(self.distill)

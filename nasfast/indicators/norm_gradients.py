@@ -26,13 +26,23 @@ def beta_gradient(evidence: Evidence) -> IndicatorTable:
     It hardly depends on the images or their labels, so it measures structure (docs/ranking.md). The beta of an identity
     has no effect, because a convolution with BatchNorm follows, so an identity scores about 0.
     """
-    return _averaged(evidence, lambda norms: math.sqrt(sum(_squares(bn.bias.grad) for bn in norms)))
+    return _averaged(evidence, lambda norms: math.sqrt(sum(_squares(_gradient(bn.bias)) for bn in norms)))
 
 
 @register("fisher", additive=True)
 def fisher(evidence: Evidence) -> IndicatorTable:
     """Mean over paths of the sum of (gamma dL/dgamma)^2 over a candidate's BatchNorms, of the trained supernet."""
-    return _averaged(evidence, lambda norms: sum(_squares(bn.weight.detach() * bn.weight.grad) for bn in norms))
+    return _averaged(
+        evidence, lambda norms: sum((_squares(bn.weight.detach() * _gradient(bn.weight)) for bn in norms), 0.0)
+    )
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        raise ScoreError(
+            "a BatchNorm of a candidate has no gradient: the forward of a block must run all its BatchNorms"
+        )
+    return parameter.grad
 
 
 def _squares(values: Tensor) -> float:
@@ -48,8 +58,8 @@ def _averaged(evidence: Evidence, of_norms: Callable[[list[nn.BatchNorm2d]], flo
             for parameter in net.parameters():
                 parameter.grad = None
             F.cross_entropy(evidence.logits(x[:_IMAGES], path), y[:_IMAGES]).backward()
-            for row, layer, choice in zip(samples, net.layers, path, strict=True):
-                row[choice].append(of_norms(_norms(layer, choice)))
+            for row, candidates, choice in zip(samples, net.layers, path, strict=True):
+                row[choice].append(of_norms(_norms(candidates, choice)))
     rows = []
     for i, (row, layer) in enumerate(zip(samples, space.layers, strict=True)):
         for choice, values in row.items():

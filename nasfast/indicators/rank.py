@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.structure import BASELINES, structure_scores
@@ -34,6 +35,11 @@ class Estimate:
     value: float | None
     low: float | None
     high: float | None
+
+    @property
+    def positive(self) -> bool:
+        """Whether the whole interval is above 0."""
+        return self.low is not None and self.low > 0
 
     def __str__(self) -> str:
         return "undefined" if self.value is None else f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
@@ -100,8 +106,13 @@ class RankReport:
     @property
     def best_baseline(self) -> PredictorReport | None:
         """The baseline with the highest tau; None if all are constant."""
-        varying = [row for row in self.baselines if not row.constant]
-        return max(varying, key=lambda row: row.kendall.value, default=None)
+        taus = self._baseline_taus
+        return max((row for row in self.baselines if row.name in taus), key=lambda row: taus[row.name], default=None)
+
+    @property
+    def _baseline_taus(self) -> dict[str, float]:
+        """Name -> tau-b of every baseline that is not constant."""
+        return {row.name: row.kendall.value for row in self.baselines if row.kendall.value is not None}
 
     @property
     def verdict(self) -> str:
@@ -109,16 +120,16 @@ class RankReport:
         if self.predictor.constant:
             return "The predictor gives every architecture the same score: it ranks nothing."
         mine = f"{self.predictor.kendall.value:+.3f}"
-        varying = {row.name: row for row in self.baselines if not row.constant}
-        if not varying:
+        taus = self._baseline_taus
+        if not taus:
             return f"Every baseline is constant on these architectures; the predictor's tau is {mine}."
-        beaten = [name for name in varying if self.above[name].low > 0]
-        rest = [f"{name} ({row.kendall.value:+.3f})" for name, row in varying.items() if name not in beaten]
+        beaten = [name for name in taus if self.above[name].positive]
+        rest = [f"{name} ({tau:+.3f})" for name, tau in taus.items() if name not in beaten]
         if not rest:
-            best = self.best_baseline
+            best = max(taus, key=taus.__getitem__)
             return (
-                f"The predictor beats every baseline: its tau is {mine}, that of the best, {best.name}, is "
-                f"{best.kendall.value:+.3f}."
+                f"The predictor beats every baseline: its tau is {mine}, that of the best, {best}, is "
+                f"{taus[best]:+.3f}."
             )
         return f"The predictor's tau is {mine}. It is not above {', '.join(rest)} by more than chance allows" + (
             f"; it is above {', '.join(beaten)}." if beaten else "."
@@ -186,6 +197,7 @@ def rank(
             f"the table was scored in space {predictor.space.name!r} ({predictor.space.fingerprint}), the accuracies "
             f"are of {space.name!r} ({space.fingerprint}): give accuracies of the table's space"
         )
+    scores: Mapping[Arch, float]
     if isinstance(predictor, IndicatorTable):
         scores, meta = {arch: predictor.score(arch) for arch in accuracies}, dict(predictor.meta)
     else:
@@ -228,7 +240,7 @@ def rank(
     )
 
 
-def kendall_tau(x: Sequence[float], y: Sequence[float], weights: np.ndarray) -> np.ndarray:
+def kendall_tau(x: ArrayLike, y: ArrayLike, weights: np.ndarray) -> np.ndarray:
     """Kendall's tau-b of several weighted samples at once.
 
     tau_b = sum_ij w_i w_j s_ij t_ij / sqrt(sum_ij w_i w_j s_ij^2 * sum_ij w_i w_j t_ij^2), where s_ij = sign(x_i - x_j)
@@ -255,7 +267,7 @@ def kendall_tau(x: Sequence[float], y: Sequence[float], weights: np.ndarray) -> 
         return sums[0] / np.sqrt(sums[1] * sums[2])
 
 
-def spearman_rho(x: Sequence[float], y: Sequence[float], weights: np.ndarray) -> np.ndarray:
+def spearman_rho(x: ArrayLike, y: ArrayLike, weights: np.ndarray) -> np.ndarray:
     """Spearman's rho (midranks for ties) of several weighted samples; arguments and result as in `kendall_tau`."""
     w = np.asarray(weights, dtype=np.float64)
     size = w.sum(axis=1)
@@ -314,12 +326,12 @@ def _optional(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _ranks(values: Sequence[float]) -> np.ndarray:
+def _ranks(values: ArrayLike) -> np.ndarray:
     """Dense ranks: small integers, whose differences are exact in float32."""
     return np.unique(np.asarray(values), return_inverse=True)[1].astype(np.float32)
 
 
-def _midranks(values: Sequence[float], weights: np.ndarray) -> np.ndarray:
+def _midranks(values: ArrayLike, weights: np.ndarray) -> np.ndarray:
     """(samples, n) ranks, from 1, of each element in the samples where it occurs `weights` times."""
     dense = np.unique(np.asarray(values), return_inverse=True)[1]
     groups = np.zeros((len(weights), dense.max() + 1))

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nasfast.config import nearest
-from nasfast.indicators.evidence import Evidence, ScoreError
-from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import Arch
+from nasfast.indicators.evidence import ScoreError
 
 if TYPE_CHECKING:
     from nasfast.supernet import Supernet
-
-
-TableScore = Callable[[Evidence], IndicatorTable]
-PathScore = Callable[[Evidence, Arch], float]
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class Score:
     """
 
     name: str
-    function: TableScore | PathScore
+    function: Callable[..., Any]
     additive: bool
     trained: bool
     images: bool

@@ -58,7 +58,7 @@ class IndicatorTable:
             {choice: score for choice, score in row.items() if choice not in (identity, SKIP)}
             for row, identity in zip(rows, identities, strict=True)
         )
-        layer = tuple(row.get(identity) for row, identity in zip(rows, identities, strict=True))
+        layer = tuple(None if v is None else row.get(v) for row, v in zip(rows, identities, strict=True))
         return cls(space, block, layer, meta, "sum")
 
     def __post_init__(self) -> None:
@@ -68,12 +68,13 @@ class IndicatorTable:
             raise TableError(
                 f"table of space {self.space.name!r} must have {len(self.space)} layers, got {len(self.block)}"
             )
-        for i, (scores, layer) in enumerate(zip(self.block, self.space.layers, strict=True)):
+        parts = zip(self.block, self.layer, self.space.layers, strict=True)
+        for i, (scores, layer_score, layer) in enumerate(parts):
             expected = set(layer.options) - {layer.indicator_choice, SKIP}
             if set(scores) != expected:
                 raise TableError(f"layer {i}: scores for choices {sorted(scores)}, the space has {sorted(expected)}")
-            identity = {} if self.layer[i] is None else {layer.indicator_choice: self.layer[i]}
-            for choice, score in {**scores, **identity}.items():
+            identity = SKIP if layer.indicator_choice is None else layer.indicator_choice
+            for choice, score in {**scores, **({} if layer_score is None else {identity: layer_score})}.items():
                 if not math.isfinite(score):
                     raise TableError(
                         f"layer {i}, choice {choice} ({layer.label(choice)}): score is {score}: the supernet diverged "
@@ -132,7 +133,7 @@ class IndicatorTable:
                 raise TableError(
                     f"indicator table has format {form['format']!r}, this version reads {_FORMAT!r}: score again"
                 )
-            rule = form["rule"] if form["format"] == _FORMAT else "product"
+            rule: Rule = form["rule"] if form["format"] == _FORMAT else "product"
             block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in form["layers"])
             layer = tuple(None if row["layer"] is None else float(row["layer"]) for row in form["layers"])
             return cls(SearchSpace.from_dict(form["space"]), block, layer, form["meta"], rule)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from nasfast.indicators.registry import ScoreError
 
+WeightedLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear
+
 
 def working_copy(module: nn.Module) -> nn.Module:
     """A deep copy in training mode, so that norms use the batch's statistics; dropout is off, because it is random.
@@ -25,7 +27,7 @@ def working_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def weighted_layers(module: nn.Module) -> dict[str, nn.Module]:
+def weighted_layers(module: nn.Module) -> dict[str, WeightedLayer]:
     """The convolutions and linear layers whose weights train, by name, in the order of `named_modules`.
 
     Raises:
@@ -42,7 +44,9 @@ def weighted_layers(module: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def loss_gradients(module: nn.Module, layers: Mapping[str, nn.Module], images: Tensor, labels: Tensor) -> list[Tensor]:
+def loss_gradients(
+    module: nn.Module, layers: Mapping[str, WeightedLayer], images: Tensor, labels: Tensor
+) -> list[Tensor]:
     """Gradients of the batch's mean cross entropy by the weight of each layer; 0 for a weight without influence.
 
     Raises:

@@ -31,7 +31,7 @@ class _Codes(TorchDispatchMode):
         if func in _RELU:
             self._count(args[0] > 0)
         elif func in _CLIPPED:
-            low, high = [*args[1:], *_LIMITS[len(args) - 1 :]]
+            low, high = args[1:] + _LIMITS[len(args) - 1 :]
             self._count(args[0] <= low, (args[0] > low) & (args[0] < high), args[0] >= high)
         return func(*args, **(kwargs or {}))
 

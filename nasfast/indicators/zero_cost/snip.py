@@ -26,4 +26,4 @@ def snip(module: nn.Module, images: Tensor, labels: Tensor) -> float:
     layers = weighted_layers(copied)
     gradients = loss_gradients(copied, layers, images, labels)
     pairs = zip(layers.values(), gradients, strict=True)
-    return sum((layer.weight.detach() * gradient).double().abs().sum().item() for layer, gradient in pairs)
+    return sum(((layer.weight.detach() * gradient).double().abs().sum().item() for layer, gradient in pairs), 0.0)
