@@ -10,6 +10,7 @@ statistics cost nothing.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +223,7 @@ def measure_machine(dtype: torch.dtype, *, quick: bool = False, device: str | to
     rates = {}
     for kind in {torch.float32, dtype}:
         a, b = torch.randn(n, n, device=device).to(kind), torch.randn(n, n, device=device).to(kind)
-        rates[kind] = 2 * n**3 / _best(lambda a=a, b=b: a @ b, repeats, device)
+        rates[kind] = 2 * n**3 / _best(partial(torch.matmul, a, b), repeats, device)
     return Machine(
         bytes=2 * source.nbytes / _best(lambda: target.copy_(source), repeats, device),
         matmul=rates[dtype],

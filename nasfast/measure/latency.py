@@ -14,12 +14,12 @@ from nasfast.config import ConfigError
 from nasfast.engine import GraphEngine
 from nasfast.measure.doctor import environment
 from nasfast.measure.floor import measure_machine, trace
-from nasfast.measure.projection import Projection, get_card, kernels_of, passes_of, project
+from nasfast.measure.projection import Card, Projection, get_card, kernels_of, passes_of, project
 from nasfast.measure.timing import EngineStep, GraphedStep, StepConfig, TrainingStep, machine, measure, measuring
 from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import StandaloneNetwork, Supernet
-from nasfast.train.supernet import METHODS
+from nasfast.train.supernet import METHODS, MethodName
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ PUBLISHED = (
 
 _OURS = "DI-NAS, nasfast ops"
 # row, method, whether it uses the operators of nasfast, and how it runs
-_ROWS = (
+_ROWS: tuple[tuple[str, MethodName, bool, str], ...] = (
     ("SPOS", "spos", False, "eager"),
     ("BNNAS", "bnnas", False, "eager"),
     ("DI-NAS, reference ops", "dinas_paper", False, "eager"),
     (_OURS, "dinas_paper", True, "eager"),
 )
-_GRAPH_ROWS = (
+_GRAPH_ROWS: tuple[tuple[str, MethodName, bool, str], ...] = (
     ("DI-NAS, torch graph", "dinas_paper", False, "graph"),
     ("DI-NAS, nasfast engine", "dinas_paper", True, "engine"),
 )
@@ -189,7 +189,8 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
             "use a machine with a GPU, or leave project out"
         )
     rows = _ROWS + (_GRAPH_ROWS if images.device.type == "cuda" else ())
-    steps, trainable = {}, {}
+    steps: dict[str, TrainingStep | GraphedStep | EngineStep] = {}
+    eager, trainable = {}, {}
     with measuring(cfg.threads):
         for name, method, fused, how in rows:
             preset = METHODS[method]
@@ -197,18 +198,19 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
                 space, init=preset.init, layer_indicators=preset.layer_indicators, fused=fused, seed=cfg.seed
             )
             trainable[name] = net.freeze(preset.trainable).trainable
-            net.to(device=images.device, memory_format=torch.channels_last).train()
+            net.to(images.device).to(memory_format=torch.channels_last).train()
             bf16 = cfg.dtype == "bf16"
             if how == "engine":
                 steps[name] = EngineStep(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
                 continue
-            steps[name] = TrainingStep(net, images, labels, path=path, bf16=bf16)
-            if how == "graph":
-                steps[name] = GraphedStep(steps[name])
+            eager[name] = TrainingStep(net, images, labels, path=path, bf16=bf16)
+            steps[name] = GraphedStep(eager[name]) if how == "graph" else eager[name]
         _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
         times = measure(steps, rounds=cfg.rounds)
         measured_on = {"device": str(images.device), **machine()}
-        projection = None if cfg.project is None else _project(cfg, space, path, steps[_OURS], times)
+        projection = None
+        if cfg.project is not None:
+            projection = _project(cfg, get_card(cfg.project), space, path, eager[_OURS], times)
     # the paper has no figures for nasfast's operators or for graphs
     measured = tuple(
         LatencyRow(
@@ -220,11 +222,11 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
 
 
 def _project(
-    cfg: LatencyConfig, space: SearchSpace, path: Arch, step: TrainingStep, times: dict[str, dict]
+    cfg: LatencyConfig, card: Card, space: SearchSpace, path: Arch, step: TrainingStep, times: dict[str, dict]
 ) -> Projection:
     """Project the row on nasfast's operators to another card."""
     device = step.images.device
     traced = trace(lambda: StandaloneNetwork(space, path), tuple(step.images.shape))
     here = measure_machine(torch.bfloat16 if cfg.dtype == "bf16" else torch.float32, device=device)
     passes = passes_of(kernels_of(step, device), traced)
-    return project(passes, times[_OURS]["step"]["median_ms"], here, get_card(cfg.project), cfg.dtype)
+    return project(passes, times[_OURS]["step"]["median_ms"], here, card, cfg.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,7 +149,7 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
     preset = METHODS[cfg.method]
     net = Supernet(space, init=preset.init, layer_indicators=preset.layer_indicators, seed=cfg.seed)
     net.freeze(preset.trainable, classifier=preset.classifier)
-    net.to(device=images.device, memory_format=torch.channels_last).train()
+    net.to(images.device).to(memory_format=torch.channels_last).train()
     step = TrainingStep(net, images, labels, path=path, bf16=cfg.dtype == "bf16")
     title = (
         f"one training step: {space.name}, {cfg.method}, batch {cfg.batch}, {space.resolution} x {space.resolution}, "
@@ -193,7 +194,7 @@ def _run(step: TrainingStep, ranges: _Ranges) -> None:
 def _layers_of(net: Supernet, path: Arch) -> dict[str, tuple[nn.Module, str]]:
     """Name -> layer and its block on the path, in the order of the forward pass."""
     space = net.space
-    parts = [
+    parts: list[tuple[str, Iterable[nn.Module], list[str]]] = [
         ("stem", net.stem, [layer.label(0) for layer in space.stem_layers]),
         ("layers", net.layers, space.describe(path)),
         ("head", net.head, [layer.label(0) for layer in space.head_layers]),
@@ -270,7 +271,8 @@ def _tables(
     total_time, self_time = (
         ("device_time_total", "self_device_time_total") if on_gpu else ("cpu_time_total", "self_cpu_time_total")
     )
-    in_range, ops = dict.fromkeys(ranges, 0.0), {}
+    in_range = dict.fromkeys(ranges, 0.0)
+    ops: dict[str, tuple[float, int]] = {}
     for event in averages:
         # a GPU's kernels and ranges are also events of the device, which would count the same time twice
         if event.device_type != torch.autograd.DeviceType.CPU:

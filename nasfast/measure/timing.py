@@ -9,7 +9,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,7 +203,7 @@ class EngineStep:
         return {"step": seconds_of(lambda: self._engine.forward_backward(*self._arguments), device)}
 
 
-def measure(variants: dict[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2) -> dict[str, dict]:
+def measure(variants: Mapping[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2) -> dict[str, dict]:
     """Run every variant in every round and summarise its times.
 
     Each round runs every variant once, in a rotating order, so that a busy moment of the machine affects all of them.
