@@ -177,7 +177,8 @@ class Proxyless:
                 for pair in zip(candidates_of(logits), runs, strict=True)
             ]
             return Draw(gates.to(logits.device), runs, others, p)
-        weights, index, others = torch.zeros_like(p), [], []
+        weights, others = torch.zeros_like(p), []
+        index: list[list[int]] = []
         for t, kind in enumerate(candidates_of(logits)):
             index.append([])
             others.append([])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -17,6 +17,8 @@ from nasfast.supernet import ArchNetwork, Init, InitScheme, initialize, standalo
 
 Runs = Sequence[Sequence[Sequence[int]]]
 """The columns of `CellSpace.ops` that are computed, by type of cell and then by edge."""
+Shared = dict[tuple[int, int, int] | int, Tensor]
+"""What operations on one source have in common: a result by (source, stride, column), the ReLU by the source alone."""
 
 
 class CellModule(nn.Module):
@@ -36,12 +38,14 @@ class CellModule(nn.Module):
         self.preprocess = nn.ModuleList()
         if space.preprocess:
             self.preprocess.extend(make_preprocess(c, channels, s, style) for c, s in space.cell_inputs(index))
-        self.edges = nn.ModuleList()
+        edges = nn.ModuleList()
+        # the types of ModuleList and ModuleDict do not say what is in them
+        self.edges: Sequence[Mapping[str, Operation]] = edges  # type: ignore[assignment]
         for e, columns in enumerate(options):
             made = {
                 space.ops[k]: make_operation(space.ops[k], channels, space.stride_of(index, e), style) for k in columns
             }
-            self.edges.append(nn.ModuleDict({op: module for op, module in made.items() if module is not None}))
+            edges.append(nn.ModuleDict({op: module for op, module in made.items() if module is not None}))
         self.strides = [space.stride_of(index, e) for e in range(len(options))]
         self.fused = style.fused
 
@@ -75,7 +79,8 @@ class CellModule(nn.Module):
                 and writes them to `measured`.
             measured: (edges, ops).
         """
-        states, shared = self.prepare(inputs), {}
+        states = self.prepare(inputs)
+        shared: Shared = {}
         for node in range(self.cell.inputs, self.cell.inputs + self.cell.nodes):
             terms = []
             for e in self.cell.into(node):
@@ -89,14 +94,17 @@ class CellModule(nn.Module):
             if gates is not None and not terms:
                 # the backward pass, which measures local costs, reaches this node only if its value depends on a gate
                 total = total * gates[0, 0].to(total.dtype)
-            if measured is not None and total.requires_grad and any(measures[e] for e in self.cell.into(node)):
-                # a copy of the list: if `total` were appended to it, the hook would keep `total` and its graph alive
-                total.register_hook(partial(self._measure, node, list(states), measures, measured))
+            if measures is not None and measured is not None and total.requires_grad:
+                if any(measures[e] for e in self.cell.into(node)):
+                    # a copy, because with `total` in the list the hook would keep `total` and its graph alive
+                    total.register_hook(partial(self._measure, node, list(states), measures, measured))
             states.append(total)
         outputs = [states[i] for i in self.cell.outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), states
 
-    def _term(self, operation: Operation, x: Tensor, key: tuple, shared: dict) -> tuple[Tensor, Operation | None]:
+    def _term(
+        self, operation: Operation, x: Tensor, key: tuple[int, int, int], shared: Shared
+    ) -> tuple[Tensor, Operation | None]:
         """An operation's output, and the operation itself if its `finish` is still to be applied."""
         if operation.shared:
             if key not in shared:
@@ -116,7 +124,7 @@ class CellModule(nn.Module):
         index = torch.tensor([e * columns + k for e, k, *_ in terms], device=gates.device)
         factors = gates.flatten()[index]
         if self.fused and all(o is None or _ends_in_plain_norm(o) for *_, o in terms):
-            eps = next((o.norm.eps for *_, o in terms if o is not None), 1e-5)
+            eps = next((o.norm.eps for *_, o in terms if o is not None and o.norm is not None), 1e-5)
             normalize = [o is not None for *_, o in terms]
             return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
         values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
@@ -138,7 +146,7 @@ class CellModule(nn.Module):
             measured[e, k] = (grad * y).sum()
 
     def outputs(
-        self, node: int, states: Sequence[Tensor], columns: Sequence[Sequence[int]], shared: dict
+        self, node: int, states: Sequence[Tensor], columns: Sequence[Sequence[int]], shared: Shared
     ) -> Iterator[tuple[int, int, Tensor]]:
         """Compute operations into a node, one at a time, and give edge, column and output of each.
 
@@ -176,7 +184,9 @@ class _Skeleton(nn.Module):
         self.space = space
         stem = nn.Conv2d(space.in_channels, space.stem_channels, 3, 1, 1, bias=False)
         self.stem = nn.Sequential(stem, style.make_norm(space.stem_channels, affine=True))
-        self.cells = nn.ModuleList()
+        cells = nn.ModuleList()
+        # the type of a ModuleList does not say what is in it
+        self.cells: Sequence[CellModule] = cells  # type: ignore[assignment]
         self.transitions = nn.ModuleDict()
         for i in range(space.cells):
             if i in space.reductions and space.reduce_by == "conv":
@@ -184,7 +194,7 @@ class _Skeleton(nn.Module):
                 convolution = nn.Conv2d(channels // 2, channels, 3, 2, 1, bias=False)
                 norm = style.make_norm(channels, affine=True)
                 self.transitions[str(i)] = nn.Sequential(nn.ReLU(), convolution, norm)
-            self.cells.append(CellModule(space, i, options[space.type_of(i)], style))
+            cells.append(CellModule(space, i, options[space.type_of(i)], style))
         head = [style.make_norm(space.features, affine=True), nn.ReLU()] if space.head else []
         self.head = nn.Sequential(*head)
         self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)

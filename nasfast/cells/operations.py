@@ -6,7 +6,7 @@ The definitions and the order of their parts are those of DARTS (arXiv 1806.0905
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from nasfast import ops
 from nasfast.spaces.cell_costs import KERNELS, NONE, SKIP_CONNECT
 from nasfast.spaces.cells import Norm, Order
+
+NormLayer = nn.BatchNorm2d | nn.GroupNorm
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Style:
     track_running_stats: bool = False
     fused: bool = True
 
-    def make_norm(self, channels: int, *, affine: bool | None = None) -> nn.Module:
+    def make_norm(self, channels: int, *, affine: bool | None = None) -> NormLayer:
         """A norm of (N, channels, H, W)."""
         affine = self.affine if affine is None else affine
         if self.norm == "batch":
@@ -108,7 +110,7 @@ class Operation(nn.Module):
         shared: whether it has no parameters, so that the same operation on the same source gives the same result.
     """
 
-    def __init__(self, body: nn.Module, norm: nn.Module | None, *, activates: bool = False, after: bool = False):
+    def __init__(self, body: nn.Module, norm: NormLayer | None, *, activates: bool = False, after: bool = False):
         super().__init__()
         self.activates, self.body, self.norm, self.after = activates, body, norm, after
 
@@ -128,6 +130,9 @@ class Operation(nn.Module):
 class BatchNormReLU(nn.Module):
     """Batch norm by the batch's statistics, without scale and shift, and ReLU as one operator."""
 
+    one: Tensor
+    zero: Tensor
+
     def __init__(self, norm: nn.BatchNorm2d) -> None:
         super().__init__()
         self.eps = norm.eps
@@ -138,7 +143,7 @@ class BatchNormReLU(nn.Module):
         return ops.bn_act(x, self.one, self.zero, act="relu", eps=self.eps)
 
 
-def is_plain_batch_norm(norm: nn.Module | None) -> bool:
+def is_plain_batch_norm(norm: nn.Module | None) -> TypeGuard[nn.BatchNorm2d]:
     """Whether a norm is a batch norm that uses the batch's statistics alone: no scale, no shift, nothing running."""
     return isinstance(norm, nn.BatchNorm2d) and not norm.affine and not norm.track_running_stats
 

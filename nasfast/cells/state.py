@@ -123,7 +123,8 @@ class CellSearchResult:
     def save(self, folder: str | Path) -> None:
         """Write search.npz (`arrays`), space.yaml, and one arch_RULE.json per rule of `derivations`."""
         folder, arrays = Path(folder), io.BytesIO()
-        np.savez_compressed(arrays, **self.arrays())
+        # numpy's types take the arrays for its argument allow_pickle
+        np.savez_compressed(arrays, **self.arrays())  # type: ignore[arg-type]
         write_atomic(folder / "search.npz", arrays.getvalue())
         write_atomic(folder / "space.yaml", self.space.to_yaml().encode())
         for rule, arch in derivations(self.space, self.logits).items():
@@ -141,6 +142,18 @@ class CellSearch(nn.Module):
         steps: how many steps the search has.
         fused: whether the network uses the operators of `nasfast.ops`.
     """
+
+    # buffers
+    allowed: Tensor
+    alpha: Tensor
+    done: Tensor
+    adam_step: Tensor
+    adam_mean: Tensor
+    adam_square: Tensor
+    probabilities: Tensor
+    costs: Tensor
+    edge_costs: Tensor
+    outputs: Tensor
 
     def __init__(self, space: CellSpace, cfg: CellSearchConfig, steps: int, *, fused: bool = True) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ class CellSearchEngine:
             parameter.grad = None
         if self._held_out is not None:
             draw = self._draw(FOR_LOGITS)
-            xs, ys = self._held_out_batch(x.device)
+            xs, ys = self._held_out_batch(self._held_out, x.device)
             if cfg.second_order:
                 cost, logits, learnt_from = self._second_order(draw, (x, y), (xs, ys))
             else:
@@ -125,15 +125,15 @@ class CellSearchEngine:
         cost = measured if gradient is None else gradient + measured
         return cost.detach(), logits.detach(), loss.detach()
 
-    def _held_out_batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _held_out_batch(self, held_out: EpochLoader, device: torch.device) -> tuple[Tensor, Tensor]:
         step = int(self._search.done)
         if step != self._next or self._batches is None:
-            epoch, start = divmod(step, len(self._held_out))
-            self._batches = self._held_out.epoch(epoch, start=start, device=device)
+            epoch, start = divmod(step, len(held_out))
+            self._batches = held_out.epoch(epoch, start=start, device=device)
         self._next = step + 1
         batch = next(self._batches, None)
         if batch is None:
-            self._batches = self._held_out.epoch(step // len(self._held_out), device=device)
+            self._batches = held_out.epoch(step // len(held_out), device=device)
             batch = next(self._batches)
         return batch
 

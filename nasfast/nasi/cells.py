@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.cells.gates import Columns
-from nasfast.cells.network import CellSupernet
+from nasfast.cells.network import CellSupernet, Shared
 from nasfast.nasi.search import Output
 from nasfast.spaces.cells import CellSpace
 
@@ -34,8 +34,8 @@ class CellMixture(nn.Module):
         self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
     ) -> Tensor:
         """Logits (N, num_classes); see `Mixture`."""
-        by_cell: list[list[Tensor]] | None = None if nodes is None else []
-        logits = self.net(x, gates[self._types], columns, nodes=by_cell)
+        by_cell: list[list[Tensor]] = []
+        logits = self.net(x, gates[self._types], columns, nodes=None if nodes is None else by_cell)
         if nodes is not None:
             # the last value is the cell's output, which is its last node or joins some of its nodes
             nodes += [value for cell in by_cell for value in cell[:-1]]
@@ -46,7 +46,8 @@ class CellMixture(nn.Module):
         start = 0
         for kind, module in zip(self._types, self.net.cells, strict=True):
             cell = module.cell
-            states, shared = nodes[start : start + cell.inputs + cell.nodes], {}
+            states = nodes[start : start + cell.inputs + cell.nodes]
+            shared: Shared = {}
             for node in range(cell.inputs, len(states)):
                 for e, k, y in module.outputs(node, states, columns[kind], shared):
                     yield Output(kind, e, k, start + cell.edges[e].source, start + node, y)

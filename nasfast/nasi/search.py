@@ -180,6 +180,8 @@ class Mixture(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
+    def to(self, device: str | torch.device) -> Mixture: ...
+
 
 @dataclass(frozen=True)
 class Record:

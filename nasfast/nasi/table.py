@@ -32,7 +32,8 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
     for layer, row in zip(space.layers, result.logits[0].tolist(), strict=True):
         logits = dict(zip(layer.options, row, strict=False))
         # a pinned layer has one option, which needs no score
-        shift = logits.pop(layer.options[0] if not layer.choices else layer.indicator_choice, 0.0)
+        identity = layer.indicator_choice if layer.choices else layer.options[0]
+        shift = 0.0 if identity is None else logits.pop(identity, 0.0)
         block.append({choice: value - shift for choice, value in logits.items()})
     return IndicatorTable(space, tuple(block), (None,) * len(space), {"method": METHOD, **(meta or {})})
 
