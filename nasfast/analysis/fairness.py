@@ -117,12 +117,12 @@ def fairness(
         rho = _pair_distances(y) / distances
         mean, var = channel_moments(y)
         measured.append(CandidateOutput(name, mean, var, float(rho.mean()), float(rho.std() / rho.mean())))
-    mean, var, rho = (np.array([getattr(c, key) for c in measured]) for key in ("mean", "var", "rho"))
+    means, variances, rhos = (np.array([getattr(c, key) for c in measured]) for key in ("mean", "var", "rho"))
     return Fairness(
         tuple(measured),
-        f_mean=float(mean.std() / math.sqrt(var.mean())),
-        f_var=float(np.log(var).std()),
-        f_iso=float(np.log(rho).std()),
+        f_mean=float(means.std() / math.sqrt(variances.mean())),
+        f_var=float(np.log(variances).std()),
+        f_iso=float(np.log(rhos).std()),
         disagreement=float(np.mean([_disagreement(a, b) for a, b in combinations(outputs, 2)])),
         f_phi=None if phi is None else float(np.log(phi).std()),
     )

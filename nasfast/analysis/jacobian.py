@@ -17,12 +17,13 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from nasfast.config import nearest
 from nasfast.ops import use_backend
@@ -38,6 +39,7 @@ from nasfast.ops.modules import (
 Array = NDArray[np.float64]
 Method = Literal["exact", "probes"]
 BNMode = Literal["constant", "coupled", "running"]
+_Module = TypeVar("_Module", bound=nn.Module)
 
 MAX_EXACT = 4_000_000
 """Largest number of elements at which the Jacobian of one sample is formed."""
@@ -88,7 +90,7 @@ class Isometry:
 
     def quantile(self, share: float) -> float:
         """The singular value below which this share of the singular values lies."""
-        return float(self.values[min(np.searchsorted(np.cumsum(self.weights), share), len(self.values) - 1)])
+        return float(self.values[min(int(np.searchsorted(np.cumsum(self.weights), share)), len(self.values) - 1)])
 
     def histogram(self, edges: Array) -> Array:
         """Share of the singular values between neighbouring edges, which ascend; values outside are left out."""
@@ -186,13 +188,13 @@ def _prepared(
 
 @torch.no_grad()
 def frozen_copy(
-    module: nn.Module,
+    module: _Module,
     x: Tensor,
     *,
     bn_mode: BNMode = "constant",
     circular: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> nn.Module:
+) -> _Module:
     """A copy in evaluation mode whose BatchNorms use the statistics of the batch x, so that samples do not interact.
 
     Args:
@@ -208,7 +210,7 @@ def frozen_copy(
     frozen = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
     for part in frozen.modules():
         part.__class__ = _PLAIN.get(type(part), type(part))
-    norms = [m for m in frozen.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in frozen.modules() if isinstance(m, _BatchNorm)]
     if circular:
         for conv in frozen.modules():
             if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.padding_mode == "zeros":
@@ -222,9 +224,8 @@ def frozen_copy(
         norm.running_mean = norm.running_var = None
         norm.train()
     if bn_mode == "constant" and norms:
-        statistics: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        hook = functools.partial(_record, statistics)
-        handles = [norm.register_forward_pre_hook(hook) for norm in norms]
+        statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
+        handles = [norm.register_forward_pre_hook(functools.partial(_record, statistics)) for norm in norms]
         applied(frozen, x.to(dtype))
         for handle in handles:
             handle.remove()
@@ -235,7 +236,7 @@ def frozen_copy(
     return frozen
 
 
-def _record(statistics: dict[nn.Module, tuple[Tensor, Tensor]], norm: nn.Module, inputs: tuple[Tensor]) -> None:
+def _record(statistics: dict[_BatchNorm, tuple[Tensor, Tensor]], norm: _BatchNorm, inputs: tuple[Tensor]) -> None:
     """Record the statistics of a BatchNorm's input."""
     (x,) = inputs
     if x.numel() // x.shape[1] < 2:

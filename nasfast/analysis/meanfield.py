@@ -67,9 +67,9 @@ ACTIVATIONS = {
     a.name: a
     for a in (
         Activation("identity", lambda x: x, np.ones_like),
-        Activation("tanh", np.tanh, lambda x: 1 - np.tanh(x) ** 2),
-        Activation("relu", lambda x: np.maximum(x, 0.0), lambda x: (x > 0) * 1.0),
-        Activation("relu6", lambda x: np.clip(x, 0.0, 6.0), lambda x: ((x > 0) & (x < 6)) * 1.0, (6.0,)),
+        Activation("tanh", np.tanh, lambda x: 1 - np.square(np.tanh(x))),
+        Activation("relu", lambda x: np.maximum(x, 0.0), lambda x: np.where(x > 0, 1.0, 0.0)),
+        Activation("relu6", lambda x: np.clip(x, 0.0, 6.0), lambda x: np.where((x > 0) & (x < 6), 1.0, 0.0), (6.0,)),
     )
 }
 

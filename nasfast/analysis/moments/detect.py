@@ -96,7 +96,7 @@ def summarise(curves: Mapping[str, Array]) -> dict[str, Array]:
     Returns:
         `NAME_mean`, `NAME_std`, `NAME_p16` and `NAME_p84`, and `NAME_error`, the standard error of the mean.
     """
-    result = {}
+    result: dict[str, Array] = {}
     for name, values in curves.items():
         known = np.isfinite(values)
         count = known.sum(0)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +24,10 @@ from nasfast.config import nearest
 from nasfast.ops import use_backend
 
 Function = Callable[[Tensor], Tensor]
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
-def held(module: nn.Module, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+def held(module: _Module, *, dtype: torch.dtype = torch.float32) -> _Module:
     """A copy in evaluation mode whose BatchNorms use the statistics of each batch as constants of the derivative.
 
     One forward pass is enough, because every BatchNorm takes its statistics from its input just before it uses them.
@@ -174,7 +176,8 @@ def module_moments(
     names: list[str] = []
     for _ in range(draws):
         dx = torch.randn(x.shape, generator=generator)
-        start, row, names = sensitivity(x, dx), [], []
+        row: list[dict[str, float]] = []
+        start, names = sensitivity(x, dx), []
 
         def record(name: str, y: object, start: float = start, row: list = row, names: list = names) -> None:
             if isinstance(y, Tensor) and y.ndim > 1 and len(y) == len(x):

@@ -156,7 +156,8 @@ class Draws:
         if cfg.init != "uniform":
             return None
         # E gamma^2 + E shift^2 = 1
-        return tuple(self.ball(cfg.width, 2, 2**0.5).unbind(2))
+        scale, shift = self.ball(cfg.width, 2, 2**0.5).unbind(2)
+        return scale, shift
 
     def first(self, cfg: NetConfig, channels: int) -> Tensor:
         """Weight of the linear layer before the network, with variance 1 / fan-in."""

@@ -67,7 +67,9 @@ def claim_convolutions(setting: str, convolutions: Sequence[ConvolutionMoments])
     if not kinds:
         return Claim(claim, "no convolutions", "-")
     names = [c.kind.replace(",", "") for c in kinds]
-    isometric, biased, closed, missed = [], [], [], []
+    isometric, biased = [], []
+    closed: list[str] = []
+    missed: list[str] = []
     for name, c in zip(names, kinds, strict=True):
         expected = c.expected_varphi
         if _isometric(c.phi, c.varphi):
@@ -114,11 +116,15 @@ def claim_gain(own: str, setting: str, rows: Sequence[Row]) -> Claim:
     claim = "the theory of layers without BatchNorm carries over to blocks with it: differences grow as the signal does"
     r = relative_gain(own)
     # a branch with a constant output has no gain
-    found = [row for row in rows if row.setting == setting and row.acts is not None and math.isfinite(row.gain)]
+    found = [
+        (row.gain, row.acts)
+        for row in rows
+        if row.setting == setting and row.acts is not None and math.isfinite(row.gain)
+    ]
     if not found:
         return Claim(claim, "no candidates", "-")
-    gain = float(np.median([row.gain for row in found]))
-    ratios = [row.gain / r**row.acts for row in found]
+    gain = float(np.median([measured for measured, _ in found]))
+    ratios = [measured / r**acts for measured, acts in found]
     middle, low, high = np.quantile(ratios, (0.5, 0.05, 0.95))
     if abs(gain - 1) <= _NEAR:
         verdict = "holds: the gain is near 1"
@@ -244,14 +250,16 @@ def claim_depth(orthogonal: str, gaussian: str, depth: Sequence[PathSpread]) -> 
     claim = "with orthogonal weights the differences between paths do not add up with depth, with Gaussian ones they do"
     # 64 paths give the std of one layer to a tenth
     std = {(d.setting, d.indicator_bn): d.std for d in depth}
-    texts, apart, adding, means = [], [], {True: [], False: []}, {}
+    texts, apart = [], []
+    adding: dict[bool, list[str]] = {True: [], False: []}
+    means: dict[str, tuple[float, float]] = {}
     for indicator_bn in (True, False):
         pair = [std.get((s, indicator_bn), ()) for s in (orthogonal, gaussian)]
         if min(map(len, pair)) < 2 or max(map(max, pair)) <= _ROUNDING:
             continue
         grown = [_growth(values) for values in pair]
         name = bn_text(indicator_bn)
-        means[name] = tuple(float(np.mean(values)) for values in pair)
+        means[name] = float(np.mean(pair[0])), float(np.mean(pair[1]))
         adds = [value >= max(1 / _CLEARLY, _CLEARLY * alone) for value, alone in grown]
         for kind, so in zip(("orthogonal", "Gaussian"), adds, strict=True):
             adding[so].append(f"{kind} {name}")

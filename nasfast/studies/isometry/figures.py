@@ -256,7 +256,7 @@ def _depth(form: Form) -> Figure:
     figure, axes = new_figure(10, 3.8, columns=2)
     for colour, setting in zip(SERIES, form["settings"], strict=False):
         for found in (d for d in form["depth"] if d["setting"] == setting):
-            style = {"color": colour, "lw": 1.4, "ls": "-" if found["indicator_bn"] else ":"}
+            style: dict[str, Any] = {"color": colour, "lw": 1.4, "ls": "-" if found["indicator_bn"] else ":"}
             axes[0].plot(found["std"], **style, label=literal(setting) if found["indicator_bn"] else None)
             axes[1].plot(found["ratio"], **style)
     axes[0].set(title="std of log Var(h) over paths", xlabel="layer")

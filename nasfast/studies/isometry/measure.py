@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,7 +172,7 @@ def measure_module(module: nn.Module, x: Tensor, effort: Effort, *, setting: str
         ValueError: as `isometry` of the whole; a part that cannot be measured is left out.
     """
     frozen = frozen_copy(module, x)
-    inputs: dict[str, list[Tensor]] = {}
+    inputs: dict[str, list[Any]] = {}
     parts = parts_of(frozen)
     handles = [
         # a part may be called with keywords alone
@@ -244,8 +245,8 @@ def measure_convolutions(
         kind, g2 = _kind_of(unit.conv), GAINS[unit.act_name] ** 2
         firsts, seconds = circular_conv_moments(unit.conv.weight, unit.conv.groups)
         weights[kind.name] = weights.get(kind.name, 0) + unit.conv.weight.numel()
-        expected = np.full(len(firsts), getattr(kind, scheme), dtype=float)
-        pooled.setdefault(kind.name, []).append((firsts / g2, seconds / g2**2, expected))
+        closed = np.full(len(firsts), getattr(kind, scheme), dtype=float)
+        pooled.setdefault(kind.name, []).append((firsts / g2, seconds / g2**2, closed))
     rows, marks = [], []
     for name, found in sorted(pooled.items()):
         # the filters of a depthwise convolution share a row of `found`; any other convolution is one block
@@ -286,7 +287,8 @@ def block_marks(act: str, *, seed: int = 0) -> list[Check]:
     marks = []
     generator = torch.Generator().manual_seed(seed)
     expansion = 6
-    for scheme, sign in (("orthogonal", -1), ("gaussian", 1)):
+    signs: dict[Init, int] = {"orthogonal": -1, "gaussian": 1}
+    for scheme, sign in signs.items():
         found = [_pair_varphi(scheme, expansion, _PAIR_DRAWS * seed + i) for i in range(_PAIR_DRAWS)]
         expected, name = 1 + sign / expansion, f"{scheme}: linear pair, expansion {expansion}: varphi"
         marks.append(Check.near(name, expected, _VARPHI_MARK * expected, float(np.mean(found))))
@@ -294,14 +296,14 @@ def block_marks(act: str, *, seed: int = 0) -> list[Check]:
         block = InvertedResidual(_BLOCK_CHANNELS, _BLOCK_CHANNELS, kernel_size=3, stride=1, expand=expansion, act=name)
         initialize(block, "orthogonal", seed=seed)
         h = torch.randn(64, _BLOCK_CHANNELS, _BLOCK_SIZE, _BLOCK_SIZE, generator=generator)
-        found = isometry(branch_of(block)[0], h, probes=32, samples=4, lanczos_steps=0, circular=True, seed=seed)
+        branch = isometry(branch_of(block)[0], h, probes=32, samples=4, lanczos_steps=0, circular=True, seed=seed)
         expected = relative_gain(name) ** 2
         marks.append(
             Check.near(
                 f"orthogonal: branch with BatchNorm, {name}: phi Var(h)",
                 expected,
                 _GAIN_MARK * expected,
-                found.phi * channel_moments(h)[1],
+                branch.phi * channel_moments(h)[1],
             )
         )
     return marks

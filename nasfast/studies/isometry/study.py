@@ -107,7 +107,7 @@ def isometry_study(cfg: IsometryConfig | None = None) -> IsometryReport:
 
 def run(cfg: IsometryConfig, out: Path | None, task: Task) -> IsometryReport:
     """A space, or any module; see `isometry_study`."""
-    return _space(cfg, cfg.resolve(), task) if cfg.module is None else _module(cfg, task)
+    return _space(cfg, cfg.resolve(), task) if cfg.module is None else _module(cfg, cfg.module, task)
 
 
 def _space(cfg: IsometryConfig, space: SearchSpace, task: Task) -> IsometryReport:
@@ -165,23 +165,23 @@ def _reductions(cfg: IsometryConfig, space: SearchSpace, images: int) -> tuple[s
     )
 
 
-def _module(cfg: IsometryConfig, task: Task) -> IsometryReport:
-    make = maker(cfg.module)
+def _module(cfg: IsometryConfig, name: str, task: Task) -> IsometryReport:
+    make = maker(name)
     x = torch.randn(cfg.batch, *sample_shape(cfg.input), generator=torch.Generator().manual_seed(cfg.seed))
     rows = []
-    settings = ("as it is", "orthogonal", "gaussian")
-    for setting in settings:
+    settings: dict[str, Init | None] = {"as it is": None, "orthogonal": "orthogonal", "gaussian": "gaussian"}
+    for setting, init in settings.items():
         module = make()
         try:
-            if setting != "as it is":
-                initialize(module, setting, seed=cfg.seed)
+            if init is not None:
+                initialize(module, init, seed=cfg.seed)
             rows += measure_module(module, x, cfg.effort, setting=setting, task=task)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"module {cfg.module!r}, input {cfg.input}, {setting}: {error}") from error
+            raise ValueError(f"module {name!r}, input {cfg.input}, {setting}: {error}") from error
     return IsometryReport(
-        subject=f"module {cfg.module}, inputs: white noise of shape {cfg.input}",
+        subject=f"module {name}, inputs: white noise of shape {cfg.input}",
         notes=(f"{cfg.samples} samples and {cfg.probes} random probes per part; statistics of {cfg.batch} samples",),
-        settings=settings,
+        settings=tuple(settings),
         rows=tuple(rows),
         diagram=_diagram(),
     )

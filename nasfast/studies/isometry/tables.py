@@ -28,10 +28,10 @@ def candidate_lines(settings: Sequence[str], rows: Sequence[Row]) -> list[str]:
     for (layer, name), found in by_place.items():
         cells = []
         for setting in settings:
-            row = found.get(setting)
-            if row is None:
+            if setting not in found:
                 cells.append(" " * 37)
                 continue
+            row = found[setting]
             module = row.module or row.branch
             cells.append(
                 f"{row.branch.phi:6.3f} {row.branch.varphi:7.3f} {row.gain:5.2f} {module.phi:8.3f} {module.varphi:7.3f}"

@@ -139,7 +139,8 @@ def agreement(
     cfg: FiguresConfig, figure: int, found: Run, reference: Published
 ) -> tuple[list[tuple[str, ...]], list[Check]]:
     """Rows and pass marks of one figure: deviations over what scatter and rounding of the reference allow."""
-    rows, checks, name, count = [], [], reference.name, float(reference["n_real"])
+    checks, name, count = [], reference.name, float(reference["n_real"])
+    rows: list[tuple[str, ...]] = []
     depth, networks = reference["depth"], found.realisations
     curves = {key: values[:, np.isin(found.depth, depth)] for key, values in found.curves().items()}
 

@@ -195,7 +195,8 @@ def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tenso
     first = push(net.stem, (x, dx))
     start = sensitivity(*first)
     sampler = UniformSampler(space, seed=cfg.seed, layer_indicators=False)
-    rows, increments = [], {}
+    rows = []
+    increments: dict[tuple[int, str], list[float]] = {}
     for i_path in range(cfg.paths):
         pair, row = first, []
         for index, (layer, choice) in enumerate(zip(net.layers, sampler.step()[0], strict=True)):

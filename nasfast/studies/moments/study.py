@@ -36,7 +36,7 @@ from nasfast.studies.moments.measure import (
     published,
     source_of,
 )
-from nasfast.studies.parts import Table
+from nasfast.studies.parts import Figure, Table
 from nasfast.studies.report import StudyReport
 from nasfast.studies.run import Task, run_study
 from nasfast.supernet import Init, Supernet, initialize
@@ -171,7 +171,8 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
     """The published experiments; see `figures_study`."""
     runner = Runner(out, cfg.seed, str(torch_device(cfg.device)), task)
     source = source_of(cfg)
-    runs, drawn, checks, compared = {}, [], [], []
+    runs, checks, compared = {}, [], []
+    drawn: list[Figure] = []
     for number in cfg.figures:
         name = _FIGURE_NAMES[number]
         count = cfg.histogram_realisations if number == 2 else cfg.realisations
@@ -214,7 +215,7 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
 
 def module(cfg: ModuleConfig, out: Path | None, task: Task) -> StudyReport:
     """A search space, or any module; see `module_study`."""
-    return _space(cfg, task) if cfg.module is None else _module(cfg, task)
+    return _space(cfg, task) if cfg.module is None else _module(cfg, cfg.module, task)
 
 
 def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
@@ -252,18 +253,19 @@ def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
     )
 
 
-def _module(cfg: ModuleConfig, task: Task) -> StudyReport:
-    make, x = maker(cfg.module), module_inputs(cfg, sample_shape(cfg.input))
+def _module(cfg: ModuleConfig, name: str, task: Task) -> StudyReport:
+    make, x = maker(name), module_inputs(cfg, sample_shape(cfg.input))
     probes = None if cfg.probes is None else [name.strip() for name in cfg.probes.split(",")]
     shown, verdicts, settings = [], {}, {}
-    for setting in ("as it is", "orthogonal", "gaussian"):
+    inits: dict[str, Init | None] = {"as it is": None, "orthogonal": "orthogonal", "gaussian": "gaussian"}
+    for setting, init in inits.items():
         net = make()
         try:
-            if setting != "as it is":
-                initialize(net, setting, seed=cfg.seed)
+            if init is not None:
+                initialize(net, init, seed=cfg.seed)
             found = module_moments(net, x, probes=probes, draws=cfg.draws, seed=cfg.seed)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"module {cfg.module!r}, input {cfg.input}, {setting}: {error}") from error
+            raise ValueError(f"module {name!r}, input {cfg.input}, {setting}: {error}") from error
         depth = np.arange(1, len(found.names) + 1, dtype=float)
         verdicts[setting] = detect(depth, found.curves)
         mean = summarise(found.curves)

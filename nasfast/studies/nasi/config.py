@@ -14,7 +14,7 @@ from nasfast.runtime.device import check_device
 from nasfast.spaces import named_space
 from nasfast.studies.inputs import check_common
 
-MODES: dict[str, dict[str, str]] = {
+MODES: dict[str, dict[str, Any]] = {
     "standard": {},
     "random labels": {"labels": "random"},
     "random images": {"images": "random"},

@@ -23,8 +23,8 @@ from nasfast.studies.page import Drawing, Form
 class Panel:
     """One scatter plot: a dot for each architecture, with the labels of both axes."""
 
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Sequence[float] | np.ndarray
+    y: Sequence[float] | np.ndarray
     labels: tuple[str, str]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
@@ -96,7 +97,8 @@ def tenths(done: Done, total: int) -> Done:
 
 def distinct_archs(space: CellSpace, count: int, seed: int) -> list[Arch]:
     """Random architectures, all different."""
-    rng, found = np.random.default_rng(derive_seed(seed, seeds.STUDY_CELLS)), {}
+    rng = np.random.default_rng(derive_seed(seed, seeds.STUDY_CELLS))
+    found: dict[Arch, None] = {}
     while len(found) < count:
         found[space.random(rng)] = None
     return list(found)
@@ -134,12 +136,12 @@ def _scores(
     return scores
 
 
-def pearson(x: Sequence[float], y: Sequence[float]) -> float:
+def pearson(x: ArrayLike, y: ArrayLike) -> float:
     """Pearson's correlation coefficient."""
     return float(stats.pearsonr(x, y).statistic)
 
 
-def spearman(x: Sequence[float], y: Sequence[float]) -> float:
+def spearman(x: ArrayLike, y: ArrayLike) -> float:
     """Spearman's rank correlation coefficient."""
     return float(stats.spearmanr(x, y).statistic)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -188,10 +189,12 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
     batches = [next(stream) for _ in range(cfg.repeats)]
     results = searches.all()
     found = _found(searches, results, folder)
+    # get_space has refused a space of cells
+    space = cast("SearchSpace", searches.space)
     predictors: dict[str, Predictor] = {}
     seconds: dict[str, str] = {}
     for (mode, i), result in results.items():
-        table, name = nasi_table(searches.space, result), f"NASI, {mode}, seed {cfg.seed + i}"
+        table, name = nasi_table(space, result), f"NASI, {mode}, seed {cfg.seed + i}"
         predictors[name] = {arch: table.score(arch) for arch in truth}
         seconds[name] = tables.seconds_text(result)
     if cfg.indicators is not None:

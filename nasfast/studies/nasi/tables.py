@@ -31,7 +31,8 @@ from nasfast.studies.parts import Table
 
 def correlation_table(cells: RandomCells) -> Table:
     """How well Q, in every mode, and the number of parameters predict the accuracy of random cells."""
-    q, params, rows = np.array(cells.scores["standard"]), cells.params, []
+    q, params = np.array(cells.scores["standard"]), cells.params
+    rows: list[tuple[str, ...]] = []
     for mode, values in cells.scores.items():
         correlations = (
             spearman(values, cells.accuracy),
@@ -41,9 +42,9 @@ def correlation_table(cells: RandomCells) -> Table:
         )
         extremes = (np.min(values), np.median(values), np.max(values))
         rows.append((f"Q, {mode}", *(f"{v:.3f}" for v in extremes), *(f"{c:.2f}" for c in correlations)))
-    extremes = (f"{params.min():.0f}", f"{np.median(params):.0f}", f"{params.max():.0f}")
+    sizes = (f"{params.min():.0f}", f"{np.median(params):.0f}", f"{params.max():.0f}")
     rows.append(
-        ("parameters", *extremes, f"{spearman(params, cells.accuracy):.2f}", "-", f"{spearman(params, q):.2f}", "-")
+        ("parameters", *sizes, f"{spearman(params, cells.accuracy):.2f}", "-", f"{spearman(params, q):.2f}", "-")
     )
     header = (
         "score",

@@ -66,8 +66,9 @@ class Wiring(Figure):
 
 def architecture_figures(title: str, found: CellSearchResult) -> list[Figure]:
     """Probabilities per edge, and the graph at five steps, for every type of cell (figures 3 and 12 to 14)."""
-    space, figures = found.space, []
-    cell, steps = space.cell, _steps(found)
+    space, steps = found.space, _steps(found)
+    cell = space.cell
+    figures: list[Figure] = []
     at = np.unique(np.linspace(0, len(steps) - 1, 5).round().astype(int))
     for t, kind in enumerate(space.types):
         name = title if len(space.types) == 1 else f"{title}, {kind} cell"

@@ -108,11 +108,12 @@ def loaders(cfg: ExperimentConfig, *, bilevel: bool) -> tuple[Any, Any]:
         return train, held if bilevel else None
     data = DataConfig(train=cfg.images, batch_size=cfg.batch_size, augment="cifar")
     source = folder_of(cfg.images)
-    parts = split_source(source, 0.5, cfg.seed) if bilevel else (source, None)
-    return tuple(
-        None if part is None else make_loader(data, part, train=True, resolution=cfg.resolution, seed=2 * cfg.seed + i)
-        for i, part in enumerate(parts)
+    halves = split_source(source, 0.5, cfg.seed) if bilevel else (source, None)
+    of_weights, of_logits = (
+        None if half is None else make_loader(data, half, train=True, resolution=cfg.resolution, seed=2 * cfg.seed + i)
+        for i, half in enumerate(halves)
     )
+    return of_weights, of_logits
 
 
 def searches_of(cfg: ExperimentConfig, runner: Runner, name: str, **changes: Any) -> dict[int, CellSearchResult]:
@@ -244,7 +245,7 @@ def initial_costs(
     for seed in nets:
         of_seed = cfg.replace(seed=seed)
         loader, _ = loaders(of_seed, bilevel=False)
-        net = CellSupernet(space, seed=seed).to(device=runner.device, memory_format=torch.channels_last)
+        net = CellSupernet(space, seed=seed).to(runner.device).to(memory_format=torch.channels_last)
         table, outputs = monte_carlo(net, loader, batches=cfg.batches, seed=seed, device=runner.device)
         tables.append(table)
         cost, count = cost + float(outputs[0, 0]), count + float(outputs[0, 3])

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.cells.network import CellSupernet
-from nasfast.cells.operations import Operation
+from nasfast.cells.operations import NormLayer, Operation
 from nasfast.spaces.cell_costs import SKIP_CONNECT
 from nasfast.spaces.cells import Cell, CellSpace
 
-NORMS = (nn.BatchNorm2d, nn.GroupNorm)
 STATISTICS = {"batch": (0, 2, 3), "layer": (1, 2, 3), "instance": (2, 3)}
 """Dimensions of (N, C, H, W) that each kind of norm averages over."""
 
@@ -80,7 +79,7 @@ class Step:
 def set_eps(net: nn.Module, eps: float) -> None:
     """Change eps of every norm."""
     for module in net.modules():
-        if isinstance(module, NORMS):
+        if isinstance(module, NormLayer):
             module.eps = eps
 
 
@@ -89,7 +88,7 @@ def make_net(space: CellSpace, *, eps: float = 1e-5, seed: int = 0) -> CellSuper
     net = CellSupernet(space, fused=False, seed=seed).double().train()
     generator = torch.Generator().manual_seed(seed)
     for module in net.modules():
-        if isinstance(module, NORMS) and module.weight is not None:
+        if isinstance(module, NormLayer) and module.weight is not None:
             for parameter in (module.weight, module.bias):
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.data += 0.5 * noise
@@ -147,7 +146,7 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
     return Step(net, gates.detach(), costs, detached, gradients, logits.detach(), labels)
 
 
-def norm_residual(norm: nn.Module, kind: str, x: Tensor, out: Tensor, gradient: Tensor) -> Tensor:
+def norm_residual(norm: NormLayer, kind: str, x: Tensor, out: Tensor, gradient: Tensor) -> Tensor:
     """<dL/dx, x> of a norm, from the gradient of its output; it would be 0 without eps.
 
     Args:
@@ -170,7 +169,7 @@ def path_gradient(operation: Operation, x: Tensor, gradient: Tensor, kind: str) 
         kind: the kind of its norms.
     """
     seen: list[tuple[Tensor, Tensor]] = []
-    norm = next(module for module in operation.modules() if isinstance(module, NORMS))
+    norm = next(module for module in operation.modules() if isinstance(module, NormLayer))
     handle = norm.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
     try:
         x = x.detach().requires_grad_()

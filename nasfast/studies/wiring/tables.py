@@ -56,11 +56,11 @@ def _number(value: float) -> str:
 
 def _interval(values: Sequence[float]) -> str:
     """Mean and 95 % interval of Student's t over the seeds."""
-    values = np.asarray(values, dtype=float)
-    if len(values) < 2 or not np.isfinite(values).all():
+    sample = np.asarray(values, dtype=float)
+    if len(sample) < 2 or not np.isfinite(sample).all():
         return "-"
-    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return f"{values.mean():.3f} ± {half:.3f}"
+    half = stats.t.ppf(0.975, len(sample) - 1) * sample.std(ddof=1) / np.sqrt(len(sample))
+    return f"{sample.mean():.3f} ± {half:.3f}"
 
 
 def theorems_table(rows: Sequence[Residual]) -> Table:

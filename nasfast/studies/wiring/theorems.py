@@ -103,10 +103,11 @@ def _exact_residual(space: CellSpace, data: tuple[Tensor, Tensor], seed: int) ->
     for i, cell in enumerate(net.cells):
         for e, edge in enumerate(space.cell.edges):
             for k in space.candidates[e] if space.cell.is_intermediate(edge) else ():
-                if space.ops[k] in (NONE, SKIP_CONNECT):
+                operation = cell.operation(e, k)
+                if operation is None or space.ops[k] == SKIP_CONNECT:
                     continue
                 x, gradient = step.nodes[i][edge.source], step.gradients[i][edge.target] * step.gates[i, e, k]
-                of_x, expected = path_gradient(cell.operation(e, k), x, gradient, space.norm)
+                of_x, expected = path_gradient(operation, x, gradient, space.norm)
                 worst = max(worst, abs(float((of_x * x).sum() - expected)))
                 largest = max(largest, abs(float(expected)))
     affine = "with" if space.affine else "without"
@@ -308,8 +309,8 @@ def theorem_5(space: CellSpace, *, batch: int, seed: int) -> list[Residual]:
         rows.append(_node_totals(f"T5 node totals, {norm} norm, {order}", steps))
     net = make_net(space.replace(norm="instance"), seed=seed)
     step = take_step(net, mixed_gates(space, seed), *data)
-    other = [k for k, op in enumerate(space.ops) if op != SKIP_CONNECT]
-    worst, skips = (float(step.costs[..., ks].abs().max()) for ks in (other, [space.ops.index(SKIP_CONNECT)]))
+    others = [k for k, op in enumerate(space.ops) if op != SKIP_CONNECT]
+    worst, skips = (float(step.costs[..., ks].abs().max()) for ks in (others, [space.ops.index(SKIP_CONNECT)]))
     note = f"skips {skips:.1e}; logits up to {float(step.logits.abs().max()):.1e}"
     return [*rows, Residual("T5 instance norm without scale: any cost but a skip's", worst, EXACT, note)]
 
