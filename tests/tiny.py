@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, nas_bench_macro
+from nasfast.spaces import Block, FairSampler, FixedLayer, Sampler, SearchSpace, Stage, nas_bench_macro
+from nasfast.supernet import Supernet
 
 CHOICES = (Block("mbconv", 3, 2), Block("mbconv", 5, 1), Block("mbconv", 3, 3))
 
@@ -45,6 +46,24 @@ def batches(count: int, *, size: int = 8, num_classes: int = 4, resolution: int 
             image[1] += 2 * (label // 2 % 2)
         result.append((images.contiguous(memory_format=torch.channels_last), labels))
     return result
+
+
+class Fixed(Sampler):
+    """A sampler that gives the same paths at every step."""
+
+    def __init__(self, space, *paths) -> None:
+        super().__init__(space, layer_indicators=True)
+        self.paths = list(paths)
+
+    def step(self):
+        return self.paths
+
+
+def net_and_sampler(*paths, trainable: str = "indicators", seed: int = 0):
+    space = tiny_space()
+    net = Supernet(space, seed=seed)
+    net.freeze(trainable)
+    return net, Fixed(space, *paths) if paths else FairSampler(space, seed=seed)
 
 
 def write_folder(

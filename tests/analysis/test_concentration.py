@@ -65,7 +65,7 @@ def test_ratio_of_gaussian_to_itself_and_quantiles(table):
     for found in table.rows:
         if found.setting.kind == "gaussian":
             assert table.ratio(found, 144) == 1
-        # for a normal distribution the 95 % quantile of abs(x) is 1.96 times the deviation
+        # of a normal distribution 1.96 times the deviation
         for rms, e95 in zip(found.rms, found.e95, strict=True):
             if rms > 1e-10:
                 assert 1.4 < e95 / rms < 2.6

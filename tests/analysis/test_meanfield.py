@@ -1,4 +1,4 @@
-"""Mean field against published formulas, independent quadrature, closed forms and sampled networks."""
+"""Mean field against published-by-formula values, independent quadrature, closed forms and sampled networks."""
 
 from __future__ import annotations
 
