@@ -411,17 +411,21 @@ class CellSpace(ArchSpace):
         return Operator(cost, tuple(inputs), works=op not in (NONE, SKIP_CONNECT) and "pool" not in op)
 
 
+def at_thirds(cells: int) -> tuple[int, ...]:
+    """Indices of the cells at one and two thirds of a network; fewer than three cells have 0 among them."""
+    return tuple(sorted({cells // 3, 2 * cells // 3}))
+
+
 def darts_space(
     *, cells: int = 8, channels: int = 16, reductions: bool = True, num_classes: int = 10, resolution: int = 32
 ) -> CellSpace:
     """The DARTS space: cells of four nodes, with reductions at one and two thirds unless `reductions=False` (S8n)."""
-    at = tuple(sorted({cells // 3, 2 * cells // 3})) if reductions else ()
     return CellSpace(
         name="darts",
         cell=darts_cell(),
         cells=cells,
         channels=channels,
-        reductions=at,
+        reductions=at_thirds(cells) if reductions else (),
         num_classes=num_classes,
         resolution=resolution,
     )
@@ -431,13 +435,12 @@ def nas_bench_201_space(
     *, cells: int = 15, channels: int = 16, num_classes: int = 10, resolution: int = 32
 ) -> CellSpace:
     """NAS-Bench-201's cells in three stages, with a strided convolution between them instead of a residual block."""
-    at = tuple(sorted({cells // 3, 2 * cells // 3} - {0}))
     return CellSpace(
         name="nas_bench_201",
         cell=nas_bench_201_cell(),
         cells=cells,
         channels=channels,
-        reductions=at,
+        reductions=tuple(index for index in at_thirds(cells) if index > 0),
         reduce_by="conv",
         stem_multiplier=1,
         preprocess=False,
@@ -457,25 +460,9 @@ def choice_blocks_space(
 
     In NAS-Bench-1Shot1 an operation belongs to a node and works on the sum of its parents, the output joins its parents
     without an operation, and pooling separates the stages. Here an operation belongs to the edge from each parent, the
-    last node is the output, and a strided convolution separates the stages.
+    last node is the output, and a strided convolution separates the stages, as in `nas_bench_201_space`.
     """
     ops = ("none", "max_pool_3x3", "conv_1x1", "conv_3x3")
     edges = tuple(Edge(i, j, ops) for j in range(1, 5) for i in range(j))
-    at = tuple(sorted({cells // 3, 2 * cells // 3} - {0}))
-    return CellSpace(
-        name="choice_blocks",
-        cell=Cell(1, 4, edges, (4,)),
-        cells=cells,
-        channels=channels,
-        reductions=at,
-        reduce_by="conv",
-        stem_multiplier=1,
-        preprocess=False,
-        head=True,
-        affine=True,
-        pool_norm=False,
-        order="conv_norm_relu",
-        classifier_bias=True,
-        num_classes=num_classes,
-        resolution=resolution,
-    )
+    network = nas_bench_201_space(cells=cells, channels=channels, num_classes=num_classes, resolution=resolution)
+    return network.replace(name="choice_blocks", cell=Cell(1, 4, edges, (4,)), order="conv_norm_relu")

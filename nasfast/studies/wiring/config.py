@@ -13,7 +13,7 @@ from nasfast.config import ConfigBase
 from nasfast.data import FolderSource
 from nasfast.runtime.device import check_device
 from nasfast.spaces.cell_costs import SKIP_CONNECT
-from nasfast.spaces.cells import Norm, Order
+from nasfast.spaces.cells import Norm, Order, at_thirds
 from nasfast.studies.inputs import check_common
 from nasfast.train import TrainConfig
 
@@ -128,13 +128,12 @@ class ExperimentConfig(ConfigBase):
         cell = cell or CELLS[self.cell]()
         if self.no_skip_on_intermediate:
             cell = cell.without_on_intermediate(SKIP_CONNECT)
-        at = tuple(sorted({self.cells // 3, 2 * self.cells // 3})) if self.reductions else ()
         return CellSpace(
             name=self.cell,
             cell=cell,
             cells=self.cells,
             channels=self.channels,
-            reductions=at,
+            reductions=at_thirds(self.cells) if self.reductions else (),
             order=self.order,
             norm=self.norm,
             resolution=SIZE if self.images is None else self.resolution,

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from nasfast.cells import CELLS, DARTS_OPS
 from nasfast.cells.montecarlo import monte_carlo
@@ -42,6 +44,8 @@ from nasfast.studies.wiring.measure import (
     sign_window,
 )
 from nasfast.studies.wiring.theorems import check_theorems
+
+Experiment = TypeVar("Experiment", bound=ExperimentConfig)
 
 _METHODS = {"darts": "DARTS", "snas": "SNAS", "dsnas": "DSNAS", "proxyless": "ProxylessNAS"}
 _EXPLANATION = (
@@ -112,28 +116,17 @@ def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
     )
 
 
-def growth(cfg: GrowthConfig, out: Path | None, task: Task) -> StudyReport:
-    """P1; see `growth_study`."""
-    with runner_of(cfg, out, task) as runner:
-        return _growth(cfg, runner)
+def _with_runner(
+    study: Callable[[Experiment, Runner], StudyReport],
+) -> Callable[[Experiment, Path | None, Task], StudyReport]:
+    """A study of searches as `run(config, out, task)`, which gives it a `Runner` in its directory."""
 
+    def run(cfg: Experiment, out: Path | None, task: Task) -> StudyReport:
+        with runner_of(cfg, out, task) as runner:
+            return study(cfg, runner)
 
-def width(cfg: WidthConfig, out: Path | None, task: Task) -> StudyReport:
-    """P2; see `width_study`."""
-    with runner_of(cfg, out, task) as runner:
-        return _width(cfg, runner)
-
-
-def collapse(cfg: CollapseConfig, out: Path | None, task: Task) -> StudyReport:
-    """P3; see `collapse_study`."""
-    with runner_of(cfg, out, task) as runner:
-        return _collapse(cfg, runner)
-
-
-def cost(cfg: CostConfig, out: Path | None, task: Task) -> StudyReport:
-    """Local costs; see `cost_study`."""
-    with runner_of(cfg, out, task) as runner:
-        return _cost(cfg, runner)
+    run.__doc__ = study.__doc__
+    return run
 
 
 def _subject(cfg: LearntConfig, found: CellSearchResult) -> str:
@@ -150,7 +143,9 @@ def _notes(cfg: ExperimentConfig) -> tuple[str, ...]:
     return ("settings are not those of the pass marks: signs are judged, thresholds are not",)
 
 
-def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
+@_with_runner
+def growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
+    """P1; see `growth_study`."""
     runs = searches_of(cfg, runner, cfg.method)
     checks = []
     if cfg.published:
@@ -172,7 +167,9 @@ def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     )
 
 
-def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
+@_with_runner
+def width(cfg: WidthConfig, runner: Runner) -> StudyReport:
+    """P2; see `width_study`."""
     runs = searches_of(cfg, runner, cfg.method)
     controls = _control_searches(cfg, runner)
     checks = []
@@ -212,7 +209,9 @@ def _control_searches(cfg: WidthConfig, runner: Runner) -> dict[str, dict[int, C
     return found
 
 
-def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
+@_with_runner
+def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
+    """P3; see `collapse_study`."""
     second = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
     runs = searches_of(cfg, runner, f"{cfg.method}-bilevel", bilevel=True, **second)
     single = searches_of(cfg, runner, cfg.method)
@@ -248,7 +247,9 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     )
 
 
-def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
+@_with_runner
+def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
+    """Local costs; see `cost_study`."""
     space = cfg.space()
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
     trained = searches_of(cfg, runner, "uniform")
