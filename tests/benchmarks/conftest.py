@@ -12,7 +12,7 @@ import pytest
 def program(tmp_path_factory):
     """A function that runs `python ...` and returns what it prints; keywords are environment variables.
 
-    The process finds `benchmarks`, but not the `nasfast` beside it: the tests may run on another, installed one.
+    The process finds `benchmarks`, but not the `nasfast` beside it, because the tests may be for an installed one.
     """
     folder = tmp_path_factory.mktemp("path")
     (folder / "benchmarks").symlink_to(Path(__file__).parents[2] / "benchmarks")

@@ -1,4 +1,4 @@
-"""What the graph engine captures keeps to what a CUDA graph can record: checked on CPU tensors, operator by operator.
+"""The graph engine captures only what a CUDA graph can record; this is checked on CPU tensors, operator by operator.
 
 A graph records launches. Whatever looks at a number on the host, or allocates as much as a number says, is impossible
 in it, and an error only on a GPU.

@@ -188,7 +188,7 @@ def result_damaged(case: Case, name: str) -> None:
     expected = DAMAGES[name]
     case.prepare(expected.after)
     path = case.out / name
-    if name.endswith(".yaml"):  # users edit these files, so only a truncated one can be noticed
+    if name.endswith(".yaml"):  # users edit these files, so only a truncated one is noticed
         path.write_bytes(path.read_bytes()[: case.rng.randrange(path.stat().st_size)])
     elif name == "history.jsonl":
         damage_line(path, case.rng)

@@ -272,7 +272,7 @@ POINTWISE = [
         ((3, 1, 4, 4), 24),
         # more rows than items, so that an item has several tiles
         ((2, 3, 65, 66), 5),
-        # a depth whose rows would fall into one cache set, were they not moved apart
+        # a depth whose rows would share one cache set if they were not moved apart
         ((1, 512, 3, 3), 7),
     ]
 ]

@@ -141,7 +141,7 @@ def test_the_published_settings():
     assert cfg.network(5) == base.replace(norm="batch", residual=2, width=512, batch=64, depth=500, every=5)
     assert cfg.replace(batch=128).published(4) == "bn_ff_fc_b128" and cfg.replace(batch=128).published(3) is None
     assert cfg.replace(kernel=3).published(5) == "bn_res_conv"
-    # whose convolutions move what they compute against the skip connection
+    # their convolutions shift the branch against the skip connection
     assert cfg.replace(kernel=3, padding="periodic").published(5) == "bn_res_conv_periodicpad"
     assert cfg.replace(kernel=3, padding="periodic").published(4) == "bn_ff_conv"
     assert cfg.replace(kernel=3, padding="zero").published(3) == "vanilla_conv_zeropad"

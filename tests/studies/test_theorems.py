@@ -134,7 +134,7 @@ def test_residual_of_a_norm(kind, affine):
 
 
 def test_a_node_passes_the_cost_of_a_skip():
-    """What theorem 1 has to leave out: with it, the total is that of the skip."""
+    """Theorem 1 leaves out identity skips: with one, the total is that of the skip."""
     step = stepped()
     for i in range(SMALL.cells):
         skip = (step.gates * step.costs)[i, 4, SMALL.ops.index("skip_connect")].item()
@@ -152,7 +152,7 @@ def test_paths_without_a_norm_do_not_block():
 
 
 def test_a_bias_before_the_activation_does_not_block():
-    """It makes a map that is not positively homogeneous; where only norms see it, they take it away again."""
+    """A bias makes a map that is not positively homogeneous; if only norms follow, they remove it again."""
     for order, blocks in (("relu_conv_norm", True), ("conv_relu_norm", False)):
         net = make_net(SMALL.replace(order=order))
         for module in list(net.cells[1].edges.modules()):

@@ -244,7 +244,7 @@ def test_theorems_as_a_study_and_as_a_command(tmp_path):
     cfg = TheoremsConfig(channels=2, batch=4, threads=1)
     report = theorems_study(cfg)
     assert report.missed == [] and len(report.checks) == len(report.tables[0].rows) > 20
-    # no pass mark is of one theorem twice, and every theorem has some
+    # no theorem has a pass mark twice, and every theorem has some
     names = [check.name for check in report.checks]
     assert len(set(names)) == len(names) and {name[:2] for name in names} == {"T1", "T2", "T3", "T4", "T5"}
     assert all(check.low == -check.high for check in report.checks)
@@ -363,7 +363,7 @@ def test_pass_marks_are_of_the_default_settings():
     for changes in ({"method": "snas"}, {"alpha_std": 0.1}):
         assert not GrowthConfig(**changes).published
     assert not WidthConfig(control_steps=5).published and not CostConfig(nets=3).published
-    # those of P1 with the settings of the local costs are no defaults of P1
+    # P1 with the settings of the local costs does not have the defaults of P1
     assert not GrowthConfig(cell="minimal", channels=8).published
 
 

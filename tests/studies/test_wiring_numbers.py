@@ -261,7 +261,7 @@ def test_marks_of_width_and_of_its_control():
             row = next(r for r in found.tables[2].rows if r[:2] == (label, f"seed {seed}"))
             assert list(row[2:]) == [f"{v:+.3f}" for v in (*early, *late)]
     assert_marks(found, expected | control)
-    # the control has marks of its own, which hold whatever the search is
+    # the control has its own marks, which do not depend on the search
     assert_marks(study._width(WidthConfig(seeds=2, cell="minimal"), runner), control)
     assert study._width(WidthConfig(seeds=2, control_steps=599), runner).checks == ()
     panel = found.figures[-1].panels[0]

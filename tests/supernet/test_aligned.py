@@ -26,7 +26,7 @@ def linear_part(units: list[nn.Module]) -> torch.Tensor:
 
 
 def branches(candidate: nn.Module) -> dict[str, list[nn.Module]]:
-    """Units by branch, written down here for each kind of block, not read from the block's own account of itself."""
+    """Units by branch, written down here for each kind of block, and not taken from the block's `linear_paths()`."""
     kind = type(candidate).__name__
     if kind.endswith("InvertedResidual"):
         units = (candidate.expand, candidate.depthwise, candidate.project)
