@@ -127,8 +127,8 @@ def score_macs(
     ax.set(xlabel="MACs (millions)", ylabel="score", title="Score against cost")
     legend = ax.legend(fontsize=8, frameon=False, loc="lower right")
     if cloud:
-        # the dots of the cloud are too faint and too small for a legend
-        legend.legend_handles[0].set(sizes=[30], alpha=1)  # type: ignore[union-attr]  # no scatter has None
+        # the dots of the cloud are too faint and too small for a legend, which has None only for what it cannot draw
+        legend.legend_handles[0].set(sizes=[30], alpha=1)  # type: ignore[union-attr]
     return figure
 
 

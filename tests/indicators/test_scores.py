@@ -12,6 +12,7 @@ from tiny import batches, tiny_space
 from torch.nn import functional as F
 
 from nasfast.indicators import bn_gamma, registry
+from nasfast.indicators.config import ScoreConfig
 from nasfast.indicators.registry import SCORES, ScoreError, available, get_score, register
 from nasfast.indicators.scores import Evidence, score_paths, score_table
 from nasfast.indicators.structure import structure_table
@@ -210,3 +211,17 @@ def test_a_new_score_is_one_function(trained, monkeypatch):
     assert table.scores[0] == pytest.approx({0: 1, 1: 0, 2: -1}, abs=1e-9)
     assert SCORES["test"].summary == "Minus the sum of the choices."
     del SCORES["test"]
+
+
+def test_a_config_whose_score_is_null_must_be_resolved():
+    assert ScoreConfig().resolved("dinas").score is SCORES["path_loss"]
+    with pytest.raises(ValueError, match=r"call resolved\(method\)"):
+        _ = ScoreConfig().score
+
+
+@pytest.mark.parametrize("name", ["beta_gradient", "fisher"])
+def test_a_norm_that_does_not_run_is_an_error(name):
+    net = Supernet(tiny_space(), seed=1)
+    net.layers[0].candidates[0].unused = torch.nn.BatchNorm2d(2)
+    with pytest.raises(ScoreError, match="has no gradient"):
+        score_table(name, Evidence(net, HELD_OUT, paths=20))
