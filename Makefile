@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check types format wheel bench clean
+.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format wheel bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -85,12 +85,10 @@ sanitize: install  ## run the operators' tests with AddressSanitizer and UBSan
 		tests/ops/test_inverted_residual.py tests/ops/test_orthogonalize.py tests/ops/test_mixed_bn.py \
 		tests/ops/test_depthwise_conv2d.py tests/ops/test_pool_3x3.py tests/ops/test_instruction_sets.py
 
-check: install  ## check lint rules and formatting of Python, C++ and CUDA
+check: install  ## check lint rules and formatting of Python, C++ and CUDA, and the types of the package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
-
-types: install  ## check the types of the package
 	$(BIN)/mypy
 
 format: install  ## format Python, C++ and CUDA in place

@@ -46,7 +46,7 @@ def test_hooks_use_the_installed_tools():
     settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert [repository["repo"] for repository in settings["repos"]] == ["local"]
     hooks = settings["repos"][0]["hooks"]
-    assert {hook["id"] for hook in hooks} == {"ruff-check", "ruff-format", "clang-format"}
+    assert {hook["id"] for hook in hooks} == {"ruff-check", "ruff-format", "mypy", "clang-format"}
     assert all(hook["language"] == "system" and hook["entry"].startswith(".venv/bin/") for hook in hooks)
     clang_format = hooks[-1]
     assert re.search(clang_format["files"], "csrc/cpu/gemm.h") and not re.search(clang_format["files"], "nasfast/ops.h")
