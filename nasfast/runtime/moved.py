@@ -111,8 +111,9 @@ SCATTERED = _by_name(
 
 
 def _warn(old: str, new: str, level: int) -> None:
+    # Python hides a DeprecationWarning in imported modules, so the author of one would not see it
     warnings.warn(
-        f"{old} is now {new}; the old name goes away in the next version", DeprecationWarning, stacklevel=level + 1
+        f"{old} is now {new}; the old name goes away in the next version", FutureWarning, stacklevel=level + 1
     )
 
 

@@ -118,7 +118,7 @@ def accept_old_keywords(train: Callable[..., Path]) -> Callable[..., Path]:
             warnings.warn(
                 "train(stage='NAME', run_dir=..., ...) is now train(..., TrainStage('NAME', run_dir, ...)); the old "
                 "form goes away in the next version",
-                category=DeprecationWarning,
+                category=FutureWarning,
                 stacklevel=2,
             )
             # the old form had None for no settings

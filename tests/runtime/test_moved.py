@@ -17,7 +17,7 @@ def test_an_old_module_name_gives_the_new_module(old, new, monkeypatch):
     monkeypatch.delitem(sys.modules, old, raising=False)
     there = importlib.import_module(new)
     specification = there.__spec__
-    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+    with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
         assert importlib.import_module(old) is there
     assert there.__spec__ is specification and specification.name == new
 
@@ -28,7 +28,7 @@ def test_an_old_module_name_gives_the_new_module(old, new, monkeypatch):
 def test_an_old_name_is_what_its_new_home_has(old, name):
     home, _, renamed = {**moved.NAMES, **moved.SCATTERED}[old][name].partition(":")
     new = renamed or name
-    with pytest.warns(DeprecationWarning, match=f"{old}.{name} is now {home}.{new};") as caught:
+    with pytest.warns(FutureWarning, match=f"{old}.{name} is now {home}.{new};") as caught:
         found = getattr(importlib.import_module(old), name)
     assert found is getattr(importlib.import_module(home), new)
     assert [warning.filename for warning in caught] == [__file__], "Python hides it if it is not of the caller's line"
@@ -52,11 +52,11 @@ def test_a_module_that_was_a_function_too_can_still_be_called():
     assert done.returncode == 0, done.stderr
     lines = [line.split(": ", 1)[1] for line in done.stderr.splitlines() if "Warning" in line]
     old = [line.split(" is now ")[0] for line in lines]
-    assert old == [f"DeprecationWarning: nasfast.ops.{name}" for name in ("fuse", "fuse.FuseReport", "fuse")]
+    assert old == [f"FutureWarning: nasfast.ops.{name}" for name in ("fuse", "fuse.FuseReport", "fuse")]
     assert done.stderr.count("<string>") == 3, "each names a line of the caller"
 
 
-@pytest.mark.filterwarnings("ignore:nasfast.* is now:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:nasfast.* is now:FutureWarning")
 def test_two_imports_of_old_names_at_once_keep_the_specifications(monkeypatch):
     finder, begun = moved._MovedModules(), []
     for old in ("nasfast.files", "nasfast.lock"):  # as two threads may: both begin before one ends

@@ -366,7 +366,7 @@ def test_keywords_that_became_fields_of_the_stage_still_work_and_warn(tmp_path):
         torch.manual_seed(0)
         network, out = build(tiny_space(), (0, 1, 2, 0), seed=1), tmp_path / name
         if name == "old":
-            with pytest.warns(DeprecationWarning, match=r"is now train\(\.\.\., TrainStage\("):
+            with pytest.warns(FutureWarning, match=r"is now train\(\.\.\., TrainStage\("):
                 path = train(
                     network,
                     batches(2),
