@@ -187,6 +187,13 @@ def test_digits_are_their_pixels_with_their_labels():
         assert np.abs(small - digits.images[original]).mean() < 1.0
 
 
+def test_a_source_without_files_has_no_file_to_give():
+    source = DigitsSource("val")
+    assert source.path(0) is None
+    with pytest.raises(DataError, match=f"^{source.name(0)} is in no file: set data.loader=torchvision$"):
+        source.file(0)
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_cluttered_digit_holds_a_digit_of_its_label_and_of_its_part(split):
     source, again, digits = ClutteredDigitsSource(split), ClutteredDigitsSource(split), load_digits()

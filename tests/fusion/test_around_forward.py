@@ -247,6 +247,16 @@ def test_two_threads(executed):
         assert_close("result", result, want)
 
 
+def test_a_forward_without_its_model_is_refused():
+    model, x = Fickle(), torch.randn(2, 4, 9, 9)
+    nasfast.fuse(model)
+    forward = model.forward
+    forward(x)
+    del model
+    with pytest.raises(ReferenceError, match="the module of this fused forward was deleted"):
+        forward(x)
+
+
 @pytest.mark.parametrize("function", [nasfast.fuse, nasfast.unfuse])
 def test_only_modules(function):
     with pytest.raises(TypeError, match=rf"^{function.__name__}: model must be a torch.nn.Module, got dict$"):

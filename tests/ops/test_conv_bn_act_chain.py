@@ -439,3 +439,9 @@ def test_nothing_warns(native):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_chain(native_chain, ChainCase((2, 6, 5, 4), "pw18/relu6 dw3/relu6 pw6/identity").draw_once())
+
+
+def test_a_plan_has_only_stages_of_the_operator():
+    grouped = planning.StageShape((8, 4, 3, 3), torch.float32, False, 1, 1, 2, "relu6")
+    with pytest.raises(ValueError, match="^make_plan: the operator does not have the stage .*groups=2"):
+        planning.make_plan((2, 8, 9, 9), [grouped])

@@ -172,6 +172,13 @@ def test_only_what_requires_grad_gets_an_optimiser():
         make_optimizer(net, TrainConfig(lr=0.1))
 
 
+def test_a_learning_rate_must_be_chosen_before_anything_is_written(tmp_path):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    with pytest.raises(ValueError, match="lr is not set: give a learning rate"):
+        train(network, batches(1), TrainConfig(), TrainStage("x", tmp_path / "run", "f"))
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_path_without_trainable_parameters_is_a_step_without_change(tmp_path):
     space = tiny_space()
     net = Supernet(space, layer_indicators=False)
