@@ -235,6 +235,13 @@ struct Block {
   }
   NASFAST_DEVICE void sync() const { __syncthreads(); }
 
+  // Shared memory besides that of the launch; the same at every call with this size.
+  template <int N>
+  NASFAST_DEVICE float* shared_floats() const {
+    __shared__ float memory[N];
+    return memory;
+  }
+
   // Begins to copy 16 bytes from global to shared memory, both aligned; zeros if not `valid`. Called within each().
   NASFAST_DEVICE void copy(void* to, const void* from, bool valid = true) const {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -389,6 +396,7 @@ struct Block {
   int threads;
   bool backwards;
   mutable std::vector<std::vector<std::function<void()>>> groups = {{}};  // copies that have begun; the last is open
+  mutable std::vector<float> floats = {};
 
   int members() const { return threads; }
   template <class F>
@@ -400,6 +408,12 @@ struct Block {
     for (int i = 0; i < threads / 32; ++i) f(Warp{backwards ? threads / 32 - 1 - i : i, backwards});
   }
   void sync() const {}
+
+  template <int N>
+  float* shared_floats() const {
+    floats.resize(N, NAN);
+    return floats.data();
+  }
 
   void copy(void* to, const void* from, bool valid = true) const {
     assert(reinterpret_cast<uintptr_t>(to) % 16 == 0);

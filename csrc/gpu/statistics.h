@@ -87,6 +87,7 @@ struct TwoFloats {
 // last of those blocks adds the results: no block then reads more than a few dozen rows.
 constexpr int kGroup = 16;
 constexpr int kOneLevel = 48;
+constexpr int kMostRows = 128 * kGroup;
 
 // Counters that a launch needs for each of its groups of channels.
 NASFAST_ANYWHERE int counters_of(int rows) { return rows <= kOneLevel ? 1 : 1 + (rows + kGroup - 1) / kGroup; }
@@ -136,16 +137,16 @@ NASFAST_DEVICE Interval interval_of(Act act, float scale, float shift, float mea
   return scale > 0 ? Interval{zero, six, mean, 0} : Interval{six, zero, mean, 0};
 }
 
-// Adds rows of pairs of one channel. kMoments: a pair is mean and m2 of count(row) numbers; otherwise two sums.
+// Adds rows of pairs of one channel. kMoments: a pair is mean and m2 of numbers[row - begin] numbers; otherwise two sums.
 struct RowSum {
   TwoFloats first, second;
 };
 
-template <bool kMoments, class Count>
-NASFAST_DEVICE RowSum add_rows(const Vec2* at, int stride, int begin, int end, const Count& count) {
+template <bool kMoments>
+NASFAST_DEVICE RowSum add_rows(const Vec2* at, int stride, int begin, int end, const float* numbers) {
   constexpr int kAhead = 8;  // loads that are under way at once
   RowSum total;
-  float numbers = 0;
+  float count = 0;
   NASFAST_NO_UNROLL
   for (int row = begin; row < end; row += kAhead) {
     Vec2 pair[kAhead];
@@ -154,9 +155,9 @@ NASFAST_DEVICE RowSum add_rows(const Vec2* at, int stride, int begin, int end, c
     NASFAST_UNROLL
     for (int i = 0; i < kAhead; ++i) {
       const float first = as_float(pair[i].v[0]), second = as_float(pair[i].v[1]);
-      const float weight = kMoments ? (row + i < end ? count(row + i) : 0.f) : 1.f;
       if (kMoments) {
-        numbers += weight;
+        const float weight = row + i < end ? numbers[row + i - begin] : 0.f;
+        count += weight;
         total.first.add(weight * first);
       } else {
         total.first.add(first);
@@ -166,7 +167,7 @@ NASFAST_DEVICE RowSum add_rows(const Vec2* at, int stride, int begin, int end, c
   }
   if (!kMoments) return total;
   // the second pass adds only what is not negative, so nothing cancels
-  const float mean = numbers > 0 ? static_cast<float>(total.first.value() / numbers) : 0;
+  const float mean = count > 0 ? static_cast<float>(total.first.value() / count) : 0;
   NASFAST_NO_UNROLL
   for (int row = begin; row < end; row += kAhead) {
     Vec2 pair[kAhead];
@@ -176,7 +177,7 @@ NASFAST_DEVICE RowSum add_rows(const Vec2* at, int stride, int begin, int end, c
     for (int i = 0; i < kAhead; ++i) {
       if (row + i >= end) continue;
       const float distance = as_float(pair[i].v[0]) - mean;
-      total.second.add(fma(count(row + i) * distance, distance, as_float(pair[i].v[1])));
+      total.second.add(fma(numbers[row + i - begin] * distance, distance, as_float(pair[i].v[1])));
     }
   }
   return total;
@@ -191,41 +192,51 @@ template <int kThreads, bool kMoments, class Block, class Count, class Finish>
 NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row, int group, int first, int mine,
                                 const Count& count, const Finish& finish) {
   int* counters = r.counters + group * counters_of(r.rows);
+  float* numbers = block.template shared_floats<kMostRows / kGroup>();
+  const auto rows_of = [&](int i) { return r.rows - i * kGroup < kGroup ? r.rows - i * kGroup : kGroup; };
   int begin = 0, end = r.rows;
-  bool grouped = false;
   if (r.rows > kOneLevel) {
-    const int groups = (r.rows + kGroup - 1) / kGroup, here = row / kGroup;
-    const int from = here * kGroup, to = from + kGroup < r.rows ? from + kGroup : r.rows;
-    if (!block.comes_last(counters + 1 + here, to - from)) return;
+    const int groups = (r.rows + kGroup - 1) / kGroup, here = row / kGroup, from = here * kGroup;
+    if (!block.comes_last(counters + 1 + here, rows_of(here))) return;
+    if (kMoments) {
+      block.each([&](int thread) {
+        for (int i = thread; i < rows_of(here); i += kThreads) numbers[i] = count(from + i);
+      });
+      block.sync();
+    }
     block.each([&](int thread) {
       for (int c = thread; c < mine; c += kThreads) {
-        const RowSum s = add_rows<kMoments>(r.partial + first + c, r.channels, from, to, count);
-        float a = static_cast<float>(s.first.value()), b = static_cast<float>(s.second.value());
+        const RowSum s = add_rows<kMoments>(r.partial + first + c, r.channels, from, from + rows_of(here), numbers);
+        double a = s.first.value();
         if (kMoments) {
-          float numbers = 0;
-          for (int i = from; i < to; ++i) numbers += count(i);
-          a = static_cast<float>(s.first.value() / numbers);
+          float total = 0;
+          for (int i = 0; i < rows_of(here); ++i) total += numbers[i];
+          a /= total;
         }
-        r.partial[int64_t{r.rows + here} * r.channels + first + c] = {as_bits(a), as_bits(b)};
+        r.partial[int64_t{r.rows + here} * r.channels + first + c] = {as_bits(static_cast<float>(a)),
+                                                                      as_bits(static_cast<float>(s.second.value()))};
       }
     });
     begin = r.rows;
     end = r.rows + groups;
-    grouped = true;
     if (!block.comes_last(counters, groups)) return;
   } else if (!block.comes_last(counters, r.rows)) {
     return;
   }
-  const auto counted = [&](int i) {
-    if (!grouped) return count(i);
-    const int from = (i - r.rows) * kGroup, to = from + kGroup < r.rows ? from + kGroup : r.rows;
-    float numbers = 0;
-    for (int j = from; j < to; ++j) numbers += count(j);
-    return numbers;
-  };
+  if (kMoments) {
+    block.each([&](int thread) {
+      for (int i = thread; i < end - begin; i += kThreads) {
+        float total = begin == 0 ? count(i) : 0;
+        NASFAST_NO_UNROLL
+        for (int j = 0; begin > 0 && j < rows_of(i); ++j) total += count(i * kGroup + j);
+        numbers[i] = total;
+      }
+    });
+    block.sync();
+  }
   block.each([&](int thread) {
     for (int c = thread; c < mine; c += kThreads) {
-      finish(first + c, add_rows<kMoments>(r.partial + first + c, r.channels, begin, end, counted));
+      finish(first + c, add_rows<kMoments>(r.partial + first + c, r.channels, begin, end, numbers));
     }
   });
 }

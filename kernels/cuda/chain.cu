@@ -13,8 +13,8 @@
 namespace nasfast::gpu {
 namespace {
 
-// Shared memory of a block that is not the launcher's to give: Block::comes_last has a variable there.
-constexpr int kReserved = 128;
+// Shared memory of a block that is not the launcher's to give: Block::comes_last and shared_floats have variables there.
+constexpr int kReserved = 1024;
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
