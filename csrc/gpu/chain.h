@@ -6,10 +6,8 @@
 #include <algorithm>
 
 #include "call.h"
-#include "plain.h"
-#if __has_include("depthwise.h")
 #include "depthwise.h"
-#endif
+#include "plain.h"
 #if __has_include("pointwise.h")
 #include "pointwise.h"
 #endif

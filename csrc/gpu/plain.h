@@ -1,4 +1,4 @@
-// Convolutions as plain loops, correct and very slow: what chain.h runs until depthwise.h and pointwise.h are there.
+// Convolutions as plain loops, correct and very slow: what chain.h runs until pointwise.h is there.
 #pragma once
 
 #include "stages.h"
@@ -168,9 +168,6 @@ Grid plain_grid(int64_t rows, const Machine& machine) {
   void NAME##_backward(const Machine& machine, const Grid& grid, const BackwardStage& stage) { \
     machine.template launch<PlainBackward<Format>>(grid.rows, 1, 0, stage);                    \
   }
-#if !__has_include("depthwise.h")
-NASFAST_PLAIN(depthwise)
-#endif
 #if !__has_include("pointwise.h")
 NASFAST_PLAIN(pointwise)
 #endif
