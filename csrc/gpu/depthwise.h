@@ -20,10 +20,10 @@ void with_kernel_and_stride(const Geometry& g, const F& f) {
 }
 
 inline Jobs depthwise_forward_jobs(const Geometry& g, int multiprocessors) {
-  return divide(g, (g.kernel - 1) / g.stride, multiprocessors);
+  return divide(g, (g.kernel - 1) / g.stride, forward_blocks(g.kernel), multiprocessors);
 }
 inline Jobs depthwise_backward_jobs(const Geometry& g, int multiprocessors) {
-  return divide(g, g.stride == 1 ? g.kernel - 1 : 1, multiprocessors);
+  return divide(g, g.stride == 1 ? g.kernel - 1 : 1, backward_blocks(g.kernel), multiprocessors);
 }
 
 // Shared memory holds the weights and then what the threads have summed: two or three floats a channel.

@@ -132,9 +132,12 @@ struct ResultRows {
   }
 };
 
+// Blocks of a multiprocessor, which share its registers: 168 and 255 for a thread.
+constexpr int backward_blocks(int kernel) { return kernel == 7 ? 2 : 3; }
+
 template <class Format, int kKernel, int kStride>
 struct DepthwiseBackward {
-  static constexpr int kThreads = kDepthwiseThreads, kBlocks = kKernel == 7 ? 2 : 3;
+  static constexpr int kThreads = kDepthwiseThreads, kBlocks = backward_blocks(kKernel);
   struct Args {
     BackwardStage stage;
     Jobs jobs;

@@ -148,9 +148,12 @@ struct ForwardThread {
   }
 };
 
+// Blocks of a multiprocessor, which share its registers: 128, 168 and 255 for a thread.
+constexpr int forward_blocks(int kernel) { return kernel == 3 ? 4 : kernel == 5 ? 3 : 2; }
+
 template <class Format, int kKernel, int kStride, bool kSaturate>
 struct DepthwiseForward {
-  static constexpr int kThreads = kDepthwiseThreads, kBlocks = kKernel == 3 ? 4 : kKernel == 5 ? 3 : 2;
+  static constexpr int kThreads = kDepthwiseThreads, kBlocks = forward_blocks(kKernel);
   struct Args {
     ForwardStage stage;
     Jobs jobs;

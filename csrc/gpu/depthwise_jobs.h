@@ -75,8 +75,9 @@ inline double lanes_used(int all, int pairs) {
   return shares * lanes * (pairs == all ? 1 : pairs / (pairs + 2.));
 }
 
-// Divides the map of the output. extra: rows of it that a segment computes besides its own.
-inline Jobs divide(const Geometry& g, int extra, int multiprocessors) {
+// Divides the map of the output. extra: rows of it that a segment computes besides its own. resident: blocks that a
+// multiprocessor runs at once.
+inline Jobs divide(const Geometry& g, int extra, int resident, int multiprocessors) {
   constexpr int kMostPairs = 64, kEnoughRows = 1024;
   constexpr int kPrologue = 3;   // what a job costs besides its rows, in rows
   constexpr double kFewest = 3;  // warps of a scheduler, below which the time is that of a single warp
@@ -96,8 +97,11 @@ inline Jobs divide(const Geometry& g, int extra, int multiprocessors) {
     for (jobs.slots = smaller(most, jobs.count()); jobs.slots > 0; --jobs.slots) {
       jobs.turns = ceil_div(jobs.count(), jobs.slots * kEnoughRows);
       const int blocks = ceil_div(jobs.blocks() * jobs.groups(), multiprocessors);  // of the busiest multiprocessor
-      const double warps = blocks * ceil_div(jobs.slots * jobs.pairs, 32) / 4.;
-      const double cost = length * jobs.turns * (warps > kFewest ? warps : kFewest);
+      const auto time = [&](int together) {                                         // of blocks that run at once
+        const double warps = together * ceil_div(jobs.slots * jobs.pairs, 32) / 4.;
+        return together == 0 ? 0 : warps > kFewest ? warps : kFewest;
+      };
+      const double cost = length * jobs.turns * (blocks / resident * time(resident) + time(blocks % resident));
       if (cost < least) least = cost, best = jobs;
     }
   }
