@@ -138,6 +138,7 @@ constexpr int backward_blocks(int kernel) { return kernel == 7 ? 2 : 3; }
 template <class Format, int kKernel, int kStride>
 struct DepthwiseBackward {
   static constexpr int kThreads = kDepthwiseThreads, kBlocks = backward_blocks(kKernel);
+  using Weights = Taps<kKernel, kKernel == 3 && kStride == 1>;
   struct Args {
     BackwardStage stage;
     Jobs jobs;
@@ -158,7 +159,7 @@ struct DepthwiseBackward {
     block.each([&](int thread) {
       const int pair = thread % jobs.pairs, slot = thread / jobs.pairs;
       if (2 * pair >= mine || slot >= jobs.slots) return;
-      const Taps<kKernel> taps(weights + 2 * kTaps * pair);
+      const Weights taps(weights + 2 * kTaps * pair);
       ResultRows<Format, kStride * kStrip> result(args.stage, first + 2 * pair);
       const int begin = block.y * jobs.slots * jobs.turns + slot;
       NASFAST_NO_UNROLL
@@ -198,7 +199,7 @@ struct DepthwiseBackward {
  private:
   // The stencil with its filters turned around.
   template <class Result>
-  static NASFAST_DEVICE void down(const BackwardStage& stage, int channel, const Job& job, const Taps<kKernel>& taps,
+  static NASFAST_DEVICE void down(const BackwardStage& stage, int channel, const Job& job, const Weights& taps,
                                   Result& result) {
     constexpr int kPad = kKernel / 2;
     GradientRows<Format, kPad, kPad> source(stage, channel);
@@ -229,8 +230,8 @@ struct DepthwiseBackward {
 
   // Pairs of rows of the result, each from a few rows of dy that stay in registers.
   template <class Result>
-  static NASFAST_DEVICE void down_by_two(const BackwardStage& stage, int channel, const Job& job,
-                                         const Taps<kKernel>& taps, Result& result) {
+  static NASFAST_DEVICE void down_by_two(const BackwardStage& stage, int channel, const Job& job, const Weights& taps,
+                                         Result& result) {
     using Gather = Gather2<kKernel>;
     constexpr int kBehind = Gather::kRows - 1 - Gather::kBefore;
     GradientRows<Format, Gather::kBefore, kBehind> source(stage, channel);

@@ -14,7 +14,7 @@ struct ForwardThread {
   static constexpr int kIn = Inside::kCount;
 
   const ForwardStage& stage;
-  const Taps<kKernel> taps;
+  const Taps<kKernel, kKernel == 3> taps;
   const int channel, step;  // step: pairs of a pixel
   float scale[2], shift[2], start[2], low;
   uint32_t outside;  // what is read as zero, where that can be said before BatchNorm
@@ -24,6 +24,7 @@ struct ForwardThread {
   const uint32_t* x;
   uint32_t* y;
   uint32_t ahead[kIn];
+  bool empty = false;  // the row ahead is zeros below the image
 
   bool fresh = true;
   float pivot[2] = {0, 0}, numbers = 0;
@@ -62,15 +63,9 @@ struct ForwardThread {
     }
     if (!kSaturate) {
       inside.each([&](int j, bool there) {
-        if (!there) to[j][0] = to[j][1] = 0;
+        if (!there || empty) to[j][0] = to[j][1] = 0;
       });
     }
-  }
-
-  // The next row, which has been loaded. more: there is one behind it, which is loaded now.
-  NASFAST_DEVICE void next(float (&to)[kIn][2], bool more) {
-    make(to);
-    if (more) load();
   }
 
   // Stores a row of the output, as it is stored in its statistics.
@@ -93,7 +88,7 @@ struct ForwardThread {
     const Geometry& g = stage.geometry;
     inside.place(kStride * job.column, g.width);
     valid = smaller(kStrip, g.out_width - job.column);
-    const int first = larger(0, kStride * job.begin - kPad);
+    const int reached = larger(0, kStride * job.begin - kPad), first = reached - reached % kStride;
     const int last = smaller(g.height, kStride * (job.end - 1) + kPad + 1);
     x = reinterpret_cast<const uint32_t*>(stage.x) +
         ((int64_t{job.image} * g.height + first) * g.width + inside.first) * step + channel / 2;
@@ -101,6 +96,7 @@ struct ForwardThread {
         ((int64_t{job.image} * g.out_height + job.begin) * g.out_width + job.column) * step + channel / 2;
     numbers += static_cast<float>(valid * (job.end - job.begin));
     load();
+    empty = false;
     if constexpr (kStride == 1) {
       down(job, first, last);
     } else {
@@ -117,7 +113,8 @@ struct ForwardThread {
     NASFAST_NO_UNROLL
     for (int row = first; row < last; ++row) {
       float in[kIn][2];
-      next(in, row + 1 < last);
+      make(in);
+      if (row + 1 < last) load();
       stencil.row(in, taps, start, out);
       if (row >= job.begin + kPad) finish(out);
     }
@@ -128,23 +125,39 @@ struct ForwardThread {
     }
   }
 
+  // Pairs of rows. The second one of the last pair may not be there: then it is zeros, because a branch around it would
+  // copy all sums.
   NASFAST_DEVICE void down_by_two(const Job& job, int first, int last) {
     Stencil2<kKernel> stencil;
+    float out[kStrip][2], in[kIn][2];
     stencil.reset(start);
+    int u = first / 2;
     NASFAST_NO_UNROLL
-    for (int u = first / 2; u < job.end + kKernel / 4; ++u) {
-      float out[kStrip][2], in[kIn][2];
+    for (; 2 * u < last; ++u) {
       stencil.advance(start, out);
-      if (2 * u >= first && 2 * u < last) {
-        next(in, 2 * u + 1 < last);
-        stencil.template row<0>(in, taps, out);
-      }
-      if (2 * u + 1 < last) {
-        next(in, 2 * u + 2 < last);
-        stencil.template row<1>(in, taps, out);
-      }
+      make(in);
+      load_or_empty(2 * u + 1 < last);
+      stencil.template row<0>(in, taps, out);
+      make(in);
+      load_or_empty(2 * u + 2 < last);
+      stencil.template row<1>(in, taps, out);
       if (u - kKernel / 4 >= job.begin) finish(out);
     }
+    NASFAST_NO_UNROLL
+    for (; u < job.end + kKernel / 4; ++u) {
+      stencil.advance(start, out);
+      if (u - kKernel / 4 >= job.begin) finish(out);
+    }
+  }
+
+  NASFAST_DEVICE void load_or_empty(bool there) {
+    if (there) {
+      load();
+    } else {
+      NASFAST_UNROLL
+      for (int j = 0; j < kIn; ++j) ahead[j] = outside;
+    }
+    if (!kSaturate) empty = !there;
   }
 };
 

@@ -10,9 +10,9 @@ namespace nasfast::gpu {
 // Columns of a strip on the smaller of the two maps. It divides 112, 56, 28, 14 and 7.
 constexpr int kStrip = 7;
 
-// The weights of a thread, from shared memory: [kernel * kernel][2]. A 3 x 3 filter stays in registers. A larger one
-// does not fit there beside the sums, and is read again for every row.
-template <int kKernel>
+// The weights of a thread, from shared memory: [kernel * kernel][2]. kKept: they stay in registers. Otherwise they are
+// read again for every row.
+template <int kKernel, bool kKept>
 struct Taps {
   const float* from;
 
@@ -21,16 +21,16 @@ struct Taps {
     load_again(from + 2 * (ky * kKernel + kx), to);
   }
 };
-template <>
-struct Taps<3> {
-  float kept[9][2];
+template <int kKernel>
+struct Taps<kKernel, true> {
+  float kept[kKernel * kKernel][2];
 
   NASFAST_DEVICE explicit Taps(const float* shared) {
     NASFAST_UNROLL
-    for (int i = 0; i < 9; ++i) kept[i][0] = shared[2 * i], kept[i][1] = shared[2 * i + 1];
+    for (int i = 0; i < kKernel * kKernel; ++i) kept[i][0] = shared[2 * i], kept[i][1] = shared[2 * i + 1];
   }
   NASFAST_DEVICE void operator()(int ky, int kx, float (&to)[2]) const {
-    to[0] = kept[3 * ky + kx][0], to[1] = kept[3 * ky + kx][1];
+    to[0] = kept[kKernel * ky + kx][0], to[1] = kept[kKernel * ky + kx][1];
   }
 };
 
