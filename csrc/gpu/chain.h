@@ -7,10 +7,7 @@
 
 #include "call.h"
 #include "depthwise.h"
-#include "plain.h"
-#if __has_include("pointwise.h")
 #include "pointwise.h"
-#endif
 
 namespace nasfast::gpu {
 

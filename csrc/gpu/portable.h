@@ -63,10 +63,18 @@ NASFAST_DEVICE float saturate(float x) { return __saturatef(x); }
 #else
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 inline float saturate(float x) { return x > 0 ? (x < 1 ? x : 1.f) : 0.f; }
+inline float relu(float x) { return x <= 0 ? 0.f : x; }
+template <class Format>
+uint32_t least_pair(uint32_t a, uint32_t b) {
+  const auto least = [](float x, float y) { return x != x || x < y ? x : y; };
+  return Format::pack(least(Format::first(a), Format::first(b)), least(Format::second(a), Format::second(b)));
+}
 #endif
 
-// The storage types. Two numbers share 32 bits, and the lower half is the first.
+// The storage types. Two numbers share 32 bits, and the lower half is the first. pack_relu packs the numbers above 0,
+// and 0 for others, at no cost; at_most takes the smaller number of each half. Both keep NaN.
 struct Bf16 {
+  static constexpr uint32_t kSixes = 0x40c040c0;
   static NASFAST_DEVICE float first(uint32_t pair) { return as_float(pair << 16); }
   static NASFAST_DEVICE float second(uint32_t pair) { return as_float(pair & 0xffff0000u); }
 #ifdef __CUDACC__
@@ -75,16 +83,29 @@ struct Bf16 {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
   }
+  static NASFAST_DEVICE uint32_t pack_relu(float first, float second) {
+    uint32_t pair;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+  }
+  static NASFAST_DEVICE uint32_t at_most(uint32_t pair, uint32_t limit) {
+    uint32_t least;
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(limit));
+    return least;
+  }
 #else
   static uint32_t round(float x) {
     const uint32_t bits = as_bits(x);
     return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
   static uint32_t pack(float first, float second) { return round(first) | round(second) << 16; }
+  static uint32_t pack_relu(float first, float second) { return pack(relu(first), relu(second)); }
+  static uint32_t at_most(uint32_t pair, uint32_t limit) { return least_pair<Bf16>(pair, limit); }
 #endif
 };
 
 struct Fp16 {
+  static constexpr uint32_t kSixes = 0x46004600;
 #ifdef __CUDACC__
   static NASFAST_DEVICE float first(uint32_t pair) { return convert(static_cast<uint16_t>(pair)); }
   static NASFAST_DEVICE float second(uint32_t pair) { return convert(static_cast<uint16_t>(pair >> 16)); }
@@ -92,6 +113,16 @@ struct Fp16 {
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
+  }
+  static NASFAST_DEVICE uint32_t pack_relu(float first, float second) {
+    uint32_t pair;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+  }
+  static NASFAST_DEVICE uint32_t at_most(uint32_t pair, uint32_t limit) {
+    uint32_t least;
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(limit));
+    return least;
   }
 
  private:
@@ -104,6 +135,8 @@ struct Fp16 {
   static float first(uint32_t pair) { return c10::Half(static_cast<uint16_t>(pair), c10::Half::from_bits()); }
   static float second(uint32_t pair) { return first(pair >> 16); }
   static uint32_t pack(float first, float second) { return c10::Half(first).x | uint32_t{c10::Half(second).x} << 16; }
+  static uint32_t pack_relu(float first, float second) { return pack(relu(first), relu(second)); }
+  static uint32_t at_most(uint32_t pair, uint32_t limit) { return least_pair<Fp16>(pair, limit); }
 #endif
 };
 
@@ -117,6 +150,12 @@ NASFAST_DEVICE void load_again(const float* from, float (&to)[1]) {
 }
 NASFAST_DEVICE void load_again(const float* from, float (&to)[2]) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(shared_address(from)));
+}
+
+// Stores 16 bytes of global memory by one instruction. Left to itself, the compiler stores each number once it is known.
+NASFAST_DEVICE void store_vector(void* to, const Vec4& v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(v.v[0]), "r"(v.v[1]),
+               "r"(v.v[2]), "r"(v.v[3]));
 }
 
 // Reads what another block of the same launch has written.
@@ -276,6 +315,7 @@ struct Block {
 
 inline void load_again(const float* from, float (&to)[1]) { to[0] = from[0]; }
 inline void load_again(const float* from, float (&to)[2]) { to[0] = from[0], to[1] = from[1]; }
+inline void store_vector(void* to, const Vec4& v) { *static_cast<Vec4*>(to) = v; }
 template <class T>
 T load_fresh(const T* from) {
   return *from;

@@ -1,0 +1,75 @@
+// The result of a product: which of its numbers a lane has, and how a block adds those of a channel.
+#pragma once
+
+#include "product.h"
+
+namespace nasfast::gpu::pointwise {
+
+struct ChannelSums {
+  float first[8], second[8];
+};
+
+// Which numbers of the result a lane has, and how many rows a block.
+template <class Tile>
+struct Result {
+  int64_t rows;
+  int columns, first_column;
+  int row_blocks;
+
+  NASFAST_DEVICE int row(int warp, int lane, int i, int h) const {
+    return warp / Tile::kColumnWarps * 16 * Tile::kTiles + 16 * i + 8 * h + lane / 4;
+  }
+  // Of the first of a lane's 8 channels, within the block.
+  NASFAST_DEVICE int column(int warp, int lane) const { return warp % Tile::kColumnWarps * 32 + lane % 4 * 8; }
+  // Calls f(i, h, at) for the first `left` rows of a tile that a lane has; at: their place in a tensor of the result's
+  // shape, from this tile and these columns on.
+  template <class F>
+  NASFAST_DEVICE void each_row(int warp, int lane, int left, const F& f) const {
+    const int c = column(warp, lane), first = row(warp, lane, 0, 0);
+    if (first_column + c >= columns) left = 0;
+    const int64_t at = first * columns + c, step = 8 * columns;
+    NASFAST_UNROLL
+    for (int i = 0; i < Tile::kTiles; ++i) {
+      NASFAST_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        if (first + 16 * i + 8 * h < left) f(i, h, at + (2 * i + h) * step);
+      }
+    }
+  }
+  NASFAST_DEVICE int64_t from(int tile) const { return int64_t{tile} * Tile::kRows * columns + first_column; }
+  // Rows of the tiles of a block that one of its row warps has, or all of them.
+  NASFAST_DEVICE float count(int block, int row_warp, bool all) const {
+    const int64_t tiles = (rows + Tile::kRows - 1) / Tile::kRows, mine = (tiles - 1 - block) / row_blocks + 1;
+    const int first = all ? 0 : row_warp * 16 * Tile::kTiles, each = all ? Tile::kRows : 16 * Tile::kTiles;
+    if ((tiles - 1 - block) % row_blocks != 0) return static_cast<float>(mine * each);
+    int64_t last = rows - (tiles - 1) * Tile::kRows - first;
+    last = last < 0 ? 0 : (last < each ? last : each);
+    return static_cast<float>((mine - 1) * each + last);
+  }
+};
+
+// Adds the sums of the lanes that have the same channels, and leaves pair(first, second, warp, lane, j) of each channel
+// and row warp in shared memory, [row warp][column]; j: which of the lane's 8 channels.
+template <class Tile, class Block, class Both, class Pair>
+NASFAST_DEVICE void gather(const Block& block, Local<Both>& sums, const Result<Tile>& result, Vec2* to,
+                           const Pair& pair) {
+  block.warps([&](const Warp& warp) {
+    const auto at = [&](int lane) -> auto& { return sums[32 * warp.index + lane]; };
+    NASFAST_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      warp.add_lanes([&](int lane) -> float& { return at(lane).first[j]; }, 4);
+      warp.add_lanes([&](int lane) -> float& { return at(lane).second[j]; }, 4);
+    }
+    warp.each([&](int lane) {
+      if (lane >= 4) return;
+      NASFAST_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        to[warp.index / Tile::kColumnWarps * Tile::kColumns + result.column(warp.index, lane) + j] =
+            pair(at(lane).first[j], at(lane).second[j], warp.index, lane, j);
+      }
+    });
+  });
+  block.sync();
+}
+
+}  // namespace nasfast::gpu::pointwise
