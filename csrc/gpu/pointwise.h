@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "pointwise_backward.h"
 #include "pointwise_forward.h"
@@ -28,8 +29,8 @@ struct ProductPlan {
   Grid grid{0, 0, 0};
 };
 
-// The estimated time of a launch with one kind of tile, in instructions that a multiprocessor issues. The numbers of
-// instructions are counted from compiled kernels.
+// The estimated time of a launch with one kind of tile, in cycles. The numbers of instructions are counted from compiled
+// kernels. A multiprocessor issues 4 of them in a cycle, and a warp one in 3 cycles.
 template <class Tile, class Machine>
 void consider(const Machine& machine, const ProductShape& shape, int index, ProductPlan& best) {
   const size_t shared = shape.backward ? Memory<Tile, true>(shape.depth, BackwardSource::kPlanes, 3).bytes
@@ -42,13 +43,14 @@ void consider(const Machine& machine, const ProductShape& shape, int index, Prod
   const int64_t each = (tiles + most - 1) / most, rows = (tiles + each - 1) / each;
   const double slabs = divide_up(shape.depth, Tile::kSlab);
   const int pieces = (std::min(shape.depth, Tile::kSlab) / 8 * Tile::kRows + Tile::kThreads - 1) / Tile::kThreads;
-  const double weights = 12.0 * Tile::kWeightPieces + 10;
-  const double tile = slabs * (pieces * (shape.backward ? 50 : 30) + 30 + (Tile::kStream ? weights : 0)) +
-                      shape.depth / 16.0 * (5 * Tile::kTiles + 4) + 16 * Tile::kTiles * (shape.backward ? 9 : 6) + 40;
+  const double weights = 30.0 * Tile::kWeightPieces + 10;
+  const double tile = slabs * (pieces * (shape.backward ? 45 : 30) + 60 + (Tile::kStream ? weights : 0)) +
+                      shape.depth / 16.0 * (5 * Tile::kTiles + 4) + 16 * Tile::kTiles * (shape.backward ? 9 : 6) + 60;
   const double fixed = (Tile::kStream ? 0 : slabs * weights) + 400;
   const int64_t blocks = rows * groups;
-  const int64_t here = (blocks + machine.multiprocessors - 1) / machine.multiprocessors;
-  const double time = static_cast<double>(here) * Tile::kThreads * (each * tile + fixed);
+  const double here = std::ceil(static_cast<double>(blocks) / machine.multiprocessors);
+  const double turns = std::ceil(here / resident);
+  const double time = std::max(here * Tile::kThreads / 32 / 4, 3 * turns) * (each * tile + fixed);
   if (best.tile < 0 || time < best.time) {
     best = {index, time, {static_cast<int>(rows), groups, shared}};
   }
