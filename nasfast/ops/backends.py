@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,8 @@ _logger = logging.getLogger(__name__)
 _logged: set[tuple[str, str]] = set()
 # a plain global: torch.compile guards on it, and in torch 2.11 it cannot trace a ContextVar
 _scoped_name: str | None = None
+# what _why_no_cuda_kernels has found
+_cuda_reason: str | None = None
 _native_missing = _native.why_missing()
 _triton_missing = _triton.why_missing()
 _no_chain_kernels = _native.why_no_chain_kernels()
@@ -77,15 +78,19 @@ def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
     return ok, reason
 
 
-# Constants of a process. A compiler cannot trace the functions of the extension.
-@torch.compiler.assume_constant_result
-@cache
 def _why_no_cuda_kernels() -> str:
-    """Why the CUDA kernels of the extension run on no GPU; empty if they run on the current one."""
-    if not _native.extension.build_info()["cuda_operators"]:
-        return "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
-    info = _native.extension.cuda_device_info()
-    return "" if info["kernels_run"] else f"the compiled kernels do not run on this GPU: {info['error']}"
+    """Why the CUDA kernels of the extension do not run on the current GPU; empty if they do."""
+    global _cuda_reason
+    if _cuda_reason is None:
+        if torch.compiler.is_compiling():
+            return ""  # a compiler cannot trace the extension's functions; a launch that fails says what is wrong
+        if not _native.extension.build_info()["cuda_operators"]:
+            _cuda_reason = "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
+        elif not (info := _native.extension.cuda_device_info())["kernels_run"]:
+            _cuda_reason = f"the compiled kernels do not run on this GPU: {info['error']}"
+        else:
+            _cuda_reason = ""
+    return _cuda_reason
 
 
 def _can_use_cuda_kernels(x: Tensor) -> tuple[bool, str]:
