@@ -96,13 +96,17 @@ struct Checks {
                         tensor.device() == first.device(),
                     kConvOp, ": ", name, " must be contiguous and have ", size,
                     " elements of the right type on the device of the input, got ", tensor.numel());
-    aligned(name, tensor);
+  }
+  void saved(const Tensor& tensor) const {
+    vector("saved", tensor, plan.saved_size, first.scalar_type());
+    aligned("saved", tensor);
   }
   Weight weight(const StagePlan& stage, const Tensor& tensor) const {
     const int64_t inner = stage.kind == cpu::Kind::kDepthwise ? 1 : stage.in_channels;
     const bool is_float = tensor.scalar_type() == ScalarType::Float;
     vector("conv_weight", tensor, stage.out_channels * inner * stage.kernel * stage.kernel,
            is_float ? ScalarType::Float : first.scalar_type());
+    aligned("conv_weight", tensor);
     return {tensor.const_data_ptr(), is_float};
   }
   // Lists have one entry per stage, and the statistics have room for the coefficients of BatchNorm.
@@ -112,13 +116,14 @@ struct Checks {
                     ": every stage of the plan needs one of each tensor and eps");
     const int64_t doubles = (2 * sizeof(double) + sizeof(Fold) + sizeof(Interval)) / sizeof(double);
     vector("statistics", statistics, plan.statistics_size / 2 * doubles, ScalarType::Double);
+    aligned("statistics", statistics);
   }
 
  private:
   // The kernels read 16 bytes at a time; only a slice of a larger tensor can begin in between.
   static void aligned(const char* name, const Tensor& tensor) {
     STD_TORCH_CHECK(tensor.numel() == 0 || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, kConvOp,
-                    ": ", name, " must begin at a multiple of 16 bytes: pass a copy, with clone()");
+                    ": ", name, " must begin at a multiple of 16 bytes");
   }
 };
 
@@ -159,7 +164,7 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
   check.result("y", y);
   if (added) check.result("what is added", *added);
   const bool keep = saved.numel() > 0;
-  if (keep) check.vector("saved", saved, plan.saved_size, x.scalar_type());
+  if (keep) check.saved(saved);
   const auto output = [&](const StagePlan& s, size_t) { return keep ? 0 : s.rows * s.out_channels; };
   const Turns turns(x, plan, output, &memory);
 
@@ -216,7 +221,7 @@ BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor
   check.result("grad", grad);
   if (dx) check.input("dx", *dx);
   if (dx && add_input) check.input("grad, to be added,", grad);
-  check.vector("saved", saved, plan.saved_size, grad.scalar_type());
+  check.saved(saved);
   const size_t count = plan.stages.size();
   // the first stage whose BatchNorm has a gradient that is wanted
   size_t stop = count;

@@ -24,7 +24,7 @@ from nasfast.train.supernet import METHODS, MethodName
 TRACE_FILE, NSYS_FILE, NCU_FILE = "trace.json", "nsys", "ncu"
 
 # a registered operator runs inside an autograd function of this name, and the profiler gives that one its time
-_WRAPPER = re.compile(r"GeneratedBackwardFor_(?P<library>nasfast_triton|[^_]+)_(?P<op>\w+)_default")
+_WRAPPER = re.compile(r"GeneratedBackwardFor_(?P<library>nasfast_(?:cuda|triton)|[^_]+)_(?P<op>\w+)_default")
 
 # unrecorded steps, in which kernels compile, memory pools grow and cuDNN chooses algorithms
 _WARMUP = 3

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from nasfast import spaces, use_backend
 from nasfast.engine import EagerEngine, GraphEngine, make_engine
 from nasfast.engine.graphs import EngineError
 from nasfast.measure.timing import random_batch
-from nasfast.ops import _native, _triton, bn_act
+from nasfast.ops import _native, _triton, backends, bn_act
+from nasfast.ops.destinations import Offer
 from nasfast.ops.modules import BNAct2d
+from nasfast.ops.plan import storage_dtype
 from nasfast.spaces import Block, Stage
 from nasfast.supernet import Supernet
 
@@ -207,6 +210,33 @@ def test_triton_operators_write_into_boundaries_and_gradients():
     assert before == {"copy_": 2, "clone": 4, "_foreach_copy_": 1, "add": 2}
     # the reduction besides: its cat, and the copy of that; the gradients of its two chains, their sum, its copy
     assert after == {"copy_": 4, "clone": 6, "_foreach_copy_": 1, "add": 3, "cat": 1}
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or _native.why_no_chain_kernels() is not None, reason="emulates the CUDA kernels")
+def test_cuda_operators_write_into_boundaries_and_gradients(monkeypatch):
+    """As a supernet runs on a GPU, where the chains that the CUDA kernels have go there."""
+    for op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
+        (cuda,) = (backend for backend in backends._TABLE[op] if backend.name == "cuda")
+        served = replace(cuda, can_use=lambda x: (storage_dtype(x) == torch.bfloat16, "its type"))
+        monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))
+    taken = Counter()
+
+    def counted(take, what):
+        def taking(self, *arguments):
+            buffer = take(self, *arguments)
+            # the launchers of this machine's other backend ask for none
+            taken[what] += buffer is not None
+            return buffer
+
+        return taking
+
+    for name in ("take_image", "take_parameter_gradient"):
+        monkeypatch.setattr(Offer, name, counted(getattr(Offer, name), name))
+    blocks = Block("mbconv", 3, 2), Block("mbconv", 5, 1), Block("identity")
+    space = tiny_space(resolution=8, stages=(Stage(16, 1, 2, blocks[:2]), Stage(16, 1, 1, blocks)))
+    compare(space, "bn", [[(0, 0)], [(1, 1), (0, 2)]], batch=2, bf16=True, layer_indicators=False)
+    # three BatchNorms of each first candidate, two of each second; result and input gradient of every candidate
+    assert taken["take_parameter_gradient"] >= 2 * (3 + 3 + 2 + 2) and taken["take_image"] >= 4, taken
 
 
 def test_gradients_of_parameters_outside_the_path_are_none_after_an_eager_step_too():

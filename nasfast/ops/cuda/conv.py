@@ -33,6 +33,14 @@ def _count_once(device: torch.device, plan: tuple[int, ...]) -> int:
     return _count(torch.empty(0, device=device), list(plan))
 
 
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it begins between two multiples of 16 bytes, as a slice of a larger one may.
+
+    The kernels read 16 bytes at a time.
+    """
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def _refuse_running_statistics(batch: list[bool]) -> None:
     if not all(batch):
         raise ValueError(
@@ -60,13 +68,15 @@ def conv_bn_act_chain_fwd(
     _refuse_running_statistics([mean.numel() == 0 for mean in running_means])
     y = new_image("result", chain.out_shape, x)
     saved = x.new_empty(chain.saved_size if keep else 0)
+    x = _aligned(x)
+    added = x if add_input else None if residual is None else _aligned(residual)
     statistics = x.new_empty(chain.statistics_elements("cuda"), dtype=torch.float64)
     torch.ops.nasfast.conv_bn_act_chain_gpu_fwd(
         x=x,
-        conv_weights=conv_weights,
+        conv_weights=[_aligned(weight) for weight in conv_weights],
         bn_weights=bn_weights,
         bn_biases=bn_biases,
-        added=x if add_input else residual,
+        added=added,
         y=y,
         saved=saved,
         statistics=statistics,
@@ -98,10 +108,10 @@ def conv_bn_act_chain_bwd(
     dx, dweights, dbiases = new_gradients(chain, saved, bn_weights, bn_biases, wants)
     if any(wants):
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
-            grad=grad,
+            grad=_aligned(grad),
             saved=saved,
             statistics=statistics,
-            conv_weights=conv_weights,
+            conv_weights=[_aligned(weight) for weight in conv_weights],
             bn_weights=bn_weights,
             add_input=add_input,
             dx=dx if wants[0] else None,

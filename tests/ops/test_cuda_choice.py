@@ -1,0 +1,134 @@
+"""Which chains go to the CUDA kernels, which to Triton, and what is said about it."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases.chain import ChainCase
+
+from nasfast import ops
+from nasfast.measure.doctor import doctor
+from nasfast.ops import _native, _triton, backends, conv
+
+pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+GOOD = ChainCase((2, 8, 6, 6), "pw24/relu6 dw3s2/relu6 pw16/identity", dtype=torch.bfloat16)
+# a chain that the CUDA kernels do not run, and why
+REFUSED = {
+    "running": ("pw24/relu6 dw3/relu6 pw16/identity!", "stage 2 uses running statistics"),
+    "act": ("pw24/tanh dw3/relu6", "stage 0 has the activation tanh; the kernels have identity, relu, relu6"),
+    "channels": ("pw24/relu6 pw20/relu6", "stage 1 has 20 channels, not a multiple of 8"),
+    "dense": ("dense8k3/relu6 dw3/relu6", "the convolution of stage 0 is neither pointwise nor depthwise"),
+    "stride": ("dw3/relu6 pw8s2/relu6", "the convolution of stage 1 is neither pointwise nor depthwise"),
+}
+CASES = {name: (replace(GOOD, units=units), reason) for name, (units, reason) in REFUSED.items()}
+CASES["few"] = replace(GOOD, shape=(2, 4, 6, 6)), "stage 0 has 4 channels, not a multiple of 8"
+CASES["dense"] = replace(GOOD, shape=(2, 2, 6, 6), units=REFUSED["dense"][0]), REFUSED["dense"][1]
+CASES["shuffle"] = ChainCase((2, 16, 6, 6), "pw8/relu dw3/identity", shuffle=True, dtype=GOOD.dtype), "are shuffled"
+
+
+def call(case: ChainCase, backend: str | None = None) -> torch.Tensor:
+    drawn = case.draw_once()
+    return ops.conv_bn_act_chain(drawn.x, drawn.stages, shuffle=drawn.shuffle, backend=backend)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """CPU tensors pass for those of a GPU; the list of backends that chains went to."""
+    used = []
+
+    def run_chain(x, stages, plan, *, residual, backend):
+        used.append(backend)
+        return torch.zeros(plan.out_shape, dtype=x.dtype)
+
+    monkeypatch.setattr(conv, "run_chain", run_chain)
+    monkeypatch.setattr(_triton, "interpreted", lambda: False)
+    everything = lambda x: (True, "")  # noqa: E731
+    for op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
+        names = [backend.name for backend in backends._TABLE[op]]
+        assert names == ["cpu", "cuda", "triton", "reference"]
+        row = tuple(replace(backend, can_use=everything) for backend in backends._TABLE[op][1:])
+        monkeypatch.setitem(backends._TABLE, op, row)
+    monkeypatch.setattr(backends, "_logged", set())
+    return used
+
+
+def test_chains_go_to_cuda_before_triton(on_a_gpu):
+    call(GOOD)
+    call(replace(GOOD, units="pw16s2/relu6 dw3/relu6"))
+    drawn = GOOD.draw_once()
+    units = [stage.params for stage in drawn.stages]
+    ops.inverted_residual(drawn.x, *units)
+    ops.conv_bn_act(drawn.x, *units[0][:3])
+    assert on_a_gpu == ["cuda"] * 4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_chains_go_to_triton_and_the_reason_is_logged_once(name, on_a_gpu, caplog):
+    case, reason = CASES[name]
+    with caplog.at_level(logging.INFO, logger=backends.__name__):
+        call(case)
+        call(case)
+    assert on_a_gpu and set(on_a_gpu) == {"triton"}
+    (message,) = {record.message for record in caplog.records if "conv_bn_act_chain runs on" in record.message}
+    assert len(caplog.records) == 1 and "the triton backend (cuda: " in message and reason in message, message
+
+
+def test_weights_that_train_go_to_triton(on_a_gpu, caplog):
+    drawn = GOOD.draw_once()
+    drawn.stages[1].params.conv_weight.requires_grad_()
+    with caplog.at_level(logging.INFO, logger=backends.__name__):
+        ops.conv_bn_act_chain(drawn.x, drawn.stages)
+    assert "cuda" not in on_a_gpu
+    assert "cuda: the weight of stage 1 trains" in caplog.text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_named_cuda_raises_with_the_reason(name, emulated):
+    case, reason = CASES[name]
+    with pytest.raises(RuntimeError, match=f"backend 'cuda' .from backend. cannot serve: .*{reason}"):
+        call(case, "cuda")
+
+
+def test_types_that_it_lacks_raise_with_the_reason(emulated):
+    drawn = replace(GOOD, dtype=torch.float32).draw_once()
+    with pytest.raises(RuntimeError, match="computes in bfloat16 and float16, here it would be torch.float32"):
+        ops.conv_bn_act_chain(drawn.x, drawn.stages, backend="cuda")
+    half = [s._replace(params=s.params._replace(conv_weight=s.params.conv_weight.half())) for s in drawn.stages]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="weight of stage 0 is torch.float16"):
+        ops.conv_bn_act_chain(drawn.x, half, backend="cuda")
+
+
+def test_cpu_tensors_are_served_only_by_the_emulation_that_is_named(monkeypatch):
+    assert ops.resolve_backend("conv_bn_act_chain", GOOD.draw_once().x).name == "cpu"
+    with pytest.raises(RuntimeError, match="cannot serve: serves CUDA tensors, got one on cpu"):
+        call(GOOD, "cuda")
+    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+    assert call(GOOD, "cuda").isfinite().all()
+    # float16 is not the CPU's, and still not the emulation's unless it is named
+    assert ops.resolve_backend("conv_bn_act_chain", GOOD.draw_once().x.half()).name == "reference"
+
+
+def test_a_gpu_before_ampere_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(backends, "_cuda_reason", "")
+
+    class Image:
+        device, dtype = torch.device("cuda", 0), torch.bfloat16
+
+    assert backends._can_use_cuda_chain(Image()) == (
+        False,
+        "needs compute capability 8.0 (Ampere) or newer, cuda:0 has 7.5",
+    )
+
+
+def test_doctor_says_what_cuda_serves(emulated, monkeypatch):
+    probe = torch.empty
+    # the doctor asks for float32 on a CPU, which the kernels do not have
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype=None, **kw: probe(*size, dtype=torch.bfloat16, **kw))
+    assert "cuda serves only chains of frozen pointwise and depthwise convolutions with batch statistics" in doctor()
