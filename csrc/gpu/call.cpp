@@ -298,6 +298,8 @@ Workspace::Workspace(const Tensor& like, int64_t pairs, const Tensor& given, int
 }
 
 Reduction Workspace::reduction(const Grid& grid, int channels) const {
+  STD_TORCH_CHECK(grid.rows > 0 && grid.rows <= kMostRows, kConvOp, ": no launch can have ", grid.rows,
+                  " blocks that share channels");
   return {static_cast<Vec2*>(partial.mutable_data_ptr()), counters, grid.rows, channels};
 }
 

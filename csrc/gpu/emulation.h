@@ -10,9 +10,9 @@ namespace nasfast::gpu {
 
 struct Emulation {
   int multiprocessors = 2;
-  size_t shared_memory = 99 * 1024;  // bytes that a block can have on sm_86
-  bool backwards = false;            // order of the threads of a block
-  uint64_t block_order = 0;          // 0: ascending, 1: descending, otherwise the seed of a permutation
+  size_t shared_memory = 99 * 1024 - kReserved;  // bytes that a launch can have on sm_86
+  bool backwards = false;                        // order of the threads of a block
+  uint64_t block_order = 0;                      // 0: ascending, 1: descending, otherwise the seed of a permutation
 
   // Runs kernel K on a grid of count_x by count_y blocks.
   template <class K>

@@ -37,6 +37,9 @@
 
 namespace nasfast::gpu {
 
+// Bytes of a block's shared memory that no launch can have, because members of Block use them.
+constexpr size_t kReserved = 1024;
+
 // 8 numbers of 16 bits or 4 of 32, and 4 of 16 bits: what one instruction loads or stores.
 struct alignas(16) Vec4 {
   uint32_t v[4];

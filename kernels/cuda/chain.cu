@@ -44,7 +44,7 @@ class Gpu {
     int limit = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    shared_memory = static_cast<size_t>(limit - kReserved);
+    shared_memory = static_cast<size_t>(limit) - kReserved;
   }
 
   template <class Kernel>
@@ -73,7 +73,7 @@ class Gpu {
   }
 
  private:
-  static constexpr size_t kWithoutAsking = 48 * 1024 - kReserved;
+  static constexpr size_t kWithoutAsking = 48 * 1024 - kReserved;  // bytes that every kernel may have
 
   bool debug_;
   cudaStream_t stream_ = nullptr;
