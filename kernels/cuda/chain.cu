@@ -13,9 +13,6 @@
 namespace nasfast::gpu {
 namespace {
 
-// Shared memory of a block that is not the launcher's to give: Block::comes_last and shared_floats have variables there.
-constexpr int kReserved = 1024;
-
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     run_kernel(const __grid_constant__ typename Kernel::Args args) {
