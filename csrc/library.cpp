@@ -44,7 +44,7 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
       "Tensor[] bn_weights, Tensor[] bn_biases, bool[] batch_statistics, int[] plan, float[] eps, bool add_input, "
       "bool[] wants) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
 
-  // The same on a GPU in csrc/gpu, without running statistics and `recompute`, into memory of the caller; also for CPU
+  // The same on a GPU in csrc/gpu, without running statistics, into memory of the caller; also for CPU
   // tensors, where the kernels are emulated, for tests. nasfast/ops/cuda/conv.py makes operators of the schemas above
   // from these. Behind mean and variance, statistics has the coefficients of forward (csrc/gpu/call.cpp).
   //   counters: as many zeros as conv_bn_act_chain_gpu_counters says, int32; they are zeros again after the launches.
@@ -56,7 +56,7 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
       "float[] eps) -> ()");
   // Without dx, dweights and dbiases that are empty, their gradients are not wanted.
   m.def(
-      "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
+      "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor? x, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
       "Tensor[] bn_weights, bool add_input, Tensor(a!)? dx, Tensor(b!)[] dweights, Tensor(c!)[] dbiases, "
       "Tensor(d!) counters, int[] plan, float[] eps) -> ()");
 

@@ -9,6 +9,7 @@
 
 #include "../cpu/launch.h"
 #include "../cpu/plan.h"
+#include "expansion.h"
 
 namespace nasfast::gpu {
 namespace {
@@ -20,11 +21,24 @@ using torch::headeronly::ScalarType;
 
 static_assert(static_cast<int>(Act::kRelu6) == static_cast<int>(cpu::Act::kRelu6), "plans have one order");
 
+// The limits of the kernels of expand_depthwise.h, expand_depthwise_backward.h and expansion_gradient.h.
+void check_expansion(const ChainPlan& plan) {
+  const StagePlan& s = plan.stages[0];
+  const bool relu = s.act == cpu::Act::kRelu || s.act == cpu::Act::kRelu6;
+  STD_TORCH_CHECK(relu && s.in_channels <= kMaxExpandDepth && s.out_channels <= kMaxExpandHidden &&
+                      s.height * s.width * s.out_channels <= std::numeric_limits<int>::max() &&
+                      plan.batch * (s.width + 28) <= 28 * kMostRows,
+                  kConvOp, ": the CUDA kernels compute an expansion again only with relu or relu6, at most ",
+                  kMaxExpandDepth, " -> ", kMaxExpandHidden,
+                  " channels, fewer than 2^31 elements in an image, and not too many images; got ", plan.batch,
+                  " images, ", s.in_channels, " -> ", s.out_channels, " channels, ", s.height, " x ", s.width,
+                  " pixels and activation ", static_cast<int64_t>(s.act));
+}
+
 // Refuses what the kernels cannot do. nasfast/ops/plan.py says the same before, with explanations for the user.
 ChainPlan read(const std::vector<int64_t>& numbers) {
   ChainPlan plan(numbers);
-  STD_TORCH_CHECK(!plan.shuffle && !plan.recompute(), kConvOp,
-                  ": the CUDA kernels neither shuffle nor compute an output again");
+  STD_TORCH_CHECK(!plan.shuffle, kConvOp, ": the CUDA kernels do not shuffle");
   const int64_t most = std::numeric_limits<int>::max() / 2;
   STD_TORCH_CHECK(plan.batch <= most && plan.height <= most && plan.width <= most, kConvOp,
                   ": x is too large for the CUDA kernels");
@@ -38,6 +52,7 @@ ChainPlan read(const std::vector<int64_t>& numbers) {
                     static_cast<int64_t>(s.kind), ", ", s.in_channels, " -> ", s.out_channels,
                     " channels and activation ", static_cast<int64_t>(s.act));
   }
+  if (plan.recompute()) check_expansion(plan);
   return plan;
 }
 
@@ -66,6 +81,11 @@ double* statistics_of(const Tensor& statistics, const StagePlan& stage) {
 
 uint16_t* bits(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.mutable_data_ptr()); }
 
+// The output of a stage, or null if it is computed again.
+uint16_t* output_of(const Tensor& saved, const StagePlan& stage) {
+  return stage.saved_at < 0 ? nullptr : bits(saved) + stage.saved_at;
+}
+
 // The tensors of one call: all on the device of the first and in its type, or in float.
 struct Checks {
   const Tensor& first;
@@ -86,6 +106,13 @@ struct Checks {
   }
   void input(const char* name, const Tensor& tensor) const {
     image(name, tensor, plan.channels, plan.height, plan.width);
+  }
+  // x in backward, of which only a plan that computes the first output again has a use; otherwise null.
+  const uint16_t* kept_input(const std::optional<Tensor>& x) const {
+    if (!plan.recompute()) return nullptr;
+    STD_TORCH_CHECK(x.has_value(), kConvOp, ": this plan needs x in backward");
+    input("x", *x);
+    return bits(*x);
   }
   void result(const char* name, const Tensor& tensor) const {
     const StagePlan& last = plan.stages.back();
@@ -145,11 +172,10 @@ struct Turns {
 
 }  // namespace
 
-std::vector<Geometry> geometries(const std::vector<int64_t>& numbers) {
+Shapes::Shapes(const std::vector<int64_t>& numbers) {
   const ChainPlan plan = read(numbers);
-  std::vector<Geometry> all;
-  for (const StagePlan& stage : plan.stages) all.push_back(geometry_of(plan, stage));
-  return all;
+  for (const StagePlan& stage : plan.stages) stages.push_back(geometry_of(plan, stage));
+  recompute = plan.recompute();
 }
 
 ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weights,
@@ -165,7 +191,8 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
   if (added) check.result("what is added", *added);
   const bool keep = saved.numel() > 0;
   if (keep) check.saved(saved);
-  const auto output = [&](const StagePlan& s, size_t) { return keep ? 0 : s.rows * s.out_channels; };
+  // the output of an expansion that is computed again is nowhere
+  const auto output = [&](const StagePlan& s, size_t) { return keep || s.saved_at < 0 ? 0 : s.rows * s.out_channels; };
   const Turns turns(x, plan, output, &memory);
 
   const uint16_t* given = bits(x);
@@ -182,7 +209,7 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
     stage.fold = fold;
     stage.act = act;
     stage.weight = check.weight(s, conv_weights[i]);
-    stage.y = keep ? bits(saved) + s.saved_at : turns.of(i);
+    stage.y = s.saved_at < 0 ? nullptr : keep ? bits(saved) + s.saved_at : turns.of(i);
     stage.norm.gamma = cpu::float_data(bn_weights[i]);
     stage.norm.beta = cpu::float_data(bn_biases[i]);
     stage.norm.statistics = statistics_of(statistics, s);
@@ -191,7 +218,7 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
     stage.norm.eps = static_cast<float>(eps[i]);
     stage.norm.act = static_cast<Act>(s.act);
     stage.norm.count = static_cast<double>(s.rows);
-    given = stage.y;
+    if (stage.y != nullptr) given = stage.y;
     fold = coefficients.fold;
     act = stage.norm.act;
     stages.push_back(stage);
@@ -208,11 +235,11 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
   result.lanes = lanes_of(channels);
 }
 
-BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
-                           const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights,
-                           bool add_input, const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights,
-                           const std::vector<Tensor>& dbiases, const std::vector<int64_t>& numbers,
-                           const std::vector<double>& eps)
+BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& input, const Tensor& saved,
+                           const Tensor& statistics, const std::vector<Tensor>& conv_weights,
+                           const std::vector<Tensor>& bn_weights, bool add_input, const std::optional<Tensor>& dx,
+                           const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
+                           const std::vector<int64_t>& numbers, const std::vector<double>& eps)
     : bfloat16(grad.scalar_type() == ScalarType::BFloat16) {
   const ChainPlan plan = read(numbers);
   const Checks check(grad, plan);
@@ -222,6 +249,8 @@ BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor
   if (dx) check.input("dx", *dx);
   if (dx && add_input) check.input("grad, to be added,", grad);
   check.saved(saved);
+  x = check.kept_input(input);
+  expansion = check.weight(plan.stages[0], conv_weights[0]);
   const size_t count = plan.stages.size();
   // the first stage whose BatchNorm has a gradient that is wanted
   size_t stop = count;
@@ -258,13 +287,12 @@ BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor
   begin.channels = static_cast<int>(last.out_channels);
   begin.lanes = lanes_of(begin.channels);
   begin.gradient = gradients.back();
-
   // the kernel of a stage makes dz of the stage before it
   const size_t end = dx ? 0 : std::min(stop, count - 1) + 1;
-  const auto input = [&](const StagePlan& s, size_t i) {
+  const auto size = [&](const StagePlan& s, size_t i) {
     return i == 0 || i < end ? 0 : plan.batch * s.height * s.width * s.in_channels;
   };
-  const Turns turns(grad, plan, input, &memory);
+  const Turns turns(grad, plan, size, &memory);
   const uint16_t* dz = bits(grad);
   for (size_t i = count; i-- > end;) {
     const StagePlan& s = plan.stages[i];
@@ -272,12 +300,12 @@ BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor
     stage.geometry = geometry_of(plan, s);
     stage.grad = dz;
     stage.mask = i + 1 == count && s.act != cpu::Act::kIdentity ? intervals[i] : nullptr;
-    stage.y = bits(saved) + s.saved_at;
+    stage.y = output_of(saved, s);
     stage.back = gradients[i].back;
     stage.weight = check.weight(s, conv_weights[i]);
     stage.dx = i > 0 ? turns.of(i) : bits(*dx);
     if (i > 0) {
-      stage.before = bits(saved) + plan.stages[i - 1].saved_at;
+      stage.before = output_of(saved, plan.stages[i - 1]);
       stage.interval = intervals[i - 1];
       stage.gradient = gradients[i - 1];
     } else if (add_input) {

@@ -14,7 +14,15 @@ namespace nasfast::gpu {
 using torch::stable::Tensor;
 
 // The convolutions of a plan, which is refused if it has something that the kernels cannot do.
-std::vector<Geometry> geometries(const std::vector<int64_t>& plan);
+struct Shapes {
+  std::vector<Geometry> stages;
+  bool recompute;  // the output of the first stage is in no memory
+
+  explicit Shapes(const std::vector<int64_t>& plan);
+  // Whether this stage runs as one kernel with what it needs of the stage before it.
+  bool fused(size_t i_stage) const { return recompute && i_stage == 1; }
+  int channels() const { return stages[0].in_channels; }  // of x
+};
 
 // What a launch does not know before its grid: `reduction` of every stage, except its channels.
 struct ForwardCall {
@@ -33,9 +41,12 @@ struct BackwardCall {
   bool bfloat16;
   ReduceArgs begin;
   std::vector<BackwardStage> stages;  // in the order in which they run: the last stage of the chain is the first
+  Weight expansion;                   // of the first stage of the chain
+  const uint16_t* x;                  // null: the plan keeps the output of the first stage
   std::vector<Tensor> memory;         // of dz between the stages and of the coefficients of BatchNorm
 
-  BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
+  // x: only for a plan that computes the output of the first stage again.
+  BackwardCall(const Tensor& grad, const std::optional<Tensor>& x, const Tensor& saved, const Tensor& statistics,
                const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights, bool add_input,
                const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
                const std::vector<int64_t>& plan, const std::vector<double>& eps);

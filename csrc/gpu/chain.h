@@ -7,17 +7,23 @@
 
 #include "call.h"
 #include "depthwise.h"
+#include "expand_depthwise_backward.h"
+#include "expansion_gradient.h"
 #include "pointwise.h"
 
 namespace nasfast::gpu {
 
 template <class Machine>
-Grid forward_grid(const Geometry& geometry, const Machine& machine) {
+Grid forward_grid(const Shapes& chain, size_t i, const Machine& machine) {
+  const Geometry& geometry = chain.stages[i];
+  if (chain.fused(i)) return expand_depthwise_forward_grid(geometry, chain.channels(), machine);
   return geometry.kernel == 1 ? pointwise_forward_grid(geometry, machine) : depthwise_forward_grid(geometry, machine);
 }
 
 template <class Machine>
-Grid backward_grid(const Geometry& geometry, const Machine& machine) {
+Grid backward_grid(const Shapes& chain, size_t i, const Machine& machine) {
+  const Geometry& geometry = chain.stages[i];
+  if (chain.fused(i)) return expand_depthwise_backward_grid(geometry, chain.channels(), machine);
   return geometry.kernel == 1 ? pointwise_backward_grid(geometry, machine) : depthwise_backward_grid(geometry, machine);
 }
 
@@ -32,35 +38,44 @@ struct Needs {
 };
 
 template <class Machine>
-Needs forward_needs(const std::vector<Geometry>& chain, const Machine& machine) {
+Needs forward_needs(const Shapes& chain, const Machine& machine) {
   Needs needs;
-  for (const Geometry& g : chain) needs.add(forward_grid(g, machine), g.out_channels);
+  for (size_t i = 0; i < chain.stages.size(); ++i) {
+    needs.add(forward_grid(chain, i, machine), chain.stages[i].out_channels);
+  }
   return needs;
 }
 
 template <class Machine>
-Needs backward_needs(const std::vector<Geometry>& chain, const Machine& machine) {
+Needs backward_needs(const Shapes& chain, const Machine& machine) {
   Needs needs;
-  const Geometry& last = chain.back();
+  const Geometry& last = chain.stages.back();
   needs.add(reduce_grid(last.out_rows(), last.out_channels, machine), last.out_channels);
-  for (const Geometry& g : chain) needs.add(backward_grid(g, machine), g.in_channels);
+  for (size_t i = 0; i < chain.stages.size(); ++i) {
+    if (i == 0 && chain.recompute) continue;  // expansion_gradient adds nothing up
+    needs.add(backward_grid(chain, i, machine), chain.stages[i].in_channels);
+  }
   return needs;
 }
 
 // Counters that a chain needs in forward or in backward, whichever needs more.
 template <class Machine>
 int64_t count_counters(const std::vector<int64_t>& plan, const Machine& machine) {
-  const std::vector<Geometry> chain = geometries(plan);
+  const Shapes chain(plan);
   return std::max(forward_needs(chain, machine).counters, backward_needs(chain, machine).counters);
 }
 
 template <class Format, class Machine>
-void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace) {
-  for (ForwardStage stage : call.stages) {
+void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace, const Shapes& chain) {
+  for (size_t i = 0; i < call.stages.size(); ++i) {
+    ForwardStage stage = call.stages[i];
     const Geometry& g = stage.geometry;
-    const Grid grid = forward_grid(g, machine);
+    const Grid grid = forward_grid(chain, i, machine);
     stage.norm.reduction = workspace.reduction(grid, g.out_channels);
-    if (g.kernel == 1) {
+    if (chain.fused(i)) {
+      expand_depthwise_forward<Format>(machine, grid, {stage, call.stages[0].weight, chain.channels()});
+      machine.launched("expand_depthwise_forward", g);
+    } else if (g.kernel == 1) {
       pointwise_forward<Format>(machine, grid, stage);
       machine.launched("pointwise_forward", g);
     } else {
@@ -73,17 +88,29 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
 }
 
 template <class Format, class Machine>
-void run_backward(const Machine& machine, const BackwardCall& call, const Workspace& workspace, const Geometry& last) {
+void run_backward(const Machine& machine, const BackwardCall& call, const Workspace& workspace, const Shapes& chain) {
   const Grid begin = reduce_grid(call.begin.rows, call.begin.channels, machine);
   ReduceArgs args = call.begin;
   args.gradient.reduction = workspace.reduction(begin, args.channels);
   reduce<Format>(machine, begin, args);
-  machine.launched("reduce", last);
+  machine.launched("reduce", chain.stages.back());
+  size_t i = chain.stages.size();
   for (BackwardStage stage : call.stages) {
+    --i;
     const Geometry& g = stage.geometry;
-    const Grid grid = backward_grid(g, machine);
+    if (i == 0 && chain.recompute) {
+      const ExpansionGradient last{g.in_rows(), g.in_channels,  g.out_channels, call.x,  stage.grad,
+                                   stage.back,  call.expansion, stage.added,    stage.dx};
+      expansion_gradient<Format>(machine, expansion_gradient_grid(last, machine), last);
+      machine.launched("expansion_gradient", g);
+      continue;
+    }
+    const Grid grid = backward_grid(chain, i, machine);
     stage.gradient.reduction = workspace.reduction(grid, g.in_channels);
-    if (g.kernel == 1) {
+    if (chain.fused(i)) {
+      expand_depthwise_backward<Format>(machine, grid, {stage, call.x, call.expansion, chain.channels()});
+      machine.launched("expand_depthwise_backward", g);
+    } else if (g.kernel == 1) {
       pointwise_backward<Format>(machine, grid, stage);
       machine.launched("pointwise_backward", g);
     } else {
@@ -101,24 +128,26 @@ void chain_forward(const Machine& machine, const Tensor& x, const std::vector<Te
                    const std::optional<Tensor>& added, const Tensor& y, const Tensor& saved, const Tensor& statistics,
                    const Tensor& counters, const std::vector<int64_t>& plan, const std::vector<double>& eps) {
   const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, plan, eps);
-  const Needs needs = forward_needs(geometries(plan), machine);
+  const Shapes chain(plan);
+  const Needs needs = forward_needs(chain, machine);
   const Workspace workspace(x, needs.pairs, counters, needs.counters);
-  call.bfloat16 ? run_forward<Bf16>(machine, call, workspace) : run_forward<Fp16>(machine, call, workspace);
+  call.bfloat16 ? run_forward<Bf16>(machine, call, workspace, chain)
+                : run_forward<Fp16>(machine, call, workspace, chain);
 }
 
 template <class Machine>
-void chain_backward(const Machine& machine, const Tensor& grad, const Tensor& saved, const Tensor& statistics,
-                    const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights, bool add_input,
-                    const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights,
-                    const std::vector<Tensor>& dbiases, const Tensor& counters, const std::vector<int64_t>& plan,
-                    const std::vector<double>& eps) {
-  const BackwardCall call(grad, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, plan,
+void chain_backward(const Machine& machine, const Tensor& grad, const std::optional<Tensor>& x, const Tensor& saved,
+                    const Tensor& statistics, const std::vector<Tensor>& conv_weights,
+                    const std::vector<Tensor>& bn_weights, bool add_input, const std::optional<Tensor>& dx,
+                    const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases, const Tensor& counters,
+                    const std::vector<int64_t>& plan, const std::vector<double>& eps) {
+  const BackwardCall call(grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, plan,
                           eps);
-  const std::vector<Geometry> chain = geometries(plan);
+  const Shapes chain(plan);
   const Needs needs = backward_needs(chain, machine);
   const Workspace workspace(grad, needs.pairs, counters, needs.counters);
-  call.bfloat16 ? run_backward<Bf16>(machine, call, workspace, chain.back())
-                : run_backward<Fp16>(machine, call, workspace, chain.back());
+  call.bfloat16 ? run_backward<Bf16>(machine, call, workspace, chain)
+                : run_backward<Fp16>(machine, call, workspace, chain);
 }
 
 }  // namespace nasfast::gpu

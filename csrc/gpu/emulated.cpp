@@ -27,11 +27,11 @@ void forward_cpu(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<
   chain_forward(host, x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, counters, plan, eps);
 }
 
-void backward_cpu(const Tensor& grad, const Tensor& saved, const Tensor& statistics, std::vector<Tensor> conv_weights,
-                  std::vector<Tensor> bn_weights, bool add_input, std::optional<Tensor> dx,
-                  std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters, std::vector<int64_t> plan,
-                  std::vector<double> eps) {
-  chain_backward(host, grad, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, counters,
+void backward_cpu(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
+                  std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
+                  std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters,
+                  std::vector<int64_t> plan, std::vector<double> eps) {
+  chain_backward(host, grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, counters,
                  plan, eps);
 }
 

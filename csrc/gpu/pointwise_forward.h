@@ -90,7 +90,7 @@ struct PointwiseForward {
           warp.from_lane([&](int lane) -> float& { return pivot[at(lane)][j]; }, [](int lane) { return lane % 4; });
         }
       }
-      uint16_t* y = args.y + result.from(tile);
+      uint16_t* const y = args.y == nullptr ? nullptr : args.y + result.from(tile);
       warp.each([&](int lane) {
         const auto& v = acc[at(lane)];
         ChannelSums& s = sums[at(lane)];
@@ -102,7 +102,7 @@ struct PointwiseForward {
             add(s, 2 * j, Format::first(packed.v[j]) - pivot[at(lane)][2 * j]);
             add(s, 2 * j + 1, Format::second(packed.v[j]) - pivot[at(lane)][2 * j + 1]);
           }
-          store_vector(y + to, packed);
+          if (args.y != nullptr) store_vector(y + to, packed);
         });
       });
     };

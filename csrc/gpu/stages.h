@@ -48,7 +48,7 @@ struct ForwardStage {
   const Fold* fold;   // BatchNorm through which x is read; null: x is the input of the chain
   Act act;            // activation behind that BatchNorm
   Weight weight;
-  uint16_t* y;
+  uint16_t* y;  // null: only the statistics are wanted, of a pointwise stage
   Norm norm;
 };
 
@@ -64,6 +64,35 @@ struct BackwardStage {
   const Interval* interval;  // of that stage
   NormGradient gradient;     // of that stage
   const uint16_t* added;     // is added to dx in the first stage, or null
+};
+
+// The two stages of an expansion and the depthwise convolution behind it, when the output y1 of the expansion is in no
+// memory: every kernel computes from the input x of the chain what it needs of y1. expand_depthwise.h,
+// expand_depthwise_backward.h and expansion_gradient.h have these kernels.
+struct ExpandForward {
+  ForwardStage depthwise;  // x is the input of the chain; fold and act are those of the expansion
+  Weight expansion;
+  int channels;  // of x
+};
+
+// Makes dz of the expansion in depthwise.dx, and finishes the sums that its BatchNorm needs. `before` is null.
+struct ExpandBackward {
+  BackwardStage depthwise;
+  const uint16_t* x;
+  Weight expansion;
+  int channels;  // of x
+};
+
+// The gradient of the input of the chain from dz of the expansion. With dy = a dz + b y1 + c and y1 = W x it is
+// (a W)^T dz + W^T diag(b) W x + W^T c, in which no y1 is left.
+struct ExpansionGradient {
+  int64_t rows;
+  int channels, hidden;  // of x and of y1
+  const uint16_t *x, *dz;
+  const Back* back;
+  Weight expansion;
+  const uint16_t* added;  // is added to dx, or null
+  uint16_t* dx;
 };
 
 }  // namespace nasfast::gpu

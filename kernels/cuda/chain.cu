@@ -88,13 +88,13 @@ void forward_cuda(const Tensor& x, std::vector<Tensor> conv_weights, std::vector
                 plan, eps);
 }
 
-void backward_cuda(const Tensor& grad, const Tensor& saved, const Tensor& statistics, std::vector<Tensor> conv_weights,
-                   std::vector<Tensor> bn_weights, bool add_input, std::optional<Tensor> dx,
-                   std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters,
+void backward_cuda(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
+                   std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
+                   std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters,
                    std::vector<int64_t> plan, std::vector<double> eps) {
   const torch::stable::accelerator::DeviceGuard guard(grad.device().index());
-  chain_backward(Gpu(grad.device().index()), grad, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights,
-                 dbiases, counters, plan, eps);
+  chain_backward(Gpu(grad.device().index()), grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx,
+                 dweights, dbiases, counters, plan, eps);
 }
 
 }  // namespace

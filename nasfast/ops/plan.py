@@ -42,6 +42,19 @@ _MAX_PATCH = 64
 # 4 bytes of kept memory. Measured on two AVX-512 cores: 10 to 25 % faster up to 32 channels, equal at 56, and 15 %
 # slower at 112.
 MAX_RECOMPUTED_CHANNELS = 64
+# The same for the CUDA kernels. They multiply the expansion three times, in forward for its statistics and for what the
+# depthwise stage reads, and in backward, where a stored one is multiplied once. The instructions are about as many as
+# for reading, unpacking and normalising a stored one; each element saves 8 bytes of traffic and costs two products. By
+# the model of an RTX 3080 (0.76 TB/s) and an H200 (4.3 TB/s) that pays up to 135 and 215 channels while the tensors are
+# in DRAM. Stages with more than 64 channels have maps of 14 x 14 and 7 x 7, which an H200 keeps in its cache.
+MAX_RECOMPUTED_CUDA_CHANNELS = 64
+# The most channels of such an expansion, whose weights the CUDA kernels keep in shared memory: kMaxExpandHidden in
+# csrc/gpu/expansion.h.
+MAX_RECOMPUTED_CUDA_HIDDEN = 512
+# The most elements of one of its images, which have 32-bit places in a block, and the most images times columns: a
+# launch has at most 2048 parts of images (kMostRows in csrc/gpu/statistics.h), of 28 or more columns each.
+_MAX_CUDA_IMAGE = 2**31 - 1
+_MAX_CUDA_COLUMNS = 28 * 2048
 # The smallest expansion factor at which this saves memory, because the chain's input is kept in place of the expansion.
 MIN_RECOMPUTED_EXPANSION = 2
 # Outputs begin at multiples of this many elements of the saved tensor.
@@ -294,7 +307,7 @@ def _decide(
     if subsample > 1:
         stages = (stages[0]._replace(stride=1), *stages[1:])
         size = [_strided(length, subsample) for length in size]
-    recompute = backend == "cpu" and not shuffle and _recomputes(stages)
+    recompute = not shuffle and _recomputes(backend, stages, batch, size)
     shape = batch, channels // 2 if shuffle else channels, *size
     return make_plan(shape, stages, recompute=recompute, shuffle=shuffle, subsample=subsample)
 
@@ -313,7 +326,7 @@ def _fits(stage: StageShape, *, first: bool, input_grad: bool) -> bool:
     return kind == Kind.DEPTHWISE
 
 
-def _recomputes(stages: tuple[StageShape, ...]) -> bool:
+def _recomputes(backend: str, stages: tuple[StageShape, ...], batch: int, size: Sequence[int]) -> bool:
     """Whether backward computes the output of an expansion again, and goes through it and its depthwise stage at once.
 
     The chain's input is then kept instead of the output.
@@ -321,7 +334,14 @@ def _recomputes(stages: tuple[StageShape, ...]) -> bool:
     if len(stages) < 2 or (stages[0].kind, stages[1].kind) != (Kind.POINTWISE, Kind.DEPTHWISE):
         return False
     hidden, channels = stages[0].weight[:2]
-    return hidden >= MIN_RECOMPUTED_EXPANSION * channels and channels <= MAX_RECOMPUTED_CHANNELS
+    if hidden < MIN_RECOMPUTED_EXPANSION * channels:
+        return False
+    if backend == "cuda":
+        height, width = size
+        fits = hidden <= MAX_RECOMPUTED_CUDA_HIDDEN and hidden * height * width <= _MAX_CUDA_IMAGE
+        fits = fits and batch * (width + 28) <= _MAX_CUDA_COLUMNS
+        return fits and channels <= MAX_RECOMPUTED_CUDA_CHANNELS and stages[0].act in ("relu", "relu6")
+    return backend == "cpu" and channels <= MAX_RECOMPUTED_CHANNELS
 
 
 def _strided(length: int, stride: int) -> int:

@@ -109,6 +109,7 @@ def conv_bn_act_chain_bwd(
     if any(wants):
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
             grad=_aligned(grad),
+            x=None if x is None else _aligned(x),
             saved=saved,
             statistics=statistics,
             conv_weights=[_aligned(weight) for weight in conv_weights],

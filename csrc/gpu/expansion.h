@@ -1,0 +1,213 @@
+// What the kernels share that compute an expansion on the way to or from a depthwise convolution: how a launch divides
+// images and channels, and the product of a few pixels of x with the weights of the expansion.
+//
+// A block has 32 hidden channels and goes down the rows of a part of one or a few images. A thread has two channels of
+// a strip of columns. Rows of the hidden tensor are in shared memory without gaps between pixels: then neither the
+// 16 bytes of a lane nor the pairs of two neighbouring strips meet in a bank.
+#pragma once
+
+#include "stages.h"
+#include "stencil.h"
+
+namespace nasfast::gpu {
+
+constexpr int kChunk = 32;                        // hidden channels of a block
+constexpr int kStrips = 8;                        // strips of a block
+constexpr int kPairs = kChunk / 2;                // threads of a strip
+constexpr int kExpandThreads = kPairs * kStrips;  // 128
+constexpr int kExpandWarps = kExpandThreads / 32;
+constexpr int kMaxExpandDepth = 64;  // channels of x
+// Hidden channels: the weights of all of them are in the 99 KB of shared memory that a block can have on sm_86.
+constexpr int kMaxExpandHidden = 512;
+
+// What a block has of the smaller of the two maps of the depthwise convolution.
+struct Part {
+  int image, images;
+  int row, rows;
+  int column, columns;
+};
+
+// How the smaller map is divided among blocks.
+struct Cut {
+  int images, height, width;    // of the map
+  int strips;                   // of a row of a block
+  int side;                     // images of a block, side by side
+  int rows;                     // of a block
+  int tiles, segments, sets;    // blocks in the direction of columns, of rows and of images
+  int chunks;                   // of channels
+  float per_segment, per_tile;  // 1 / segments, 1 / tiles
+
+  NASFAST_ANYWHERE int parts() const { return tiles * segments * sets; }
+  // The last block asks for the sizes of all parts, and a division of integers takes it longer than what it adds. This
+  // one is exact, as there are fewer than 2^21 parts.
+  static NASFAST_DEVICE int quotient(int a, float inverse) {
+    return static_cast<int>((static_cast<float>(a) + 0.5f) * inverse);
+  }
+  NASFAST_DEVICE Part part(int index) const {
+    const auto least = [](int a, int b) { return a < b ? a : b; };
+    const int line = quotient(index, per_tile), set = quotient(line, per_segment);
+    Part p;
+    p.column = (index - line * tiles) * strips * kStrip;
+    p.columns = least(strips * kStrip, width - p.column);
+    p.row = (line - set * segments) * rows;
+    p.rows = least(rows, height - p.row);
+    p.image = set * side;
+    p.images = least(side, images - p.image);
+    return p;
+  }
+  NASFAST_DEVICE float count(int index) const {  // numbers of a channel
+    const Part p = part(index);
+    return static_cast<float>(p.images) * static_cast<float>(p.rows * p.columns);
+  }
+};
+
+// Divides the map. Block (x, y) of the grid has chunk x and part y: blocks that read the same x run at the same time.
+// `resident`: blocks of a multiprocessor. `around`: rows that a block needs more than it makes.
+template <class Machine>
+Cut cut_of(const Geometry& g, const Machine& machine, int resident, int around) {
+  Cut cut{};
+  cut.images = g.images;
+  cut.height = g.out_height;
+  cut.width = g.out_width;
+  cut.chunks = (g.out_channels + kChunk - 1) / kChunk;
+  const int all = (cut.width + kStrip - 1) / kStrip;
+  cut.tiles = (all + kStrips - 1) / kStrips;
+  cut.strips = (all + cut.tiles - 1) / cut.tiles;
+  cut.tiles = (all + cut.strips - 1) / cut.strips;
+  cut.side = cut.tiles > 1 ? 1 : kStrips / cut.strips;
+  if (cut.side > cut.images) cut.side = cut.images;
+  // places within a block have 32 bits
+  const int64_t image = int64_t{g.height} * g.width * g.out_channels;
+  while (cut.side > 1 && cut.side * image > INT32_MAX) --cut.side;
+  cut.sets = (cut.images + cut.side - 1) / cut.side;
+  // rows of a block: those with which the last wave of blocks ends first
+  constexpr int kMostSegments = 16;
+  int64_t best = -1;
+  for (int segments = 1; segments <= kMostSegments && segments <= cut.height; ++segments) {
+    const int rows = (cut.height + segments - 1) / segments;
+    const int64_t parts = int64_t{cut.sets} * cut.tiles * ((cut.height + rows - 1) / rows), blocks = parts * cut.chunks;
+    if (segments > 1 && parts > kMostRows) break;
+    const int64_t waves = (blocks + machine.multiprocessors * resident - 1) / (machine.multiprocessors * resident);
+    const int64_t time = waves * (rows + around);
+    if (best >= 0 && time >= best) continue;
+    best = time;
+    cut.rows = rows;
+  }
+  cut.segments = (cut.height + cut.rows - 1) / cut.rows;
+  cut.per_segment = 1.f / static_cast<float>(cut.segments);
+  cut.per_tile = 1.f / static_cast<float>(cut.tiles);
+  return cut;
+}
+
+// The weights of a chunk and pixels of x in shared memory, both in rows of 16 `steps` channels and a gap, with zeros
+// behind the last channel.
+struct ExpandTile {
+  int channels, steps, pitch;
+  int lanes;  // threads that load a pixel, a power of two
+
+  NASFAST_ANYWHERE explicit ExpandTile(int channels)
+      : channels(channels),
+        steps((channels + 15) / 16),
+        pitch(16 * ((channels + 15) / 16) + 8),
+        lanes(channels > 32   ? 8
+              : channels > 16 ? 4
+                              : 2) {}
+  NASFAST_ANYWHERE int bytes(int rows) const { return rows * pitch * 2; }
+};
+
+// A weight, rounded to the type of the tensors.
+template <class Format>
+NASFAST_DEVICE uint16_t rounded_weight(const Weight& weight, int64_t at) {
+  if (!weight.is_float) return static_cast<const uint16_t*>(weight.data)[at];
+  return static_cast<uint16_t>(Format::pack(static_cast<const float*>(weight.data)[at], 0));
+}
+template <class Format>
+NASFAST_DEVICE float float_weight(const Weight& weight, int64_t at) {
+  return weight.is_float ? static_cast<const float*>(weight.data)[at]
+                         : Format::first(static_cast<const uint16_t*>(weight.data)[at]);
+}
+
+// Column of the product of 32 channels at which channel c is: the results of a lane are then 8 neighbouring channels.
+NASFAST_DEVICE int column_of(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
+
+// A chunk of the weights [hidden][channels] of the expansion -> shared memory.
+template <class Format>
+NASFAST_DEVICE void fill_expansion(const ExpandTile& tile, const Weight& weight, int first, int hidden, uint16_t* to,
+                                   int thread) {
+  const int depth = 16 * tile.steps;
+  for (int i = thread; i < kChunk * depth; i += kExpandThreads) {
+    const int c = i / depth, k = i - c * depth;
+    const bool there = first + c < hidden && k < tile.channels;
+    to[column_of(c) * tile.pitch + k] =
+        there ? rounded_weight<Format>(weight, int64_t{first + c} * tile.channels + k) : uint16_t{0};
+  }
+}
+
+// The filters [hidden][k][k] -> [pair of channels][k * k][2] floats in shared memory, each turned round if `flipped`.
+template <class Format, int kKernel>
+NASFAST_DEVICE void fill_filters(const Weight& weight, int first, int hidden, bool flipped, float* to, int thread) {
+  constexpr int kTaps = kKernel * kKernel;
+  for (int i = thread; i < kChunk * kTaps; i += kExpandThreads) {
+    const int c = i / kTaps, tap = i - c * kTaps;
+    const int at = c / 2 * 2 * kTaps + 2 * (flipped ? kTaps - 1 - tap : tap) + c % 2;
+    to[at] = first + c < hidden ? float_weight<Format>(weight, int64_t{first + c} * kTaps + tap) : 0.f;
+  }
+}
+
+// Begins to copy the pixels from `begin` to `end` of a turn to shared memory. from[m] is the place of pixel m behind x;
+// what is negative is left as it is, for nothing reads its results.
+template <class Block>
+NASFAST_DEVICE void fetch_pixels(const Block& block, const ExpandTile& tile, const uint16_t* x, const int* from,
+                                 int begin, int end, uint16_t* to, int thread) {
+  const int piece = 8 * (thread & (tile.lanes - 1));
+  if (piece >= tile.channels) return;
+  const int step = kExpandThreads / tile.lanes;
+  NASFAST_NO_UNROLL
+  for (int m = begin + thread / tile.lanes; m < end; m += step) {
+    const int pixel = from[m];
+    if (pixel >= 0) block.copy(to + m * tile.pitch + piece, x + (pixel * tile.channels + piece));
+  }
+}
+
+// Zeros in `count` pixels, of which no copy touches the channels behind the last. What nothing has been copied to is
+// then finite too, and so is its expansion.
+NASFAST_DEVICE void clear_pixels(const ExpandTile& tile, int count, uint16_t* to, int thread) {
+  Vec4* const pieces = reinterpret_cast<Vec4*>(to);
+  for (int i = thread; i < count * tile.pitch / 8; i += kExpandThreads) pieces[i] = Vec4{0, 0, 0, 0};
+}
+
+// The expansion of 16 pixels to 32 channels by one warp. acc(lane)[j][2 h + e] is pixel 8 h + lane / 4, and channel
+// 8 (lane % 4) + 2 j + e.
+template <class Format, class Acc>
+NASFAST_DEVICE void expand_pixels(const Warp& warp, const ExpandTile& tile, const uint16_t* x, const uint16_t* weights,
+                                  const Acc& acc) {
+  Local<uint32_t[4]> a(warp);
+  Local<uint32_t[2][4]> b(warp);
+  warp.each([&](int lane) {
+    NASFAST_UNROLL
+    for (int i = 0; i < 16; ++i) acc(lane)[i / 4][i % 4] = 0;
+  });
+  NASFAST_UNROLL
+  for (int k = 0; k < kMaxExpandDepth / 16; ++k) {
+    if (k >= tile.steps) break;
+    warp.load_matrices([&](int lane) -> auto& { return a[lane]; },
+                       [&](int lane) { return x + lane % 16 * tile.pitch + lane / 16 * 8 + 16 * k; });
+    NASFAST_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      // matrices (2 j, k), (2 j, k + 8), (2 j + 1, k), (2 j + 1, k + 8)
+      warp.load_matrices([&](int lane) -> auto& { return b[lane][j]; },
+                         [&](int lane) {
+                           const int n = 16 * j + lane / 16 * 8 + lane % 8;
+                           return weights + n * tile.pitch + lane / 8 % 2 * 8 + 16 * k;
+                         });
+    }
+    NASFAST_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      warp.template multiply_16<Format>([&](int lane) -> auto& { return acc(lane)[j]; },
+                                        [&](int lane) -> auto& { return a[lane]; },
+                                        [&](int lane) { return b[lane][j / 2] + 2 * (j % 2); });
+    }
+  }
+}
+
+}  // namespace nasfast::gpu
