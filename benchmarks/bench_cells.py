@@ -30,10 +30,11 @@ from torch.nn import functional as F
 
 from benchmarks.harness import positive, ratios, saved_bytes, write_json
 from nasfast.cells import DARTS_OPS, CellSpace, CellSupernet, darts_cell, darts_space
-from nasfast.cells.gates import make_estimator, uniform_logits
-from nasfast.cells.state import CellSearch, CellSearchConfig
+from nasfast.cells.gates import estimator_of, make_estimator, uniform_logits
+from nasfast.cells.state import CellSearch
 from nasfast.cells.steps import CellSearchEngine
 from nasfast.measure.timing import measure, measuring
+from nasfast.settings.cells import CellSearchConfig
 
 
 def _norm(channels: int) -> nn.Module:
@@ -190,10 +191,10 @@ def difference(search: CellSearch, plain: PlainDarts, batch: tuple[Tensor, Tenso
     """Largest difference between the logits' gradients, relative to the largest gradient."""
     alpha = search.alpha[0].float().requires_grad_()
     (theirs,) = torch.autograd.grad(F.cross_entropy(plain(batch[0], alpha), batch[1]), alpha)
-    draw = search.cfg.estimator.draw(search.logits, torch.Generator(), 0.0)
+    draw = estimator_of(search.cfg).draw(search.logits, torch.Generator(), 0.0)
     gates = search.spread(draw.gates)
     (cost,) = torch.autograd.grad(F.cross_entropy(search.net(batch[0], gates, draw.runs), batch[1]), gates)
-    mine = search.cfg.estimator.gradient(draw, search.collect(cost))[0]
+    mine = estimator_of(search.cfg).gradient(draw, search.collect(cost))[0]
     return float((mine - theirs).abs().max() / theirs.abs().max())
 
 
@@ -274,7 +275,7 @@ def kept(args: argparse.Namespace) -> dict[str, int]:
         memory_format=torch.channels_last
     )
     plain = PlainDarts(args.cells, args.channels).to(memory_format=torch.channels_last)
-    draw = search.cfg.estimator.draw(search.logits, torch.Generator(), 0.0)
+    draw = estimator_of(search.cfg).draw(search.logits, torch.Generator(), 0.0)
     gates, alpha = search.spread(draw.gates), search.alpha[0].float().requires_grad_()
     x = torch.randn(args.batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     return {

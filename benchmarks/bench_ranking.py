@@ -34,11 +34,12 @@ from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
 from nasfast.indicators.scores import Evidence, score_table, with_structure
 from nasfast.indicators.table import IndicatorTable
+from nasfast.settings.supernet import SupernetConfig, default_lr
 from nasfast.spaces import Arch, FairSampler, SearchSpace, mobilenet_v2, nas_bench_macro
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet
 from nasfast.train.checkpoint import CheckpointFolder
-from nasfast.train.supernet import SupernetConfig, default_lr, make_supernet
+from nasfast.train.supernet import make_supernet
 
 OUT = Path(__file__).parent / "results" / "ranking_nas_bench_macro.jsonl"
 LEARNED = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0), ("gamma", 0.0))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from nasfast.indicators.rank import rank
     from nasfast.indicators.table import IndicatorTable
     from nasfast.ops import orthogonalize_, use_backend
-    from nasfast.pipeline import RunConfig, run
+    from nasfast.pipeline import run
+    from nasfast.settings.run import RunConfig
     from nasfast.supernet import Supernet, build, inherit
     from nasfast.train import train_supernet
 
@@ -36,7 +37,7 @@ _MODULES = (
 )  # the module `nasfast.search` can also be called, as the function of that name
 _HOMES = {
     "IndicatorTable": "nasfast.indicators.table",
-    "RunConfig": "nasfast.pipeline",
+    "RunConfig": "nasfast.settings.run",
     "Supernet": "nasfast.supernet",
     "build": "nasfast.supernet",
     "fuse": "nasfast.fusion",

@@ -25,6 +25,7 @@ from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
 from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE
+from nasfast.run_checks import check_same_run, check_scoring, check_search
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
@@ -39,17 +40,16 @@ from nasfast.search import (
     run_search,
     save_candidates,
 )
-from nasfast.settings import RunConfig, check_same_run, check_scoring, check_search
+from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.spaces import ArchSpace, SearchSpace, get_space, load_arch, read_space, space_kind
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
-
 StageFunction = TypeVar("StageFunction", bound=Callable[..., Any])
 
-CONFIG_FILE, TABLE_FILE, ARCHS_FILE = "config.yaml", "indicators.json", "archs.json"
+TABLE_FILE, ARCHS_FILE = "indicators.json", "archs.json"
 
 
 def _loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:

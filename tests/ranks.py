@@ -21,7 +21,8 @@ from killable import at_call, die
 from tiny import batches, tiny_space
 from torch import Tensor, nn
 
-import nasfast.cli.commands  # noqa: F401, so that not every forked command imports it
+import nasfast.cli.commands
+import nasfast.cli.flags  # noqa: F401, so that not every forked command imports it
 import nasfast.train.loop as loop_module
 from benchmarks.captures import EagerCapture
 from nasfast.cli import main as cli

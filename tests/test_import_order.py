@@ -23,25 +23,34 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "seeds": set(),
     "runtime.files": set(),
+    "runtime.late": set(),
+    "runtime.launcher": set(),
     "runtime.lock": {"runtime.files"},
     "runtime.moved": set(),
     "runtime.termination": set(),
-    "runtime": {"config"},
+    "runtime": {"config", "runtime.launcher"},
+    "settings": {"config"},
+    "settings.run": {"config", "settings", "indicators.config", "search", "runtime"},
     "spaces": {"config", "runtime.moved"},
     "ops": {"runtime.files", "runtime.moved"},
     "fusion": {"ops"},
-    "supernet": {"config", "spaces", "ops"},
-    "data": {"config", "runtime.files", "runtime.moved", "seeds"},
+    "supernet": {"config", "spaces", "ops", "settings"},
+    "data": {"config", "runtime.files", "runtime.moved", "seeds", "settings"},
     "engine": {"spaces", "supernet", "ops"},
     "analysis.meanfield": set(),
     "analysis.concentration": {"ops"},
     "analysis": {
-        "config", "spaces", "ops", "supernet", "indicators.table", "analysis.concentration", "analysis.meanfield",
+        "config", "spaces", "ops", "supernet", "indicators.table", "analysis.concentration",
+        "analysis.meanfield", "settings",
     },
     "train": {
-        "config", "runtime.files", "runtime.lock", "runtime.termination", "runtime", "spaces", "supernet", "engine",
+        "config", "runtime.files", "runtime.lock", "runtime.termination", "runtime", "spaces", "supernet",
+        "engine", "settings",
     },
-    "cells": {"config", "seeds", "runtime.files", "runtime.moved", "spaces", "ops", "supernet", "engine", "train"},
+    "cells": {
+        "config", "seeds", "runtime.files", "runtime.moved", "spaces", "ops", "supernet", "engine", "train",
+        "settings",
+    },
     "indicators.table": {"runtime.files", "spaces"},
     "indicators.structure": {"config", "spaces", "indicators.table"},
     "indicators.accuracies": {"spaces"},
@@ -49,48 +58,70 @@ ALLOWED: dict[str, set[str]] = {
         "runtime.files", "spaces", "indicators.accuracies", "indicators.structure", "indicators.table",
     },
     "nasi": {
-        "config", "seeds", "runtime.files", "runtime.moved", "spaces", "supernet", "train", "cells", "indicators.table",
+        "config", "seeds", "runtime.files", "runtime.moved", "spaces", "supernet", "train", "cells",
+        "indicators.table", "settings",
     },
     "indicators": {
         "config", "spaces", "supernet", "train", "nasi", "indicators.rank", "indicators.structure", "indicators.table",
     },
+    "indicators.config": {"config", "settings", "indicators"},
     "search": {"config", "runtime.files", "spaces", "indicators.table"},
-    "retrain": {"config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "cells"},
+    "retrain": {
+        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "cells",
+        "settings",
+    },
     "report": {"config", "runtime.files", "runtime.moved", "spaces", "indicators.table", "indicators.rank", "search"},
-    "measure": {"config", "runtime.files", "runtime", "ops", "fusion", "spaces", "supernet", "engine", "train"},
+    "measure": {
+        "config", "runtime.files", "runtime", "ops", "fusion", "spaces", "supernet", "engine", "train",
+        "settings",
+    },
     "studies.registry": set(),
     "studies": {"config", "runtime.files", "runtime", "measure", "report", "studies.registry"},
     "studies.isometry": {
         "config", "spaces", "ops", "supernet", "train", "indicators", "measure", "analysis", "analysis.meanfield",
-        "report", "studies",
+        "report", "studies", "runtime.late", "settings",
     },
-    "studies.moments": {"config", "runtime", "spaces", "supernet", "data", "analysis", "report", "studies"},
+    "studies.moments": {
+        "config", "runtime", "spaces", "supernet", "data", "analysis", "report", "studies", "runtime.late",
+        "settings",
+    },
     "studies.nasi": {
         "config", "seeds", "runtime.files", "runtime", "spaces", "cells", "nasi", "data", "indicators.accuracies",
-        "indicators.rank", "indicators.table", "report", "studies",
+        "indicators.rank", "indicators.table", "report", "studies", "runtime.late", "settings",
     },
     "studies.wiring": {
-        "config", "runtime.files", "runtime", "spaces", "supernet", "cells", "data", "train", "report", "studies",
+        "config", "runtime.files", "runtime", "spaces", "supernet", "cells", "data", "train", "report",
+        "studies", "runtime.late", "settings",
     },
-    "settings": {"config", "data", "runtime", "spaces", "supernet", "indicators", "retrain", "search", "train"},
+    "run_checks": {"config", "indicators", "settings.run", "spaces", "supernet", "train"},
     "pipeline": {
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "indicators",
-        "indicators.table", "search", "retrain", "report", "measure", "settings",
+        "indicators.table", "search", "retrain", "report", "measure", "settings", "run_checks", "settings.run",
     },
     "cli.commands": {
         "config", "runtime", "spaces", "indicators", "indicators.accuracies", "indicators.table",
-        "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline",
+        "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline", "settings.run",
     },
-    "cli": {"config", "runtime.files", "runtime.termination", "studies.registry", "cli.commands"},
+    "cli": {
+        "config", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",
+        "runtime.launcher", "settings.run",
+    },
     "__main__": {"cli"},
     # it imports the others only for a type checker
     "": {"runtime.moved"},
 }  # fmt: skip
 
-# `cli.main` imports `cli.commands` only when it is to run one: usage must not wait for torch.
+# Help must not wait for torch and scipy: `cli.main` imports `cli.commands` only to run one, and a config imports what
+# needs them only where a value or a method asks for it.
 # The launchers import Triton and its kernels, which `registry` imports only where they can run.
 LATE = {
+    ("nasfast.cli.main", "nasfast.cli.flags"),
     ("nasfast.cli.main", "nasfast.cli.commands"),
+    ("nasfast.indicators.config", "nasfast.indicators.scores"),
+    ("nasfast.search.milp", "scipy.optimize"),
+    ("nasfast.settings.run", "nasfast.runtime.device"),
+    ("nasfast.studies.wiring.config", "nasfast.cells.prototypes"),
+    ("nasfast.studies.wiring.config", "nasfast.studies.wiring.images"),
     ("nasfast.ops.registry", "nasfast.ops.triton.bn"),
     ("nasfast.ops.registry", "nasfast.ops.triton.conv"),
     ("nasfast.ops.registry", "nasfast.ops.triton.mixed"),
@@ -98,7 +129,7 @@ LATE = {
 TORCH_FREE = {
     "cli", "__main__", "config", "seeds", "runtime.files", "runtime.lock", "runtime.moved", "runtime.termination",
     "spaces", "indicators.accuracies", "indicators.table", "indicators.structure", "indicators.rank", "search",
-    "studies.registry",
+    "runtime.late", "runtime.launcher", "settings", "settings.run", "indicators.config", "studies.registry",
 }  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
 
@@ -134,7 +165,7 @@ def violations(sources: Mapping[str, str]) -> list[str]:
         if top == "torch" and part in TORCH_FREE:
             problems.append(f"{where} imports torch: {part} must run without it")
         if top != "nasfast":
-            if found.in_function and top not in OPTIONAL:
+            if found.in_function and top not in OPTIONAL and (found.module, found.target) not in LATE:
                 problems.append(f"{where} imports {found.target} inside a function: only optional packages may be")
             continue
         if found.in_function and (found.module, found.target) not in LATE:

@@ -27,8 +27,9 @@ from benchmarks.captures import EagerCapture
 from benchmarks.gpu.launches import noted_launches
 from benchmarks.gpu.plan import append, processes
 from nasfast.engine import EagerEngine, GraphEngine
+from nasfast.measure.cards import CARDS
 from nasfast.measure.floor import Machine, measure_machine, step_floor, trace
-from nasfast.measure.projection import CARDS, kernels_of, passes_of, project
+from nasfast.measure.projection import kernels_of, passes_of, project
 from nasfast.measure.timing import EngineStep, GraphedStep, TrainingStep, measure, measuring, random_batch
 from nasfast.spaces import Arch, Block, FixedLayer, SearchSpace, Stage, get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet

@@ -35,9 +35,9 @@ from nasfast.engine import EagerEngine
 from nasfast.engine.graphs import GraphEngine
 from nasfast.ops import tuning, use_backend
 from nasfast.ops.triton import bn as bn_triton
+from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, get_space, mean_path
 from nasfast.supernet import Supernet
-from nasfast.train.config import TrainConfig
 from nasfast.train.loop import make_optimizer
 
 _PACKAGE = str(Path(nasfast.__file__).parent)

@@ -7,8 +7,9 @@ from functools import partial
 
 from nasfast.cells.derive import derivations, derive
 from nasfast.cells.network import CellStandalone, CellSupernet
-from nasfast.cells.search import CellSearchConfig, CellSearchResult, search_cells
+from nasfast.cells.search import CellSearchResult, search_cells
 from nasfast.runtime import moved
+from nasfast.settings.cells import CellSearchConfig
 from nasfast.spaces import read_space, space_kind
 from nasfast.spaces.cells import (
     CELLS,

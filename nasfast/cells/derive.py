@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nasfast.settings.cells import Rule
 from nasfast.spaces import Arch
 from nasfast.spaces.cell_costs import NONE
 from nasfast.spaces.cells import CellSpace
-
-Rule = Literal["argmax", "darts"]
 
 
 def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:

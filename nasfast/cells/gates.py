@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nasfast.config import nearest
+from nasfast.settings.cells import CellSearchConfig, Method
 from nasfast.spaces.cells import CellSpace
 
-Method = Literal["darts", "snas", "dsnas", "proxyless", "uniform"]
 Columns = list[list[tuple[int, ...]]]
 """Columns of operations, by type of cell and then by edge."""
 
@@ -234,3 +234,10 @@ def make_estimator(
     if method not in _ESTIMATORS:
         raise ValueError(f"unknown method {method!r}; {nearest(method, _ESTIMATORS)}")
     return _ESTIMATORS[method](temperature, final_temperature, two_path)
+
+
+def estimator_of(cfg: CellSearchConfig) -> Estimator:
+    """How the gates of a search are drawn, and what becomes of the local costs."""
+    return make_estimator(
+        cfg.method, temperature=cfg.temperature, final_temperature=cfg.final_temperature, two_path=cfg.two_path
+    )

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from nasfast.cells.gates import uniform_logits
 from nasfast.cells.network import CellSupernet
 from nasfast.cells.probe import GROUPS, QUANTITIES, CostTable, grouped_costs
-from nasfast.cells.state import CellSearchConfig
 from nasfast.cells.steps import draw_gates
+from nasfast.settings.cells import CellSearchConfig
 from nasfast.train.batches import as_epochs
 
 

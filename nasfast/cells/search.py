@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nasfast.cells.state import SEARCH, TRAIN, CellSearch, CellSearchConfig, CellSearchResult
+from nasfast.cells.state import SEARCH, TRAIN, CellSearch, CellSearchResult
 from nasfast.cells.steps import CellSearchEngine
+from nasfast.settings.cells import CellSearchConfig
 from nasfast.spaces.cells import CellSpace
 from nasfast.train import TrainConfig, TrainStage
 from nasfast.train.batches import as_epochs

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nasfast.cells.gates import Columns, Draw
-from nasfast.cells.state import SEARCH, TRAIN, CellSearch, CellSearchConfig
+from nasfast.cells.gates import Columns, Draw, estimator_of
+from nasfast.cells.state import SEARCH, TRAIN, CellSearch
 from nasfast.engine import StepResult
 from nasfast.seeds import CELL_GATES, FOR_LOGITS, FOR_WEIGHTS, derive_seed
+from nasfast.settings.cells import CellSearchConfig
 from nasfast.spaces.cell_costs import NONE
 from nasfast.spaces.cells import CellSpace
 from nasfast.train.batches import EpochLoader
@@ -37,7 +38,7 @@ def draw_gates(
     """
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
     for _ in range(_MAX_DRAWS):
-        draw = cfg.estimator.draw(logits, generator, progress)
+        draw = estimator_of(cfg).draw(logits, generator, progress)
         if not cfg.redraw or reaches_outputs(space, draw.runs):
             return draw
     raise RuntimeError(
@@ -78,7 +79,7 @@ class CellSearchEngine:
     def forward_backward(self, x: Tensor, y: Tensor, paths: None = None) -> StepResult:
         """Update the logits, and leave the gradients of the weights in their `grad`."""
         search, cfg = self._search, self._search.cfg
-        estimator = cfg.estimator
+        estimator = estimator_of(cfg)
         for parameter in search.net.parameters():
             parameter.grad = None
         if self._held_out is not None:

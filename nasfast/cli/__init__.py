@@ -1,4 +1,3 @@
-"""The `nasfast` command: usage, errors and exit status (`main`), and what each command does (`commands`).
-
-Nothing here imports torch before a command runs, because usage must not wait for it.
+"""The `nasfast` command: usage, errors and exit status (`main`), flags and help (`flags`), and what each command
+does (`commands`). Only `commands` imports torch, because help must not wait for it.
 """

@@ -1,4 +1,4 @@
-"""Entry point of the `nasfast` script: usage, errors and exit status; `nasfast.cli.commands` does the work."""
+"""Entry point of the `nasfast` script: usage, errors and exit status; `flags` and `commands` do the rest."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from nasfast.config import nearest
 from nasfast.runtime.files import NO_ROOM
+from nasfast.runtime.launcher import environment_rank
 from nasfast.runtime.termination import Terminated, raised
 from nasfast.studies import registry
 
@@ -33,6 +34,8 @@ _COMMANDS = {
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
 }
 
+_JOINT = ("run", "supernet", "retrain")
+"""Commands that several processes run together."""
 
 _NO_ROOM_REMEDY = (
     "; files that were saved before are intact. Free some space and run again (run, supernet and retrain with --resume)"
@@ -50,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Errors that a user can correct are printed without a traceback and give status 1; the environment variable
     NASFAST_TRACEBACK=1 shows the traceback too. Wrong flags give 2. SIGTERM gives 143 after the training is saved.
 
+    All processes that torchrun started run the commands that train; those other than rank 0 show only warnings and
+    errors. Only rank 0 runs the other commands.
+
     Args:
         argv: the command and its flags; None takes those of the process.
     """
@@ -66,11 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in _COMMANDS:
         print(f"nasfast: unknown command {command!r}; {nearest(command, _COMMANDS)}", file=sys.stderr)
         return 2
-    # imported here, because the commands import torch, which takes seconds
-    commands = importlib.import_module("nasfast.cli.commands")
     try:
+        if environment_rank():
+            if command not in _JOINT:
+                return 0
+            logging.getLogger("nasfast").setLevel(logging.WARNING)
         with raised():
-            commands.execute(command, _COMMANDS[command], rest)
+            # imported here, because usage needs neither, and help not the commands, whose torch takes seconds
+            arguments = importlib.import_module("nasfast.cli.flags").parse(command, _COMMANDS[command], rest)
+            importlib.import_module("nasfast.cli.commands").execute(command, arguments)
     except Terminated as stopped:
         _LOG.info("nasfast %s: %s", command, stopped.message)
         return stopped.code

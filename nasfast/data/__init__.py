@@ -14,7 +14,8 @@ from nasfast.data.datasets import (
     random_subset,
 )
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
-from nasfast.data.loader import DataConfig, Loader, make_loader, make_loaders
+from nasfast.data.loader import Loader, make_loader, make_loaders
+from nasfast.settings.data import DataConfig
 
 __all__ = [
     "Augmentation",

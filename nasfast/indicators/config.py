@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from nasfast.config import ConfigBase
-from nasfast.indicators.scores import Score, get_score
-from nasfast.train.supernet import METHODS, MethodName
+from nasfast.indicators.registry import Score
+from nasfast.settings.supernet import METHODS, MethodName
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ScoreConfig(ConfigBase):
 
     def __post_init__(self) -> None:
         if self.name is not None:
-            get_score(self.name)
+            _get_score(self.name)
         if self.structure is not None and not 0 <= self.structure < math.inf:
             raise ValueError(f"structure must not be negative, got {self.structure}")
         if (self.paths is not None and self.paths < 1) or self.images < 2:
@@ -54,9 +54,16 @@ class ScoreConfig(ConfigBase):
         """
         if self.name is None:
             raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
-        return get_score(self.name)
+        return _get_score(self.name)
 
     @property
     def gives_table(self) -> bool:
         """Whether a resolved config makes a table, which the exact search needs."""
         return self.score.additive or bool(self.distill)
+
+
+def _get_score(name: str) -> Score:
+    # imported here, because it imports torch, and help must not wait for that
+    from nasfast.indicators.scores import get_score
+
+    return get_score(name)

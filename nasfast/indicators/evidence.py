@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nasfast.indicators.registry import ScoreError
 from nasfast.spaces import Arch, FairSampler
 from nasfast.supernet import Supernet
 from nasfast.train.batches import as_epochs
 
 _LEAST_PATHS = 300
 """Number of sampled paths where none is given; spaces with more candidates take more, see `Evidence`."""
-
-
-class ScoreError(ValueError):
-    """A space or model cannot have a score, or a score is not finite; the text says why and what to use instead."""
 
 
 class Evidence:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nasfast.config import nearest
-from nasfast.indicators.evidence import ScoreError
 
 if TYPE_CHECKING:
     from nasfast.supernet import Supernet
+
+
+class ScoreError(ValueError):
+    """A space or model cannot have a score, or a score is not finite; the text says why and what to use instead."""
 
 
 @dataclass(frozen=True)

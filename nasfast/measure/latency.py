@@ -12,14 +12,25 @@ import torch
 
 from nasfast.config import ConfigError
 from nasfast.engine import GraphEngine
+from nasfast.measure.cards import Card, get_card
+from nasfast.measure.config import LatencyConfig
 from nasfast.measure.doctor import environment
 from nasfast.measure.floor import measure_machine, trace
-from nasfast.measure.projection import Card, Projection, get_card, kernels_of, passes_of, project
-from nasfast.measure.timing import EngineStep, GraphedStep, StepConfig, TrainingStep, machine, measure, measuring
+from nasfast.measure.projection import Projection, kernels_of, passes_of, project
+from nasfast.measure.timing import (
+    EngineStep,
+    GraphedStep,
+    TrainingStep,
+    machine,
+    measure,
+    measuring,
+    random_batch,
+)
+from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
+from nasfast.settings.supernet import METHODS, MethodName
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import StandaloneNetwork, Supernet
-from nasfast.train.supernet import METHODS, MethodName
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,33 +61,12 @@ _GRAPH_NOTE = (
 
 
 @dataclass(frozen=True)
-class LatencyConfig(StepConfig):
-    """Which step `latency` measures, and how often.
-
-    Attributes:
-        rounds: timed steps per row, after two that are not timed.
-        project: key of `nasfast.measure.projection.CARDS`, such as `rtx3080`. It adds the time that DI-NAS on nasfast's
-            operators would take on that card, and needs a GPU; null adds nothing.
-    """
-
-    rounds: int = 10
-    project: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.project is not None:
-            get_card(self.project)
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
-
-
-@dataclass(frozen=True)
 class LatencyRow:
     """The times of one method.
 
     Attributes:
         name: name of the row.
-        method: method of `nasfast.train.supernet.METHODS`.
+        method: method of `nasfast.settings.supernet.METHODS`.
         trainable: what trains.
         times: phase (`forward`, `backward`, `step`) -> `median_ms`, `q20_ms`, `q80_ms`; rows on CUDA graphs have only
             `step`.
@@ -182,7 +172,7 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
         ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
     """
     space, path = cfg.resolve()
-    images, labels = cfg.batch_of(space)
+    images, labels = random_batch(space, cfg.batch, device=torch_device(cfg.device), seed=cfg.seed)
     if cfg.project is not None and images.device.type != "cuda":
         raise ConfigError(
             f"project={cfg.project!r} scales kernels that were measured on a GPU, and this runs on {images.device}: "

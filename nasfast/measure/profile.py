@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,12 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from nasfast.config import ConfigError
-from nasfast.measure.timing import StepConfig, TrainingStep, measuring
+from nasfast.measure.config import ProfileConfig
+from nasfast.measure.timing import TrainingStep, measuring, random_batch
+from nasfast.runtime.device import torch_device
+from nasfast.settings.supernet import METHODS
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
-from nasfast.train.supernet import METHODS, MethodName
 
 TRACE_FILE, NSYS_FILE, NCU_FILE = "trace.json", "nsys", "ncu"
 
@@ -28,28 +30,6 @@ _WRAPPER = re.compile(r"GeneratedBackwardFor_(?P<library>nasfast_(?:cuda|triton)
 
 # unrecorded steps, in which kernels compile, memory pools grow and cuDNN chooses algorithms
 _WARMUP = 3
-
-
-@dataclass(frozen=True)
-class ProfileConfig(StepConfig):
-    """Which step `profile` records, and how it is shown.
-
-    Attributes:
-        out: folder of the trace.
-        method: method of `nasfast.train.supernet.METHODS`, which decides what trains and the initial weights.
-        tracer: `torch` fills the tables and writes trace.json; `nvtx` only emits the ranges, for a run under nsys.
-        top: number of rows of the table of operators.
-    """
-
-    out: str = "runs/profile"
-    method: MethodName = "dinas"
-    tracer: Literal["torch", "nvtx"] = "torch"
-    top: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.top < 1:
-            raise ValueError(f"top must be at least 1, got {self.top}")
 
 
 @dataclass(frozen=True)
@@ -140,7 +120,7 @@ def profile(cfg: ProfileConfig = ProfileConfig()) -> ProfileReport:
         OSError: the folder cannot be written.
     """
     space, path = cfg.resolve()
-    images, labels = cfg.batch_of(space)
+    images, labels = random_batch(space, cfg.batch, device=torch_device(cfg.device), seed=cfg.seed)
     on_gpu = images.device.type == "cuda"
     if cfg.tracer == "nvtx" and not on_gpu:
         raise ConfigError(f"tracer='nvtx' marks ranges for nsys and needs a GPU, got device={cfg.device!r}")

@@ -9,40 +9,9 @@ from typing import Any
 
 import torch
 
-from nasfast.config import ConfigError, nearest
+from nasfast.config import ConfigError
+from nasfast.measure.cards import Card
 from nasfast.measure.floor import Machine, Trace, conv_floor
-
-
-@dataclass(frozen=True)
-class Card:
-    """Published figures of a GPU.
-
-    Attributes:
-        name: name of the GPU.
-        bytes: bytes per second.
-        bf16: FLOP per second of dense bf16.
-        fp32: FLOP per second of fp32 without tf32.
-    """
-
-    name: str
-    bytes: float
-    bf16: float
-    fp32: float
-
-    def machine(self, dtype: str) -> Machine:
-        """The ceilings of the GPU for `fp32` or `bf16`."""
-        return Machine(self.bytes, self.bf16 if dtype == "bf16" else self.fp32, self.fp32)
-
-
-CARDS = {
-    "rtx3080": Card("NVIDIA GeForce RTX 3080", 760e9, 59.5e12, 29.8e12),
-    "rtx3090": Card("NVIDIA GeForce RTX 3090", 936e9, 71e12, 35.6e12),
-    "rtx4090": Card("NVIDIA GeForce RTX 4090", 1008e9, 165.2e12, 82.6e12),
-    "a100": Card("NVIDIA A100 80GB", 2039e9, 312e12, 19.5e12),
-    "h100": Card("NVIDIA H100 SXM", 3350e9, 989e12, 67e12),
-    "h200": Card("NVIDIA H200", 4800e9, 989e12, 67e12),
-}
-"""Figures of the manufacturer's data sheets (dense, tensor cores with fp32 sums for bf16, plain cores for fp32)."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +71,6 @@ class Projection:
             "furthest from it here: " + ", ".join(f"{p.name} {p.fraction:.2f} of {p.floor_ms:.3f} ms" for p in worst),
         ]
         return "\n".join(lines)
-
-
-def get_card(name: str) -> Card:
-    """A card by its key in CARDS.
-
-    Raises:
-        ConfigError: unknown card.
-    """
-    if name not in CARDS:
-        raise ConfigError(f"unknown card {name!r}; {nearest(name, CARDS)}")
-    return CARDS[name]
 
 
 # the kernels of kernels/triton that read and write the tensors of convolutions

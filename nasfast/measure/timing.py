@@ -11,76 +11,18 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.config import ConfigBase, ConfigError
 from nasfast.engine import Engine
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.ops import _native
-from nasfast.runtime.device import check_device, torch_device
-from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
-from nasfast.spaces.cost import output_size
-
-
-@dataclass(frozen=True)
-class StepConfig(ConfigBase):
-    """Which training step is measured.
-
-    Attributes:
-        space: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
-        path: the path through the supernet, such as "0 3 4 1"; null takes `nasfast.spaces.mean_path`.
-        batch: images per step.
-        resolution: height and width of the images in pixels; null takes the space's.
-        dtype: `fp32`, or `bf16` autocast.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        threads: number of CPU threads; 0 takes torch's choice.
-        seed: seed of the weights and images.
-    """
-
-    space: str = "mobilenet_v2"
-    path: str | None = None
-    batch: int = 32
-    resolution: int | None = None
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    device: str = "auto"
-    threads: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1, got {self.batch}")
-        if self.threads < 0 or self.seed < 0:
-            raise ValueError(f"threads and seed must not be negative, got threads={self.threads}, seed={self.seed}")
-        check_device(self.device)
-
-    def resolve(self) -> tuple[SearchSpace, Arch]:
-        """The space and the path.
-
-        Raises:
-            ConfigError: the space is unknown, its YAML file cannot be read, or batch and resolution are too small for
-                BatchNorm.
-            ArchError: the path does not belong to the space.
-        """
-        space = get_space(self.space, resolution=self.resolution)
-        last = [*space.stem_layers, *space.layers, *space.head_layers][-1]
-        side = output_size(last.size, last.stride)
-        if self.batch * side**2 < 2:
-            raise ConfigError(
-                f"batch {self.batch} of {space.resolution} x {space.resolution} images gives the last BatchNorm one "
-                "value per channel, and it needs two: raise batch or resolution"
-            )
-        return space, mean_path(space) if self.path is None else space.check(parse_arch(self.path))
-
-    def batch_of(self, space: SearchSpace) -> tuple[Tensor, Tensor]:
-        """Random images (batch, C, H, W) in channels_last and labels (batch,) on the device."""
-        return random_batch(space, self.batch, device=torch_device(self.device), seed=self.seed)
+from nasfast.spaces import Arch, SearchSpace
 
 
 def random_batch(space: SearchSpace, size: int, *, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,13 @@ from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
-from nasfast.cells.derive import Rule, derive
+from nasfast.cells.derive import derive
 from nasfast.nasi.cells import CellMixture
 from nasfast.nasi.layers import LayerMixture
 from nasfast.nasi.search import Mixture, NasiResult
 from nasfast.nasi.table import METHOD, layer_arch, nasi_table
 from nasfast.runtime.files import write_atomic
+from nasfast.settings.cells import Rule
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_to_json
 from nasfast.spaces.cells import CellSpace
 

@@ -12,22 +12,19 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.cells.gates import Columns, candidates_of, gumbel, one_hot, softmax_gradient
-from nasfast.config import ConfigBase, nearest
+from nasfast.nasi.config import Constraint, Gates, NasiConfig, check_penalty
 from nasfast.nasi.score import gradient_norm, squared_length
 from nasfast.seeds import NASI_GATES, NASI_IMAGES, NASI_LABELS, derive_seed
 from nasfast.train.batches import EpochLoader, as_epochs
 
 Loader = EpochLoader | Collection[tuple[Tensor, Tensor]]
-Constraint = Literal["fixed", "adaptive", "quantile"]
-Gates = Literal["straight_through", "soft"]
-Visible = Literal["true", "random"]
 
 LIPSCHITZ = math.sqrt(2)
 """gamma_L of cross entropy: its gradient with respect to the logits is never longer than this."""
@@ -55,75 +52,6 @@ def one_step(gradients: Tensor, *, xi: float = 1.0) -> Tensor:
     # until the first gradient that is not 0 there is nothing to divide
     scale = torch.where(largest > 0, 1 / largest.clamp(min=torch.finfo(largest.dtype).tiny), 0.0)
     return xi * torch.tensordot(scale, gradients, 1) / len(gradients)
-
-
-@dataclass(frozen=True)
-class NasiConfig(ConfigBase):
-    """The settings of a search.
-
-    T and mu are the paper's for DARTS. nu is a quantile, because the paper's values belong to another scaling of Q.
-
-    Attributes:
-        steps: T, the number of sampled architectures; each gets a batch of its own.
-        mu: weight of the penalty: 0 switches it off, 1 makes R flat above nu, 2 mirrors R at nu.
-        constraint: `fixed`: nu is the limit of Q. `adaptive`: the limit starts at nu and is then the mean of nu and of
-            the Q so far. `quantile`: the limit is the nu-quantile of Q over the sampled architectures.
-        nu: see `constraint`; None means the 0.9 quantile. The other constraints need a value of the size of Q.
-        gates: `straight_through`: one operation per edge runs, and the gradients are those of the relaxation. `soft`:
-            all operations run and are mixed, which needs the memory of all.
-        temperature: temperature of the relaxation.
-        xi: length of the step.
-        labels: `true`, or `random` ones.
-        images: `true`, or `random` ones from N(0, 1).
-        seed: seed of gates, random labels and random images.
-    """
-
-    steps: int = 100
-    mu: float = 2.0
-    constraint: Constraint = "quantile"
-    nu: float | None = None
-    gates: Gates = "straight_through"
-    temperature: float = 1.0
-    xi: float = 1.0
-    labels: Visible = "true"
-    images: Visible = "true"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.seed < 0:
-            raise ValueError(f"steps must be at least 1 and seed not negative, got {self.steps} and {self.seed}")
-        for name in ("temperature", "xi"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name, valid in (("gates", Gates), ("labels", Visible), ("images", Visible)):
-            _check_choice(name, getattr(self, name), get_args(valid))
-        check_penalty(self.mu, self.constraint, self.nu)
-
-
-def _check_choice(name: str, value: str, valid: Sequence[str]) -> None:
-    if value not in valid:
-        raise ValueError(f"unknown {name} {value!r}; {nearest(value, valid)}")
-
-
-def check_penalty(mu: float, constraint: Constraint, nu: float | None) -> float:
-    """Check the settings of the penalty and return nu, or its default where it is None.
-
-    Args:
-        mu, constraint, nu: as in `NasiConfig`.
-
-    Raises:
-        ValueError: unknown constraint, negative mu or nu, a quantile above 1, or no nu where the constraint needs one.
-    """
-    _check_choice("constraint", constraint, get_args(Constraint))
-    if nu is None:
-        if constraint != "quantile":
-            raise ValueError(f"constraint={constraint!r} needs nu, a value of Q: those of a search are in its report")
-        nu = 0.9
-    if not (0 <= mu < math.inf and 0 <= nu < math.inf):
-        raise ValueError(f"mu and nu must not be negative, got {mu} and {nu}")
-    if constraint == "quantile" and nu > 1:
-        raise ValueError(f"constraint='quantile' takes nu from 0 to 1, got {nu}")
-    return nu
 
 
 class Output(NamedTuple):

@@ -4,6 +4,7 @@
 """
 
 from nasfast.retrain.export import export_onnx, load_model, save_model
-from nasfast.retrain.retrain import RetrainConfig, RetrainResult, retrain
+from nasfast.retrain.retrain import RetrainResult, retrain
+from nasfast.settings.retrain import RetrainConfig
 
 __all__ = ["RetrainConfig", "RetrainResult", "export_onnx", "load_model", "retrain", "save_model"]

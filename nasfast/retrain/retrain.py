@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,42 +19,16 @@ from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
+from nasfast.settings.retrain import RetrainConfig
+from nasfast.settings.supernet import default_lr
 from nasfast.spaces import Arch, ArchSpace, Cost, format_arch
 from nasfast.supernet import ArchNetwork, Supernet, build, inherit
-from nasfast.train import Evaluation, TrainConfig, TrainStage, evaluate, recalibrate_bn
+from nasfast.train import Evaluation, TrainStage, evaluate, recalibrate_bn
 from nasfast.train.loop import train
-from nasfast.train.supernet import default_lr
 
 _LOG = logging.getLogger(__name__)
 
 RESULT_FILE = "result.json"
-
-
-@dataclass(frozen=True)
-class RetrainConfig(ConfigBase):
-    """Settings of the retraining stage.
-
-    Attributes:
-        init: initial weights: `orthogonal`, `delta_orthogonal`, `gaussian` or `he`, or `inherit` for the supernet's.
-        top_k: number of best architectures to retrain.
-        random_architectures: number of random architectures with about the MACs of the best one to retrain, for
-            comparison. A single one may be good or bad for its cost by chance. 0 makes no comparison.
-        parallel: with several processes, `batch` lets all of them train each network, each with a share of every batch;
-            `networks` lets each process train networks of its own, as a single process would.
-        train: settings of the training.
-    """
-
-    init: Literal["orthogonal", "delta_orthogonal", "gaussian", "he", "inherit"] = "orthogonal"
-    top_k: int = 1
-    random_architectures: int = 3
-    parallel: Literal["batch", "networks"] = "batch"
-    train: TrainConfig = TrainConfig(epochs=20, lr=0.1)
-
-    def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.random_architectures < 0:
-            raise ValueError(f"random_architectures must not be negative, got {self.random_architectures}")
 
 
 @dataclass(frozen=True)

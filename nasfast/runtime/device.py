@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from nasfast.config import ConfigError
-
-
-def check_device(name: str) -> None:
-    """Raise ValueError unless `name` is auto, cpu, cuda or cuda:N."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
 
 
 def torch_device(name: str) -> str:

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nasfast.runtime.launcher import environment_rank, environment_size
+
 # Ranks wait for rank 0 as long as a search takes, and torchrun detects a dead one. The number of milliseconds must fit
 # into 31 bits.
 _TIMEOUT = timedelta(days=14)
@@ -147,15 +149,6 @@ def _explained() -> Iterator[None]:
         raise RankError(f"another process of this run has ended; see its message for the reason ({reason})") from error
 
 
-def environment_rank() -> int:
-    """Number of this process among those that a launcher started; 0 without a launcher or with a single process."""
-    return int(os.environ.get("RANK", "0")) if _environment_size() > 1 else 0
-
-
-def _environment_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextlib.contextmanager
 def start(device: str) -> Iterator[World]:
     """Join the other processes that torchrun started, for the length of a `with` block.
@@ -171,7 +164,7 @@ def start(device: str) -> Iterator[World]:
             another kind than rank 0's.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    size, rank = _environment_size(), environment_rank()
+    size, rank = environment_size(), environment_rank()
     if size == 1:
         # without the agent's store, joining would open a store in this process
         kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -97,7 +97,8 @@ SCATTERED = _by_name(
         },
         "nasfast.ops.fuse": {"nasfast.fusion": "FuseReport FusedChain NotFused fuse unfuse"},
         "nasfast.study": {
-            "nasfast.studies.inputs": "check_common maker sample_shape",
+            "nasfast.settings.checks": "check_common",
+            "nasfast.studies.inputs": "maker sample_shape",
             "nasfast.studies.parts": "Check Table plain",
             "nasfast.studies.report": "StudyReport",
             "nasfast.studies.run": "Task carry_out progress run_study",

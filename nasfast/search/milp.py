@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from nasfast.spaces import Arch
 
@@ -90,6 +89,9 @@ class ChoiceProgram:
         Raises:
             RuntimeError: the solver stopped without a solution.
         """
+        # imported here, because it takes most of the time that the import of nasfast.search would take
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         flat, offset, scale = self._flatten(weights)
         while True:
             constraint = LinearConstraint(np.array(self._rows), self._lower, self._upper)

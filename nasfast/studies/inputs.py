@@ -12,19 +12,6 @@ from torch import nn
 from nasfast.config import ConfigError
 
 
-def check_common(threads: int, seed: int, **counts: int) -> None:
-    """Check the fields that every study's config has.
-
-    Raises:
-        ValueError: negative threads or seed, or a count below 1.
-    """
-    if threads < 0 or seed < 0:
-        raise ValueError(f"threads and seed must not be negative, got {threads} and {seed}")
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-
-
 def sample_shape(text: str) -> tuple[int, ...]:
     """Shape of one sample of a user's module.
 

@@ -3,10 +3,11 @@
 `build` and `inherit` give the standalone network of one architecture.
 """
 
+from nasfast.settings.supernet import Init, Trainable
 from nasfast.supernet.blocks import UnitFactory, block_builder
-from nasfast.supernet.init import Init, InitScheme, initialize
+from nasfast.supernet.init import InitScheme, initialize
 from nasfast.supernet.standalone import ArchNetwork, StandaloneNetwork, build, inherit, standalone_network
-from nasfast.supernet.supernet import Supernet, Trainable, TrainableSummary
+from nasfast.supernet.supernet import Supernet, TrainableSummary
 
 __all__ = [
     "ArchNetwork",

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from nasfast.config import nearest
 from nasfast.ops.modules import InvertedResidual
 from nasfast.ops.orthogonal import draw_gaussians, orthogonalize_draws
+from nasfast.settings.supernet import Init
 from nasfast.supernet.aligned import align
 
-Init = Literal["orthogonal", "aligned", "delta_orthogonal", "gaussian", "he"]
 Shape = tuple[int, ...]
 
 _LOG = logging.getLogger(__name__)

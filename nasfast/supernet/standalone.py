@@ -8,9 +8,10 @@ from functools import singledispatch
 import torch
 from torch import Tensor, nn
 
+from nasfast.settings.supernet import Init
 from nasfast.spaces import SKIP, Arch, ArchSpace, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
-from nasfast.supernet.init import Init, InitScheme, initialize
+from nasfast.supernet.init import InitScheme, initialize
 from nasfast.supernet.supernet import Supernet
 
 

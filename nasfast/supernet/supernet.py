@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from torch import Tensor, nn
 
 from nasfast.config import nearest
+from nasfast.settings.supernet import Init, Trainable
 from nasfast.spaces import SKIP, Layer, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
-from nasfast.supernet.init import Init, InitScheme, initialize
-
-Trainable = Literal["indicators", "bn", "all"]
+from nasfast.supernet.init import InitScheme, initialize
 
 
 class ChoiceLayer(nn.Module):

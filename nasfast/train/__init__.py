@@ -3,8 +3,9 @@
 `train` is the loop; `train_supernet` trains a supernet along sampled paths with the presets of the methods.
 """
 
+from nasfast.settings.train import TrainConfig
 from nasfast.train.checkpoint import CheckpointError
-from nasfast.train.config import TrainConfig, TrainStage
+from nasfast.train.config import TrainStage
 from nasfast.train.evaluate import Evaluation, evaluate, recalibrate_bn
 from nasfast.train.loop import TrainingDivergedError, train
 from nasfast.train.supernet import train_supernet

@@ -23,10 +23,11 @@ from nasfast.engine import Engine, make_engine
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
+from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Sampler
 from nasfast.train.batches import EpochLoader, as_epochs
 from nasfast.train.checkpoint import CheckpointFolder, CheckpointWriter
-from nasfast.train.config import TrainConfig, TrainStage, accept_old_keywords
+from nasfast.train.config import TrainStage, accept_old_keywords
 from nasfast.train.evaluate import Evaluation
 from nasfast.train.exchange import Exchange, FlatExchange, Outcome, OverlappedExchange
 from nasfast.train.log import TrainLog

@@ -2,120 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from nasfast.config import ConfigBase, nearest
 from nasfast.runtime.distributed import SINGLE, World
+from nasfast.settings.supernet import SupernetConfig, default_lr
+from nasfast.settings.train import TrainConfig
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
-from nasfast.supernet import Init, Supernet, Trainable
+from nasfast.supernet import Supernet
 from nasfast.supernet.init import SCHEMES
-from nasfast.train.config import TrainConfig, TrainStage
+from nasfast.train.config import TrainStage
 from nasfast.train.loop import train
-
-MethodName = Literal["dinas", "dinas_paper", "bnnas", "fairnas", "spos"]
-
-
-@dataclass(frozen=True)
-class Method:
-    """The preset of a method: what distinguishes it from the others.
-
-    Attributes:
-        init: initialisation scheme of the weights.
-        layer_indicators: whether normal layers have a path identity -> BN beside their candidates.
-        trainable: what trains in the supernet.
-        classifier: whether the classifier trains too (`all` includes it).
-        sampler: key of `nasfast.spaces.SAMPLERS`.
-        hold_out: whether `data.val_fraction` of the training images are kept out of supernet training, for the score.
-        score: name of a score in `nasfast.indicators.scores`.
-        distill: whether a score of paths is fitted by a table; otherwise the search scores path by path.
-        structure: weight of the baseline `sqrt_size`, which is added to the score.
-    """
-
-    init: Init
-    layer_indicators: bool
-    trainable: Trainable
-    classifier: bool
-    sampler: Literal["uniform", "fair", "strict_fair"]
-    hold_out: bool
-    score: str
-    distill: bool
-    structure: float
-
-
-METHODS: dict[MethodName, Method] = {
-    "dinas": Method("aligned", True, "bn", True, "fair", True, "path_loss", True, 1.0),
-    "dinas_paper": Method("orthogonal", True, "indicators", False, "fair", False, "gamma", True, 0.0),
-    "bnnas": Method("he", False, "indicators", False, "uniform", False, "gamma", True, 0.0),
-    "fairnas": Method("he", False, "all", False, "strict_fair", True, "recalibrated_accuracy", False, 0.0),
-    "spos": Method("he", False, "all", False, "uniform", True, "recalibrated_accuracy", False, 0.0),
-}
-"""`dinas` is this package's method (docs/ranking.md). The others follow their publications: DI-NAS (`dinas_paper`),
-BN-NAS, FairNAS and Single Path One-Shot."""
-
-
-@dataclass(frozen=True)
-class SupernetConfig(ConfigBase):
-    """How the supernet is built and trained; null takes the method's preset.
-
-    Attributes:
-        init: initialisation scheme: `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian` or `he`.
-        alignment: the centre tap's share of a depthwise filter for `init: aligned`, from 0 to 1; null takes 0.7.
-        layer_indicators: whether normal layers have a path identity -> BN beside their candidates.
-        trainable: what trains: `indicators`, `bn` or `all`.
-        classifier: whether the classifier trains too (`trainable: all` includes it).
-        sampler: `fair` (Algorithm 1), `strict_fair` (FairNAS) or `uniform` (SPOS).
-        activation: activation of the blocks; null takes the space's.
-        hold_out: whether to keep `data.val_fraction` of the training images out of supernet training; scores of paths
-            need them.
-    """
-
-    init: Init | None = None
-    alignment: float | None = None
-    layer_indicators: bool | None = None
-    trainable: Trainable | None = None
-    classifier: bool | None = None
-    sampler: Literal["uniform", "fair", "strict_fair"] | None = None
-    activation: Literal["identity", "relu", "relu6", "tanh"] | None = None
-    hold_out: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.alignment is not None and not 0 <= self.alignment <= 1:
-            raise ValueError(f"alignment must be from 0 to 1, got {self.alignment}")
-
-    def preset(self, method: str) -> Method:
-        """The method's preset, with the values that are set here in place of its own.
-
-        Raises:
-            ValueError: unknown method, or an alignment for weights that are not aligned.
-        """
-        if method not in METHODS:
-            raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-        names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        chosen = replace(METHODS[method], **given)
-        if self.alignment is not None and chosen.init != "aligned":
-            raise ValueError(
-                f"alignment={self.alignment} needs init='aligned', got init={chosen.init!r}: leave alignment out, or "
-                "set the init"
-            )
-        return chosen
-
-    def resolved(self, method: str) -> SupernetConfig:
-        """Every null but alignment and activation replaced by the method's preset; errors as in `preset`."""
-        chosen = self.preset(method)
-        return self.replace(**{f.name: getattr(chosen, f.name) for f in fields(self) if hasattr(chosen, f.name)})
-
-
-def default_lr(trainable: Trainable) -> float:
-    """Peak learning rate where none is given.
-
-    The gradients of indicators are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand steps.
-    Indicators take 0.5, the supernet rate of the Single Path One-Shot and BN-NAS settings. All BatchNorms together take
-    0.4 (docs/ranking.md).
-    """
-    return {"indicators": 0.5, "bn": 0.4, "all": 0.1}[trainable]
 
 
 def make_supernet(

@@ -22,12 +22,14 @@ from nasfast.cells.gates import (
     Proxyless,
     Snas,
     candidates_of,
+    estimator_of,
     gumbel,
     make_estimator,
     softmax_gradient,
 )
-from nasfast.cells.state import CellSearch, CellSearchConfig
+from nasfast.cells.state import CellSearch
 from nasfast.cells.steps import CellSearchEngine, draw_gates
+from nasfast.settings.cells import CellSearchConfig
 
 OPS = ("none", "skip_connect", "avg_pool_3x3", "sep_conv_3x3", "dil_conv_3x3")
 # one edge restricted, one fixed
@@ -314,7 +316,7 @@ def test_clamped_after_the_sum_over_cells():
     cost = of_cells(SHARED, draw.gates) * torch.tensor([4.0, 4.0, -1.0], dtype=torch.float64)[:, None, None]
     collected = search.collect(cost)
     torch.testing.assert_close(collected, 7 * draw.gates)
-    gradient = search.cfg.estimator.gradient(draw, collected)
+    gradient = estimator_of(search.cfg).gradient(draw, collected)
     torch.testing.assert_close(gradient, 5 * (draw.gates - draw.weights))
 
 
@@ -385,7 +387,7 @@ def test_two_paths_leave_the_other_probabilities(weight_decay):
         draw = draw_gates(REDUCED, search.cfg, search.logits, step=step, progress=0.0)
         before = search.logits.softmax(-1)
         cost = torch.randn(before.shape, generator=rng, dtype=torch.float64)
-        search.update(search.cfg.estimator.gradient(draw, cost), draw)
+        search.update(estimator_of(search.cfg).gradient(draw, cost), draw)
         after = search.logits.softmax(-1)
         pair = draw.weights > 0
         torch.testing.assert_close(after[~pair], before[~pair], rtol=0, atol=1e-12)
@@ -424,7 +426,7 @@ def test_updates_are_adam_on_what_an_edge_has(method, weight_decay):
     for step in range(5):
         draw = draw_gates(SHARED, search.cfg, search.logits, step=step, progress=step / 5)
         cost = torch.randn(search.logits.shape, generator=generator(step), dtype=torch.float64)
-        gradient = search.cfg.estimator.gradient(draw, cost)
+        gradient = estimator_of(search.cfg).gradient(draw, cost)
         parameter.grad = gradient[search.allowed].clone()
         adam.step()
         search.update(gradient, draw)

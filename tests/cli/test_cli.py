@@ -17,10 +17,10 @@ import nasfast
 from nasfast import pipeline
 from nasfast.cli import commands
 from nasfast.cli import main as cli
+from nasfast.cli.flags import _FLAGS, Parser
 from nasfast.cli.main import main
 from nasfast.config import load_yaml
-from nasfast.measure.latency import LatencyConfig
-from nasfast.measure.profile import ProfileConfig
+from nasfast.measure.config import LatencyConfig, ProfileConfig
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import save_model
 from nasfast.runtime.distributed import SINGLE
@@ -237,8 +237,30 @@ def test_usage_does_not_wait_for_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
 
 
+HEAVY = ("torch", "torchvision", "matplotlib", "scipy", "sklearn", "triton", "nvidia.dali")
+HELP = """if True:
+    import contextlib, sys
+    from nasfast.cli.main import main
+    for command in sys.argv[1:]:
+        with contextlib.suppress(SystemExit):
+            main([*command.split(), "--help"])
+        loaded = [name for name in {heavy} if name in sys.modules]
+        if loaded:
+            sys.exit(f"nasfast {{command}} --help imports {{', '.join(loaded)}}")
+"""
+
+
+def test_no_help_waits_for_heavy_packages():
+    names = [*cli._COMMANDS, *registry.names()]
+    code = HELP.format(heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code, *names], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        assert f"usage: nasfast {name}" in done.stdout
+
+
 def test_every_command_is_carried_out():
-    assert cli._COMMANDS.keys() == commands._COMMANDS.keys()
+    assert cli._COMMANDS.keys() == _FLAGS.keys() == commands._COMMANDS.keys()
 
 
 def help_of(capsys, command: str) -> str:
@@ -280,7 +302,7 @@ def test_help_of_stages_explains_every_setting(capsys, command):
 
 @pytest.mark.parametrize("config", [RunConfig, LatencyConfig, ProfileConfig, *registry.names()], ids=str)
 def test_every_flag_has_a_help_text(config):
-    parser = commands._Parser("run", "")
+    parser = Parser("run", "")
     parser.add_class_arguments(registry.find(config).load("config") if isinstance(config, str) else config)
     flags = [a for a in parser._actions if a.option_strings]
     assert len(flags) > (50 if config is RunConfig else 1)

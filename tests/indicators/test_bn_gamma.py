@@ -13,10 +13,11 @@ from tiny import batches, tiny_space
 from nasfast.indicators.bn_gamma import score
 from nasfast.indicators.scores import SCORES
 from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.settings.supernet import METHODS, MethodName
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
-from nasfast.train.supernet import METHODS, MethodName, make_supernet, train_supernet
+from nasfast.train.supernet import make_supernet, train_supernet
 
 CHOICES = (Block("identity"), Block("mbconv", 3, 2))
 SPACES = {

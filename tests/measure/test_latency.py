@@ -12,7 +12,8 @@ from tiny import tiny_space
 from benchmarks.captures import EagerCapture
 from nasfast.config import ConfigError
 from nasfast.measure import latency as module
-from nasfast.measure.latency import PUBLISHED_MS, LatencyConfig, LatencyReport, LatencyRow, latency
+from nasfast.measure.config import LatencyConfig
+from nasfast.measure.latency import PUBLISHED_MS, LatencyReport, LatencyRow, latency
 from nasfast.spaces import ArchError
 
 
@@ -123,7 +124,7 @@ def test_wrong_settings_are_named(cfg, changes, error, message):
 def test_a_graph_and_the_engine_run_the_step(cfg):
     """The functions that are captured give the gradients and the loss of the eager step."""
     space, path = cfg.resolve()
-    images, labels = cfg.batch_of(space)
+    images, labels = module.random_batch(space, cfg.batch)
     gradients = []
     for make in (
         lambda net: module.TrainingStep(net, images, labels, path=path),

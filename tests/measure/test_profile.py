@@ -11,7 +11,8 @@ from tiny import tiny_space
 
 from nasfast.config import ConfigError
 from nasfast.measure import profile as module
-from nasfast.measure.profile import ProfileConfig, profile
+from nasfast.measure.config import ProfileConfig
+from nasfast.measure.profile import profile
 
 LAYERS = ["stem.0", "layers.0", "layers.1", "layers.2", "layers.3", "head.0", "classifier"]
 
@@ -126,7 +127,7 @@ def test_ranges_change_nothing(cfg):
     """The gradients of a step with ranges are those of a step without."""
     space, path = cfg.resolve()
     net = module.Supernet(space).train()
-    images, labels = cfg.batch_of(space)
+    images, labels = module.random_batch(space, cfg.batch)
     step = module.TrainingStep(net, images, labels, path=path)
     step()
     want = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}

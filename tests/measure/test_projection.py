@@ -5,9 +5,11 @@ from functools import partial
 import pytest
 
 from nasfast.config import ConfigError
+from nasfast.measure.cards import CARDS, Card, get_card
+from nasfast.measure.config import LatencyConfig
 from nasfast.measure.floor import Conv, Machine, conv_floor, trace
-from nasfast.measure.latency import LatencyConfig, latency
-from nasfast.measure.projection import CARDS, Card, Pass, get_card, passes_of, project
+from nasfast.measure.latency import latency
+from nasfast.measure.projection import Pass, passes_of, project
 from nasfast.spaces import digits_mini, mean_path
 from nasfast.supernet import StandaloneNetwork
 

@@ -8,7 +8,9 @@ from tiny import tiny_space
 from torch import nn
 
 from nasfast.config import ConfigError
-from nasfast.measure.timing import StepConfig, TrainingStep, machine, measure, measuring, random_batch, summarise
+from nasfast.measure.config import StepConfig
+from nasfast.measure.timing import TrainingStep, machine, measure, measuring, random_batch, summarise
+from nasfast.runtime.device import torch_device
 from nasfast.spaces import ArchError, mean_path
 from nasfast.supernet import Supernet
 
@@ -123,7 +125,7 @@ def test_what_cannot_be_measured_is_refused(changes, error, message):
 def test_an_absent_gpu_is_named():
     cfg = StepConfig(space="digits_mini", device="cuda")
     with pytest.raises(ConfigError, match="torch sees no GPU: use --device cpu"):
-        cfg.batch_of(cfg.resolve()[0])
+        torch_device(cfg.device)
 
 
 def test_a_step_on_a_gpu_is_timed_by_events(gpu):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +18,7 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.studies import registry
 from nasfast.studies.inputs import sample_shape
+from nasfast.studies.isometry import figures, stability
 from nasfast.studies.moments import ModuleConfig, QuickConfig
 from nasfast.studies.page import drawings, write_study_page
 from nasfast.studies.parts import Check, Claim, Figure, Table, plain
@@ -223,3 +225,11 @@ def test_a_command_of_kinds(report, monkeypatch, capsys, tmp_path):
     assert main(["moments", "long"]) == 1
     assert "expected one of long_one, short behind moments, got 'long'" in capsys.readouterr().err
     assert run_study("moments short").config == ModuleConfig()
+
+
+def test_a_study_imports_names_when_they_are_first_used():
+    package = sys.modules["nasfast.studies.isometry"]
+    assert package.write_isometry_page is figures.write_isometry_page
+    assert package.indicator_stability is stability.indicator_stability
+    with pytest.raises(AttributeError, match="has no attribute 'isometry_studdy'"):
+        _ = package.isometry_studdy

@@ -7,8 +7,9 @@ import torch
 from tiny import tiny_space
 
 from nasfast.config import ConfigError
+from nasfast.settings.supernet import METHODS, SupernetConfig, default_lr
 from nasfast.supernet import Supernet
-from nasfast.train.supernet import METHODS, SupernetConfig, default_lr, make_supernet
+from nasfast.train.supernet import make_supernet
 
 ROLES = {
     ("indicators", False): {"block_indicators", "layer_indicators"},

@@ -6,18 +6,14 @@ it. Both are parts of one tensor, so that one call applies the same weights to b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Padding = Literal["periodic", "shifted", "zero", "reflective"]
-Act = Literal["relu", "relu6", "tanh", "identity"]
-Norm = Literal["none", "batch", "layer", "group", "instance"]
+from nasfast.settings.network import Act, Norm, Padding
 
 # `shifted` is periodic with the whole border on one side, which shifts the output relative to the input
 _PAD_MODES = {"periodic": "circular", "shifted": "circular", "zero": "constant", "reflective": "reflect"}
@@ -188,8 +184,3 @@ def normalise(pair: Pair, norm: Norm, *, eps: float, groups: int, affine: tuple[
         return batch_norm(pair, eps, gamma, shift)
     count = {"layer": 1, "group": groups, "instance": pair.x.shape[2]}[norm]
     return group_norm(pair, eps, count, gamma, shift)
-
-
-def gain(name: Act) -> float:
-    """sigma_w of He's initialisation: sqrt(2) for ReLU and ReLU6; 1 for tanh and the identity."""
-    return math.sqrt(2) if name in ("relu", "relu6") else 1.0

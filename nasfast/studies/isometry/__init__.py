@@ -5,11 +5,8 @@ that the candidates of a layer are therefore compared fairly. Its theory is abou
 blocks have depthwise convolutions, BatchNorm and ReLU6. The study measures which parts hold.
 """
 
+from nasfast.runtime import late
 from nasfast.studies.isometry.config import IsometryConfig
-from nasfast.studies.isometry.figures import write_isometry_page
-from nasfast.studies.isometry.rows import Row
-from nasfast.studies.isometry.stability import indicator_stability
-from nasfast.studies.isometry.study import IsometryReport, isometry_study
 from nasfast.studies.parts import Claim
 
 __all__ = [
@@ -21,3 +18,14 @@ __all__ = [
     "isometry_study",
     "write_isometry_page",
 ]
+
+# the settings above need no torch, and help reads only them
+__getattr__ = late.names(
+    __name__,
+    {
+        "figures": "write_isometry_page",
+        "rows": "Row",
+        "stability": "indicator_stability",
+        "study": "IsometryReport isometry_study",
+    },
+)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nasfast.config import ConfigBase
+from nasfast.settings.checks import check_common
 from nasfast.spaces import SearchSpace, get_space
-from nasfast.studies.inputs import check_common
 
 # Larger inputs change nothing but the borders, and cost in proportion to their area.
 _DEFAULT_RESOLUTION = 64

@@ -3,9 +3,8 @@
 After A. Labatie, *Characterizing Well-Behaved vs. Pathological Deep Neural Networks*, ICML 2019; docs/moments.md.
 """
 
+from nasfast.runtime import late
 from nasfast.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.studies.moments.measure import load_images
-from nasfast.studies.moments.study import figures_study, module_study, quick_study
 
 __all__ = [
     "FiguresConfig",
@@ -16,3 +15,6 @@ __all__ = [
     "module_study",
     "quick_study",
 ]
+
+# the settings above need no torch, and help reads only them
+__getattr__ = late.names(__name__, {"measure": "load_images", "study": "figures_study module_study quick_study"})

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nasfast.analysis.moments import NetConfig, Padding
 from nasfast.config import ConfigBase
-from nasfast.runtime.device import check_device
-from nasfast.studies.inputs import check_common
+from nasfast.settings.checks import check_common, check_device
+from nasfast.settings.network import NetConfig, Padding
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 It runs the algorithm of `nasfast.nasi` and reports on it; docs/nasi.md.
 """
 
+from nasfast.runtime import late
 from nasfast.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
-from nasfast.studies.nasi.measure import Searches
-from nasfast.studies.nasi.study import nasi_compare_study, nasi_quick_study, nasi_search_study
 
 __all__ = [
     "NasiCompareConfig",
@@ -16,3 +15,8 @@ __all__ = [
     "nasi_quick_study",
     "nasi_search_study",
 ]
+
+# the settings above need no torch, and help reads only them
+__getattr__ = late.names(
+    __name__, {"measure": "Searches", "study": "nasi_compare_study nasi_quick_study nasi_search_study"}
+)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from nasfast.cells.derive import Rule
 from nasfast.config import ConfigBase, nearest
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES
-from nasfast.nasi.search import Constraint, Gates, NasiConfig
-from nasfast.runtime.device import check_device
+from nasfast.nasi.config import Constraint, Gates, NasiConfig
+from nasfast.settings.cells import Rule
+from nasfast.settings.checks import check_common, check_device
 from nasfast.spaces import named_space
-from nasfast.studies.inputs import check_common
 
 MODES: dict[str, dict[str, Any]] = {
     "standard": {},

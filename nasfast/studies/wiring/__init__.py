@@ -4,6 +4,7 @@ Experiments of arXiv 2009.01272 at the scale of a laptop, with pass marks, or at
 (docs/wiring.md).
 """
 
+from nasfast.runtime import late
 from nasfast.studies.wiring.config import (
     CollapseConfig,
     CostConfig,
@@ -11,8 +12,6 @@ from nasfast.studies.wiring.config import (
     TheoremsConfig,
     WidthConfig,
 )
-from nasfast.studies.wiring.measure import measures
-from nasfast.studies.wiring.study import collapse_study, cost_study, growth_study, theorems_study, width_study
 
 __all__ = [
     "CollapseConfig",
@@ -27,3 +26,8 @@ __all__ = [
     "theorems_study",
     "width_study",
 ]
+
+# the settings above need no torch, and help reads only them
+__getattr__ = late.names(
+    __name__, {"measure": "measures", "study": "collapse_study cost_study growth_study theorems_study width_study"}
+)

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
-from nasfast.cells import CELLS, Cell, CellSpace
-from nasfast.cells.prototypes import CLASSES, SIZE
-from nasfast.cells.search import CellSearchConfig
 from nasfast.config import ConfigBase
-from nasfast.data import FolderSource
-from nasfast.runtime.device import check_device
+from nasfast.settings.cells import CellSearchConfig
+from nasfast.settings.checks import check_common, check_device
+from nasfast.settings.train import TrainConfig
 from nasfast.spaces.cell_costs import SKIP_CONNECT
-from nasfast.spaces.cells import Norm, Order, at_thirds
-from nasfast.studies.inputs import check_common
-from nasfast.train import TrainConfig
-
-
-@cache
-def folder_of(images: str) -> FolderSource:
-    """The images of a folder, which is read once for all searches of a study."""
-    return FolderSource(images)
+from nasfast.spaces.cells import CELLS, Cell, CellSpace, Norm, Order, at_thirds
 
 
 @dataclass(frozen=True)
@@ -125,6 +114,10 @@ class ExperimentConfig(ConfigBase):
 
     def space(self, cell: Cell | None = None) -> CellSpace:
         """The space of the network that is searched; `cell` replaces the cell of the config."""
+        # imported here, because they import torch, and help must not wait for that
+        from nasfast.cells.prototypes import CLASSES, SIZE
+        from nasfast.studies.wiring.images import folder_of
+
         cell = cell or CELLS[self.cell]()
         if self.no_skip_on_intermediate:
             cell = cell.without_on_intermediate(SKIP_CONNECT)

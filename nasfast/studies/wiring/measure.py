@@ -16,15 +16,17 @@ from nasfast.cells import Cell, CellSpace, CellSupernet
 from nasfast.cells.montecarlo import monte_carlo
 from nasfast.cells.probe import GROUPS, CostTable
 from nasfast.cells.prototypes import DrawnBatches, prototypes
-from nasfast.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult, search_cells
+from nasfast.cells.search import SEARCH, TRAIN, CellSearchResult, search_cells
 from nasfast.data import DataConfig, make_loader
 from nasfast.data.datasets import split_source
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
+from nasfast.settings.cells import CellSearchConfig
 from nasfast.spaces.cell_costs import NONE
 from nasfast.studies.parts import plain
 from nasfast.studies.run import Task
-from nasfast.studies.wiring.config import CostConfig, ExperimentConfig, folder_of
+from nasfast.studies.wiring.config import CostConfig, ExperimentConfig
+from nasfast.studies.wiring.images import folder_of
 
 _STEPS_PER_EPOCH = 100
 _WINDOWS = 15

@@ -6,21 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from nasfast.config import ConfigBase, ConfigError, difference, load_yaml
-from nasfast.data import DataConfig
+from nasfast.config import ConfigBase
 from nasfast.indicators.config import ScoreConfig
-from nasfast.indicators.scores import check_score
-from nasfast.retrain import RetrainConfig
-from nasfast.runtime.device import check_device, torch_device
-from nasfast.search import SearchConfig
-from nasfast.spaces import SearchSpace
-from nasfast.supernet import Supernet
-from nasfast.train import CheckpointError, TrainConfig
-from nasfast.train.supernet import MethodName, SupernetConfig, default_lr
+from nasfast.search.config import SearchConfig
+from nasfast.settings.checks import check_device
+from nasfast.settings.data import DataConfig
+from nasfast.settings.retrain import RetrainConfig
+from nasfast.settings.supernet import MethodName, SupernetConfig, default_lr
+from nasfast.settings.train import TrainConfig
 
-_LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches")
-_LATER_DATA = ("train", "val", "workers", "max_bad_files", "loader", "prefetch", "cache_dir")
-"""Settings, and settings of `data`, that may change when a run resumes: they belong to later stages or the machine."""
+CONFIG_FILE = "config.yaml"
+"""Name of the resolved `RunConfig` in a run directory."""
 
 
 @dataclass(frozen=True)
@@ -110,67 +106,7 @@ class RunConfig(ConfigBase):
         Raises:
             ConfigError: `device` is cuda and torch sees no GPU.
         """
+        # imported here, because it imports torch, and help must not wait for that
+        from nasfast.runtime.device import torch_device
+
         return torch_device(self.device)
-
-
-def check_same_run(path: Path, cfg: RunConfig) -> None:
-    """Refuse other settings than those that the run directory's supernet was trained with, before replacing any file.
-
-    Settings of later stages and of the machine may differ.
-
-    Args:
-        path: config.yaml of the run directory; nothing is checked if it does not exist.
-        cfg: the settings of this run.
-
-    Raises:
-        CheckpointError: the settings differ.
-        ConfigError: the file is damaged, or was written by a version with other methods.
-    """
-    if not path.exists():
-        return
-    form = load_yaml(path)
-    if form.get("method") == "dinas" and "score" not in form:
-        raise ConfigError(
-            f"{path} was written by a version in which 'dinas' was the method that is 'dinas_paper' now: write "
-            "`method: dinas_paper` there to continue the run unchanged"
-        )
-    saved, given = RunConfig.load(path).resolved().to_dict(), cfg.resolved().to_dict()
-    for form in (saved, given):
-        for mapping, keys in ((form, _LATER), (form["data"], _LATER_DATA)):
-            for key in keys:
-                mapping.pop(key)
-    if saved != given:
-        raise CheckpointError(
-            f"{path} has other settings: {difference(saved, given)}; keep those of the run, or choose another --out"
-        )
-
-
-def check_scoring(cfg: RunConfig, net: Supernet) -> None:
-    """Refuse a score that the supernet cannot have, before hours of training.
-
-    Raises:
-        ScoreError: there is no such score, or this supernet cannot have it.
-        ConfigError: it needs images that the supernet is not trained on, and there are none.
-    """
-    score = cfg.score.resolved(cfg.method).score
-    check_score(score, net)
-    if score.held_out and not cfg.holds_out:
-        raise ConfigError(
-            f"score {score.name!r} needs images that the supernet is not trained on: set supernet.hold_out=true"
-        )
-
-
-def check_search(cfg: RunConfig, space: SearchSpace) -> None:
-    """Refuse settings that the search would refuse, before hours of training.
-
-    Raises:
-        ConfigError: the search needs additive scores, and the score scores whole paths.
-        InfeasibleConstraintError: no architecture meets the limits.
-    """
-    score = cfg.score.resolved(cfg.method)
-    if not score.gives_table and cfg.search.method == "exact":
-        raise ConfigError(
-            f"search.method='exact' needs additive scores, and {score.name!r} scores whole paths: set "
-            "search.method='evolution', or score.distill=true"
-        )
-    cfg.search.limits.check(space, allow_identity=cfg.search.allow_identity)

@@ -1,0 +1,248 @@
+"""The flags of the commands: each function declares those of one kind of command and reads them.
+
+The flags of a setting are the fields of its config. Nothing here imports torch, because help must not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import jsonargparse
+
+from nasfast.config import ConfigBase, ConfigError, load_yaml, local, nearest
+from nasfast.measure.config import LatencyConfig, ProfileConfig
+from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.studies import registry
+
+Config = TypeVar("Config", bound=ConfigBase)
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """A command's argument parser, without abbreviations; its error for an unknown flag names the nearest one."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"nasfast {command}", description=description, default_env=False, allow_abbrev=False)
+        self.command = command
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        match = re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
+        if match:
+            flags = [s[2:] for action in self._actions for s in action.option_strings if s.startswith("--")]
+            close = difflib.get_close_matches(match[1], flags, n=1, cutoff=0.5)
+            message += f"; did you mean --{close[0]}?" if close else ""
+        print(f"{self.prog}: {message}\nall flags: {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+_RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def _recipe(name: str) -> Path:
+    """The file of a --config argument, which is a path or the name of a recipe of this package."""
+    recipe = _RECIPES / f"{name}.yaml"
+    if not Path(name).exists() and Path(name).suffix == "":
+        names = [path.stem for path in _RECIPES.glob("*.yaml")]
+        if name not in names:
+            raise ConfigError(f"--config {name!r} is neither a file nor a recipe; {nearest(name, names)}")
+        return recipe
+    return Path(name)
+
+
+def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Write the values of `changes` into `base`, into nested mappings too."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tuple[RunConfig, bool]:
+    """The config of a stage command, and whether to resume.
+
+    Values come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from the
+    --config files in their order, then from flags; later ones replace earlier ones.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--out")
+    early.add_argument("--config", action="append", default=[])
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(argv)
+    files = [_recipe(name) for name in known.config]
+    out = known.out or next((o for f in reversed(files) if (o := local(load_yaml(f)).get("out"))), RunConfig.out)
+    saved = Path(out) / CONFIG_FILE
+    if (known.resume or parser.command not in ("run", "supernet")) and saved.exists():
+        files.insert(0, saved)
+
+    recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
+    text = f"YAML file with any of the settings below, or a recipe ({recipes}); may be repeated, later files win"
+    parser.add_argument("--config", action="append", metavar="FILE", help=text)
+    if resumable:
+        parser.add_argument("--resume", action="store_true", help="continue from the newest good checkpoints in --out")
+    parser.add_class_arguments(RunConfig)
+    given: dict[str, Any] = {}
+    for file in files:
+        _merge(given, local(load_yaml(file)))
+    try:
+        checked = _flatten(RunConfig.from_dict(given).to_dict())
+    except ConfigError as error:
+        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
+    parser.set_defaults({key: checked[key] for key in _flatten(given)})
+    parsed = parser.parse_args(list(argv)).as_dict()
+    parsed.pop("config")
+    resume = parsed.pop("resume", False)
+    return RunConfig.from_dict(parsed), resume
+
+
+def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, str | None]:
+    """The settings of a study, from defaults, then --config files, then flags; and its --out."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", action="append", default=[])
+    files = early.parse_known_args(argv)[0].config
+    parser.add_argument("--config", action="append", metavar="FILE", help="YAML file with any of the settings below")
+    parser.add_class_arguments(kind)
+    given: dict[str, Any] = {}
+    for file in files:
+        given |= load_yaml(file)
+    try:
+        checked = kind.from_dict(given).to_dict()
+    except ConfigError as error:
+        raise ConfigError(f"{', '.join(files)}: {error}") from error
+    parser.set_defaults({key: checked[key] for key in given})
+    parsed = parser.parse_args(list(argv)).as_dict()
+    parsed.pop("config")
+    out = parsed.pop("out")
+    return kind.from_dict(parsed), out
+
+
+def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
+    return _run_config(parser, argv, resumable=True)
+
+
+def _stage(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig]:
+    return (_run_config(parser, argv, resumable=False)[0],)
+
+
+def _export(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
+    parser.add_argument("--out", required=True, help="run directory")
+    parser.add_argument(
+        "--name", default="best", help="which retrained network: best, best-2, ..., random, random-2, ..."
+    )
+    parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
+    return (parser.parse_args(list(argv)),)
+
+
+def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
+    parser.add_argument("--table", required=True, help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
+    parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
+    parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
+    parser.add_argument("--score", help="with --out: ranks this score, computed for each architecture of the table")
+    parser.add_argument("--sample", type=int, help="with --score: only this many random architectures")
+    parser.add_argument("--predictor", help="instead of --out: an indicators.json, or scores as JSON or CSV")
+    parser.add_argument("--space", default="nas_bench_macro", help="space of a file of scores: a name or a YAML file")
+    parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap and of --sample")
+    args = parser.parse_args(list(argv))
+    if (args.out is None) == (args.predictor is None):
+        parser.error("give either --out RUN or --predictor FILE")
+    if args.score is not None and args.out is None or args.sample is not None and args.score is None:
+        parser.error("--score needs --out, and --sample needs --score")
+    return (args,)
+
+
+def _report(parser: Parser, argv: Sequence[str]) -> tuple[Path]:
+    parser.add_argument("--out", required=True, help="run directory")
+    return (Path(parser.parse_args(list(argv)).out),)
+
+
+def _latency(parser: Parser, argv: Sequence[str]) -> tuple[LatencyConfig, str | None]:
+    parser.add_argument("--out", metavar="FILE", help="also write the rows as JSON, with machine, versions and ISA")
+    parser.add_class_arguments(LatencyConfig)
+    settings = parser.parse_args(list(argv)).as_dict()
+    out = settings.pop("out")
+    return LatencyConfig(**settings), out
+
+
+def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigBase, str | None]:
+    """The study that a command, or the kind behind it, names, and its settings."""
+    command = registry.COMMANDS[parser.command]
+    kinds, flags = command.kinds, list(argv)
+    if not kinds:
+        return _study_flags(parser, flags, command.studies[0])
+    kind, *flags = flags or [""]
+    if kind in ("-h", "--help"):
+        width = max(map(len, kinds))
+        lines = "\n".join(f"  {name:{width}}  {study.text}" for name, study in kinds.items())
+        print(
+            f"usage: {parser.prog} KIND [FLAGS]\n\n{parser.description}\n\n{lines}\n\nflags: {parser.prog} KIND --help"
+        )
+        sys.exit(0)
+    if kind not in kinds:
+        raise ConfigError(f"expected one of {', '.join(kinds)} behind {parser.command}, got {kind!r}")
+    return _study_flags(Parser(kinds[kind].name, kinds[kind].text), flags, kinds[kind])
+
+
+def _study_flags(
+    parser: Parser, argv: Sequence[str], study: registry.Study
+) -> tuple[registry.Study, ConfigBase, str | None]:
+    more = f", {study.writes}" if study.writes else ""
+    resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
+    text = f"also write {study.files}.json, the page {study.files}.html{more}{resumed}"
+    parser.add_argument("--out", metavar="DIR", help=text)
+    cfg, out = _study_config(parser, argv, study.load("config"))
+    return study, cfg, out
+
+
+def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:
+    parser.add_class_arguments(ProfileConfig)
+    return (ProfileConfig(**parser.parse_args(list(argv)).as_dict()),)
+
+
+def _no_flags(parser: Parser, argv: Sequence[str]) -> tuple[()]:
+    parser.parse_args(list(argv))
+    return ()
+
+
+_FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
+    "run": _resumable,
+    "supernet": _resumable,
+    "score": _stage,
+    "search": _stage,
+    "retrain": _resumable,
+    "export": _export,
+    "rank": _rank,
+    "report": _report,
+    "latency": _latency,
+    **dict.fromkeys(registry.COMMANDS, _study),
+    "profile": _profile,
+    "doctor": _no_flags,
+}
+
+
+def parse(command: str, description: str, argv: Sequence[str]) -> tuple[Any, ...]:
+    """What the flags of a command say: the arguments of its function in `nasfast.cli.commands`.
+
+    It ends the process after printing help (status 0) and where a flag is wrong (status 2).
+
+    Args:
+        command: `run`, `supernet`, ...
+        description: first text of its help.
+        argv: its flags.
+
+    Raises:
+        ConfigError: a setting cannot be used; the text says which.
+    """
+    return _FLAGS[command](Parser(command, description), argv)

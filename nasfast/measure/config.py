@@ -1,0 +1,106 @@
+"""Settings of the measurements of one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nasfast.config import ConfigBase, ConfigError
+from nasfast.measure.cards import get_card
+from nasfast.settings.checks import check_device
+from nasfast.settings.supernet import MethodName
+from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
+from nasfast.spaces.cost import output_size
+
+
+@dataclass(frozen=True)
+class StepConfig(ConfigBase):
+    """Which training step is measured.
+
+    Attributes:
+        space: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
+        path: the path through the supernet, such as "0 3 4 1"; null takes `nasfast.spaces.mean_path`.
+        batch: images per step.
+        resolution: height and width of the images in pixels; null takes the space's.
+        dtype: `fp32`, or `bf16` autocast.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        threads: number of CPU threads; 0 takes torch's choice.
+        seed: seed of the weights and images.
+    """
+
+    space: str = "mobilenet_v2"
+    path: str | None = None
+    batch: int = 32
+    resolution: int | None = None
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    device: str = "auto"
+    threads: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, got {self.batch}")
+        if self.threads < 0 or self.seed < 0:
+            raise ValueError(f"threads and seed must not be negative, got threads={self.threads}, seed={self.seed}")
+        check_device(self.device)
+
+    def resolve(self) -> tuple[SearchSpace, Arch]:
+        """The space and the path.
+
+        Raises:
+            ConfigError: the space is unknown, its YAML file cannot be read, or batch and resolution are too small for
+                BatchNorm.
+            ArchError: the path does not belong to the space.
+        """
+        space = get_space(self.space, resolution=self.resolution)
+        last = [*space.stem_layers, *space.layers, *space.head_layers][-1]
+        side = output_size(last.size, last.stride)
+        if self.batch * side**2 < 2:
+            raise ConfigError(
+                f"batch {self.batch} of {space.resolution} x {space.resolution} images gives the last BatchNorm one "
+                "value per channel, and it needs two: raise batch or resolution"
+            )
+        return space, mean_path(space) if self.path is None else space.check(parse_arch(self.path))
+
+
+@dataclass(frozen=True)
+class LatencyConfig(StepConfig):
+    """Which step `latency` measures, and how often.
+
+    Attributes:
+        rounds: timed steps per row, after two that are not timed.
+        project: key of `nasfast.measure.cards.CARDS`, such as `rtx3080`. It adds the time that DI-NAS on nasfast's
+            operators would take on that card, and needs a GPU; null adds nothing.
+    """
+
+    rounds: int = 10
+    project: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.project is not None:
+            get_card(self.project)
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+
+
+@dataclass(frozen=True)
+class ProfileConfig(StepConfig):
+    """Which step `profile` records, and how it is shown.
+
+    Attributes:
+        out: folder of the trace.
+        method: method of `nasfast.settings.supernet.METHODS`, which decides what trains and the initial weights.
+        tracer: `torch` fills the tables and writes trace.json; `nvtx` only emits the ranges, for a run under nsys.
+        top: number of rows of the table of operators.
+    """
+
+    out: str = "runs/profile"
+    method: MethodName = "dinas"
+    tracer: Literal["torch", "nvtx"] = "torch"
+    top: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top < 1:
+            raise ValueError(f"top must be at least 1, got {self.top}")
