@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_model.compiled import GPUS, compile_for, in_processes
+from benchmarks.gpu_model.compiled import compile_for, in_processes
+from benchmarks.gpu_model.gpus import GPUS
 from benchmarks.gpu_model.recorder import Launch, Specialization, Step, Workload, make_step, recorded
 from benchmarks.harness import ROOT, positive, write_json
 from nasfast._triton.configs import FAMILIES

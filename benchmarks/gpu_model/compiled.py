@@ -20,6 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.gpu_model.cuda import CudaKernel, compile_kernel, constants
 from benchmarks.gpu_model.recorder import Specialization
 from benchmarks.gpu_model.sass import TOOLS, Code, disassemble
 
@@ -33,47 +34,12 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A model of GPU.
-
-    Attributes:
-        processors: number of multiprocessors; each issues 4 warp instructions per cycle.
-        clock: frequency in Hz.
-        bandwidth: memory bandwidth in bytes per second, from published measurements of copies.
-        program_shared, shared: bytes of shared memory that one program may use, and that a multiprocessor has.
-        registers, threads, programs: the limits of a multiprocessor.
-    """
-
-    name: str
-    processors: int
-    clock: float
-    bandwidth: float
-    program_shared: int
-    shared: int
-    registers: int
-    threads: int
-    programs: int
-
-    def programs_per_processor(self, warps: int, registers: int, shared: int) -> int:
-        """The number of programs that a multiprocessor holds at once."""
-        # a warp gets registers in units of 256; the system takes 1 KiB of shared memory per program
-        by_registers = self.registers // (-(-registers * 32 // 256) * 256 * warps)
-        return min(by_registers, self.threads // (32 * warps), self.shared // (shared + 1024), self.programs)
-
-
-GPUS = {
-    90: Gpu("H200", 132, 1.755e9, 4.3e12, 227 * 1024, 228 * 1024, 65536, 2048, 32),
-    86: Gpu("RTX 3080", 68, 1.71e9, 0.76e12, 99 * 1024, 100 * 1024, 65536, 1536, 16),
-}
-
-
-@dataclass(frozen=True)
 class Compiled:
     """A specialisation compiled for one architecture.
 
     Attributes:
         registers, spilled_bytes: registers and bytes of spilled registers per thread.
-        shared_bytes: shared memory per program.
+        shared_bytes: shared memory per program, without what the launch of a CUDA kernel asks for.
     """
 
     cubin: bytes
@@ -86,8 +52,12 @@ class Compiled:
         return disassemble(self.cubin)
 
 
-def compile_for(specialization: Specialization, arch: int) -> Compiled:
-    """Compile a specialisation, or read it from Triton's cache if it is there."""
+def compile_for(specialization: Specialization | CudaKernel, arch: int) -> Compiled:
+    """Compile a specialisation, or read it from Triton's cache or that of the CUDA kernels if it is there."""
+    if isinstance(specialization, CudaKernel):
+        code = compile_kernel(specialization.name, arch)
+        warps = specialization.threads // 32
+        return Compiled(code.cubin, warps, code.registers, code.spilled_bytes, code.shared_bytes)
     kernel = getattr(importlib.import_module(specialization.module), specialization.kernel)
     source = ASTSource(kernel, specialization.signature, specialization.constants, specialization.attributes)
     found = triton_compile(source, target=GPUTarget("cuda", arch, 32), options=specialization.options)
@@ -111,11 +81,13 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(said[1]), int(said[2])
 
 
-def parameters(specialization: Specialization, arguments: dict[str, Any], arch: int) -> dict[int, int]:
-    """The arguments of a launch as 32-bit words of the constant bank, by byte offset, without floating-point numbers.
+def parameters(specialization: Specialization | CudaKernel, arguments: dict[str, Any], arch: int) -> dict[int, int]:
+    """The arguments of a launch as 32-bit words of the constant bank, by byte offset.
 
-    Every pointer gets an address of its own, 1 TiB from the next.
+    Every pointer gets an address of its own, 1 TiB from the next. Floating-point numbers of Triton kernels are missing.
     """
+    if isinstance(specialization, CudaKernel):
+        return constants(arguments["words"], arch)
     words, offset = {}, _PARAMETERS_AT[arch]
     for i, (name, kind) in enumerate(_flat(specialization.signature)):
         if kind == "constexpr":

@@ -27,7 +27,8 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu_model.compiled import GPUS, compile_for, in_processes
+from benchmarks.gpu_model.compiled import compile_for, in_processes
+from benchmarks.gpu_model.gpus import GPUS
 from benchmarks.gpu_model.recorder import Workload, make_step, no_gpu, record_step
 from benchmarks.harness import positive, write_json
 

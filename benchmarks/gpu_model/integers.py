@@ -293,7 +293,8 @@ def _unary(function: Callable[[Instruction, int], int | None]) -> Callable:
             result = unknown((value,))
         else:
             result = function(ins, value & MASK)
-        if "F64" in ins.modifiers or "U64" in ins.modifiers or "S64" in ins.modifiers:
+        # I2F.S64 has a result of 32 bits from a pair, F2I.S64 the other way round
+        if ins.modifiers & ({"F64"} if ins.name == "I2F" else {"U64", "S64"}):
             regs.put_pair(ins.operands[0], None, sure=sure)
         else:
             regs.put(ins.operands[0], result, sure=sure)

@@ -1,6 +1,6 @@
 """How long a training step takes at least on a GPU, kernel by kernel, from its machine code; needs no GPU.
 
-    python -m benchmarks.gpu_model [--arch 90 86] [--each] [--mix KERNEL] [--compare FILE] [--out FILE]
+    python -m benchmarks.gpu_model [--backend cuda] [--arch 90 86] [--each] [--mix KERNEL] [--compare FILE] [--out FILE]
 
 recorder.py records the launches of one step, compiled.py compiles their specialisations, and walk.py follows one warp
 of each launch through the machine code. A launch takes at least as long as each of these:
@@ -9,6 +9,10 @@ of each launch through the machine code. A launch takes at least as long as each
 - memory: its distinct bytes, divided by the bandwidth.
 The model adds the largest of the three to the time of what only the last program to arrive does, and sums this over
 the launches. The time that the GPU needs to start launches is printed separately and is not part of the sum.
+
+A second sum, `predicted`, is an estimate and not a bound: the assumed fixed cost of a launch, and the largest of
+memory, of instructions at 70 % of the issue rate, and of tensor cores at 85 % of theirs, on the multiprocessor with the
+most programs.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu_model.compiled import GPUS, Compiled, compile_for, in_processes, parameters
+from benchmarks.gpu_model.compiled import Compiled, compile_for, in_processes, parameters
+from benchmarks.gpu_model.cuda import CudaKernel
+from benchmarks.gpu_model.gpus import GPUS, Gpu
 from benchmarks.gpu_model.recorder import PHASES, Launch, Specialization, Step, Workload, record_step
 from benchmarks.gpu_model.sass import Code
 from benchmarks.gpu_model.walk import Latencies, Program, Walk, walks
@@ -39,6 +45,11 @@ _ATOMIC = {90: 350, 86: 300}
 _DOUBLE = {90: 0.5, 86: 16}
 # assumed microseconds from the end of one empty launch to the end of the next
 LAUNCH_US = {90: 3.8, 86: 4.6}
+# assumed shares of the rates of instructions and of products that a launch reaches, and the fewest cycles in which a
+# warp issues an instruction
+_ISSUE, _TENSOR, _CYCLES_OF_A_WARP = 0.70, 0.85, 3
+# multiplications per cycle of a quarter of a multiprocessor by the instructions that only sm_90 has
+_GROUP_PRODUCTS = 1024
 # number of programs that are followed if not all programs of a launch do the same
 _FOLLOWED = 8
 
@@ -51,6 +62,7 @@ class Cost:
         instructions: instructions of one warp, averaged over the programs.
         issue, latency, memory: lower bounds of the time in microseconds, as above.
         tail: microseconds that the last program to arrive takes longer than the others.
+        predicted: estimate of the time in microseconds, as above.
         rounds: how often the programs fill the GPU.
         registers, spilled_bytes: registers and bytes of spilled registers per thread.
         shared_bytes: shared memory per program.
@@ -64,6 +76,7 @@ class Cost:
     latency: float
     memory: float
     tail: float
+    predicted: float
     rounds: float
     registers: int
     spilled_bytes: int
@@ -79,11 +92,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Job:
-    """One specialisation and its different launches: grid, integer arguments, and distinct bytes."""
+    """One specialisation and its different launches: grid, arguments without floating-point numbers, distinct bytes."""
 
     arch: int
-    specialization: Specialization
-    launches: tuple[tuple[tuple[int, int, int], tuple[tuple[str, int], ...], int], ...]
+    specialization: Specialization | CudaKernel
+    launches: tuple[tuple[tuple[int, int, int], tuple[tuple[str, int | str], ...], int], ...]
 
 
 def costs(step: Step, arch: int, *, processes: int, cache: str) -> list[Cost]:
@@ -92,7 +105,7 @@ def costs(step: Step, arch: int, *, processes: int, cache: str) -> list[Cost]:
     Raises:
         UnknownLoop: a kernel has a loop that cannot be followed.
     """
-    jobs: dict[str, tuple[Specialization, dict]] = {}
+    jobs: dict[str, tuple[Specialization | CudaKernel, dict]] = {}
     for launch in step.launches:
         jobs.setdefault(launch.specialization.key, (launch.specialization, {}))[1][_shape(launch)] = None
     ordered = [_Job(arch, specialization, tuple(shapes)) for specialization, shapes in jobs.values()]
@@ -103,16 +116,19 @@ def costs(step: Step, arch: int, *, processes: int, cache: str) -> list[Cost]:
 
 
 def _shape(launch: Launch) -> tuple:
-    integers = tuple((k, v) for k, v in launch.arguments.items() if isinstance(v, int) and not isinstance(v, bool))
-    return launch.grid, integers, launch.bytes
+    given = launch.arguments.items()
+    exact = tuple((k, v) for k, v in given if isinstance(v, (int, str)) and not isinstance(v, bool))
+    return launch.grid, exact, launch.bytes
 
 
 def _job(job: _Job) -> list[Cost]:
     compiled = compile_for(job.specialization, job.arch)
     code = compiled.code()
     found = []
-    for grid, integers, size in job.launches:
-        words = parameters(job.specialization, dict(integers), job.arch)
+    for grid, arguments, size in job.launches:
+        given = dict(arguments)
+        words = parameters(job.specialization, given, job.arch)
+        asked = replace(compiled, shared_bytes=compiled.shared_bytes + given.get("shared", 0))
         latencies = Latencies(
             memory=_L2[job.arch] if size < _L2_BYTES[job.arch] / 2 else _DRAM[job.arch],
             double=_DOUBLE[job.arch],
@@ -120,9 +136,9 @@ def _job(job: _Job) -> list[Cost]:
         )
         follow = partial(_follow, code, grid, 32 * compiled.warps, words, latencies)
         try:
-            found.append(_cost(job.arch, compiled, math.prod(grid), size, follow))
+            found.append(_cost(job.arch, asked, math.prod(grid), size, follow))
         except RuntimeError as error:
-            raise type(error)(f"{job.specialization.kernel}, sm_{job.arch}, {dict(integers)}: {error}") from None
+            raise type(error)(f"{job.specialization.key[:200]}, sm_{job.arch}, {given}: {error}") from None
     return found
 
 
@@ -151,12 +167,18 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
     for ordinary, _ in followed:
         accesses += Counter({k: n * each for k, n in ordinary.accesses.items()})
         opcodes += Counter({k: n * each for k, n in ordinary.opcodes.items()})
+    busiest = math.ceil(programs / gpu.processors)
+    resident = min(busiest, max(1, held)) * warps / 4
+    products = sum(_product_cycles(gpu, o) for o, _ in followed) / len(followed)
+    needed = max(instructions / min(_ISSUE, resident / _CYCLES_OF_A_WARP), products / _TENSOR)
+    busy = busiest * warps * needed / (4 * gpu.clock) * 1e6
     return Cost(
         instructions,
         issue=programs * warps * instructions / (4 * gpu.processors * gpu.clock) * 1e6,
         latency=math.ceil(rounds) * cycles / gpu.clock * 1e6,
         memory=size / gpu.bandwidth * 1e6,
         tail=max(0, tail) / gpu.clock * 1e6,
+        predicted=LAUNCH_US[arch] + max(busy, size / gpu.bandwidth * 1e6),
         rounds=rounds,
         registers=compiled.registers,
         spilled_bytes=compiled.spilled_bytes,
@@ -165,6 +187,11 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
         accesses=dict(accesses),
         opcodes=dict(opcodes),
     )
+
+
+def _product_cycles(gpu: Gpu, walk: Walk) -> float:
+    """Cycles for which the products of a warp occupy the tensor cores of its quarter of a multiprocessor."""
+    return walk.products["HMMA"] / (16 * 8 * 16) * gpu.multiply_cycles + walk.products["HGMMA"] / _GROUP_PRODUCTS
 
 
 # ---- tables
@@ -176,7 +203,7 @@ def summarize(launches: Iterable[Launch], found: Iterable[Cost]) -> dict[str, di
     for launch, cost in zip(launches, found, strict=True):
         for row in (rows[launch.kernel], rows["all"]):
             row["launches"] += 1
-            for name in ("issue", "latency", "memory", "tail", "largest"):
+            for name in ("issue", "latency", "memory", "tail", "largest", "predicted"):
                 row[name] += getattr(cost, name)
             row["spilling_launches"] += cost.spilled_bytes > 0
             row["accesses"] += sum(cost.accesses.values())
@@ -190,16 +217,14 @@ def summarize(launches: Iterable[Launch], found: Iterable[Cost]) -> dict[str, di
     return {name: dict(row) for name, row in sorted(rows.items(), key=lambda item: item[1]["largest"])}
 
 
-_COLUMNS = ("launches", "issue", "latency", "memory", "tail", "largest", "wide_share", "wide_share_of_bytes")
-
-
 def show(rows: dict[str, dict], arch: int, before: dict[str, dict] | None = None) -> None:
     """Print the table of one GPU, beside the sums of another run if `before` has them."""
     gpu = GPUS[arch]
     print(f"\n{gpu.name} (sm_{arch}): microseconds per step")
     print(
         f"{'kernel':32} {'launches':>8} {'issue':>8} {'latency':>8} {'memory':>7} {'tail':>6} {'largest':>8} "
-        f"{'128-bit':>8} {'of bytes':>8} {'spilling':>8}" + (f" {'before':>8} {'launches':>8}" if before else "")
+        f"{'predicted':>9} {'128-bit':>8} {'of bytes':>8} {'spilling':>8}"
+        + (f" {'before':>8} {'launches':>8}" if before else "")
     )
     names = [*dict.fromkeys([*(before or {}), *rows])]
     names = sorted(names, key=lambda n: (n == "all", -(rows.get(n) or (before or {}).get(n))["largest"]))
@@ -210,7 +235,7 @@ def show(rows: dict[str, dict], arch: int, before: dict[str, dict] | None = None
         if row:
             text += (
                 f"{row['launches']:8.0f} {row['issue']:8.0f} {row['latency']:8.0f} {row['memory']:7.0f} "
-                f"{row['tail']:6.0f} {row['largest']:8.0f} {100 * row['wide_share']:7.1f}% "
+                f"{row['tail']:6.0f} {row['largest']:8.0f} {row['predicted']:9.0f} {100 * row['wide_share']:7.1f}% "
                 f"{100 * row['wide_share_of_bytes']:7.1f}% {row['spilling_launches']:8.0f}"
             )
         else:
@@ -228,8 +253,9 @@ def show_each(launches: Iterable[Launch], found: Iterable[Cost]) -> None:
         print(
             f"{i:4} {launch.kernel[:28]:28} {said} | {launch.programs} programs x "
             f"{cost.instructions:.0f} instr | issue {cost.issue:.1f} latency {cost.latency:.1f} memory "
-            f"{cost.memory:.1f} tail {cost.tail:.1f} | {cost.registers} regs, spill {cost.spilled_bytes}, shared "
-            f"{cost.shared_bytes}, {cost.programs_per_processor} per SM, {cost.rounds:.2f} rounds"
+            f"{cost.memory:.1f} tail {cost.tail:.1f} predicted {cost.predicted:.1f} | "
+            f"{cost.registers} regs, spill {cost.spilled_bytes}, shared {cost.shared_bytes}, "
+            f"{cost.programs_per_processor} per SM, {cost.rounds:.2f} rounds"
         )
 
 
@@ -249,22 +275,24 @@ def show_mix(kernel: str, launches: Iterable[Launch], found: Iterable[Cost]) -> 
 
 
 def launches_by_phase(step: Step) -> dict[str, dict[str, int]]:
-    """Count the launches of Triton kernels and of PyTorch in each part of the step."""
-    triton = Counter(launch.phase for launch in step.launches)
+    """Count the launches of Triton kernels, of CUDA kernels and of PyTorch in each part of the step."""
+    ours = Counter((launch.phase, isinstance(launch.specialization, CudaKernel)) for launch in step.launches)
     aten: Counter[str] = Counter()
     for (phase, _), count in step.aten.items():
         aten[phase] += count
-    return {phase: {"triton": triton[phase], "pytorch": aten[phase]} for phase in PHASES}
+    return {
+        phase: {"triton": ours[phase, False], "cuda": ours[phase, True], "pytorch": aten[phase]} for phase in PHASES
+    }
 
 
 def show_launches(step: Step) -> None:
     """Print the number of launches in each part of the step."""
-    print(f"{'launches':12} {'Triton':>7} {'PyTorch':>8}")
+    print(f"{'launches':12} {'Triton':>7} {'CUDA':>7} {'PyTorch':>8}")
     for phase, counts in launches_by_phase(step).items():
-        print(f"{phase:12} {counts['triton']:7} {counts['pytorch']:8}")
+        print(f"{phase:12} {counts['triton']:7} {counts['cuda']:7} {counts['pytorch']:8}")
     both = len(step.launches) + step.aten_launches
     distinct = len({launch.specialization.key for launch in step.launches})
-    print(f"{'all':12} {len(step.launches):7} {step.aten_launches:8}   {both} in all, {distinct} specialisations")
+    print(f"{both} in all, {distinct} specialisations of {len(step.launches)} launches of Triton and CUDA kernels")
     for (phase, name), count in step.aten.most_common():
         print(f"  {phase:10} {name:32} {count:4}")
 
@@ -278,6 +306,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--trains", choices=("bn", "indicators", "all"), default="bn")
     parser.add_argument("--engine", choices=("graphs", "eager"), default="graphs")
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton", help="cuda: where it can serve")
     parser.add_argument("--arch", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="no value: only record")
     parser.add_argument("--kernel", nargs="+", help="model only these kernels")
     parser.add_argument("--each", action="store_true", help="list every launch")
@@ -288,11 +317,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     path = tuple(map(int, args.path.split(","))) if args.path else None
-    workload = Workload(args.space, path, args.batch, args.resolution, args.dtype, args.trains, args.engine)
-    step = record_step(workload)
+    workload = Workload(
+        args.space, path, args.batch, args.resolution, args.dtype, args.trains, args.engine, args.backend
+    )
+    # the CUDA kernels divide their work by the number of multiprocessors
+    steps = {arch: record_step(workload, arch) for arch in args.arch or [90]}
+    step = next(iter(steps.values()))
     show_launches(step)
-    if args.kernel:
-        step.launches = [launch for launch in step.launches if launch.kernel in args.kernel]
     old = json.loads(args.compare.read_text())["rows"] if args.compare else []
     before = {row["arch"]: row["kernels"] for row in old if "arch" in row}
     counts = launches_by_phase(step)
@@ -300,6 +331,9 @@ def main() -> None:
         {"workload": vars(workload), "launches": counts, "pytorch": {f"{p} {n}": c for (p, n), c in step.aten.items()}}
     ]
     for arch in args.arch:
+        step = steps[arch]
+        if args.kernel:
+            step.launches = [launch for launch in step.launches if launch.kernel in args.kernel]
         found = costs(step, arch, processes=args.jobs, cache=str(args.cache))
         if args.each:
             show_each(step.launches, found)

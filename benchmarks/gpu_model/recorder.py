@@ -1,7 +1,8 @@
 """Record every launch of one training step without running a kernel, and without a GPU.
 
 Triton's own just-in-time path runs with a driver that launches nothing, and derives types, alignment and divisibility
-of the arguments as it does on a GPU. PyTorch's operators run on the CPU; a dispatch mode counts them.
+of the arguments as it does on a GPU. The CUDA kernels of chains are recorded by cuda.py, if they are the backend.
+PyTorch's operators run on the CPU; a dispatch mode counts them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import benchmarks.gpu_model.compilable  # noqa: F401
 # isort: split
 import itertools
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,10 +32,12 @@ from triton.runtime.jit import JITFunction
 
 import nasfast
 from benchmarks.captures import EagerCapture
+from benchmarks.gpu_model import cuda
 from nasfast._triton.configs import FAMILIES, Config
 from nasfast.engine import EagerEngine
 from nasfast.engine.graphs import GraphEngine
-from nasfast.ops import tuning, use_backend
+from nasfast.ops import backends, tuning, use_backend
+from nasfast.ops.cuda import conv as conv_cuda
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, get_space, mean_path
@@ -76,11 +80,12 @@ class Specialization:
 
 @dataclass
 class Launch:
-    """One launch of a Triton kernel.
+    """One launch of a kernel.
 
     Attributes:
         grid: number of programs in each dimension.
-        arguments: numbers and strings by name, the kernel's constants included; sums[2] is an element of a tuple.
+        arguments: numbers and strings by name, the kernel's constants included; sums[2] is an element of a tuple. For a
+            CUDA kernel: its geometry, its `shared` memory and the `words` of its argument, see `cuda.CudaLaunch`.
         bytes: size of the distinct tensors among the arguments.
         phase: one of PHASES.
         configuration: family and name of the tile sizes in configs.FAMILIES.
@@ -89,7 +94,7 @@ class Launch:
     kernel: str
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
-    specialization: Specialization
+    specialization: Specialization | cuda.CudaKernel
     bytes: int
     phase: str
     configuration: tuple[str, str] | None
@@ -104,7 +109,7 @@ class Step:
     """All launches of one step.
 
     Attributes:
-        launches: launches of Triton kernels, in order.
+        launches: launches of Triton and CUDA kernels, in order.
         aten: number of PyTorch's launches by (phase, operator).
         configuration: the configuration of the launch that is being recorded.
     """
@@ -128,6 +133,7 @@ class Workload:
         dtype: bf16 or fp32.
         trains: the parameters that train, as in `Supernet.freeze`.
         engine: graphs or eager.
+        backend: triton, or cuda for the CUDA kernels where they can serve and Triton elsewhere.
     """
 
     space: str = "mobilenet_v2"
@@ -137,6 +143,7 @@ class Workload:
     dtype: str = "bf16"
     trains: str = "bn"
     engine: str = "graphs"
+    backend: str = "triton"
 
 
 _devices = itertools.count()
@@ -174,17 +181,41 @@ class NoDriver:
         return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
 
 
+def _counters(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.int32)
+
+
 def _no_launcher(source: Any, metadata: Any) -> Any:
     return lambda *arguments: None
 
 
 @contextmanager
-def no_gpu(arch: int) -> Iterator[None]:
+def _chosen(backend: str) -> Iterator[None]:
+    """Within this context, operators run on this backend of a Workload, whatever the device of their tensors."""
+    named = backends._named
+
+    def cuda_or_triton(op: str, x: Tensor, name: str, source: str, refusal: Any) -> backends.Backend:
+        try:
+            return named(op, x, "cuda", source, refusal)
+        except RuntimeError:
+            return named(op, x, "triton", source, refusal)
+
+    if backend == "triton":
+        with use_backend("triton"):
+            yield
+    else:
+        choice = patch.object(backends, "_named", cuda_or_triton)
+        with use_backend("cuda"), choice, patch.dict(os.environ, NASFAST_EMULATE_CUDA="1"):
+            yield
+
+
+@contextmanager
+def no_gpu(arch: int, backend: str = "triton") -> Iterator[None]:
     """Within this context, Triton's just-in-time path ends at a driver that launches nothing."""
     driver.set_active(NoDriver(arch))
     # on a GPU these counters are zero already (nasfast/ops/arrivals.py), so filling them is no launch
-    counters = patch.object(bn_triton, "zeros", lambda count, device: torch.empty(count, dtype=torch.int32))
-    with use_backend("triton"), counters:
+    counters = [patch.object(m, "zeros", _counters) for m in (bn_triton, conv_cuda)]
+    with _chosen(backend), counters[0], counters[1]:
         yield
 
 
@@ -222,11 +253,14 @@ class _RecordedKernel:
 
 
 @contextmanager
-def recorded(step: Step, arch: int = 90, *, every_configuration: bool = False) -> Iterator[None]:
+def recorded(
+    step: Step, arch: int = 90, *, backend: str = "triton", every_configuration: bool = False
+) -> Iterator[None]:
     """Within this context, record launches in `step` and compile nothing.
 
     Args:
         arch: compute capability, such as 90.
+        backend: see Workload.
         every_configuration: launch kernels in all configurations of their family, not only in the default one.
     """
 
@@ -263,19 +297,21 @@ def recorded(step: Step, arch: int = 90, *, every_configuration: bool = False) -
         return result
 
     compiles, tunes = patch.object(JITFunction, "_do_compile", note), patch.object(tuning, "run", run)
-    with no_gpu(arch), compiles, tunes, _CountLaunches(step):
+    with no_gpu(arch, backend), compiles, tunes, _CountLaunches(step, arch):
         yield
 
 
 class _CountLaunches(TorchDispatchMode):
-    """Counts the calls of PyTorch operators that would launch kernels on a GPU."""
+    """Counts the calls of PyTorch operators that would launch kernels on a GPU; records those of CUDA kernels."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, arch: int) -> None:
         super().__init__()
-        self.step = step
+        self.step, self.arch = step, arch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._opname in cuda.OPERATORS:
+            return self._record_chain(func, args, kwargs)
         if func.namespace.startswith("nasfast"):
             with self:  # count the operators that the launcher calls, not the launcher itself
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
@@ -283,6 +319,17 @@ class _CountLaunches(TorchDispatchMode):
         if not func.is_view and not func._opname.startswith(_NO_LAUNCH) and (count := _launches_of(func, args, out)):
             self.step.aten[_phase(sys._getframe(1)), func._opname] += count
         return out
+
+    def _record_chain(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        result, launches = cuda.record_call(func, given, self.arch)
+        phase = _phase(sys._getframe(2))
+        for launch in launches:
+            arguments = launch.geometry | {"shared": launch.shared, "words": launch.words}
+            self.step.launches.append(
+                Launch(launch.stage, launch.grid, arguments, launch.kernel, launch.bytes, phase, None)
+            )
+        return result
 
 
 def _launches_of(func: Any, args: tuple, out: Any) -> int:
@@ -323,7 +370,7 @@ def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
     images = torch.zeros(shape).contiguous(memory_format=torch.channels_last)
     labels = torch.zeros(workload.batch, dtype=torch.long)
     bf16 = workload.dtype == "bf16"
-    with use_backend("triton"):
+    with _chosen(workload.backend):
         engine = (
             EagerEngine(net, bf16=bf16)
             if workload.engine == "eager"
@@ -341,14 +388,12 @@ def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
     return path, lambda: engine.forward_backward(images, labels, [path]), update
 
 
-def record_step(workload: Workload) -> Step:
+def record_step(workload: Workload, arch: int = 90) -> Step:
     """Record one whole step with the optimiser's update. It is the second step, so momentum buffers exist."""
     _, forward_backward, update = make_step(workload)
-    with recorded(Step()):
-        forward_backward()
-        update()
-    step = Step()
-    with recorded(step):
-        forward_backward()
-        update()
+    for _ in range(2):
+        step = Step()
+        with recorded(step, arch, backend=workload.backend):
+            forward_backward()
+            update()
     return step

@@ -1,6 +1,7 @@
-"""Bytes that the Triton kernels of one training step move, beside the floor; needs no GPU.
+"""Bytes that the kernels of one training step move, beside the floor; needs no GPU.
 
-    python -m benchmarks.gpu_model.traffic [--space mobilenet_v2] [--batch 32] [--dtypes bf16 fp32] [--out FILE]
+    python -m benchmarks.gpu_model.traffic [--space mobilenet_v2] [--batch 32] [--dtypes bf16 fp32] [--backend cuda]
+                                           [--out FILE]
 
 recorder.py records the step. Each tensor that a launch is given counts once, as if the caches served all repeated
 reads. The floor is that of nasfast.measure.floor: forward writes and reads every convolution's output once, backward
@@ -28,12 +29,13 @@ from nasfast.supernet import StandaloneNetwork
 _ONE_BYTE_PER_SECOND = Machine(1.0, float("inf"), float("inf"))
 
 
-def traffic(space_name: str, batch: int, dtype: str) -> dict:
+def traffic(space_name: str, batch: int, dtype: str, backend: str = "triton") -> dict:
     """Bytes by kernel, in all and of the floor, for a step of the mean path that trains only BatchNorms."""
     space = get_space(space_name)
     path = mean_path(space)
     shape = (batch, space.in_channels, space.resolution, space.resolution)
-    launches = record_step(Workload(space_name, path, batch, dtype=dtype, engine="eager")).launches
+    workload = Workload(space_name, path, batch, dtype=dtype, engine="eager", backend=backend)
+    launches = record_step(workload).launches
     kernels: dict[str, list[int]] = defaultdict(list)
     for launch in launches:
         kernels[launch.kernel].append(launch.bytes)
@@ -45,6 +47,7 @@ def traffic(space_name: str, batch: int, dtype: str) -> dict:
         "space": space_name,
         "batch": batch,
         "dtype": dtype,
+        "backend": backend,
         "launches": len(launches),
         "bytes": total,
         "floor_bytes": floor.step,
@@ -58,9 +61,10 @@ def main() -> None:
     parser.add_argument("--space", default="mobilenet_v2")
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton", help="cuda: where it can serve")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    rows = [traffic(args.space, args.batch, dtype) for dtype in args.dtypes]
+    rows = [traffic(args.space, args.batch, dtype, args.backend) for dtype in args.dtypes]
     for row in rows:
         print(
             f"{row['space']} batch {row['batch']} {row['dtype']}: {row['bytes'] / 1e9:.2f} GB in {row['launches']} "

@@ -11,6 +11,7 @@ Time is that of one warp alone: fixed stalls, and waits for scoreboards, which a
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import product
@@ -76,6 +77,7 @@ class Walk:
         opcodes: number of times that each opcode was issued.
         idle: number of times that each opcode was issued with a guard that is false for the first thread.
         accesses: instructions that access global memory, by bytes per thread.
+        products: multiplications on tensor cores, by the name of the instruction.
         forks: indices of branches that depend on atomic operations, in order of appearance.
     """
 
@@ -84,6 +86,7 @@ class Walk:
     opcodes: Counter[str] = field(default_factory=Counter)
     idle: Counter[str] = field(default_factory=Counter)
     accesses: Counter[int] = field(default_factory=Counter)
+    products: Counter[str] = field(default_factory=Counter)
     forks: list[int] = field(default_factory=list)
 
 
@@ -224,6 +227,22 @@ def _summarize(walk: Walk, instructions: tuple[Instruction, ...], counts: list[i
         if ins.name in ("LDG", "STG", "LDGSTS", "ATOMG", "RED"):
             width = next((size for name, size in _BYTES.items() if name in ins.modifiers), 4)
             walk.accesses[width] += count
+        elif ins.name in ("HMMA", "HGMMA"):
+            walk.products[ins.name] += count * _products(ins)
+
+
+# rows, columns and depth of the product of one warp, as HMMA has them
+_SIZES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
+
+
+def _products(ins: Instruction) -> int:
+    """Multiplications of one warp in an instruction of the tensor cores."""
+    for modifier in ins.modifiers:
+        if modifier in _SIZES:
+            return _SIZES[modifier]
+        if found := re.fullmatch(r"64x(\d+)x(\d+)", modifier):  # of four warps
+            return 16 * int(found[1]) * int(found[2])
+    raise RuntimeError(f"the size of {ins.opcode} is unknown to the model")
 
 
 class _Lines:

@@ -9,18 +9,10 @@
 #include <string>
 
 #include "../../csrc/gpu/chain.h"
+#include "run_kernel.h"
 
 namespace nasfast::gpu {
 namespace {
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
-    run_kernel(const __grid_constant__ typename Kernel::Args args) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  const Block block{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x),
-                    static_cast<int>(gridDim.y)};
-  Kernel::run(block, args, shared);
-}
 
 std::string text(const Geometry& g) {
   const auto size = [](int height, int width) { return std::to_string(height) + " x " + std::to_string(width); };

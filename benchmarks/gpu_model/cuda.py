@@ -1,0 +1,276 @@
+"""The CUDA kernels of conv_bn_act_chain without a GPU: which ones there are, what a call launches, machine code.
+
+cuda_launches.cpp goes through csrc/gpu/chain.h with a machine that launches nothing. It writes down the grid of every
+launch and the bytes of its arguments, from which the model follows a kernel's machine code as on a GPU. Building it
+needs g++, and compiling kernels needs nvcc; both read csrc as it is in this checkout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_model.gpus import LIMITS
+from benchmarks.harness import ROOT
+from nasfast.ops.plan import ChainPlan, read_plan
+
+OPERATORS = ("conv_bn_act_chain_gpu_counters", "conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd")
+_CACHE = ROOT / "build" / "gpu_model"
+_RECORDER = (
+    "benchmarks/gpu_model/cuda_launches.cpp",
+    *(f"csrc/{s}.cpp" for s in ("gpu/call", "cpu/plan", "cpu/launch", "cpu/pool")),
+)
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """One instantiation of a kernel.
+
+    Attributes:
+        name: its type in C++, such as nasfast::gpu::ApplyKernel<nasfast::gpu::Bf16>.
+        threads: of a block.
+        blocks: that a multiprocessor must be able to hold, by registers.
+    """
+
+    name: str
+    threads: int
+    blocks: int
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """One launch of a CUDA kernel.
+
+    Attributes:
+        kernel: the instantiation.
+        stage: what it does, such as depthwise_forward.
+        grid: number of blocks in each dimension.
+        shared: bytes of shared memory of a block that the launch asks for.
+        words: the argument of the kernel, in hexadecimal; pointers are numbered in the order in which they appear.
+        geometry: images, height and width of the input and of the output, channels of both, kernel and stride.
+        bytes: size of the distinct tensors that it reads and writes.
+    """
+
+    kernel: CudaKernel
+    stage: str
+    grid: tuple[int, int, int]
+    shared: int
+    words: str
+    geometry: dict[str, int]
+    bytes: int
+
+
+_GEOMETRY = ("images", "H", "W", "OH", "OW", "C", "N", "KERNEL", "STRIDE")
+
+
+# ---- the recorder
+
+
+def _digest(sources: Sequence[str], *more: str) -> str:
+    """A name for what is made from these files and folders of the checkout."""
+    found = hashlib.sha256(repr((torch.__version__, *more)).encode())
+    for source in sources:
+        path = ROOT / source
+        for file in sorted(path.rglob("*.[hc]*")) if path.is_dir() else [path]:
+            found.update(file.read_bytes())
+    return found.hexdigest()[:24]
+
+
+def _make(path: Path, command: Callable[[Path], list[str]]) -> str:
+    """Run a compiler that writes `path`; returns what it prints.
+
+    Raises:
+        RuntimeError: it fails.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{os.getpid()}-{path.name}")
+    result = subprocess.run(command(unfinished), capture_output=True, text=True, cwd=ROOT)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command(path))}: {result.stderr[-3000:]}")
+    unfinished.replace(path)
+    return result.stdout + result.stderr
+
+
+@functools.cache
+def _recorder() -> Any:
+    path = _CACHE / f"launches-{_digest((*_RECORDER, 'csrc/gpu', 'csrc/cpu'))}.so"
+    if not path.exists():
+        torch_at = Path(torch.__file__).parent
+        options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
+        # the version of torch's stable interface that CMakeLists.txt asks for
+        options += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", str(torch_at / "include")]
+        _make(
+            path,
+            lambda to: [
+                os.environ.get("CXX", "g++"),
+                *options,
+                *_RECORDER,
+                str(torch_at / "lib/libtorch_cpu.so"),
+                "-o",
+                str(to),
+            ],
+        )
+    library = ctypes.CDLL(str(path))
+    library.known_kernels.restype = library.take_records.restype = ctypes.c_char_p
+    return library
+
+
+def _lines(text: bytes) -> Iterator[dict]:
+    return (json.loads(line) for line in text.decode().splitlines())
+
+
+@functools.cache
+def known_kernels() -> dict[str, CudaKernel]:
+    """Every instantiation that some call could launch, by name."""
+    return {line["name"]: CudaKernel(**line) for line in _lines(_recorder().known_kernels())}
+
+
+def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, list[CudaLaunch]]:
+    """Call one of OPERATORS with its arguments by name; returns its result and what it launches on a GPU of `arch`."""
+    library, limits = _recorder(), LIMITS[arch]
+    library.record_for(limits.processors, limits.program_shared)
+    result = func._op_dk(torch._C.DispatchKey.Meta, *arguments.values())
+    chain = read_plan(arguments["plan"])
+    stages = len(chain.stages)
+    launches, first = [], False
+    for line in _lines(library.take_records()):
+        geometry = dict(zip(_GEOMETRY, line["geometry"], strict=True))
+        stages -= line["stage"].endswith(("backward", "gradient"))
+        # forward goes from the first stage to the last, and backward the other way
+        first = stages == 0 or (not launches and line["stage"].endswith("forward"))
+        added = arguments.get("added") is not None or (first and arguments.get("add_input"))
+        launches.append(
+            CudaLaunch(
+                known_kernels()[line["name"]],
+                line["stage"],
+                (*line["grid"], 1),
+                line["shared"],
+                _without_addresses(line["arguments"]),
+                geometry,
+                _bytes(line["stage"], geometry, chain, added=bool(added), first=first),
+            )
+        )
+    return result, launches
+
+
+def _bytes(stage: str, g: dict[str, int], chain: ChainPlan, *, added: bool, first: bool) -> int:
+    """Bytes of the 16-bit tensors that one launch reads and writes.
+
+    Args:
+        added: whether it adds a tensor to its result.
+        first: whether it is of the first stage of a chain, which has no stage before.
+
+    Raises:
+        ValueError: a stage that this model does not know.
+    """
+    source, result = (g["images"] * g[h] * g[w] * g[c] for h, w, c in (("H", "W", "C"), ("OH", "OW", "N")))
+    narrow = (
+        g["images"] * g["H"] * g["W"] * chain.stages[0].in_channels
+    )  # the input of an expansion that is computed again
+    if stage == "pointwise_forward" and chain.recompute and first:
+        return 2 * source
+    if stage in ("pointwise_forward", "depthwise_forward"):
+        return 2 * (source + result)
+    if stage == "expand_depthwise_forward":
+        return 2 * (narrow + result)
+    if stage == "expand_depthwise_backward":
+        return 2 * (2 * result + narrow + source)
+    if stage == "expansion_gradient":
+        return 2 * (result + (2 + added) * source)
+    if stage == "apply":
+        return 2 * (2 + added) * result
+    if stage == "reduce":
+        return 2 * 2 * result
+    if stage in ("pointwise_backward", "depthwise_backward"):
+        # dz and y of this stage; dz of the stage before, and its y or what is added
+        return 2 * (2 * result + (1 + (added if first else 1)) * source)
+    raise ValueError(f"the model does not know what the stage {stage!r} reads and writes")
+
+
+# where a process has its memory; the first of two 32-bit numbers that look like an address would be larger than _MOST
+_ADDRESSES, _MOST = range(1 << 44, 1 << 48), 1 << 16
+
+
+def _without_addresses(text: str) -> str:
+    """Number the pointers in the bytes of an argument, 1 TiB apart, so that equal launches have equal arguments."""
+    data, seen = bytes.fromhex(text), {}
+    for at in range(0, len(data) - 7, 8):
+        value = int.from_bytes(data[at : at + 8], "little")
+        if value in _ADDRESSES and value & 0xFFFFFFFF > _MOST:
+            number = seen.setdefault(value, len(seen) + 1) << 40
+            data = data[:at] + number.to_bytes(8, "little") + data[at + 8 :]
+    return data.hex()
+
+
+# ---- machine code
+
+# where the arguments are in the constant bank
+_ARGUMENTS_AT = {80: 0x160, 86: 0x160, 89: 0x160, 90: 0x210}
+
+
+@dataclass(frozen=True)
+class CudaCode:
+    """A kernel compiled for one architecture.
+
+    Attributes:
+        registers, spilled_bytes: registers and bytes of spilled registers per thread.
+        shared_bytes: shared memory of a block besides that which a launch asks for.
+    """
+
+    cubin: bytes
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+_SOURCE = """
+{includes}
+#include "{root}/kernels/cuda/run_kernel.h"
+using namespace nasfast::gpu;
+template __global__ void nasfast::gpu::run_kernel<{name}>(const __grid_constant__ {name}::Args);
+"""
+_HEADERS = ("norm.h", "depthwise.h", "pointwise.h", "expand_depthwise_backward.h", "expansion_gradient.h")
+
+
+def compile_kernel(name: str, arch: int) -> CudaCode:
+    """Compile a kernel for an architecture, or read it from build/gpu_model.
+
+    Raises:
+        RuntimeError: nvcc fails.
+    """
+    path = _CACHE / f"{_digest(('csrc/gpu', 'kernels/cuda/run_kernel.h'), name, str(arch))}.cubin"
+    log = path.with_suffix(".log")
+    if not log.exists():
+        includes = "\n".join(f'#include "{ROOT}/csrc/gpu/{header}"' for header in _HEADERS)
+        source = path.with_suffix(f".{os.getpid()}.cu")
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(_SOURCE.format(includes=includes, root=ROOT, name=name))
+        options = ["-std=c++17", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
+        said = _make(path, lambda to: ["nvcc", *options, str(source), "-o", str(to)])
+        source.unlink()
+        log.write_text(said)
+    said = log.read_text()
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    shared = re.search(r"(\d+) bytes smem", said)
+    return CudaCode(path.read_bytes(), int(registers[1]), int(spilled[1]), int(shared[1]) if shared else 0)
+
+
+def constants(words: str, arch: int) -> dict[int, int]:
+    """The argument of a launch as 32-bit words of the constant bank, by byte offset."""
+    data = bytes.fromhex(words)
+    return {_ARGUMENTS_AT[arch] + at: int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)}

@@ -1,0 +1,115 @@
+// Records what the CUDA kernels of conv_bn_act_chain would launch on a GPU, and launches nothing.
+//
+// The operators of csrc/library.cpp get a Meta kernel that goes through csrc/gpu/chain.h with a machine that only writes
+// down its launches. cuda_recorder.py builds this file, loads it and reads the records.
+
+#include <cxxabi.h>
+#include <torch/csrc/stable/library.h>
+
+#include <sstream>
+#include <string>
+#include <typeinfo>
+#include <vector>
+
+#include "../../csrc/gpu/chain.h"
+
+namespace nasfast::gpu {
+namespace {
+
+std::string name_of(const std::type_info& type) {
+  int status = 0;
+  char* demangled = abi::__cxa_demangle(type.name(), nullptr, nullptr, &status);
+  const std::string name = demangled;
+  std::free(demangled);
+  return name;
+}
+
+// Every kernel that some call could launch, as lines of JSON.
+std::string& kernels() {
+  static std::string lines;
+  return lines;
+}
+
+template <class Kernel>
+struct Known {
+  static const bool known;
+};
+template <class Kernel>
+const bool Known<Kernel>::known = [] {
+  std::ostringstream line;
+  line << "{\"name\": \"" << name_of(typeid(Kernel)) << "\", \"threads\": " << Kernel::kThreads
+       << ", \"blocks\": " << Kernel::kBlocks << "}\n";
+  kernels() += line.str();
+  return true;
+}();
+
+std::string records, taken;
+
+struct Recorder {
+  int multiprocessors = 0;
+  size_t shared_memory = 0;
+
+  template <class Kernel>
+  void launch(int count_x, int count_y, size_t shared, const typename Kernel::Args& args) const {
+    if (!Known<Kernel>::known) return;
+    std::ostringstream line;
+    line << "{\"name\": \"" << name_of(typeid(Kernel)) << "\", \"grid\": [" << count_x << ", " << count_y
+         << "], \"shared\": " << shared << ", \"arguments\": \"" << std::hex;
+    typename Kernel::Args copy = args;
+    __builtin_clear_padding(&copy);
+    for (size_t i = 0; i < sizeof copy; ++i) {
+      const int byte = reinterpret_cast<const unsigned char*>(&copy)[i];
+      line << byte / 16 << byte % 16;
+    }
+    records += line.str() + "\"";
+  }
+  void launched(const char* kernel, const Geometry& g) const {
+    std::ostringstream line;
+    line << ", \"stage\": \"" << kernel << "\", \"geometry\": [" << g.images << ", " << g.height << ", " << g.width
+         << ", " << g.out_height << ", " << g.out_width << ", " << g.in_channels << ", " << g.out_channels << ", "
+         << g.kernel << ", " << g.stride << "]}\n";
+    records += line.str();
+  }
+};
+
+Recorder recorder;
+
+int64_t counters(const Tensor&, std::vector<int64_t> plan) { return count_counters(plan, recorder); }
+
+void forward(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
+             std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved, Tensor statistics,
+             Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
+  chain_forward(recorder, x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, counters, plan, eps);
+}
+
+void backward(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
+              std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
+              std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters,
+              std::vector<int64_t> plan, std::vector<double> eps) {
+  chain_backward(recorder, grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases,
+                 counters, plan, eps);
+}
+
+}  // namespace
+}  // namespace nasfast::gpu
+
+#define EXPORTED __attribute__((visibility("default")))
+extern "C" {
+// shared_memory: bytes that a block can have.
+EXPORTED void record_for(int multiprocessors, int shared_memory) {
+  nasfast::gpu::recorder = {multiprocessors, static_cast<size_t>(shared_memory) - nasfast::gpu::kReserved};
+}
+EXPORTED const char* known_kernels() { return nasfast::gpu::kernels().c_str(); }
+// The launches since the last call, as lines of JSON.
+EXPORTED const char* take_records() {
+  nasfast::gpu::taken = std::move(nasfast::gpu::records);
+  nasfast::gpu::records.clear();
+  return nasfast::gpu::taken.c_str();
+}
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nasfast, Meta, m) {
+  m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::counters));
+  m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::forward));
+  m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::backward));
+}

@@ -1,0 +1,90 @@
+"""The model of the CUDA kernels: their resources, what a step launches, and what the model counts in them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nasfast.ops import _native
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
+    pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason="needs the operators of the CUDA kernels"),
+]
+# kernels whose instantiations are compiled here: those with the most registers
+COMPILED = [
+    "ApplyKernel<Bf16>",
+    "ReduceKernel<Bf16>",
+    "DepthwiseForward<Bf16, 7, 1, true>",
+    "DepthwiseBackward<Bf16, 5, 1>",
+]
+SHARED_OF_A_BLOCK = {86: 99 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def table(program, tmp_path_factory):
+    out = tmp_path_factory.mktemp("cuda") / "table.json"
+    command = ["--arch", "86", "90", "--kernel", *COMPILED, "--jobs", "1", "--out", str(out)]
+    program("-m", "benchmarks.gpu_model.cuda_table", *command, TRITON_INTERPRET="0")
+    return json.loads(out.read_text())["rows"]
+
+
+def test_the_kernels_are_compiled(table):
+    assert {(row["kernel"], row["arch"]) for row in table} == {(name, arch) for name in COMPILED for arch in (86, 90)}
+
+
+def test_no_kernel_spills_or_exceeds_its_registers(table):
+    assert [row for row in table if row["spilled_bytes"] or row["registers"] > row["most_registers"]] == []
+
+
+def test_every_launch_of_a_step_fits_the_shared_memory_of_a_block(table):
+    assert {row["kernel"] for row in table if row["launches"]} == set(COMPILED)
+    assert [row for row in table if row["shared_bytes"] + row["most_asked"] > SHARED_OF_A_BLOCK[row["arch"]]] == []
+    assert all(row["blocks_per_sm"] >= 1 for row in table)
+
+
+@pytest.fixture(scope="module")
+def traffic(program, tmp_path_factory):
+    """The mean path of the 6^20 space at batch 32 in bf16."""
+    out = tmp_path_factory.mktemp("cuda") / "traffic.json"
+    command = ["--dtypes", "bf16", "--backend", "cuda", "--out", str(out)]
+    program("-m", "benchmarks.gpu_model.traffic", *command, TRITON_INTERPRET="1")
+    (row,) = json.loads(out.read_text())["rows"]
+    return row
+
+
+def test_a_step_has_one_launch_for_each_convolution_and_two_for_each_chain(traffic):
+    launches = {name: found["launches"] for name, found in traffic["kernels"].items()}
+    # 22 blocks, of which the first has no expansion, and the convolution of the head
+    convolutions = {"pointwise": 2 * 22 - 1 + 1, "depthwise": 22}
+    # expansions that are computed again have kernels of their own
+    kernels = {
+        "pointwise": ["pointwise_forward"],
+        "depthwise": ["depthwise_forward", "expand_depthwise_forward"],
+    }
+    backward = {
+        "pointwise": ["pointwise_backward", "expansion_gradient"],
+        "depthwise": ["depthwise_backward", "expand_depthwise_backward"],
+    }
+    for kind, count in convolutions.items():
+        for names in (kernels[kind], backward[kind]):
+            assert sum(launches.get(name, 0) for name in names) == count
+    assert launches["apply"] == launches["reduce"] == 22 + 1
+    # the stem stays on Triton: its convolution, BatchNorm, and the sums of BatchNorm's gradient
+    assert sum(launches.values()) == 2 * sum(convolutions.values()) + 2 * 23 + 3
+
+
+def test_a_step_moves_less_than_the_floor(traffic):
+    # that of kernels that store every convolution's output; expansions that are computed again store none
+    assert 0.7 < traffic["times_the_floor"] < 1
+
+
+def test_whole_rows_are_read_and_written_once(program):
+    found = json.loads(program(str(Path(__file__).parent / "cuda_accesses.py"), TRITON_INTERPRET="0"))
+    assert set(found) == {"apply", "reduce"}
+    for row in found.values():
+        # a thread loads 8 or 16 bytes besides for each of its 8 channels
+        assert row["bytes"] <= row["accessed"] <= row["bytes"] + row["threads"] * 8 * 16
