@@ -57,6 +57,7 @@ class SupernetConfig(ConfigBase):
     Attributes:
         init: initialisation scheme: `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian` or `he`.
         alignment: the centre tap's share of a depthwise filter for `init: aligned`, from 0 to 1; null takes 0.7.
+        linear_share: share of the common linear part in a projection for `init: aligned`, from 0 to 1; null takes 0.85.
         layer_indicators: whether normal layers have a path identity -> BN beside their candidates.
         trainable: what trains: `indicators`, `bn` or `all`.
         classifier: whether the classifier trains too (`trainable: all` includes it).
@@ -68,6 +69,7 @@ class SupernetConfig(ConfigBase):
 
     init: Init | None = None
     alignment: float | None = None
+    linear_share: float | None = None
     layer_indicators: bool | None = None
     trainable: Trainable | None = None
     classifier: bool | None = None
@@ -76,29 +78,36 @@ class SupernetConfig(ConfigBase):
     hold_out: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.alignment is not None and not 0 <= self.alignment <= 1:
-            raise ValueError(f"alignment must be from 0 to 1, got {self.alignment}")
+        for name, value in self.shares.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, got {value}")
 
     def preset(self, method: str) -> Method:
         """The method's preset, with the values that are set here in place of its own.
 
         Raises:
-            ValueError: unknown method, or an alignment for weights that are not aligned.
+            ValueError: unknown method, or shares of aligned weights for weights that are not aligned.
         """
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
         names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = replace(METHODS[method], **given)
-        if self.alignment is not None and chosen.init != "aligned":
+        if self.shares and chosen.init != "aligned":
+            name, value = next(iter(self.shares.items()))
             raise ValueError(
-                f"alignment={self.alignment} needs init='aligned', got init={chosen.init!r}: leave alignment out, or "
-                "set the init"
+                f"{name}={value} needs init='aligned', got init={chosen.init!r}: leave {name} out, or set the init"
             )
         return chosen
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares of aligned weights that are set, by name."""
+        given = {"alignment": self.alignment, "linear_share": self.linear_share}
+        return {name: value for name, value in given.items() if value is not None}
+
     def resolved(self, method: str) -> SupernetConfig:
-        """Every null but alignment and activation replaced by the method's preset; errors as in `preset`."""
+        """Every null but shares and activation replaced by the method's preset; errors as in `preset`."""
         chosen = self.preset(method)
         return self.replace(**{f.name: getattr(chosen, f.name) for f in fields(self) if hasattr(chosen, f.name)})
 

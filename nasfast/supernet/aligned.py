@@ -4,13 +4,21 @@ Independent draws give candidates outputs of equal norm but not of equal directi
 outputs of two candidates do not correlate, and the layers behind get another input for each candidate. So the
 candidates of a layer share one matrix R (out x in, Haar times sqrt(max(1, out / in))). Let P_1, ..., P_n be the
 pointwise weights along a path of units from a block's input to its output. The last one is chosen so that their product
-is R:
+is beta R:
 
-    P_n = g R Q^T / s,    Q = P_(n-1) ... P_1,    Q^T Q = s 1
+    P_n = g (beta R Q^T / s + sqrt(1 - beta^2) N),    Q = P_(n-1) ... P_1,    Q^T Q = s 1,    N Q = 0
 
-where g is the gain of the activation behind P_n. An inverted residual of expansion t with gain 1 has P_2 = R P_1^T / t;
-the strided convolution of an identity is R itself. A depthwise filter is alpha times the centre tap plus
-sqrt(1 - alpha^2) times a random filter of norm 1.
+where g is the gain of the activation behind P_n, and N is a random matrix with a draw of its own for every candidate
+and sqrt(t) times the norm of R Q^T / s, t being rows over columns of Q. So N reads only what the activations add to the
+linear part. Where Q is square, as for an expansion of 1, there is no such N and P_n = g R Q^T / s. The strided
+convolution of an identity is R itself.
+
+With beta = 1 the inverted residual of an expansion t has P_2 = R P_1^T / t, and the wider it is, the more linear it is:
+a sum of w |w x| over directions w that are symmetric around 0 has the expectation 0, so the mean square of what the
+activation adds falls like 1 / t. Such a supernet underrates wide blocks (docs/ranking.md 3). Through N, that mean
+square does not depend on t.
+
+A depthwise filter is alpha times the centre tap plus sqrt(1 - alpha^2) times a random filter of norm 1.
 """
 
 from __future__ import annotations
@@ -30,13 +38,14 @@ from nasfast.supernet.blocks import kinds_with_linear_paths
 _CANDIDATE = re.compile(r"\.?\bcandidates\.\d+$")
 
 
-def align(module: nn.Module, alpha: float, gains: Mapping[str, float], *, seed: int) -> None:
+def align(module: nn.Module, alpha: float, beta: float, gains: Mapping[str, float], *, seed: int) -> None:
     """Align weights that were drawn independently (pointwise Haar, depthwise of norm 1).
 
     Args:
         module: every block in it that has `linear_paths()` is aligned. That method gives a mapping from role to the
             ConvBNAct units from the block's input (or a part of its channels) to its output.
         alpha: share of the centre tap in a depthwise filter, from 0 to 1.
+        beta: share of the common linear part in the last pointwise weight of a path, from 0 to 1.
         gains: gain of a convolution by the name of the activation behind it.
         seed: seed of the matrices R; each has its own random stream by layer, role and shape.
 
@@ -50,7 +59,7 @@ def align(module: nn.Module, alpha: float, gains: Mapping[str, float], *, seed: 
     draws = draw_gaussians(list(streams.items()), seed)
     shared = dict(zip(streams, orthogonalize_draws([z for (z,) in draws]), strict=True))
     for name, (_, units, shape) in zip(names, paths, strict=True):
-        _align_path(units, shared[name] * math.sqrt(max(1.0, shape[0] / shape[1])), alpha, gains)
+        _align_path(units, shared[name] * math.sqrt(max(1.0, shape[0] / shape[1])), alpha, beta, gains)
 
 
 def _paths(module: nn.Module) -> Iterator[tuple[str, list[ConvBNAct], tuple[int, int]]]:
@@ -84,15 +93,21 @@ def _is_depthwise(unit: ConvBNAct) -> bool:
     return unit.conv.groups == unit.conv.in_channels > 1
 
 
-def _align_path(units: list[ConvBNAct], shared: Tensor, alpha: float, gains: Mapping[str, float]) -> None:
+def _align_path(units: list[ConvBNAct], shared: Tensor, alpha: float, beta: float, gains: Mapping[str, float]) -> None:
     """Change the last pointwise weight and the depthwise filters of one path; `shared` is R."""
     product = torch.eye(shared.shape[1], dtype=shared.dtype)
     *inner, last = [unit for unit in units if not _is_depthwise(unit)]
     for unit in inner:
         product = unit.conv.weight.flatten(1).to(product) @ product
     scale = product.square().sum() / shared.shape[1]
-    weight = shared @ product.T * (gains[last.act_name] / scale)
-    last.conv.weight.copy_(weight.reshape(last.conv.weight.shape))
+    weight = shared @ product.T / scale
+    hidden, channels = product.shape
+    if hidden > channels:
+        own = last.conv.weight.flatten(1).to(weight)
+        own = own - own @ product @ product.T / scale
+        own = own * (math.sqrt(hidden / channels) * weight.norm() / own.norm())
+        weight = beta * weight + math.sqrt(1 - beta**2) * own
+    last.conv.weight.copy_((gains[last.act_name] * weight).reshape(last.conv.weight.shape))
     for unit in units:
         if _is_depthwise(unit):
             filters, (height, width) = unit.conv.weight, unit.conv.kernel_size

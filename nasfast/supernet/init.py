@@ -220,13 +220,15 @@ class InitScheme:
             it needs `haar`.
         shared_streams: whether the seed of a weight comes from its layer, role and shape instead of its name.
             Candidates of a layer then share the draws of equal shapes, so that comparisons have less noise of seeds.
-        alignment: the centre tap's share of a depthwise filter, from 0 to 1. The candidates of a layer then agree in
+        alignment: share of the centre tap in a depthwise filter, from 0 to 1. The candidates of a layer then agree in
             their linear part (`nasfast.supernet.aligned`). It needs pointwise `haar` and depthwise `unit_norm`. None
             draws candidates independently.
+        linear_share: share of that linear part in the last pointwise weight of a candidate, from 0 to 1; the rest reads
+            what the activations add. Only an alignment uses it.
 
     Raises:
-        ValueError: the kind does not have the option, tied projections are not `haar`, or the alignment is outside of
-            [0, 1] or has other options than those it needs.
+        ValueError: the kind does not have the option, tied projections are not `haar`, the alignment or its linear
+            share is outside of [0, 1], or the alignment has other options than those it needs.
     """
 
     pointwise: str = "haar"
@@ -236,6 +238,7 @@ class InitScheme:
     tied_projection: bool = False
     shared_streams: bool = False
     alignment: float | None = None
+    linear_share: float = 0.85
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -248,6 +251,8 @@ class InitScheme:
             return
         if not 0 <= self.alignment <= 1:
             raise ValueError(f"init: alignment must be from 0 to 1, got {self.alignment}")
+        if not 0 <= self.linear_share <= 1:
+            raise ValueError(f"init: linear_share must be from 0 to 1, got {self.linear_share}")
         if (self.pointwise, self.depthwise, self.tied_projection) != ("haar", "unit_norm", False):
             raise ValueError(
                 f"init: alignment needs pointwise='haar', depthwise='unit_norm' and tied_projection=False, "
@@ -317,7 +322,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
         if isinstance(norm, nn.BatchNorm2d):
             norm.reset_parameters()
     if scheme.alignment is not None:
-        align(module, scheme.alignment, GAINS, seed=seed)
+        align(module, scheme.alignment, scheme.linear_share, GAINS, seed=seed)
     if scheme.tied_projection:
         _tie_projections(modules)
     if scheme.depthwise == "delta":

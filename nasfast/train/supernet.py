@@ -25,7 +25,7 @@ def make_supernet(
     """
     chosen = cfg.preset(method)
     indicators = chosen.layer_indicators
-    init = chosen.init if cfg.alignment is None else replace(SCHEMES["aligned"], alignment=cfg.alignment)
+    init = replace(SCHEMES["aligned"], **cfg.shares) if cfg.shares else chosen.init
     net = Supernet(space, init=init, activation=cfg.activation, layer_indicators=indicators, seed=seed)
     net.freeze(chosen.trainable, classifier=chosen.classifier)
     return net, SAMPLERS[chosen.sampler](space, seed=seed, layer_indicators=indicators)
