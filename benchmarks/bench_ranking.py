@@ -87,17 +87,27 @@ class Entry:
         )  # fmt: skip
 
 
-def _initial(init: str) -> Entry:
-    changes = (("init", init), ("layer_indicators", False))
+# projections that are the transposed expansions: the wider a block, the more linear it is
+_TIED = (("linear_share", 1.0),)
+
+
+def _initial(init: str, *more: tuple[str, Any]) -> Entry:
+    changes = (("init", init), ("layer_indicators", False), *more)
     scores = (("beta_gradient", 0.0), ("beta_gradient", 1.0))
-    return Entry(f"initial-{init}", epochs=0, changes=changes, scores=scores, paths=400)
+    name = f"initial-{init}{', linear share 1' if more else ''}"
+    return Entry(name, epochs=0, changes=changes, scores=scores, paths=400)
 
 
 QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
     (_initial("orthogonal"), (0, 1, 2)),
     (_initial("aligned"), (0, 1, 2)),
+    (_initial("aligned", *_TIED), (0, 1)),
     (_initial("he"), (0, 1, 2)),
     (Entry("default"), (0, 1, 2)),
+    (Entry("linear share 0.7", changes=(("linear_share", 0.7),)), (0,)),
+    (Entry("linear share 1", changes=_TIED), (0, 1)),
+    (Entry("linear share 1, alpha 0.9", changes=(*_TIED, ("alignment", 0.9))), (0,)),
+    (Entry("linear share 1, batch 32", changes=_TIED, batch_size=32), (0,)),
     (Entry("spos", method="spos", epochs=10, scores=LEARNED[:3]), (0,)),
     (Entry("paper", method="dinas_paper", scores=(("gamma", 0.0),)), (0, 1, 2)),
     (Entry("augmented", augment="cifar"), (0,)),
