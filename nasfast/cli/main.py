@@ -6,6 +6,7 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
 import traceback
 import types
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
     Errors that a user can correct are printed without a traceback and give status 1; the environment variable
-    NASFAST_TRACEBACK=1 shows the traceback too. Wrong flags give 2. SIGTERM gives 143 after the training is saved.
+    NASFAST_TRACEBACK=1 shows the traceback too. Wrong flags give 2. SIGTERM gives 143 after the training is saved, and
+    a reader of standard output that has ended, as in `nasfast doctor | head`, gives 141.
 
     All processes that torchrun started run the commands that train; those other than rank 0 show only warnings and
     errors. Only rank 0 runs the other commands.
@@ -59,7 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the command and its flags; None takes those of the process.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        status = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the interpreter would fail to flush the rest when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _run(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # characters that the locale's encoding lacks are written as escapes, as on standard error
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -84,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Terminated as stopped:
         _LOG.info("nasfast %s: %s", command, stopped.message)
         return stopped.code
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("NASFAST_TRACEBACK") == "1":
             traceback.print_exc()

@@ -9,7 +9,7 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings.supernet import SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
-from nasfast.supernet import Supernet
+from nasfast.supernet import Init, InitScheme, Supernet
 from nasfast.supernet.init import SCHEMES
 from nasfast.train.config import TrainStage
 from nasfast.train.loop import train
@@ -25,7 +25,14 @@ def make_supernet(
     """
     chosen = cfg.preset(method)
     indicators = chosen.layer_indicators
-    init = replace(SCHEMES["aligned"], **cfg.shares) if cfg.shares else chosen.init
+    init: Init | InitScheme = chosen.init
+    if cfg.shares:
+        scheme = SCHEMES["aligned"]
+        init = replace(
+            scheme,
+            alignment=cfg.shares.get("alignment", scheme.alignment),
+            linear_share=cfg.shares.get("linear_share", scheme.linear_share),
+        )
     net = Supernet(space, init=init, activation=cfg.activation, layer_indicators=indicators, seed=seed)
     net.freeze(chosen.trainable, classifier=chosen.classifier)
     return net, SAMPLERS[chosen.sampler](space, seed=seed, layer_indicators=indicators)

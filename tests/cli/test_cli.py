@@ -250,6 +250,16 @@ HELP = """if True:
 """
 
 
+@pytest.mark.parametrize("flags", [["--help"], ["doctor"]])
+def test_a_reader_that_ends_early_is_no_error(flags):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nasfast", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
+
+
 def test_no_help_waits_for_heavy_packages():
     names = [*cli._COMMANDS, *registry.names()]
     code = HELP.format(heavy=HEAVY)
