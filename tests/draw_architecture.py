@@ -18,8 +18,9 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 
 _BOX, _GAP, _RISE = (118, 30), 18, 74
 _MARGIN = 20
-_APART = {"indicators.table"}
-"""Modules with a box of their own: `nasi` writes a table, and a score of `indicators` runs `nasi`."""
+_APART = {"indicators.table", "settings.run"}
+"""Modules with a box of their own: `nasi` writes a table, and a score of `indicators` runs `nasi`. The settings of a
+run contain those of `indicators`, which read those of the supernet."""
 
 
 def part_of(module: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import kendalltau
@@ -70,7 +71,12 @@ def test_a_distilled_table_ranks_as_the_losses_of_all_paths_do(trained):
     table = score_table("path_loss", evidence, meta={"step": 3})
     archs = list(itertools.product(range(3), repeat=4))
     losses = score_paths("path_loss", evidence, archs)
-    assert kendalltau([table.score(a) for a in archs], [losses[a] for a in archs]).statistic > 0.6
+    values = np.array([losses[a] for a in archs])
+    # the best that a table can do, fitted to all paths
+    chosen = np.array([[c == choice for c in a for choice in range(3)] for a in archs], dtype=float)
+    best = chosen @ np.linalg.lstsq(chosen, values, rcond=None)[0]
+    tau = kendalltau([table.score(a) for a in archs], values).statistic
+    assert tau > kendalltau(best, values).statistic - 0.05
     assert table.meta["score"] == "path_loss"
     assert table.meta["step"] == 3
     assert table.meta["paths"] == len(set(evidence.sample())) < 60

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TypeVar
 
@@ -121,11 +122,11 @@ def _with_runner(
 ) -> Callable[[Experiment, Path | None, Task], StudyReport]:
     """A study of searches as `run(config, out, task)`, which gives it a `Runner` in its directory."""
 
+    @wraps(study)
     def run(cfg: Experiment, out: Path | None, task: Task) -> StudyReport:
         with runner_of(cfg, out, task) as runner:
             return study(cfg, runner)
 
-    run.__doc__ = study.__doc__
     return run
 
 
