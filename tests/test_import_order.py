@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.moved": set(),
     "runtime.termination": set(),
     "runtime": {"config", "runtime.launcher"},
-    "settings": {"config"},
+    "settings": {"config", "runtime.moved"},
     "settings.run": {"config", "settings", "indicators.config", "search", "runtime"},
     "spaces": {"config", "runtime.moved"},
     "ops": {"runtime.files", "runtime.moved"},
@@ -44,8 +44,8 @@ ALLOWED: dict[str, set[str]] = {
         "analysis.meanfield", "settings",
     },
     "train": {
-        "config", "runtime.files", "runtime.lock", "runtime.termination", "runtime", "spaces", "supernet",
-        "engine", "settings",
+        "config", "runtime.files", "runtime.lock", "runtime.moved", "runtime.termination", "runtime", "spaces",
+        "supernet", "engine", "settings",
     },
     "cells": {
         "config", "seeds", "runtime.files", "runtime.moved", "spaces", "ops", "supernet", "engine", "train",
@@ -72,8 +72,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "report": {"config", "runtime.files", "runtime.moved", "spaces", "indicators.table", "indicators.rank", "search"},
     "measure": {
-        "config", "runtime.files", "runtime", "ops", "fusion", "spaces", "supernet", "engine", "train",
-        "settings",
+        "config", "runtime.files", "runtime.moved", "runtime", "ops", "fusion", "spaces", "supernet", "engine",
+        "train", "settings",
     },
     "studies.registry": set(),
     "studies": {"config", "runtime.files", "runtime", "measure", "report", "studies.registry"},

@@ -53,6 +53,8 @@ NAMES = _by_name(
     {
         "nasfast.cells": {"nasfast.spaces:BUILDERS": "CELL_SPACES"},
         "nasfast.data.datasets": {"nasfast.data.digits": "DigitsSource"},
+        "nasfast.measure.projection": {"nasfast.measure.cards": "CARDS get_card"},
+        "nasfast.measure.timing": {"nasfast.measure.config": "StepConfig"},
         "nasfast.nasi": {
             "nasfast.spaces.cells": "choice_blocks_space",
             "nasfast.studies.nasi": (
@@ -65,10 +67,16 @@ NAMES = _by_name(
             "nasfast.studies.isometry": "write_isometry_page",
             "nasfast.studies.page": "study_figure write_study_page",
         },
+        "nasfast.settings": {
+            "nasfast.run_checks": "check_same_run check_scoring check_search",
+            "nasfast.settings.run": "RunConfig SpaceConfig",
+        },
         "nasfast.spaces.arch": {"nasfast.spaces": "ArchSpace arch_from_json arch_to_json load_arch"},
         "nasfast.spaces.builders": {"nasfast.spaces": "BUILDERS get_space names_file"},
         "nasfast.spaces.cost": {"nasfast.spaces.blocks": "BlockCost block_cost check_kind cost_of shuffle_branches"},
         "nasfast.spaces.space": {"nasfast.spaces": "from_yaml"},
+        "nasfast.train.config": {"nasfast.settings.train": "TrainConfig"},
+        "nasfast.train.supernet": {"nasfast.settings.supernet": "METHODS Method MethodName"},
     }
 )
 """Names by the module that had them -> the module that has them; `module:name` where the name is another one too."""
@@ -77,10 +85,11 @@ SCATTERED = _by_name(
     {
         "nasfast.cells.nasi": {
             "nasfast.nasi.cells": "CellMixture",
+            "nasfast.nasi.config": "Constraint NasiConfig check_penalty",
             "nasfast.nasi.score": "gradient_norm jacobian score score_architecture squared_norms untrained",
             "nasfast.nasi.search": (
-                "LIPSCHITZ Constraint Loader Mixture NasiConfig NasiResult Output Record Sampled check_penalty endless "
-                "limits one_step penalised random_images random_labels relaxed_gates sample search slope solve"
+                "LIPSCHITZ Loader Mixture NasiResult Output Record Sampled endless limits one_step penalised "
+                "random_images random_labels relaxed_gates sample search slope solve"
             ),
         },
         "nasfast.cells.space": {

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from nasfast.runtime import moved
+
 
 @dataclass(frozen=True)
 class TrainStage:
@@ -61,3 +63,6 @@ def accept_old_keywords(train: Callable[..., Path]) -> Callable[..., Path]:
         return train(*arguments, **keywords)
 
     return call
+
+
+__getattr__ = functools.partial(moved.find, __name__)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from nasfast.runtime import moved
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings.supernet import SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
@@ -95,3 +97,6 @@ def train_supernet(
         device=device,
         world=world,
     )
+
+
+__getattr__ = partial(moved.find, __name__)
