@@ -51,10 +51,10 @@ $(OLDEST)/installed: constraints-oldest.txt
 
 # This installs a copy of nasfast, because an editable installation would delete the compiled module of $(VENV). The
 # tests start in another folder, because Python would import the nasfast of this one. make test already runs the kernels
-# of each instruction set, so these tests are left out here.
+# of each instruction set, so these tests are left out here, and make install compiles for every GPU, so this build has one.
 test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
+	CUDAARCHS=80-real $(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
 	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q $(PARALLEL) \
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
