@@ -212,7 +212,7 @@ struct Warp {
   template <class Pair>
   NASFAST_DEVICE void transpose(const Pair& pair) const {
     uint32_t& p = pair(lane());
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(p));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(p));
   }
   // d += a b of a 16 x 16 by a 16 x 8 matrix. With g = lane / 4 and t = lane % 4, a lane has of a the pairs (row g, columns
   // 2 t and + 1), (g + 8, 2 t), (g, 2 t + 8), (g + 8, 2 t + 8); of b (rows 2 t and + 1, column g), (2 t + 8, g); of d the
@@ -244,19 +244,20 @@ struct Warp {
  private:
   static NASFAST_DEVICE int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-#define NASFAST_MMA(FORMAT, TYPE)                                                                                 \
-  template <class D, class A, class B>                                                                            \
-  static NASFAST_DEVICE void multiply_16(FORMAT, D& d, const A& a, const B& b) {                                  \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                                    \
-        ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                              \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                          \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                      \
-  }                                                                                                               \
-  template <class D, class A, class B>                                                                            \
-  static NASFAST_DEVICE void multiply_8(FORMAT, D& d, const A& a, const B& b) {                                   \
-    asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                          \
-        : "r"(a[0]), "r"(a[1]), "r"(b[0]));                                                                       \
+#define NASFAST_MMA(FORMAT, TYPE)                                                     \
+  template <class D, class A, class B>                                                \
+  static NASFAST_DEVICE void multiply_16(FORMAT, D& d, const A& a, const B& b) {      \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE               \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"         \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
+  }                                                                                   \
+  template <class D, class A, class B>                                                \
+  static NASFAST_DEVICE void multiply_8(FORMAT, D& d, const A& a, const B& b) {       \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                  \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(b[0]));                                  \
   }
   NASFAST_MMA(Bf16, "bf16")
   NASFAST_MMA(Fp16, "f16")
