@@ -11,7 +11,7 @@ namespace nasfast::gpu {
 struct Emulation {
   int multiprocessors = 2;
   size_t shared_memory = 99 * 1024 - kReserved;  // bytes that a launch can have on sm_86
-  bool backwards = false;                        // order of the threads of a block
+  bool backwards = false;                        // order of the warps of a block and of their lanes
   uint64_t block_order = 0;                      // 0: ascending, 1: descending, otherwise the seed of a permutation
 
   // Runs kernel K on a grid of count_x by count_y blocks.
@@ -21,12 +21,16 @@ struct Emulation {
     std::iota(order.begin(), order.end(), 0);
     if (block_order == 1) std::reverse(order.begin(), order.end());
     if (block_order > 1) std::shuffle(order.begin(), order.end(), std::mt19937_64(block_order));
+    static_assert(K::kThreads % 32 == 0, "blocks are whole warps");
+    Meeting meeting(K::kThreads / 32, backwards);
     for (const int i : order) {
       // of the exact size, so that a sanitizer sees every access outside; every float in it is NaN
       std::vector<Vec4> memory((shared + sizeof(Vec4) - 1) / sizeof(Vec4));
       if (!memory.empty()) memset(static_cast<void*>(memory.data()), 0xff, memory.size() * sizeof(Vec4));
-      Block block{i % count_x, i / count_x, count_x, count_y, K::kThreads, backwards};
-      K::run(block, args, reinterpret_cast<unsigned char*>(memory.data()));
+      meeting.run([&](int warp) {
+        const Block block{i % count_x, i / count_x, count_x, count_y, {warp, backwards}, &meeting};
+        K::run(block, args, reinterpret_cast<unsigned char*>(memory.data()));
+      });
     }
   }
 };

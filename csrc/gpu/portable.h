@@ -15,9 +15,10 @@
 // A thread keeps its own numbers from phase to phase in a `Local`. Code outside of the phases runs in every thread with
 // the same values.
 //
-// On the GPU every phase is inlined and a Local is a variable. On the host the phases are loops, in either order, a
-// Local is an array that begins as NaN, and asynchronous copies arrive as late as they may. So a missing barrier, a
-// number that is used before it is set and an access outside of an array show on a machine without a GPU.
+// On the GPU every phase is inlined and a Local is a variable. On the host a warp runs alone to the next barrier, in
+// either order of warps; its phases are loops over its lanes, a Local is an array that begins as NaN, and asynchronous
+// copies arrive as late as they may. So a missing barrier between warps, a number that is used before it is set and an
+// access outside of an array show on a machine without a GPU. Races between the lanes of a warp may not.
 #pragma once
 
 #include <cmath>
@@ -33,6 +34,8 @@
 #include <cassert>
 #include <functional>
 #include <vector>
+
+#include "meeting.h"
 #endif
 
 namespace nasfast::gpu {
@@ -330,15 +333,16 @@ struct Local {
   struct Item {
     T value;
   };
-  std::vector<Item> items;
+  const int first;  // thread of the block, or lane of the warp
+  Item items[32];
 
   template <class Owner>
-  explicit Local(const Owner& owner) : items(owner.members()) {
-    for (Item& item : items) memset(static_cast<void*>(&item), 0xff, sizeof item);
+  explicit Local(const Owner& owner) : first(owner.first()) {
+    memset(static_cast<void*>(items), 0xff, sizeof items);
   }
   T& operator[](int i) {
-    assert(i >= 0 && i < static_cast<int>(items.size()));
-    return items[i].value;
+    assert(i >= first && i < first + 32);
+    return items[i - first].value;
   }
 };
 
@@ -346,7 +350,7 @@ struct Warp {
   int index;
   bool backwards;
 
-  static int members() { return 32; }
+  static int first() { return 0; }
   template <class F>
   void each(const F& f) const {
     for (int i = 0; i < 32; ++i) f(backwards ? 31 - i : i);
@@ -435,28 +439,27 @@ struct Warp {
   }
 };
 
-struct Block {
+struct Block {  // as one of its warps sees it
   int x, y, count_x, count_y;
-  int threads;
-  bool backwards;
+  Warp warp;
+  Meeting* meeting;
   mutable std::vector<std::vector<std::function<void()>>> groups = {{}};  // copies that have begun; the last is open
-  mutable std::vector<float> floats = {};
 
-  int members() const { return threads; }
+  int first() const { return 32 * warp.index; }
   template <class F>
   void each(const F& f) const {
-    for (int i = 0; i < threads; ++i) f(backwards ? threads - 1 - i : i);
+    warp.each([&](int lane) { f(first() + lane); });
   }
   template <class F>
   void warps(const F& f) const {
-    for (int i = 0; i < threads / 32; ++i) f(Warp{backwards ? threads / 32 - 1 - i : i, backwards});
+    f(warp);
   }
-  void sync() const {}
+  void sync() const { meeting->wait(); }
 
   template <int N>
   float* shared_floats() const {
-    floats.resize(N, NAN);
-    return floats.data();
+    meeting->floats.resize(N, NAN);
+    return meeting->floats.data();
   }
 
   void copy(void* to, const void* from, bool valid = true) const {
@@ -479,9 +482,13 @@ struct Block {
   }
 
   bool comes_last(int* counter, int count) const {
-    if (++*counter < count) return false;
-    *counter = 0;
-    return true;
+    sync();
+    if (warp.index == 0) {
+      meeting->last = ++*counter == count;
+      if (meeting->last) *counter = 0;
+    }
+    sync();
+    return meeting->last;
   }
 };
 
