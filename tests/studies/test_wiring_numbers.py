@@ -219,7 +219,7 @@ def assert_marks(found: StudyReport, expected: Mapping[str, tuple[float, float, 
 
 def test_marks_of_growing():
     runner = Fabricating()
-    found = study.growth.__wrapped__(GrowthConfig(seeds=2), runner)
+    found = study._growth(GrowthConfig(seeds=2), runner)
     expected = {}
     for seed in (0, 1):
         m = measures(runner.found["dsnas", seed])
@@ -232,12 +232,12 @@ def test_marks_of_growing():
         }
     assert_marks(found, expected)
     assert found.notes == ()
-    assert study.growth.__wrapped__(GrowthConfig(steps=1499), runner).checks == ()
+    assert study._growth(GrowthConfig(steps=1499), runner).checks == ()
 
 
 def test_marks_of_width_and_of_its_control():
     runner = Fabricating()
-    found = study.width.__wrapped__(WidthConfig(seeds=2), runner)
+    found = study._width(WidthConfig(seeds=2), runner)
     expected = {}
     for seed in (0, 1):
         m = measures(runner.found["dsnas", seed])
@@ -262,8 +262,8 @@ def test_marks_of_width_and_of_its_control():
             assert list(row[2:]) == [f"{v:+.3f}" for v in (*early, *late)]
     assert_marks(found, expected | control)
     # the control has its own marks, which do not depend on the search
-    assert_marks(study.width.__wrapped__(WidthConfig(seeds=2, cell="minimal"), runner), control)
-    assert study.width.__wrapped__(WidthConfig(seeds=2, control_steps=599), runner).checks == ()
+    assert_marks(study._width(WidthConfig(seeds=2, cell="minimal"), runner), control)
+    assert study._width(WidthConfig(seeds=2, control_steps=599), runner).checks == ()
     panel = found.figures[-1].panels[0]
     assert panel.edges == ["(0,1)", "(0,2)", "(1,2)"]
     one = [[mean_cost(runner.found[CONTROLS[0], 1], e, range(r, r + 1)) for e in range(3)] for r in range(12)]
@@ -272,7 +272,7 @@ def test_marks_of_width_and_of_its_control():
 
 def test_the_control_is_that_of_section_6():
     runner = Fabricating()
-    study.width.__wrapped__(WidthConfig(seeds=1, lr=0.3, noise=1.0), runner)
+    study._width(WidthConfig(seeds=1, lr=0.3, noise=1.0), runner)
     for name, outputs, first in (
         (CONTROLS[0], (1, 2), DARTS_OPS),
         (CONTROLS[1], (2,), DARTS_OPS),
@@ -288,7 +288,7 @@ def test_the_control_is_that_of_section_6():
 
 def test_marks_of_collapse_and_signs_of_the_gates():
     runner = Fabricating()
-    found = study.collapse.__wrapped__(CollapseConfig(seeds=2), runner)
+    found = study._collapse(CollapseConfig(seeds=2), runner)
     expected = {}
     for seed in (0, 1):
         run, single, gates = (runner.found[name, seed] for name in ("dsnas-bilevel", "dsnas", "table"))
@@ -325,7 +325,7 @@ def test_marks_of_collapse_and_signs_of_the_gates():
 
 
 def test_what_was_published_stands_below_the_signs():
-    rows = study.collapse.__wrapped__(CollapseConfig(seeds=1, method="snas"), Fabricating()).tables[3].rows
+    rows = study._collapse(CollapseConfig(seeds=1, method="snas"), Fabricating()).tables[3].rows
     # section 8: C, L and H, training and search
     assert rows[-2:] == (
         ("correct, published", "-0.11", "-0.11", "0.06", "0.08", "0.17", "0.19"),
@@ -457,7 +457,7 @@ def test_costs_are_those_of_the_last_cell(monkeypatch):
         "searches_of",
         lambda *args, **changes: {seed: fabricated(cfg.space(), records=3, seed=seed) for seed in (0, 1)},
     )
-    found = study.cost.__wrapped__(cfg, SimpleNamespace(device="cpu"))
+    found = study._cost(cfg, SimpleNamespace(device="cpu"))
     rows = found.tables[0].rows
     for row, pair, label in zip(rows, (given[:2], given[2:]), ("initialisation", "trained"), strict=True):
         total, count = (sum(g[i][1, :, 1:] for g in pair) for i in (0, 1))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import TypeVar
 
@@ -122,11 +121,11 @@ def _with_runner(
 ) -> Callable[[Experiment, Path | None, Task], StudyReport]:
     """A study of searches as `run(config, out, task)`, which gives it a `Runner` in its directory."""
 
-    @wraps(study)
     def run(cfg: Experiment, out: Path | None, task: Task) -> StudyReport:
         with runner_of(cfg, out, task) as runner:
             return study(cfg, runner)
 
+    run.__doc__ = study.__doc__
     return run
 
 
@@ -144,8 +143,7 @@ def _notes(cfg: ExperimentConfig) -> tuple[str, ...]:
     return ("settings are not those of the pass marks: signs are judged, thresholds are not",)
 
 
-@_with_runner
-def growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
+def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     """P1; see `growth_study`."""
     runs = searches_of(cfg, runner, cfg.method)
     checks = []
@@ -168,8 +166,7 @@ def growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     )
 
 
-@_with_runner
-def width(cfg: WidthConfig, runner: Runner) -> StudyReport:
+def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
     """P2; see `width_study`."""
     runs = searches_of(cfg, runner, cfg.method)
     controls = _control_searches(cfg, runner)
@@ -210,8 +207,7 @@ def _control_searches(cfg: WidthConfig, runner: Runner) -> dict[str, dict[int, C
     return found
 
 
-@_with_runner
-def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
+def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3; see `collapse_study`."""
     second = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
     runs = searches_of(cfg, runner, f"{cfg.method}-bilevel", bilevel=True, **second)
@@ -248,8 +244,7 @@ def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     )
 
 
-@_with_runner
-def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
+def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs; see `cost_study`."""
     space = cfg.space()
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
@@ -283,3 +278,9 @@ def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
         ),
         checks=tuple(checks),
     )
+
+
+growth = _with_runner(_growth)
+width = _with_runner(_width)
+collapse = _with_runner(_collapse)
+cost = _with_runner(_cost)
