@@ -69,7 +69,8 @@ NAMES = _by_name(
         },
         "nasfast.settings": {
             "nasfast.run_checks": "check_same_run check_scoring check_search",
-            "nasfast.settings.run": "RunConfig SpaceConfig",
+            # not SpaceConfig: jsonargparse looks that name up here for every help, which would then warn
+            "nasfast.settings.run": "RunConfig",
         },
         "nasfast.spaces.arch": {"nasfast.spaces": "ArchSpace arch_from_json arch_to_json load_arch"},
         "nasfast.spaces.builders": {"nasfast.spaces": "BUILDERS get_space names_file"},
