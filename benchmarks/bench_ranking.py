@@ -61,7 +61,7 @@ class Entry:
         changes: changes to the preset, by field of SupernetConfig.
         scores: (score, weight of structure), one row for each.
         paths: sampled paths per score; None means the package's number.
-        batch_size, augment: settings of training.
+        batch_size, augment, precision: settings of training.
         space: `nas_bench_macro`, or `mobilenet_v2` for the 6^20 space with images of 64 x 64 pixels.
     """
 
@@ -73,6 +73,7 @@ class Entry:
     paths: int | None = None
     batch_size: int = 128
     augment: str = "none"
+    precision: str = "bf16"
     space: str = "nas_bench_macro"
 
     @property
@@ -82,8 +83,8 @@ class Entry:
     @property
     def train(self) -> TrainConfig:
         return TrainConfig(
-            epochs=self.epochs or 1, lr=default_lr(self.supernet.trainable), label_smoothing=0.0, precision="bf16",
-            warmup_epochs=1.0, log_every=20, keep_checkpoints=3,
+            epochs=self.epochs or 1, lr=default_lr(self.supernet.trainable), label_smoothing=0.0,
+            precision=self.precision, warmup_epochs=1.0, log_every=20, keep_checkpoints=3,
         )  # fmt: skip
 
 
@@ -108,7 +109,9 @@ QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
     (Entry("linear share 1", changes=_TIED), (0, 1)),
     (Entry("linear share 1, alpha 0.9", changes=(*_TIED, ("alignment", 0.9))), (0,)),
     (Entry("linear share 1, batch 32", changes=_TIED, batch_size=32), (0,)),
-    (Entry("spos", method="spos", epochs=10, scores=LEARNED[:3]), (0,)),
+    # their weights train, in fp32, because that takes half the time of bf16 on a CPU (--steps)
+    (Entry("spos", method="spos", epochs=10, scores=LEARNED[:3], precision="fp32"), (0,)),
+    (Entry("fairnas", method="fairnas", epochs=4, scores=LEARNED[:3], precision="fp32"), (0,)),
     (Entry("paper", method="dinas_paper", scores=(("gamma", 0.0),)), (0, 1, 2)),
     (Entry("augmented", augment="cifar"), (0,)),
     (Entry("60 epochs", epochs=60), (0, 1, 2)),
