@@ -74,21 +74,9 @@ struct Recorder {
 
 Recorder recorder;
 
-int64_t counters(const Tensor&, std::vector<int64_t> plan) { return count_counters(plan, recorder); }
+const Recorder& recorder_of(const Tensor&) { return recorder; }
 
-void forward(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
-             std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved, Tensor statistics,
-             Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
-  chain_forward(recorder, x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, counters, plan, eps);
-}
-
-void backward(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
-              std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
-              std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters,
-              std::vector<int64_t> plan, std::vector<double> eps) {
-  chain_backward(recorder, grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases,
-                 counters, plan, eps);
-}
+using Operators = ChainOperators<recorder_of>;
 
 }  // namespace
 }  // namespace nasfast::gpu
@@ -109,7 +97,7 @@ EXPORTED const char* take_records() {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nasfast, Meta, m) {
-  m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::counters));
-  m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::forward));
-  m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::backward));
+  m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::Operators::counters));
+  m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::Operators::forward));
+  m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::Operators::backward));
 }

@@ -120,34 +120,36 @@ void run_backward(const Machine& machine, const BackwardCall& call, const Worksp
   }
 }
 
-// ---- the operators of csrc/library.cpp on this machine
+// The operators of csrc/library.cpp on the machine that machine_of(tensor) gives.
+template <auto machine_of>
+struct ChainOperators {
+  static int64_t counters(const Tensor& x, std::vector<int64_t> plan) { return count_counters(plan, machine_of(x)); }
 
-template <class Machine>
-void chain_forward(const Machine& machine, const Tensor& x, const std::vector<Tensor>& conv_weights,
-                   const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
-                   const std::optional<Tensor>& added, const Tensor& y, const Tensor& saved, const Tensor& statistics,
-                   const Tensor& counters, const std::vector<int64_t>& plan, const std::vector<double>& eps) {
-  const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, plan, eps);
-  const Shapes chain(plan);
-  const Needs needs = forward_needs(chain, machine);
-  const Workspace workspace(x, needs.pairs, counters, needs.counters);
-  call.bfloat16 ? run_forward<Bf16>(machine, call, workspace, chain)
-                : run_forward<Fp16>(machine, call, workspace, chain);
-}
+  static void forward(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
+                      std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved,
+                      Tensor statistics, Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
+    const auto& machine = machine_of(x);
+    const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, plan, eps);
+    const Shapes chain(plan);
+    const Needs needs = forward_needs(chain, machine);
+    const Workspace workspace(x, needs.pairs, counters, needs.counters);
+    call.bfloat16 ? run_forward<Bf16>(machine, call, workspace, chain)
+                  : run_forward<Fp16>(machine, call, workspace, chain);
+  }
 
-template <class Machine>
-void chain_backward(const Machine& machine, const Tensor& grad, const std::optional<Tensor>& x, const Tensor& saved,
-                    const Tensor& statistics, const std::vector<Tensor>& conv_weights,
-                    const std::vector<Tensor>& bn_weights, bool add_input, const std::optional<Tensor>& dx,
-                    const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases, const Tensor& counters,
-                    const std::vector<int64_t>& plan, const std::vector<double>& eps) {
-  const BackwardCall call(grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, plan,
-                          eps);
-  const Shapes chain(plan);
-  const Needs needs = backward_needs(chain, machine);
-  const Workspace workspace(grad, needs.pairs, counters, needs.counters);
-  call.bfloat16 ? run_backward<Bf16>(machine, call, workspace, chain)
-                : run_backward<Fp16>(machine, call, workspace, chain);
-}
+  static void backward(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
+                       std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
+                       std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases,
+                       Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
+    const auto& machine = machine_of(grad);
+    const BackwardCall call(grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases,
+                            plan, eps);
+    const Shapes chain(plan);
+    const Needs needs = backward_needs(chain, machine);
+    const Workspace workspace(grad, needs.pairs, counters, needs.counters);
+    call.bfloat16 ? run_backward<Bf16>(machine, call, workspace, chain)
+                  : run_backward<Fp16>(machine, call, workspace, chain);
+  }
+};
 
 }  // namespace nasfast::gpu

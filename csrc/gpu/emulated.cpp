@@ -19,21 +19,9 @@ struct Host : Emulation {
 
 Host host;
 
-int64_t counters_cpu(const Tensor&, std::vector<int64_t> plan) { return count_counters(plan, host); }
+const Host& host_of(const Tensor&) { return host; }
 
-void forward_cpu(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
-                 std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved, Tensor statistics,
-                 Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
-  chain_forward(host, x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, counters, plan, eps);
-}
-
-void backward_cpu(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
-                  std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
-                  std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters,
-                  std::vector<int64_t> plan, std::vector<double> eps) {
-  chain_backward(host, grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, counters,
-                 plan, eps);
-}
+using Operators = ChainOperators<host_of>;
 
 }  // namespace
 
@@ -47,7 +35,7 @@ void set_emulation(int multiprocessors, bool backwards, uint64_t block_order) {
 }  // namespace nasfast::gpu
 
 STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) {
-  m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::counters_cpu));
-  m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::forward_cpu));
-  m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::backward_cpu));
+  m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::Operators::counters));
+  m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::Operators::forward));
+  m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::Operators::backward));
 }

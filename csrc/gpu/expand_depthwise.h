@@ -354,27 +354,38 @@ Memory largest_memory(const Geometry& g, const Cut& cut, const ExpandTile& tile)
   return largest;
 }
 
-template <class Machine>
-Grid expand_depthwise_forward_grid(const Geometry& g, int channels, const Machine& machine) {
+// The grid of either direction.
+template <class Memory, template <int, int> class Rows, class Machine>
+Grid expand_depthwise_grid(const Geometry& g, int channels, const Machine& machine) {
   const Cut cut = expand_cut(g, machine);
   Grid grid{cut.parts(), cut.chunks, 0};
   with_stencil(g, [&](auto kernel, auto stride) {
-    using Rows = HiddenRows<kernel, stride>;
-    grid.shared = largest_memory<ExpandForwardMemory, Rows>(g, cut, ExpandTile(channels)).bytes;
+    grid.shared = largest_memory<Memory, Rows<kernel, stride>>(g, cut, ExpandTile(channels)).bytes;
   });
   return grid;
 }
 
-template <class Format, class Machine>
-void expand_depthwise_forward(const Machine& machine, const Grid& grid, const ExpandForward& stage) {
+// Launches the kernel of either direction.
+template <template <class, int, int> class Kernel, class Memory, class Format, class Machine, class Stage>
+void launch_expand_depthwise(const Machine& machine, const Grid& grid, const Stage& stage) {
   const Geometry& g = stage.depthwise.geometry;
   const Cut cut = expand_cut(g, machine);
   const ExpandTile tile(stage.channels);
   with_stencil(g, [&](auto kernel, auto stride) {
-    using Kernel = ExpandForwardKernel<Format, kernel, stride>;
-    const auto memory = largest_memory<ExpandForwardMemory, typename Kernel::Rows>(g, cut, tile);
-    machine.template launch<Kernel>(grid.groups, grid.rows, grid.shared, {stage, cut, tile, memory});
+    using Chosen = Kernel<Format, kernel, stride>;
+    const auto memory = largest_memory<Memory, typename Chosen::Rows>(g, cut, tile);
+    machine.template launch<Chosen>(grid.groups, grid.rows, grid.shared, {stage, cut, tile, memory});
   });
+}
+
+template <class Machine>
+Grid expand_depthwise_forward_grid(const Geometry& g, int channels, const Machine& machine) {
+  return expand_depthwise_grid<ExpandForwardMemory, HiddenRows>(g, channels, machine);
+}
+
+template <class Format, class Machine>
+void expand_depthwise_forward(const Machine& machine, const Grid& grid, const ExpandForward& stage) {
+  launch_expand_depthwise<ExpandForwardKernel, ExpandForwardMemory, Format>(machine, grid, stage);
 }
 
 }  // namespace nasfast::gpu

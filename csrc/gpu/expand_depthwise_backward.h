@@ -451,25 +451,12 @@ struct ExpandBackwardKernel {
 
 template <class Machine>
 Grid expand_depthwise_backward_grid(const Geometry& g, int channels, const Machine& machine) {
-  const Cut cut = expand_cut(g, machine);
-  Grid grid{cut.parts(), cut.chunks, 0};
-  with_stencil(g, [&](auto kernel, auto stride) {
-    using Rows = DyRows<kernel, stride>;
-    grid.shared = largest_memory<ExpandBackwardMemory, Rows>(g, cut, ExpandTile(channels)).bytes;
-  });
-  return grid;
+  return expand_depthwise_grid<ExpandBackwardMemory, DyRows>(g, channels, machine);
 }
 
 template <class Format, class Machine>
 void expand_depthwise_backward(const Machine& machine, const Grid& grid, const ExpandBackward& stage) {
-  const Geometry& g = stage.depthwise.geometry;
-  const Cut cut = expand_cut(g, machine);
-  const ExpandTile tile(stage.channels);
-  with_stencil(g, [&](auto kernel, auto stride) {
-    using Kernel = ExpandBackwardKernel<Format, kernel, stride>;
-    const auto memory = largest_memory<ExpandBackwardMemory, typename Kernel::Rows>(g, cut, tile);
-    machine.template launch<Kernel>(grid.groups, grid.rows, grid.shared, {stage, cut, tile, memory});
-  });
+  launch_expand_depthwise<ExpandBackwardKernel, ExpandBackwardMemory, Format>(machine, grid, stage);
 }
 
 }  // namespace nasfast::gpu

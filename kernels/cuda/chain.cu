@@ -26,7 +26,7 @@ class Gpu {
   int multiprocessors = 0;
   size_t shared_memory = 0;
 
-  explicit Gpu(int device) : debug_(std::getenv("NASFAST_CUDA_DEBUG") != nullptr) {
+  explicit Gpu(int device) : guard_(device), debug_(std::getenv("NASFAST_CUDA_DEBUG") != nullptr) {
     void* current = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
     stream_ = static_cast<cudaStream_t>(current);
@@ -64,36 +64,20 @@ class Gpu {
  private:
   static constexpr size_t kWithoutAsking = 48 * 1024 - kReserved;  // bytes that every kernel may have
 
+  torch::stable::accelerator::DeviceGuard guard_;  // launches go to the current device
   bool debug_;
   cudaStream_t stream_ = nullptr;
 };
 
-int64_t counters_cuda(const Tensor& x, std::vector<int64_t> plan) {
-  return count_counters(plan, Gpu(x.device().index()));
-}
+Gpu gpu_of(const Tensor& x) { return Gpu(x.device().index()); }
 
-void forward_cuda(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
-                  std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved, Tensor statistics,
-                  Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
-  const torch::stable::accelerator::DeviceGuard guard(x.device().index());
-  chain_forward(Gpu(x.device().index()), x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, counters,
-                plan, eps);
-}
-
-void backward_cuda(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
-                   std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
-                   std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases, Tensor counters,
-                   std::vector<int64_t> plan, std::vector<double> eps) {
-  const torch::stable::accelerator::DeviceGuard guard(grad.device().index());
-  chain_backward(Gpu(grad.device().index()), grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx,
-                 dweights, dbiases, counters, plan, eps);
-}
+using Operators = ChainOperators<gpu_of>;
 
 }  // namespace
 }  // namespace nasfast::gpu
 
 STABLE_TORCH_LIBRARY_IMPL(nasfast, CUDA, m) {
-  m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::counters_cuda));
-  m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::forward_cuda));
-  m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::backward_cuda));
+  m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::Operators::counters));
+  m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::Operators::forward));
+  m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::Operators::backward));
 }
