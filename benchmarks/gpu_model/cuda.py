@@ -239,12 +239,35 @@ class CudaCode:
 
 
 _SOURCE = """
-{includes}
-#include "{root}/kernels/cuda/run_kernel.h"
+#include "{header}"
+#include "{runner}"
 using namespace nasfast::gpu;
 template __global__ void nasfast::gpu::run_kernel<{name}>(const __grid_constant__ {name}::Args);
 """
-_HEADERS = ("norm.h", "depthwise.h", "pointwise.h", "expand_depthwise_backward.h", "expansion_gradient.h")
+_GPU = ROOT / "csrc" / "gpu"
+
+
+def _header_of(name: str) -> Path:
+    """The header that defines a kernel.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    kernel = re.match(r"[\w:]*?(\w+)(<|$)", name)[1]
+    for header in sorted(_GPU.glob("*.h")):
+        if re.search(rf"^struct {kernel} \{{", header.read_text(), re.MULTILINE):
+            return header
+    raise RuntimeError(f"no header of {_GPU} defines the kernel {name}")
+
+
+def _with_included(header: Path, found: dict[Path, None] | None = None) -> tuple[Path, ...]:
+    """A header and all that it includes, so that a change of another one compiles its kernels no second time."""
+    found = {} if found is None else found
+    if header not in found:
+        found[header] = None
+        for name in re.findall(r'^#include "([^"]+)"', header.read_text(), re.MULTILINE):
+            _with_included((header.parent / name).resolve(), found)
+    return tuple(found)
 
 
 def compile_kernel(name: str, arch: int) -> CudaCode:
@@ -253,13 +276,14 @@ def compile_kernel(name: str, arch: int) -> CudaCode:
     Raises:
         RuntimeError: nvcc fails.
     """
-    path = _CACHE / f"{_digest(('csrc/gpu', 'kernels/cuda/run_kernel.h'), name, str(arch))}.cubin"
+    header, runner = _header_of(name), ROOT / "kernels" / "cuda" / "run_kernel.h"
+    sources = [str(path.relative_to(ROOT)) for path in (*_with_included(header), runner)]
+    path = _CACHE / f"{_digest(sources, name, str(arch))}.cubin"
     log = path.with_suffix(".log")
     if not log.exists():
-        includes = "\n".join(f'#include "{ROOT}/csrc/gpu/{header}"' for header in _HEADERS)
         source = path.with_suffix(f".{os.getpid()}.cu")
         source.parent.mkdir(parents=True, exist_ok=True)
-        source.write_text(_SOURCE.format(includes=includes, root=ROOT, name=name))
+        source.write_text(_SOURCE.format(header=header, runner=runner, name=name))
         options = ["-std=c++17", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
         said = _make(path, lambda to: ["nvcc", *options, str(source), "-o", str(to)])
         source.unlink()

@@ -324,6 +324,41 @@ def _to_integer(ins: Instruction, value: int) -> int | None:
     return max(0, min(MASK, int(number))) if "U32" in ins.modifiers else int(number) & MASK
 
 
+def _float_arithmetic(function: Callable[..., float]) -> Callable:
+    """An instruction on floats. A kernel may divide integers by multiplying with a reciprocal from its arguments."""
+
+    def carry(regs: Registers, ins: Instruction, sure: bool) -> None:
+        to, *sources = ins.operands
+        values = [_float_operand(regs, source) for source in sources]
+        if all(isinstance(v, float) for v in values) and not ins.modifiers & _OTHER_ROUNDING:
+            regs.put(to, _bits(function(*values)), sure=sure)
+        else:
+            regs.put(to, unknown(tuple(values)), sure=sure)
+
+    return carry
+
+
+_OTHER_ROUNDING = {"SAT", "RM", "RP", "RZ"}
+
+
+def _float_operand(regs: Registers, text: str) -> Value | float:
+    """The float in an operand: a register or constant, perhaps negated, or a number."""
+    if text not in _numbers:
+        _numbers[text] = float(text) if _NUMBER.fullmatch(text) else None
+    number = _numbers[text]
+    if number is not None:
+        return number
+    value = regs.get(text.lstrip("-"))
+    if not isinstance(value, int):
+        return value
+    return -_float(value) if text[0] == "-" else _float(value)
+
+
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?")
+# the numbers among the operands so far; None for other operands
+_numbers: dict[str, float | None] = {}
+
+
 def _permute(regs: Registers, ins: Instruction, sure: bool) -> None:
     to, *sources = ins.operands
     values = [regs.get(s) for s in sources[:3]]
@@ -470,7 +505,9 @@ _TABLE: dict[str, Callable[[Registers, Instruction, bool], None]] = {
     "IMNMX": _extreme, "VIMNMX": _extreme, "VIADDMNMX": _extreme, "S2R": _special, "S2UR": _special, "CS2R": _special,
     "LDC": _load_constant, "MOV": _move, "R2UR": _move, "HFMA2": _half_constants,
     "IABS": _unary(lambda ins, a: abs(signed(a))),
-    "I2F": _unary(_to_float), "MUFU": _unary(_reciprocal), "F2I": _unary(_to_integer),
+    "FADD": _float_arithmetic(lambda a, b: a + b), "FMUL": _float_arithmetic(lambda a, b: a * b),
+    "FFMA": _float_arithmetic(lambda a, b, c: a * b + c),
+    "I2F": _unary(_to_float), "I2FP": _unary(_to_float), "MUFU": _unary(_reciprocal), "F2I": _unary(_to_integer),
     "POPC": _unary(lambda ins, a: a.bit_count()),
     "FLO": _unary(lambda ins, a: a.bit_length() - 1 if "U32" in ins.modifiers else None),
     "BREV": _unary(lambda ins, a: int(f"{a:032b}"[::-1], 2)),

@@ -1,6 +1,7 @@
 """The model of a GPU step: what it counts in kernels that can be counted by hand, and what a real step launches."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,34 @@ def test_loads_that_depend_on_each_other_wait_for_memory_each_time(small, arch):
     short, long = (small[f"chase {n}"][arch]["ordinary"] for n in (10, 30))
     assert long["loads"] - short["loads"] == 20
     assert 600 <= (long["cycles"] - short["cycles"]) / 20 < 640
+
+
+@pytest.mark.parametrize("divisor", [1, 3, 7, 12, 320])
+def test_a_quotient_by_a_float_reciprocal_is_known(divisor):
+    """static_cast<int>((a + 0.5f) * inverse), with the inverse among the arguments, as compilers write it."""
+    from benchmarks.gpu_model.integers import carry_out
+    from benchmarks.gpu_model.registers import Registers
+    from benchmarks.gpu_model.sass import Instruction
+
+    at = 0x160
+    inverse = struct.unpack("<I", struct.pack("<f", 1 / divisor))[0]
+    lines = [
+        ("I2FP.F32.S32", ("R1", "R0")),
+        ("FADD", ("R1", "R1", "0.5")),
+        ("FMUL", ("R2", "R1", f"c[0x0][{at:#x}]")),
+        ("F2I.TRUNC.NTZ", ("R3", "R2")),
+        ("FFMA", ("R4", "-R1", "2", "R1")),
+        ("FADD", ("R5", "R2", "R9")),
+    ]
+    code = [Instruction(None, opcode, operands, None, 1, 7, 7, 0) for opcode, operands in lines]
+    for a in (0, 1, divisor - 1, divisor, 5 * divisor + 1, 2000):
+        registers = Registers({at: inverse}, (0, 0, 0))
+        registers.put("R0", a)
+        for instruction in code:
+            carry_out(registers, instruction, sure=True)
+        assert registers.get("R3") == a // divisor
+        assert struct.unpack("<f", struct.pack("<I", registers.get("R4")))[0] == -(a + 0.5)
+        assert registers.get("R5") is None  # R9 is unknown
 
 
 @pytest.mark.parametrize("arch", ARCHS)
