@@ -25,9 +25,14 @@ class ConfigError(ValueError):
 def nearest(key: str, valid: typing.Iterable[str]) -> str:
     """The part of an error text that helps with a misspelt name: the nearest valid name and the list of all."""
     valid = sorted(valid)
+    hint = suggestion(key, valid)
+    return f"{hint}{' ' if hint else ''}valid: {', '.join(valid)}"
+
+
+def suggestion(key: str, valid: typing.Iterable[str]) -> str:
+    """A question for the valid name that is nearest to a misspelt one; empty if none is near."""
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}valid: {', '.join(valid)}"
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +78,22 @@ class ConfigBase:
             raise
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from error
+
+    @classmethod
+    def check(cls, key: str, value: Any) -> None:
+        """Check one value against the annotated type.
+
+        Args:
+            key: a field's name; that of a nested config has dots, as in `train.epochs`.
+
+        Raises:
+            ConfigError: the value has the wrong type.
+        """
+        *outer, name = key.split(".")
+        kind: Any = cls
+        for part in outer:
+            kind = typing.get_type_hints(kind)[part]
+        _convert(value, typing.get_type_hints(kind)[name], key)
 
     def to_dict(self) -> dict[str, Any]:
         """The config as a nested dict of lists, dicts and scalars; `from_dict` makes an equal config of it."""
@@ -132,7 +153,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        # PyYAML has its own name for a text
+        text = str(error).replace("<unicode string>", str(path))
+        raise ConfigError(f"{path} is not valid YAML: {text}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: expected a mapping at the top level, got {type(loaded).__name__}")
     return loaded
@@ -202,7 +225,9 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         raise ConfigError(errors[0])
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(f"config key '{where}': got {value!r}, allowed: {', '.join(map(repr, args))}")
+            hint = suggestion(str(value), map(str, args))
+            allowed = ", ".join(map(repr, args)) + (f"; {hint}" if hint else "")
+            raise ConfigError(f"config key '{where}': got {value!r}, allowed: {allowed}")
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):

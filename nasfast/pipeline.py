@@ -24,7 +24,7 @@ from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
-from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE
+from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE, model_folder
 from nasfast.run_checks import check_same_run, check_scoring, check_search
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
@@ -456,7 +456,7 @@ def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> lis
         FileNotFoundError: no network of this name was retrained.
         RuntimeError: the extra `onnx` is missing, or onnxruntime disagrees with PyTorch.
     """
-    folder = Path(run_dir) / "retrain" / name
+    folder = model_folder(Path(run_dir) / "retrain", name)
     network = load_model(folder)
     files = [folder / file for file in (MODEL_FILE, ARCH_FILE, SPACE_FILE)]
     if onnx:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jsonargparse
+import yaml
 
 from nasfast.config import ConfigBase, ConfigError, load_yaml, local, nearest
 from nasfast.measure.config import LatencyConfig, ProfileConfig
@@ -24,13 +25,31 @@ Config = TypeVar("Config", bound=ConfigBase)
 
 
 class Parser(jsonargparse.ArgumentParser):
-    """A command's argument parser, without abbreviations; its error for an unknown flag names the nearest one."""
+    """A command's argument parser, without abbreviations.
+
+    Its error for an unknown flag names the nearest one, and its error for a wrong value says what is allowed, as the
+    error for a config file does.
+    """
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(prog=f"nasfast {command}", description=description, default_env=False, allow_abbrev=False)
         self.command = command
+        self.settings: type[ConfigBase] | None = None
+
+    def add_settings(self, kind: type[ConfigBase]) -> None:
+        """Add a flag for each field of a config."""
+        self.add_class_arguments(kind)
+        self.settings = kind
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        wrong = re.search(r'Parser key "([\w.]+)":.* value: ([^\n]*)$', message, re.DOTALL)
+        if wrong and self.settings is not None:
+            try:
+                self.settings.check(wrong[1], yaml.safe_load(wrong[2]))
+            except ConfigError as error:
+                message = str(error)
+            except yaml.YAMLError:
+                pass
         match = re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
         if match:
             flags = [s[2:] for action in self._actions for s in action.option_strings if s.startswith("--")]
@@ -92,7 +111,7 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     parser.add_argument("--config", action="append", metavar="FILE", help=text)
     if resumable:
         parser.add_argument("--resume", action="store_true", help="continue from the newest good checkpoints in --out")
-    parser.add_class_arguments(RunConfig)
+    parser.add_settings(RunConfig)
     given: dict[str, Any] = {}
     for file in files:
         _merge(given, local(load_yaml(file)))
@@ -113,7 +132,7 @@ def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tu
     early.add_argument("--config", action="append", default=[])
     files = early.parse_known_args(argv)[0].config
     parser.add_argument("--config", action="append", metavar="FILE", help="YAML file with any of the settings below")
-    parser.add_class_arguments(kind)
+    parser.add_settings(kind)
     given: dict[str, Any] = {}
     for file in files:
         given |= load_yaml(file)
@@ -170,7 +189,7 @@ def _report(parser: Parser, argv: Sequence[str]) -> tuple[Path]:
 
 def _latency(parser: Parser, argv: Sequence[str]) -> tuple[LatencyConfig, str | None]:
     parser.add_argument("--out", metavar="FILE", help="also write the rows as JSON, with machine, versions and ISA")
-    parser.add_class_arguments(LatencyConfig)
+    parser.add_settings(LatencyConfig)
     settings = parser.parse_args(list(argv)).as_dict()
     out = settings.pop("out")
     return LatencyConfig(**settings), out
@@ -207,7 +226,7 @@ def _study_flags(
 
 
 def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:
-    parser.add_class_arguments(ProfileConfig)
+    parser.add_settings(ProfileConfig)
     return (ProfileConfig(**parser.parse_args(list(argv)).as_dict()),)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import nasfast.cells.network  # noqa: F401  registers the networks of cells with standalone_network
+from nasfast.config import nearest
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
 from nasfast.supernet import ArchNetwork, standalone_network
@@ -40,6 +41,19 @@ def _state(network: ArchNetwork) -> dict[str, Any]:
         "arch": format_arch(network.arch),
         "fingerprint": network.space.fingerprint,
     }
+
+
+def model_folder(folder: Path, name: str) -> Path:
+    """The folder of one of the networks in `folder`.
+
+    Raises:
+        FileNotFoundError: there is no network of this name; the text has the names that exist.
+    """
+    if not (folder / name).is_dir():
+        names = [file.parent.name for file in folder.glob(f"*/{MODEL_FILE}")]
+        there = nearest(name, names) if names else "`nasfast retrain` makes networks"
+        raise FileNotFoundError(f"{folder} has no network {name!r}; {there}")
+    return folder / name
 
 
 def load_model(path: str | Path) -> ArchNetwork:

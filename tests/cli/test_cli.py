@@ -139,7 +139,7 @@ def test_resume_reaches_the_stage(seen):
         ("train: {epochs: many}\n", "'train.epochs': expected int, got 'many'"),
         ("train: {epochs: 0}\n", "epochs must be positive, got 0"),
         ("- a\n", "expected a mapping at the top level"),
-        ("a: [\n", "is not valid YAML"),
+        ("a: [\n", 'c.yaml", line 2, column 1'),
     ],
 )
 def test_a_wrong_config_file_is_named(tmp_path, capsys, text, message):
@@ -162,9 +162,13 @@ def test_an_absent_config_file(tmp_path, capsys):
         (["--train.epoch", "3"], "did you mean --train.epochs?"),
         (["--sed", "3"], "did you mean --seed?"),
         (["--search.max_mac", "3"], "did you mean --search.max_macs?"),
-        (["--method", "dina"], "dina"),
-        (["--train.epochs", "many"], "train.epochs"),
+        (["--method", "dinass"], "'method': got 'dinass', allowed: 'dinas', 'dinas_paper', 'bnnas'"),
+        (["--method", "dinass"], "; did you mean 'dinas'?\n"),
+        (["--train.epochs", "three"], "nasfast run: config key 'train.epochs': expected int, got 'three'\n"),
+        (["--train.epochs", "a: b: c"], "a: b: c"),
         (["--train.precision", "fp8"], "precision"),
+        (["--data.mean", "[1, 2]"], "'data.mean': expected 3 values, got 2\n"),
+        (["--search.max_macs", "many"], "'search.max_macs': expected float, got 'many'\n"),
     ],
 )
 def test_a_wrong_flag_exits_with_2(capsys, flags, message):
@@ -459,7 +463,13 @@ def test_export_with_onnx(exported, capsys):
 
 def test_export_of_nothing(tmp_path, capsys):
     assert main(["export", "--out", str(tmp_path)]) == 1
-    assert "is missing: an exported model is model.safetensors" in capsys.readouterr().err
+    assert f"{tmp_path / 'retrain'} has no network 'best'; `nasfast retrain` makes networks" in capsys.readouterr().err
+
+
+def test_export_of_an_unknown_name_lists_the_names(exported, capsys):
+    out, _ = exported
+    assert main(["export", "--out", str(out), "--name", "bst-2"]) == 1
+    assert "has no network 'bst-2'; did you mean 'best-2'? valid: best-2\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
