@@ -23,8 +23,9 @@ demo: install  ## run the whole search, from images to report.html, on handwritt
 	$(BIN)/nasfast run --config demo --out runs/demo
 
 # Each process of pytest uses one thread: more threads than cores would wait for each other. All tests of a file run in one
-# process, which makes the fixtures of the file once.
-PARALLEL = -n auto --maxprocesses 8 --dist loadfile
+# process, which makes the fixtures of the file once. Files start in the order of tests/conftest.py, longest first; xdist
+# would start those with the most tests first.
+PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: install  ## run every test, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL)
 

@@ -26,15 +26,25 @@ if _triton.interpreted() and _triton.why_missing() is None:
 
 
 INTERPRETED = _triton.interpreted()
+# marks of tests that take long, longest first
+LONG = ("aot", "interpreter", "fault", "kill", "slow", "dali")
 
 
 def pytest_collection_modifyitems(items):
-    """Give the mark `gpu` to every test that uses the fixture `device` or `gpu`."""
+    """Give the mark `gpu` to every test that uses the fixture `device` or `gpu`, and put the longest files first.
+
+    Several processes then end at about the same time, because each takes the next file as soon as it has none.
+    """
     if _triton.interpreted() != INTERPRETED:
         raise pytest.UsageError("a module that a test imports sets TRITON_INTERPRET: it must only as a program")
     for item in items:
         if {"device", "gpu"} & set(item.fixturenames):
             item.add_marker(pytest.mark.gpu)
+    places: dict[Path, int] = {}
+    for item in items:
+        place = min([LONG.index(mark.name) for mark in item.iter_markers() if mark.name in LONG], default=len(LONG))
+        places[item.path] = min(place, places.get(item.path, place))
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.hookimpl(wrapper=True)
