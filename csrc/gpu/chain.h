@@ -27,50 +27,55 @@ Grid backward_grid(const Shapes& chain, size_t i, const Machine& machine) {
   return geometry.kernel == 1 ? pointwise_backward_grid(geometry, machine) : depthwise_backward_grid(geometry, machine);
 }
 
-// What the launches of a chain need, one after the other: the largest of each.
-struct Needs {
+// The grids of the stages of a chain in one direction, and the most that one of its launches needs, which come one after
+// the other. An expansion that is computed again has no kernel of its own backward that adds anything up, and no grid.
+struct Grids {
+  std::vector<Grid> stages;
+  Grid begin{};  // of the launch before those of the stages, backward
   int64_t pairs = 0, counters = 0;
 
-  void add(const Grid& grid, int channels) {
+  const Grid& add(const Grid& grid, int channels) {
     pairs = std::max(pairs, int64_t{partial_rows(grid.rows)} * channels);
     counters = std::max(counters, int64_t{grid.groups} * counters_of(grid.rows));
+    return grid;
   }
 };
 
 template <class Machine>
-Needs forward_needs(const Shapes& chain, const Machine& machine) {
-  Needs needs;
+Grids forward_grids(const Shapes& chain, const Machine& machine) {
+  Grids grids;
   for (size_t i = 0; i < chain.stages.size(); ++i) {
-    needs.add(forward_grid(chain, i, machine), chain.stages[i].out_channels);
+    grids.stages.push_back(grids.add(forward_grid(chain, i, machine), chain.stages[i].out_channels));
   }
-  return needs;
+  return grids;
 }
 
 template <class Machine>
-Needs backward_needs(const Shapes& chain, const Machine& machine) {
-  Needs needs;
+Grids backward_grids(const Shapes& chain, const Machine& machine) {
+  Grids grids;
   const Geometry& last = chain.stages.back();
-  needs.add(reduce_grid(last.out_rows(), last.out_channels, machine), last.out_channels);
+  grids.begin = grids.add(reduce_grid(last.out_rows(), last.out_channels, machine), last.out_channels);
   for (size_t i = 0; i < chain.stages.size(); ++i) {
-    if (i == 0 && chain.recompute) continue;  // expansion_gradient adds nothing up
-    needs.add(backward_grid(chain, i, machine), chain.stages[i].in_channels);
+    const bool alone = i == 0 && chain.recompute;
+    grids.stages.push_back(alone ? Grid{} : grids.add(backward_grid(chain, i, machine), chain.stages[i].in_channels));
   }
-  return needs;
+  return grids;
 }
 
 // Counters that a chain needs in forward or in backward, whichever needs more.
 template <class Machine>
 int64_t count_counters(const std::vector<int64_t>& plan, const Machine& machine) {
   const Shapes chain(plan);
-  return std::max(forward_needs(chain, machine).counters, backward_needs(chain, machine).counters);
+  return std::max(forward_grids(chain, machine).counters, backward_grids(chain, machine).counters);
 }
 
 template <class Format, class Machine>
-void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace, const Shapes& chain) {
+void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace, const Shapes& chain,
+                 const Grids& grids) {
   for (size_t i = 0; i < call.stages.size(); ++i) {
     ForwardStage stage = call.stages[i];
     const Geometry& g = stage.geometry;
-    const Grid grid = forward_grid(chain, i, machine);
+    const Grid& grid = grids.stages[i];
     stage.norm.reduction = workspace.reduction(grid, g.out_channels);
     if (chain.fused(i)) {
       expand_depthwise_forward<Format>(machine, grid, {stage, call.stages[0].weight, chain.channels()});
@@ -88,11 +93,11 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
 }
 
 template <class Format, class Machine>
-void run_backward(const Machine& machine, const BackwardCall& call, const Workspace& workspace, const Shapes& chain) {
-  const Grid begin = reduce_grid(call.begin.rows, call.begin.channels, machine);
+void run_backward(const Machine& machine, const BackwardCall& call, const Workspace& workspace, const Shapes& chain,
+                  const Grids& grids) {
   ReduceArgs args = call.begin;
-  args.gradient.reduction = workspace.reduction(begin, args.channels);
-  reduce<Format>(machine, begin, args);
+  args.gradient.reduction = workspace.reduction(grids.begin, args.channels);
+  reduce<Format>(machine, grids.begin, args);
   machine.launched("reduce", chain.stages.back());
   size_t i = chain.stages.size();
   for (BackwardStage stage : call.stages) {
@@ -105,7 +110,7 @@ void run_backward(const Machine& machine, const BackwardCall& call, const Worksp
       machine.launched("expansion_gradient", g);
       continue;
     }
-    const Grid grid = backward_grid(chain, i, machine);
+    const Grid& grid = grids.stages[i];
     stage.gradient.reduction = workspace.reduction(grid, g.in_channels);
     if (chain.fused(i)) {
       expand_depthwise_backward<Format>(machine, grid, {stage, call.x, call.expansion, chain.channels()});
@@ -131,10 +136,10 @@ struct ChainOperators {
     const auto& machine = machine_of(x);
     const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, plan, eps);
     const Shapes chain(plan);
-    const Needs needs = forward_needs(chain, machine);
-    const Workspace workspace(x, needs.pairs, counters, needs.counters);
-    call.bfloat16 ? run_forward<Bf16>(machine, call, workspace, chain)
-                  : run_forward<Fp16>(machine, call, workspace, chain);
+    const Grids grids = forward_grids(chain, machine);
+    const Workspace workspace(x, grids.pairs, counters, grids.counters);
+    call.bfloat16 ? run_forward<Bf16>(machine, call, workspace, chain, grids)
+                  : run_forward<Fp16>(machine, call, workspace, chain, grids);
   }
 
   static void backward(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
@@ -145,10 +150,10 @@ struct ChainOperators {
     const BackwardCall call(grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases,
                             plan, eps);
     const Shapes chain(plan);
-    const Needs needs = backward_needs(chain, machine);
-    const Workspace workspace(grad, needs.pairs, counters, needs.counters);
-    call.bfloat16 ? run_backward<Bf16>(machine, call, workspace, chain)
-                  : run_backward<Fp16>(machine, call, workspace, chain);
+    const Grids grids = backward_grids(chain, machine);
+    const Workspace workspace(grad, grids.pairs, counters, grids.counters);
+    call.bfloat16 ? run_backward<Bf16>(machine, call, workspace, chain, grids)
+                  : run_backward<Fp16>(machine, call, workspace, chain, grids);
   }
 };
 
