@@ -15,14 +15,18 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.gpu_model.gpus import LIMITS
 from benchmarks.harness import ROOT
+from nasfast.ops.cuda import conv
 from nasfast.ops.plan import ChainPlan, read_plan
 
 OPERATORS = ("conv_bn_act_chain_gpu_counters", "conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd")
@@ -143,7 +147,7 @@ def known_kernels() -> dict[str, CudaKernel]:
 def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, list[CudaLaunch]]:
     """Call one of OPERATORS with its arguments by name; returns its result and what it launches on a GPU of `arch`."""
     library, limits = _recorder(), LIMITS[arch]
-    library.record_for(limits.processors, limits.program_shared)
+    library.record_for(limits.processors, limits.program_shared, False)
     result = func._op_dk(torch._C.DispatchKey.Meta, *arguments.values())
     chain = read_plan(arguments["plan"])
     stages = len(chain.stages)
@@ -166,6 +170,24 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
             )
         )
     return result, launches
+
+
+@contextmanager
+def launching_nothing(arch: int) -> Iterator[None]:
+    """Within this context, OPERATORS do on CPU tensors what the host does for a GPU of `arch`, and launch nothing."""
+    limits, namespace = LIMITS[arch], torch.ops.nasfast
+    _recorder().record_for(limits.processors, limits.program_shared, True)
+
+    def counters(like: torch.Tensor, plan: list[int]) -> torch.Tensor:
+        # an emulated GPU may change, so its counters are counted at every call
+        return conv.zeros(conv._count_once(like.device, tuple(plan)), like.device)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(conv, "_counters", counters))
+        for name in OPERATORS:
+            call = partial(getattr(namespace, name).default._op_dk, torch._C.DispatchKey.Meta)
+            stack.enter_context(patch.object(namespace, name, call))
+        yield
 
 
 def _bytes(stage: str, g: dict[str, int], chain: ChainPlan, *, added: bool, first: bool) -> int:

@@ -1,8 +1,9 @@
 """The host's work for one step on a GPU: microseconds of Python per step and per launch, and compilations.
 
-    python -m benchmarks.gpu_model.host_cost [--arch 90] [--engine eager] [--cache DIR] [--out FILE]
+    python -m benchmarks.gpu_model.host_cost [--arch 90] [--backend cuda] [--engine eager] [--cache DIR] [--out FILE]
 
-Triton's own just-in-time path runs with a driver that launches nothing, so the times do not include the CUDA driver.
+Triton's own just-in-time path runs with a driver that launches nothing, and so do the operators of the CUDA kernels, so
+the times do not include the CUDA driver.
 The step has one small image: PyTorch's operators run on the CPU here, and then take about as long as their launches
 would. --cache compiles the kernels of the step at full size into a folder. A machine with such a GPU and the same
 versions of Triton and of this package compiles none of them again if TRITON_CACHE_DIR names that folder.
@@ -18,7 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_model.compiled import compile_for, in_processes
+from benchmarks.gpu_model.cuda import launching_nothing
 from benchmarks.gpu_model.gpus import GPUS
 from benchmarks.gpu_model.recorder import Workload, make_step, no_gpu, record_step
 from benchmarks.harness import positive, write_json
@@ -72,7 +74,9 @@ def _timed_launches() -> Iterator[list[float]]:
 def host_times(workload: Workload, arch: int) -> dict[str, float]:
     """Measure forward and backward of a small step, and its launches; medians in microseconds."""
     _, forward_backward, _ = make_step(workload)
-    with no_gpu(arch), patch.object(JITFunction, "_do_compile", _ready):
+    compiles = patch.object(JITFunction, "_do_compile", _ready)
+    cuda = launching_nothing(arch) if workload.backend == "cuda" else nullcontext()
+    with no_gpu(arch, workload.backend), compiles, cuda:
         forward_backward()
         steps = []
         for _ in range(_REPEATS):
@@ -113,16 +117,19 @@ def main() -> None:
     parser.add_argument("--space", default="mobilenet_v2")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--engine", choices=("graphs", "eager"), default="eager")
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton", help="cuda: where it can serve")
     parser.add_argument("--arch", type=int, choices=GPUS, default=90)
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels, for TRITON_CACHE_DIR on a GPU machine")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    common = {"space": args.space, "dtype": args.dtype, "engine": args.engine}
+    if args.cache and args.backend == "cuda":
+        parser.error("--cache is for Triton's kernels; those of --backend cuda are in the extension: leave one out")
+    common = {"space": args.space, "dtype": args.dtype, "engine": args.engine, "backend": args.backend}
     row = {**common, "arch": args.arch, "triton": triton.__version__}
     row |= host_times(Workload(**common, **_SMALL), args.arch)
     print(
-        f"{row['step_us']:.0f} us of host time per step; {row['launches']} launches of Triton kernels, "
+        f"{row['step_us']:.0f} us of host time per step; {row['launches']} of its launches are of Triton kernels, "
         f"{row['launch_us']:.1f} us each"
     )
     if args.cache:
