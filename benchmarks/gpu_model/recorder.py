@@ -195,10 +195,7 @@ def _chosen(backend: str) -> Iterator[None]:
     named = backends._named
 
     def cuda_or_triton(op: str, x: Tensor, name: str, source: str, refusal: Any) -> backends.Backend:
-        try:
-            return named(op, x, "cuda", source, refusal)
-        except RuntimeError:
-            return named(op, x, "triton", source, refusal)
+        return named(op, x, "cuda", source, refusal) or named(op, x, "triton", source, refusal)
 
     if backend == "triton":
         with use_backend("triton"):

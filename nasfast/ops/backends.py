@@ -2,7 +2,8 @@
 
 The choice follows, in this order: the `backend` argument, `with use_backend(name)`, the environment variable
 NASFAST_BACKEND, and the first backend in the operator's row that can serve. A named backend that cannot serve raises
-with its reason. The automatic choice falls back to the reference, and logs that once.
+with its reason. `use_backend` and NASFAST_BACKEND name the backend of those operators that it has, and the choice for
+others is automatic. The automatic choice falls back to the reference, and logs that once.
 """
 
 import logging
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, _triton
-from nasfast.ops.plan import CUDA_SERVES, STORAGE_DTYPES, storage_dtype
+from nasfast.ops.plan import CUDA_SERVES, STORAGE_DTYPES, Refusal, storage_dtype
 
 BACKENDS = ("cpu", "triton", "cuda", "reference")
 
@@ -165,12 +166,12 @@ for _op in ("depthwise_conv2d", "pool_3x3"):
     _TABLE[_op] = (Backend(_op, "cpu", _can_use_cpu), Backend(_op, "reference", _can_use_reference))
 
 
-def _serves_all(name: str) -> str:
-    return ""
+def _serves_all(name: str) -> Refusal | None:
+    return None
 
 
 def resolve_backend(
-    op: str, x: Tensor, requested: str | None = None, refusal: Callable[[str], str] = _serves_all
+    op: str, x: Tensor, requested: str | None = None, refusal: Callable[[str], Refusal | None] = _serves_all
 ) -> Backend:
     """Choose the backend of one call.
 
@@ -178,20 +179,20 @@ def resolve_backend(
         op: operator name, a row of the table.
         x: the operator's input; only its device and dtype are read.
         requested: a name from BACKENDS, or None to ask the context, the environment and the device in this order.
-        refusal: takes the name of a backend, and says why it cannot serve the other arguments; empty if it can.
+        refusal: takes the name of a backend, and says why it cannot serve the other arguments; None if it can.
 
     Raises:
         ValueError: a name that is not in BACKENDS, from whichever source.
-        RuntimeError: a named backend cannot serve this call; the message says why.
+        RuntimeError: a named backend cannot serve this call; the message says why. See `Refusal` for the difference
+            between a name for this call and one for all operators.
     """
     name, source = requested, "backend"
     if name is None:
         name, source = _scoped_name, "use_backend"
     if name is None:
         name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
-    if name is not None:
-        return _named(op, x, name, source, refusal)
-    return _first_that_serves(op, x, refusal)
+    named = None if name is None else _named(op, x, name, source, refusal)
+    return named or _first_that_serves(op, x, refusal)
 
 
 def inner_backend(op: str, x: Tensor) -> Backend:
@@ -206,7 +207,7 @@ def inner_backend(op: str, x: Tensor) -> Backend:
         return _first_that_serves(op, x, _serves_all)
 
 
-def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], str]) -> Backend:
+def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], Refusal | None]) -> Backend:
     skipped: list[str] = []
     for backend in _TABLE[op]:
         # interpreter and emulation are too slow to be chosen automatically
@@ -214,31 +215,35 @@ def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], str]) -> Bac
             continue
         if backend.name == "cuda" and x.device.type == "cpu" and emulates_cuda():
             continue
-        reason = _why_not(backend, x, refusal)
-        if not reason:
+        refused = _refused(backend, x, refusal)
+        if refused is None:
             if skipped and not torch.compiler.is_compiling():
                 _log_once(op, backend.name, skipped)
             return backend
-        skipped.append(f"{backend.name}: {reason}")
+        skipped.append(f"{backend.name}: {refused.reason}")
     raise AssertionError(f"{op} has no reference backend")
 
 
-def _why_not(backend: Backend, x: Tensor, refusal: Callable[[str], str]) -> str:
+def _refused(backend: Backend, x: Tensor, refusal: Callable[[str], Refusal | None]) -> Refusal | None:
     ok, reason = backend.can_use(x)
-    return refusal(backend.name) if ok else reason
+    return refusal(backend.name) if ok else Refusal(reason, "shape")
 
 
-def _named(op: str, x: Tensor, name: str, source: str, refusal: Callable[[str], str]) -> Backend:
+def _named(op: str, x: Tensor, name: str, source: str, refusal: Callable[[str], Refusal | None]) -> Backend | None:
+    """The named backend; None if it is named for all operators and does not have this one."""
     _check_name(name, source)
-    for backend in _TABLE[op]:
-        if backend.name == name:
-            if reason := _why_not(backend, x, refusal):
-                raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {reason}")
+    names = [backend.name for backend in _TABLE[op]]
+    if name in names:
+        backend = _TABLE[op][names.index(name)]
+        refused = _refused(backend, x, refusal)
+        if refused is None:
             return backend
-    raise RuntimeError(
-        f"{op}: backend {name!r} (from {source}) cannot serve: this version has no {name} kernel for {op}; "
-        f"choose from {', '.join(b.name for b in _TABLE[op])}"
-    )
+    else:
+        backends = ", ".join(names)
+        refused = Refusal(f"this version has no {name} kernel for {op}; choose from {backends}", "operator")
+    if refused.lacks == "operator" and source != "backend":
+        return None
+    raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {refused.reason}")
 
 
 def _check_name(name: str, source: str) -> None:
@@ -256,6 +261,8 @@ def _log_once(op: str, chosen: str, skipped: list[str]) -> None:
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Make `name` the backend of every operator called inside the block, in any thread, without a backend argument.
+
+    The backend of operators that it does not have is chosen automatically.
 
     Raises:
         ValueError: unknown name, on entry.

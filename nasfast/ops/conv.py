@@ -10,7 +10,7 @@ from nasfast.ops import checks, reference
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.chain_operator import run_chain
-from nasfast.ops.plan import cuda_refusal, plan_chain, storage_dtype
+from nasfast.ops.plan import Refusal, cuda_refusal, plan_chain, stage_fields, storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
@@ -149,18 +149,24 @@ def _run(
     shuffle: bool = False,
 ) -> Tensor:
     """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot."""
-    name = resolve_backend(op, x, backend, lambda name: _refusal(name, x, stages, shuffle=shuffle)).name
+    fields = stage_fields(stages)
+
+    def refusal(name: str) -> Refusal | None:
+        # only `cuda` has no way around what its operator lacks
+        return cuda_refusal(x, stages, fields, shuffle=shuffle) if name == "cuda" else None
+
+    name = resolve_backend(op, x, backend, refusal).name
     if name == "reference":
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
     if shuffle:
-        plan = plan_chain(name, x, stages, shuffle=True)
+        plan = plan_chain(name, x, fields, shuffle=True)
         if plan is not None and len(plan.stages) == len(stages):
             return run_chain(x, stages, plan, residual=None, backend=name)
         return torch.cat((x[:, 0::2], _run(op, x[:, 1::2], stages, None, backend)), dim=1)
     while stages:
-        plan = plan_chain(name, x, stages)
+        plan = plan_chain(name, x, fields)
         count = 1 if plan is None else len(plan.stages)
-        here, stages = stages[:count], stages[count:]
+        here, stages, fields = stages[:count], stages[count:], fields[count:]
         added = None if stages else residual
         if plan is not None:
             x = run_chain(x, here, plan, residual=added, backend=name)
@@ -168,11 +174,6 @@ def _run(
             # the convolution may have a type that only another backend serves, so `backend` is resolved again
             x = _run_on_torch(x, here[0], residual=added, backend=backend)
     return x
-
-
-def _refusal(name: str, x: Tensor, stages: Sequence[Stage], *, shuffle: bool) -> str:
-    """Why this backend does not run the chain; empty if it does. Only `cuda` has no way around what it lacks."""
-    return cuda_refusal(x, stages, shuffle=shuffle) if name == "cuda" else ""
 
 
 def _run_on_torch(x: Tensor, stage: Stage, *, residual: Tensor | None, backend: str | None) -> Tensor:

@@ -203,13 +203,13 @@ def stage_kind(weight: tuple[int, ...], stride: int, padding: int, groups: int) 
     return Kind.DENSE if per_group * kernel * kernel <= _MAX_PATCH else None
 
 
-def plan_chain(backend: str, x: Tensor, stages: Sequence[Stage], *, shuffle: bool = False) -> ChainPlan | None:
+def plan_chain(backend: str, x: Tensor, fields: tuple[tuple, ...], *, shuffle: bool = False) -> ChainPlan | None:
     """The plan of the first of these stages, as many as the backend's operator can run on x in one call.
 
     Args:
         backend: cpu, cuda or triton.
         x: (N, C, H, W), the input of the chain.
-        stages: checked by `checks.check_chain`.
+        fields: `stage_fields` of the stages, which `checks.check_chain` has checked.
         shuffle: see `ChainPlan`.
 
     Returns:
@@ -222,10 +222,10 @@ def plan_chain(backend: str, x: Tensor, stages: Sequence[Stage], *, shuffle: boo
     # a compiler guards on what the decisions read, and cannot look into a cache
     decide = _decide if torch.compiler.is_compiling() else _decide_once
     input_grad = torch.is_grad_enabled() and x.requires_grad
-    return decide(backend, storage_dtype(x), shape, input_grad, shuffle, _fields(stages))
+    return decide(backend, storage_dtype(x), shape, input_grad, shuffle, fields)
 
 
-def _fields(stages: Sequence[Stage]) -> tuple[tuple, ...]:
+def stage_fields(stages: Sequence[Stage]) -> tuple[tuple, ...]:
     """The fields of a StageShape for each stage, as plain tuples, because this runs at every call."""
     grads = torch.is_grad_enabled()
     return tuple(
@@ -237,42 +237,65 @@ def _fields(stages: Sequence[Stage]) -> tuple[tuple, ...]:
     )
 
 
-def cuda_refusal(x: Tensor, stages: Sequence[Stage], *, shuffle: bool = False) -> str:
-    """Why the CUDA kernels do not run these stages on x, as one chain; empty if they do.
+class Refusal(NamedTuple):
+    """Why a backend does not get a call whose type and device it serves.
+
+    Attributes:
+        reason: for people.
+        lacks: "operator" or "shape". A backend that is named for one call raises in both cases. One that is named for
+            all operators raises if its kernels of this operator lack the shape, and leaves other operators to the
+            automatic choice.
+    """
+
+    reason: str
+    lacks: str
+
+
+def cuda_refusal(
+    x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...], *, shuffle: bool = False
+) -> Refusal | None:
+    """Why the CUDA kernels do not run these stages on x, as one chain; None if they do.
 
     Args:
-        x, stages, shuffle: as in `plan_chain`.
+        x, fields, shuffle: as in `plan_chain`.
+        stages: the stages themselves.
     """
     running = [not stage.training for stage in stages]
     if True in running:
-        return f"stage {running.index(True)} uses running statistics"
+        return Refusal(f"stage {running.index(True)} uses running statistics", "operator")
+    if shuffle:
+        return Refusal("the channels are shuffled", "operator")
     shape = tuple(x.shape)
     if any([type(length) is not int for length in shape]):
-        return "the sizes of x are not known"
-    if shuffle:
-        return "the channels are shuffled"
+        return Refusal("the sizes of x are not known", "shape")
     refuse = _refuse if torch.compiler.is_compiling() else _refuse_once
-    return refuse(storage_dtype(x), shape, _fields(stages))
+    return refuse(storage_dtype(x), shape, fields)
 
 
-def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...]) -> str:
+def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...]) -> Refusal | None:
     """`cuda_refusal` from types and shapes; shapes are the fields of a StageShape for each stage."""
-    if 0 in shape:
-        return "x is empty"
-    for i, fields in enumerate(shapes):
-        stage = StageShape(*fields)
-        out_channels, per_group = stage.weight[:2]
-        odd = [channels for channels in (per_group * stage.groups, out_channels) if channels % _CUDA_CHANNELS]
+    stages = [StageShape(*fields) for fields in shapes]
+    for i, stage in enumerate(stages):
         if stage.trains:
-            return f"the weight of stage {i} trains"
-        if stage.dtype not in (torch.float32, dtype):
-            return f"the weight of stage {i} is {stage.dtype}, and the kernels multiply float32 or {dtype} here"
+            return Refusal(f"the weight of stage {i} trains", "operator")
         if stage.kind not in (Kind.POINTWISE, Kind.DEPTHWISE) or not _fits(stage, first=i == 0, input_grad=True):
-            return f"the convolution of stage {i} is neither pointwise nor depthwise with kernel 3, 5 or 7"
-        if stage.act not in _CUDA_ACTS:
-            return f"stage {i} has the activation {stage.act}; the kernels have {', '.join(_CUDA_ACTS)}"
-        if odd:
-            return f"stage {i} has {odd[0]} channels, not a multiple of {_CUDA_CHANNELS}"
+            reason = f"the convolution of stage {i} is neither pointwise nor depthwise with kernel 3, 5 or 7"
+            return Refusal(reason, "operator")
+    reasons = ["x is empty"] if 0 in shape else [_lacks(i, stage, dtype) for i, stage in enumerate(stages)]
+    found = [reason for reason in reasons if reason]
+    return Refusal(found[0], "shape") if found else None
+
+
+def _lacks(i: int, stage: StageShape, dtype: torch.dtype) -> str:
+    """What the CUDA kernels lack for stage i, a pointwise or depthwise convolution; empty if nothing."""
+    out_channels, per_group = stage.weight[:2]
+    odd = [channels for channels in (per_group * stage.groups, out_channels) if channels % _CUDA_CHANNELS]
+    if stage.dtype not in (torch.float32, dtype):
+        return f"the weight of stage {i} is {stage.dtype}, and the kernels multiply float32 or {dtype} here"
+    if stage.act not in _CUDA_ACTS:
+        return f"stage {i} has the activation {stage.act}; the kernels have {', '.join(_CUDA_ACTS)}"
+    if odd:
+        return f"stage {i} has {odd[0]} channels, not a multiple of {_CUDA_CHANNELS}"
     return ""
 
 

@@ -4,6 +4,8 @@ A graph records launches. Whatever looks at a number on the host, or allocates a
 in it, and an error only on a GPU.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +15,7 @@ from benchmarks.gpu.launches import noted_launches
 from nasfast import spaces, use_backend
 from nasfast.engine import GraphEngine
 from nasfast.engine.graphs import EngineError
-from nasfast.ops import _triton
+from nasfast.ops import _native, _triton
 from nasfast.supernet import Supernet
 
 pytestmark = pytest.mark.skipif(
@@ -34,14 +36,25 @@ class Refused(RuntimeError):
 
 
 class Rules(TorchDispatchMode):
-    """Refuses operators that a CUDA graph cannot record, those that launchers call included."""
+    """Refuses operators that a CUDA graph cannot record, those that launchers call included.
+
+    Attributes:
+        seen: namespaces whose launchers were called.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
-        if namespace == "nasfast_triton":
+        if namespace in LAUNCHERS:
+            self.seen.add(namespace)
             with self:  # inside an operator the mode does not hold by itself
-                return launchers()[name](*args, **kwargs)
+                return launchers(namespace)[name](*args, **kwargs)
+        if name in ("conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd"):
+            return None  # it only launches kernels, whose emulation would take long
         if torch.Tag.data_dependent_output in func.tags:
             raise Refused(f"{func} reads a number on the host")
         if func is torch.ops.aten.lift_fresh.default:
@@ -54,12 +67,14 @@ class Rules(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def launchers():
-    from nasfast.ops.triton import bn as bn_triton
-    from nasfast.ops.triton import conv as conv_triton
-    from nasfast.ops.triton import mixed as mixed_triton
+LAUNCHERS = {
+    "nasfast_triton": ["nasfast.ops.triton.bn", "nasfast.ops.triton.conv", "nasfast.ops.triton.mixed"],
+    "nasfast_cuda": ["nasfast.ops.cuda.conv"],
+}
 
-    modules = (bn_triton, conv_triton, mixed_triton)
+
+def launchers(namespace):
+    modules = map(import_module, LAUNCHERS[namespace])
     return {name: f for module in modules for name, f in vars(module).items() if name.endswith(("_fwd", "_bwd"))}
 
 
@@ -114,23 +129,38 @@ def checked_engine(net, rules, *, bf16=False):
     return GraphEngine(net, shape, 0.1, bf16, CheckedCapture(rules))
 
 
+def record_every_candidate(engine, space):
+    """Record each kind of candidate once: two layers with the same blocks, stride and kind of layer record the same."""
+    seen = set()
+    for i, (_, choices) in enumerate(engine._layers):
+        layer = space.layers[i - 1] if 0 < i <= len(space.layers) else None
+        for choice in choices:
+            kind = (layer.choices[choice], layer.stride, layer.normal) if layer else i
+            if kind not in seen:
+                seen.add(kind)
+                engine._segment(i, choice)
+    assert engine.capture.count > len(seen)
+
+
 @pytest.mark.parametrize("trainable", ["indicators", "bn", "all"])
 @pytest.mark.parametrize("name", SPACES)
 def test_every_candidate_can_be_recorded(name, trainable, rules):
-    """Each kind of candidate once: two layers with the same blocks, stride and kind of layer record the same."""
     space = SPACES[name]()
-    seen = set()
     with use_backend("triton"), noted_launches(run=False) as launches:
         # convolutions that train are PyTorch's, which bfloat16 makes slow here
         engine = checked_engine(supernet(space, trainable), rules, bf16=trainable != "all")
-        for i, (_, choices) in enumerate(engine._layers):
-            layer = space.layers[i - 1] if 0 < i <= len(space.layers) else None
-            for choice in choices:
-                kind = (layer.choices[choice], layer.stride, layer.normal) if layer else i
-                if kind not in seen:
-                    seen.add(kind)
-                    engine._segment(i, choice)
-    assert engine.capture.count > len(seen) and launches
+        record_every_candidate(engine, space)
+    assert launches
+
+
+@pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+@pytest.mark.parametrize("trainable", ["indicators", "bn"])
+def test_every_candidate_on_the_cuda_kernels_can_be_recorded(trainable, rules, monkeypatch):
+    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+    space = spaces.digits_mini()
+    with use_backend("cuda"):
+        record_every_candidate(checked_engine(supernet(space, trainable), rules, bf16=True), space)
+    assert rules.seen == {"nasfast_cuda"}
 
 
 @pytest.mark.parametrize(
@@ -176,19 +206,22 @@ def test_what_cannot_be_recorded_is_refused_and_the_candidate_named(breaks, rule
 
 
 @pytest.mark.parametrize("launcher", ["conv_bn_act_chain_fwd", "conv_bn_act_chain_bwd"])
-def test_launchers_are_looked_into(launcher, rules, monkeypatch):
-    from nasfast.ops.triton import conv as conv_triton
-
-    run = getattr(conv_triton, launcher)
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_launchers_are_looked_into(backend, launcher, rules, monkeypatch):
+    if backend == "cuda" and (reason := _native.why_no_chain_kernels()):
+        pytest.skip(reason)
+    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+    module = import_module(f"nasfast.ops.{backend}.conv")
+    run = getattr(module, launcher)
 
     def looks(first, *rest):
         first.sum().item()
         return run(first, *rest)
 
-    monkeypatch.setattr(conv_triton, launcher, looks)
+    monkeypatch.setattr(module, launcher, looks)
     with (
-        use_backend("triton"),
+        use_backend(backend),
         noted_launches(run=False),
         pytest.raises(EngineError, match="reads a number on the host"),
     ):
-        checked_engine(supernet(spaces.digits_mini()), rules)._segment(1, 0)
+        checked_engine(supernet(spaces.digits_mini()), rules, bf16=True)._segment(1, 0)

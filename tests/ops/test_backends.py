@@ -89,6 +89,17 @@ def test_named_backend_that_cannot_serve_raises_with_its_reason(native):
         ops.resolve_backend("bn_act", X, "cuda")
 
 
+def test_a_name_for_all_operators_leaves_those_that_it_lacks_to_the_automatic_choice(native, monkeypatch, caplog):
+    with ops.use_backend("cuda"):
+        assert ops.resolve_backend("bn_act", X).name == "cpu"
+        with pytest.raises(
+            RuntimeError, match="'cuda' .from use_backend. cannot serve: serves CUDA tensors, got one on"
+        ):
+            ops.resolve_backend("conv_bn_act", X)
+    monkeypatch.setenv("NASFAST_BACKEND", "triton")
+    assert ops.resolve_backend("pool_3x3", X).name == "cpu"
+
+
 def test_automatic_fallback_is_logged_once(native, caplog):
     backends._logged.clear()
     with caplog.at_level(logging.INFO, logger=backends.__name__):
@@ -104,7 +115,9 @@ def test_explain_covers_every_operator_and_backend(native):
     assert [row.backend for row in rows if row.chosen] == ["cpu"] * len(OPS)
     assert all(bool(row.reason) != row.available for row in rows)
     with ops.use_backend("cuda"):
-        assert not any(row.chosen for row in backends.explain())
+        # what has CUDA kernels cannot run on a CPU
+        left = [row.op for row in backends.explain() if row.chosen]
+    assert left == ["bn_act", "mixed_bn", "depthwise_conv2d", "pool_3x3"]
 
 
 def test_works_without_the_extension():

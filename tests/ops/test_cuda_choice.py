@@ -7,9 +7,10 @@ import pytest
 import torch
 from kernel_cases.chain import ChainCase
 
-from nasfast import ops
+from nasfast import ops, spaces
 from nasfast.measure.doctor import doctor
 from nasfast.ops import _native, _triton, backends, conv
+from nasfast.supernet import Supernet
 
 pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
 GOOD = ChainCase((2, 8, 6, 6), "pw24/relu6 dw3s2/relu6 pw16/identity", dtype=torch.bfloat16)
@@ -89,10 +90,47 @@ def test_weights_that_train_go_to_triton(on_a_gpu, caplog):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_named_cuda_raises_with_the_reason(name, emulated):
+def test_a_call_that_names_cuda_raises_with_the_reason(name, emulated):
     case, reason = CASES[name]
     with pytest.raises(RuntimeError, match=f"backend 'cuda' .from backend. cannot serve: .*{reason}"):
         call(case, "cuda")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cuda_named_for_all_operators_raises_where_its_kernels_lack_the_shape(name, on_a_gpu, caplog):
+    case, reason = CASES[name]
+    with ops.use_backend("cuda"), caplog.at_level(logging.INFO, logger=backends.__name__):
+        if name in ("act", "channels", "few"):
+            with pytest.raises(RuntimeError, match=f"backend 'cuda' .from use_backend. cannot serve: .*{reason}"):
+                call(case)
+            assert on_a_gpu == []
+        else:
+            call(case)
+            assert set(on_a_gpu) == {"triton"} and reason in caplog.text
+
+
+def test_a_network_runs_with_cuda_named_for_all_operators(emulated, monkeypatch):
+    """Its stem is a dense convolution, which the kernels do not have; neither do they have bn_act alone."""
+    used = []
+    run_chain = conv.run_chain
+
+    def noted(*arguments, backend, **rest):
+        used.append(backend)
+        return run_chain(*arguments, backend=backend, **rest)
+
+    monkeypatch.setattr(conv, "run_chain", noted)
+    torch.manual_seed(0)
+    space = spaces.digits_mini()
+    net = Supernet(space, init="gaussian")
+    net.freeze("bn")
+    net.to(memory_format=torch.channels_last).train()
+    images = torch.randn(4, space.in_channels, space.resolution, space.resolution)
+    found = {}
+    for name in ("cuda", "reference"):
+        with ops.use_backend(name), torch.autocast("cpu", torch.bfloat16):
+            found[name] = net(images, [0] * len(space.layers))
+    torch.testing.assert_close(found["cuda"], found["reference"], rtol=0.05, atol=0.05)
+    assert set(used) == {"cpu", "cuda"}
 
 
 def test_types_that_it_lacks_raise_with_the_reason(emulated):

@@ -13,7 +13,7 @@ from kernel_cases.chain import ChainCase, Drawn, eager_autocast, exact_chain, re
 
 from nasfast import ops
 from nasfast.ops import _native
-from nasfast.ops.plan import plan_chain
+from nasfast.ops.plan import plan_chain, stage_fields
 
 pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
 BFLOAT16 = torch.bfloat16
@@ -29,7 +29,7 @@ def emulated(monkeypatch):
 
 def recomputed(drawn: Drawn) -> bool:
     """Whether the plan of this chain computes its expansion again."""
-    return plan_chain("cuda", drawn.x, drawn.stages).recompute
+    return plan_chain("cuda", drawn.x, stage_fields(drawn.stages)).recompute
 
 
 # every kernel and stride, sizes that are not multiples of anything, residuals, both depths of the products of x
