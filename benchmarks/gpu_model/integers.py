@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Callable
 
+from benchmarks.gpu_model import floats
 from benchmarks.gpu_model.registers import (
     FROM_ATOMIC,
     MASK,
@@ -276,14 +276,6 @@ def _half_constants(regs: Registers, ins: Instruction, sure: bool) -> None:
     regs.put(to, value, sure=sure)
 
 
-def _float(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits & MASK))[0]
-
-
-def _bits(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
-
-
 def _unary(function: Callable[[Instruction, int], int | None]) -> Callable:
     """An instruction with one source."""
 
@@ -300,63 +292,6 @@ def _unary(function: Callable[[Instruction, int], int | None]) -> Callable:
             regs.put(ins.operands[0], result, sure=sure)
 
     return carry
-
-
-def _to_float(ins: Instruction, value: int) -> int | None:
-    if ins.modifiers & {"F64", "U64", "S64", "F16", "BF16", "U16", "S16", "U8", "S8"}:
-        return None
-    exact = value if "U32" in ins.modifiers else signed(value)
-    bits = _bits(float(exact))
-    # _bits rounds to nearest, but RP rounds up; the algorithm for quotients depends on that
-    return bits + 1 if "RP" in ins.modifiers and _float(bits) < exact else bits
-
-
-def _reciprocal(ins: Instruction, value: int) -> int | None:
-    if "RCP" not in ins.modifiers or _float(value) == 0 or not math.isfinite(_float(value)):
-        return None
-    return _bits(1 / _float(value))
-
-
-def _to_integer(ins: Instruction, value: int) -> int | None:
-    number = _float(value)
-    if not math.isfinite(number) or "TRUNC" not in ins.modifiers:
-        return None
-    return max(0, min(MASK, int(number))) if "U32" in ins.modifiers else int(number) & MASK
-
-
-def _float_arithmetic(function: Callable[..., float]) -> Callable:
-    """An instruction on floats. A kernel may divide integers by multiplying with a reciprocal from its arguments."""
-
-    def carry(regs: Registers, ins: Instruction, sure: bool) -> None:
-        to, *sources = ins.operands
-        values = [_float_operand(regs, source) for source in sources]
-        if all(isinstance(v, float) for v in values) and not ins.modifiers & _OTHER_ROUNDING:
-            regs.put(to, _bits(function(*values)), sure=sure)
-        else:
-            regs.put(to, unknown(tuple(values)), sure=sure)
-
-    return carry
-
-
-_OTHER_ROUNDING = {"SAT", "RM", "RP", "RZ"}
-
-
-def _float_operand(regs: Registers, text: str) -> Value | float:
-    """The float in an operand: a register or constant, perhaps negated, or a number."""
-    if text not in _numbers:
-        _numbers[text] = float(text) if _NUMBER.fullmatch(text) else None
-    number = _numbers[text]
-    if number is not None:
-        return number
-    value = regs.get(text.lstrip("-"))
-    if not isinstance(value, int):
-        return value
-    return -_float(value) if text[0] == "-" else _float(value)
-
-
-_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?")
-# the numbers among the operands so far; None for other operands
-_numbers: dict[str, float | None] = {}
 
 
 def _permute(regs: Registers, ins: Instruction, sure: bool) -> None:
@@ -505,9 +440,9 @@ _TABLE: dict[str, Callable[[Registers, Instruction, bool], None]] = {
     "IMNMX": _extreme, "VIMNMX": _extreme, "VIADDMNMX": _extreme, "S2R": _special, "S2UR": _special, "CS2R": _special,
     "LDC": _load_constant, "MOV": _move, "R2UR": _move, "HFMA2": _half_constants,
     "IABS": _unary(lambda ins, a: abs(signed(a))),
-    "FADD": _float_arithmetic(lambda a, b: a + b), "FMUL": _float_arithmetic(lambda a, b: a * b),
-    "FFMA": _float_arithmetic(lambda a, b, c: a * b + c),
-    "I2F": _unary(_to_float), "I2FP": _unary(_to_float), "MUFU": _unary(_reciprocal), "F2I": _unary(_to_integer),
+    "FADD": floats.arithmetic(lambda a, b: a + b), "FMUL": floats.arithmetic(lambda a, b: a * b),
+    "FFMA": floats.arithmetic(lambda a, b, c: a * b + c), "I2F": _unary(floats.to_float),
+    "I2FP": _unary(floats.to_float), "MUFU": _unary(floats.reciprocal), "F2I": _unary(floats.to_integer),
     "POPC": _unary(lambda ins, a: a.bit_count()),
     "FLO": _unary(lambda ins, a: a.bit_length() - 1 if "U32" in ins.modifiers else None),
     "BREV": _unary(lambda ins, a: int(f"{a:032b}"[::-1], 2)),
