@@ -106,16 +106,12 @@ wheel: install  ## build a wheel, install it in a new virtual environment, impor
 	cd build/wheel && PYTHONPATH= venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \
 		PYTHONPATH= venv/bin/nasfast doctor
 
-bench: install  ## run every benchmark that needs no GPU; takes most of an hour
-	$(BIN)/python -m benchmarks.bench_bn_act --out benchmarks/results/bn_act.json
-	$(BIN)/python -m benchmarks.bench_mixed_bn --out benchmarks/results/mixed_bn.json
-	$(BIN)/python -m benchmarks.bench_depthwise --out benchmarks/results/depthwise.json
-	$(BIN)/python -m benchmarks.bench_conv_bn_act --out benchmarks/results/conv_bn_act.json
+bench: install  ## run every benchmark that needs no GPU; takes an hour or two
+	$(BIN)/python -m pytest benchmarks/ops -q --benchmark-json benchmarks/results/ops.json
 	$(BIN)/python -m benchmarks.bench_supernet_step --out benchmarks/results/supernet_step.json
 	$(BIN)/python -m benchmarks.bench_supernet_step --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json
 	$(BIN)/python -m benchmarks.bench_fuse --out benchmarks/results/fuse.json
 	$(BIN)/nasfast latency --out benchmarks/results/latency.json
-	$(BIN)/python -m benchmarks.bench_orthogonalize --out benchmarks/results/orthogonalize.json
 	$(BIN)/python -m benchmarks.bench_moments --out benchmarks/results/moments.json
 	$(BIN)/python -m benchmarks.bench_cells --batch 32 --out benchmarks/results/cells.json
 	$(BIN)/python -m benchmarks.bench_nasi --out benchmarks/results/nasi.json

@@ -1,4 +1,4 @@
-"""What all benchmarks share: timed variants, bytes saved for backward, and result files with their provenance.
+"""What the benchmarks share: bytes saved for backward, ratios, and result files with their provenance.
 
 `nasfast.measure.timing.measure` interleaves the variants in one process and times them.
 """
@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -17,23 +16,6 @@ import torch
 from nasfast.measure.timing import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def forward_backward(
-    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], grad: torch.Tensor
-) -> Callable[[], dict[str, float]]:
-    """A variant for `measure`: it calls function(*inputs) and computes the gradients of inputs that require them."""
-    leaves = [tensor for tensor in inputs if tensor.requires_grad]
-
-    def run() -> dict[str, float]:
-        start = time.perf_counter()
-        y = function(*inputs)
-        middle = time.perf_counter()
-        torch.autograd.grad(y, leaves, grad)
-        end = time.perf_counter()
-        return {"forward": middle - start, "backward": end - middle, "full": end - start}
-
-    return run
 
 
 def saved_bytes(

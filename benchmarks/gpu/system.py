@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -205,16 +206,17 @@ def _run(bench: Bench, what: str, command: list[str | Path], env: dict[str, str]
 
 def bench_orthogonalize(bench: Bench) -> None:
     """Time orthogonalize on all weights of the 6^20 space by size class, then PyTorch's batched QR."""
-    from benchmarks.bench_orthogonalize import OURS, setup_orthogonalize, weights
+    from benchmarks.ops.orthogonal import grouped_qr, weights
+    from nasfast.ops import orthogonalize
 
     bench.row("doctor", **environment())
-    classes = weights(bench.device)
-    if not bench.on_gpu:
-        classes = {"n <= 32": classes["n <= 32"][:3]}
+    device = torch.device(bench.device)
+    classes = weights() if bench.on_gpu else {"n <= 32": weights()["n <= 32"][:3]}
     repeated = dict(rounds=7, warmup=2) if bench.on_gpu else dict(rounds=1, warmup=0)
-    for peer, settings in ((OURS, repeated), ("qr grouped", dict(rounds=1, warmup=0))):
-        for name, matrices in classes.items():
+    once = dict(rounds=1, warmup=0)
+    for peer, function, settings in (("nasfast", orthogonalize, repeated), ("qr grouped", grouped_qr, once)):
+        for name, drawn in classes.items():
             with bench.attempt(f"{peer}, {name}"):
-                run = {peer: setup_orthogonalize(matrices)[peer]}
-                times = measure(run, **settings)[peer]["full"]
-                bench.row("orthogonalize", name=peer, of=name, tensors=len(matrices), **times)
+                work = partial(function, [z.to(device) for z in drawn])
+                times = measure({peer: lambda work=work: {"full": seconds_of(work, device)}}, **settings)[peer]["full"]
+                bench.row("orthogonalize", name=peer, of=name, tensors=len(drawn), **times)

@@ -1,0 +1,109 @@
+"""Cases of orthogonalize: all weights of the 6^20 supernet, by size class.
+
+A depthwise weight is a batch of k x k filters, any other weight one matrix. All providers get the same Gaussian input.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+import nasfast
+from benchmarks.ops.cases import FORWARD, Call, Case, Setting, Size
+from nasfast import ops
+from nasfast.measure.floor import Machine
+
+# largest number of columns in each class; a wide matrix is transposed first
+_LIMITS = (32, 64, 128, 256)
+_NAMES = (*(f"n <= {limit}" for limit in _LIMITS), f"n > {_LIMITS[-1]}")
+CLASSES = ("filters", *_NAMES, "all")
+
+
+def cases(size: Size) -> list[Case]:
+    weights_of = "weights of 6^20" if size.matrices is None else f"{size.matrices} weights of 6^20"
+    return [
+        Case(
+            "orthogonalize",
+            name,
+            weights_of,
+            partial(_call, name, size),
+            peers=tuple(PEERS),
+            dtypes=("fp32",),
+            passes=(FORWARD,),
+            floor=partial(_least_ms, name, size),
+        )
+        for name in CLASSES
+    ]
+
+
+@cache
+def weights() -> dict[str, list[Tensor]]:
+    """Size class -> Gaussian matrices on the CPU, in float32."""
+    generator = torch.Generator().manual_seed(0)
+    classes: dict[str, list[Tensor]] = {name: [] for name in CLASSES}
+    net = nasfast.Supernet(nasfast.spaces.mobilenet_v2(), init="he")
+    for layer in net.modules():
+        if not isinstance(layer, (nn.Conv2d, nn.Linear)):
+            continue
+        shape = layer.weight.shape
+        if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1:
+            name, size = "filters", (shape[0], *shape[2:])
+        else:
+            size = (shape[0], shape[1:].numel())
+            name = _NAMES[sum(min(size) > limit for limit in _LIMITS)]
+        z = torch.randn(size, generator=generator)
+        classes[name].append(z)
+        classes["all"].append(z)
+    return classes
+
+
+def _call(name: str, size: Size, setting: Setting) -> Call:
+    matrices = [z.to(setting.device) for z in weights()[name][: size.matrices]]
+    function = ops.orthogonalize if setting.ours else PEERS[setting.provider]
+    return Call(lambda *zs: function(list(zs)), matrices)
+
+
+def _least_ms(name: str, size: Size, machine: Machine, dtype: str, passes: str) -> float:
+    """The time at the rate of a large matrix product."""
+    return 1e3 * sum(map(flops, weights()[name][: size.matrices])) / machine.matmul
+
+
+def flops(z: Tensor) -> float:
+    """Operations of a Householder QR and of forming Q, as LAPACK counts them: 2 (2 m n^2 - 2 n^3 / 3) per matrix."""
+    m, n = max(z.shape[-2:]), min(z.shape[-2:])
+    return z.numel() / (m * n) * 2 * (2 * m * n**2 - 2 * n**3 / 3)
+
+
+def torch_qr(z: Tensor) -> Tensor:
+    """Orthogonalise a matrix as torch.nn.init.orthogonal_ does."""
+    tall = z if z.shape[-2] >= z.shape[-1] else z.mT
+    q, r = torch.linalg.qr(tall)
+    q *= r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    return (q if tall is z else q.mT).contiguous()
+
+
+def torch_householder(z: Tensor) -> Tensor:
+    """Orthogonalise a matrix in the same way, but without forming R."""
+    tall = z if z.shape[-2] >= z.shape[-1] else z.mT
+    a, tau = torch.geqrf(tall)
+    signs = a.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    q = torch.linalg.householder_product(a, tau).mul_(signs)
+    return (q if tall is z else q.mT).contiguous()
+
+
+def grouped_qr(matrices: list[Tensor]) -> list[Tensor]:
+    """Orthogonalise all matrices, with one torch.linalg.qr per shape."""
+    groups: dict[torch.Size, list[Tensor]] = {}
+    for z in matrices:
+        groups.setdefault(z.shape, []).append(z)
+    results = {shape: iter(torch_qr(torch.stack(group))) for shape, group in groups.items()}
+    return [next(results[z.shape]) for z in matrices]
+
+
+PEERS = {
+    "qr loop": lambda zs: [torch_qr(z) for z in zs],
+    "geqrf loop": lambda zs: [torch_householder(z) for z in zs],
+    "qr grouped": grouped_qr,
+}
