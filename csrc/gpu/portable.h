@@ -21,15 +21,9 @@
 // access outside of an array show on a machine without a GPU. Races between the lanes of a warp may not.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "macros.h"
+#include "formats.h"
 
 #ifndef __CUDACC__
-#include <torch/headeronly/util/Half.h>
-
 #include <algorithm>
 #include <cassert>
 #include <functional>
@@ -51,101 +45,6 @@ struct alignas(8) Vec2 {
   uint32_t v[2];
 };
 
-NASFAST_DEVICE float as_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-NASFAST_DEVICE uint32_t as_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-#ifdef __CUDACC__
-NASFAST_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-// x within [0, 1]; NaN becomes 0. Behind an fma it costs no instruction.
-NASFAST_DEVICE float saturate(float x) { return __saturatef(x); }
-#else
-inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
-inline float saturate(float x) { return x > 0 ? (x < 1 ? x : 1.f) : 0.f; }
-inline float relu(float x) { return x <= 0 ? 0.f : x; }
-template <class Format>
-uint32_t least_pair(uint32_t a, uint32_t b) {
-  const auto least = [](float x, float y) { return x != x || x < y ? x : y; };
-  return Format::pack(least(Format::first(a), Format::first(b)), least(Format::second(a), Format::second(b)));
-}
-#endif
-
-// The storage types. Two numbers share 32 bits, and the lower half is the first. pack_relu packs the numbers above 0,
-// and 0 for others, at no cost; at_most takes the smaller number of each half. Both keep NaN.
-struct Bf16 {
-  static constexpr uint32_t kSixes = 0x40c040c0;
-  static NASFAST_DEVICE float first(uint32_t pair) { return as_float(pair << 16); }
-  static NASFAST_DEVICE float second(uint32_t pair) { return as_float(pair & 0xffff0000u); }
-#ifdef __CUDACC__
-  static NASFAST_DEVICE uint32_t pack(float first, float second) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-  }
-  static NASFAST_DEVICE uint32_t pack_relu(float first, float second) {
-    uint32_t pair;
-    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-  }
-  static NASFAST_DEVICE uint32_t at_most(uint32_t pair, uint32_t limit) {
-    uint32_t least;
-    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(limit));
-    return least;
-  }
-#else
-  static uint32_t round(float x) {
-    const uint32_t bits = as_bits(x);
-    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  }
-  static uint32_t pack(float first, float second) { return round(first) | round(second) << 16; }
-  static uint32_t pack_relu(float first, float second) { return pack(relu(first), relu(second)); }
-  static uint32_t at_most(uint32_t pair, uint32_t limit) { return least_pair<Bf16>(pair, limit); }
-#endif
-};
-
-struct Fp16 {
-  static constexpr uint32_t kSixes = 0x46004600;
-#ifdef __CUDACC__
-  static NASFAST_DEVICE float first(uint32_t pair) { return convert(static_cast<uint16_t>(pair)); }
-  static NASFAST_DEVICE float second(uint32_t pair) { return convert(static_cast<uint16_t>(pair >> 16)); }
-  static NASFAST_DEVICE uint32_t pack(float first, float second) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-  }
-  static NASFAST_DEVICE uint32_t pack_relu(float first, float second) {
-    uint32_t pair;
-    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-  }
-  static NASFAST_DEVICE uint32_t at_most(uint32_t pair, uint32_t limit) {
-    uint32_t least;
-    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(limit));
-    return least;
-  }
-
- private:
-  static NASFAST_DEVICE float convert(uint16_t half) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
-    return value;
-  }
-#else
-  static float first(uint32_t pair) { return c10::Half(static_cast<uint16_t>(pair), c10::Half::from_bits()); }
-  static float second(uint32_t pair) { return first(pair >> 16); }
-  static uint32_t pack(float first, float second) { return c10::Half(first).x | uint32_t{c10::Half(second).x} << 16; }
-  static uint32_t pack_relu(float first, float second) { return pack(relu(first), relu(second)); }
-  static uint32_t at_most(uint32_t pair, uint32_t limit) { return least_pair<Fp16>(pair, limit); }
-#endif
-};
-
 #ifdef __CUDACC__
 
 NASFAST_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
@@ -156,6 +55,11 @@ NASFAST_DEVICE void load_again(const float* from, float (&to)[1]) {
 }
 NASFAST_DEVICE void load_again(const float* from, float (&to)[2]) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(shared_address(from)));
+}
+NASFAST_DEVICE void load_again(const float* from, float (&to)[4]) {
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+               : "r"(shared_address(from)));
 }
 
 // Stores 16 bytes of global memory by one instruction. Left to itself, the compiler stores each number once it is known.
@@ -222,7 +126,12 @@ struct Warp {
   // numbers (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1). d(lane), a(lane) and b(lane) are arrays.
   template <class Format, class D, class A, class B>
   NASFAST_DEVICE void multiply_16(const D& d, const A& a, const B& b) const {
-    multiply_16(Format{}, d(lane()), a(lane()), b(lane()));
+    multiply_16(Format{}, d(lane()), a(lane()), b(lane()), d(lane()));
+  }
+  // d = a b + start, where start(lane) is an array like d(lane).
+  template <class Format, class D, class A, class B, class Start>
+  NASFAST_DEVICE void multiply_16(const D& d, const A& a, const B& b, const Start& start) const {
+    multiply_16(Format{}, d(lane()), a(lane()), b(lane()), start(lane()));
   }
   // d += a b with depth 8: a has the first two pairs, b the first.
   template <class Format, class D, class A, class B>
@@ -247,20 +156,21 @@ struct Warp {
  private:
   static NASFAST_DEVICE int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-#define NASFAST_MMA(FORMAT, TYPE)                                                     \
-  template <class D, class A, class B>                                                \
-  static NASFAST_DEVICE void multiply_16(FORMAT, D& d, const A& a, const B& b) {      \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE               \
-                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"         \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
-  }                                                                                   \
-  template <class D, class A, class B>                                                \
-  static NASFAST_DEVICE void multiply_8(FORMAT, D& d, const A& a, const B& b) {       \
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                \
-                 ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                  \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
-                 : "r"(a[0]), "r"(a[1]), "r"(b[0]));                                  \
+#define NASFAST_MMA(FORMAT, TYPE)                                                                                     \
+  template <class D, class A, class B, class C>                                                                       \
+  static NASFAST_DEVICE void multiply_16(FORMAT, D& d, const A& a, const B& b, const C& c) {                          \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                               \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"                                     \
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), \
+                   "f"(c[3]));                                                                                        \
+  }                                                                                                                   \
+  template <class D, class A, class B>                                                                                \
+  static NASFAST_DEVICE void multiply_8(FORMAT, D& d, const A& a, const B& b) {                                       \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                                                \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                                                  \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(b[0]));                                                                  \
   }
   NASFAST_MMA(Bf16, "bf16")
   NASFAST_MMA(Fp16, "f16")
@@ -322,6 +232,7 @@ struct Block {
 
 inline void load_again(const float* from, float (&to)[1]) { to[0] = from[0]; }
 inline void load_again(const float* from, float (&to)[2]) { to[0] = from[0], to[1] = from[1]; }
+inline void load_again(const float* from, float (&to)[4]) { std::copy_n(from, 4, to); }
 inline void store_vector(void* to, const Vec4& v) { *static_cast<Vec4*>(to) = v; }
 template <class T>
 T load_fresh(const T* from) {
@@ -378,6 +289,13 @@ struct Warp {
   }
   template <class Format, class D, class A, class B>
   void multiply_16(const D& d, const A& a, const B& b) const {
+    multiply<Format, 16>(d, a, b);
+  }
+  template <class Format, class D, class A, class B, class Start>
+  void multiply_16(const D& d, const A& a, const B& b, const Start& start) const {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) d(lane)[i] = start(lane)[i];
+    }
     multiply<Format, 16>(d, a, b);
   }
   template <class Format, class D, class A, class B>
