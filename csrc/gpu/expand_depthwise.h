@@ -75,9 +75,10 @@ struct ExpandForwardKernel {
     Stencil stencil;
     Sums sums[2];
     float pivot[2];
-    uint16_t* y;  // where the next row of the strip goes
-    int from;     // where its strip of the hidden tensor begins, or -1 if this thread has nothing to do
-    int columns;  // of the strip that are in the map
+    uint16_t* y;        // where the next row of the strip goes
+    const uint16_t* x;  // its piece of the first pixel of the next turn
+    int from;           // where its strip of the hidden tensor begins, or -1 if this thread has nothing to do
+    int columns;        // of the strip that are in the map
   };
 
   template <class Block>
@@ -99,16 +100,20 @@ struct ExpandForwardKernel {
     const int first = part.row * kStride - kBefore, begin = first > 0 ? first : 0;
     const int last = (part.row + part.rows - 1) * kStride + kPad + 1, end = last < g.height ? last : g.height;
     const int turns = kStride == 1 ? (end - begin + 1) / 2 : part.row + part.rows + kLate - begin / 2;
-    const auto fetch = [&](int turn) {
-      const int row = begin + 2 * turn, half = rows.row_pixels();
-      if (turn >= turns || row >= end) return;
-      const uint16_t* at_row = stage.x + ((int64_t{part.image} * g.height + row) * g.width) * args.tile.channels;
+    block.each([&](int thread) {
+      state[thread].x =
+          stage.x + (int64_t{part.image} * g.height + begin) * g.width * args.tile.channels + args.tile.piece(thread);
+    });
+    const int half = rows.row_pixels(), turn_step = 2 * g.width * args.tile.channels;
+    const auto fetch = [&](int row) {
+      if (row >= end) return;
       block.each([&](int thread) {
-        fetch_pixels(block, args.tile, at_row, from, 0, row + 1 < end ? 2 * half : half, x, thread);
+        fetch_pixels(block, args.tile, state[thread].x, from, 0, row + 1 < end ? 2 * half : half, x, thread);
+        state[thread].x += turn_step;
       });
       block.commit();
     };
-    fetch(0);
+    fetch(begin);
     block.template wait<0>();
     block.sync();
     NASFAST_NO_UNROLL
@@ -116,7 +121,7 @@ struct ExpandForwardKernel {
       const int row = begin + 2 * turn;
       if (row < end) expand(block, args, rows, shared);
       block.sync();
-      fetch(turn + 1);
+      fetch(row + 2);
       stencils(block, args, part, rows, row, end, state, shared);
       block.template wait<0>();
       block.sync();
@@ -149,14 +154,15 @@ struct ExpandForwardKernel {
         reinterpret_cast<Vec4*>(hidden)[i] = Vec4{0, 0, 0, 0};
       }
       // both rows of a turn: first row, then the images of it
-      const int half = rows.row_pixels();
-      for (int m = thread; m < rows.pixels(); m += kThreads) {
-        const int row = m >= half, image = (m - row * half) / rows.columns,
-                  column = m - row * half - image * rows.columns;
-        const bool there = m < 2 * half;
-        from[m] = there && image < part.images ? (image * g.height + row) * g.width + rows.first + column : -1;
-        to[m] = there ? ((row * rows.side + image) * rows.pitch + rows.lead + column) * kChunk
-                      : 2 * rows.side * rows.pitch * kChunk;
+      each_pixel(2 * rows.side, rows.columns, thread, [&](int m, int line, int column) {
+        const int row = line >= rows.side, image = line - row * rows.side;
+        // what nothing reads is copied from elsewhere
+        from[m] = image < part.images ? ((image * g.height + row) * g.width + rows.first + column) * args.tile.channels
+                                      : rows.first * args.tile.channels;
+        to[m] = (line * rows.pitch + rows.lead + column) * kChunk;
+      });
+      for (int m = 2 * rows.row_pixels() + thread; m < rows.pixels(); m += kThreads) {
+        to[m] = 2 * rows.side * rows.pitch * kChunk;
       }
       Thread& s = state[thread];
       const float zero[2] = {0, 0};
@@ -182,27 +188,34 @@ struct ExpandForwardKernel {
     const uint16_t* const weights = reinterpret_cast<const uint16_t*>(shared);
     const uint16_t* const x = reinterpret_cast<const uint16_t*>(shared + at.x);
     uint16_t* const hidden = reinterpret_cast<uint16_t*>(shared + at.hidden);
-    const Fold* const folds = reinterpret_cast<const Fold*>(shared + at.folds);
+    const Vec4* const folds = reinterpret_cast<const Vec4*>(shared + at.folds);
     const int* const to = reinterpret_cast<const int*>(shared + at.to);
     const uint32_t most = args.stage.depthwise.act == Act::kRelu6 ? Format::kSixes : Format::pack(INFINITY, INFINITY);
+    const float zeros[4] = {0, 0, 0, 0};
     block.warps([&](const Warp& warp) {
       Local<float[4][4]> acc(warp);
+      Local<Vec4[4]> kept(warp);  // the folds of 8 channels
+      warp.each([&](int lane) {
+        NASFAST_UNROLL
+        for (int i = 0; i < 4; ++i) kept[lane][i] = folds[lane % 4 * 4 + i];
+      });
       NASFAST_NO_UNROLL
       for (int m = 16 * warp.index; m < rows.pixels(); m += 16 * kExpandWarps) {
-        expand_pixels<Format>(warp, args.tile, x + m * args.tile.pitch, weights,
-                              [&](int lane) -> auto& { return acc[lane]; });
+        expand_pixels<Format>(
+            warp, args.tile, x + m * args.tile.pitch, weights, [&](int lane) -> auto& { return acc[lane]; },
+            [&](int, int) -> auto& { return zeros; });
         warp.each([&](int lane) {
-          Fold fold[8];
-          NASFAST_UNROLL
-          for (int i = 0; i < 8; ++i) fold[i] = folds[8 * (lane % 4) + i];
           NASFAST_UNROLL
           for (int h = 0; h < 2; ++h) {
-            float z[8];
-            NASFAST_UNROLL
-            for (int i = 0; i < 8; ++i) z[i] = fma(acc[lane][i / 2][2 * h + i % 2], fold[i].scale, fold[i].shift);
             Vec4 a;
             NASFAST_UNROLL
-            for (int i = 0; i < 4; ++i) a.v[i] = Format::at_most(Format::pack_relu(z[2 * i], z[2 * i + 1]), most);
+            for (int i = 0; i < 4; ++i) {
+              const uint32_t (&fold)[4] = kept[lane][i].v;
+              const float (&y)[4] = acc[lane][i];
+              a.v[i] = Format::at_most(Format::pack_relu(fma(y[2 * h], as_float(fold[0]), as_float(fold[1])),
+                                                         fma(y[2 * h + 1], as_float(fold[2]), as_float(fold[3]))),
+                                       most);
+            }
             *reinterpret_cast<Vec4*>(hidden + to[m + 8 * h + lane / 4] + 8 * (lane % 4)) = a;
           }
         });

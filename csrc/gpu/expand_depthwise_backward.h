@@ -9,68 +9,9 @@
 // So no element is rounded twice, and a gradient of fp16 keeps the range that the caller has given it.
 #pragma once
 
-#include "expand_depthwise.h"
+#include "expand_depthwise_backward_memory.h"
 
 namespace nasfast::gpu {
-
-// Rows of dy and of x that belong to a part of the smaller map.
-template <int kKernel, int kStride>
-struct DyRows {
-  // rows, and columns, of dy that reach one row of the result, or two with stride 2, and how many of them are before
-  static constexpr int kReach = kStride == 1 ? kKernel : Gather2<kKernel>::kRows;
-  static constexpr int kBefore = kStride == 1 ? kKernel / 2 : Gather2<kKernel>::kBefore;
-  static constexpr int kTurnRows = 2 / kStride;  // of dy
-  int side;                                      // images
-  int pitch;                                     // pixels of a row of dy, with zeros outside of the image
-  int first, columns, lead;                      // of dy: first column, columns, pixels of a row in front of them
-  int x_first, x_columns;
-
-  NASFAST_ANYWHERE DyRows(const Cut& cut, int width, int column) : side(cut.side) {
-    const int wide = cut.strips * kStrip, begin = column - kBefore;
-    pitch = wide + kReach - 1;
-    const int end = begin + pitch;
-    first = begin > 0 ? begin : 0;
-    columns = (end < cut.width ? end : cut.width) - first;
-    lead = first - begin;
-    x_first = column * kStride;
-    x_columns = wide * kStride < width - x_first ? wide * kStride : width - x_first;
-  }
-  NASFAST_ANYWHERE int row_pixels() const { return side * columns; }
-  NASFAST_ANYWHERE int x_row_pixels() const { return side * x_columns; }
-  // of a turn; those of x in whole tiles of 16
-  NASFAST_ANYWHERE int pixels() const { return kTurnRows * row_pixels(); }
-  NASFAST_ANYWHERE int x_pixels() const { return (2 * x_row_pixels() + 15) / 16 * 16; }
-  NASFAST_ANYWHERE int places() const { return kTurnRows * side * pitch; }
-};
-
-// Where the arrays of a block lie in shared memory.
-struct ExpandBackwardMemory {
-  int x, dy, y, dz, filters, back, interval, mask, sums, from, to, x_from, bytes;
-
-  template <class Rows>
-  ExpandBackwardMemory(const ExpandTile& tile, const Rows& rows, int taps) {
-    x = tile.bytes(kChunk);
-    dy = x + tile.bytes(rows.x_pixels());
-    y = dy + rows.places() * kChunk * 2;
-    dz = y + rows.pixels() * kChunk * 2;
-    filters = dz + rows.x_pixels() * kChunk * 2;
-    back = filters + taps * kChunk * 4;
-    interval = back + kChunk * 16;
-    mask = interval + kChunk * 16;
-    sums = mask + kChunk * 16;
-    from = sums + kExpandThreads * 8 * 8;
-    to = from + rows.pixels() * 4;
-    x_from = to + rows.pixels() * 4;
-    bytes = x_from + rows.x_pixels() * 4;
-  }
-};
-
-struct ExpandBackwardArgs {
-  ExpandBackward stage;
-  Cut cut;
-  ExpandTile tile;
-  ExpandBackwardMemory memory;
-};
 
 template <class Format, int kKernel, int kStride>
 struct ExpandBackwardKernel {
@@ -80,10 +21,16 @@ struct ExpandBackwardKernel {
   static constexpr int kBlocks = kKernel == 7 && kStride == 1 ? 2 : 3;         // 255 or 168 registers of a thread
   static constexpr int kWarm = kStride == 1 ? kKernel / 2 : Rows::kReach - 1;  // turns before the first result
   static constexpr int kPieces = kChunk / 8;                                   // of 16 bytes of a pixel
+  static constexpr int kAhead = Rows::kLoaded * kPieces / kThreads;            // of dy, of a thread in a turn
   using Args = ExpandBackwardArgs;
 
   struct Thread {
     Stencil stencil;
+    GradientSums sums[8];                // of its channels in expand()
+    Vec4 grad[kAhead], y[kAhead];        // of the next turn
+    const uint16_t *next_grad, *next_y;  // its piece of the first pixel of that turn
+    const uint16_t* x;                   // likewise
+    uint16_t* dx;                        // likewise, of its channels in expand()
     int from, to;  // places of its strip in the rows of dy and of the result; -1 if this thread has nothing to do
     int columns;   // of the result that it makes
   };
@@ -101,7 +48,6 @@ struct ExpandBackwardKernel {
     const int* const x_from = reinterpret_cast<const int*>(shared + at.x_from);
     Local<Thread> state(block);
     prepare(block, args, part, rows, channel, state, shared);
-    block.sync();
 
     // Turn i takes kTurnRows rows of dy from `begin` on, and makes rows of x. The last turns have no row of dy.
     const int first = part.row - Rows::kBefore, past = part.row + part.rows - 1 + Rows::kReach - Rows::kBefore;
@@ -111,26 +57,32 @@ struct ExpandBackwardKernel {
       end = past < g.out_height ? past : g.out_height;
       begin -= (end - begin) % 2;  // both rows of every other turn are in the image, or neither
     }
-    fetch(block, args, part, rows, channel, begin, shared);
+    // rows of x of a turn: all of them are made with stride 2
+    const auto row_of_x = [](int row) {
+      return kStride == 1 ? row - Rows::kBefore : 2 * (row - Rows::kReach + 1 + Rows::kBefore);
+    };
+    block.each([&](int thread) { begin_turns(args, part, channel, begin, row_of_x(begin), thread, state[thread]); });
+    block.sync();
+    load<true>(block, args, rows, begin, state, shared);
     const auto turn = [&](int row, auto inside) {
-      // rows of x of this turn: all with stride 2
-      const int x_row = kStride == 1 ? row - Rows::kBefore : 2 * (row - Rows::kReach + 1 + Rows::kBefore);
+      const int x_row = row_of_x(row), half = rows.x_row_pixels(), x_begin = x_row >= part.row * kStride ? 0 : half;
       const int x_end = kStride == 1 ? part.row + part.rows : g.height;
-      const int half = rows.x_row_pixels(), x_begin = x_row >= part.row * kStride ? 0 : half;
       const int x_count = x_row + 1 < part.row * kStride ? 0 : x_row + 1 < x_end ? 2 * half : x_row < x_end ? half : 0;
-      const int64_t x_at = (int64_t{part.image} * g.height + x_row) * g.width;
-      block.template wait<0>();
-      if (inside.value) fill(block, args, rows, row, shared);
+      if (inside.value) {
+        stage.mask == nullptr ? fill<false>(block, args, state, shared) : fill<true>(block, args, state, shared);
+      }
       block.sync();
       block.each([&](int thread) {
-        fetch_pixels(block, args.tile, args.stage.x + x_at * args.tile.channels, x_from, x_begin, x_count, x, thread);
+        fetch_pixels(block, args.tile, state[thread].x, x_from, x_begin, x_count, x, thread);
+        state[thread].x += 2 * g.width * args.tile.channels;
       });
       block.commit();
       stencils(block, args, rows, row, x_count > 0, inside, state, shared);
       block.template wait<0>();
       block.sync();
-      if (row + Rows::kTurnRows < end) fetch(block, args, part, rows, channel, row + Rows::kTurnRows, shared);
-      if (x_count > 0) expand(block, args, channel, x_at, x_begin, x_count, shared);
+      if (row + Rows::kTurnRows < end) load<false>(block, args, rows, row + Rows::kTurnRows, state, shared);
+      if (x_count > 0) expand(block, args, channel, x_begin, x_count, state, shared);
+      block.each([&](int thread) { state[thread].dx += 2 * g.width * g.out_channels; });
     };
     int row = begin;
     NASFAST_NO_UNROLL
@@ -140,7 +92,7 @@ struct ExpandBackwardKernel {
       for (; row < past; row += Rows::kTurnRows) turn(row, std::false_type{});
     }
     block.sync();
-    finish(block, args, channel, shared);
+    finish(block, args, channel, state, shared);
   }
 
  private:
@@ -151,45 +103,58 @@ struct ExpandBackwardKernel {
     const Geometry& g = stage.geometry;
     const ExpandBackwardMemory& at = args.memory;
     Back* const back = reinterpret_cast<Back*>(shared + at.back);
-    Interval* const interval = reinterpret_cast<Interval*>(shared + at.interval);
+    Open& open = *reinterpret_cast<Open*>(shared + at.open);
     Interval* const mask = reinterpret_cast<Interval*>(shared + at.mask);
     int* const from = reinterpret_cast<int*>(shared + at.from);
     int* const to = reinterpret_cast<int*>(shared + at.to);
     int* const x_from = reinterpret_cast<int*>(shared + at.x_from);
+    int* const x_to = reinterpret_cast<int*>(shared + at.x_to);
     block.each([&](int thread) {
       fill_expansion<Format>(args.tile, args.stage.expansion, channel, g.out_channels,
-                             reinterpret_cast<uint16_t*>(shared), thread);
+                             reinterpret_cast<uint16_t*>(shared + at.weights), thread);
       fill_filters<Format, kKernel>(stage.weight, channel, g.out_channels, kStride == 1,
                                     reinterpret_cast<float*>(shared + at.filters), thread);
       clear_pixels(args.tile, rows.x_pixels(), reinterpret_cast<uint16_t*>(shared + at.x), thread);
       for (int i = thread; i < kChunk; i += kThreads) {
         const bool there = channel + i < g.out_channels;
         back[i] = there ? stage.back[channel + i] : Back{0, 0, 0, 0};
-        interval[i] = there ? stage.interval[channel + i] : Interval{INFINITY, -INFINITY, 0, 0};
+        if (there) {
+          open.set(i, stage.interval[channel + i], stage.gradient.statistics[g.out_channels + channel + i],
+                   stage.gradient.count);
+        } else {
+          open.set(i, 0, 0);
+        }
         if (stage.mask != nullptr) mask[i] = there ? stage.mask[channel + i] : Interval{0, 0, 0, 0};
       }
       for (int i = thread; i < rows.places() * kPieces; i += kThreads) {
         reinterpret_cast<Vec4*>(shared + at.dy)[i] = Vec4{0, 0, 0, 0};
       }
       // the rows of a turn: first row, then the images of it
-      for (int m = thread; m < rows.pixels(); m += kThreads) {
-        const int line = m / rows.columns, row = line / rows.side, image = line % rows.side;
-        const int column = m - line * rows.columns;
-        from[m] = image < part.images ? (image * g.out_height + row) * g.out_width + rows.first + column : -1;
+      each_pixel(Rows::kTurnRows * rows.side, rows.columns, thread, [&](int m, int line, int column) {
+        const int row = line >= rows.side, image = line - row * rows.side;
+        const int pixel = (image * g.out_height + row) * g.out_width + rows.first + column;
+        from[m] = (image < part.images ? pixel : rows.first) * g.out_channels;
         to[m] = (line * rows.pitch + rows.lead + column) * kChunk;
+      });
+      for (int m = rows.pixels() + thread; m < Rows::kLoaded; m += kThreads) {
+        from[m] = ((Rows::kTurnRows - 1) * g.out_width + rows.first) * g.out_channels;  // always in the image
+        to[m] = rows.places() * kChunk;
       }
-      for (int m = thread; m < rows.x_pixels(); m += kThreads) {
-        const int line = m / rows.x_columns, row = line / rows.side, image = line % rows.side;
-        const bool there = m < 2 * rows.x_row_pixels() && image < part.images;
-        x_from[m] = there ? (image * g.height + row) * g.width + rows.x_first + m - line * rows.x_columns : -1;
-      }
+      each_pixel(2 * rows.side, rows.x_columns, thread, [&](int m, int line, int column) {
+        const int row = line >= rows.side, image = line - row * rows.side;
+        const int pixel = (image * g.height + row) * g.width + rows.x_first + column;
+        // what nothing reads is copied from elsewhere
+        x_from[m] = (image < part.images ? pixel : rows.x_first) * args.tile.channels;
+        x_to[m] = image < part.images ? pixel * g.out_channels : -1;
+      });
+      for (int m = 2 * rows.x_row_pixels() + thread; m < rows.x_pixels(); m += kThreads) x_to[m] = -1;
       Thread& s = state[thread];
       if constexpr (kStride == 1) {
         const float zero[2] = {0, 0};
         s.stencil.reset(zero);
       }
       NASFAST_UNROLL
-      for (int i = 0; i < 4; ++i) reinterpret_cast<Vec4*>(shared + at.sums)[i * kThreads + thread] = Vec4{0, 0, 0, 0};
+      for (int i = 0; i < 8; ++i) s.sums[i] = GradientSums{};
       const int slot = thread / kPairs, image = slot / args.cut.strips, strip = slot % args.cut.strips;
       const int wide = kStrip * kStride, left = rows.x_columns - strip * wide, pair = 2 * (thread % kPairs);
       const bool there = image < part.images && left > 0;
@@ -199,81 +164,82 @@ struct ExpandBackwardKernel {
     });
   }
 
-  // Whether the row of dy in which pixel m of a turn is lies in the image.
-  static NASFAST_DEVICE bool inside(const Geometry& g, const Rows& rows, int row, int m) {
-    const int at = row + (kStride == 1 && m >= rows.row_pixels());
-    return at >= 0 && at < g.out_height;
-  }
-
-  // Begins to copy dz and the output of the depthwise convolution: the rows from `row` on.
-  template <class Block>
-  static NASFAST_DEVICE void fetch(const Block& block, const Args& args, const Part& part, const Rows& rows,
-                                   int channel, int row, unsigned char* shared) {
+  // Where the first turn reads and writes: rows `row` of dy and `x_row` of x.
+  static NASFAST_DEVICE void begin_turns(const Args& args, const Part& part, int channel, int row, int x_row,
+                                         int thread, Thread& s) {
     const BackwardStage& stage = args.stage.depthwise;
     const Geometry& g = stage.geometry;
-    const ExpandBackwardMemory& at = args.memory;
-    uint16_t* const dy = reinterpret_cast<uint16_t*>(shared + at.dy);
-    uint16_t* const y = reinterpret_cast<uint16_t*>(shared + at.y);
-    const int* const from = reinterpret_cast<const int*>(shared + at.from);
-    const int* const to = reinterpret_cast<const int*>(shared + at.to);
-    const int64_t first = int64_t{part.image} * g.out_height * g.out_width + int64_t{row} * g.out_width;
-    block.each([&](int thread) {
-      const int piece = 8 * (thread % kPieces);
-      NASFAST_NO_UNROLL
-      for (int m = thread / kPieces; m < rows.pixels(); m += kThreads / kPieces) {
-        if (!inside(g, rows, row, m)) continue;
-        const bool there = from[m] >= 0 && channel + piece < g.out_channels;
-        const int64_t place = there ? (first + from[m]) * g.out_channels + channel + piece : 0;
-        block.copy(dy + to[m] + piece, stage.grad + place, there);
-        block.copy(y + m * kChunk + piece, stage.y + place, there);
-      }
-    });
-    block.commit();
+    const int mine = channel + 8 * (thread % kPieces), last = g.out_channels - 8;
+    const int first = kStride == 1 || row > 0 ? row : 0;
+    const int64_t place =
+        (int64_t{part.image} * g.out_height + first) * g.out_width * g.out_channels + (mine < last ? mine : last);
+    const int64_t x_pixel = (int64_t{part.image} * g.height + x_row) * g.width;
+    s.next_grad = stage.grad + place;
+    s.next_y = stage.y + place;
+    s.x = args.stage.x + x_pixel * args.tile.channels + args.tile.piece(thread);
+    s.dx = stage.dx + x_pixel * g.out_channels + mine;
   }
 
-  // dy = a dz + b y + c in place of dz, by the threads that have copied it
-  template <class Block>
-  static NASFAST_DEVICE void fill(const Block& block, const Args& args, const Rows& rows, int row,
+  // Loads dz and the output of the depthwise convolution for the turn that begins at `row` of dy. For what is outside of
+  // the image or has no channel something else is loaded, because nothing reads what is made of it.
+  template <bool kFirst, class Block>
+  static NASFAST_DEVICE void load(const Block& block, const Args& args, const Rows& rows, int row, Local<Thread>& state,
                                   unsigned char* shared) {
-    const BackwardStage& stage = args.stage.depthwise;
+    const Geometry& g = args.stage.depthwise.geometry;
+    const int* const from = reinterpret_cast<const int*>(shared + args.memory.from);
+    const int row_step = g.out_width * g.out_channels;
+    // with stride 1 only the first row of all can be outside
+    const int outside = kFirst && kStride == 1 && row < 0 ? rows.row_pixels() : 0;
+    const int step = kStride == 1 ? 2 * row_step : row >= 0 && row + 1 < g.out_height ? row_step : 0;
+    block.each([&](int thread) {
+      Thread& s = state[thread];
+      NASFAST_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        const int m = thread / kPieces + i * (kThreads / kPieces), place = from[m] + (m < outside ? row_step : 0);
+        s.grad[i] = *reinterpret_cast<const Vec4*>(s.next_grad + place);
+        s.y[i] = *reinterpret_cast<const Vec4*>(s.next_y + place);
+      }
+      s.next_grad += step;
+      s.next_y += step;
+    });
+  }
+
+  // dy = a dz + b y + c -> shared memory. kMasked: what was loaded as dz is the gradient behind the activation.
+  template <bool kMasked, class Block>
+  static NASFAST_DEVICE void fill(const Block& block, const Args& args, Local<Thread>& state, unsigned char* shared) {
     const ExpandBackwardMemory& at = args.memory;
     uint16_t* const dy = reinterpret_cast<uint16_t*>(shared + at.dy);
-    const uint16_t* const y = reinterpret_cast<const uint16_t*>(shared + at.y);
     const int* const to = reinterpret_cast<const int*>(shared + at.to);
     block.each([&](int thread) {
+      Thread& s = state[thread];
       const int piece = 8 * (thread % kPieces);
       const Interval* const mask = reinterpret_cast<const Interval*>(shared + at.mask) + piece;
-      Back back[8];
+      // a pair of channels after the other, because registers are short
       NASFAST_UNROLL
-      for (int i = 0; i < 8; ++i) back[i] = reinterpret_cast<const Back*>(shared + at.back)[piece + i];
-      NASFAST_NO_UNROLL
-      for (int m = thread / kPieces; m < rows.pixels(); m += kThreads / kPieces) {
-        if (!inside(stage.geometry, rows, row, m)) continue;
-        Vec4* const place = reinterpret_cast<Vec4*>(dy + to[m] + piece);
-        Vec4 v = *place;
-        const Vec4 out = *reinterpret_cast<const Vec4*>(y + m * kChunk + piece);
+      for (int i = 0; i < 4; ++i) {
+        const Back* const both = reinterpret_cast<const Back*>(shared + at.back) + piece + 2 * i;
+        const Back back[2] = {both[0], both[1]};
         NASFAST_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const float value[2] = {Format::first(out.v[i]), Format::second(out.v[i])};
-          float dz[2] = {Format::first(v.v[i]), Format::second(v.v[i])};
+        for (int j = 0; j < kAhead; ++j) {
+          const float y[2] = {Format::first(s.y[j].v[i]), Format::second(s.y[j].v[i])};
+          float dz[2] = {Format::first(s.grad[j].v[i]), Format::second(s.grad[j].v[i])};
           NASFAST_UNROLL
           for (int e = 0; e < 2; ++e) {
-            if (stage.mask != nullptr) {
-              const Interval open = mask[2 * i + e];
-              dz[e] = open.low < value[e] && value[e] < open.high ? dz[e] : 0.f;
-            }
-            const Back& b = back[2 * i + e];
-            dz[e] = fma(b.a, dz[e], fma(b.b, value[e], b.c));
+            if (kMasked) dz[e] = mask[2 * i + e].low < y[e] && y[e] < mask[2 * i + e].high ? dz[e] : 0.f;
+            dz[e] = fma(back[e].a, dz[e], fma(back[e].b, y[e], back[e].c));
           }
-          v.v[i] = Format::pack(dz[0], dz[1]);
+          s.grad[j].v[i] = Format::pack(dz[0], dz[1]);
         }
-        *place = v;
+      }
+      NASFAST_UNROLL
+      for (int j = 0; j < kAhead; ++j) {
+        *reinterpret_cast<Vec4*>(dy + to[thread / kPieces + j * (kThreads / kPieces)] + piece) = s.grad[j];
       }
     });
   }
 
   template <int kCount>
-  static NASFAST_DEVICE void load(const uint16_t* from, float (&to)[kCount][2]) {
+  static NASFAST_DEVICE void unpack_row(const uint16_t* from, float (&to)[kCount][2]) {
     NASFAST_UNROLL
     for (int j = 0; j < kCount; ++j) {
       const uint32_t pair = *reinterpret_cast<const uint32_t*>(from + j * kChunk);
@@ -306,7 +272,7 @@ struct ExpandBackwardKernel {
           if constexpr (Inside::value) {
             if (row + r < 0 || !has_row(args, row + r)) continue;
             float in[Stencil::kIn][2];
-            load(from + r * next, in);
+            unpack_row(from + r * next, in);
             s.stencil.row(in, w, zero, out);
           } else {
             s.stencil.zero_row(zero, out);
@@ -317,7 +283,7 @@ struct ExpandBackwardKernel {
         s.stencil.advance();
         auto& last = s.stencil.dy[Stencil::kRows - 1];
         if (row >= 0 && has_row(args, row)) {
-          load(from, last);
+          unpack_row(from, last);
         } else {
           NASFAST_UNROLL
           for (int j = 0; j < Stencil::kIn; ++j) last[j][0] = last[j][1] = 0;
@@ -351,96 +317,85 @@ struct ExpandBackwardKernel {
     }
   }
 
-  // The gradient behind the activation -> dz, for the pixels from `begin` to `end` of a turn; `x_at` is the place of
-  // its first row in x.
+  // The gradient behind the activation -> dz, for the pixels from `begin` to `end` of a turn.
   template <class Block>
-  static NASFAST_DEVICE void expand(const Block& block, const Args& args, int channel, int64_t x_at, int begin, int end,
-                                    unsigned char* shared) {
-    const BackwardStage& stage = args.stage.depthwise;
-    const int channels = stage.geometry.out_channels;
+  static NASFAST_DEVICE void expand(const Block& block, const Args& args, int channel, int begin, int end,
+                                    Local<Thread>& state, unsigned char* shared) {
+    const int channels = args.stage.depthwise.geometry.out_channels;
     const ExpandBackwardMemory& at = args.memory;
-    const uint16_t* const weights = reinterpret_cast<const uint16_t*>(shared);
+    const uint16_t* const weights = reinterpret_cast<const uint16_t*>(shared + at.weights);
     const uint16_t* const x = reinterpret_cast<const uint16_t*>(shared + at.x);
     const uint16_t* const grad = reinterpret_cast<const uint16_t*>(shared + at.dz);
-    const int* const x_from = reinterpret_cast<const int*>(shared + at.x_from);
-    Vec4* const kept = reinterpret_cast<Vec4*>(shared + at.sums);
+    const int* const to = reinterpret_cast<const int*>(shared + at.x_to);
+    const Open& open = *reinterpret_cast<const Open*>(shared + at.open);
     block.warps([&](const Warp& warp) {
       Local<float[4][4]> acc(warp);
-      // between the turns the sums are in shared memory: the stencils need the registers
-      Local<GradientSums[8]> sums(warp);
-      warp.each([&](int lane) {
-        NASFAST_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const Vec4 v = kept[i * kThreads + 32 * warp.index + lane];
-          sums[lane][2 * i] = {as_float(v.v[0]), as_float(v.v[1])};
-          sums[lane][2 * i + 1] = {as_float(v.v[2]), as_float(v.v[3])};
-        }
-      });
       NASFAST_NO_UNROLL
       for (int m = begin / 16 * 16 + 16 * warp.index; m < end; m += 16 * kExpandWarps) {
-        expand_pixels<Format>(warp, args.tile, x + m * args.tile.pitch, weights,
-                              [&](int lane) -> auto& { return acc[lane]; });
         warp.each([&](int lane) {
+          NASFAST_UNROLL
+          for (int i = 0; i < 4; ++i) load_again(open.shift[lane % 4 * 4 + i], acc[lane][i]);
+        });
+        expand_pixels<Format>(
+            warp, args.tile, x + m * args.tile.pitch, weights, [&](int lane) -> auto& { return acc[lane]; },
+            [&](int lane, int j) -> auto& { return acc[lane][j]; });
+        warp.each([&](int lane) {
+          Thread& s = state[32 * warp.index + lane];
           const int piece = 8 * (lane % 4);
-          const Interval* interval = reinterpret_cast<const Interval*>(shared + at.interval) + piece;
-          Vec4 v[2];
-          int pixel[2];  // of x
+          float half[2][4];
+          load_again(open.half + piece, half[0]);
+          load_again(open.half + piece + 4, half[1]);
           NASFAST_UNROLL
           for (int h = 0; h < 2; ++h) {
             const int here = m + 8 * h + lane / 4;
-            pixel[h] = here >= begin && here < end ? x_from[here] : -1;
-            v[h] = Vec4{0, 0, 0, 0};  // a gradient of 0 adds nothing
-            if (pixel[h] >= 0) v[h] = *reinterpret_cast<const Vec4*>(grad + here * kChunk + piece);
-          }
-          NASFAST_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            const Interval open[2] = {interval[2 * i], interval[2 * i + 1]};
+            const int place = here >= begin && here < end ? to[here] : -1;
+            Vec4 v{0, 0, 0, 0};  // a gradient of 0 adds nothing
+            if (place >= 0) v = *reinterpret_cast<const Vec4*>(grad + here * kChunk + piece);
             NASFAST_UNROLL
-            for (int h = 0; h < 2; ++h) {
-              float dz[2] = {Format::first(v[h].v[i]), Format::second(v[h].v[i])};
+            for (int i = 0; i < 4; ++i) {
+              float dz[2] = {Format::first(v.v[i]), Format::second(v.v[i])};
               NASFAST_UNROLL
               for (int e = 0; e < 2; ++e) {
-                const float y = acc[lane][i][2 * h + e];
-                dz[e] = open[e].low < y && y < open[e].high ? dz[e] : 0.f;
-                sums[lane][2 * i + e].add(dz[e], y - open[e].mean);
+                const float distance = acc[lane][i][2 * h + e];
+                dz[e] = fabsf(distance) < half[i / 2][i % 2 * 2 + e] ? dz[e] : 0.f;
+                s.sums[2 * i + e].add(dz[e], distance);
               }
-              v[h].v[i] = Format::pack(dz[0], dz[1]);
+              v.v[i] = Format::pack(dz[0], dz[1]);
             }
-          }
-          NASFAST_UNROLL
-          for (int h = 0; h < 2; ++h) {
-            if (pixel[h] < 0 || channel + piece >= channels) continue;
-            *reinterpret_cast<Vec4*>(stage.dx + (x_at + pixel[h]) * channels + channel + piece) = v[h];
+            if (place >= 0 && channel + piece < channels) *reinterpret_cast<Vec4*>(s.dx + place) = v;
           }
         });
       }
-      warp.each([&](int lane) {
-        NASFAST_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const GradientSums &a = sums[lane][2 * i], &b = sums[lane][2 * i + 1];
-          kept[i * kThreads + 32 * warp.index + lane] = {as_bits(a.sum), as_bits(a.product), as_bits(b.sum),
-                                                         as_bits(b.product)};
-        }
-      });
     });
   }
 
   // the threads that have a channel one after the other, and then all blocks
   template <class Block>
-  static NASFAST_DEVICE void finish(const Block& block, const Args& args, int channel, const unsigned char* shared) {
-    const NormGradient& gradient = args.stage.depthwise.gradient;
-    const int channels = args.stage.depthwise.geometry.out_channels;
+  static NASFAST_DEVICE void finish(const Block& block, const Args& args, int channel, Local<Thread>& state,
+                                    unsigned char* shared) {
+    const BackwardStage& stage = args.stage.depthwise;
+    const NormGradient& gradient = stage.gradient;
+    const int channels = stage.geometry.out_channels;
     const int mine = channels - channel < kChunk ? channels - channel : kChunk;
-    const ExpandBackwardMemory& at = args.memory;
-    const Vec2* const kept = reinterpret_cast<const Vec2*>(shared + at.sums);
+    const Open& open = *reinterpret_cast<const Open*>(shared + args.memory.open);
+    Vec2* const kept = reinterpret_cast<Vec2*>(shared + args.memory.weights);  // [8][threads]
+    block.each([&](int thread) {
+      NASFAST_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        kept[i * kThreads + thread] = {as_bits(state[thread].sums[i].sum), as_bits(state[thread].sums[i].product)};
+      }
+    });
+    block.sync();
     block.each([&](int thread) {
       for (int c = thread; c < mine; c += kThreads) {
         GradientSums total;
-        for (int i = c / 8; i < kThreads; i += 4) {
-          const Vec2 v = kept[(c % 8 / 2 * kThreads + i) * 2 + c % 2];
+        for (int i = c / 8; i < kThreads; i += kPieces) {
+          const Vec2 v = kept[c % 8 * kThreads + i];
           total.sum += as_float(v.v[0]);
           total.product += as_float(v.v[1]);
         }
+        // the distances were taken to the middle, not to the mean
+        total.product = fma(-open.shift[c / 2][c % 2] - stage.interval[channel + c].mean, total.sum, total.product);
         gradient.reduction.partial[int64_t{block.y} * channels + channel + c] = {as_bits(total.sum),
                                                                                  as_bits(total.product)};
       }

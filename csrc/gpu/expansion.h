@@ -103,16 +103,17 @@ Cut cut_of(const Geometry& g, const Machine& machine, int resident, int around) 
 // behind the last channel.
 struct ExpandTile {
   int channels, steps, pitch;
-  int lanes;  // threads that load a pixel, a power of two
+  int lane_bits;  // logarithm of the number of threads that load a pixel
 
   NASFAST_ANYWHERE explicit ExpandTile(int channels)
       : channels(channels),
         steps((channels + 15) / 16),
         pitch(16 * ((channels + 15) / 16) + 8),
-        lanes(channels > 32   ? 8
-              : channels > 16 ? 4
-                              : 2) {}
+        lane_bits(channels > 32   ? 3
+                  : channels > 16 ? 2
+                                  : 1) {}
   NASFAST_ANYWHERE int bytes(int rows) const { return rows * pitch * 2; }
+  NASFAST_DEVICE int piece(int thread) const { return 8 * (thread & ((1 << lane_bits) - 1)); }
 };
 
 // A weight, rounded to the type of the tensors.
@@ -130,16 +131,30 @@ NASFAST_DEVICE float float_weight(const Weight& weight, int64_t at) {
 // Column of the product of 32 channels at which channel c is: the results of a lane are then 8 neighbouring channels.
 NASFAST_DEVICE int column_of(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
 
+// 8 neighbouring weights, rounded to the type of the tensors.
+template <class Format>
+NASFAST_DEVICE Vec4 rounded_weights(const Weight& weight, int64_t at) {
+  if (!weight.is_float) return *reinterpret_cast<const Vec4*>(static_cast<const uint16_t*>(weight.data) + at);
+  const Vec4* const from = reinterpret_cast<const Vec4*>(static_cast<const float*>(weight.data) + at);
+  Vec4 rounded;
+  NASFAST_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    rounded.v[i] = Format::pack(as_float(from[i / 2].v[i % 2 * 2]), as_float(from[i / 2].v[i % 2 * 2 + 1]));
+  }
+  return rounded;
+}
+
 // A chunk of the weights [hidden][channels] of the expansion -> shared memory.
 template <class Format>
 NASFAST_DEVICE void fill_expansion(const ExpandTile& tile, const Weight& weight, int first, int hidden, uint16_t* to,
                                    int thread) {
-  const int depth = 16 * tile.steps;
-  for (int i = thread; i < kChunk * depth; i += kExpandThreads) {
-    const int c = i / depth, k = i - c * depth;
-    const bool there = first + c < hidden && k < tile.channels;
-    to[column_of(c) * tile.pitch + k] =
-        there ? rounded_weight<Format>(weight, int64_t{first + c} * tile.channels + k) : uint16_t{0};
+  const int c = thread % kChunk;
+  for (int k = thread / kChunk * 8; k < 16 * tile.steps; k += kExpandThreads / kChunk * 8) {
+    Vec4 v{0, 0, 0, 0};
+    if (first + c < hidden && k < tile.channels) {
+      v = rounded_weights<Format>(weight, int64_t{first + c} * tile.channels + k);
+    }
+    *reinterpret_cast<Vec4*>(to + column_of(c) * tile.pitch + k) = v;
   }
 }
 
@@ -154,19 +169,27 @@ NASFAST_DEVICE void fill_filters(const Weight& weight, int first, int hidden, bo
   }
 }
 
-// Begins to copy the pixels from `begin` to `end` of a turn to shared memory. from[m] is the place of pixel m behind x;
-// what is negative is left as it is, for nothing reads its results.
+// Calls f(m, line, column) for the pixels m of a few lines, which lie one behind the other, without a division.
+template <class F>
+NASFAST_DEVICE void each_pixel(int lines, int columns, int thread, const F& f) {
+  NASFAST_NO_UNROLL
+  for (int line = thread / 32; line < lines; line += kExpandWarps) {
+    NASFAST_NO_UNROLL
+    for (int column = thread % 32; column < columns; column += 32) f(line * columns + column, line, column);
+  }
+}
+
+// Begins to copy the pixels from `begin` to `end` of a turn to shared memory. x is the piece of this thread of the first
+// pixel, and from[m] the distance to that of pixel m.
 template <class Block>
 NASFAST_DEVICE void fetch_pixels(const Block& block, const ExpandTile& tile, const uint16_t* x, const int* from,
                                  int begin, int end, uint16_t* to, int thread) {
-  const int piece = 8 * (thread & (tile.lanes - 1));
+  const int step = kExpandThreads >> tile.lane_bits, piece = tile.piece(thread);
   if (piece >= tile.channels) return;
-  const int step = kExpandThreads / tile.lanes;
+  int m = begin + (thread >> tile.lane_bits);
+  to += m * tile.pitch + piece;
   NASFAST_NO_UNROLL
-  for (int m = begin + thread / tile.lanes; m < end; m += step) {
-    const int pixel = from[m];
-    if (pixel >= 0) block.copy(to + m * tile.pitch + piece, x + (pixel * tile.channels + piece));
-  }
+  for (; m < end; m += step, to += step * tile.pitch) block.copy(to, x + from[m]);
 }
 
 // Zeros in `count` pixels, of which no copy touches the channels behind the last. What nothing has been copied to is
@@ -176,17 +199,13 @@ NASFAST_DEVICE void clear_pixels(const ExpandTile& tile, int count, uint16_t* to
   for (int i = thread; i < count * tile.pitch / 8; i += kExpandThreads) pieces[i] = Vec4{0, 0, 0, 0};
 }
 
-// The expansion of 16 pixels to 32 channels by one warp. acc(lane)[j][2 h + e] is pixel 8 h + lane / 4, and channel
-// 8 (lane % 4) + 2 j + e.
-template <class Format, class Acc>
+// The expansion of 16 pixels to 32 channels by one warp, plus a number of each channel. acc(lane)[j][2 h + e] is pixel
+// 8 h + lane / 4 and channel 8 (lane % 4) + 2 j + e, and start(lane, j)[2 h + e] is what is added to it.
+template <class Format, class Acc, class Start>
 NASFAST_DEVICE void expand_pixels(const Warp& warp, const ExpandTile& tile, const uint16_t* x, const uint16_t* weights,
-                                  const Acc& acc) {
+                                  const Acc& acc, const Start& start) {
   Local<uint32_t[4]> a(warp);
   Local<uint32_t[2][4]> b(warp);
-  warp.each([&](int lane) {
-    NASFAST_UNROLL
-    for (int i = 0; i < 16; ++i) acc(lane)[i / 4][i % 4] = 0;
-  });
   NASFAST_UNROLL
   for (int k = 0; k < kMaxExpandDepth / 16; ++k) {
     if (k >= tile.steps) break;
@@ -203,9 +222,14 @@ NASFAST_DEVICE void expand_pixels(const Warp& warp, const ExpandTile& tile, cons
     }
     NASFAST_UNROLL
     for (int j = 0; j < 4; ++j) {
-      warp.template multiply_16<Format>([&](int lane) -> auto& { return acc(lane)[j]; },
-                                        [&](int lane) -> auto& { return a[lane]; },
-                                        [&](int lane) { return b[lane][j / 2] + 2 * (j % 2); });
+      const auto to = [&](int lane) -> auto& { return acc(lane)[j]; };
+      const auto pixels = [&](int lane) -> auto& { return a[lane]; };
+      const auto channels = [&](int lane) { return b[lane][j / 2] + 2 * (j % 2); };
+      if (k == 0) {
+        warp.template multiply_16<Format>(to, pixels, channels, [&](int lane) { return start(lane, j); });
+      } else {
+        warp.template multiply_16<Format>(to, pixels, channels);
+      }
     }
   }
 }

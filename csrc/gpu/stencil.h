@@ -27,7 +27,10 @@ struct Taps<kKernel, true> {
 
   NASFAST_DEVICE explicit Taps(const float* shared) {
     NASFAST_UNROLL
-    for (int i = 0; i < kKernel * kKernel; ++i) kept[i][0] = shared[2 * i], kept[i][1] = shared[2 * i + 1];
+    for (int i = 0; i < kKernel * kKernel; ++i) {
+      const Vec2 pair = reinterpret_cast<const Vec2*>(shared)[i];
+      kept[i][0] = as_float(pair.v[0]), kept[i][1] = as_float(pair.v[1]);
+    }
   }
   NASFAST_DEVICE void operator()(int ky, int kx, float (&to)[2]) const {
     to[0] = kept[kKernel * ky + kx][0], to[1] = kept[kKernel * ky + kx][1];
