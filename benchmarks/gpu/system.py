@@ -211,7 +211,7 @@ def bench_orthogonalize(bench: Bench) -> None:
 
     bench.row("doctor", **environment())
     device = torch.device(bench.device)
-    classes = weights() if bench.on_gpu else {"n <= 32": weights()["n <= 32"][:3]}
+    classes = weights() if bench.on_gpu else {"n up to 32": weights()["n up to 32"][:3]}
     repeated = dict(rounds=7, warmup=2) if bench.on_gpu else dict(rounds=1, warmup=0)
     once = dict(rounds=1, warmup=0)
     for peer, function, settings in (("nasfast", orthogonalize, repeated), ("qr grouped", grouped_qr, once)):

@@ -69,7 +69,7 @@ def _layers(space: SearchSpace) -> list[tuple[Layer, Block]]:
 def _block(space: SearchSpace, layer: Layer, block: Block) -> Part:
     names = {"mbconv": "inverted residual", "shuffle": "shuffle unit", "shuffle_xception": "xception unit"}
     kind = f"{names[block.kind]} s{layer.stride}"
-    label = f"{block.label} {layer.in_channels}->{layer.out_channels}"
+    label = f"{block.label} {layer.in_channels} to {layer.out_channels}"
 
     def make(fused: bool) -> nn.Module:
         return build_block(block, layer, UnitFactory(act=space.activation, fused=fused, track_running_stats=False))
@@ -90,7 +90,7 @@ def _units(space: SearchSpace, layer: Layer, block: Block) -> list[Part]:
             Part(
                 op="conv_bn_act",
                 kind=_kind_of(conv, unit.act_name),
-                label=f"{conv.in_channels}->{conv.out_channels}",
+                label=f"{conv.in_channels} to {conv.out_channels}",
                 channels=conv.in_channels,
                 size=size,
                 input_grad=conv.in_channels != space.in_channels,

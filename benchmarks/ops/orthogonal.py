@@ -17,12 +17,12 @@ from nasfast.measure.floor import Machine
 
 # largest number of columns in each class; a wide matrix is transposed first
 _LIMITS = (32, 64, 128, 256)
-_NAMES = (*(f"n <= {limit}" for limit in _LIMITS), f"n > {_LIMITS[-1]}")
+_NAMES = (*(f"n up to {limit}" for limit in _LIMITS), f"n over {_LIMITS[-1]}")
 CLASSES = ("filters", *_NAMES, "all")
 
 
 def cases(size: Size) -> list[Case]:
-    weights_of = "weights of 6^20" if size.matrices is None else f"{size.matrices} weights of 6^20"
+    weights_of = "weights of mobilenet_v2" if size.matrices is None else f"{size.matrices} weights of mobilenet_v2"
     return [
         Case(
             "orthogonalize",

@@ -28,7 +28,10 @@ class Work(NamedTuple):
 
 @cache
 def settings(size: str, device: str) -> dict[str, tuple[Case, Setting]]:
-    """Every case with every provider and dtype, by the text that stands for them in the name of a test."""
+    """Every case with every provider and dtype, by the text that stands for them in the name of a test.
+
+    It has only characters that pytest's option -k takes.
+    """
     found = {}
     for case in table(size):
         for setting in case.settings(device):

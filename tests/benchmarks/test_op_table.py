@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -75,6 +76,11 @@ def test_a_name_stands_for_one_work():
     # the matrices of orthogonalize are no batch, of which a quick run takes a part
     assert {name.split()[0] for name in names["full"].keys() & names["quick"].keys()} == {"orthogonalize"}
     assert not names["tiny"].keys() & (names["full"] | names["quick"]).keys()
+
+
+def test_names_can_be_chosen_from():
+    """The option -k of pytest takes these characters alone."""
+    assert all(re.fullmatch(r"[\w ]+", case.name) for case in table("full"))
 
 
 def test_a_result_file(native, monkeypatch, tmp_path):
