@@ -29,6 +29,24 @@ struct Tanh {
   }
 };
 
+struct Hswish {
+  static VecF value(VecF z) { return z * minimum(broadcast(1.0f), maximum(VecF{}, z * (1.0f / 6) + 0.5f)); }
+  static VecF backward(VecF grad, VecF z) {
+    const VecF inside = z > -3.0f ? grad * (z * (1.0f / 3) + 0.5f) : VecF{};
+    return z < 3.0f ? inside : grad;
+  }
+};
+
+struct Silu {
+  // 1 / (1 + exp(-z)), with an absolute error below 3e-7
+  static VecF sigmoid(VecF z) { return 0.5f + 0.5f * tanh(0.5f * z); }
+  static VecF value(VecF z) { return z * sigmoid(z); }
+  static VecF backward(VecF grad, VecF z) {
+    const VecF s = sigmoid(z);
+    return grad * (s * (1.0f + z * (1.0f - s)));
+  }
+};
+
 // Returns pick(A{}) for the given activation.
 template <typename Pick>
 auto by_act(Act act, const Pick& pick) -> decltype(pick(Identity{})) {
@@ -39,6 +57,10 @@ auto by_act(Act act, const Pick& pick) -> decltype(pick(Identity{})) {
       return pick(Relu6{});
     case Act::kTanh:
       return pick(Tanh{});
+    case Act::kHswish:
+      return pick(Hswish{});
+    case Act::kSilu:
+      return pick(Silu{});
     default:
       return pick(Identity{});
   }

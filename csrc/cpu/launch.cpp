@@ -20,7 +20,9 @@ Act parse_act(const std::string& op, const std::string& act) {
   if (act == "relu") return Act::kRelu;
   if (act == "relu6") return Act::kRelu6;
   if (act == "tanh") return Act::kTanh;
-  STD_TORCH_CHECK(false, op, ": act must be identity, relu, relu6 or tanh, got ", act);
+  if (act == "hswish") return Act::kHswish;
+  if (act == "silu") return Act::kSilu;
+  STD_TORCH_CHECK(false, op, ": act must be identity, relu, relu6, tanh, hswish or silu, got ", act);
 }
 
 RowItems::RowItems(int64_t total) : rows(total) {

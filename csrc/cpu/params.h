@@ -5,7 +5,7 @@
 
 namespace nasfast::cpu {
 
-enum class Act { kIdentity, kRelu, kRelu6, kTanh };
+enum class Act { kIdentity, kRelu, kRelu6, kTanh, kHswish, kSilu };
 
 // The coefficients of one BatchNorm: arrays with one float per channel, padded to whole vectors. Forward: z = (y -
 // center) * scale + shift. center is the mean rounded to float, and the rest of the mean is in shift, so that values

@@ -9,7 +9,7 @@ namespace {
 
 // the numbers of a plan, as ChainPlan.numbers in nasfast/ops/plan.py has them
 constexpr size_t kHeader = 6, kPerStage = 9;
-constexpr int64_t kKinds = 3, kActs = 4;
+constexpr int64_t kKinds = 3, kActs = 6;
 // No memory has so many elements, and products of numbers below it may overflow.
 constexpr int64_t kMaxElements = int64_t{1} << 48;
 

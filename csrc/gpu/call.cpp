@@ -44,7 +44,7 @@ ChainPlan read(const std::vector<int64_t>& numbers) {
                   ": x is too large for the CUDA kernels");
   for (size_t i = 0; i < plan.stages.size(); ++i) {
     const StagePlan& s = plan.stages[i];
-    STD_TORCH_CHECK(s.kind != cpu::Kind::kDense && s.act != cpu::Act::kTanh && s.in_channels % 8 == 0 &&
+    STD_TORCH_CHECK(s.kind != cpu::Kind::kDense && s.act <= cpu::Act::kRelu6 && s.in_channels % 8 == 0 &&
                         s.out_channels % 8 == 0 && s.in_channels <= most && s.out_channels <= most,
                     kConvOp, ", stage ", i,
                     " of the plan: the CUDA kernels need a pointwise or depthwise convolution, channels in multiples "

@@ -28,7 +28,7 @@ GROUP = tl.constexpr(64)
 
 @triton.jit
 def activate(z, ACT: tl.constexpr):
-    """act(z); ACT is identity, relu, relu6 or tanh."""
+    """act(z); ACT is identity, relu, relu6, tanh, hswish or silu."""
     # a NaN must stay a NaN
     if ACT == "relu":
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -37,6 +37,10 @@ def activate(z, ACT: tl.constexpr):
         return tl.minimum(z, 6.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == "tanh":
         return _tanh(z)
+    elif ACT == "hswish":
+        return z * tl.minimum(tl.maximum(z * (1.0 / 6.0) + 0.5, 0.0), 1.0)
+    elif ACT == "silu":
+        return z * _sigmoid(z)
     else:
         return z
 
@@ -51,8 +55,20 @@ def activation_gradient(grad, z, ACT: tl.constexpr):
     elif ACT == "tanh":
         y = _tanh(z)
         return grad * (1.0 - y * y)
+    elif ACT == "hswish":
+        inside = tl.where(z > -3.0, grad * (z * (1.0 / 3.0) + 0.5), 0.0)
+        return tl.where(z < 3.0, inside, grad)
+    elif ACT == "silu":
+        s = _sigmoid(z)
+        return grad * (s * (1.0 + z * (1.0 - s)))
     else:
         return grad
+
+
+@triton.jit
+def _sigmoid(z):
+    # exp(-z) is infinite for z < -88, and 1 / infinity is the 0 that it should be
+    return 1.0 / (1.0 + tl.exp(-z))
 
 
 @triton.jit

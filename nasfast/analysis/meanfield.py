@@ -63,6 +63,14 @@ class Activation:
         return cls(name, value, slope, tuple(kinks))
 
 
+def _sigmoid(x: Array) -> Array:
+    return 0.5 + 0.5 * np.tanh(0.5 * x)
+
+
+def _hswish_slope(x: Array) -> Array:
+    return np.where(x < 3, np.where(x > -3, x / 3 + 0.5, 0.0), 1.0)
+
+
 ACTIVATIONS = {
     a.name: a
     for a in (
@@ -70,6 +78,8 @@ ACTIVATIONS = {
         Activation("tanh", np.tanh, lambda x: 1 - np.square(np.tanh(x))),
         Activation("relu", lambda x: np.maximum(x, 0.0), lambda x: np.where(x > 0, 1.0, 0.0)),
         Activation("relu6", lambda x: np.clip(x, 0.0, 6.0), lambda x: np.where((x > 0) & (x < 6), 1.0, 0.0), (6.0,)),
+        Activation("hswish", lambda x: x * np.clip(x / 6 + 0.5, 0.0, 1.0), _hswish_slope, (-3.0, 3.0)),
+        Activation("silu", lambda x: x * _sigmoid(x), lambda x: _sigmoid(x) * (1 + x * _sigmoid(-x))),
     )
 }
 

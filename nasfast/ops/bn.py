@@ -40,7 +40,7 @@ def bn_act(
             float64 on the reference.
         weight, bias, running_mean, running_var: (C,), float32 (float64 allowed with a float64 x).
         residual: (N, C, H, W), added after the activation; the result has the promoted type of x and residual.
-        act: identity, relu, relu6 or tanh.
+        act: identity, relu, relu6, tanh, hswish or silu.
         training: batch statistics (True) or running statistics (False).
         momentum: weight of the new batch in the running statistics.
         eps: added to the variance, positive.

@@ -14,7 +14,14 @@ from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act_chain
 from nasfast.ops.reference import ConvBNParams, Stage
 
-_ACTIVATION_MODULES = {"identity": nn.Identity, "relu": nn.ReLU, "relu6": nn.ReLU6, "tanh": nn.Tanh}
+ACTIVATION_MODULES = {
+    "identity": nn.Identity,
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "tanh": nn.Tanh,
+    "hswish": nn.Hardswish,
+    "silu": nn.SiLU,
+}
 
 
 class ConvBNAct(nn.Module):
@@ -22,7 +29,7 @@ class ConvBNAct(nn.Module):
 
     Args:
         in_channels, out_channels, kernel_size, stride, groups: arguments of the convolution.
-        act: identity, relu, relu6 or tanh.
+        act: identity, relu, relu6, tanh, hswish or silu.
         eps, momentum, track_running_stats: arguments of the BatchNorm. Without tracking it always uses batch
             statistics and has no buffers.
 
@@ -106,7 +113,7 @@ class InvertedResidual(nn.Module):
         kernel_size: size of the depthwise kernel, odd.
         stride: stride of the depthwise convolution.
         expand: hidden channels per input channel, at least 1.
-        act: identity, relu, relu6 or tanh.
+        act: identity, relu, relu6, tanh, hswish or silu.
         track_running_stats: as in ConvBNAct.
 
     Raises:
@@ -183,7 +190,7 @@ class BNAct2d(nn.BatchNorm2d):
 
     Args:
         num_features: C.
-        act: identity, relu, relu6 or tanh.
+        act: identity, relu, relu6, tanh, hswish or silu.
         eps, momentum, track_running_stats: as in nn.BatchNorm2d; the affine parameters are always there.
 
     Raises:
@@ -214,9 +221,9 @@ class BNAct2d(nn.BatchNorm2d):
 
 
 def _activation_module(act: str) -> nn.Module:
-    if act not in _ACTIVATION_MODULES:
-        raise ValueError(f"act must be one of {', '.join(_ACTIVATION_MODULES)}, got {act!r}")
-    return _ACTIVATION_MODULES[act]()
+    if act not in ACTIVATION_MODULES:
+        raise ValueError(f"act must be one of {', '.join(ACTIVATION_MODULES)}, got {act!r}")
+    return ACTIVATION_MODULES[act]()
 
 
 def _begin_stages(units: Iterable[FusedConvBNAct]) -> list[Stage]:

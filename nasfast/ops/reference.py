@@ -17,6 +17,8 @@ ACTIVATIONS = {
     "relu": F.relu,
     "relu6": F.relu6,
     "tanh": torch.tanh,
+    "hswish": F.hardswish,  # z * min(max(z + 3, 0), 6) / 6
+    "silu": F.silu,  # z / (1 + exp(-z))
 }
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.config import nearest
-from nasfast.ops.modules import InvertedResidual
+from nasfast.ops.modules import ACTIVATION_MODULES, InvertedResidual
 from nasfast.ops.orthogonal import draw_gaussians, orthogonalize_draws
 from nasfast.settings.supernet import Init
 from nasfast.supernet.aligned import align
@@ -29,10 +29,18 @@ Shape = tuple[int, ...]
 
 _LOG = logging.getLogger(__name__)
 
-GAINS = {"identity": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2), "tanh": 1.0}
-"""The gain g of a convolution by the activation behind it; tanh has that of its critical point (docs/method.md 1)."""
+GAINS = {
+    "identity": 1.0,
+    "relu": math.sqrt(2),
+    "relu6": math.sqrt(2),
+    "tanh": 1.0,
+    "hswish": 2.0,
+    "silu": 2.0,
+}
+"""The gain g of a convolution by the activation behind it; tanh, h-swish and SiLU have that of their critical point, 1
+over their slope at 0 (docs/method.md 1)."""
 
-_ACTIVATION_NAMES = {nn.Identity: "identity", nn.ReLU: "relu", nn.ReLU6: "relu6", nn.Tanh: "tanh"}
+_ACTIVATION_NAMES = {module: name for name, module in ACTIVATION_MODULES.items()}
 
 # standard deviation of the classifiers in the published BN-NAS and SPOS code
 _SMALL_STD = 0.01

@@ -42,7 +42,7 @@ def test_activations_agree_with_the_operators():
     for name, act in ACTIVATIONS.items():
         ours = Activation.from_torch(name, reference.ACTIVATIONS[name])
         np.testing.assert_allclose(act.value(x), ours.value(x), atol=1e-15)
-        kink = np.isin(x, [0.0, 6.0])
+        kink = np.isin(x, [0.0, *act.kinks])
         np.testing.assert_allclose(act.slope(x)[~kink], ours.slope(x)[~kink], atol=1e-15)
 
 
@@ -193,10 +193,10 @@ def test_correlation_map_has_slope_chi_at_one(sigma_w, sigma_b):
 def test_phase_diagram_is_the_fixed_points_and_fast():
     w, b = np.linspace(0.5, 3, 60), np.linspace(0, 1, 60)
     for name in ACTIVATIONS:
-        start = time.perf_counter()
+        start = time.process_time()
         diagram = phase_diagram(name, w, b)
-        # a tenth of a second; the limit is for busy machines
-        assert time.perf_counter() - start < 10
+        # a tenth of a second, and a second with kinks; the limit is for slow machines
+        assert time.process_time() - start < 10
         for i_b, i_w in ((0, 0), (0, 59), (59, 0), (20, 30)):
             found = fixed_point(name, w[i_w], b[i_b])
             assert diagram.q[i_b, i_w] == pytest.approx(found.q)
@@ -280,7 +280,7 @@ def test_any_pytorch_function():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gain("swish"), "unknown activation 'swish'; valid: identity, relu, relu6, tanh"),
+        (lambda: gain("swish"), "unknown activation 'swish'; valid: hswish, identity, relu, relu6, silu, tanh"),
         (lambda: gain("tanh", "backward"), "unknown mode 'backward'; valid: critical, forward, jacobian"),
         (lambda: gain("tanh", "forward", q=0.0), "q must be positive, got 0.0"),
         (lambda: gain(Activation.from_torch("sigmoid", torch.sigmoid)), "sigmoid is not 0 at 0"),

@@ -12,6 +12,8 @@ from nasfast import ops
 from nasfast.ops import reference
 
 ACTS = tuple(reference.ACTIVATIONS)
+# where the slope of an activation jumps
+KINKS = {"relu": (0,), "relu6": (0, 6), "hswish": (-3, 3)}
 EPS = 1e-3
 
 # Distance from a kink of the activation below which rounding may choose the other slope; there the incoming gradient is
@@ -63,7 +65,7 @@ class Case:
                 training=training,
                 momentum=0.0,
             )
-            for kink in {"relu": (0,), "relu6": (0, 6)}.get(act, ()):
+            for kink in KINKS.get(act, ()):
                 tensors["grad"][(z - kink).abs() < KINK_MARGIN + KINK_MARGIN_OF_MEAN * abs(self.mean)] = 0
         return tensors
 

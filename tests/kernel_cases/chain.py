@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
 from torch import Tensor
 
+from kernel_cases.bn_act import KINKS
 from kernel_cases.layout import with_layout
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
@@ -202,7 +203,7 @@ def exact_chain(drawn: Drawn, *, x_grad: bool = True) -> Exact:
         # root of the sum of squares of a convolution's terms, per standard deviation of their sum: how rounding grows
         squares = F.conv2d(seen["x"].detach().square(), weight.square(), None, *stage[1:3], 1, stage.groups)
         condition = max(condition, float((squares.mean((0, 2, 3)).sqrt() * rstd).max()))
-        for point in {"relu": (0,), "relu6": (0, 6)}.get(stage.act, ()):
+        for point in KINKS.get(stage.act, ()):
             moving = z[:, gamma != 0]
             if moving.numel():
                 kink = min(kink, float((moving - point).abs().min()) / condition)
@@ -346,6 +347,8 @@ PLANS = [
     ChainCase((2, 72, 4, 4), "pw144! dw3 pw72!"),
     ChainCase((2, 72, 4, 4), "pw144 dw3! pw72"),
     ChainCase((2, 72, 9, 7), "pw48 dw3s2 pw24/identity", mean=1e3),
+    ChainCase((2, 72, 5, 7), "pw144/hswish dw3s2/hswish pw33/identity", "tensor"),
+    ChainCase((2, 72, 5, 7), "pw144/silu dw5/silu pw72/identity", "x"),
 ]
 
 BFLOAT16_CASES = [
@@ -361,6 +364,10 @@ BFLOAT16_CASES = [
     ChainCase((2, 48, 14, 14), "pw24/relu dw3/identity pw24/relu", shuffle=True),
     ChainCase((4, 24, 14, 14), "pw48! dw3 pw24/identity!", "x"),
     ChainCase((1, 24, 130, 3), "pw48 dw5 pw24", "x"),
+    ChainCase((4, 24, 14, 14), "pw144/hswish dw3s2/hswish pw33/identity"),
+    ChainCase((4, 72, 7, 7), "pw216/hswish dw5/hswish pw72/identity", "x"),
+    ChainCase((4, 24, 14, 14), "pw144/silu dw3/silu pw24/identity", "x"),
+    ChainCase((4, 3, 15, 15), "dense32k3s2/silu", x_grad=False),
 ]
 
 
@@ -434,7 +441,7 @@ def check_bfloat16(case, *, autocast=True, shift=0.0):
             for name, error in relative_errors(run_chain(chain, drawn, x_grad=case.x_grad), exact).items():
                 errors[name] = errors.get(name, 0.0) + error / BFLOAT16_DRAWS
     # at a kink roundings choose slopes: few and large errors, of which only the sum can be compared, and that roughly
-    smooth = not {"relu", "relu6"} & {stage.act for stage in drawn.stages}
+    smooth = not KINKS.keys() & {stage.act for stage in drawn.stages}
     assert sum(ours.values()) <= (1.05 if smooth else 1.25) * sum(theirs.values()), (ours, theirs)
     assert ours["y"] <= BFLOAT16_CHAIN.relative
     for name in ours if smooth else ():

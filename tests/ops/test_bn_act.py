@@ -248,7 +248,7 @@ WRONG = {
     "weight shape": (ValueError, r"bn_act: weight must have shape \(3,\), got \(2,\)", {"weight": ONES[:2]}),
     "bias type": (TypeError, "bn_act: bias must be float32.*got torch.bfloat16", {"bias": ZEROS.bfloat16()}),
     "weight device": (ValueError, "weight must be on cpu like x, got meta", {"weight": ONES.to("meta")}),
-    "act": (ValueError, "act must be one of identity, relu, relu6, tanh, got 'gelu'", {"act": "gelu"}),
+    "act": (ValueError, "act must be one of identity, relu, relu6, tanh, hswish, silu, got 'gelu'", {"act": "gelu"}),
     "eps": (ValueError, "eps must be positive, got 0", {"eps": 0}),
     "one running": (ValueError, "running_var is None", {"running_mean": ZEROS}),
     "running shape": (ValueError, "running_mean must have shape", {"running_mean": ZEROS[:1], "running_var": ONES}),

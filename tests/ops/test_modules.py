@@ -106,7 +106,10 @@ def test_plain_modules_call_no_nasfast_operator(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ConvBNAct(3, 4, 3, act="gelu"), "act must be one of identity, relu, relu6, tanh, got 'gelu'"),
+        (
+            lambda: ConvBNAct(3, 4, 3, act="gelu"),
+            "act must be one of identity, relu, relu6, tanh, hswish, silu, got 'gelu'",
+        ),
         (lambda: BNAct2d(3, act="gelu"), "act must be one of"),
         (lambda: InvertedResidual(3, 4, kernel_size=4, stride=1, expand=3), "kernel_size must be odd, got 4"),
         (lambda: InvertedResidual(3, 4, kernel_size=3, stride=1, expand=0), "expand must be at least 1, got 0"),

@@ -18,7 +18,7 @@ from nasfast.ops.orthogonal import tensor_generator
 from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, digits_mini
 from nasfast.supernet import InitScheme, Supernet, build, init, initialize
 
-GAIN = {"identity": 1.0, "tanh": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2)}
+GAIN = {"identity": 1.0, "tanh": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2), "hswish": 2.0, "silu": 2.0}
 
 
 def units(net: nn.Module):
@@ -38,7 +38,7 @@ def assert_scaled_identity(matrix: torch.Tensor, scale: float) -> None:
     torch.testing.assert_close(matrix, scale * torch.eye(len(matrix), dtype=torch.float64), rtol=0, atol=1e-6 * scale)
 
 
-@pytest.mark.parametrize("activation", ["relu6", "relu", "tanh", "identity"])
+@pytest.mark.parametrize("activation", ["relu6", "relu", "tanh", "identity", "hswish", "silu"])
 def test_orthogonal_matrices_and_filters(activation):
     net = Supernet(tiny_space(), init="orthogonal", activation=activation)
     kinds = set()
