@@ -8,13 +8,12 @@ from nasfast.indicators.zero_cost import ZERO_COST
 from nasfast.spaces import Arch, format_arch
 from nasfast.supernet import Supernet, inherit
 
-_LINEAR_REGIONS = ("relu", "relu6")
+_LINEAR_REGIONS = {"relu", "relu6"}
 
 
 def _no_relu(net: Supernet) -> str | None:
-    if net.activation in _LINEAR_REGIONS:
-        return None
-    return f"it counts linear regions of ReLUs, and the activation is {net.activation}"
+    others = sorted({net.activation, *net.space.own_activations} - _LINEAR_REGIONS)
+    return f"it counts linear regions of ReLUs, and the activation is {' and '.join(others)}" if others else None
 
 
 def _register(name: str) -> None:

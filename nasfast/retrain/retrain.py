@@ -87,7 +87,7 @@ def retrain(
         run_dir: the run directory.
         name: name of the sub-folder and of the stage in metrics.
         supernet: the supernet whose weights `cfg.init == "inherit"` takes.
-        activation: activation of the blocks; None takes the space's.
+        activation: activation of the blocks of layers that have none of their own; None takes the space's.
         seed: seed of fresh weights and of torch's global generator, whose state the checkpoints have.
         resume: whether to continue from the newest good checkpoint.
         device: where to train.

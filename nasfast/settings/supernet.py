@@ -62,7 +62,7 @@ class SupernetConfig(ConfigBase):
         trainable: what trains: `indicators`, `bn` or `all`.
         classifier: whether the classifier trains too (`trainable: all` includes it).
         sampler: `fair` (Algorithm 1), `strict_fair` (FairNAS) or `uniform` (SPOS).
-        activation: activation of the blocks; null takes the space's.
+        activation: activation of the blocks of layers that have none of their own; null takes the space's.
         hold_out: whether to keep `data.val_fraction` of the training images out of supernet training; scores of paths
             need them.
     """
@@ -74,7 +74,7 @@ class SupernetConfig(ConfigBase):
     trainable: Trainable | None = None
     classifier: bool | None = None
     sampler: Literal["uniform", "fair", "strict_fair"] | None = None
-    activation: Literal["identity", "relu", "relu6", "tanh"] | None = None
+    activation: Literal["identity", "relu", "relu6", "tanh", "hswish", "silu"] | None = None
     hold_out: bool | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nasfast.config import ConfigBase
 from nasfast.spaces.arch import Arch, ArchError, format_arch, parse_arch
@@ -93,7 +93,7 @@ class ArchSpace(ConfigBase, ABC):
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits that change with anything but the name; files of another space are refused by it."""
-        form = {k: v for k, v in self.to_dict().items() if k != "name"}
+        form = _without_nulls({k: v for k, v in self.to_dict().items() if k != "name"})
         return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
 
     def check(self, arch: Iterable[int]) -> Arch:
@@ -138,6 +138,13 @@ class ArchSpace(ConfigBase, ABC):
         """
         parts = (values[k].cost for values, k in zip(self.operators, self.check(arch), strict=True))
         return sum(parts, self.fixed_cost)
+
+
+def _without_nulls(form: Any) -> Any:
+    """A nested form without the keys whose value is None: a space keeps its fingerprint when its kind gets a field."""
+    if isinstance(form, dict):
+        return {key: _without_nulls(value) for key, value in form.items() if value is not None}
+    return [_without_nulls(value) for value in form] if isinstance(form, list) else form
 
 
 def arch_to_json(arch: Arch, space: ArchSpace) -> str:

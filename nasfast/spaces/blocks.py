@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from nasfast.config import ConfigBase, nearest
 from nasfast.spaces.cost import Cost, conv_bn_cost, output_size
+
+Activation = Literal["identity", "relu", "relu6", "tanh", "hswish", "silu"]
+"""The activations that a space can name; `nasfast.ops.reference.ACTIVATIONS` has their functions."""
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from nasfast.config import ConfigBase
 from nasfast.runtime import moved
 from nasfast.spaces.arch import SKIP
 from nasfast.spaces.arch_space import ArchSpace
-from nasfast.spaces.blocks import Block, cost_of, shuffle_branches
+from nasfast.spaces.blocks import Activation, Block, cost_of, shuffle_branches
 from nasfast.spaces.cost import Cost, Operator, output_size
 
 
 @dataclass(frozen=True)
 class FixedLayer(ConfigBase):
-    """A layer outside the search: in the stem or the head."""
+    """A layer outside the search: in the stem or the head.
+
+    Attributes:
+        block: its only candidate.
+        out: output channels.
+        stride: stride of the layer.
+        activation: activation of the layer; None takes that of the network.
+    """
 
     block: Block
     out: int
     stride: int = 1
+    activation: Activation | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class Stage(ConfigBase):
         stride: stride of the first layer.
         choices: candidates of every layer of the stage.
         pinned: indices within the stage of layers fixed to the identity (`SKIP`), which must be normal layers.
+        activation: activation of the stage's blocks; None takes that of the network.
     """
 
     out: int
@@ -44,6 +53,7 @@ class Stage(ConfigBase):
     stride: int
     choices: tuple[Block, ...]
     pinned: tuple[int, ...] = ()
+    activation: Activation | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class Layer:
     Attributes:
         choices: candidates; an Arch value indexes them. Empty when the layer is pinned to the identity.
         size: height (= width) of its input in pixels.
+        activation: activation of its blocks; None takes that of the network.
     """
 
     in_channels: int
@@ -60,6 +71,7 @@ class Layer:
     stride: int
     size: int
     choices: tuple[Block, ...]
+    activation: Activation | None = None
 
     @property
     def normal(self) -> bool:
@@ -109,7 +121,7 @@ class SearchSpace(ArchSpace):
         name: shown in files and errors.
         resolution: height and width of the input in pixels.
         num_classes: outputs of the classifier.
-        activation: default activation of its blocks.
+        activation: activation of the blocks of stages and fixed layers that have none of their own.
         stem, head: fixed layers before and after the searchable stages.
         classifier_bias: whether the final linear layer has a bias.
         in_channels: channels of the input image.
@@ -124,7 +136,7 @@ class SearchSpace(ArchSpace):
     stem: tuple[FixedLayer, ...]
     stages: tuple[Stage, ...]
     head: tuple[FixedLayer, ...]
-    activation: Literal["identity", "relu", "relu6", "tanh"] = "relu6"
+    activation: Activation = "relu6"
     classifier_bias: bool = True
     in_channels: int = 3
 
@@ -170,7 +182,8 @@ class SearchSpace(ArchSpace):
         for stage in self.stages:
             for i in range(stage.layers):
                 choices = () if i in stage.pinned else stage.choices
-                layers.append(Layer(channels, stage.out, stage.stride if i == 0 else 1, size, choices))
+                stride = stage.stride if i == 0 else 1
+                layers.append(Layer(channels, stage.out, stride, size, choices, stage.activation))
                 channels, size = _output_of(layers)
         return tuple(layers)
 
@@ -183,6 +196,11 @@ class SearchSpace(ArchSpace):
     def head_layers(self) -> tuple[Layer, ...]:
         """The layers of the head with their shapes resolved; each has one choice."""
         return _resolve(self.head, *_output_of(self.layers))
+
+    @property
+    def own_activations(self) -> set[Activation]:
+        """The activations that stages and fixed layers have of their own."""
+        return {part.activation for part in (*self.stem, *self.stages, *self.head) if part.activation is not None}
 
     @property
     def features(self) -> int:
@@ -255,7 +273,7 @@ def _check_shuffle(where: str, layer: Layer) -> None:
 def _resolve(fixed: Sequence[FixedLayer], channels: int, size: int) -> tuple[Layer, ...]:
     layers: list[Layer] = []
     for layer in fixed:
-        layers.append(Layer(channels, layer.out, layer.stride, size, (layer.block,)))
+        layers.append(Layer(channels, layer.out, layer.stride, size, (layer.block,), layer.activation))
         channels, size = _output_of(layers)
     return tuple(layers)
 

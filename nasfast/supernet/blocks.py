@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class UnitFactory:
     """Makes the units of a network; it has everything that differs between a supernet and a standalone network.
 
     Attributes:
-        act: activation of the blocks.
+        act: activation of the blocks of layers that have none of their own.
         fused: whether to use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
         track_running_stats: whether BatchNorms keep running statistics. Those of a supernet do not, because statistics
             of one path do not fit another.
@@ -163,6 +163,8 @@ def build_block(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
     Raises:
         ValueError: the kind has no builder, or its module has no `last_bn`.
     """
+    if layer.activation is not None:
+        units = replace(units, act=layer.activation)
     if block.kind not in _BLOCK_BUILDERS:
         raise ValueError(f"block kind {block.kind!r} has a cost but no module; {nearest(block.kind, _BLOCK_BUILDERS)}")
     module = _BLOCK_BUILDERS[block.kind](block, layer, units)

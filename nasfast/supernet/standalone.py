@@ -22,7 +22,7 @@ class ArchNetwork(nn.Module):
 
     Attributes:
         space, arch: what it is the network of.
-        activation: activation of its blocks.
+        activation: activation of the blocks of layers that have none of their own.
         classifier: its last layer.
     """
 
@@ -96,7 +96,7 @@ def build(
     Args:
         space: a `SearchSpace`, or a `nasfast.cells.CellSpace`.
         arch: an architecture of the space.
-        activation: activation of the blocks; None takes the space's.
+        activation: activation of the blocks of layers that have none of their own; None takes the space's.
         init: initialisation of the weights.
         seed: seed of the weights.
 

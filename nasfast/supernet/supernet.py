@@ -74,7 +74,7 @@ class Supernet(nn.Module):
         space: the search space.
         init: `orthogonal` (DI-NAS), `aligned`, `delta_orthogonal`, `gaussian`, `he` (as BN-NAS and SPOS publish), or an
             InitScheme.
-        activation: activation of the blocks; None takes the space's.
+        activation: activation of the blocks of layers that have none of their own; None takes the space's.
         layer_indicators: whether every normal layer has a parallel path identity -> BN.
         fused: whether to use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.
         seed: seed of the initialisation.

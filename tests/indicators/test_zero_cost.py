@@ -288,5 +288,7 @@ def test_a_path_without_a_score_is_named():
 def test_a_supernet_without_relu_has_no_naswot():
     net = Supernet(tiny_space(activation="tanh"), layer_indicators=False)
     assert {"snip", "synflow"} < set(available(net)) and "naswot" not in available(net)
+    of_a_stage = tiny_space(stages=(tiny_space().stages[0].replace(activation="hswish"),))
+    assert "naswot" not in available(Supernet(of_a_stage, layer_indicators=False))
     with pytest.raises(ScoreError, match="no score 'naswot': .*the activation is tanh. It can have .*synflow"):
         score_paths("naswot", Evidence(net, batches(1)), [(0, 0, 0, 0)])

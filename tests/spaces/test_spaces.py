@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -46,6 +47,9 @@ MACRO_ROWS = [
 ]
 
 
+ACTS = "'identity', 'relu', 'relu6', 'tanh', 'hswish', 'silu'"
+
+
 @pytest.fixture(params=sorted(SPACES))
 def space(request) -> SearchSpace:
     return SPACES[request.param]
@@ -78,6 +82,26 @@ def test_spaces_say_their_activation(tmp_path):
     before = space.replace(activation="relu6")  # as files written by earlier versions have it
     assert before.fingerprint != space.fingerprint
     assert [before.cost((c,) * 8) for c in range(3)] == [space.cost((c,) * 8) for c in range(3)]
+
+
+def test_layers_may_have_an_activation_of_their_own():
+    space = mobilenet_v2()
+    first = space.stages[0].replace(activation="hswish")
+    changed = space.replace(stages=(first, *space.stages[1:]), head=(space.head[0].replace(activation="silu"),))
+    assert [layer.activation for layer in changed.layers] == ["hswish"] * 4 + [None] * 16
+    assert changed.head_layers[0].activation == "silu"
+    assert changed.own_activations == {"hswish", "silu"} and not space.own_activations
+    assert changed.fingerprint != space.fingerprint
+    assert SearchSpace.from_dict(changed.to_dict()) == changed
+
+
+def test_fields_that_are_null_do_not_count_for_the_fingerprint():
+    """Files that were written before spaces had these fields still belong to their spaces."""
+    form = {key: value for key, value in nas_bench_macro().to_dict().items() if key != "name"}
+    for part in (*form["stem"], *form["stages"], *form["head"]):
+        assert part.pop("activation") is None
+    written = hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
+    assert nas_bench_macro().fingerprint == written == "8b85f68e8c87bfce"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +195,13 @@ def test_custom_space_from_yaml(tmp_path):
         ("layers: 2", "layers: 0", "out, layers and stride must be positive"),
         ("name: mine", "", "'name' is required"),
         ("kernel: 5}", "kernel: 3, expand: 2}", "lists the same choice twice"),
+        ("name: mine", "name: mine\nactivation: gelu", f"'activation': got 'gelu', allowed: {ACTS}"),
+        (
+            "stride: 2\n",
+            "stride: 2\n    activation: swish\n",
+            rf"'stages\[0\].activation': got 'swish', allowed: {ACTS}",
+        ),
+        ("out: 8, stride: 2", "out: 8, activation: RELU", rf"'stem\[0\].activation': got 'RELU', allowed: {ACTS}"),
     ],
 )
 def test_errors_of_a_custom_space_name_the_key(tmp_path, old, new, message):

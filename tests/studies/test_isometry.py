@@ -190,6 +190,14 @@ def test_wrong_settings_are_named(changes, message):
         isometry_study(IsometryConfig.from_dict(changes))
 
 
+def test_a_space_of_several_activations_is_refused(tmp_path):
+    space = mobilenet_v2()
+    stages = (space.stages[0].replace(activation="hswish"), *space.stages[1:])
+    space.replace(stages=stages).save(tmp_path / "mixed.yaml")
+    with pytest.raises(ConfigError, match=r"activations of their own \(hswish\), and this study gives all layers one"):
+        isometry_study(IsometryConfig(space=str(tmp_path / "mixed.yaml")))
+
+
 def test_a_module_itself_is_copied_for_every_setting():
     before = {name: value.clone() for name, value in INSTANCE.state_dict().items()}
     found = isometry_study(IsometryConfig(module=f"{__name__}:INSTANCE", input="4"))

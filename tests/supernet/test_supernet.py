@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from tiny import CHOICES, tiny_space
 from torch.nn import functional as F
 
+from nasfast.ops import reference
+from nasfast.ops.modules import ACTIVATION_MODULES
+from nasfast.settings.supernet import SupernetConfig
 from nasfast.spaces import SKIP, ArchError, FairSampler, Stage, mobilenet_v2
-from nasfast.supernet import Supernet, build, inherit
+from nasfast.spaces.blocks import Activation
+from nasfast.supernet import Supernet, build, inherit, init
 
 
 def images(space, count: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -275,6 +280,32 @@ def test_activation_and_classifier_bias_reach_the_modules():
     assert acts == {"tanh", "identity"}
     assert inherit(net, (0,) * 4).activation == "tanh"
     assert Supernet(tiny_space(classifier_bias=False)).classifier.bias is None
+
+
+def test_stages_and_fixed_layers_may_have_their_own_activation():
+    tiny = tiny_space()
+    head = (tiny.head[0].replace(activation="silu"),)
+    space = tiny.replace(stages=(tiny.stages[0], tiny.stages[1].replace(activation="hswish")), head=head)
+    for act, net in (("relu6", Supernet(space)), ("tanh", Supernet(space, activation="tanh"))):
+        parts = {
+            "stem": act,
+            "layers.0": act,
+            "layers.1": act,
+            "layers.2": "hswish",
+            "layers.3": "hswish",
+            "head": "silu",
+        }
+        for part, own in parts.items():
+            acts = {m.act_name for m in net.get_submodule(part).modules() if hasattr(m, "conv")}
+            assert acts == ({own} if part in ("stem", "head") else {own, "identity"}), part
+        x, path = images(space, 4), (0, 1, 2, 0)
+        torch.testing.assert_close(inherit(net, path).train()(x), net(x, path), rtol=1e-4, atol=1e-4)
+
+
+def test_every_named_activation_has_its_operator():
+    names = set(reference.ACTIVATIONS)
+    assert set(get_args(Activation)) == names == set(ACTIVATION_MODULES) == set(init.GAINS)
+    assert get_type_hints(SupernetConfig)["activation"] == Activation | None
 
 
 def test_candidates_compute_different_functions():
