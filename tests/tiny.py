@@ -8,7 +8,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from nasfast.spaces import Block, FairSampler, FixedLayer, Sampler, SearchSpace, Stage, nas_bench_macro
+from nasfast.spaces import (
+    Block,
+    FairSampler,
+    FixedLayer,
+    Sampler,
+    SearchSpace,
+    SqueezeExcite,
+    Stage,
+    nas_bench_macro,
+)
 from nasfast.supernet import Supernet
 
 CHOICES = (Block("mbconv", 3, 2), Block("mbconv", 5, 1), Block("mbconv", 3, 3))
@@ -25,6 +34,19 @@ def tiny_space(*, num_classes: int = 4, resolution: int = 16, **changes) -> Sear
         "head": (FixedLayer(Block("conv", 1), 16),),
     }
     return SearchSpace(**{**form, **changes})
+
+
+def tiny_excited_space(**changes) -> SearchSpace:
+    """`tiny_space` with forms of squeeze-and-excitation, activations per stage, and a hidden layer in the head."""
+    every = SqueezeExcite(0.5, activation="silu", gate="sigmoid")
+    choices = (Block("mbconv", 3, 2), Block("mbconv", 3, 2, SqueezeExcite()), Block("mbconv", 5, 2.5, every))
+    form = {
+        "name": "tiny_excited",
+        "stages": (Stage(8, 2, 2, choices, activation="relu"), Stage(12, 2, 1, choices)),
+        "head": (FixedLayer(Block("conv", 1), 16), FixedLayer(Block("hidden"), 20, activation="silu")),
+        "activation": "hswish",
+    }
+    return tiny_space(**{**form, **changes})
 
 
 def tiny_macro_space() -> SearchSpace:

@@ -67,8 +67,8 @@ def activation_gradient(grad, z, ACT: tl.constexpr):
 
 @triton.jit
 def _sigmoid(z):
-    # exp(-z) is infinite for z < -88, and 1 / infinity is the 0 that it should be
-    return 1.0 / (1.0 + tl.exp(-z))
+    # beyond -80 the result is below 2e-35, and exp(-z) would overflow
+    return 1.0 / (1.0 + tl.exp(-tl.maximum(z, -80.0)))
 
 
 @triton.jit

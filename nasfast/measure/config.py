@@ -18,7 +18,8 @@ class StepConfig(ConfigBase):
     """Which training step is measured.
 
     Attributes:
-        space: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
+        space: `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML
+            file.
         path: the path through the supernet, such as "0 3 4 1"; null takes `nasfast.spaces.mean_path`.
         batch: images per step.
         resolution: height and width of the images in pixels; null takes the space's.

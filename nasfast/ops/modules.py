@@ -9,6 +9,7 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act_chain
@@ -22,6 +23,16 @@ ACTIVATION_MODULES = {
     "hswish": nn.Hardswish,
     "silu": nn.SiLU,
 }
+
+
+class HardSigmoid(nn.Module):
+    """nn.Hardsigmoid, min(max(z + 3, 0), 6) / 6, with second derivatives, which PyTorch's has not; NASI needs them."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.relu6(z + 3) / 6
+
+
+_GATE_MODULES = {"hsigmoid": HardSigmoid, "sigmoid": nn.Sigmoid}
 
 
 class ConvBNAct(nn.Module):
@@ -55,7 +66,7 @@ class ConvBNAct(nn.Module):
             in_channels, out_channels, kernel_size, stride, kernel_size // 2, groups=groups, bias=False
         )
         self.bn = nn.BatchNorm2d(out_channels, eps, momentum, track_running_stats=track_running_stats)
-        self.act = _activation_module(act)
+        self.act = activation_module(act)
         self.act_name = act
 
     @property
@@ -102,17 +113,61 @@ class FusedConvBNActSequential(ConvBNActSequential):
         return conv_bn_act_chain(x, stages, shuffle=shuffle)
 
 
+class ConvAct(nn.Module):
+    """A 1x1 convolution with bias and an activation, without BatchNorm: (N, Cin, H, W) -> (N, Cout, H, W).
+
+    Args:
+        in_channels, out_channels: Cin, Cout.
+        act: the activation.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, act: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 1)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.conv(x))
+
+
+class SqueezeExcitation(nn.Module):
+    """Multiplies each channel by gate(W2 act(W1 mean(x) + b1) + b2) (Hu et al. 2018): (N, C, H, W) -> (N, C, H, W).
+
+    It runs on PyTorch's operators in every network.
+
+    Args:
+        channels: C.
+        squeezed: rows of W1.
+        act: a key of `ACTIVATION_MODULES`.
+        gate: hsigmoid or sigmoid.
+
+    Raises:
+        ValueError: unknown act or gate.
+    """
+
+    def __init__(self, channels: int, squeezed: int, *, act: str = "relu", gate: str = "hsigmoid") -> None:
+        super().__init__()
+        if gate not in _GATE_MODULES:
+            raise ValueError(f"gate must be one of {', '.join(_GATE_MODULES)}, got {gate!r}")
+        self.squeeze = ConvAct(channels, squeezed, activation_module(act))
+        self.excite = ConvAct(squeezed, channels, _GATE_MODULES[gate]())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.excite(self.squeeze(x.mean((2, 3), keepdim=True)))
+
+
 class InvertedResidual(nn.Module):
     """The MobileNetV2 block: (N, Cin, H, W) -> (N, Cout, ceil(H / stride), ceil(W / stride)).
 
-    Its submodules are the units expand (None when expand is 1), depthwise, and project (without an activation). The
-    block adds x to its result when stride is 1 and Cin == Cout.
+    Its submodules are the units expand (None when expand is 1), depthwise, and project (without an activation), and se,
+    which runs before project. The block adds x to its result when stride is 1 and Cin == Cout.
 
     Args:
         in_channels, out_channels: Cin, Cout.
         kernel_size: size of the depthwise kernel, odd.
         stride: stride of the depthwise convolution.
-        expand: hidden channels per input channel, at least 1.
+        expand: hidden channels per input channel, at least 1; their number is rounded.
+        se: for example a SqueezeExcitation of the hidden channels; None for none.
         act: identity, relu, relu6, tanh, hswish or silu.
         track_running_stats: as in ConvBNAct.
 
@@ -129,7 +184,8 @@ class InvertedResidual(nn.Module):
         *,
         kernel_size: int,
         stride: int,
-        expand: int,
+        expand: float,
+        se: nn.Module | None = None,
         act: str = "relu6",
         track_running_stats: bool = True,
     ) -> None:
@@ -139,7 +195,7 @@ class InvertedResidual(nn.Module):
         if expand < 1:
             raise ValueError(f"{type(self).__name__}: expand must be at least 1, got {expand}")
         unit = self.unit_class
-        self.hidden_channels = in_channels * expand
+        self.hidden_channels = round(in_channels * expand)
         self.stride = stride
         self.has_residual = stride == 1 and in_channels == out_channels
         self.expand: ConvBNAct | None = None
@@ -154,6 +210,7 @@ class InvertedResidual(nn.Module):
             act=act,
             track_running_stats=track_running_stats,
         )
+        self.se = se
         self.project = unit(
             self.hidden_channels, out_channels, 1, act="identity", track_running_stats=track_running_stats
         )
@@ -168,12 +225,15 @@ class InvertedResidual(nn.Module):
         return {"": [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]}
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = x if self.expand is None else self.expand(x)
-        return self.project(self.depthwise(hidden), x if self.has_residual else None)
+        hidden = self.depthwise(x if self.expand is None else self.expand(x))
+        return self.project(hidden if self.se is None else self.se(hidden), x if self.has_residual else None)
 
 
 class FusedInvertedResidual(InvertedResidual):
-    """InvertedResidual as one call of `nasfast.ops.conv_bn_act_chain`; its BatchNorms may differ in mode."""
+    """InvertedResidual as one call of `nasfast.ops.conv_bn_act_chain`; its BatchNorms may differ in mode.
+
+    With an se it is two calls, one before se and one behind it.
+    """
 
     unit_class = FusedConvBNAct
     expand: FusedConvBNAct | None
@@ -181,8 +241,12 @@ class FusedInvertedResidual(InvertedResidual):
     project: FusedConvBNAct
 
     def forward(self, x: Tensor) -> Tensor:
-        units = [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]
-        return conv_bn_act_chain(x, _begin_stages(units), residual=x if self.has_residual else None)
+        residual = x if self.has_residual else None
+        units = [self.depthwise] if self.expand is None else [self.expand, self.depthwise]
+        if self.se is not None:
+            x = self.se(conv_bn_act_chain(x, _begin_stages(units)))
+            units = []
+        return conv_bn_act_chain(x, _begin_stages([*units, self.project]), residual=residual)
 
 
 class BNAct2d(nn.BatchNorm2d):
@@ -207,7 +271,7 @@ class BNAct2d(nn.BatchNorm2d):
         track_running_stats: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, track_running_stats=track_running_stats)
-        _activation_module(act)
+        activation_module(act)
         self.act_name = act
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -220,7 +284,12 @@ class BNAct2d(nn.BatchNorm2d):
         return f"{super().extra_repr()}, act={self.act_name}"
 
 
-def _activation_module(act: str) -> nn.Module:
+def activation_module(act: str) -> nn.Module:
+    """A module of the activation `act`.
+
+    Raises:
+        ValueError: unknown act.
+    """
     if act not in ACTIVATION_MODULES:
         raise ValueError(f"act must be one of {', '.join(ACTIVATION_MODULES)}, got {act!r}")
     return ACTIVATION_MODULES[act]()

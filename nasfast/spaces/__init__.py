@@ -5,8 +5,8 @@
 
 from nasfast.spaces.arch import SKIP, Arch, ArchError, format_arch, parse_arch
 from nasfast.spaces.arch_space import ArchSpace, arch_from_json, arch_to_json, load_arch
-from nasfast.spaces.blocks import Block, block_cost
-from nasfast.spaces.builders import digits_mini, mobilenet_v2, nas_bench_macro, shufflenet_v2
+from nasfast.spaces.blocks import Block, SqueezeExcite, block_cost
+from nasfast.spaces.builders import digits_mini, mobilenet_v2, mobilenet_v3, nas_bench_macro, shufflenet_v2
 from nasfast.spaces.cost import Cost, Operator
 from nasfast.spaces.registry import BUILDERS, from_yaml, get_space, named_space, names_file, read_space, space_kind
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
@@ -27,6 +27,7 @@ __all__ = [
     "Operator",
     "Sampler",
     "SearchSpace",
+    "SqueezeExcite",
     "Stage",
     "StrictFairSampler",
     "UniformSampler",
@@ -40,6 +41,7 @@ __all__ = [
     "load_arch",
     "mean_path",
     "mobilenet_v2",
+    "mobilenet_v3",
     "named_space",
     "names_file",
     "nas_bench_macro",

@@ -7,10 +7,51 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nasfast.config import ConfigBase, nearest
-from nasfast.spaces.cost import Cost, conv_bn_cost, output_size
+from nasfast.spaces.cost import Cost, conv_bn_cost, linear_cost, output_size
 
 Activation = Literal["identity", "relu", "relu6", "tanh", "hswish", "silu"]
 """The activations that a space can name; `nasfast.ops.reference.ACTIVATIONS` has their functions."""
+
+
+Gate = Literal["hsigmoid", "sigmoid"]
+"""The gates of squeeze-and-excitation: min(max(z + 3, 0), 6) / 6 (MobileNetV3) and 1 / (1 + exp(-z)) (EfficientNet)."""
+
+# channels between the two convolutions of squeeze-and-excitation are a multiple of it, as in torchvision
+_SQUEEZE_DIVISOR = 8
+
+
+@dataclass(frozen=True)
+class SqueezeExcite(ConfigBase):
+    """Squeeze-and-excitation between the depthwise convolution and the projection of an `mbconv`.
+
+    Every channel is multiplied by a factor: gate(W2 act(W1 mean + b1) + b2), where `mean` are the means of the channels
+    over the pixels of an image (Hu et al. 2018, arXiv 1709.01507). The defaults are torchvision's MobileNetV3.
+
+    Attributes:
+        ratio: rows of W1 per hidden channel of the block; they are rounded to a multiple of 8.
+        activation: act.
+        gate: the gate.
+    """
+
+    ratio: float = 0.25
+    activation: Activation = "relu"
+    gate: Gate = "hsigmoid"
+
+    def __post_init__(self) -> None:
+        if self.ratio <= 0:
+            raise ValueError(f"se: ratio must be positive, got {self.ratio}")
+
+    @property
+    def label(self) -> str:
+        """Short text for tables and pictures; what has its default is left out."""
+        others = [name for name in (self.activation, self.gate) if name not in ("relu", "hsigmoid")]
+        return " ".join([f"se{self.ratio:g}", *others])
+
+    def channels(self, hidden: int) -> int:
+        """Rows of W1: hidden * ratio, rounded to the nearest multiple of 8 that is not less than 90 % of it."""
+        wanted = hidden * self.ratio
+        nearest_one = max(_SQUEEZE_DIVISOR, int(wanted + _SQUEEZE_DIVISOR / 2) // _SQUEEZE_DIVISOR * _SQUEEZE_DIVISOR)
+        return nearest_one if nearest_one >= 0.9 * wanted else nearest_one + _SQUEEZE_DIVISOR
 
 
 @dataclass(frozen=True)
@@ -19,25 +60,39 @@ class Block(ConfigBase):
 
     Kinds of this package: `mbconv` (MobileNetV2 inverted residual), `shuffle` and `shuffle_xception` (ShuffleNetV2
     units), `conv` (dense convolution, BN, activation) and `identity` (nothing on a layer of equal shapes, a strided 1x1
-    convolution with BN elsewhere).
+    convolution with BN elsewhere). `hidden` (mean over the pixels, linear layer with bias, activation) can only be the
+    last layer of a head: MobileNetV3 has one before the classifier.
+
+    Attributes:
+        kind: one of these, or of the user's own.
+        kernel: size of the dense or depthwise convolution, odd.
+        expand: hidden channels of an `mbconv` per input channel, at least 1; their number is rounded.
+        se: squeeze-and-excitation of an `mbconv`; None has none.
     """
 
     kind: str = "mbconv"
     kernel: int = 3
-    expand: int = 1
+    expand: int | float = 1
+    se: SqueezeExcite | None = None
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
+        if self.se is not None and self.kind in _WITHOUT_SE:
+            raise ValueError(f"block {self.kind}: only mbconv has squeeze-and-excitation: leave out se")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"block {self.kind}: kernel must be odd and positive, got {self.kernel}")
         if self.expand < 1:
             raise ValueError(f"block {self.kind}: expand must be at least 1, got {self.expand}")
 
+    def hidden_channels(self, in_channels: int) -> int:
+        """Channels of the depthwise convolution of an `mbconv`."""
+        return round(in_channels * self.expand)
+
     @property
     def label(self) -> str:
         """Short text for tables and pictures."""
         return {
-            "mbconv": f"k{self.kernel} e{self.expand}",
+            "mbconv": f"k{self.kernel} e{self.expand:g}" + ("" if self.se is None else f" {self.se.label}"),
             "shuffle": f"k{self.kernel}",
             "shuffle_xception": "xception",
             "conv": f"conv{self.kernel}",
@@ -48,6 +103,8 @@ BlockCost = Callable[..., Cost]
 """`(block, in_channels, out_channels, stride, size) -> Cost`; `size` is the input's height (= width) in pixels."""
 
 _BLOCK_COSTS: dict[str, BlockCost] = {}
+# the kinds of this package that have no squeeze-and-excitation; a kind of a user's own may have one
+_WITHOUT_SE = ("shuffle", "shuffle_xception", "conv", "identity", "hidden")
 
 
 def block_cost(kind: str) -> Callable[[BlockCost], BlockCost]:
@@ -87,10 +144,19 @@ def _conv(block: Block, in_channels: int, out_channels: int, stride: int, size: 
 
 @block_cost("mbconv")
 def _mbconv(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
-    hidden, size_out = in_channels * block.expand, output_size(size, stride)
+    hidden, size_out = block.hidden_channels(in_channels), output_size(size, stride)
     expand = conv_bn_cost(in_channels, hidden, 1, size) if block.expand > 1 else Cost()
     depthwise = conv_bn_cost(hidden, hidden, block.kernel, size_out, groups=hidden)
-    return expand + depthwise + conv_bn_cost(hidden, out_channels, 1, size_out)
+    excitation = Cost()
+    if block.se is not None:
+        squeezed = block.se.channels(hidden)
+        excitation = linear_cost(hidden, squeezed) + linear_cost(squeezed, hidden)
+    return expand + depthwise + excitation + conv_bn_cost(hidden, out_channels, 1, size_out)
+
+
+@block_cost("hidden")
+def _hidden(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+    return linear_cost(in_channels, out_channels)
 
 
 @block_cost("identity")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Literal
 
 from nasfast.runtime import moved
-from nasfast.spaces.blocks import Block
+from nasfast.spaces.blocks import Block, SqueezeExcite
 from nasfast.spaces.space import FixedLayer, SearchSpace, Stage
 
 _MBCONV_CHOICES = tuple(Block("mbconv", kernel=k, expand=e) for k in (3, 5, 7) for e in (3, 6))
@@ -51,6 +52,38 @@ def shufflenet_v2(*, num_classes: int = 1000, resolution: int = 224) -> SearchSp
         head=(FixedLayer(Block("conv", kernel=1), 1024),),
         activation="relu",
         classifier_bias=False,
+    )
+
+
+def mobilenet_v3(*, num_classes: int = 1000, resolution: int = 224) -> SearchSpace:
+    """A space around MobileNetV3-Large (Howard et al. 2019, arXiv 1905.02244): kernel x expansion x SE in 14 layers.
+
+    Kernels are 3 and 5. A stage has two or three expansions, those of MobileNetV3-Large among them. The candidates of
+    an expansion and a kernel are one without and one with squeeze-and-excitation, in this order. Widths, activations,
+    stem and head are those of MobileNetV3-Large as torchvision builds it, so one architecture has its cost.
+    """
+    stages = []
+    for out, layers, stride, expansions, activation in (
+        (24, 2, 2, (3, 4), "relu"),
+        (40, 3, 2, (3, 6), "relu"),
+        (80, 4, 2, (2.3, 2.5, 6), None),
+        (112, 2, 1, (3, 6), None),
+        (160, 3, 2, (3, 6), None),
+    ):
+        choices = product((3, 5), expansions, (None, SqueezeExcite()))
+        blocks = tuple(Block("mbconv", kernel=k, expand=e, se=se) for k, e, se in choices)
+        stages.append(Stage(out, layers, stride, blocks, activation=activation))
+    return SearchSpace(
+        name="mobilenet_v3",
+        resolution=resolution,
+        num_classes=num_classes,
+        stem=(
+            FixedLayer(Block("conv", kernel=3), 16, stride=2),
+            FixedLayer(Block("mbconv", kernel=3, expand=1), 16, activation="relu"),
+        ),
+        stages=tuple(stages),
+        head=(FixedLayer(Block("conv", kernel=1), 960), FixedLayer(Block("hidden"), 1280)),
+        activation="hswish",
     )
 
 

@@ -1,8 +1,9 @@
 """What costs are: MACs (multiply-accumulates of convolutions and classifier, per image) and parameters.
 
 One MAC is one multiply and one add; `torch.utils.flop_counter` reports exactly twice these numbers. BatchNorm,
-activations, pooling and additions are not counted as MACs (as in the papers' tables); BatchNorm's gamma and beta are
-counted as parameters. Layer indicators exist only in the supernet and cost nothing.
+activations, biases, pooling, additions and the factors of squeeze-and-excitation are not counted as MACs (as in the
+papers' tables). BatchNorm's gamma and beta and the biases are counted as parameters. Layer indicators exist only in the
+supernet and cost nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ def conv_bn_cost(in_channels: int, out_channels: int, kernel: int, size_out: int
     """Biasless convolution followed by BatchNorm; `size_out` is the height of its output."""
     weights = in_channels // groups * out_channels * kernel**2
     return Cost(macs=weights * size_out**2, params=weights + 2 * out_channels)
+
+
+def linear_cost(in_features: int, out_features: int, *, bias: bool = True) -> Cost:
+    """A linear layer, or a 1x1 convolution of one pixel."""
+    weights = in_features * out_features
+    return Cost(macs=weights, params=weights + out_features * bias)
 
 
 __getattr__ = partial(moved.find, __name__)

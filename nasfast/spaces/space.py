@@ -15,7 +15,7 @@ from nasfast.runtime import moved
 from nasfast.spaces.arch import SKIP
 from nasfast.spaces.arch_space import ArchSpace
 from nasfast.spaces.blocks import Activation, Block, cost_of, shuffle_branches
-from nasfast.spaces.cost import Cost, Operator, output_size
+from nasfast.spaces.cost import Cost, Operator, linear_cost, output_size
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ class SearchSpace(ArchSpace):
         for i, layer in enumerate(self.layers):
             if not layer.choices and not layer.normal:
                 raise ValueError(f"space {self.name!r}: layer {i} changes shape and cannot be pinned to the identity")
+        _check_hidden(self)
         for part, layers in (("stem ", self.stem_layers), ("", self.layers), ("head ", self.head_layers)):
             for i, layer in enumerate(layers):
                 if any(block.kind.startswith("shuffle") for block in layer.choices):
@@ -216,8 +217,7 @@ class SearchSpace(ArchSpace):
     def fixed_cost(self) -> Cost:
         """See `ArchSpace`: cost of stem, head and classifier."""
         total = sum((layer.cost(0) for layer in self.stem_layers + self.head_layers), Cost())
-        weights = self.features * self.num_classes
-        return total + Cost(weights, weights + self.num_classes * self.classifier_bias)
+        return total + linear_cost(self.features, self.num_classes, bias=self.classifier_bias)
 
     @cached_property
     def cost_table(self) -> tuple[dict[int, Cost], ...]:
@@ -251,6 +251,19 @@ class SearchSpace(ArchSpace):
 def _output_of(layers: Sequence[Layer], empty: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     """Channels and size after `layers`; `empty` when there are none."""
     return (layers[-1].out_channels, output_size(layers[-1].size, layers[-1].stride)) if layers else empty
+
+
+def _check_hidden(space: SearchSpace) -> None:
+    """Raise ValueError unless the only `hidden` layer, if there is one, is the last of the head."""
+    places = {f"stem layer {i}": layer for i, layer in enumerate(space.stem_layers)}
+    places |= {f"layer {i}": layer for i, layer in enumerate(space.layers)}
+    places |= {f"head layer {i}": layer for i, layer in enumerate(space.head_layers[:-1])}
+    for where, layer in places.items():
+        if any(block.kind == "hidden" for block in layer.choices):
+            raise ValueError(
+                f"space {space.name!r}, {where}: a hidden block takes the mean over all pixels: only the last layer of "
+                "the head can be one"
+            )
 
 
 def _check_shuffle(where: str, layer: Layer) -> None:

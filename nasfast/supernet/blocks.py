@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from nasfast.config import nearest
 from nasfast.ops.modules import (
     BNAct2d,
+    ConvAct,
     ConvBNAct,
     ConvBNActSequential,
     FusedConvBNAct,
     FusedConvBNActSequential,
     FusedInvertedResidual,
     InvertedResidual,
+    SqueezeExcitation,
+    activation_module,
 )
 from nasfast.spaces import Block, Layer
 from nasfast.spaces.blocks import shuffle_branches
@@ -63,15 +66,20 @@ class UnitFactory:
         """Units that run one after another."""
         return FusedConvBNActSequential(*units) if self.fused else ConvBNActSequential(*units)
 
-    def inverted_residual(self, layer: Layer, *, kernel: int, expand: int) -> InvertedResidual:
-        """The inverted residual of a layer."""
-        block = FusedInvertedResidual if self.fused else InvertedResidual
-        return block(
+    def inverted_residual(self, layer: Layer, block: Block) -> InvertedResidual:
+        """The inverted residual of a layer, with the block's kernel, expansion and squeeze-and-excitation."""
+        module = FusedInvertedResidual if self.fused else InvertedResidual
+        se = None
+        if block.se is not None:
+            hidden = block.hidden_channels(layer.in_channels)
+            se = SqueezeExcitation(hidden, block.se.channels(hidden), act=block.se.activation, gate=block.se.gate)
+        return module(
             layer.in_channels,
             layer.out_channels,
-            kernel_size=kernel,
+            kernel_size=block.kernel,
             stride=layer.stride,
-            expand=expand,
+            expand=block.expand,
+            se=se,
             act=self.act,
             track_running_stats=self.track_running_stats,
         )
@@ -132,6 +140,17 @@ class StridedIdentity(nn.Module):
         return self.unit(x)
 
 
+class Hidden(nn.Module):
+    """The mean over the pixels, then a linear layer with bias and an activation: (N, C, H, W) -> (N, out, 1, 1)."""
+
+    def __init__(self, unit: ConvAct) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unit(x.mean((2, 3), keepdim=True))
+
+
 BlockBuilder = Callable[[Block, Layer, UnitFactory], nn.Module]
 
 _BLOCK_BUILDERS: dict[str, BlockBuilder] = {}
@@ -169,8 +188,8 @@ def build_block(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
         raise ValueError(f"block kind {block.kind!r} has a cost but no module; {nearest(block.kind, _BLOCK_BUILDERS)}")
     module = _BLOCK_BUILDERS[block.kind](block, layer, units)
     last_bn = getattr(module, "last_bn", None)
-    # the layer indicator scores the identity of a normal layer
-    if block.kind != "identity" and not isinstance(last_bn, nn.BatchNorm2d):
+    # the layer indicator scores the identity of a normal layer, and a hidden layer is not searched
+    if block.kind not in ("identity", "hidden") and not isinstance(last_bn, nn.BatchNorm2d):
         raise ValueError(
             f"block kind {block.kind!r}: the last_bn of its module must be an nn.BatchNorm2d, got "
             f"{type(last_bn).__name__}: set it to the BatchNorm that scores the block"
@@ -200,7 +219,12 @@ def _conv(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
 
 @block_builder("mbconv")
 def _mbconv(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
-    return units.inverted_residual(layer, kernel=block.kernel, expand=block.expand)
+    return units.inverted_residual(layer, block)
+
+
+@block_builder("hidden")
+def _hidden(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
+    return Hidden(ConvAct(layer.in_channels, layer.out_channels, activation_module(units.act)))
 
 
 @block_builder("identity")

@@ -6,7 +6,7 @@ from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 
 from nasfast import ops
 from nasfast.ops import ConvBNParams, reference
-from nasfast.ops.modules import FusedInvertedResidual, InvertedResidual
+from nasfast.ops.modules import FusedInvertedResidual, InvertedResidual, SqueezeExcitation
 
 BLOCKS = [
     {"in_channels": cin, "out_channels": cout, "kernel_size": k, "stride": s, "expand": e}
@@ -61,6 +61,39 @@ def test_fused_matches_plain_in_float64(block, frozen, training, backend):
     assert got.keys() == want.keys()
     for name, tensor in got.items():
         assert_close(name, tensor, want[name], FLOAT32_CHAIN, floor=8.0 if name.startswith("d") else 0.0)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
+@pytest.mark.parametrize(
+    ("act", "gate", "expand"), [("relu", "hsigmoid", 3), ("silu", "sigmoid", 2.5), ("tanh", "hsigmoid", 1)]
+)
+def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backend):
+    """Between the depthwise unit and the projection; also its formula, written out."""
+    block = {"in_channels": 6, "out_channels": 6, "kernel_size": 5, "stride": 1, "expand": expand}
+    hidden = round(6 * expand)
+
+    def excitation():
+        return SqueezeExcitation(hidden, 8, act=act, gate=gate)
+
+    plain = randomised(block, act="silu", se=excitation())
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not frozen or ".bn." in name)
+    fused = twin(plain, block, act="silu", se=excitation())
+    x = torch.randn(3, 6, 9, 8).contiguous(memory_format=torch.channels_last)
+    grad = torch.randn_like(plain(x))
+    plain.load_state_dict(fused.state_dict())
+    want = results(plain.double(), x.double(), grad.double())
+    with ops.use_backend(backend):
+        got = results(fused, x, grad)
+    assert got.keys() == want.keys() and ("dse.excite.conv.bias" in got) != frozen
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name], FLOAT32_CHAIN, floor=8.0 if name.startswith("d") else 0.0)
+
+    h = torch.randn(3, hidden, 4, 5, dtype=torch.float64)
+    w1, b1, w2, b2 = (p.flatten(1) if p.ndim == 4 else p for p in plain.se.parameters())
+    z = reference.ACTIVATIONS[act](h.mean((2, 3)) @ w1.T + b1) @ w2.T + b2
+    factor = (z / 6 + 0.5).clamp(0, 1) if gate == "hsigmoid" else 1 / (1 + torch.exp(-z))
+    torch.testing.assert_close(plain.se(h), h * factor[:, :, None, None], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", BLOCKS[:2], ids=block_id)

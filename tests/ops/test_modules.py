@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from nasfast.ops.modules import BNAct2d, ConvBNAct, FusedConvBNAct, FusedInvertedResidual, InvertedResidual
+from nasfast.ops.modules import (
+    BNAct2d,
+    ConvBNAct,
+    FusedConvBNAct,
+    FusedInvertedResidual,
+    InvertedResidual,
+    SqueezeExcitation,
+)
 
 
 def pairs():
@@ -111,6 +118,8 @@ def test_plain_modules_call_no_nasfast_operator(monkeypatch):
             "act must be one of identity, relu, relu6, tanh, hswish, silu, got 'gelu'",
         ),
         (lambda: BNAct2d(3, act="gelu"), "act must be one of"),
+        (lambda: SqueezeExcitation(8, 8, act="elu"), "act must be one of .*hswish, silu, got 'elu'"),
+        (lambda: SqueezeExcitation(8, 8, gate="tanh"), "gate must be one of hsigmoid, sigmoid, got 'tanh'"),
         (lambda: InvertedResidual(3, 4, kernel_size=4, stride=1, expand=3), "kernel_size must be odd, got 4"),
         (lambda: InvertedResidual(3, 4, kernel_size=3, stride=1, expand=0), "expand must be at least 1, got 0"),
     ],

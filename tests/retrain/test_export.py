@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import batches, tiny_space
+from tiny import batches, tiny_excited_space, tiny_space
 
 from nasfast.retrain import export_onnx, load_model, save_model
 from nasfast.spaces import SKIP
@@ -103,6 +103,15 @@ def test_weights_of_a_network_of_the_same_shapes_are_refused(folder):
     (folder / "arch.json").write_text(json.dumps(arch))
     with pytest.raises(ValueError, match="does not have the weights of .*arch.json: they belong to .*'relu6'"):
         load_model(folder)
+
+
+@pytest.mark.slow
+def test_squeeze_and_excitation_in_onnx(tmp_path):
+    """`export_onnx` compares onnxruntime with PyTorch."""
+    network = build(tiny_excited_space(), (1, 2, 0, 1), seed=2)
+    for x, _ in batches(3):
+        network.train()(x)
+    assert export_onnx(network, tmp_path / "model.onnx") < 1e-4
 
 
 @pytest.mark.slow

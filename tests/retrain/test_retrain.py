@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
-from tiny import batches, tiny_space
+from tiny import batches, tiny_excited_space, tiny_space
 
 from nasfast.config import ConfigError
+from nasfast.indicators.scores import Evidence, score_paths
 from nasfast.retrain import RetrainConfig, RetrainResult, load_model, retrain
-from nasfast.spaces import SKIP, ArchError, load_arch, mobilenet_v2
+from nasfast.spaces import SKIP, ArchError, FairSampler, load_arch, mobilenet_v2
 from nasfast.supernet import Supernet, build
-from nasfast.train import TrainConfig, evaluate
+from nasfast.train import TrainConfig, evaluate, train_supernet
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
 
@@ -106,6 +108,26 @@ def test_all_inherited_weights_train(tmp_path):
     assert not torch.equal(got.stem[0].conv.weight, before["stem.0.conv.weight"])
     assert not torch.equal(got.classifier.weight, before["classifier.weight"])
     assert all(torch.equal(p, before[n]) for n, p in net.named_parameters()), "the supernet itself was trained"
+
+
+def test_squeeze_and_excitation_goes_through_every_stage(tmp_path):
+    """A supernet trains, a path of every form of SE is scored and retrained, and what is saved computes the same."""
+    space, arch = tiny_excited_space(), (1, 2, 1, 0)
+    net = Supernet(space, init="aligned", seed=3)
+    net.freeze("bn", classifier=True)
+    frozen = {n: p.detach().clone() for n, p in net.named_parameters() if not p.requires_grad}
+    assert {"layers.0.candidates.1.se.excite.conv.bias", "head.1.unit.conv.weight"} < frozen.keys()
+    train_supernet(net, batches(6), FairSampler(space, seed=0), TrainConfig(epochs=2, lr=0.1), run_dir=tmp_path)
+    assert all(torch.equal(dict(net.named_parameters())[name], value) for name, value in frozen.items())
+    assert math.isfinite(score_paths("path_loss", Evidence(net, batches(1)), [arch])[arch])
+    cfg = RetrainConfig(init="inherit", train=TrainConfig(epochs=4, lr=0.1))
+    result = retrain(space, arch, batches(8), batches(2, seed=1), cfg, run_dir=tmp_path, supernet=net)
+    assert (result.macs, result.params) == (space.cost(arch).macs, space.cost(arch).params)
+    assert result.top1 > 0.6
+    got = load_model(tmp_path / "retrain" / "best")
+    assert not torch.equal(got.blocks[0].se.excite.conv.bias, frozen["layers.0.candidates.1.se.excite.conv.bias"])
+    assert got.blocks[3].se is None
+    assert evaluate(got, batches(2, seed=1)).top1 == result.top1
 
 
 def test_inherit_needs_a_supernet(tmp_path):

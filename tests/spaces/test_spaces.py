@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import numpy as np
@@ -19,6 +18,7 @@ from nasfast.spaces import (
     Cost,
     FixedLayer,
     SearchSpace,
+    SqueezeExcite,
     Stage,
     arch_from_json,
     arch_to_json,
@@ -72,6 +72,7 @@ def test_spaces_say_their_activation(tmp_path):
     """NAS-Bench-Macro's networks were trained with ReLU, those of MobileNetV2 with ReLU6."""
     assert {name: build().activation for name, build in LAYERWISE.items()} == {
         "mobilenet_v2": "relu6",
+        "mobilenet_v3": "hswish",
         "shufflenet_v2": "relu",
         "nas_bench_macro": "relu",
         "digits_mini": "relu6",
@@ -96,17 +97,20 @@ def test_layers_may_have_an_activation_of_their_own():
 
 
 def test_fields_that_are_null_do_not_count_for_the_fingerprint():
-    """Files that were written before spaces had these fields still belong to their spaces."""
-    form = {key: value for key, value in nas_bench_macro().to_dict().items() if key != "name"}
-    for part in (*form["stem"], *form["stages"], *form["head"]):
-        assert part.pop("activation") is None
-    written = hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
-    assert nas_bench_macro().fingerprint == written == "8b85f68e8c87bfce"
+    """Files that were written before blocks had `se` and stages `activation` still belong to their spaces."""
+    assert nas_bench_macro().fingerprint == "8b85f68e8c87bfce"
+    assert mobilenet_v2().fingerprint == "39003f69a4bd1c3c"
 
 
 @pytest.mark.parametrize(
     ("name", "layers", "cardinality"),
-    [("mobilenet_v2", 20, 6**20), ("bnnas", 21, 6**17), ("shufflenet_v2", 20, 4**20), ("nas_bench_macro", 8, 3**8)],
+    [
+        ("mobilenet_v2", 20, 6**20),
+        ("bnnas", 21, 6**17),
+        ("mobilenet_v3", 14, 8**10 * 12**4),
+        ("shufflenet_v2", 20, 4**20),
+        ("nas_bench_macro", 8, 3**8),
+    ],
 )
 def test_sizes(name, layers, cardinality):
     assert (len(SPACES[name]), SPACES[name].cardinality) == (layers, cardinality)
@@ -195,6 +199,15 @@ def test_custom_space_from_yaml(tmp_path):
         ("layers: 2", "layers: 0", "out, layers and stride must be positive"),
         ("name: mine", "", "'name' is required"),
         ("kernel: 5}", "kernel: 3, expand: 2}", "lists the same choice twice"),
+        ("expand: 2", "se: {ratio: 0}", "se: ratio must be positive, got 0"),
+        ("expand: 2", "se: {gate: tanh}", r"choices\[0\].se.gate': got 'tanh', allowed: 'hsigmoid', 'sigmoid'"),
+        ("expand: 2", "se: {activation: elu}", rf"choices\[0\].se.activation': got 'elu', allowed: {ACTS}"),
+        ("expand: 2", "se: {reduction: 4}", "unknown config key .*se.reduction'; .*valid: activation, gate, ratio"),
+        ("expand: 2", "se: true", r"choices\[0\].se: expected a mapping of keys, got True"),
+        ("kind: conv, kernel: 3", "kind: conv, se: {}", "block conv: only mbconv has squeeze-and-excitation"),
+        ("kind: conv", "kind: hidden", "stem layer 0: a hidden block .* only the last layer of the head can be one"),
+        ("head: []", "head: [&h {block: {kind: hidden}, out: 4}, *h]", "head layer 0: a hidden block takes the mean"),
+        ("kind: mbconv, kernel: 5", "kind: hidden, kernel: 5", "'mine', layer 0: a hidden block takes the mean"),
         ("name: mine", "name: mine\nactivation: gelu", f"'activation': got 'gelu', allowed: {ACTS}"),
         (
             "stride: 2\n",
@@ -223,6 +236,18 @@ def test_shuffle_units_need_even_channels():
     stage = Stage(7, 1, 2, (Block("shuffle"),))
     with pytest.raises(ValueError, match="even number of channels"):
         shufflenet_v2().replace(stages=(stage,))
+
+
+def test_labels_tell_candidates_apart():
+    excited = [None, SqueezeExcite(), SqueezeExcite(0.5), SqueezeExcite(gate="sigmoid"), SqueezeExcite(0.1, "silu")]
+    labels = [Block("mbconv", 5, 2.5, se).label for se in excited]
+    assert labels == ["k5 e2.5", "k5 e2.5 se0.25", "k5 e2.5 se0.5", "k5 e2.5 se0.25 sigmoid", "k5 e2.5 se0.1 silu"]
+
+
+def test_squeezed_channels_are_those_of_torchvision():
+    """The hidden channels of MobileNetV3's blocks with SE, a few odd ones, and a rounding that would lose 10 %."""
+    squeezed = {72: 24, 120: 32, 480: 120, 672: 168, 960: 240, 16: 8, 4: 8, 44: 16}
+    assert {hidden: SqueezeExcite().channels(hidden) for hidden in squeezed} == squeezed
 
 
 @pytest.mark.parametrize("out", [12, 16])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import tiny_macro_space, tiny_space
+from tiny import tiny_excited_space, tiny_macro_space, tiny_space
 
 from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage
 from nasfast.spaces import blocks as space_blocks
@@ -25,7 +25,12 @@ def _shuffle_space() -> SearchSpace:
     )
 
 
-SMALL_SPACES = {"mbconv": tiny_space(), "shuffle": _shuffle_space(), "macro": tiny_macro_space()}
+SMALL_SPACES = {
+    "mbconv": tiny_space(),
+    "shuffle": _shuffle_space(),
+    "macro": tiny_macro_space(),
+    "excited": tiny_excited_space(),
+}
 
 
 @pytest.fixture(params=sorted(SMALL_SPACES))

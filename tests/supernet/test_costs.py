@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nasfast.spaces import BUILDERS, SKIP, Block, Cost, Layer, mobilenet_v2, parse_arch
+from nasfast.spaces import BUILDERS, SKIP, Block, Cost, Layer, SqueezeExcite, mobilenet_v2, mobilenet_v3, parse_arch
 from nasfast.spaces.blocks import _BLOCK_COSTS
 from nasfast.supernet import StandaloneNetwork, Supernet, UnitFactory
 from nasfast.supernet.blocks import build_block
@@ -45,14 +46,14 @@ def test_every_candidate_costs_what_the_table_says(space):
                 module = build_block(block, layer, units).eval()
             cost, out = measured(module, layer.in_channels, layer.size, layer.size)
             assert cost == layer.cost(choice), (block, shapes)
-            side = -(-layer.size // layer.stride)
+            side = 1 if block.kind == "hidden" else -(-layer.size // layer.stride)
             assert out == (1, layer.out_channels, side, side), (block, shapes)
     assert len(seen) > len(space.stages)
 
 
 @pytest.mark.parametrize("kernel", [3, 5])
 @pytest.mark.parametrize(("out_channels", "stride"), [(12, 1), (32, 2)])
-@pytest.mark.parametrize("kind", sorted(_BLOCK_COSTS))
+@pytest.mark.parametrize("kind", sorted(_BLOCK_COSTS.keys() - {"hidden"}))
 def test_every_kind_of_block_costs_what_its_module_does(kind, out_channels, stride, kernel):
     """Kinds that no built-in space has included."""
     block = Block(kind, kernel=kernel, expand=2)
@@ -62,6 +63,48 @@ def test_every_kind_of_block_costs_what_its_module_does(kind, out_channels, stri
         module = build_block(block, layer, units).eval()
     side = {1: 9, 2: 5}[stride]
     assert measured(module, 12, 9, 9) == (layer.cost(0), (1, out_channels, side, side))
+
+
+@pytest.mark.parametrize("se", [SqueezeExcite(), SqueezeExcite(0.1), SqueezeExcite(1.0, "silu", "sigmoid")])
+@pytest.mark.parametrize(("expand", "hidden"), [(1, 12), (2.3, 28), (6, 72)])
+def test_squeeze_and_excitation_costs_what_its_module_does(expand, hidden, se):
+    layer = Layer(12, 20, 2, 9, (Block("mbconv", 5, expand, se),))
+    with torch.device("meta"):
+        module = build_block(layer.choices[0], layer, UnitFactory("relu", fused=False, track_running_stats=True)).eval()
+    assert module.hidden_channels == hidden
+    assert measured(module, 12, 9, 9) == (layer.cost(0), (1, 20, 5, 5))
+
+
+MOBILENET_V3_LARGE = "k3e4 k3e3 k5e3se k5e3se k5e3se k3e6 k3e2.5 k3e2.3 k3e2.3 k3e6se k3e6se k5e6se k5e6se k5e6se"
+
+
+def mobilenet_v3_large():
+    """The space and its architecture that is MobileNetV3-Large (Howard et al. 2019, table 1)."""
+    space = mobilenet_v3()
+    labels = [label.replace("e", " e", 1).replace("se", " se0.25") for label in MOBILENET_V3_LARGE.split()]
+    labels_of = [[layer.label(choice) for choice in layer.options] for layer in space.layers]
+    return space, tuple(of_layer.index(label) for of_layer, label in zip(labels_of, labels, strict=True))
+
+
+def test_mobilenet_v3_has_torchvisions_large_network():
+    """Its cost, and its function: the same weights, in the same order, give the same logits."""
+    space, arch = mobilenet_v3_large()
+    with torch.device("meta"):
+        cost, _ = measured(torchvision.models.mobilenet_v3_large().eval(), 3, 224, 224)
+    assert space.cost(arch) == cost == Cost(macs=216_589_760, params=5_483_032)
+    theirs = torchvision.models.mobilenet_v3_large().eval()
+    ours = StandaloneNetwork(space, arch).eval()
+    for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+        q.data = p.data.reshape(q.shape)
+    for p, q in zip(norms(theirs), norms(ours), strict=True):
+        q.eps = p.eps
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+def norms(net: nn.Module) -> list[nn.BatchNorm2d]:
+    return [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
 
 
 @pytest.mark.parametrize("seed", range(3))
