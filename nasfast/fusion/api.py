@@ -105,11 +105,11 @@ def fuse(model: nn.Module) -> FuseReport:
     BatchNorms train; with a trainable convolution they are still correct.
 
     A stage is an nn.Conv2d without bias and with equal stride and padding in both directions, then an nn.BatchNorm2d
-    (or timm's BatchNormAct2d), then ReLU, ReLU6, Tanh or nothing, as a module or a function. A chain continues while
-    nothing else reads the values between its stages. It ends at the border of a block, which is a module with several
-    convolutions. An addition to the result of the last stage belongs to the chain. `fuse` traces forwards with
-    torch.fx, and where it cannot trace one, it traces the modules that this forward calls. So a supernet that chooses
-    a candidate in Python gets fused candidates.
+    (or timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. A chain
+    continues while nothing else reads the values between its stages. It ends at the border of a block, which is a
+    module with several convolutions. An addition to the result of the last stage belongs to the chain. `fuse` traces
+    forwards with torch.fx, and where it cannot trace one, it traces the modules that this forward calls. So a supernet
+    that chooses a candidate in Python gets fused candidates.
 
     While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
     torch.compile, torch.export and torch.jit.trace the model runs unfused. torch.jit.script and nn.DataParallel need

@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from nasfast.fusion.run import activation_of, square_conv
-from nasfast.ops.modules import BNAct2d
+from nasfast.ops.modules import ACTIVATION_MODULES, BNAct2d
 
 
 def convolutions(module: nn.Module) -> dict[str, _ConvNd]:
@@ -75,7 +75,7 @@ def module_activation(module: nn.Module) -> str | None:
     """Name of the activation that this module computes; None if no stage can have it."""
     if type(module) is nn.Hardtanh:
         return activation_of(torch.nn.functional.hardtanh, module.min_val, module.max_val)
-    return {nn.Identity: "identity", nn.ReLU: "relu", nn.ReLU6: "relu6", nn.Tanh: "tanh"}.get(type(module))
+    return {module_type: name for name, module_type in ACTIVATION_MODULES.items()}.get(type(module))
 
 
 def untouchable(module: nn.Module) -> str | None:

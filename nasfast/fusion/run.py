@@ -423,6 +423,8 @@ _ACTIVATIONS: dict[object, str] = {
     torch.tanh: "tanh",
     Tensor.tanh: "tanh",
     Tensor.tanh_: "tanh",
+    F.hardswish: "hswish",
+    F.silu: "silu",
 }
 _ADDITIONS = {torch.add: False, Tensor.add: False, Tensor.__add__: False, Tensor.add_: True, Tensor.__iadd__: True}
 _EXTENSIONS: dict[object, Callable[..., Tensor | None]] = {

@@ -265,11 +265,11 @@ def test_only_modules(function):
 
 def test_report_as_text(monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", "reference")
-    model = nn.Sequential(unit(nn.Hardswish()), unit(bias=True), unit(dilation=2), Candidate(5)).requires_grad_(False)
+    model = nn.Sequential(unit(nn.GELU()), unit(bias=True), unit(dilation=2), Candidate(5)).requires_grad_(False)
     model[3].expand.requires_grad_()
     assert str(nasfast.fuse(model)) == (
         "4 of 6 convolutions in 2 chains; backend: reference (float32 on cpu)\n"
-        "  0  3x3 4->4, then Hardswish\n"
+        "  0  3x3 4->4, then GELU\n"
         "  3  1x1 4->8 relu6, dw5x5 8 relu6, 1x1 8->4, + residual\n"
         "not fused:\n"
         "  Conv2d: has a bias: 1.0\n"

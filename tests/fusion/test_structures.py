@@ -108,10 +108,11 @@ STRUCTURES = {
     "kernel 3x1": (lambda: nn.Sequential(conv(4, 4, (3, 1), padding=1), nn.BatchNorm2d(4)), ["3x1 4->4"], []),
     "hardswish": (
         lambda: nn.Sequential(unit(nn.Hardswish(inplace=True)), unit()),
-        ["3x3 4->4, then Hardswish", "3x3 4->4 relu"],
+        ["3x3 4->4 hswish, 3x3 4->4 relu"],
         [],
     ),
-    "silu": (lambda: unit(nn.SiLU()), ["3x3 4->4, then SiLU"], []),
+    "silu": (lambda: unit(nn.SiLU(inplace=True)), ["3x3 4->4 silu"], []),
+    "gelu": (lambda: nn.Sequential(unit(nn.GELU()), unit()), ["3x3 4->4, then GELU", "3x3 4->4 relu"], []),
     "two activations": (lambda: nn.Sequential(*unit(), nn.ReLU6(), *unit()), ["3x3 4->4 relu", "3x3 4->4 relu"], []),
     "dropout between": (
         lambda: nn.Sequential(*unit(), nn.Dropout(0.5), *unit()),
@@ -206,6 +207,12 @@ STRUCTURES = {
     "functional relu": (lambda: body(lambda m, x: second(m, F.relu(half(m, x)))), ["1x1 4->8 relu, 3x3 8->4"], []),
     "torch.relu": (lambda: body(lambda m, x: second(m, torch.relu(half(m, x)))), ["1x1 4->8 relu, 3x3 8->4"], []),
     "torch.tanh": (lambda: body(lambda m, x: second(m, torch.tanh(half(m, x)))), ["1x1 4->8 tanh, 3x3 8->4"], []),
+    "functional hardswish": (
+        lambda: body(lambda m, x: second(m, F.hardswish(half(m, x), True))),
+        ["1x1 4->8 hswish, 3x3 8->4"],
+        [],
+    ),
+    "functional silu": (lambda: body(lambda m, x: second(m, F.silu(half(m, x)))), ["1x1 4->8 silu, 3x3 8->4"], []),
     "method relu": (lambda: body(lambda m, x: second(m, half(m, x).relu())), ["1x1 4->8 relu, 3x3 8->4"], []),
     "method relu_": (lambda: body(lambda m, x: second(m, half(m, x).relu_())), ["1x1 4->8 relu, 3x3 8->4"], []),
     "clamp is none": (lambda: body(lambda m, x: second(m, half(m, x).clamp(0, 6))), ["1x1 4->8", "3x3 8->4"], []),
@@ -265,7 +272,7 @@ STRUCTURES = {
     ),
     "timm's BatchNorm with SiLU": (
         lambda: nn.Sequential(conv(4, 4, 1), timm.layers.BatchNormAct2d(4, act_layer=nn.SiLU), *unit()),
-        ["1x1 4->4, then SiLU", "3x3 4->4 relu"],
+        ["1x1 4->4 silu, 3x3 4->4 relu"],
         [],
     ),
     "timm's BatchNorm with dropout": (
