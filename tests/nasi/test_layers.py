@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import batches, tiny_space
+from tiny import batches, tiny_excited_space, tiny_space
 from torch.nn import functional as F
 
 from benchmarks.straight_through import gradient_of_q
@@ -20,6 +20,7 @@ from nasfast.train.batches import as_epochs
 IDENTITY = (Block("identity"), Block("mbconv", 3, 2))
 SPACES = {
     "mbconv": tiny_space(),
+    "excited": tiny_excited_space(),
     "identity": SearchSpace("identity", 8, 4, (FixedLayer(Block("conv"), 6),), (Stage(6, 2, 2, IDENTITY),), ()),
     "pinned": tiny_space(stages=(Stage(8, 3, 2, tiny_space().stages[0].choices, (1,)),)),
     "shuffle": SearchSpace(
