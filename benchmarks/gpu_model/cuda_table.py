@@ -37,7 +37,7 @@ class Row:
         most_registers: registers per thread with which a multiprocessor holds as many blocks as the kernel was written
             for.
         shared_bytes: shared memory of a block that every launch has.
-        launches: of the recorded step.
+        launches: of the recorded steps, one with every expansion stored, and one with all computed again that can be.
         least_asked, most_asked: bytes of shared memory of a block that these launches ask for besides; None without.
         blocks_per_sm: blocks that fit a multiprocessor, by registers, threads and the most shared memory.
     """
@@ -58,9 +58,11 @@ class Row:
 def shared_memory(arch: int) -> dict[CudaKernel, list[int]]:
     """The bytes of shared memory that the launches of a step ask for, by kernel."""
     asked = defaultdict(list)
-    for launch in record_step(Workload(backend="cuda"), arch).launches:
-        if isinstance(launch.specialization, CudaKernel):
-            asked[launch.specialization].append(launch.arguments["shared"])
+    # each has kernels that the other does not need
+    for backend in ("cuda", "recompute"):
+        for launch in record_step(Workload(backend=backend), arch).launches:
+            if isinstance(launch.specialization, CudaKernel):
+                asked[launch.specialization].append(launch.arguments["shared"])
     return asked
 
 

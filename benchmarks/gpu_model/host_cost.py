@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu_model.compiled import compile_for, in_processes
 from benchmarks.gpu_model.cuda import launching_nothing
 from benchmarks.gpu_model.gpus import GPUS
-from benchmarks.gpu_model.recorder import Workload, make_step, no_gpu, record_step
+from benchmarks.gpu_model.recorder import BACKENDS, Workload, make_step, no_gpu, record_step
 from benchmarks.harness import positive, write_json
 
 _REPEATS = 30
@@ -73,9 +73,9 @@ def _timed_launches() -> Iterator[list[float]]:
 
 def host_times(workload: Workload, arch: int) -> dict[str, float]:
     """Measure forward and backward of a small step, and its launches; medians in microseconds."""
-    _, forward_backward, _ = make_step(workload)
+    _, forward_backward, _ = make_step(workload, arch)
     compiles = patch.object(JITFunction, "_do_compile", _ready)
-    cuda = launching_nothing(arch) if workload.backend == "cuda" else nullcontext()
+    cuda = launching_nothing(arch) if workload.backend != "triton" else nullcontext()
     with no_gpu(arch, workload.backend), compiles, cuda:
         forward_backward()
         steps = []
@@ -117,14 +117,14 @@ def main() -> None:
     parser.add_argument("--space", default="mobilenet_v2")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--engine", choices=("graphs", "eager"), default="eager")
-    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton", help="cuda: where it can serve")
+    parser.add_argument("--backend", choices=BACKENDS, default="triton", help="see Workload")
     parser.add_argument("--arch", type=int, choices=GPUS, default=90)
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels, for TRITON_CACHE_DIR on a GPU machine")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    if args.cache and args.backend == "cuda":
-        parser.error("--cache is for Triton's kernels; those of --backend cuda are in the extension: leave one out")
+    if args.cache and args.backend != "triton":
+        parser.error("--cache is for Triton's kernels; those of other backends are in the extension: leave one out")
     common = {"space": args.space, "dtype": args.dtype, "engine": args.engine, "backend": args.backend}
     row = {**common, "arch": args.arch, "triton": triton.__version__}
     row |= host_times(Workload(**common, **_SMALL), args.arch)

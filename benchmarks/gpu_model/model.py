@@ -12,7 +12,7 @@ the launches. The time that the GPU needs to start launches is printed separatel
 
 A second sum, `predicted`, is an estimate and not a bound: the assumed fixed cost of a launch, and the largest of
 memory, of instructions at 70 % of the issue rate, and of tensor cores at 85 % of theirs, on the multiprocessor with the
-most programs.
+most programs; or the bound where that is larger.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from benchmarks.gpu_model.compiled import Compiled, compile_for, in_processes, parameters
 from benchmarks.gpu_model.cuda import CudaKernel
 from benchmarks.gpu_model.gpus import GPUS, Gpu
-from benchmarks.gpu_model.recorder import PHASES, Launch, Specialization, Step, Workload, record_step
+from benchmarks.gpu_model.recorder import BACKENDS, PHASES, Launch, Specialization, Step, Workload, record_step
 from benchmarks.gpu_model.sass import Code
 from benchmarks.gpu_model.walk import Latencies, Program, Walk, walks
 from benchmarks.harness import ROOT, positive, write_json
@@ -172,7 +172,7 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
     products = sum(_product_cycles(gpu, o) for o, _ in followed) / len(followed)
     needed = max(instructions / min(_ISSUE, resident / _CYCLES_OF_A_WARP), products / _TENSOR)
     busy = busiest * warps * needed / (4 * gpu.clock) * 1e6
-    return Cost(
+    cost = Cost(
         instructions,
         issue=programs * warps * instructions / (4 * gpu.processors * gpu.clock) * 1e6,
         latency=math.ceil(rounds) * cycles / gpu.clock * 1e6,
@@ -187,6 +187,7 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
         accesses=dict(accesses),
         opcodes=dict(opcodes),
     )
+    return replace(cost, predicted=max(cost.predicted, cost.largest))
 
 
 def _product_cycles(gpu: Gpu, walk: Walk) -> float:
@@ -306,7 +307,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--trains", choices=("bn", "indicators", "all"), default="bn")
     parser.add_argument("--engine", choices=("graphs", "eager"), default="graphs")
-    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton", help="cuda: where it can serve")
+    parser.add_argument("--backend", choices=BACKENDS, default="triton", help="see Workload")
     parser.add_argument("--arch", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="no value: only record")
     parser.add_argument("--kernel", nargs="+", help="model only these kernels")
     parser.add_argument("--each", action="store_true", help="list every launch")

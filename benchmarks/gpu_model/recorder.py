@@ -16,7 +16,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -36,8 +36,10 @@ from benchmarks.gpu_model import cuda
 from nasfast._triton.configs import FAMILIES, Config
 from nasfast.engine import EagerEngine
 from nasfast.engine.graphs import GraphEngine
-from nasfast.ops import backends, tuning, use_backend
+from nasfast.ops import backends, cuda_times, plan, tuning, use_backend
 from nasfast.ops.cuda import conv as conv_cuda
+from nasfast.ops.cuda_times import Chain
+from nasfast.ops.plan import read_plan
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, get_space, mean_path
@@ -46,6 +48,7 @@ from nasfast.train.loop import make_optimizer
 
 _PACKAGE = str(Path(nasfast.__file__).parent)
 _ENGINE = str(Path(_PACKAGE, "engine"))
+BACKENDS = ("triton", "cuda", "recompute", "auto")
 PHASES = ("forward", "backward", "engine", "optimizer")
 # operators that neither read nor write elements
 _NO_LAUNCH = ("empty", "new_empty", "resize_", "_reshape_alias", "_unsafe_view", "lift_fresh", "set_", "record_stream")
@@ -89,6 +92,7 @@ class Launch:
         bytes: size of the distinct tensors among the arguments.
         phase: one of PHASES.
         configuration: family and name of the tile sizes in configs.FAMILIES.
+        chain: the chain of whose operator it is a part; None outside.
     """
 
     kernel: str
@@ -98,6 +102,7 @@ class Launch:
     bytes: int
     phase: str
     configuration: tuple[str, str] | None
+    chain: Chain | None = None
 
     @property
     def programs(self) -> int:
@@ -111,12 +116,15 @@ class Step:
     Attributes:
         launches: launches of Triton and CUDA kernels, in order.
         aten: number of PyTorch's launches by (phase, operator).
-        configuration: the configuration of the launch that is being recorded.
+        chains: how often each chain ran.
+        configuration, chain: those of the launch that is being recorded.
     """
 
     launches: list[Launch] = field(default_factory=list)
     aten: Counter[tuple[str, str]] = field(default_factory=Counter)
+    chains: Counter[Chain] = field(default_factory=Counter)
     configuration: tuple[str, str] | None = None
+    chain: Chain | None = None
 
     @property
     def aten_launches(self) -> int:
@@ -133,7 +141,8 @@ class Workload:
         dtype: bf16 or fp32.
         trains: the parameters that train, as in `Supernet.freeze`.
         engine: graphs or eager.
-        backend: triton, or cuda for the CUDA kernels where they can serve and Triton elsewhere.
+        backend: triton; cuda, which is the CUDA kernels where they can serve and Triton elsewhere; recompute, the same
+            with every expansion computed again that can be; or auto, what such a GPU runs.
     """
 
     space: str = "mobilenet_v2"
@@ -190,20 +199,35 @@ def _no_launcher(source: Any, metadata: Any) -> Any:
 
 
 @contextmanager
-def _chosen(backend: str) -> Iterator[None]:
+def _chosen(backend: str, arch: int) -> Iterator[None]:
     """Within this context, operators run on this backend of a Workload, whatever the device of their tensors."""
-    named = backends._named
-
-    def cuda_or_triton(op: str, x: Tensor, name: str, source: str, refusal: Any) -> backends.Backend:
-        return named(op, x, "cuda", source, refusal) or named(op, x, "triton", source, refusal)
-
     if backend == "triton":
         with use_backend("triton"):
             yield
-    else:
-        choice = patch.object(backends, "_named", cuda_or_triton)
-        with use_backend("cuda"), choice, patch.dict(os.environ, NASFAST_EMULATE_CUDA="1"):
-            yield
+        return
+    named, gpu = backends._named, cuda_times.similar_gpu(divmod(arch, 10))
+
+    def choose(op: str, x: Tensor, name: str, source: str, refusal: Any) -> backends.Backend:
+        refused = refusal("cuda")
+        slower = backend == "auto" and refused is not None and refused.lacks == "speed"
+        found = None if slower else named(op, x, "cuda", source, refusal)
+        return found or named(op, x, "triton", source, refusal)
+
+    changes = [
+        use_backend("cuda"),
+        patch.object(backends, "_named", choose),
+        patch.dict(os.environ, NASFAST_EMULATE_CUDA="1"),
+        patch.object(plan, "modelled_gpu", lambda x: gpu),
+    ]
+    if backend != "auto":
+        changes.append(patch.object(cuda_times, "recomputes", lambda gpu, chain: backend == "recompute"))
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        # plans are kept, and do not know of the last change
+        plan._decide_once.cache_clear()
+        stack.callback(plan._decide_once.cache_clear)
+        yield
 
 
 @contextmanager
@@ -212,7 +236,7 @@ def no_gpu(arch: int, backend: str = "triton") -> Iterator[None]:
     driver.set_active(NoDriver(arch))
     # on a GPU these counters are zero already (nasfast/ops/arrivals.py), so filling them is no launch
     counters = [patch.object(m, "zeros", _counters) for m in (bn_triton, conv_cuda)]
-    with _chosen(backend), counters[0], counters[1]:
+    with _chosen(backend, arch), counters[0], counters[1]:
         yield
 
 
@@ -245,6 +269,7 @@ class _RecordedKernel:
                 sum(t.numel() * t.element_size() for t in touched.values()),
                 _phase(sys._getframe(1)),
                 self.step.configuration,
+                self.step.chain,
             )
         )
 
@@ -307,24 +332,29 @@ class _CountLaunches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         if func._opname in cuda.OPERATORS:
-            return self._record_chain(func, args, kwargs)
+            return self._record_chain(func, given)
         if func.namespace.startswith("nasfast"):
+            if "plan" in given:
+                self.step.chain = read_plan(given["plan"]).modelled
+                self.step.chains[self.step.chain] += func._opname.endswith("_fwd")
             with self:  # count the operators that the launcher calls, not the launcher itself
-                return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+                out = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+            self.step.chain = None
+            return out
         out = func(*args, **kwargs)
         if not func.is_view and not func._opname.startswith(_NO_LAUNCH) and (count := _launches_of(func, args, out)):
             self.step.aten[_phase(sys._getframe(1)), func._opname] += count
         return out
 
-    def _record_chain(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    def _record_chain(self, func: Any, given: dict[str, Any]) -> Any:
         result, launches = cuda.record_call(func, given, self.arch)
         phase = _phase(sys._getframe(2))
         for launch in launches:
             arguments = launch.geometry | {"shared": launch.shared, "words": launch.words}
             self.step.launches.append(
-                Launch(launch.stage, launch.grid, arguments, launch.kernel, launch.bytes, phase, None)
+                Launch(launch.stage, launch.grid, arguments, launch.kernel, launch.bytes, phase, None, self.step.chain)
             )
         return result
 
@@ -355,8 +385,12 @@ def _phase(frame: FrameType | None) -> str:
     return "engine"
 
 
-def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
-    """Make a step on the CPU; returns its path, a function for forward and backward, and one for the optimiser."""
+def make_step(workload: Workload, arch: int = 90) -> tuple[Arch, Any, Any]:
+    """Make a step on the CPU, as for a GPU of `arch`.
+
+    Returns:
+        Its path, a function for forward and backward, and one for the optimiser.
+    """
     space = get_space(workload.space)
     resolution = workload.resolution or space.resolution
     path = workload.path or mean_path(space)
@@ -367,7 +401,7 @@ def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
     images = torch.zeros(shape).contiguous(memory_format=torch.channels_last)
     labels = torch.zeros(workload.batch, dtype=torch.long)
     bf16 = workload.dtype == "bf16"
-    with _chosen(workload.backend):
+    with _chosen(workload.backend, arch):
         engine = (
             EagerEngine(net, bf16=bf16)
             if workload.engine == "eager"
@@ -387,7 +421,7 @@ def make_step(workload: Workload) -> tuple[Arch, Any, Any]:
 
 def record_step(workload: Workload, arch: int = 90) -> Step:
     """Record one whole step with the optimiser's update. It is the second step, so momentum buffers exist."""
-    _, forward_backward, update = make_step(workload)
+    _, forward_backward, update = make_step(workload, arch)
     for _ in range(2):
         step = Step()
         with recorded(step, arch, backend=workload.backend):

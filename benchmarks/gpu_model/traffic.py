@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_model.recorder import Workload, record_step
+from benchmarks.gpu_model.recorder import BACKENDS, Workload, record_step
 from benchmarks.harness import positive, write_json
 from nasfast.measure.floor import Machine, step_floor, trace
 from nasfast.spaces import get_space, mean_path
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--space", default="mobilenet_v2")
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
-    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton", help="cuda: where it can serve")
+    parser.add_argument("--backend", choices=BACKENDS, default="triton", help="see Workload")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     rows = [traffic(args.space, args.batch, dtype, args.backend) for dtype in args.dtypes]

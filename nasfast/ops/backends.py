@@ -236,7 +236,7 @@ def _named(op: str, x: Tensor, name: str, source: str, refusal: Callable[[str], 
     if name in names:
         backend = _TABLE[op][names.index(name)]
         refused = _refused(backend, x, refusal)
-        if refused is None:
+        if refused is None or refused.lacks == "speed":
             return backend
     else:
         backends = ", ".join(names)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nasfast.ops import cuda_times
 from nasfast.ops.reference import ACTIVATIONS, Stage
 
 # the types in which each backend stores activations and weights
@@ -42,14 +43,11 @@ _MAX_PATCH = 64
 # 4 bytes of kept memory. Measured on two AVX-512 cores: 10 to 25 % faster up to 32 channels, equal at 56, and 15 %
 # slower at 112.
 MAX_RECOMPUTED_CHANNELS = 64
-# The same for the CUDA kernels. They multiply the expansion three times, in forward for its statistics and for what the
-# depthwise stage reads, and in backward, where a stored one is multiplied once. The instructions are about as many as
-# for reading, unpacking and normalising a stored one; each element saves 8 bytes of traffic and costs two products. By
-# the model of an RTX 3080 (0.76 TB/s) and an H200 (4.3 TB/s) that pays up to 135 and 215 channels while the tensors are
-# in DRAM. Stages with more than 64 channels have maps of 14 x 14 and 7 x 7, which an H200 keeps in its cache.
+# The most input and output channels of an expansion that the CUDA kernels compute again, whose weights they keep in
+# shared memory: kMaxExpandDepth and kMaxExpandHidden in csrc/gpu/expansion.h. They do so where the model of the GPU
+# says that it is faster (`cuda_times`): they multiply the expansion three times, in forward for its statistics and for
+# what the depthwise stage reads, and in backward, and save 8 bytes of traffic for each of its elements.
 MAX_RECOMPUTED_CUDA_CHANNELS = 64
-# The most channels of such an expansion, whose weights the CUDA kernels keep in shared memory: kMaxExpandHidden in
-# csrc/gpu/expansion.h.
 MAX_RECOMPUTED_CUDA_HIDDEN = 512
 # The most elements of one of its images, which have 32-bit places in a block, and the most images times columns: a
 # launch has at most 2048 parts of images (kMostRows in csrc/gpu/statistics.h), of 28 or more columns each.
@@ -137,6 +135,13 @@ class ChainPlan:
         return self.stages[0].saved_at is None
 
     @property
+    def modelled(self) -> cuda_times.Chain:
+        """What decides how fast the chain is on a GPU."""
+        kinds = [(stage.kind.name.lower(), stage.kernel, stage.stride) for stage in self.stages]
+        channels = (self.stages[0].in_channels, *[stage.out_channels for stage in self.stages])
+        return cuda_times.Chain(tuple(kinds), self.stages[0].in_rows, channels)
+
+    @property
     def statistics_size(self) -> int:
         """Elements of the statistics: mean and variance of every stage."""
         return 2 * sum(stage.out_channels for stage in self.stages)
@@ -222,7 +227,13 @@ def plan_chain(backend: str, x: Tensor, fields: tuple[tuple, ...], *, shuffle: b
     # a compiler guards on what the decisions read, and cannot look into a cache
     decide = _decide if torch.compiler.is_compiling() else _decide_once
     input_grad = torch.is_grad_enabled() and x.requires_grad
-    return decide(backend, storage_dtype(x), shape, input_grad, shuffle, fields)
+    gpu = modelled_gpu(x) if backend == "cuda" else None
+    return decide(backend, storage_dtype(x), shape, input_grad, shuffle, fields, gpu)
+
+
+def modelled_gpu(x: Tensor) -> str | None:
+    """The GPU of `cuda_times` by which chains on x are decided; None on the CPU, where the kernels are emulated."""
+    return cuda_times.similar_gpu(torch.cuda.get_device_capability(x.device)) if x.is_cuda else None
 
 
 def stage_fields(stages: Sequence[Stage]) -> tuple[tuple, ...]:
@@ -242,9 +253,9 @@ class Refusal(NamedTuple):
 
     Attributes:
         reason: for people.
-        lacks: "operator" or "shape". A backend that is named for one call raises in both cases. One that is named for
-            all operators raises if its kernels of this operator lack the shape, and leaves other operators to the
-            automatic choice.
+        lacks: "operator", "shape" or "speed". A backend that is named for one call raises in the first two cases. One
+            that is named for all operators raises if its kernels of this operator lack the shape, and leaves operators
+            that it does not have to the automatic choice. Only the automatic choice minds speed.
     """
 
     reason: str
@@ -269,11 +280,11 @@ def cuda_refusal(
     if any([type(length) is not int for length in shape]):
         return Refusal("the sizes of x are not known", "shape")
     refuse = _refuse if torch.compiler.is_compiling() else _refuse_once
-    return refuse(storage_dtype(x), shape, fields)
+    return refuse(storage_dtype(x), shape, fields, modelled_gpu(x))
 
 
-def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...]) -> Refusal | None:
-    """`cuda_refusal` from types and shapes; shapes are the fields of a StageShape for each stage."""
+def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...], gpu: str | None) -> Refusal | None:
+    """`cuda_refusal` from all that it depends on; shapes are the fields of a StageShape for each stage."""
     stages = [StageShape(*fields) for fields in shapes]
     for i, stage in enumerate(stages):
         if stage.trains:
@@ -283,7 +294,10 @@ def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...
             return Refusal(reason, "operator")
     reasons = ["x is empty"] if 0 in shape else [_lacks(i, stage, dtype) for i, stage in enumerate(stages)]
     found = [reason for reason in reasons if reason]
-    return Refusal(found[0], "shape") if found else None
+    if found:
+        return Refusal(found[0], "shape")
+    slower = cuda_times.slower(gpu, make_plan(shape, stages).modelled) if gpu else ""
+    return Refusal(slower, "speed") if slower else None
 
 
 def _lacks(i: int, stage: StageShape, dtype: torch.dtype) -> str:
@@ -309,6 +323,7 @@ def _decide(
     input_grad: bool,
     shuffle: bool,
     shapes: tuple[tuple, ...],
+    gpu: str | None = None,
 ) -> ChainPlan | None:
     """`plan_chain` from all that it depends on; shapes are the fields of a StageShape for each stage."""
     if 0 in shape or dtype not in STORAGE_DTYPES[backend]:
@@ -330,9 +345,11 @@ def _decide(
     if subsample > 1:
         stages = (stages[0]._replace(stride=1), *stages[1:])
         size = [_strided(length, subsample) for length in size]
-    recompute = not shuffle and _recomputes(backend, stages, batch, size)
     shape = batch, channels // 2 if shuffle else channels, *size
-    return make_plan(shape, stages, recompute=recompute, shuffle=shuffle, subsample=subsample)
+    plan = make_plan(shape, stages, shuffle=shuffle, subsample=subsample)
+    if shuffle or not _recomputes(backend, plan, gpu):
+        return plan
+    return make_plan(shape, stages, recompute=True, subsample=subsample)
 
 
 _decide_once = lru_cache(KEPT_PLANS)(_decide)
@@ -349,22 +366,25 @@ def _fits(stage: StageShape, *, first: bool, input_grad: bool) -> bool:
     return kind == Kind.DEPTHWISE
 
 
-def _recomputes(backend: str, stages: tuple[StageShape, ...], batch: int, size: Sequence[int]) -> bool:
+def _recomputes(backend: str, plan: ChainPlan, gpu: str | None) -> bool:
     """Whether backward computes the output of an expansion again, and goes through it and its depthwise stage at once.
 
-    The chain's input is then kept instead of the output.
+    The chain's input is then kept instead of the output. The emulation of the CUDA kernels computes all that it can
+    again, for tests.
     """
-    if len(stages) < 2 or (stages[0].kind, stages[1].kind) != (Kind.POINTWISE, Kind.DEPTHWISE):
+    if [stage.kind for stage in plan.stages[:2]] != [Kind.POINTWISE, Kind.DEPTHWISE]:
         return False
-    hidden, channels = stages[0].weight[:2]
-    if hidden < MIN_RECOMPUTED_EXPANSION * channels:
+    first = plan.stages[0]
+    if first.out_channels < MIN_RECOMPUTED_EXPANSION * first.in_channels:
         return False
     if backend == "cuda":
-        height, width = size
-        fits = hidden <= MAX_RECOMPUTED_CUDA_HIDDEN and hidden * height * width <= _MAX_CUDA_IMAGE
-        fits = fits and batch * (width + 28) <= _MAX_CUDA_COLUMNS
-        return fits and channels <= MAX_RECOMPUTED_CUDA_CHANNELS and stages[0].act in ("relu", "relu6")
-    return backend == "cpu" and channels <= MAX_RECOMPUTED_CHANNELS
+        height, width = first.size
+        fits = first.out_channels <= MAX_RECOMPUTED_CUDA_HIDDEN
+        fits = fits and first.out_channels * height * width <= _MAX_CUDA_IMAGE
+        fits = fits and first.batch * (width + 28) <= _MAX_CUDA_COLUMNS
+        fits = fits and first.in_channels <= MAX_RECOMPUTED_CUDA_CHANNELS and first.act in ("relu", "relu6")
+        return fits and (gpu is None or cuda_times.recomputes(gpu, plan.modelled))
+    return backend == "cpu" and first.in_channels <= MAX_RECOMPUTED_CHANNELS
 
 
 def _strided(length: int, stride: int) -> int:

@@ -1,12 +1,13 @@
 """The model of the CUDA kernels: their resources, what a step launches, and what the model counts in them."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from nasfast.ops import _native
+from nasfast.ops import _native, cuda_times
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -47,13 +48,34 @@ def test_every_launch_of_a_step_fits_the_shared_memory_of_a_block(table):
 
 
 @pytest.fixture(scope="module")
-def traffic(program, tmp_path_factory):
-    """The mean path of the 6^20 space at batch 32 in bf16."""
-    out = tmp_path_factory.mktemp("cuda") / "traffic.json"
-    command = ["--dtypes", "bf16", "--backend", "cuda", "--out", str(out)]
-    program("-m", "benchmarks.gpu_model.traffic", *command, TRITON_INTERPRET="1")
-    (row,) = json.loads(out.read_text())["rows"]
+def traffic_of(program, tmp_path_factory):
+    """The launches and bytes of the mean path of the 6^20 space at batch 32 in bf16, by backend."""
+
+    @functools.cache
+    def row(backend):
+        out = tmp_path_factory.mktemp("cuda") / "traffic.json"
+        command = ["--dtypes", "bf16", "--backend", backend, "--out", str(out)]
+        program("-m", "benchmarks.gpu_model.traffic", *command, TRITON_INTERPRET="1")
+        (found,) = json.loads(out.read_text())["rows"]
+        return found
+
     return row
+
+
+@pytest.fixture(scope="module")
+def traffic(traffic_of):
+    """All expansions that can be computed again are."""
+    return traffic_of("recompute")
+
+
+def test_the_automatic_step_has_the_kernels_that_are_faster(traffic_of):
+    """The program records a step of an H200."""
+    rule = json.loads(Path(cuda_times.__file__).with_name("cuda_times.json").read_text())["H200"]
+    on_triton = sum(row["triton"] < min(row["stored"], row["recomputed"] or row["stored"]) for row in rule)
+    kernels = traffic_of("auto")["kernels"]
+    # one for each chain besides the stem's
+    assert kernels["bn_act_kernel"]["launches"] == 1 + on_triton
+    assert kernels["apply"]["launches"] == len(rule) - on_triton
 
 
 def test_a_step_has_one_launch_for_each_convolution_and_two_for_each_chain(traffic):

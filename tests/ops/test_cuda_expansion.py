@@ -12,7 +12,8 @@ import torch
 from kernel_cases.chain import ChainCase, Drawn, eager_autocast, exact_chain, relative_errors, run_chain
 
 from nasfast import ops
-from nasfast.ops import _native
+from nasfast.ops import _native, cuda_times
+from nasfast.ops import plan as planning
 from nasfast.ops.plan import plan_chain, stage_fields
 
 pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
@@ -22,8 +23,12 @@ cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
+    """Expansions are computed again wherever the kernels can, not only where the model of the GPU says so."""
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+    monkeypatch.setattr(cuda_times, "recomputes", lambda gpu, chain: True)
+    planning._decide_once.cache_clear()
     yield
+    planning._decide_once.cache_clear()
     _native.extension.set_emulation()
 
 

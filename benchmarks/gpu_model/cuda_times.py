@@ -1,0 +1,79 @@
+"""Modelled times of the chains of a step, with Triton's kernels and with both schedules of the CUDA kernels.
+
+    python -m benchmarks.gpu_model.cuda_times [--arch 90 86] [--out FILE] [--rule nasfast/ops/cuda_times.json]
+
+The step is that of the mean path of `mobilenet_v2` at batch 32 in bf16. The times are sums of `predicted` of model.py,
+forward and backward. From the file of --rule, `nasfast.ops.cuda_times` decides which kernels run a chain. The program
+needs nvcc and g++, and about ten minutes of CPU time for each GPU.
+"""
+
+from __future__ import annotations
+
+import benchmarks.gpu_model.compilable  # noqa: F401
+
+# isort: split
+import argparse
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_model.gpus import GPUS
+from benchmarks.gpu_model.model import costs
+from benchmarks.gpu_model.recorder import Step, Workload, record_step
+from benchmarks.harness import ROOT, positive, write_json
+from nasfast.ops.cuda_times import Chain, Times
+
+
+def rows_of(arch: int, *, processes: int, cache: str) -> list[dict[str, Any]]:
+    """One row for each chain that the CUDA kernels can run."""
+    steps = {backend: record_step(Workload(backend=backend), arch) for backend in ("triton", "cuda", "recompute")}
+    # the last two have most of their launches in common, which are modelled once
+    every = [(backend, launch) for backend, step in steps.items() for launch in step.launches]
+    together = Step([launch for _, launch in every])
+    times: Counter[tuple[str, Chain | None]] = Counter()
+    for (backend, launch), cost in zip(every, costs(together, arch, processes=processes, cache=cache), strict=True):
+        times[backend, launch.chain] += cost.predicted
+    served = {launch.chain for launch in steps["cuda"].launches if launch.kernel == "apply"}
+    again = {launch.chain for launch in steps["recompute"].launches if launch.kernel == "expand_depthwise_forward"}
+    rows = []
+    for chain in (chain for chain in steps["triton"].chains if chain in served):
+        found = {backend: round(times[backend, chain] / step.chains[chain], 1) for backend, step in steps.items()}
+        recomputed = found["recompute"] if chain in again else None
+        rows.append(chain._asdict() | Times(found["triton"], found["cuda"], recomputed)._asdict())
+    return rows
+
+
+def show(gpu: str, rows: list[dict[str, Any]]) -> None:
+    """Print a table of one GPU."""
+    print(f"\n{gpu}: microseconds forward and backward\n{'chain':90} {'Triton':>7} {'stored':>7} {'recomputed':>10}")
+    for row in rows:
+        again = row["recomputed"] or ""
+        chain = Chain(row["stages"], row["pixels"], row["channels"])
+        print(f"{chain!s:90} {row['triton']:7.1f} {row['stored']:7.1f} {again:>10}")
+    fastest = sum(min(row["triton"], row["stored"], row["recomputed"] or row["stored"]) for row in rows)
+    print(f"{'all':90} {sum(r['triton'] for r in rows):7.1f} {sum(r['stored'] for r in rows):7.1f}")
+    print(f"{'the fastest of each':90} {fastest:7.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", type=int, choices=GPUS, default=list(GPUS))
+    parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="folder for Triton's cache")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--rule", type=Path, help="JSON file from which the package decides")
+    args = parser.parse_args()
+    found = {GPUS[arch].name: rows_of(arch, processes=args.jobs, cache=str(args.cache)) for arch in args.arch}
+    for gpu, rows in found.items():
+        show(gpu, rows)
+    if args.out:
+        write_json(args.out, [{"gpu": gpu, "chains": rows} for gpu, rows in found.items()])
+    if args.rule:
+        lines = [f'"{gpu}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for gpu, rows in found.items()]
+        args.rule.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The choice between CUDA and Triton kernels, and between the schedules of the CUDA kernels, by modelled times."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from nasfast import ops
+from nasfast.measure import doctor
+from nasfast.ops import _triton, backends, conv, cuda_times, plan
+from nasfast.ops.cuda_times import Chain, Times
+from nasfast.ops.reference import ConvBNParams, Stage
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cuda_times.json"
+BLOCK = (("pointwise", 1, 1), ("depthwise", 5, 1), ("pointwise", 1, 1))
+STRIDED = (("pointwise", 1, 1), ("depthwise", 5, 2), ("pointwise", 1, 1))
+SMALL, WIDE = Chain(BLOCK, 2 * 36, (8, 48, 48, 8)), Chain(BLOCK, 2 * 36, (64, 384, 384, 64))
+HALVED = Chain(STRIDED, 2 * 36, (8, 48, 48, 16))
+MADE_UP = {
+    SMALL: Times(triton=10, stored=8, recomputed=6),
+    WIDE: Times(triton=10, stored=8, recomputed=9),
+    HALVED: Times(triton=10, stored=12, recomputed=11),
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_caches():
+    """Plans and refusals are kept, and the tests change what they depend on."""
+    caches = plan._decide_once, plan._refuse_once
+    yield [cache.cache_clear() for cache in caches]
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """CPU tensors pass for those of a GPU; the list of backends and plans of the chains that run."""
+    used = []
+
+    def run_chain(x, stages, plan, *, residual, backend):
+        used.append((backend, plan.recompute))
+        return torch.zeros(1, dtype=x.dtype).expand(plan.out_shape)
+
+    monkeypatch.setattr(conv, "run_chain", run_chain)
+    monkeypatch.setattr(plan, "modelled_gpu", lambda x: "H200")
+    monkeypatch.setattr(_triton, "interpreted", lambda: False)
+    row = tuple(backends.Backend("", name, lambda x: (True, "")) for name in ("cuda", "triton"))
+    monkeypatch.setitem(backends._TABLE, "conv_bn_act_chain", row)
+    monkeypatch.setattr(backends, "_logged", set())
+    return used
+
+
+def run(chain: Chain, act: str = "relu6") -> None:
+    """Run a chain of 2 or 32 images on tensors that are all zero."""
+    images = 32 if chain.pixels % (32 * 49) == 0 else 2
+    side = round((chain.pixels // images) ** 0.5)
+    assert images * side * side == chain.pixels
+    stages = []
+    for (kind, kernel, stride), before, after in zip(
+        chain.stages, chain.channels[:-1], chain.channels[1:], strict=True
+    ):
+        groups = after if kind == "depthwise" else 1
+        weight = torch.zeros(1, dtype=torch.bfloat16).expand(after, before // groups, kernel, kernel)
+        params = ConvBNParams(weight, torch.ones(after), torch.zeros(after))
+        stages.append(Stage(params, stride, kernel // 2, groups, act))
+    x = torch.zeros(1, dtype=torch.bfloat16).expand(images, chain.channels[0], side, side)
+    ops.conv_bn_act_chain(x, stages)
+
+
+def test_the_package_decides_by_the_committed_results():
+    results = json.loads(RESULTS.read_text())["rows"]
+    shipped = json.loads(Path(cuda_times.__file__).with_name("cuda_times.json").read_text())
+    assert shipped == {row["gpu"]: row["chains"] for row in results}
+
+
+@pytest.mark.parametrize("gpu", cuda_times.TIMES)
+def test_every_modelled_chain_runs_on_what_is_fastest(gpu, on_a_gpu, monkeypatch):
+    monkeypatch.setattr(plan, "modelled_gpu", lambda x: gpu)
+    shipped = json.loads(Path(cuda_times.__file__).with_name("cuda_times.json").read_text())
+    for row in shipped[gpu]:
+        run(Chain(tuple(map(tuple, row["stages"])), row["pixels"], tuple(row["channels"])))
+        backend, recompute = on_a_gpu.pop()
+        times = {"triton": row["triton"], "stored": row["stored"], "recomputed": row["recomputed"] or float("inf")}
+        assert times[("recomputed" if recompute else "stored") if backend == "cuda" else backend] == min(times.values())
+
+
+def test_a_chain_is_decided_as_the_most_similar_one(on_a_gpu, monkeypatch):
+    monkeypatch.setitem(cuda_times.TIMES, "H200", MADE_UP)
+    run(SMALL._replace(channels=(16, 64, 64, 8)))
+    run(WIDE._replace(channels=(56, 336, 336, 40)))
+    run(HALVED._replace(pixels=2 * 100))
+    # no 7x7 is modelled, so it is decided as a chain with another kernel
+    run(SMALL._replace(stages=(BLOCK[0], ("depthwise", 7, 1), BLOCK[2])))
+    # nothing like this is modelled
+    run(Chain(BLOCK[:2], 2 * 36, (8, 48, 48)))
+    assert on_a_gpu == [("cuda", True), ("cuda", False), ("triton", False), ("cuda", True), ("cuda", False)]
+
+
+def test_the_kernels_store_an_expansion_that_they_cannot_compute_again(on_a_gpu, monkeypatch):
+    monkeypatch.setitem(cuda_times.TIMES, "H200", MADE_UP)
+    run(SMALL, act="identity")
+    assert on_a_gpu == [("cuda", False)]
+
+
+def test_the_reason_is_logged_once_and_a_named_backend_does_not_mind(on_a_gpu, monkeypatch, caplog):
+    monkeypatch.setitem(cuda_times.TIMES, "H200", MADE_UP)
+    with caplog.at_level(logging.INFO, logger=backends.__name__):
+        run(HALVED)
+        run(HALVED)
+        with ops.use_backend("cuda"):
+            run(HALVED)
+    assert [backend for backend, _ in on_a_gpu] == ["triton", "triton", "cuda"]
+    (message,) = {record.message for record in caplog.records}
+    assert (
+        len(caplog.records) == 1 and "cuda: by the model of an H200, 11 us, and 10 us with triton, for poi" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "gpu"),
+    [
+        ((8, 0), "H200"),
+        ((8, 6), "RTX 3080"),
+        ((8, 9), "RTX 3080"),
+        ((9, 0), "H200"),
+        ((10, 0), "H200"),
+        ((12, 0), "RTX 3080"),
+    ],
+)
+def test_gpus_are_taken_for_the_modelled_one_with_the_same_kind_of_memory(capability, gpu):
+    assert cuda_times.similar_gpu(capability) == gpu
+
+
+def test_doctor_says_what_the_model_decides(monkeypatch):
+    monkeypatch.setitem(cuda_times.TIMES, "RTX 3080", MADE_UP)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 9))
+    monkeypatch.setattr(backends, "explain", lambda device, dtype: [])
+    assert doctor._operators() == [
+        "cuda by the model of an RTX 3080: 25 us, and 30 us with triton, for the 3 chains of a mobilenet_v2 step; it "
+        "computes 2 of the 3 expansions again for which it can",
+        f"not cuda by the model of an RTX 3080, 11 us, and 10 us with triton, for {HALVED}",
+    ]
