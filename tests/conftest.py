@@ -17,12 +17,13 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from devices import DEVICE, no_gpu  # noqa: E402
-from interpreter import repair_bfloat16  # noqa: E402
+from interpreter import repair_bfloat16, speed_up  # noqa: E402
 
 from nasfast.ops import _native, _triton  # noqa: E402
 
 if _triton.interpreted() and _triton.why_missing() is None:
     repair_bfloat16()
+    speed_up()
 
 
 INTERPRETED = _triton.interpreted()
