@@ -16,12 +16,12 @@ using torch::stable::Tensor;
 // The convolutions of a plan, which is refused if it has something that the kernels cannot do.
 struct Shapes {
   std::vector<Geometry> stages;
-  bool recompute;  // the output of the first stage is in no memory
+  bool recompute;  // whether no memory has the output of the first stage
 
   explicit Shapes(const std::vector<int64_t>& plan);
   // Whether this stage runs as one kernel with what it needs of the stage before it.
   bool fused(size_t i_stage) const { return recompute && i_stage == 1; }
-  int channels() const { return stages[0].in_channels; }  // of x
+  int channels() const { return stages[0].in_channels; }  // channels of x
 };
 
 // What a launch does not know before its grid: `reduction` of every stage, except its channels.
@@ -29,7 +29,7 @@ struct ForwardCall {
   bool bfloat16;
   std::vector<ForwardStage> stages;
   ApplyArgs result;
-  std::vector<Tensor> memory;  // of outputs that nothing keeps
+  std::vector<Tensor> memory;  // holds the outputs that are not kept for backward
 
   ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights,
               const std::vector<Tensor>& bn_biases, const std::optional<Tensor>& added, const Tensor& y,
@@ -40,10 +40,10 @@ struct ForwardCall {
 struct BackwardCall {
   bool bfloat16;
   ReduceArgs begin;
-  std::vector<BackwardStage> stages;  // in the order in which they run: the last stage of the chain is the first
-  Weight expansion;                   // of the first stage of the chain
-  const uint16_t* x;                  // null: the plan keeps the output of the first stage
-  std::vector<Tensor> memory;         // of dz between the stages and of the coefficients of BatchNorm
+  std::vector<BackwardStage> stages;  // in the order in which they run, the last stage of the chain first
+  Weight expansion;                   // weight of the first stage of the chain
+  const uint16_t* x;                  // null if the plan keeps the output of the first stage
+  std::vector<Tensor> memory;         // holds dz between the stages, and the coefficients of BatchNorm
 
   // x: only for a plan that computes the output of the first stage again.
   BackwardCall(const Tensor& grad, const std::optional<Tensor>& x, const Tensor& saved, const Tensor& statistics,

@@ -31,7 +31,7 @@ Grid backward_grid(const Shapes& chain, size_t i, const Machine& machine) {
 // the other. An expansion that is computed again has no kernel of its own backward that adds anything up, and no grid.
 struct Grids {
   std::vector<Grid> stages;
-  Grid begin{};  // of the launch before those of the stages, backward
+  Grid begin{};  // grid of backward's first launch, which comes before those of the stages
   int64_t pairs = 0, counters = 0;
 
   const Grid& add(const Grid& grid, int channels) {

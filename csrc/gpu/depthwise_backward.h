@@ -12,7 +12,7 @@ struct GradientRows {
   static constexpr int kIn = Inside::kCount;
 
   const BackwardStage& stage;
-  const int channel, step;  // step: pairs of a pixel
+  const int channel, step;  // step: channel pairs per pixel
   Inside inside;
   const uint32_t *grad, *y;
   uint32_t ahead_grad[kIn], ahead_y[kIn];
@@ -84,8 +84,8 @@ struct ResultRows {
   const BackwardStage& stage;
   const int channel, step;
   GradientSums sums[2];
-  int column;              // of the first result
-  const uint32_t* beside;  // output of the stage before, or what is added, or null
+  int column;              // column of the first result
+  const uint32_t* beside;  // the output of the stage before, or what is added, or null
   uint32_t* dx;
   uint32_t ahead[kColumns];
 

@@ -15,16 +15,16 @@ struct ForwardThread {
 
   const ForwardStage& stage;
   const Taps<kKernel, kKernel == 3> taps;
-  const int channel, step;  // step: pairs of a pixel
+  const int channel, step;  // step: channel pairs per pixel
   float scale[2], shift[2], start[2], low;
-  uint32_t outside;  // what is read as zero, where that can be said before BatchNorm
+  uint32_t outside;  // read outside of the image: BatchNorm and an activation with a lower bound make it zero
 
   Inside inside;
-  int valid;  // columns of the strip that there are
+  int valid;  // number of columns of the strip that lie in the image
   const uint32_t* x;
   uint32_t* y;
   uint32_t ahead[kIn];
-  bool empty = false;  // the row ahead is zeros below the image
+  bool empty = false;  // whether the row ahead lies below the image and is zero
 
   bool fresh = true;
   float pivot[2] = {0, 0}, numbers = 0;

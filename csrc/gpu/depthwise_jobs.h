@@ -35,12 +35,12 @@ struct Job {
 };
 
 struct Jobs {
-  int images, rows, columns, channels;  // of the map that is divided
-  int pairs;                            // of channels in a block
-  int slots;                            // jobs of a pair side by side in a block
+  int images, rows, columns, channels;  // sizes of the map that is divided
+  int pairs;                            // channel pairs per block
+  int slots;                            // jobs per block and channel pair that run side by side
   int turns;                            // jobs that a thread does one after the other
-  Divisor strips, segments;             // of an image
-  int height;                           // of a segment
+  Divisor strips, segments;             // their numbers per image
+  int height;                           // rows per segment
 
   NASFAST_ANYWHERE int count() const { return images * segments.by * strips.by; }
   NASFAST_ANYWHERE int blocks() const { return ceil_div(count(), slots * turns); }  // that share channels
@@ -79,8 +79,8 @@ inline double lanes_used(int all, int pairs) {
 // multiprocessor runs at once.
 inline Jobs divide(const Geometry& g, int extra, int resident, int multiprocessors) {
   constexpr int kMostPairs = 64, kEnoughRows = 1024;
-  constexpr int kPrologue = 3;   // what a job costs besides its rows, in rows
-  constexpr double kFewest = 3;  // warps of a scheduler, below which the time is that of a single warp
+  constexpr int kPrologue = 3;   // the cost of starting a job, in rows
+  constexpr double kFewest = 3;  // with fewer warps per scheduler, the time is that of a single warp
   Jobs best{g.images, g.out_height, g.out_width, g.out_channels, 4, 0, 1, Divisor(ceil_div(g.out_width, kStrip)), {},
             0};
   const int all = g.out_channels / 2;
@@ -96,8 +96,8 @@ inline Jobs divide(const Geometry& g, int extra, int resident, int multiprocesso
     const int length = smaller(g.out_height, jobs.height + extra) + kPrologue;
     for (jobs.slots = smaller(most, jobs.count()); jobs.slots > 0; --jobs.slots) {
       jobs.turns = ceil_div(jobs.count(), jobs.slots * kEnoughRows);
-      const int blocks = ceil_div(jobs.blocks() * jobs.groups(), multiprocessors);  // of the busiest multiprocessor
-      const auto time = [&](int together) {                                         // of blocks that run at once
+      const int blocks = ceil_div(jobs.blocks() * jobs.groups(), multiprocessors);  // on the busiest multiprocessor
+      const auto time = [&](int together) {  // the time of blocks that run at once
         const double warps = together * ceil_div(jobs.slots * jobs.pairs, 32) / 4.;
         return together == 0 ? 0 : warps > kFewest ? warps : kFewest;
       };
@@ -112,9 +112,9 @@ inline Jobs divide(const Geometry& g, int extra, int resident, int multiprocesso
 template <int kBefore, int kBelow, int kAfter>
 struct Columns {
   static constexpr int kCount = kBefore + kBelow + kAfter;
-  int first, width;    // column of the image at place 0; columns of the image
-  bool before, after;  // whether the outer columns are inside of the image
-  bool ragged;         // whether each column has to be asked for itself
+  int first, width;    // first: the column of the image at place 0; width: that of the image
+  bool before, after;  // whether the columns before the strip, and those behind it, lie in the image
+  bool ragged;         // whether each column must be checked by itself
 
   NASFAST_DEVICE void place(int column, int of_width) {
     first = column - kBefore;

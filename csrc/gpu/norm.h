@@ -8,9 +8,9 @@ namespace nasfast::gpu {
 
 // How the 256 threads of a block share rows of channels: 8 neighbouring channels for each thread, `rows` rows at once.
 struct Lanes {
-  int groups;   // of channels; the blocks of one group leave the others alone
-  int vectors;  // of 8 channels in a group; the last group may have fewer
-  int rows;     // at once
+  int groups;   // groups of channels; no two groups have a channel in common
+  int vectors;  // vectors of 8 channels per group; the last group may have fewer
+  int rows;     // rows that a block reads at once
 
   static constexpr int kThreads = 256;
 };
@@ -32,9 +32,9 @@ inline Lanes lanes_of(int channels) {
 
 // What a thread does in either kernel: `each` is called for rows of the tensor and offsets of 8 channels.
 struct Share {
-  int channel;          // first of 8 channels, or -1 if the thread is idle
-  int row;              // within the rows at once
-  int64_t first, step;  // rows
+  int channel;          // the first of 8 channels, or -1 if the thread is idle
+  int row;              // index among the rows that the block reads at once
+  int64_t first, step;  // the first row of the tensor, and the distance to the next
 
   NASFAST_DEVICE Share(const Lanes& lanes, int thread, int block, int blocks, int group, int channels) {
     row = thread / lanes.vectors;
@@ -65,8 +65,8 @@ NASFAST_DEVICE void unpack(const Vec4& from, float (&to)[8]) {
 struct ApplyArgs {
   const uint16_t* y;  // [rows][channels]
   const Fold* fold;
-  const uint16_t* added;  // like y, or null
-  uint16_t* out;          // like y
+  const uint16_t* added;  // shape of y, or null
+  uint16_t* out;          // shape of y
   int64_t rows;
   int channels;
   Act act;
@@ -133,8 +133,8 @@ void apply(const Machine& machine, const ApplyArgs& args) {
 }
 
 struct ReduceArgs {
-  const uint16_t* grad;  // [rows][channels], gradient behind the activation
-  const uint16_t* y;     // like grad
+  const uint16_t* grad;  // [rows][channels]: gradient behind the activation
+  const uint16_t* y;     // shape of grad
   const Interval* interval;
   int64_t rows;
   int channels;

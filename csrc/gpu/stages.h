@@ -20,8 +20,8 @@ namespace nasfast::gpu {
 
 struct Geometry {
   int images;
-  int height, width;          // of the input
-  int out_height, out_width;  // of the output
+  int height, width;          // size of the input
+  int out_height, out_width;  // size of the output
   int in_channels, out_channels;
   int kernel, stride;
 
@@ -31,9 +31,9 @@ struct Geometry {
 
 // How a launch divides its work.
 struct Grid {
-  int rows;       // blocks that share channels: Reduction::rows
-  int groups;     // of channels: blocks of two groups have no channel in common
-  size_t shared;  // bytes of shared memory of a block
+  int rows;       // blocks that share channels, as in Reduction
+  int groups;     // groups of channels; blocks of two groups have no channel in common
+  size_t shared;  // bytes of shared memory per block
 };
 
 // A convolution's weights, (out, in / groups, k, k) without gaps, in the Format of the tensors or in float.
@@ -44,26 +44,26 @@ struct Weight {
 
 struct ForwardStage {
   Geometry geometry;
-  const uint16_t* x;  // output of the convolution before, or the input of the chain
-  const Fold* fold;   // BatchNorm through which x is read; null: x is the input of the chain
-  Act act;            // activation behind that BatchNorm
+  const uint16_t* x;  // the output of the convolution before, or the input of the chain
+  const Fold* fold;   // the BatchNorm through which x is read, or null if x is the input of the chain
+  Act act;            // the activation behind that BatchNorm
   Weight weight;
-  uint16_t* y;  // null: only the statistics are wanted, of a pointwise stage
+  uint16_t* y;  // null if only the statistics of a pointwise stage are wanted
   Norm norm;
 };
 
 struct BackwardStage {
   Geometry geometry;
-  const uint16_t* grad;  // dz; or, with a mask, the gradient behind this stage's activation
-  const Interval* mask;  // of this stage; null: grad is dz
-  const uint16_t* y;     // output of this stage's convolution
-  const Back* back;      // of this stage: dy = a dz + b y + c
+  const uint16_t* grad;  // dz, or with a mask the gradient behind this stage's activation
+  const Interval* mask;  // this stage's, or null if grad is dz
+  const uint16_t* y;     // the output of this stage's convolution
+  const Back* back;      // this stage's: dy = a dz + b y + c
   Weight weight;
-  uint16_t* dx;              // dz of the stage before; gradient of the chain's input if `before` is null
-  const uint16_t* before;    // output of the convolution before, or null
-  const Interval* interval;  // of that stage
-  NormGradient gradient;     // of that stage
-  const uint16_t* added;     // is added to dx in the first stage, or null
+  uint16_t* dx;              // dz of the stage before, or the gradient of the chain's input if `before` is null
+  const uint16_t* before;    // the output of the convolution before, or null
+  const Interval* interval;  // the interval of the stage before
+  NormGradient gradient;     // the BatchNorm of the stage before
+  const uint16_t* added;     // what is added to dx in the first stage, or null
 };
 
 // The two stages of an expansion and the depthwise convolution behind it, when the output y1 of the expansion is in no
@@ -72,7 +72,7 @@ struct BackwardStage {
 struct ExpandForward {
   ForwardStage depthwise;  // x is the input of the chain; fold and act are those of the expansion
   Weight expansion;
-  int channels;  // of x
+  int channels;  // channels of x
 };
 
 // Makes dz of the expansion in depthwise.dx, and finishes the sums that its BatchNorm needs. `before` is null.
@@ -80,18 +80,18 @@ struct ExpandBackward {
   BackwardStage depthwise;
   const uint16_t* x;
   Weight expansion;
-  int channels;  // of x
+  int channels;  // channels of x
 };
 
 // The gradient of the input of the chain from dz of the expansion. With dy = a dz + b y1 + c and y1 = W x it is
 // (a W)^T dz + W^T diag(b) W x + W^T c, in which no y1 is left.
 struct ExpansionGradient {
   int64_t rows;
-  int channels, hidden;  // of x and of y1
+  int channels, hidden;  // channels of x, and of y1
   const uint16_t *x, *dz;
   const Back* back;
   Weight expansion;
-  const uint16_t* added;  // is added to dx, or null
+  const uint16_t* added;  // what is added to dx, or null
   uint16_t* dx;
 };
 

@@ -99,7 +99,7 @@ struct Reduction {
   Vec2* partial;  // [partial_rows(rows)][channels]
   int* counters;  // [groups of channels][counters_of(rows)], zeros before and after the launch
   int rows;       // blocks that share channels
-  int channels;   // of the tensor
+  int channels;   // channels of the tensor
 };
 
 // BatchNorm behind a convolution.
