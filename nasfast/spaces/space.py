@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar
 
-from nasfast.config import ConfigBase
+from nasfast.config import ConfigBase, ConfigError
 from nasfast.runtime import moved
 from nasfast.spaces.arch import SKIP
 from nasfast.spaces.arch_space import ArchSpace
@@ -202,6 +202,15 @@ class SearchSpace(ArchSpace):
     def own_activations(self) -> set[Activation]:
         """The activations that stages and fixed layers have of their own."""
         return {part.activation for part in (*self.stem, *self.stages, *self.head) if part.activation is not None}
+
+    def require_one_activation(self, what: str) -> None:
+        """Raise ConfigError if stages or fixed layers have an activation of their own; `what` is what refuses them."""
+        if self.own_activations:
+            raise ConfigError(
+                f"space {self.name!r} has stages or fixed layers with activations of their own "
+                f"({', '.join(sorted(self.own_activations))}), and {what} gives all layers one activation: "
+                "choose a space with `activation` alone"
+            )
 
     @property
     def features(self) -> int:

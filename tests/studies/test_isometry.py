@@ -23,6 +23,7 @@ from nasfast.studies.isometry.measure import (
     measure_supernet,
     parts_of,
 )
+from nasfast.studies.moments import ModuleConfig, module_study
 from nasfast.studies.parts import Check
 from nasfast.supernet import Supernet
 
@@ -194,8 +195,11 @@ def test_a_space_of_several_activations_is_refused(tmp_path):
     space = mobilenet_v2()
     stages = (space.stages[0].replace(activation="hswish"), *space.stages[1:])
     space.replace(stages=stages).save(tmp_path / "mixed.yaml")
-    with pytest.raises(ConfigError, match=r"activations of their own \(hswish\), and this study gives all layers one"):
-        isometry_study(IsometryConfig(space=str(tmp_path / "mixed.yaml")))
+    path = str(tmp_path / "mixed.yaml")
+    with pytest.raises(ConfigError, match=r"activations of their own \(hswish\), and the study of isometry gives all"):
+        isometry_study(IsometryConfig(space=path))
+    with pytest.raises(ConfigError, match=r"has stages .* \(hswish\), and the study of moments gives all"):
+        module_study(ModuleConfig(space=path))
 
 
 def test_a_module_itself_is_copied_for_every_setting():

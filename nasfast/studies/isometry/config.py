@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nasfast.config import ConfigBase, ConfigError
+from nasfast.config import ConfigBase
 from nasfast.settings.checks import check_common
 from nasfast.spaces import SearchSpace, get_space
 
@@ -74,12 +74,7 @@ class IsometryConfig(ConfigBase):
             ConfigError: unknown space, unreadable YAML, or layers with activations of their own.
         """
         space = get_space(self.space)
-        if space.own_activations:
-            raise ConfigError(
-                f"space {space.name!r} has stages or fixed layers with activations of their own "
-                f"({', '.join(sorted(space.own_activations))}), and this study gives all layers one activation: "
-                "measure a space with `activation` alone"
-            )
+        space.require_one_activation("the study of isometry")
         return get_space(self.space, resolution=self.resolution or min(_DEFAULT_RESOLUTION, space.resolution))
 
     @property

@@ -220,6 +220,7 @@ def module(cfg: ModuleConfig, out: Path | None, task: Task) -> StudyReport:
 
 def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
     space = get_space(cfg.space)
+    space.require_one_activation("the study of moments")
     space = get_space(cfg.space, resolution=cfg.resolution or min(_DEFAULT_RESOLUTION, space.resolution))
     x = module_inputs(cfg, (space.in_channels, space.resolution, space.resolution))
     settings: list[tuple[Init, str]] = [

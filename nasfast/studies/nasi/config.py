@@ -79,6 +79,7 @@ PRESETS = {
     "nas_bench_201": Preset(1.0, 32, 64),
     "choice_blocks": Preset(1.0, 32, 64, "darts"),
     "mobilenet_v2": Preset(2.0, 64),
+    "mobilenet_v3": Preset(2.0, 64),
     "shufflenet_v2": Preset(2.0, 64),
 }
 """Built-in spaces with settings of their own."""
@@ -101,14 +102,16 @@ class NasiSearchConfig(ConfigBase):
 
     Attributes:
         space: `darts`, `nas_bench_201`, `choice_blocks` (as NAS-Bench-1Shot1's first), `nas_bench_macro`,
-            `mobilenet_v2`, `shufflenet_v2`, `digits_mini`, or the path of a YAML file.
+            `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `digits_mini`, or the path of a YAML file.
         images: folder with one sub-folder per class, augmented as for training; null takes synthetic images.
-        resolution: height and width of the images; null takes the space's, and 64 for mobilenet_v2 and shufflenet_v2.
+        resolution: height and width of the images; null takes the space's, and 64 for mobilenet_v2, mobilenet_v3 and
+            shufflenet_v2.
         cells: number of cells of darts, nas_bench_201 and choice_blocks; null takes the space's.
         channels: number of channels of their first cell; null takes the space's.
         steps: T, the number of sampled architectures.
         batch: number of images for each architecture; null takes 64 for built-in cells, else 16.
-        mu: weight of the penalty on Q above nu; null takes 2 for darts, mobilenet_v2 and shufflenet_v2, else 1.
+        mu: weight of the penalty on Q above nu; null takes 2 for darts, mobilenet_v2, mobilenet_v3 and
+            shufflenet_v2, else 1.
         constraint: `fixed`: nu is the limit of Q. `adaptive`: the limit starts at nu and is then the mean of nu and of
             the Q so far. `quantile`: the limit is the nu-quantile of Q over the sampled architectures.
         nu: see `constraint`; null takes the 0.9 quantile. The other constraints need a value.
