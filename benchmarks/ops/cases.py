@@ -136,6 +136,7 @@ class Case:
         shape: the shape, as text.
         make: makes the call of a provider; draws its tensors from PyTorch's generator.
         peers: what it is compared with. Every provider must compute what the first one computes.
+        compared: takes a result and returns what the providers must agree on; None for the whole result.
         dtypes: keys of DTYPES.
         passes: FORWARD, BOTH or both of them.
         floor: takes a machine, a dtype and the passes; returns the least ms of the passes on this machine.
@@ -146,6 +147,7 @@ class Case:
     shape: str
     make: Callable[[Setting], Call]
     peers: tuple[str, ...] = PEERS
+    compared: Callable[[Tensor], Tensor] | None = None
     dtypes: tuple[str, ...] = tuple(DTYPES)
     passes: tuple[str, ...] = (FORWARD, BOTH)
     floor: Callable[[Machine, str, str], float] | None = None
@@ -203,8 +205,8 @@ def _on_backend(function: Callable[..., Tensor | list[Tensor]], backend: str) ->
 
 def _check(case: Case, setting: Setting, call: Call, oracle: Call) -> None:
     # not under no_grad, for which torch.compile would make another graph
-    got, want = (_tensors(c.function(*c.inputs)) for c in (call, oracle))
-    pairs = [(g.detach().double(), w.detach().double()) for g, w in zip(got, want, strict=True)]
+    got, want = ([_compared(case, y) for y in _tensors(c.function(*c.inputs))] for c in (call, oracle))
+    pairs = list(zip(got, want, strict=True))
     # the mean, because the largest error of an ill-conditioned matrix among thousands says nothing
     error = float(sum((g - w).abs().sum() for g, w in pairs) / sum(w.abs().sum() for _, w in pairs))
     if not error < _TOLERANCES[setting.dtype]:
@@ -212,6 +214,11 @@ def _check(case: Case, setting: Setting, call: Call, oracle: Call) -> None:
             f"{case.name}, {setting.dtype}: {setting.provider} differs from {case.peers[0]} by {error:.3g} "
             "of the mean value: not the same work"
         )
+
+
+def _compared(case: Case, result: Tensor) -> Tensor:
+    whole = result.detach().double()
+    return whole if case.compared is None else case.compared(whole)
 
 
 def _tensors(result: Tensor | list[Tensor]) -> list[Tensor]:

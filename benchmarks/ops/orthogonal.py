@@ -1,6 +1,8 @@
-"""Cases of orthogonalize: all weights of the 6^20 supernet, by size class.
+"""Cases of orthogonalize and orthogonalize_: the weights of the 6^20 supernet.
 
-A depthwise weight is a batch of k x k filters, any other weight one matrix. All providers get the same Gaussian input.
+For orthogonalize they are in size classes. A depthwise weight is a batch of k x k filters, any other weight one matrix.
+All providers get the same Gaussian input. orthogonalize_ draws its matrices itself, and a depthwise weight is one flat
+matrix, as for torch.nn.init.orthogonal_.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ CLASSES = ("filters", *_NAMES, "all")
 
 def cases(size: Size) -> list[Case]:
     weights_of = "weights of mobilenet_v2" if size.matrices is None else f"{size.matrices} weights of mobilenet_v2"
-    return [
+    by_class = [
         Case(
             "orthogonalize",
             name,
@@ -36,6 +38,25 @@ def cases(size: Size) -> list[Case]:
         )
         for name in CLASSES
     ]
+    fill = Case(
+        "orthogonalize",
+        "fill",
+        weights_of,
+        partial(_fill, size),
+        peers=(INIT_LOOP,),
+        compared=_gram,
+        dtypes=("fp32",),
+        passes=(FORWARD,),
+    )
+    return [*by_class, fill]
+
+
+@cache
+def _shapes() -> list[tuple[torch.Size, bool]]:
+    """The shape of every weight, and whether it is depthwise."""
+    net = nasfast.Supernet(nasfast.spaces.mobilenet_v2(), init="he")
+    layers = [module for module in net.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+    return [(m.weight.shape, isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1) for m in layers]
 
 
 @cache
@@ -43,12 +64,8 @@ def weights() -> dict[str, list[Tensor]]:
     """Size class -> Gaussian matrices on the CPU, in float32."""
     generator = torch.Generator().manual_seed(0)
     classes: dict[str, list[Tensor]] = {name: [] for name in CLASSES}
-    net = nasfast.Supernet(nasfast.spaces.mobilenet_v2(), init="he")
-    for layer in net.modules():
-        if not isinstance(layer, (nn.Conv2d, nn.Linear)):
-            continue
-        shape = layer.weight.shape
-        if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1:
+    for shape, depthwise in _shapes():
+        if depthwise:
             name, size = "filters", (shape[0], *shape[2:])
         else:
             size = (shape[0], shape[1:].numel())
@@ -63,6 +80,19 @@ def _call(name: str, size: Size, setting: Setting) -> Call:
     matrices = [z.to(setting.device) for z in weights()[name][: size.matrices]]
     function = ops.orthogonalize if setting.ours else PEERS[setting.provider]
     return Call(lambda *zs: function(list(zs)), matrices)
+
+
+def _fill(size: Size, setting: Setting) -> Call:
+    tensors = [torch.empty(shape, device=setting.device) for shape, _ in _shapes()[: size.matrices]]
+    if setting.ours:
+        return Call(lambda *ws: nasfast.orthogonalize_(ws), tensors)
+    return Call(lambda *ws: [nn.init.orthogonal_(w) for w in ws], tensors)
+
+
+def _gram(weight: Tensor) -> Tensor:
+    """The products of the rows, or of the columns if these are fewer; those of orthonormal vectors are 0 and 1."""
+    matrix = weight.flatten(1)
+    return matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
 
 
 def _least_ms(name: str, size: Size, machine: Machine, dtype: str, passes: str) -> float:
@@ -102,6 +132,7 @@ def grouped_qr(matrices: list[Tensor]) -> list[Tensor]:
     return [next(results[z.shape]) for z in matrices]
 
 
+INIT_LOOP = "torch.nn.init loop"
 PEERS = {
     "qr loop": lambda zs: [torch_qr(z) for z in zs],
     "geqrf loop": lambda zs: [torch_householder(z) for z in zs],

@@ -66,7 +66,8 @@ def test_every_peer_and_both_dtypes_are_in_the_table(native):
     for op in ("bn_act", "conv_bn_act", "conv_bn_act_chain", "mixed_bn", "pool_3x3"):
         wanted = [Setting(provider, dtype, "cpu") for dtype in ("fp32", "bf16") for provider in ("cpu", *PEERS)]
         assert settings[op] == wanted
-    assert {s.provider for s in settings["orthogonalize"]} == {"cpu", "qr loop", "geqrf loop", "qr grouped"}
+    of = {c.family: [s.provider for s in c.settings("cpu")] for c in table("tiny") if c.op == "orthogonalize"}
+    assert of["all"] == ["cpu", "qr loop", "geqrf loop", "qr grouped"] and of["fill"] == ["cpu", "torch.nn.init loop"]
 
 
 def test_a_name_stands_for_one_work():
@@ -117,6 +118,15 @@ def test_a_provider_that_computes_something_else_is_not_timed():
     prepare(case, Setting(CONTIGUOUS, "fp32", "cpu"))
     with pytest.raises(RuntimeError, match="relu plain 2x3x4x4, fp32: eager channels_last .* not the same work"):
         prepare(case, Setting(CHANNELS_LAST, "fp32", "cpu"))
+
+
+def test_weights_that_are_not_orthonormal_are_not_timed(native, monkeypatch):
+    (fill,) = (case for case in table("tiny") if case.family == "fill")
+    ours = Setting("cpu", "fp32", "cpu")
+    prepare(fill, ours)
+    monkeypatch.setattr(torch.nn.init, "orthogonal_", torch.nn.init.normal_)
+    with pytest.raises(RuntimeError, match="not the same work"):
+        prepare(fill, ours)
 
 
 class OnGpu(torch.Tensor):
