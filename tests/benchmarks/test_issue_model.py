@@ -5,6 +5,9 @@ import struct
 from pathlib import Path
 
 import pytest
+from tiny import tiny_space
+
+from nasfast.spaces import Block, Stage
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "issue_model.json"
 # how much worse than the committed results a step may be modelled before it counts as a regression: compilers differ
@@ -164,9 +167,17 @@ def test_a_step_is_modelled_no_worse_than_the_results_say(run, tmp_path):
         assert 0 < now["memory"] <= now["largest"]
 
 
-def test_a_cache_made_here_serves_the_just_in_time_path(run, tmp_path):
+@pytest.fixture(scope="module")
+def small_space(tmp_path_factory):
+    """A file with a space of two layers, one of them a reduction, because every kernel of a step is compiled."""
+    path = tmp_path_factory.mktemp("space") / "small.yaml"
+    tiny_space(stages=(Stage(24, 2, 2, (Block("mbconv", 5, 2),)),), resolution=32).save(path)
+    return str(path)
+
+
+def test_a_cache_made_here_serves_the_just_in_time_path(run, small_space, tmp_path):
     out = tmp_path / "host.json"
-    command = ["--space", "nas_bench_macro", "--cache", str(tmp_path / "kernels"), "--out", str(out)]
+    command = ["--space", small_space, "--cache", str(tmp_path / "kernels"), "--out", str(out)]
     run("-m", "benchmarks.gpu_model.host_cost", *command, cache=tmp_path / "unused")
     (row,) = json.loads(out.read_text())["rows"]
     assert row["found"] == row["specializations"] > 10 and row["compiled_again"] == 0
@@ -195,9 +206,9 @@ def test_the_key_of_a_kernel_does_not_depend_on_which_kernel_comes_first(run, tm
     assert len(set(first)) == len(names) and sorted(first) == sorted(last)
 
 
-def test_the_program_models_the_launches_of_a_kernel(run, tmp_path):
+def test_the_program_models_the_launches_of_a_kernel(run, small_space, tmp_path):
     out, kernel = tmp_path / "model.json", "bn_act_kernel"
-    command = ["--space", "nas_bench_macro", "--batch", "4", "--arch", "90", "--kernel", kernel, "--jobs", "1"]
+    command = ["--space", small_space, "--batch", "4", "--arch", "90", "--kernel", kernel, "--jobs", "1"]
     run("-m", "benchmarks.gpu_model", *command, "--out", str(out), cache=tmp_path / "unused")
     kernels = _rows(out)[1][90]
     assert kernels[kernel] == kernels["all"] and kernels["all"]["launches"] > 0
