@@ -30,7 +30,7 @@ from nasfast.ops.cuda import conv
 from nasfast.ops.plan import ChainPlan, read_plan
 
 OPERATORS = ("conv_bn_act_chain_gpu_counters", "conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd")
-_CACHE = ROOT / "build" / "gpu_model"
+CACHE = ROOT / "build" / "gpu_model"
 _RECORDER = (
     "benchmarks/gpu_model/cuda_launches.cpp",
     *(f"csrc/{s}.cpp" for s in ("gpu/call", "cpu/plan", "cpu/launch", "cpu/pool")),
@@ -85,13 +85,14 @@ _GEOMETRY = ("images", "H", "W", "OH", "OW", "C", "N", "KERNEL", "STRIDE")
 # ---- the recorder
 
 
-def _digest(sources: Sequence[str], *more: str) -> str:
-    """A name for what is made from these files and folders of the checkout."""
+def digest(sources: Sequence[str], *more: str) -> str:
+    """A name for what is made from these files and folders of the checkout; comments of C++ do not matter."""
     found = hashlib.sha256(repr((torch.__version__, *more)).encode())
     for source in sources:
         path = ROOT / source
         for file in sorted(path.rglob("*.[hc]*")) if path.is_dir() else [path]:
-            found.update(file.read_bytes())
+            text = file.read_text()
+            found.update((text if file.suffix == ".py" else re.sub(r"\s*//.*|\s+", " ", text)).encode())
     return found.hexdigest()[:24]
 
 
@@ -112,7 +113,7 @@ def _make(path: Path, command: Callable[[Path], list[str]]) -> str:
 
 @functools.cache
 def _recorder() -> Any:
-    path = _CACHE / f"launches-{_digest((*_RECORDER, 'csrc/gpu', 'csrc/cpu'))}.so"
+    path = CACHE / f"launches-{digest((*_RECORDER, 'csrc/gpu', 'csrc/cpu'))}.so"
     if not path.exists():
         torch_at = Path(torch.__file__).parent
         options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
@@ -300,7 +301,7 @@ def compile_kernel(name: str, arch: int) -> CudaCode:
     """
     header, runner = _header_of(name), ROOT / "kernels" / "cuda" / "run_kernel.h"
     sources = [str(path.relative_to(ROOT)) for path in (*_with_included(header), runner)]
-    path = _CACHE / f"{_digest(sources, name, str(arch))}.cubin"
+    path = CACHE / f"{digest(sources, name, str(arch))}.cubin"
     log = path.with_suffix(".log")
     if not log.exists():
         source = path.with_suffix(f".{os.getpid()}.cu")

@@ -24,6 +24,7 @@ import argparse
 import json
 import math
 import os
+import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu_model.compiled import Compiled, compile_for, in_processes, parameters
-from benchmarks.gpu_model.cuda import CudaKernel
+from benchmarks.gpu_model.cuda import CACHE, CudaKernel, digest
 from benchmarks.gpu_model.gpus import GPUS, Gpu
 from benchmarks.gpu_model.recorder import BACKENDS, PHASES, Launch, Specialization, Step, Workload, record_step
 from benchmarks.gpu_model.sass import Code
@@ -122,7 +123,28 @@ def _shape(launch: Launch) -> tuple:
 
 
 def _job(job: _Job) -> list[Cost]:
+    """The costs of a job, or those that a run of this model has kept for the same machine code and launches."""
     compiled = compile_for(job.specialization, job.arch)
+    signature = getattr(job.specialization, "signature", None)
+    path = CACHE / f"costs-{digest(_SOURCES, repr((compiled, signature, job.arch, job.launches)))}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    found = _follow_launches(job, compiled)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{os.getpid()}-{path.name}")
+    unfinished.write_bytes(pickle.dumps(found))
+    unfinished.replace(path)
+    return found
+
+
+# what the costs of a launch depend on besides its machine code
+_SOURCES = tuple(
+    f"benchmarks/gpu_model/{name}.py"
+    for name in ("compiled", "floats", "gpus", "integers", "model", "registers", "sass", "walk")
+)
+
+
+def _follow_launches(job: _Job, compiled: Compiled) -> list[Cost]:
     code = compiled.code()
     found = []
     for grid, arguments, size in job.launches:

@@ -52,11 +52,11 @@ class Times(NamedTuple):
 
     @property
     def recomputes(self) -> bool:
-        return self.recomputed is not None and self.recomputed < self.stored
+        return self.cuda < self.stored
 
     @property
     def cuda(self) -> float:
-        return self.recomputed if self.recomputes else self.stored
+        return self.stored if self.recomputed is None else min(self.stored, self.recomputed)
 
 
 def _read() -> dict[str, dict[Chain, Times]]:
