@@ -188,35 +188,33 @@ struct ExpandForwardKernel {
     const uint16_t* const weights = reinterpret_cast<const uint16_t*>(shared);
     const uint16_t* const x = reinterpret_cast<const uint16_t*>(shared + at.x);
     uint16_t* const hidden = reinterpret_cast<uint16_t*>(shared + at.hidden);
-    const Vec4* const folds = reinterpret_cast<const Vec4*>(shared + at.folds);
+    const float* const folds = reinterpret_cast<const float*>(shared + at.folds);
     const int* const to = reinterpret_cast<const int*>(shared + at.to);
     const uint32_t most = args.stage.depthwise.act == Act::kRelu6 ? Format::kSixes : Format::pack(INFINITY, INFINITY);
     const float zeros[4] = {0, 0, 0, 0};
     block.warps([&](const Warp& warp) {
       Local<float[4][4]> acc(warp);
-      Local<Vec4[4]> kept(warp);  // the folds of 8 channels
-      warp.each([&](int lane) {
-        NASFAST_UNROLL
-        for (int i = 0; i < 4; ++i) kept[lane][i] = folds[lane % 4 * 4 + i];
-      });
       NASFAST_NO_UNROLL
       for (int m = 16 * warp.index; m < rows.pixels(); m += 16 * kExpandWarps) {
         expand_pixels<Format>(
             warp, args.tile, x + m * args.tile.pitch, weights, [&](int lane) -> auto& { return acc[lane]; },
-            [&](int, int) -> auto& { return zeros; });
+            [&](int, int) { return zeros; });
         warp.each([&](int lane) {
+          Vec4 a[2];
+          NASFAST_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            float fold[4];  // of two channels
+            load_again(folds + 4 * (lane % 4 * 4 + i), fold);
+            const float (&y)[4] = acc[lane][i];
+            NASFAST_UNROLL
+            for (int h = 0; h < 2; ++h) {
+              a[h].v[i] = Format::at_most(
+                  Format::pack_relu(fma(y[2 * h], fold[0], fold[1]), fma(y[2 * h + 1], fold[2], fold[3])), most);
+            }
+          }
           NASFAST_UNROLL
           for (int h = 0; h < 2; ++h) {
-            Vec4 a;
-            NASFAST_UNROLL
-            for (int i = 0; i < 4; ++i) {
-              const uint32_t (&fold)[4] = kept[lane][i].v;
-              const float (&y)[4] = acc[lane][i];
-              a.v[i] = Format::at_most(Format::pack_relu(fma(y[2 * h], as_float(fold[0]), as_float(fold[1])),
-                                                         fma(y[2 * h + 1], as_float(fold[2]), as_float(fold[3]))),
-                                       most);
-            }
-            *reinterpret_cast<Vec4*>(hidden + to[m + 8 * h + lane / 4] + 8 * (lane % 4)) = a;
+            *reinterpret_cast<Vec4*>(hidden + to[m + 8 * h + lane / 4] + 8 * (lane % 4)) = a[h];
           }
         });
       }

@@ -21,13 +21,14 @@ struct ExpandBackwardKernel {
   static constexpr int kBlocks = kKernel == 7 && kStride == 1 ? 2 : 3;         // 255 or 168 registers of a thread
   static constexpr int kWarm = kStride == 1 ? kKernel / 2 : Rows::kReach - 1;  // turns before the first result
   static constexpr int kPieces = kChunk / 8;                                   // of 16 bytes of a pixel
-  static constexpr int kAhead = Rows::kLoaded * kPieces / kThreads;            // of dy, of a thread in a turn
+  // Pieces of dy of a thread in a turn, and how many of them are loaded a phase earlier: registers are short.
+  static constexpr int kLoads = Rows::kLoaded * kPieces / kThreads, kEarly = kKernel == 3 ? kLoads : kLoads / 2;
   using Args = ExpandBackwardArgs;
 
   struct Thread {
     Stencil stencil;
     GradientSums sums[8];                // of its channels in expand()
-    Vec4 grad[kAhead], y[kAhead];        // of the next turn
+    Vec4 grad[kLoads], y[kLoads];        // of the next turn
     const uint16_t *next_grad, *next_y;  // its piece of the first pixel of that turn
     const uint16_t* x;                   // likewise
     uint16_t* dx;                        // likewise, of its channels in expand()
@@ -63,12 +64,13 @@ struct ExpandBackwardKernel {
     };
     block.each([&](int thread) { begin_turns(args, part, channel, begin, row_of_x(begin), thread, state[thread]); });
     block.sync();
-    load<true>(block, args, rows, begin, state, shared);
+    load<0, kEarly>(block, args, rows, begin, state, shared);
     const auto turn = [&](int row, auto inside) {
       const int x_row = row_of_x(row), half = rows.x_row_pixels(), x_begin = x_row >= part.row * kStride ? 0 : half;
       const int x_end = kStride == 1 ? part.row + part.rows : g.height;
       const int x_count = x_row + 1 < part.row * kStride ? 0 : x_row + 1 < x_end ? 2 * half : x_row < x_end ? half : 0;
       if (inside.value) {
+        if constexpr (kEarly < kLoads) load<kEarly, kLoads>(block, args, rows, row, state, shared);
         stage.mask == nullptr ? fill<false>(block, args, state, shared) : fill<true>(block, args, state, shared);
       }
       block.sync();
@@ -80,7 +82,7 @@ struct ExpandBackwardKernel {
       stencils(block, args, rows, row, x_count > 0, inside, state, shared);
       block.template wait<0>();
       block.sync();
-      if (row + Rows::kTurnRows < end) load<false>(block, args, rows, row + Rows::kTurnRows, state, shared);
+      if (row + Rows::kTurnRows < end) load<0, kEarly>(block, args, rows, row + Rows::kTurnRows, state, shared);
       if (x_count > 0) expand(block, args, channel, x_begin, x_count, state, shared);
       block.each([&](int thread) { state[thread].dx += 2 * g.width * g.out_channels; });
     };
@@ -180,27 +182,26 @@ struct ExpandBackwardKernel {
     s.dx = stage.dx + x_pixel * g.out_channels + mine;
   }
 
-  // Loads dz and the output of the depthwise convolution for the turn that begins at `row` of dy. For what is outside of
-  // the image or has no channel something else is loaded, because nothing reads what is made of it.
-  template <bool kFirst, class Block>
+  // Loads pieces of dz and of the output of the depthwise convolution for the turn that begins at `row` of dy. For what
+  // is outside of the image or has no channel something else is loaded, because nothing reads what is made of it.
+  template <int kFrom, int kTo, class Block>
   static NASFAST_DEVICE void load(const Block& block, const Args& args, const Rows& rows, int row, Local<Thread>& state,
                                   unsigned char* shared) {
     const Geometry& g = args.stage.depthwise.geometry;
     const int* const from = reinterpret_cast<const int*>(shared + args.memory.from);
     const int row_step = g.out_width * g.out_channels;
-    // with stride 1 only the first row of all can be outside
-    const int outside = kFirst && kStride == 1 && row < 0 ? rows.row_pixels() : 0;
+    // with stride 1 only the first row of all can be outside, and the later pieces are never in the first of two rows
+    const int outside = kFrom == 0 && kStride == 1 && row < 0 ? rows.row_pixels() : 0;
     const int step = kStride == 1 ? 2 * row_step : row >= 0 && row + 1 < g.out_height ? row_step : 0;
     block.each([&](int thread) {
       Thread& s = state[thread];
       NASFAST_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = kFrom; i < kTo; ++i) {
         const int m = thread / kPieces + i * (kThreads / kPieces), place = from[m] + (m < outside ? row_step : 0);
         s.grad[i] = *reinterpret_cast<const Vec4*>(s.next_grad + place);
         s.y[i] = *reinterpret_cast<const Vec4*>(s.next_y + place);
       }
-      s.next_grad += step;
-      s.next_y += step;
+      if (kTo == kLoads) s.next_grad += step, s.next_y += step;
     });
   }
 
@@ -214,26 +215,29 @@ struct ExpandBackwardKernel {
       Thread& s = state[thread];
       const int piece = 8 * (thread % kPieces);
       const Interval* const mask = reinterpret_cast<const Interval*>(shared + at.mask) + piece;
-      // a pair of channels after the other, because registers are short
       NASFAST_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const Back* const both = reinterpret_cast<const Back*>(shared + at.back) + piece + 2 * i;
-        const Back back[2] = {both[0], both[1]};
+      for (int part = 0; part < kLoads; part += kEarly) {
+        // a pair of channels after the other, because registers are short
         NASFAST_UNROLL
-        for (int j = 0; j < kAhead; ++j) {
-          const float y[2] = {Format::first(s.y[j].v[i]), Format::second(s.y[j].v[i])};
-          float dz[2] = {Format::first(s.grad[j].v[i]), Format::second(s.grad[j].v[i])};
+        for (int i = 0; i < 4; ++i) {
+          const Back* const both = reinterpret_cast<const Back*>(shared + at.back) + piece + 2 * i;
+          const Back back[2] = {both[0], both[1]};
           NASFAST_UNROLL
-          for (int e = 0; e < 2; ++e) {
-            if (kMasked) dz[e] = mask[2 * i + e].low < y[e] && y[e] < mask[2 * i + e].high ? dz[e] : 0.f;
-            dz[e] = fma(back[e].a, dz[e], fma(back[e].b, y[e], back[e].c));
+          for (int j = part; j < part + kEarly; ++j) {
+            const float y[2] = {Format::first(s.y[j].v[i]), Format::second(s.y[j].v[i])};
+            float dz[2] = {Format::first(s.grad[j].v[i]), Format::second(s.grad[j].v[i])};
+            NASFAST_UNROLL
+            for (int e = 0; e < 2; ++e) {
+              if (kMasked) dz[e] = mask[2 * i + e].low < y[e] && y[e] < mask[2 * i + e].high ? dz[e] : 0.f;
+              dz[e] = fma(back[e].a, dz[e], fma(back[e].b, y[e], back[e].c));
+            }
+            s.grad[j].v[i] = Format::pack(dz[0], dz[1]);
           }
-          s.grad[j].v[i] = Format::pack(dz[0], dz[1]);
         }
-      }
-      NASFAST_UNROLL
-      for (int j = 0; j < kAhead; ++j) {
-        *reinterpret_cast<Vec4*>(dy + to[thread / kPieces + j * (kThreads / kPieces)] + piece) = s.grad[j];
+        NASFAST_UNROLL
+        for (int j = part; j < part + kEarly; ++j) {
+          *reinterpret_cast<Vec4*>(dy + to[thread / kPieces + j * (kThreads / kPieces)] + piece) = s.grad[j];
+        }
       }
     });
   }
@@ -338,7 +342,7 @@ struct ExpandBackwardKernel {
         });
         expand_pixels<Format>(
             warp, args.tile, x + m * args.tile.pitch, weights, [&](int lane) -> auto& { return acc[lane]; },
-            [&](int lane, int j) -> auto& { return acc[lane][j]; });
+            [&](int lane, int j) { return acc[lane][j]; });
         warp.each([&](int lane) {
           Thread& s = state[32 * warp.index + lane];
           const int piece = 8 * (lane % 4);

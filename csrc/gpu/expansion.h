@@ -80,15 +80,19 @@ Cut cut_of(const Geometry& g, const Machine& machine, int resident, int around) 
   const int64_t image = int64_t{g.height} * g.width * g.out_channels;
   while (cut.side > 1 && cut.side * image > INT32_MAX) --cut.side;
   cut.sets = (cut.images + cut.side - 1) / cut.side;
-  // rows of a block: those with which the last wave of blocks ends first
+  // rows of a block: those with which the busiest multiprocessor ends first
   constexpr int kMostSegments = 16;
+  constexpr int kPrologue = 3;  // what a block costs besides its rows, in rows
+  constexpr int kFewest = 3;    // blocks of a multiprocessor, below which the time is that of a single one
   int64_t best = -1;
   for (int segments = 1; segments <= kMostSegments && segments <= cut.height; ++segments) {
     const int rows = (cut.height + segments - 1) / segments;
     const int64_t parts = int64_t{cut.sets} * cut.tiles * ((cut.height + rows - 1) / rows), blocks = parts * cut.chunks;
     if (segments > 1 && parts > kMostRows) break;
-    const int64_t waves = (blocks + machine.multiprocessors * resident - 1) / (machine.multiprocessors * resident);
-    const int64_t time = waves * (rows + around);
+    const int64_t busiest = (blocks + machine.multiprocessors - 1) / machine.multiprocessors;
+    const auto together = [](int64_t count) { return count == 0 || count > kFewest ? count : kFewest; };
+    const int64_t rounds = busiest / resident * together(resident) + together(busiest % resident);
+    const int64_t time = rounds * (rows + around + kPrologue);
     if (best >= 0 && time >= best) continue;
     best = time;
     cut.rows = rows;
