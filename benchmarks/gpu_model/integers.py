@@ -399,6 +399,8 @@ def _width(ins: Instruction) -> int:
     if name == "HGMMA":
         rows, columns, _ = map(int, next(m for m in mods if m.count("x") == 2).split("x"))
         return rows * columns // 128
+    if name == "F2F":  # the type of the result comes first
+        return 2 if ins.opcode.split(".")[1] == "F64" else 1
     if name in ("HMMA", "IMMA") or "128" in mods or (name == "LDSM" and "4" in mods):
         return 4
     if name in ("DADD", "DMUL", "DFMA", "DMMA") or mods & {"64", "F64", "WIDE", "U64", "S64"}:

@@ -89,16 +89,19 @@ def test_a_quotient_by_a_float_reciprocal_is_known(divisor):
         ("F2I.TRUNC.NTZ", ("R3", "R2")),
         ("FFMA", ("R4", "-R1", "2", "R1")),
         ("FADD", ("R5", "R2", "R9")),
+        ("F2F.F32.F64", ("R6", "R10")),
     ]
     code = [Instruction(None, opcode, operands, None, 1, 7, 7, 0) for opcode, operands in lines]
     for a in (0, 1, divisor - 1, divisor, 5 * divisor + 1, 2000):
         registers = Registers({at: inverse}, (0, 0, 0))
         registers.put("R0", a)
+        registers.put("R7", 1)
         for instruction in code:
             carry_out(registers, instruction, sure=True)
         assert registers.get("R3") == a // divisor
         assert struct.unpack("<f", struct.pack("<I", registers.get("R4")))[0] == -(a + 0.5)
         assert registers.get("R5") is None  # R9 is unknown
+        assert registers.get("R6") is None and registers.get("R7") == 1  # the double has two registers, its float one
 
 
 @pytest.mark.parametrize("arch", ARCHS)
