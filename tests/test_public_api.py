@@ -89,7 +89,7 @@ SIGNATURES = {
     "nasfast.spaces:FairSampler": ("space", "seed= layer_indicators="),
     "nasfast.spaces:StrictFairSampler": ("space", "seed= layer_indicators="),
     "nasfast.spaces:UniformSampler": ("space", "seed= layer_indicators="),
-    "nasfast.fusion:fuse": ("model", ""),
+    "nasfast.fusion:fuse": ("model example=", "only_faster="),
     "nasfast.fusion:unfuse": ("model", ""),
     "nasfast.ops:mixed_bn": ("xs gates", "normalize eps= backend="),
     "nasfast.ops:orthogonalize": ("matrices", "backend="),

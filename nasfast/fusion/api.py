@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from nasfast.fusion import members
+from nasfast.fusion import members, rule
+from nasfast.fusion.chain import Chain, FusedForward, Members
+from nasfast.fusion.execute import Executor, Way
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
-from nasfast.fusion.run import Chain, ChainForward
+from nasfast.fusion.forward import ChainForward
+from nasfast.fusion.measure import GAIN, measure
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import stage_kind
 
 # the number of names that are listed for one reason; further ones are only counted
 _NAMES_SHOWN = 4
+_INSTEAD = "call fuse on a module that is neither compiled nor scripted and whose class has the forward that runs"
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class FusedChain:
         stages: a description of each stage, such as "dw3x3 s2 144 relu6" or "1x1 24->144 relu6".
         residual: whether the operator also makes the addition to the chain's result.
         then: an activation behind the chain that the operator does not have, or "".
+        runs: when it runs on the operator where gradients or batch statistics are needed.
     """
 
     owner: str
@@ -38,6 +44,7 @@ class FusedChain:
     stages: tuple[str, ...]
     residual: bool
     then: str
+    runs: str
 
     def __str__(self) -> str:
         ends = (["+ residual"] if self.residual else []) + ([f"then {self.then}"] if self.then else [])
@@ -62,8 +69,8 @@ class FuseReport:
         left: every convolution and BatchNorm outside of the chains.
         convolutions: number of convolutions of the model.
         ours: number of convolutions in fused modules of nasfast, which `fuse` does not change.
-        backend: the backend that serves float32 on the model's device, or why none does.
-        notes: reasons why a chain may be slow.
+        backend: the backend that serves the model's type on its device, or why none does.
+        notes: reasons why a chain may be slow, and how chains run without gradients.
     """
 
     chains: tuple[FusedChain, ...]
@@ -87,6 +94,12 @@ class FuseReport:
         owners = [chain.owner or "(the model)" for chain in self.chains]
         width = max(map(len, owners), default=0)
         lines += [f"  {owner:<{width}}  {chain}" for owner, chain in zip(owners, self.chains, strict=True)]
+        runs: dict[str, list[str]] = defaultdict(list)
+        for owner, chain in zip(owners, self.chains, strict=True):
+            runs[chain.runs].append(owner)
+        if runs:
+            lines.append("with gradients or batch statistics:")
+            lines += [f"  {_count(len(those), 'chain')} {how}: {_listed(those)}" for how, those in runs.items()]
         reasons: dict[str, list[str]] = defaultdict(list)
         for entry in self.left:
             reasons[f"{entry.kind}: {entry.reason}"].append(entry.name)
@@ -96,13 +109,22 @@ class FuseReport:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def fuse(model: nn.Module) -> FuseReport:
-    """Make every convolution -> BatchNorm -> activation chain of a model run as one `nasfast.ops.conv_bn_act_chain`.
+def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, only_faster: bool = True) -> FuseReport:
+    """Make the convolution -> BatchNorm -> activation chains of a model run fused, where that is faster.
 
     It works in place on any module and changes only the `forward` of the modules that own a chain. Classes, submodules,
     parameters, state_dict, hooks, copies, train() and eval() do not change, and every forward reads all settings again.
-    Results and running statistics are the same up to rounding. Chains are faster where convolutions are frozen and
-    BatchNorms train; with a trainable convolution they are still correct.
+    Results and running statistics are the same up to rounding.
+
+    How a chain runs is decided for each shape and type of its input, mode and what trains:
+
+    - without gradients and with running statistics, on a CPU, its BatchNorms are folded into its convolutions. The
+      folded weights are computed again after any change of which PyTorch's version counters know, so not after one
+      through `Tensor.data` or a NumPy array: call `fuse` again after such a change.
+    - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
+      `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
+      situation: its shape and type, the model's present mode, autocast and gradients.
+    - else as before. The report says which chains these are.
 
     A stage is an nn.Conv2d without bias and with equal stride and padding in both directions, then an nn.BatchNorm2d
     (or timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. A chain
@@ -116,27 +138,42 @@ def fuse(model: nn.Module) -> FuseReport:
     `unfuse` first. The native backends have no second derivatives. Do not call `fuse` while another thread runs a
     model, because torch.fx patches nn.Module while it traces.
 
-    `fuse` on a fused model searches it again; the result is the same if the model has not changed.
+    `fuse` on a fused model searches it again and forgets what was measured.
 
     Args:
         model: any module. Its parameters and buffers are neither changed nor copied.
+        example: the input of the model, or a sequence of the arguments of its forward. The model runs once on it, and
+            each chain that needs gradients or batch statistics is timed on the operator and on PyTorch. That takes
+            about ten training steps. None: nothing is measured.
+        only_faster: False runs every chain on the operator, always. Frozen convolutions then keep less memory for
+            backward, also where this takes longer.
 
     Returns:
         What was fused, and why the rest was not.
 
     Raises:
         TypeError: model is not an nn.Module.
+        ValueError: model was compiled by torch.compile, or an example is given that nothing would be measured for.
     """
     _check_module("fuse", model)
+    if example is not None and not only_faster:
+        raise ValueError("fuse: an example measures which chains are faster; leave it out with only_faster=False")
+    problem = members.untouchable(model)
+    if problem is not None and not isinstance(vars(model).get("forward"), FusedForward):
+        raise ValueError(f"fuse: model is {problem}; {_INSTEAD}")
     findings = find_chains(model)
-    unfuse(model)
+    again = unfuse(model) > 0
     owned: dict[str, list[Chain]] = defaultdict(list)
     for located in findings.chains:
         owned[located.owner].append(located.chain)
     for owner, its_chains in owned.items():
         module = model.get_submodule(owner)
-        module.forward = ChainForward(module, its_chains)
-    return _report(model, findings)
+        program = findings.programs.get(owner)
+        module.forward = ChainForward(module, its_chains, program, always=not only_faster)
+    ratios = {}
+    if example is not None:
+        ratios = measure(model, [example] if isinstance(example, Tensor) else list(example))
+    return _report(model, findings, _runs(model, findings, ratios, only_faster), again)
 
 
 def unfuse(model: nn.Module) -> int:
@@ -163,26 +200,69 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _report(model: nn.Module, findings: Findings) -> FuseReport:
+def _runs(
+    model: nn.Module, findings: Findings, ratios: dict[Executor, float], only_faster: bool
+) -> dict[LocatedChain, str]:
+    """`FusedChain.runs` of every chain; ratios: what was measured."""
+    # a program runs the chains of the modules inside too
+    measured: dict[tuple[nn.Conv2d, ...], float] = {}
+    for executor, its_ratio in ratios.items():
+        if executor.members is not None:
+            measured[executor.members.convs] = its_ratio
+    runs = {}
+    for located in findings.chains:
+        chain_members = located.chain.members(model.get_submodule(located.owner))
+        ratio = None if chain_members is None else measured.get(chain_members.convs)
+        if not only_faster:
+            runs[located] = "on the operator"
+        elif chain_members is None:
+            runs[located] = "on PyTorch"
+        elif ratio is not None:
+            way = Way.OPERATOR if ratio < GAIN else Way.PLAIN
+            runs[located] = f"on {'the operator' if way is Way.OPERATOR else 'PyTorch'} for shapes like the example's"
+        else:
+            runs[located] = _rule_says(chain_members)
+    return runs
+
+
+def _rule_says(chain_members: Members) -> str:
+    stages = chain_members.stages()
+    weights = [stage.params.conv_weight for stage in stages]
+    x = weights[0].new_empty(0)
+    try:
+        least = rule.least_results(x, stages, trains=any(weight.requires_grad for weight in weights))
+    except RuntimeError:
+        return "on no backend; see above"
+    dtype = str(x.dtype).removeprefix("torch.")
+    if least is None:
+        return f"on PyTorch: no operator is faster in {dtype} on {x.device.type}"
+    if least == 0:
+        return "on the operator"
+    return f"on the operator from {least:,} results of convolutions per thread, expected to be slower below"
+
+
+def _report(model: nn.Module, findings: Findings, runs: dict[LocatedChain, str], again: bool) -> FuseReport:
     convs, norms = members.convolutions(model), members.batch_norms(model)
     places = {name: i for i, name in enumerate(convs)}
     chains = sorted(findings.chains, key=lambda located: places[located.convolutions[0]])
-    fused = tuple(_fused_chain(located, convs) for located in chains)
+    fused = tuple(_fused_chain(located, convs, runs[located]) for located in chains)
     in_chains = {name for located in chains for name in (*located.convolutions, *located.norms)}
     left = tuple(
         NotFused(name, type(module).__name__, findings.reasons.get(name, "not behind a fused convolution"))
         for name, module in {**convs, **norms}.items()
         if name not in in_chains
     )
-    notes = tuple(_notes(dict(model.named_modules()), convs, chains))
-    return FuseReport(fused, left, len(convs), len(findings.ours), _backend(convs.values()), notes)
+    notes = _notes(dict(model.named_modules()), convs, chains)
+    if again:
+        notes.append("the model was fused before: what was measured is forgotten")
+    return FuseReport(fused, left, len(convs), len(findings.ours), _backend(convs.values()), tuple(notes))
 
 
-def _fused_chain(located: LocatedChain, convs: dict[str, _ConvNd]) -> FusedChain:
+def _fused_chain(located: LocatedChain, convs: dict[str, _ConvNd], runs: str) -> FusedChain:
     acts = zip(located.convolutions, located.chain.acts, strict=True)
     stages = tuple(_describe(convs[name], act) for name, act in acts)
     residual = located.chain.residual
-    return FusedChain(located.owner, located.convolutions, located.norms, stages, residual, located.then)
+    return FusedChain(located.owner, located.convolutions, located.norms, stages, residual, located.then, runs)
 
 
 def _describe(conv: _ConvNd, act: str) -> str:
@@ -198,13 +278,13 @@ def _describe(conv: _ConvNd, act: str) -> str:
 
 
 def _backend(convs: Iterable[_ConvNd]) -> str:
-    weight = next((conv.weight for conv in convs), None)
-    device = "cpu" if weight is None else weight.device
-    probe = torch.empty(0, device=device)
+    weight = next((conv.weight for conv in convs), torch.empty(0))
+    probe = torch.empty(0, device=weight.device, dtype=weight.dtype)
+    kind = f"{str(probe.dtype).removeprefix('torch.')} on {probe.device.type}"
     try:
-        return f"{resolve_backend('conv_bn_act_chain', probe).name} (float32 on {probe.device.type})"
+        return f"{resolve_backend('conv_bn_act_chain', probe).name} ({kind})"
     except RuntimeError as error:
-        return f"none ({error})"
+        return f"none ({kind}: {error})"
 
 
 def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: list[LocatedChain]) -> list[str]:

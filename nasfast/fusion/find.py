@@ -6,28 +6,27 @@ choices that the forward makes in Python.
 
 from __future__ import annotations
 
-import copy
 import operator
-import random
-import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members
-from nasfast.fusion.run import Chain, ChainForward, activation_of
+from nasfast.fusion.calls import activation_of
+from nasfast.fusion.chain import Chain, Path
+from nasfast.fusion.program import Program, norm_kind
+from nasfast.fusion.recognise import TracedChain, Unrecognised, frame_of, write
+from nasfast.fusion.twin import first_line, twin_of, unchanged_surroundings
 from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 _OURS = (FusedConvBNAct, FusedInvertedResidual)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ADD_FUNCTIONS: dict[object, bool] = {torch.add: False, operator.add: False, operator.iadd: True}
 _ADD_METHODS: dict[object, bool] = {"add": False, "add_": True}
 
@@ -59,9 +58,11 @@ class Findings:
         reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
             be in a chain has no reason here.
         ours: paths of the convolutions in fused modules of nasfast.
+        programs: by path, the program of a module that owns chains, where its forward has one.
     """
 
     chains: list[LocatedChain] = field(default_factory=list)
+    programs: dict[str, Program] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
 
@@ -69,9 +70,9 @@ class Findings:
 def find_chains(model: nn.Module) -> Findings:
     """Search traces of a copy of the model that shares its parameters; the model itself is not touched."""
     try:
-        twin = _twin(model)
+        twin = twin_of(model)
     except Exception as error:
-        reason = f"the model cannot be copied, so that nothing was traced ({_first_line(error)})"
+        reason = f"the model cannot be copied, so that nothing was traced ({first_line(error)})"
         return Findings(reasons=dict.fromkeys(members.convolutions(model), reason))
     search = _Search(twin)
     reasons = search.findings.reasons
@@ -79,8 +80,9 @@ def find_chains(model: nn.Module) -> Findings:
         problem = members.norm_problem(bn)
         if problem is not None:
             reasons[name] = problem
-    with _unchanged_surroundings():
+    with unchanged_surroundings():
         search.visit(twin)
+        search.write_programs(twin)
     for name in members.convolutions(model):
         reasons.setdefault(name, "no traced forward reaches it")
     for located in search.findings.chains:
@@ -149,7 +151,41 @@ class _Search:
             defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
             return _Tracer(self.opaque).trace(module, concrete_args=defaults or None)
         except Exception as error:
-            return _first_line(error)
+            return first_line(error)
+
+    def write_programs(self, model: nn.Module) -> None:
+        """Write the programs of the modules that own chains; all chains have been found."""
+        owned: dict[nn.Module, list[Chain]] = {}
+        for located in self.findings.chains:
+            owned.setdefault(model.get_submodule(located.owner), []).append(located.chain)
+        self.in_chains = set()
+        for owner in owned:
+            # without a program the module's own forward runs
+            with suppress(Unrecognised):
+                self.findings.programs[self.names[owner]] = self._program(owner, owned)
+
+    def _program(self, owner: nn.Module, owned: dict[nn.Module, list[Chain]]) -> Program:
+        tracer = _Tracer(self.opaque)
+        inside: dict[Path, nn.Module] = {(): owner}
+        # modules inside of the owner may own chains too
+        owners: list[Path] = [()]
+        for place in owners:
+            watched = [place + path for chain in owned[inside[place]] for path in chain.watched]
+            between = {path[:n] for path in watched for n in range(len(place) + 1, len(path) + 1)}
+            for path in sorted(between - {*inside}):
+                module = owner.get_submodule(".".join(path))
+                if not tracer.is_leaf_module(module, ""):
+                    inside[path] = module
+                    owners += [path] if module in owned else []
+        frames = [frame_of(module, path, fused=module in owned) for path, module in inside.items()]
+        chains = [chain.below(path) for path in owners for chain in owned[inside[path]]]
+        tracer.looked_into = set(inside.values())
+        try:
+            graph = tracer.trace(owner)
+        except Exception as error:
+            raise Unrecognised(first_line(error)) from error
+        trace = _Trace(self, owner, graph)
+        return write(graph, [trace.traced(number, chain) for number, chain in enumerate(chains)], frames)
 
     def conv_problem(self, conv: _ConvNd) -> str | None:
         problem = members.conv_problem(conv)
@@ -164,8 +200,12 @@ class _Tracer(fx.Tracer):
     def __init__(self, opaque: set[nn.Module]) -> None:
         super().__init__()
         self.opaque = opaque
+        # if not None, it looks only into these
+        self.looked_into: set[nn.Module] | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if self.looked_into is not None:
+            return m not in self.looked_into
         if m in self.opaque or isinstance(m, (_ConvNd, _NormBase, *_OURS)) or members.untouchable(m) is not None:
             return True
         if any(isinstance(inner, (_ConvNd, _NormBase)) for inner in m.modules()):
@@ -216,6 +256,34 @@ class _Trace:
             done.update(n for stage in stages for n in stage.nodes)
             self._record(stages, add)
         return set(convs.values())
+
+    def traced(self, number: int, chain: Chain) -> TracedChain:
+        """The nodes of a chain of this module, the one with this number.
+
+        Raises:
+            Unrecognised: this trace does not have the chain.
+        """
+        name = ".".join(chain.convs[0])
+        starts = [node for node in self._order if node.op == "call_module" and node.target == name]
+        first = self._stage(starts[0], self._modules[name]) if len(starts) == 1 else ""
+        if isinstance(first, str):
+            raise Unrecognised(f"{name} begins no chain in its own trace")
+        stages, add = self._grow(first)
+        if tuple(stage.act for stage in stages) != chain.acts or (add is not None) != chain.residual:
+            raise Unrecognised(f"the chain of {name} is another one in its own trace")
+        kinds = {node: self._kind(node, stage) for stage in stages for node in stage.nodes}
+        return TracedChain(number, chain, kinds, add)
+
+    def _kind(self, node: fx.Node, stage: _TracedStage) -> str:
+        module = self._module(node)
+        if isinstance(module, _ConvNd):
+            return "conv"
+        if isinstance(module, _BatchNorm):
+            kind = norm_kind(module)
+            if kind not in ("norm", f"norm with {stage.act}"):
+                raise Unrecognised(f"{node.target} has an activation that no stage has")
+            return kind
+        return "identity" if type(module) is nn.Identity else stage.act
 
     def _stage(self, node: fx.Node, conv: _ConvNd) -> _TracedStage | str:
         """The stage that begins with this convolution, which the node calls, or why none does."""
@@ -305,8 +373,13 @@ class _Trace:
                 self._search.findings.reasons.setdefault(conv, "is no submodule of the module that calls it")
             return
         watched = dict.fromkeys(names[id(m)] for m in (*called, *between))
-        start = names[id(self._modules[stages[0].conv])]
-        chain = Chain(start, tuple(stage.act for stage in stages), add is not None, tuple(watched))
+        chain = Chain(
+            convs=tuple(names[id(self._modules[stage.conv])] for stage in stages),
+            norms=tuple(names[id(self._modules[stage.norm])] for stage in stages),
+            acts=tuple(stage.act for stage in stages),
+            residual=add is not None,
+            watched=tuple(watched),
+        )
         norms = tuple(self._name(stage.norm) for stage in stages)
         self._search.in_chains.update(convs)
         self._search.findings.chains.append(
@@ -398,39 +471,6 @@ class _Trace:
         return self._search.names[self._modules[path]]
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters and its own buffers, without hooks and without the forwards of `fuse`."""
-    memo: dict[int, object] = {}
-    # tensors that are not copied: they may be large, and a result that a forward has stored cannot be copied
-    shared = []
-    for module in model.modules():
-        values = (*module._parameters.values(), *vars(module).values())
-        shared += [value for value in values if isinstance(value, torch.Tensor)]
-        for name in _HOOKS:
-            memo[id(getattr(module, name))] = OrderedDict()
-        if isinstance(vars(module).get("forward"), ChainForward):
-            memo[id(module.forward)] = None
-    memo.update((id(tensor), tensor) for tensor in shared)
-    twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
-        if vars(module).get("forward", ...) is None:
-            del module.forward
-    return twin
-
-
-@contextmanager
-def _unchanged_surroundings() -> Iterator[None]:
-    """Restore the random generators that a traced forward may use, and suppress its warnings."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
 def _common(stacks: Iterable[list[tuple[str, str]]]) -> list[tuple[str, str]]:
     common: list[tuple[str, str]] = []
     # zip to the shortest
@@ -443,7 +483,3 @@ def _common(stacks: Iterable[list[tuple[str, str]]]) -> list[tuple[str, str]]:
 
 def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from nasfast.fusion.run import activation_of, square_conv
+from nasfast.fusion.calls import activation_of, square_conv
 from nasfast.ops.modules import ACTIVATION_MODULES, BNAct2d
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fused_models import check_same, disturb, observe, unit
+from fused_models import check_same, disturb, fuse_all, observe, unit
 from tolerances import assert_close
 from torch import nn
 
@@ -58,7 +58,7 @@ CHANGES = {
 def test_settings_changed_after_fusing(change, executed):
     plain = disturb(nn.Sequential(*unit(nn.Tanh()), *unit()).double())
     fused = copy.deepcopy(plain)
-    assert nasfast.fuse(fused).fused == 2
+    assert fuse_all(fused).fused == 2
     torch.manual_seed(0)
     CHANGES[change](plain)
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_settings_changed_after_fusing(change, executed):
 def test_hooks_added_later_fire(path, kind, executed):
     plain = nn.Sequential(unit(), unit(nn.Identity()), nn.Sequential(unit(), unit())).double()
     fused = copy.deepcopy(plain)
-    nasfast.fuse(fused)
+    fuse_all(fused)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     fused(x)
     with_hooks, chains = [], len(executed)
@@ -104,7 +104,7 @@ def test_hooks_added_later_fire(path, kind, executed):
 
 def test_global_hooks_see_every_module(executed):
     model = nn.Sequential(unit(), unit())
-    nasfast.fuse(model)
+    fuse_all(model)
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
     model(torch.randn(2, 4, 9, 9))
@@ -118,11 +118,12 @@ def test_the_report_tells_of_what_trains_and_of_hooks():
     model[0].requires_grad_(False)
     model[4].eval()
     handle = model[2].register_forward_hook(lambda *_: None)
-    notes = nasfast.fuse(model).notes
+    notes = fuse_all(model).notes
     assert notes == (
         "1 convolution in chains trainable: runs, but keeps its input: freeze it with requires_grad_(False): 3",
         "1 BatchNorm in chains in eval mode: normalises with its running statistics: 4",
         "1 module in chains with hooks: its chain runs unfused while they are there: 2",
     )
     handle.remove()
-    assert nasfast.fuse(model.requires_grad_(False).train()).notes == ()
+    nasfast.unfuse(model)
+    assert fuse_all(model.requires_grad_(False).train()).notes == ()

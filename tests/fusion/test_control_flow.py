@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from fused_models import Candidate, Fickle, check_same, conv, disturb, observe, unit
+from fused_models import Candidate, Fickle, check_same, conv, disturb, fuse_all, observe, unit
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +56,7 @@ def test_supernets_keep_choosing(how, executed):
     plain = disturb(Net(how).double())
     fused = copy.deepcopy(plain)
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    report = nasfast.fuse(fused)
+    report = fuse_all(fused)
     after = random.random(), float(np.random.rand()), float(torch.rand(()))
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     assert after == (random.random(), float(np.random.rand()), float(torch.rand(())))
@@ -105,7 +105,7 @@ WAYS = [
 def test_a_forward_that_changes_its_way_stays_right(way, executed):
     plain = disturb(Fickle().double())
     fused = copy.deepcopy(plain)
-    assert [str(chain) for chain in nasfast.fuse(fused).chains] == ["3x3 4->4 relu, 3x3 4->4, + residual"]
+    assert [str(chain) for chain in fuse_all(fused).chains] == ["3x3 4->4 relu, 3x3 4->4, + residual"]
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     plain.way = fused.way = way
     check_same(observe(fused, x, steps=2), observe(plain, x, steps=2))
@@ -121,7 +121,7 @@ def test_results_are_tensors(pack):
             return pack(super().forward(x))
 
     model = Packing()
-    assert nasfast.fuse(model).chains[0].residual
+    assert fuse_all(model).chains[0].residual
     model.way = "no residual"
     (result,) = (t for t in tree_leaves(model(torch.randn(2, 4, 9, 9))) if isinstance(t, Tensor))
     assert type(result) is Tensor
@@ -146,7 +146,7 @@ def test_a_failed_trace_leaves_the_model_untouched():
     before = [dict(vars(m)) for m in model.modules()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = nasfast.fuse(model)
+        report = fuse_all(model)
     assert [str(chain) for chain in report.chains] == ["3x3 4->4 relu"]
     assert report.left[0].reason == (
         "the forward of 0 cannot be traced (symbolically traced variables cannot be used as inputs to control flow)"
@@ -159,7 +159,7 @@ def test_a_failed_trace_leaves_the_model_untouched():
 def test_a_model_that_cannot_be_copied_is_left():
     model = nn.Sequential(unit())
     model.lock = threading.Lock()
-    report = nasfast.fuse(model)
+    report = fuse_all(model)
     assert report.chains == ()
     assert "cannot be copied, so that nothing was traced (cannot pickle" in report.left[0].reason
 
@@ -168,6 +168,6 @@ def test_hooks_do_not_run_while_tracing():
     model = nn.Sequential(unit(), unit())
     seen = []
     model[0].register_forward_hook(lambda *_: seen.append(1))
-    assert nasfast.fuse(model).fused == 2
+    assert fuse_all(model).fused == 2
     assert seen == []
     assert len(model[0]._forward_hooks) == 1

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import Body, added_in_place, check_same, conv, disturb, half, observe, second, unit, whole
+from fused_models import Body, added_in_place, check_same, conv, disturb, fuse_all, half, observe, second, unit, whole
 from torch import Tensor, nn
 
 import nasfast
@@ -288,7 +288,7 @@ def test_structures(name, executed):
     build, chains, reasons = STRUCTURES[name]
     plain = disturb(build().double())
     fused = copy.deepcopy(plain)
-    report = nasfast.fuse(fused)
+    report = fuse_all(fused)
     assert [str(chain) for chain in report.chains] == chains
     assert [left.reason for left in report.left if "Conv" in left.kind] == reasons
     for training in (True, False):
@@ -313,7 +313,7 @@ def test_structures(name, executed):
 def test_changes_of_the_input(forward, chains, executed):
     plain = body(forward)
     fused = copy.deepcopy(plain)
-    assert [str(chain) for chain in nasfast.fuse(fused).chains] == chains
+    assert [str(chain) for chain in fuse_all(fused).chains] == chains
     x = torch.randn(2, 4, 9, 9)
     # convolutions keep their input for backward, so that PyTorch itself refuses this with gradients
     with torch.no_grad():
@@ -326,7 +326,7 @@ def test_scripted_modules_are_left(executed):
     x = torch.randn(2, 4, 9, 9)
     model = nn.Sequential(torch.jit.trace(unit().eval(), x), unit()).eval()
     want = model(x)
-    assert [(chain.owner, chain.convolutions) for chain in nasfast.fuse(model).chains] == [("1", ("1.0",))]
+    assert [(chain.owner, chain.convolutions) for chain in fuse_all(model).chains] == [("1", ("1.0",))]
     torch.testing.assert_close(model(x), want)
     assert executed == [(1, False)]
 
@@ -335,7 +335,7 @@ def test_scripted_modules_are_left(executed):
 def test_other_dimensions(dims):
     classes = {1: (nn.Conv1d, nn.BatchNorm1d), 3: (nn.Conv3d, nn.BatchNorm3d)}[dims]
     model = nn.Sequential(classes[0](2, 2, 1, bias=False), classes[1](2))
-    report = nasfast.fuse(model)
+    report = fuse_all(model)
     assert [(left.kind, left.reason) for left in report.left] == [
         (f"Conv{dims}d", f"is a Conv{dims}d, whose forward is not nn.Conv2d's"),
         (f"BatchNorm{dims}d", f"is a BatchNorm{dims}d, whose forward is not nn.BatchNorm2d's"),

@@ -1,0 +1,138 @@
+"""Chains without gradients: their BatchNorms are folded into their convolutions, once for many forwards.
+
+On a CPU large folded convolutions run on oneDNN's convolution with activation, with weights in its own layout. The
+others are PyTorch's convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nasfast.ops.reference import Stage
+
+# The fewest products of a convolution, depthwise ones aside, that runs on oneDNN's convolution with activation. A call
+# of it costs 30 us, and a small convolution of PyTorch 5 us: measured on two AVX-512 cores.
+_MIN_PRODUCTS = 8_000_000
+
+# oneDNN's name and numbers of each activation of a stage that it computes with the convolution
+_ONEDNN_ACTS: dict[str, tuple[str, list[float]]] = {
+    "identity": ("none", []),
+    "relu": ("relu", []),
+    "relu6": ("hardtanh", [0.0, 6.0]),
+    "tanh": ("tanh", []),
+    "hswish": ("hardswish", []),
+    "silu": ("swish", []),
+}
+
+# the activations of stages, changing their input
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "relu": torch.relu_,
+    "relu6": partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True),
+    "tanh": torch.tanh_,
+    "hswish": partial(F.hardswish, inplace=True),
+    "silu": partial(F.silu, inplace=True),
+}
+
+
+class Folded:
+    """A chain with its BatchNorms folded into its convolutions, for one type of computation.
+
+    It is valid while its sources are the same tensors with the same version counters. PyTorch counts every change in
+    place, except those through `Tensor.data` and through NumPy arrays that share the memory.
+
+    Args:
+        stages: stages that all normalise with running statistics.
+        dtype: the type in which the convolutions compute.
+        shape: (N, C, H, W) of an input; oneDNN chooses the layout of the weights for it.
+    """
+
+    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, shape: torch.Size) -> None:
+        self.dtype = dtype
+        self._sources = sources_of(stages)
+        self._versions = [tensor._version for tensor in self._sources]
+        self._settings = settings_of(stages)
+        self._convolutions: list[Callable[[Tensor], Tensor]] = []
+        size: tuple[int, ...] = shape[2:]
+        for stage in stages:
+            convolution, size = _fold(stage, dtype, (shape[0], *size))
+            self._convolutions.append(convolution)
+
+    def serves(self, sources: Sequence[Tensor | None], settings: list[tuple], dtype: torch.dtype) -> bool:
+        """Whether this still is what stages with these sources and settings compute."""
+        same = dtype == self.dtype and len(sources) == len(self._sources) and settings == self._settings
+        same = same and all(map(operator.is_, sources, self._sources))
+        return same and [tensor._version for tensor in self._sources] == self._versions
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The result of the chain for (N, C, H, W), and the residual added."""
+        x = x.to(self.dtype)
+        for convolution in self._convolutions:
+            x = convolution(x)
+        if residual is None:
+            return x
+        # the result of a convolution is nobody else's
+        return x.add_(residual) if (residual.shape, residual.dtype) == (x.shape, x.dtype) else x + residual
+
+
+def sources_of(stages: Sequence[Stage]) -> list[Tensor]:
+    """Every tensor from which the folded weights are computed: five of each stage."""
+    return [tensor for stage in stages for tensor in stage.params if tensor is not None]
+
+
+def settings_of(stages: Sequence[Stage]) -> list[tuple]:
+    """All else that a folded chain depends on."""
+    return [(stage.stride, stage.padding, stage.groups, stage.act, stage.eps) for stage in stages]
+
+
+@torch.no_grad()
+def _fold(
+    stage: Stage, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[Callable[[Tensor], Tensor], tuple[int, ...]]:
+    """The folded stage, and the (H, W) of its result; shape is (N, H, W) of its input."""
+    weight, bn_weight, bn_bias, mean, var = stage.params
+    assert mean is not None and var is not None  # a stage with running statistics
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    scale = bn_weight.to(exact) * torch.rsqrt(var.to(exact) + stage.eps)
+    bias = (bn_bias.to(exact) - mean.to(exact) * scale).to(dtype)
+    folded = (weight.to(exact) * scale[:, None, None, None]).to(dtype)
+    folded = folded.contiguous(memory_format=torch.channels_last)
+    channels, per_group, *kernel = folded.shape
+    batch, *size = shape
+    out = tuple((n + 2 * stage.padding - k) // stage.stride + 1 for n, k in zip(size, kernel, strict=True))
+    products = batch * math.prod(out) * folded.numel()
+    large = products >= _MIN_PRODUCTS or per_group == 1 < channels
+    if not large or not _onednn_computes(dtype, weight.device):
+        activate = IN_PLACE[stage.act]
+
+        def convolve(x: Tensor) -> Tensor:
+            return activate(F.conv2d(x, folded, bias, stage.stride, stage.padding, 1, stage.groups))
+
+        return convolve, out
+    padding, stride, dilation = [stage.padding] * 2, [stage.stride] * 2, [1, 1]
+    name, numbers = _ONEDNN_ACTS[stage.act]
+    shape = batch, per_group * stage.groups, *size
+    packed = torch.ops.mkldnn._reorder_convolution_weight(folded, padding, stride, dilation, stage.groups, shape)
+    run = torch.ops.mkldnn._convolution_pointwise.default
+
+    def convolve_packed(x: Tensor) -> Tensor:
+        return run(x, packed, bias, padding, stride, dilation, stage.groups, name, numbers, "")
+
+    return convolve_packed, out
+
+
+def _onednn_computes(dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype == torch.float32

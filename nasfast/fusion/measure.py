@@ -1,0 +1,87 @@
+"""Measures which chains of a fused model run faster on the operator, for one example."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.fusion import execute
+from nasfast.fusion.execute import Executor, Way
+from nasfast.ops.reference import ConvBNParams, Stage
+
+_ROUNDS = 5
+# the largest ratio of times at which the operator is taken: noise must not make a model slower
+GAIN = 0.97
+
+
+def measure(model: nn.Module, example: Sequence[Any]) -> dict[Executor, float]:
+    """Run the model once, and every chain that it reaches several times, on the operator and on PyTorch.
+
+    Buffers are restored. The chains keep what was measured.
+
+    Args:
+        model: a fused model.
+        example: arguments of its forward.
+
+    Returns:
+        For each chain that was measured, the operator's time divided by PyTorch's.
+    """
+    ratios: dict[Executor, float] = {}
+
+    def decide(executor: Executor, x: Tensor) -> Way:
+        ratios[executor] = _ratio(executor, x)
+        return Way.OPERATOR if ratios[executor] < GAIN else Way.PLAIN
+
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    token = execute.measuring.set(decide)
+    try:
+        with torch.random.fork_rng():
+            model(*example)
+    finally:
+        execute.measuring.reset(token)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return ratios
+
+
+def _ratio(executor: Executor, x: Tensor) -> float:
+    assert executor.members is not None  # it has decided
+    x = x.detach().requires_grad_(x.requires_grad)
+    stages = [_own(stage) for stage in executor.members.stages()]
+    runs: list[Callable[[], Tensor]] = [
+        lambda: execute.run_stages(x, stages, None),
+        lambda: execute.plain_stages(x, stages),
+    ]
+    leaves = [t for t in (x, *(t for stage in stages for t in stage.params)) if t is not None and t.requires_grad]
+    times: list[list[float]] = [[], []]
+    for i_round in range(_ROUNDS + 1):
+        for run, its_times in zip(runs, times, strict=True):
+            seconds = _seconds(run, leaves, x.device)
+            # the first round makes plans and primitives
+            its_times += [seconds] if i_round else []
+    ours, theirs = map(statistics.median, times)
+    return ours / theirs
+
+
+def _seconds(run: Callable[[], Tensor], leaves: list[Tensor], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    y = run()
+    if torch.is_grad_enabled() and leaves:
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    wait()
+    return time.perf_counter() - start
+
+
+def _own(stage: Stage) -> Stage:
+    """The stage with tensors of its own, so that nothing of the model changes."""
+    weight, bn_weight, bn_bias, *running = stage.params
+    own = [t.detach().clone().requires_grad_(t.requires_grad) for t in (weight, bn_weight, bn_bias)]
+    return stage._replace(params=ConvBNParams(*own, *[None if t is None else t.clone() for t in running]))

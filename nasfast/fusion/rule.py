@@ -1,0 +1,82 @@
+"""Which chains the operator is expected to run faster than PyTorch, when gradients or batch statistics are needed.
+
+The numbers were measured on one core of a processor with AVX-512 and AMX, for the chains of six networks of torchvision
+at batch 8 and 160 pixels, forward and backward. A chain gains by the memory traffic that it saves, so it pays from a
+number of results on: elements of the outputs of its convolutions, over all stages. Smaller chains pay less than a call
+of the operator costs. With bfloat16, PyTorch multiplies on AMX and the operator does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nasfast.ops.backends import resolve_backend
+from nasfast.ops.plan import Kind, stage_kind, storage_dtype
+from nasfast.ops.reference import Stage
+
+
+class _Least(NamedTuple):
+    """The least results per thread from which a chain pays: of the operator's own convolutions, and of others."""
+
+    own: int
+    other: int
+
+
+# by type and whether a convolution trains
+_LEAST = {
+    (torch.float32, False): _Least(400_000, 1_000_000),
+    (torch.float32, True): _Least(1_200_000, 1_200_000),
+    (torch.bfloat16, False): _Least(1_200_000, 2_000_000),
+    (torch.bfloat16, True): _Least(1_500_000, 1_500_000),
+}
+
+
+def pays(x: Tensor, stages: Sequence[Stage], *, trains: bool) -> bool:
+    """Whether the operator is expected to run these stages on x faster than PyTorch.
+
+    Args:
+        x: (N, C, H, W).
+        stages: stages that the operator can run on x.
+        trains: whether a convolution trains.
+    """
+    least = least_results(x, stages, trains=trains)
+    return least is not None and _results(x, stages) >= torch.get_num_threads() * least
+
+
+def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool) -> int | None:
+    """The results per thread from which these stages pay; None if they never do.
+
+    Args:
+        x: a tensor of the type and device of the input; its shape does not count.
+        stages, trains: as in `pays`.
+    """
+    backend = resolve_backend("conv_bn_act_chain", x).name
+    if backend != "cpu":
+        # the reference is PyTorch itself; nothing was measured on GPUs, where the operator runs as asked for
+        return None if backend == "reference" else 0
+    kinds = [stage_kind(s.params.conv_weight.shape, s.stride, s.padding, s.groups) for s in stages]
+    dtype = storage_dtype(x)
+    # PyTorch's gradient of these takes up to ten times as long as its forward
+    strided = any(kind == Kind.DEPTHWISE and s.stride > 1 for kind, s in zip(kinds, stages, strict=True))
+    if dtype == torch.bfloat16 and not trains and strided:
+        return 0
+    least = _LEAST.get((dtype, trains))
+    if least is None:
+        return None
+    own = len(stages) > 1 and None not in kinds and Kind.DENSE not in kinds
+    return least.own if own else least.other
+
+
+def _results(x: Tensor, stages: Sequence[Stage]) -> int:
+    batch, _, height, width = x.shape
+    total = 0
+    for stage in stages:
+        out, _, *kernel = stage.params.conv_weight.shape
+        height = (height + 2 * stage.padding - kernel[0]) // stage.stride + 1
+        width = (width + 2 * stage.padding - kernel[1]) // stage.stride + 1
+        total += batch * out * height * width
+    return total

@@ -1,0 +1,375 @@
+"""What `fuse` does by default: chains run on the operator, folded or on PyTorch, as is expected to be fastest."""
+
+import copy
+import pickle
+import statistics
+
+import pytest
+import torch
+from fused_models import Candidate, check_same, conv, disturb, make, observe, set_mode, unit
+from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
+from torch import Tensor, nn
+
+import nasfast
+from nasfast.fusion import fold, forward, measure, rule
+
+MODELS = ["mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small", "regnet_y_400mf"]
+
+
+@pytest.fixture
+def folds(monkeypatch):
+    """The chains that were folded, by their number of stages."""
+    calls = []
+
+    class Recorded(fold.Folded):
+        def __init__(self, stages, dtype, shape):
+            calls.append(len(stages))
+            super().__init__(stages, dtype, shape)
+
+    monkeypatch.setattr("nasfast.fusion.execute.Folded", Recorded)
+    return calls
+
+
+@pytest.fixture
+def no_own_forward(monkeypatch):
+    """Every forward of a module that owns chains must run by its program."""
+
+    def refuse(*_):
+        raise AssertionError("the module's own forward ran")
+
+    monkeypatch.setattr(forward, "run_own_forward", refuse)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_run_by_programs(name, no_own_forward, executed):
+    plain = set_mode(disturb(make(name).double()), "frozen convolutions")
+    fused = copy.deepcopy(plain)
+    report = nasfast.fuse(fused, only_faster=False)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    check_same(observe(fused, x), observe(plain, x))
+    assert sum(stages for stages, _ in executed) == report.fused
+
+
+@pytest.mark.parametrize("name", [*MODELS, "timm/mobilenetv2_100"])
+def test_models_without_gradients_run_folded(name, folds, executed):
+    plain = disturb(make(name)).eval()
+    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    report = nasfast.fuse(fused)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        for size in (64, 48):
+            want = exact(x[..., :size].double())
+            assert_close("result", fused(x[..., :size]), want, FLOAT32_CHAIN)
+    assert sum(folds) == report.fused
+    assert executed == []
+
+
+def block() -> nn.Sequential:
+    """Large enough for the operator and for oneDNN's convolution."""
+    return nn.Sequential(
+        nn.Sequential(conv(16, 96, 1), nn.BatchNorm2d(96), nn.ReLU6()),
+        nn.Sequential(conv(96, 96, 3, padding=1, groups=96), nn.BatchNorm2d(96), nn.ReLU()),
+        nn.Sequential(conv(96, 32, 3, stride=2, padding=1, groups=2), nn.BatchNorm2d(32), nn.Tanh()),
+    ).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_folding(dtype, layout, folds):
+    plain = disturb(block()).eval().to(dtype)
+    exact, fused = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(4, 16, 40, 40).to(dtype).contiguous(memory_format=layout)
+    tolerance = {torch.float32: FLOAT32_CHAIN, torch.float64: None}.get(dtype, BFLOAT16_CHAIN)
+    got = fused(x)
+    assert got.dtype == dtype
+    assert_close("folded", got, exact(x.double()), tolerance)
+    assert folds == [3]
+    fused(x)
+    assert folds == [3]
+
+
+def test_folding_under_autocast(folds):
+    plain = disturb(block()).eval()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(4, 16, 40, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fused(x)
+    assert got.dtype == torch.bfloat16
+    assert_close("autocast", got, plain.double()(x.double()), BFLOAT16_CHAIN)
+    assert_close("without", fused(x), plain(x.double()), FLOAT32_CHAIN)
+    assert folds == [3, 3]
+
+
+SOURCES = ["0.0.weight", "1.1.weight", "1.1.bias", "2.1.running_mean", "0.1.running_var"]
+
+
+@pytest.mark.parametrize("source", [*SOURCES, "eps", "replaced", "loaded", "trained"])
+def test_folded_weights_follow_changes(source, folds):
+    plain = disturb(block().double()).eval()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 16, 9, 9, dtype=torch.float64)
+    assert_close("before", fused(x), plain(x))
+    for model in (plain, fused):
+        torch.manual_seed(1)
+        if source == "eps":
+            model[1][1].eps = 0.5
+        elif source == "replaced":
+            model[1][0].weight = nn.Parameter(torch.randn(96, 1, 3, 3, dtype=torch.float64), requires_grad=False)
+        elif source == "loaded":
+            model.load_state_dict({k: t + 1 if t.is_floating_point() else t for k, t in model.state_dict().items()})
+        elif source == "trained":
+            model.train()(x)
+            model.eval()
+        else:
+            with torch.no_grad():
+                model.get_parameter(source).add_(1) if "running" not in source else model.get_buffer(source).add_(1)
+    assert_close("after", fused(x), plain(x))
+    assert len(folds) == 2
+
+
+def test_folded_residuals():
+    """One that the result has no room for is broadcast."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = unit()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.body(x)
+
+    plain = disturb(Added().double()).eval().requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    assert nasfast.fuse(fused).chains[0].residual
+    for shape in ((2, 4, 9, 9), (2, 4, 1, 1)):
+        x = torch.randn(shape, dtype=torch.float64)
+        before = x.clone()
+        assert_close("result", fused(x), plain(x))
+        assert torch.equal(x, before)
+
+
+def test_inference_tensors_are_not_folded(folds):
+    with torch.inference_mode():
+        model = disturb(block()).eval()
+        plain = copy.deepcopy(model)
+        nasfast.fuse(model)
+        x = torch.randn(2, 16, 9, 9)
+        assert_close("result", model(x), plain(x).double(), FLOAT32_CHAIN)
+    assert folds == []
+
+
+# channels and pixels of `block`: results below and above what the rule asks for
+@pytest.mark.parametrize(("pixels", "runs"), [(8, False), (56, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
+    model = block().to(dtype)
+    for i in (0, 1, 2):
+        model[i][1].requires_grad_()
+    report = nasfast.fuse(model)
+    least = rule.least_results(
+        torch.empty(0, dtype=dtype), model.forward.chains[0].members(model).stages(), trains=False
+    )
+    assert f"on the operator from {least:,} results" in report.chains[0].runs
+    exact = copy.deepcopy(model).double()
+    nasfast.unfuse(exact)
+    x = torch.randn(4, 16, pixels, pixels).to(dtype)
+    results = 4 * pixels**2 * (96 + 96 + 32 // 4)
+    assert (results >= least) == runs
+    for _ in range(2):
+        tolerance = BFLOAT16_CHAIN if dtype == torch.bfloat16 else FLOAT32_CHAIN
+        assert_close("result", model(x), exact(x.double()), tolerance)
+    assert executed == [(3, False)] * (2 if runs else 0)
+
+
+def test_a_type_without_operator_runs_on_pytorch(executed):
+    model = block().half().train()
+    report = nasfast.fuse(model)
+    assert report.backend == "reference (float16 on cpu)"
+    assert [chain.runs for chain in report.chains] == ["on PyTorch: no operator is faster in float16 on cpu"]
+    model(torch.randn(4, 16, 56, 56).half())
+    assert executed == []
+
+
+def test_what_trains_counts_at_the_next_call(executed):
+    model = block()
+    nasfast.fuse(model)
+    x = torch.randn(2, 16, 52, 52)
+    model(x)
+    assert len(executed) == 1
+    model.requires_grad_(True)
+    model(x)
+    assert len(executed) == 1
+    model.requires_grad_(False)
+    model(x)
+    assert len(executed) == 2
+    model.eval()(x)
+    assert len(executed) == 2
+
+
+def nested() -> nn.Sequential:
+    torch.manual_seed(0)
+    return disturb(nn.Sequential(Candidate(3), unit(), Candidate(5)).double()).requires_grad_(False)
+
+
+def test_an_example_decides_by_time(monkeypatch, executed):
+    """The clock says that Candidates with kernel 5 are slower on the operator."""
+    timed = []
+
+    def seconds(run, leaves, device):
+        before = len(executed)
+        run()
+        on_operator = len(executed) > before
+        timed.append(on_operator)
+        return 2.0 if on_operator and len(timed) > 12 else 1.0 if not on_operator else 0.5
+
+    monkeypatch.setattr(measure, "_seconds", seconds)
+    monkeypatch.setenv("NASFAST_BACKEND", "reference")
+    model = nested()
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    torch.manual_seed(5)
+    random = torch.random.get_rng_state()
+    report = nasfast.fuse(model, x)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    check_same(dict(model.state_dict()), dict(before))
+    assert timed[:4] == [True, False, True, False]
+    assert [chain.runs for chain in report.chains] == [
+        "on the operator for shapes like the example's",
+        "on PyTorch for shapes like the example's",
+        "on PyTorch for shapes like the example's",
+    ]
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        executed.clear()
+        twin(x)
+        assert executed == [(3, True)]
+    executed.clear()
+    model(x[:1])
+    assert executed == [], "another shape: the rule decides"
+
+
+def test_measured_times_are_of_the_model_as_it_is():
+    model = block().eval()
+    model[0][1].requires_grad_()
+    report = nasfast.fuse(model, (torch.randn(2, 16, 20, 20),))
+    assert "for shapes like the example's" in report.chains[0].runs
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError, match="leave it out with only_faster=False"):
+        nasfast.fuse(model, torch.randn(2, 16, 20, 20), only_faster=False)
+
+
+class Switch(nn.Module):
+    """Its forward reads an attribute, a submodule that may be None, and a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(unit(), unit(nn.Identity()))
+        self.down = None
+        self.skip = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if self.down is not None:
+            x = self.down(x)
+        if self.skip:
+            y += x
+        return torch.relu(y)
+
+
+def set_down(model: Switch) -> None:
+    torch.manual_seed(2)
+    model.down = unit().double()
+
+
+CHANGES = {
+    "nothing": lambda m: None,
+    "attribute": lambda m: setattr(m, "skip", False),
+    "submodule": set_down,
+    "activation": lambda m: m.body[0].__setitem__(2, nn.Tanh()),
+    "order": lambda m: m.body.__setitem__(0, m.body[1]),
+    "inserted": lambda m: m.body.insert(1, nn.Tanh()),
+    "dilation": lambda m: [setattr(m.body[0][0], name, (2, 2)) for name in ("dilation", "padding")],
+    "forward": lambda m: setattr(m.body[0], "forward", lambda x: x * 2),
+    "hook": lambda m: m.body[0].register_forward_hook(lambda module, args, y: y * 2),
+    "eps": lambda m: setattr(m.body[0][1], "eps", 0.3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("training", [True, False])
+def test_programs_notice_changes(change, training, executed):
+    torch.manual_seed(0)
+    plain = disturb(Switch().double()).train(training)
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused, only_faster=False)
+    assert fused.forward.program is not None
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    check_same(observe(fused, x), observe(plain, x))
+    assert executed
+    CHANGES[change](plain), CHANGES[change](fused)
+    want = observe(plain, x)
+    check_same(observe(fused, x), want)
+
+
+class Chooser(Switch):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Chooser.calls += 1
+        return self.body(x) + x
+
+
+def test_a_forward_with_side_effects_has_no_program():
+    model = Chooser()
+    nasfast.fuse(model, only_faster=False)
+    assert model.forward.program is None
+    before = Chooser.calls
+    model(torch.randn(2, 4, 9, 9))
+    assert Chooser.calls == before + 1
+
+
+def test_parts_of_a_program_can_be_unfused(executed):
+    model = make("regnet_y_400mf").eval().requires_grad_(False).double()
+    plain = copy.deepcopy(model)
+    nasfast.fuse(model, only_faster=False)
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    want = plain(x)
+    model(x)
+    chains = len(executed)
+    undone = nasfast.unfuse(model.trunk_output[0][0].f)
+    assert undone
+    executed.clear()
+    assert_close("result", model(x), want)
+    assert len(executed) == chains - undone
+
+
+def test_bfloat16_modules_run_fused(executed):
+    plain = set_mode(disturb(make("mobilenet_v2").double()), "frozen convolutions")
+    fused, eager = copy.deepcopy(plain).bfloat16(), copy.deepcopy(plain).bfloat16()
+    report = nasfast.fuse(fused, only_faster=False)
+    assert report.backend == "cpu (bfloat16 on cpu)"
+    x = torch.randn(8, 3, 96, 96)
+    want, got, usual = (observe(m, x.to(next(m.parameters()).dtype)) for m in (plain, fused, eager))
+    assert sum(stages for stages, _ in executed) == report.fused
+
+    def error(seen: dict[str, Tensor]) -> float:
+        errors = [
+            float((seen[n].double() - want[n].double()).norm() / want[n].double().norm().clamp_min(1e-3)) for n in want
+        ]
+        return statistics.median(errors)
+
+    assert got.keys() == want.keys()
+    assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in usual.items()}
+    assert error(got) <= 1.1 * error(usual)
+
+
+def test_errors_say_what_to_do():
+    model = nn.Sequential(unit(), unit())
+    nasfast.fuse(model)
+    assert "the model was fused before: what was measured is forgotten" in nasfast.fuse(model).notes
+    with pytest.raises(AttributeError, match=r"torch.jit.script cannot compile .* call nasfast.unfuse\(model\) before"):
+        torch.jit.script(model)
+    with pytest.raises(ValueError, match="compiled by torch.compile, which fuses by itself; call fuse on a module"):
+        nasfast.fuse(torch.compile(model))
