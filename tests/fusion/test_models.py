@@ -18,7 +18,7 @@ MODELS = {
     "mnasnet0_5": (52, 52, 18),
     "resnet18": (20, 20, 12),
     "resnet50": (53, 53, 21),
-    "mobilenet_v3_small": (34, 52, 30),
+    "mobilenet_v3_small": (34, 52, 22),
     "timm/mobilenetv2_100": (52, 52, 19),
     "timm/efficientnet_lite0": (49, 49, 18),
 }
