@@ -10,11 +10,16 @@
 namespace nasfast::gpu {
 namespace pointwise {
 
-using TileTall = Tile<1, 8, 1, 64, Depth::kKept>;
-using TileSquare = Tile<1, 4, 2, 64, Depth::kKept>;
-using TileStream = Tile<1, 4, 2, 64, Depth::kStreamed>;
-using TileWide = Tile<2, 2, 3, 64, Depth::kWhole>;
-using TileWidest = Tile<2, 1, 6, 128, Depth::kWhole>;
+// Rows x columns of a block. The streamed ones hold much in registers, and one of their blocks is on a multiprocessor:
+// they are for small maps, of which a multiprocessor has one or two blocks anyway.
+using TileSmall = Tile<1, 4, 2, 64, Depth::kStreamed, 1>;   // 64 x 64
+using TileFlat = Tile<2, 2, 4, 64, Depth::kStreamed, 1>;    // 64 x 128
+using TileSquare = Tile<2, 4, 2, 64, Depth::kStreamed, 1>;  // 128 x 64
+using TileLow = Tile<2, 4, 2, 32, Depth::kWhole, 1>;        // 128 x 64
+using TileTall = Tile<1, 8, 1, 64, Depth::kKept, 2>;        // 128 x 32
+using TileNear = Tile<2, 2, 3, 32, Depth::kWhole, 2>;       // 64 x 96
+using TileWide = Tile<2, 2, 3, 64, Depth::kWhole, 2>;       // 64 x 96
+using TileWidest = Tile<2, 1, 6, 128, Depth::kKept, 2>;     // 32 x 192
 
 // A product as the grids see it.
 struct ProductShape {
@@ -30,62 +35,58 @@ struct ProductPlan {
 };
 
 // The estimated time of a launch with one kind of tile, in cycles. The numbers of instructions are counted from compiled
-// kernels. A multiprocessor issues 4 of them in a cycle, and a warp one in 3 cycles.
+// kernels. A multiprocessor issues 4 of them in a cycle, of which it reaches 70 %, and a warp one in 3 cycles.
 template <class Tile, class Machine>
 void consider(const Machine& machine, const ProductShape& shape, int index, ProductPlan& best) {
-  const size_t shared = shape.backward ? Memory<Tile, true>(shape.depth, BackwardSource::kPlanes, 3).bytes
-                                       : Memory<Tile, false>(shape.depth, ForwardSource::kPlanes, 0).bytes;
-  if (shared > machine.shared_memory || (Tile::kDepth == Depth::kWhole && shape.depth > Tile::kSlab)) return;
-  const int resident = std::max(1, std::min<int>(512 / Tile::kThreads, machine.shared_memory / shared));
-  const int groups = (shape.columns + Tile::kColumns - 1) / Tile::kColumns;
+  using Pieces = Share<Tile::kThreads, Tile::kRows, Tile::kSlab / 8>;
+  const size_t shared = shape.backward
+                            ? Memory<Tile, true>(shape.depth, BackwardSource::kPlanes, 3).bytes
+                            : Memory<Tile, false>(shape.depth, ForwardSource::kPlanes, Tile::kRowWarps).bytes;
+  if (shared > machine.shared_memory || (Tile::kWhole && shape.depth > Tile::kSlab)) return;
+  const int resident = std::max(1, std::min<int>(Tile::kBlocks, machine.shared_memory / shared));
+  const int groups = divide_up(shape.columns, Tile::kColumns);
   const int64_t tiles = (shape.rows + Tile::kRows - 1) / Tile::kRows;
   const int64_t most = std::clamp(machine.multiprocessors * resident / groups, 1, kMostRows);
   const int64_t each = (tiles + most - 1) / most, rows = (tiles + each - 1) / each;
-  const double slabs = divide_up(shape.depth, Tile::kSlab);
-  const int pieces = (std::min(shape.depth, Tile::kSlab) / 8 * Tile::kRows + Tile::kThreads - 1) / Tile::kThreads;
-  const double weights = 30.0 * Tile::kWeightPieces + 10;
-  const double tile = slabs * (pieces * (shape.backward ? 45 : 30) + 60 + (Tile::kStream ? weights : 0)) +
-                      shape.depth / 16.0 * (5 * Tile::kTiles + 4) + 16 * Tile::kTiles * (shape.backward ? 9 : 6) + 60;
-  const double fixed = (Tile::kStream ? 0 : slabs * weights) + 400;
-  const int64_t blocks = rows * groups;
-  const double here = std::ceil(static_cast<double>(blocks) / machine.multiprocessors);
-  const double turns = std::ceil(here / resident);
-  const double time = std::max(here * Tile::kThreads / 32 / 4, 3 * turns) * (each * tile + fixed);
+  const double slabs = divide_up(shape.depth, Tile::kSlab), warps = Tile::kThreads / 32.0;
+  const double weights = 12.0 * Tile::kColumns * Tile::kSlab / 8 / Tile::kThreads + 30;
+  const double tile = slabs * (90 + Pieces::kMost * (shape.backward ? 56 : 32) + (Tile::kStream ? weights : 0)) +
+                      shape.depth / 16.0 * (5 * Tile::kTiles + 2) + 16 * Tile::kTiles * (shape.backward ? 9 : 6) + 80;
+  const double fixed = (Tile::kStream ? 0 : slabs * weights) + 500;
+  const double here = std::ceil(static_cast<double>(rows * groups) / machine.multiprocessors);
+  const double rate = std::min(0.7, std::min<double>(here, resident) * warps / 4 / 3);
+  const double time = here * warps / 4 * (each * tile + fixed) / rate;
   if (best.tile < 0 || time < best.time) {
     best = {index, time, {static_cast<int>(rows), groups, shared}};
   }
 }
 
-template <class Machine>
-ProductPlan plan_product(const Machine& machine, const ProductShape& shape) {
-  ProductPlan best;
-  consider<TileStream>(machine, shape, 0, best);
-  consider<TileTall>(machine, shape, 1, best);
-  consider<TileSquare>(machine, shape, 2, best);
-  consider<TileWide>(machine, shape, 3, best);
-  consider<TileWidest>(machine, shape, 4, best);
-  return best;
-}
-
-// Launches a kernel with the tile that the plan has.
-template <template <class, class> class Kernel, class Format, class Machine, class Args>
-void launch_product(const Machine& machine, const ProductShape& shape, const Grid& grid, const Args& args) {
-  const auto launch = [&](auto kernel) {
-    machine.template launch<decltype(kernel)>(grid.rows, grid.groups, grid.shared, args);
-  };
-  switch (plan_product(machine, shape).tile) {
-    case 0:
-      return launch(Kernel<Format, TileStream>{});
-    case 1:
-      return launch(Kernel<Format, TileTall>{});
-    case 2:
-      return launch(Kernel<Format, TileSquare>{});
-    case 3:
-      return launch(Kernel<Format, TileWide>{});
-    default:
-      return launch(Kernel<Format, TileWidest>{});
+// The tiles of a kernel.
+template <class... Tiles>
+struct TileList {
+  template <class Machine>
+  static ProductPlan plan(const Machine& machine, const ProductShape& shape) {
+    ProductPlan best;
+    int index = 0;
+    (consider<Tiles>(machine, shape, index++, best), ...);
+    return best;
   }
-}
+  // Launches a kernel with the tile that the plan has.
+  template <template <class, class> class Kernel, class Format, class Machine, class Args>
+  static void launch(const Machine& machine, const ProductShape& shape, const Grid& grid, const Args& args) {
+    const int tile = plan(machine, shape).tile;
+    int index = 0;
+    const auto with = [&](auto kernel) {
+      if (index++ == tile) {
+        machine.template launch<decltype(kernel)>(grid.rows, grid.groups, grid.shared, args);
+      }
+    };
+    (with(Kernel<Format, Tiles>{}), ...);
+  }
+};
+
+using ForwardTiles = TileList<TileSmall, TileFlat, TileSquare, TileTall, TileNear, TileWide, TileWidest>;
+using BackwardTiles = TileList<TileSmall, TileFlat, TileLow, TileNear, TileWide, TileWidest>;
 
 inline ProductShape forward_shape(const Geometry& g) { return {g.out_rows(), g.in_channels, g.out_channels, false}; }
 inline ProductShape backward_shape(const Geometry& g) { return {g.out_rows(), g.out_channels, g.in_channels, true}; }
@@ -94,12 +95,12 @@ inline ProductShape backward_shape(const Geometry& g) { return {g.out_rows(), g.
 
 template <class Machine>
 Grid pointwise_forward_grid(const Geometry& g, const Machine& machine) {
-  return pointwise::plan_product(machine, pointwise::forward_shape(g)).grid;
+  return pointwise::ForwardTiles::plan(machine, pointwise::forward_shape(g)).grid;
 }
 
 template <class Machine>
 Grid pointwise_backward_grid(const Geometry& g, const Machine& machine) {
-  return pointwise::plan_product(machine, pointwise::backward_shape(g)).grid;
+  return pointwise::BackwardTiles::plan(machine, pointwise::backward_shape(g)).grid;
 }
 
 template <class Format, class Machine>
@@ -107,7 +108,7 @@ void pointwise_forward(const Machine& machine, const Grid& grid, const ForwardSt
   const pointwise::ProductShape shape = pointwise::forward_shape(stage.geometry);
   const pointwise::Factor factor{shape.rows, shape.depth, shape.columns, stage.weight};
   const pointwise::ForwardArgs args{factor, {{stage.x}, stage.fold, stage.act}, stage.y, stage.norm};
-  pointwise::launch_product<pointwise::PointwiseForward, Format>(machine, shape, grid, args);
+  pointwise::ForwardTiles::launch<pointwise::PointwiseForward, Format>(machine, shape, grid, args);
 }
 
 template <class Format, class Machine>
@@ -118,7 +119,7 @@ void pointwise_backward(const Machine& machine, const Grid& grid, const Backward
                                      stage.dx,       stage.before,
                                      stage.interval, stage.gradient,
                                      stage.added};
-  pointwise::launch_product<pointwise::PointwiseBackward, Format>(machine, shape, grid, args);
+  pointwise::BackwardTiles::launch<pointwise::PointwiseBackward, Format>(machine, shape, grid, args);
 }
 
 }  // namespace nasfast::gpu

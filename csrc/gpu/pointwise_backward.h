@@ -24,19 +24,19 @@ struct BackwardSource {
       planes[4 * depth + c] = mask[c].high;
     }
   }
-  // Converts the first `pieces` pieces in place, of channels c to c + 7.
+  // Converts pieces in place, of channels c to c + 7.
   template <class Format, int kPieces>
-  NASFAST_DEVICE void convert(Vec4 (&raw)[kPieces][2], int pieces, const float* planes, int depth, int c) const {
+  NASFAST_DEVICE void convert(Vec4 (&raw)[kPieces][2], const float* planes, int depth, int c) const {
     if (mask == nullptr) {
-      apply<false, Format>(raw, pieces, planes, depth, c);
+      apply<false, Format>(raw, planes, depth, c);
     } else {
-      apply<true, Format>(raw, pieces, planes, depth, c);
+      apply<true, Format>(raw, planes, depth, c);
     }
   }
 
  private:
   template <bool kMask, class Format, int kPieces>
-  static NASFAST_DEVICE void apply(Vec4 (&raw)[kPieces][2], int pieces, const float* planes, int depth, int c) {
+  static NASFAST_DEVICE void apply(Vec4 (&raw)[kPieces][2], const float* planes, int depth, int c) {
     NASFAST_UNROLL
     for (int half = 0; half < 2; ++half) {
       Floats plane[kMask ? 5 : 3];  // a, b, c, low, high
@@ -50,7 +50,6 @@ struct BackwardSource {
       };
       NASFAST_UNROLL
       for (int i = 0; i < kPieces; ++i) {
-        if (i >= pieces) break;
         NASFAST_UNROLL
         for (int j = 0; j < 2; ++j) {
           uint32_t& v = raw[i][0].v[2 * half + j];
@@ -75,7 +74,7 @@ struct BackwardArgs {
 
 template <class Format, class Tile>
 struct PointwiseBackward {
-  static constexpr int kThreads = Tile::kThreads, kBlocks = 512 / kThreads;
+  static constexpr int kThreads = Tile::kThreads, kBlocks = Tile::kBlocks;
   using Shared = Memory<Tile, true>;
   static constexpr int kColumnPlanes = 3;  // low, high, mean
   using Args = BackwardArgs;
@@ -83,7 +82,7 @@ struct PointwiseBackward {
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
     const Factor& factor = args.factor;
-    const Result<Tile> result{factor.rows, factor.columns, block.y * Tile::kColumns, block.count_x};
+    const Result<Tile> result(factor, block.y * Tile::kColumns, block.count_x);
     const Shared memory(factor.depth, BackwardSource::kPlanes, kColumnPlanes);
     float* planes = reinterpret_cast<float*>(shared + memory.columns_at);
     const int left = factor.columns - result.first_column, mine = left < Tile::kColumns ? left : Tile::kColumns;

@@ -20,31 +20,29 @@ struct ForwardSource {
       planes[depth + c] = fold[c].shift;
     }
   }
-  // Converts the first `pieces` pieces in place, of channels c to c + 7.
+  // Converts pieces in place, of channels c to c + 7.
   template <class Format, int kPieces>
-  NASFAST_DEVICE void convert(Vec4 (&raw)[kPieces][1], int pieces, const float* planes, int depth, int c) const {
+  NASFAST_DEVICE void convert(Vec4 (&raw)[kPieces][1], const float* planes, int depth, int c) const {
     if (fold == nullptr) return;
     if (act == Act::kIdentity) {
-      apply<Format>(raw, pieces, planes, depth, c, [](float a, float b) { return Format::pack(a, b); });
+      apply<Format>(raw, planes, depth, c, [](float a, float b) { return Format::pack(a, b); });
     } else if (act == Act::kRelu) {
-      apply<Format>(raw, pieces, planes, depth, c, [](float a, float b) { return Format::pack_relu(a, b); });
+      apply<Format>(raw, planes, depth, c, [](float a, float b) { return Format::pack_relu(a, b); });
     } else {
-      apply<Format>(raw, pieces, planes, depth, c,
+      apply<Format>(raw, planes, depth, c,
                     [](float a, float b) { return Format::at_most(Format::pack_relu(a, b), Format::kSixes); });
     }
   }
 
  private:
   template <class Format, int kPieces, class Pack>
-  static NASFAST_DEVICE void apply(Vec4 (&raw)[kPieces][1], int pieces, const float* planes, int depth, int c,
-                                   const Pack& pack) {
+  static NASFAST_DEVICE void apply(Vec4 (&raw)[kPieces][1], const float* planes, int depth, int c, const Pack& pack) {
     NASFAST_UNROLL
     for (int half = 0; half < 2; ++half) {
       const Floats scale = *reinterpret_cast<const Floats*>(planes + c + 4 * half);
       const Floats shift = *reinterpret_cast<const Floats*>(planes + depth + c + 4 * half);
       NASFAST_UNROLL
       for (int i = 0; i < kPieces; ++i) {
-        if (i >= pieces) break;
         NASFAST_UNROLL
         for (int j = 0; j < 2; ++j) {
           uint32_t& v = raw[i][0].v[2 * half + j];
@@ -65,42 +63,49 @@ struct ForwardArgs {
 
 template <class Format, class Tile>
 struct PointwiseForward {
-  static constexpr int kThreads = Tile::kThreads, kBlocks = 512 / kThreads;
+  static constexpr int kThreads = Tile::kThreads, kBlocks = Tile::kBlocks;
   using Shared = Memory<Tile, false>;
+  static constexpr int kColumnPlanes = Tile::kRowWarps;  // a pivot for each of these warps
   using Args = ForwardArgs;
 
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
     const Factor& factor = args.factor;
-    const Result<Tile> result{factor.rows, factor.columns, block.y * Tile::kColumns, block.count_x};
-    const Shared memory(factor.depth, ForwardSource::kPlanes, 0);
+    const Result<Tile> result(factor, block.y * Tile::kColumns, block.count_x);
+    const Shared memory(factor.depth, ForwardSource::kPlanes, kColumnPlanes);
+    float* const planes = reinterpret_cast<float*>(shared + memory.columns_at);
+    const auto pivot_of = [&](int warp, int lane) {
+      return planes + warp / Tile::kColumnWarps * Tile::kColumns + result.column(warp, lane);
+    };
     Local<ChannelSums> sums(block);
-    Local<float[8]> pivot(block);
     block.each([&](int thread) { sums[thread] = {}; });
     const auto write = [&](const Warp& warp, int tile, int rows, auto& acc) {
       const auto at = [&](int lane) { return 32 * warp.index + lane; };
       if (tile == block.x) {
         // the pivot is the first row of the warp, as it is stored
-        NASFAST_UNROLL
-        for (int j = 0; j < 8; ++j) {
-          warp.each([&](int lane) {
+        warp.each([&](int lane) {
+          if (lane >= 4) return;
+          NASFAST_UNROLL
+          for (int j = 0; j < 8; ++j) {
             const float v = acc[at(lane)][0][j / 2][j % 2];
-            pivot[at(lane)][j] = Format::first(Format::pack(v, v));
-          });
-          warp.from_lane([&](int lane) -> float& { return pivot[at(lane)][j]; }, [](int lane) { return lane % 4; });
-        }
+            pivot_of(warp.index, lane)[j] = Format::first(Format::pack(v, v));
+          }
+        });
+        warp.sync();
       }
       uint16_t* const y = args.y == nullptr ? nullptr : args.y + result.from(tile);
       warp.each([&](int lane) {
         const auto& v = acc[at(lane)];
-        ChannelSums& s = sums[at(lane)];
+        const Floats* pivot = reinterpret_cast<const Floats*>(pivot_of(warp.index, lane));
+        const Floats low = pivot[0], high = pivot[1];
         result.each_row(warp.index, lane, rows, [&](int i, int h, int64_t to) {
           Vec4 packed;
           NASFAST_UNROLL
           for (int j = 0; j < 4; ++j) {
+            const Floats& near = j < 2 ? low : high;
             packed.v[j] = Format::pack(v[i][j][2 * h], v[i][j][2 * h + 1]);
-            add(s, 2 * j, Format::first(packed.v[j]) - pivot[at(lane)][2 * j]);
-            add(s, 2 * j + 1, Format::second(packed.v[j]) - pivot[at(lane)][2 * j + 1]);
+            add(sums[at(lane)], 2 * j, Format::first(packed.v[j]) - near.v[2 * j % 4]);
+            add(sums[at(lane)], 2 * j + 1, Format::second(packed.v[j]) - near.v[2 * j % 4 + 1]);
           }
           if (args.y != nullptr) store_vector(y + to, packed);
         });
@@ -112,8 +117,8 @@ struct PointwiseForward {
 
     Vec2* parts = reinterpret_cast<Vec2*>(shared);
     gather(block, sums, result, parts, [&](float sum, float square, int warp, int lane, int j) {
-      const float count = result.count(block.x, warp / Tile::kColumnWarps, false);
-      const Moments m = Sums{sum, square}.moments(count > 0 ? pivot[32 * warp + lane][j] : 0, count);
+      const float count = result.count(block.x, block.count_x, warp / Tile::kColumnWarps, false);
+      const Moments m = Sums{sum, square}.moments(count > 0 ? pivot_of(warp, lane)[j] : 0, count);
       return Vec2{as_bits(m.mean), as_bits(m.m2)};
     });
     const int left = factor.columns - result.first_column, mine = left < Tile::kColumns ? left : Tile::kColumns;
@@ -123,14 +128,14 @@ struct PointwiseForward {
         Moments all{0, 0, 0};
         for (int w = 0; w < Tile::kRowWarps; ++w) {
           const Vec2 part = parts[w * Tile::kColumns + c];
-          all.merge({result.count(block.x, w, false), as_float(part.v[0]), as_float(part.v[1])});
+          all.merge({result.count(block.x, block.count_x, w, false), as_float(part.v[0]), as_float(part.v[1])});
         }
         reduction.partial[int64_t{block.x} * reduction.channels + result.first_column + c] = {as_bits(all.mean),
                                                                                               as_bits(all.m2)};
       }
     });
     finish_norm<kThreads>(block, args.norm, block.x, block.y, result.first_column, mine,
-                          [&](int row) { return result.count(row, 0, true); });
+                          [&](int row) { return result.count(row, block.count_x, 0, true); });
   }
 
  private:

@@ -13,26 +13,34 @@
 
 namespace nasfast::gpu::pointwise {
 
-// What a block does with the depth. kWhole: it is one slab; kKept: the weights of all slabs are kept; kStreamed: they
-// do not fit, and are loaded again for every tile of rows.
+// What a block does with the depth. kWhole: it is one slab; kKept: the weights of all slabs are kept; kStreamed: they do
+// not fit, or a block has one tile of rows only, and are loaded slab by slab, for every tile again.
 enum class Depth { kWhole, kKept, kStreamed };
 
 NASFAST_ANYWHERE constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 // Elements between two rows in shared memory: an odd number of 16 bytes, so that 8 rows are in different banks.
 NASFAST_ANYWHERE constexpr int odd_pitch(int elements) { return elements + (elements % 16 == 0 ? 8 : 0); }
 
-// kTiles: tiles of 16 rows of a warp. kSlab: depth of a slab, 64 or 128.
-template <int kTiles_, int kRowWarps_, int kColumnWarps_, int kSlab_, Depth kDepth_>
+// kTiles: tiles of 16 rows of a warp. kSlab: depth of a slab. kBlocks: of a multiprocessor, to keep registers for.
+template <int kTiles_, int kRowWarps_, int kColumnWarps_, int kSlab_, Depth kDepth_, int kBlocks_>
 struct Tile {
   static constexpr int kTiles = kTiles_, kRowWarps = kRowWarps_, kColumnWarps = kColumnWarps_, kSlab = kSlab_;
-  static constexpr Depth kDepth = kDepth_;
-  static constexpr bool kStream = kDepth == Depth::kStreamed;
+  static constexpr bool kStream = kDepth_ == Depth::kStreamed, kWhole = kDepth_ == Depth::kWhole;
   static constexpr int kThreads = 32 * kRowWarps * kColumnWarps;
+  static constexpr int kBlocks = kBlocks_;
   static constexpr int kRows = 16 * kTiles * kRowWarps, kColumns = 32 * kColumnWarps;
-  // pieces of 16 bytes of a slab that a thread moves, of `in` and of the weights
-  static constexpr int kPieces = divide_up(kRows * kSlab / 8, kThreads);
-  static constexpr int kWeightPieces = divide_up(kColumns * kSlab / 8, kThreads);
   static constexpr int kPitch = odd_pitch(kSlab), kInBuffer = kRows * kPitch;
+};
+
+// How threads share the pieces of 16 bytes of rows in memory: each has the same piece of the rows `row`, `row + kStep`
+// and so on, kMost of them at most.
+template <int kThreads, int kRows, int kPieces>
+struct Share {
+  static_assert(kThreads % kPieces == 0, "a thread has the same piece of every row");
+  static constexpr int kStep = kThreads / kPieces, kMost = divide_up(kRows, kStep);
+
+  static NASFAST_DEVICE int row(int thread) { return thread / kPieces; }
+  static NASFAST_DEVICE int piece(int thread) { return thread % kPieces; }
 };
 
 struct alignas(16) Floats {
@@ -66,162 +74,189 @@ struct Memory {
   }
 };
 
-// The pieces of 16 bytes that a thread moves: place `piece` of rows `row`, `row + step`, ...
-struct Share {
-  int row, piece, step;
-
-  NASFAST_DEVICE static Share of(int thread, int threads, int pieces) {
-    const int step = threads / pieces, row = thread / pieces;
-    return {row < step ? row : 1 << 16, thread - row * pieces, step};
-  }
-};
-
-// Pieces of a row of a slab, and the distance between the rows of a thread: known to the compiler where slabs are many.
-template <class Tile>
-NASFAST_DEVICE int row_pieces(int depth) {
-  return Tile::kDepth == Depth::kWhole && depth < Tile::kSlab ? depth / 8 : Tile::kSlab / 8;
-}
-template <class Tile>
-NASFAST_DEVICE int rows_at_once(const Share& share) {
-  return Tile::kDepth == Depth::kWhole ? share.step : 8 * Tile::kThreads / Tile::kSlab;
-}
-
-// Loads the weights of a slab, rounds them to 16 bits and stores them to shared memory.
+// Loads the weights slab by slab, rounds them to 16 bits and stores them to shared memory. Rows in memory are columns, or,
+// transposed, the depth.
 template <class Format, class Tile, bool kTransposed>
 struct Weights {
+  // depth of a slab of the weights; weights that are kept need no slab to be as deep as those of `in`
+  static constexpr int kDeep = Tile::kStream || Tile::kSlab < 64 ? Tile::kSlab : 64;
+  using Threads =
+      Share<Tile::kThreads, kTransposed ? kDeep : Tile::kColumns, (kTransposed ? Tile::kColumns : kDeep) / 8>;
   Factor factor;
   int first_column;
 
-  using Raw = Vec4[Tile::kWeightPieces][2];
+  // What a thread keeps of the slab that comes next.
+  struct Thread {
+    const char* from;  // its first piece
+    Vec4 raw[Threads::kMost][2];
+  };
 
-  // Rows in memory are columns, or, transposed, the depth. The pieces of a row are known to the compiler, except where
-  // the depth is one slab, which may be narrow.
-  NASFAST_DEVICE Share share(int thread) const {
-    if (kTransposed) return Share::of(thread, Tile::kThreads, Tile::kColumns / 8);
-    return Share::of(thread, Tile::kThreads, row_pieces<Tile>(factor.depth));
+  NASFAST_DEVICE int size() const { return factor.weight.is_float ? 4 : 2; }
+  NASFAST_DEVICE int pitch() const { return kTransposed ? factor.columns : factor.depth; }
+  // Bytes from one slab to the next.
+  NASFAST_DEVICE int64_t slab_step() const { return int64_t{kDeep * size()} * (kTransposed ? factor.columns : 1); }
+
+  NASFAST_DEVICE void begin(int thread, Thread& t) const {
+    const int row = Threads::row(thread), piece = 8 * Threads::piece(thread);
+    const int at =
+        kTransposed ? row * factor.columns + first_column + piece : (first_column + row) * factor.depth + piece;
+    t.from = static_cast<const char*>(factor.weight.data) + int64_t{at} * size();
   }
-  template <class F>
-  NASFAST_DEVICE void pieces(const Share& share, int slab, const F& f) const {
-    const int left = factor.depth - slab * Tile::kSlab, deep = left < Tile::kSlab ? left : Tile::kSlab;
+  // Rows of a slab from a thread's first on, if `deep` of the depth are left. Columns behind the last are left as they
+  // are: nothing reads their results.
+  NASFAST_DEVICE int left(int thread, int deep) const {
     const int columns = factor.columns - first_column;
-    const int step = kTransposed ? 8 * Tile::kThreads / Tile::kColumns : rows_at_once<Tile>(share);
-    NASFAST_UNROLL
-    for (int i = 0; i < Tile::kWeightPieces; ++i) {
-      const int row = share.row + i * step, k = kTransposed ? row : 8 * share.piece;
-      const int n = kTransposed ? 8 * share.piece : row;
-      // columns behind the last are left as they are: nothing reads their results
-      if (k < deep && n < columns && n < Tile::kColumns) f(i, k, n);
+    const int across = kTransposed ? columns : deep, along = kTransposed ? deep : columns;
+    constexpr int kAlong = kTransposed ? kDeep : Tile::kColumns;
+    return 8 * Threads::piece(thread) < across ? (along < kAlong ? along : kAlong) - Threads::row(thread) : 0;
+  }
+  NASFAST_DEVICE void load(int thread, int deep, Thread& t) const {
+    const int left = this->left(thread, deep);
+    const int64_t step = int64_t{Threads::kStep * size()} * pitch();
+    const char* from = t.from;
+    if (factor.weight.is_float) {
+      NASFAST_UNROLL
+      for (int i = 0; i < Threads::kMost; ++i, from += step) {
+        if (i * Threads::kStep >= left) continue;
+        t.raw[i][0] = reinterpret_cast<const Vec4*>(from)[0];
+        t.raw[i][1] = reinterpret_cast<const Vec4*>(from)[1];
+      }
+    } else {
+      NASFAST_UNROLL
+      for (int i = 0; i < Threads::kMost; ++i, from += step) {
+        if (i * Threads::kStep < left) t.raw[i][0] = *reinterpret_cast<const Vec4*>(from);
+      }
     }
   }
-  NASFAST_DEVICE void load(const Share& share, int slab, Raw& raw) const {
-    pieces(share, slab, [&](int i, int k, int n) {
-      const int row = kTransposed ? slab * Tile::kSlab + k : first_column + n;
-      const int at =
-          kTransposed ? row * factor.columns + first_column + n : row * factor.depth + slab * Tile::kSlab + k;
-      if (factor.weight.is_float) {
-        const Vec4* from = reinterpret_cast<const Vec4*>(static_cast<const float*>(factor.weight.data) + at);
-        raw[i][0] = from[0];
-        raw[i][1] = from[1];
-      } else {
-        raw[i][0] = *reinterpret_cast<const Vec4*>(static_cast<const uint16_t*>(factor.weight.data) + at);
-      }
-    });
-  }
-  NASFAST_DEVICE void store(const Share& share, int slab, const Raw& raw, int pitch, uint16_t* to) const {
-    pieces(share, slab, [&](int i, int k, int n) {
-      Vec4 v = raw[i][0];
-      if (factor.weight.is_float) {
+  NASFAST_DEVICE void store(int thread, int deep, Thread& t, int pitch, uint16_t* to) const {
+    if (factor.weight.is_float) {
+      NASFAST_UNROLL
+      for (int i = 0; i < Threads::kMost; ++i) {
         NASFAST_UNROLL
         for (int j = 0; j < 4; ++j) {
-          const Vec4& half = raw[i][j / 2];
-          v.v[j] = Format::pack(as_float(half.v[2 * (j % 2)]), as_float(half.v[2 * (j % 2) + 1]));
+          const uint32_t* pair = t.raw[i][j / 2].v + 2 * (j % 2);
+          const uint32_t both = Format::pack(as_float(pair[0]), as_float(pair[1]));
+          t.raw[i][0].v[j] = both;  // what is overwritten has been read
         }
       }
-      const int group = n & ~31, c = n % 32;
+    }
+    const int left = this->left(thread, deep), piece = 8 * Threads::piece(thread), row = Threads::row(thread);
+    NASFAST_UNROLL
+    for (int i = 0; i < Threads::kMost; ++i) {
+      if (i * Threads::kStep >= left) continue;
+      const Vec4& v = t.raw[i][0];
       if (kTransposed) {
+        uint16_t* here = to + (row + i * Threads::kStep) * pitch + place(piece);
         NASFAST_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          *reinterpret_cast<uint32_t*>(to + k * pitch + group + 8 * j + c / 4) = v.v[j];
-        }
+        for (int j = 0; j < 4; ++j) *reinterpret_cast<uint32_t*>(here + 8 * j) = v.v[j];
       } else {
-        *reinterpret_cast<Vec4*>(to + (group + c % 8 / 2 * 8 + c / 8 * 2 + c % 2) * pitch + k) = v;
+        constexpr bool kWhole = Threads::kStep % 32 == 0;  // groups of columns
+        const int column = kWhole ? place(row) + i * Threads::kStep : place(row + i * Threads::kStep);
+        *reinterpret_cast<Vec4*>(to + column * pitch + piece) = v;
       }
-    });
+    }
+  }
+
+ private:
+  // Where a column is in shared memory.
+  static NASFAST_DEVICE int place(int column) {
+    return (column & ~31) + (column >> 1 & 3) * 8 + (column >> 3 & 3) * 2 + (column & 1);
   }
 };
 
 // acc += in w for a slab of `deep` channels, by one warp.
 template <class Format, class Tile, bool kTransposed, class Acc>
-NASFAST_DEVICE void multiply_slab(const Warp& warp, const uint16_t* in, const uint16_t* weights, int pitch, int deep,
-                                  Acc& acc) {
-  constexpr int kTiles = Tile::kTiles;
-  const int column = warp.index % Tile::kColumnWarps * 32;
-  const uint16_t* a_from = in + warp.index / Tile::kColumnWarps * 16 * kTiles * Tile::kPitch;
-  const auto a_at = [&](int lane, int i, int k) {
-    return a_from + (16 * i + lane % 16) * Tile::kPitch + lane / 16 * 8 + k;
-  };
-  // of two neighbouring tiles of 8 columns: matrices (j, k), (j, k + 8), (j + 1, k), (j + 1, k + 8)
-  const auto b_at = [&](int lane, int j, int k) {
-    const int m = lane / 8, n = column + 8 * (j + m / 2), deeper = k + m % 2 * 8;
-    return weights + (kTransposed ? (deeper + lane % 8) * pitch + n : (n + lane % 8) * pitch + deeper);
-  };
-  const auto load_b = [&](const auto& to, const auto& at) {
+struct SlabProduct {
+  static constexpr int kTiles = Tile::kTiles;
+  const Warp& warp;
+  const uint16_t *in, *weights;  // the slab
+  int pitch;                     // of the weights
+  Acc& acc;
+
+  NASFAST_DEVICE int column() const { return warp.index % Tile::kColumnWarps * 32; }
+  NASFAST_DEVICE const uint16_t* rows() const {
+    return in + warp.index / Tile::kColumnWarps * 16 * kTiles * Tile::kPitch;
+  }
+  template <class To, class At>
+  NASFAST_DEVICE void load_b(const To& to, const At& at) const {
     if constexpr (kTransposed) {
       warp.load_transposed(to, at);
     } else {
       warp.load_matrices(to, at);
     }
-  };
-  const auto first = [&](int lane) { return 32 * warp.index + lane; };
-  NASFAST_UNROLL
-  for (int k = 0; k < Tile::kSlab; k += 16) {
-    if (k + 16 > deep) break;
+  }
+
+  NASFAST_DEVICE void run(int deep) const {
+    if (deep >= Tile::kSlab) {
+      NASFAST_UNROLL
+      for (int k = 0; k < Tile::kSlab; k += 16) multiply_16(k);
+      return;
+    }
+    NASFAST_UNROLL
+    for (int k = 0; k < Tile::kSlab; k += 16) {
+      if (k + 16 > deep) break;
+      multiply_16(k);
+    }
+    if (deep % 16 != 0) multiply_8(deep - 8);
+  }
+  NASFAST_DEVICE void multiply_16(int k) const {
     Local<uint32_t[kTiles][4]> a(warp);
     Local<uint32_t[2][4]> b(warp);
     NASFAST_UNROLL
     for (int i = 0; i < kTiles; ++i) {
-      warp.load_matrices([&](int lane) -> auto& { return a[lane][i]; }, [&](int lane) { return a_at(lane, i, k); });
+      warp.load_matrices(
+          [&](int lane) -> auto& { return a[lane][i]; },
+          [&](int lane) { return rows() + lane % 16 * Tile::kPitch + lane / 16 * 8 + 16 * i * Tile::kPitch + k; });
     }
+    // of two neighbouring tiles of 8 columns: matrices (j, k), (j, k + 8), (j + 1, k), (j + 1, k + 8)
     NASFAST_UNROLL
     for (int j = 0; j < 2; ++j) {
-      load_b([&](int lane) -> auto& { return b[lane][j]; }, [&](int lane) { return b_at(lane, 2 * j, k); });
+      load_b([&](int lane) -> auto& { return b[lane][j]; },
+             [&](int lane) {
+               const int n = column() + lane / 16 * 8, deeper = lane / 8 % 2 * 8;
+               return kTransposed ? weights + (deeper + lane % 8) * pitch + n + k * pitch + 16 * j
+                                  : weights + (n + lane % 8) * pitch + deeper + 16 * j * pitch + k;
+             });
     }
     NASFAST_UNROLL
     for (int i = 0; i < kTiles; ++i) {
       NASFAST_UNROLL
       for (int j = 0; j < 4; ++j) {
-        warp.template multiply_16<Format>([&](int lane) -> auto& { return acc[first(lane)][i][j]; },
+        warp.template multiply_16<Format>([&](int lane) -> auto& { return acc[32 * warp.index + lane][i][j]; },
                                           [&](int lane) -> auto& { return a[lane][i]; },
                                           [&](int lane) { return b[lane][j / 2] + 2 * (j % 2); });
       }
     }
   }
-  if (deep % 16 == 0) return;
-  const int k = deep - 8;
-  Local<uint32_t[4]> a(warp), b(warp);
-  // the rows of both tiles of 16, and the four tiles of 8 columns
-  warp.load_matrices([&](int lane) -> auto& { return a[lane]; },
-                     [&](int lane) { return a_from + lane % (16 * kTiles) * Tile::kPitch + k; });
-  load_b([&](int lane) -> auto& { return b[lane]; },
-         [&](int lane) {
-           const int n = column + lane / 8 * 8;
-           return weights + (kTransposed ? (k + lane % 8) * pitch + n : (n + lane % 8) * pitch + k);
-         });
-  NASFAST_UNROLL
-  for (int i = 0; i < kTiles; ++i) {
+  NASFAST_DEVICE void multiply_8(int k) const {
+    static_assert(kTiles <= 2, "one load has the rows of all tiles");
+    Local<uint32_t[4]> a(warp), b(warp);
+    // the rows of both tiles of 16, and the four tiles of 8 columns
+    warp.load_matrices([&](int lane) -> auto& { return a[lane]; },
+                       [&](int lane) { return rows() + lane % (16 * kTiles) * Tile::kPitch + k; });
+    load_b([&](int lane) -> auto& { return b[lane]; },
+           [&](int lane) {
+             const int n = column() + lane / 8 * 8;
+             return weights + (kTransposed ? (k + lane % 8) * pitch + n : (n + lane % 8) * pitch + k);
+           });
     NASFAST_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      warp.template multiply_8<Format>([&](int lane) -> auto& { return acc[first(lane)][i][j]; },
-                                       [&](int lane) { return a[lane] + 2 * i; },
-                                       [&](int lane) { return b[lane] + j; });
+    for (int i = 0; i < kTiles; ++i) {
+      NASFAST_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        warp.template multiply_8<Format>([&](int lane) -> auto& { return acc[32 * warp.index + lane][i][j]; },
+                                         [&](int lane) { return a[lane] + 2 * i; },
+                                         [&](int lane) { return b[lane] + j; });
+      }
     }
   }
-}
+};
 
 // Goes over the tiles of rows of a block. `source` converts `in`, of which it has kInputs tensors.
 template <class Format, class Tile, bool kTransposed, class Source>
 struct RowProduct {
   static constexpr int kSlab = Tile::kSlab;
+  using Threads = Share<Tile::kThreads, Tile::kRows, kSlab / 8>;
+  using Acc = float[Tile::kTiles][4][4];
   const Factor& factor;
   const Source& source;
   const Memory<Tile, kTransposed>& memory;
@@ -230,14 +265,9 @@ struct RowProduct {
 
   // What a thread keeps of the slab that comes next.
   struct Thread {
-    Share share, weight_share;
-    int channel;                        // the first of a piece of `in`, in the slab
-    int to;                             // bytes before the first piece, in shared memory
-    const char* from[Source::kInputs];  // the first piece
-    Vec4 in[Tile::kPieces][Source::kInputs];
-  };
-  struct WeightThread {
-    typename Weights<Format, Tile, kTransposed>::Raw raw;
+    const char* from[Source::kInputs];  // its first piece
+    Vec4 in[Threads::kMost][Source::kInputs];
+    typename Weights<Format, Tile, kTransposed>::Thread weights;
   };
   NASFAST_DEVICE uint16_t* in_slab(int buffer) const {
     return reinterpret_cast<uint16_t*>(shared) + buffer * Tile::kInBuffer;
@@ -246,84 +276,91 @@ struct RowProduct {
     return reinterpret_cast<uint16_t*>(shared + memory.weights_at) + slab * memory.weight_slab;
   }
   NASFAST_DEVICE float* planes() const { return reinterpret_cast<float*>(shared + memory.planes_at); }
-  NASFAST_DEVICE int slabs() const { return Tile::kDepth == Depth::kWhole ? 1 : divide_up(factor.depth, kSlab); }
+  NASFAST_DEVICE int slabs() const { return Tile::kWhole ? 1 : divide_up(factor.depth, kSlab); }
   NASFAST_DEVICE int tiles() const { return static_cast<int>((factor.rows + Tile::kRows - 1) / Tile::kRows); }
   NASFAST_DEVICE int rows_of(int tile) const {
     return tile + 1 == tiles() ? static_cast<int>(factor.rows - int64_t{tile} * Tile::kRows) : Tile::kRows;
   }
-  NASFAST_DEVICE int pieces() const {  // of a thread
-    return divide_up(Tile::kRows, Tile::kThreads / row_pieces<Tile>(factor.depth));
-  }
-  // Calls f(i, rows between it and the first) for the pieces of a thread in the first `rows` rows of a tile.
-  template <class F>
-  NASFAST_DEVICE void each_piece(const Thread& t, int rows, const F& f) const {
-    const int step = rows_at_once<Tile>(t.share), left = rows - t.share.row;
-    NASFAST_UNROLL
-    for (int i = 0; i < Tile::kPieces; ++i) {
-      if (i * step < left) f(i, i * step);
-    }
+
+  // A slab of a tile of rows.
+  struct Place {
+    int tile, rows;  // of the tile
+    int deep;        // what is left of the depth
+
+    NASFAST_DEVICE bool last() const { return Tile::kWhole || deep <= kSlab; }
+  };
+  NASFAST_DEVICE Place first(int tile) const { return {tile, rows_of(tile), factor.depth}; }
+  // Bytes of `in` from a slab to the one that follows.
+  NASFAST_DEVICE int64_t step(const Place& at, int row_blocks) const {
+    if (!at.last()) return 2 * kSlab;
+    return int64_t{2} * Tile::kRows * row_blocks * factor.depth - int64_t{2} * kSlab * (slabs() - 1);
   }
 
+  // Fills what a block keeps in shared memory, and begins to load the first slab.
   template <class Block>
-  NASFAST_DEVICE void begin(const Block& block, Local<Thread>& threads, Local<WeightThread>& weight_threads) const {
+  NASFAST_DEVICE void begin(const Block& block, const Place& at, Local<Thread>& threads) const {
     block.each([&](int thread) {
-      const Share share = Share::of(thread, Tile::kThreads, row_pieces<Tile>(factor.depth));
       Thread& t = threads[thread];
-      t.share = share;
-      t.channel = 8 * share.piece;
       NASFAST_UNROLL
       for (int n = 0; n < Source::kInputs; ++n) {
-        const int64_t row = int64_t{block.x} * Tile::kRows + share.row;
-        t.from[n] = reinterpret_cast<const char*>(source.in[n] + row * factor.depth + t.channel);
+        const int64_t row = int64_t{block.x} * Tile::kRows + Threads::row(thread);
+        t.from[n] = reinterpret_cast<const char*>(source.in[n] + row * factor.depth + 8 * Threads::piece(thread));
       }
-      t.to = 2 * (share.row * Tile::kPitch + t.channel);
-      t.weight_share = weights.share(thread);
-      source.template prepare<Tile::kThreads>(thread, factor.depth, planes());
+      weights.begin(thread, t.weights);
     });
-    if (Tile::kStream) return;
-    NASFAST_NO_UNROLL
-    for (int slab = 0; slab < slabs(); ++slab) {
-      block.each([&](int thread) {
-        const Share& s = threads[thread].weight_share;
-        weights.load(s, slab, weight_threads[thread].raw);
-        weights.store(s, slab, weight_threads[thread].raw, memory.pitch, weight_slab(slab));
-      });
+    if (!Tile::kStream) {
+      constexpr int kDeep = Weights<Format, Tile, kTransposed>::kDeep;
+      NASFAST_NO_UNROLL
+      for (int k = 0; k < factor.depth; k += kDeep) {
+        block.each([&](int thread) {
+          auto& mine = threads[thread].weights;
+          weights.load(thread, factor.depth - k, mine);
+          weights.store(thread, factor.depth - k, mine, memory.pitch,
+                        weight_slab(0) + k * (memory.weight_slab / kSlab));
+          mine.from += weights.slab_step();
+        });
+      }
     }
+    load(block, at, threads);
+    block.each([&](int thread) { source.template prepare<Tile::kThreads>(thread, factor.depth, planes()); });
   }
-  // Begins to load a slab into registers, and goes `step` bytes on to the one that follows.
+  // Begins to load a slab into registers.
   template <class Block>
-  NASFAST_DEVICE void load(const Block& block, int rows, int slab, int64_t step, Local<Thread>& threads,
-                           Local<WeightThread>& weight_threads) const {
-    const int row_bytes = 2 * factor.depth;
+  NASFAST_DEVICE void load(const Block& block, const Place& at, Local<Thread>& threads) const {
+    const int64_t row_step = int64_t{2} * Threads::kStep * factor.depth;
     block.each([&](int thread) {
       Thread& t = threads[thread];
-      const bool inside = Tile::kDepth == Depth::kWhole || slab * kSlab + t.channel < factor.depth;
+      const int left = 8 * Threads::piece(thread) < at.deep ? at.rows - Threads::row(thread) : 0;
       NASFAST_UNROLL
       for (int n = 0; n < Source::kInputs; ++n) {
-        each_piece(t, inside ? rows : 0, [&](int i, int row) {
-          t.in[i][n] = *reinterpret_cast<const Vec4*>(t.from[n] + int64_t{row} * row_bytes);
-        });
-        t.from[n] += step;
+        const char* from = t.from[n];
+        NASFAST_UNROLL
+        for (int i = 0; i < Threads::kMost; ++i, from += row_step) {
+          if (i * Threads::kStep < left) t.in[i][n] = *reinterpret_cast<const Vec4*>(from);
+        }
+        t.from[n] += step(at, block.count_x);
       }
-      if (Tile::kStream) weights.load(t.weight_share, slab, weight_threads[thread].raw);
+      if (!Tile::kStream) return;
+      weights.load(thread, at.deep, t.weights);
+      t.weights.from += at.last() ? -(slabs() - 1) * weights.slab_step() : weights.slab_step();
     });
   }
   // Converts what load() has loaded and stores it to shared memory.
   template <class Block>
-  NASFAST_DEVICE void store(const Block& block, int slab, int buffer, int pieces, Local<Thread>& threads,
-                            Local<WeightThread>& weight_threads) const {
+  NASFAST_DEVICE void store(const Block& block, const Place& at, int buffer, Local<Thread>& threads) const {
     block.each([&](int thread) {
       Thread& t = threads[thread];
-      const int c = slab * kSlab + t.channel;
-      if (Tile::kDepth == Depth::kWhole || c < factor.depth) {
-        source.template convert<Format>(t.in, pieces, planes(), factor.depth, c);
-        unsigned char* to = reinterpret_cast<unsigned char*>(in_slab(buffer)) + t.to;
-        const auto put = [&](int i, int row) { *reinterpret_cast<Vec4*>(to + 2 * row * Tile::kPitch) = t.in[i][0]; };
-        each_piece(t, Tile::kRows, put);
+      const int channel = 8 * Threads::piece(thread), row = Threads::row(thread);
+      if (channel < at.deep) {
+        source.template convert<Format>(t.in, planes(), factor.depth, factor.depth - at.deep + channel);
+        uint16_t* to = in_slab(buffer) + row * Tile::kPitch + channel;
+        NASFAST_UNROLL
+        for (int i = 0; i < Threads::kMost; ++i) {
+          if (Tile::kRows % Threads::kStep != 0 && row + i * Threads::kStep >= Tile::kRows) continue;
+          *reinterpret_cast<Vec4*>(to + i * Threads::kStep * Tile::kPitch) = t.in[i][0];
+        }
       }
-      if (Tile::kStream) {
-        weights.store(t.weight_share, slab, weight_threads[thread].raw, memory.pitch, weight_slab(buffer));
-      }
+      if (Tile::kStream) weights.store(thread, at.deep, t.weights, memory.pitch, weight_slab(buffer));
     });
   }
 
@@ -332,47 +369,41 @@ struct RowProduct {
   // group of columns.
   template <class Block, class Ahead, class Write>
   NASFAST_DEVICE void run(const Block& block, const Ahead& ahead, const Write& write) const {
-    const int tiles = this->tiles(), slabs = this->slabs(), pieces = this->pieces();
-    // bytes from the last slab of a tile to the first of the next
-    const int64_t next_tile =
-        int64_t{2} * Tile::kRows * block.count_x * factor.depth - int64_t{2} * kSlab * (slabs - 1);
+    const int tiles = this->tiles();
     Local<Thread> threads(block);
-    Local<WeightThread> weight_threads(block);
-    Local<float[Tile::kTiles][4][4]> acc(block);
-    const auto clear = [](float (&sums)[Tile::kTiles][4][4]) {
+    Local<Acc> acc(block);
+    const auto clear = [](Acc& sums) {
       NASFAST_UNROLL
       for (int i = 0; i < 16 * Tile::kTiles; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0;
     };
-    begin(block, threads, weight_threads);
-    load(block, rows_of(block.x), 0, slabs == 1 ? next_tile : 2 * kSlab, threads, weight_threads);
+    Place now = first(block.x);
+    begin(block, now, threads);
     block.each([&](int thread) { clear(acc[thread]); });
     block.sync();
 
-    int buffer = 0;
+    int buffer = 0, slab = 0;
     NASFAST_NO_UNROLL
-    for (int tile = block.x; tile < tiles; tile += block.count_x) {
-      const int rows = rows_of(tile);
-      NASFAST_NO_UNROLL
-      for (int slab = 0; slab < slabs; ++slab, buffer ^= 1) {
-        const bool last = Tile::kDepth == Depth::kWhole || slab + 1 == slabs;
-        store(block, slab, buffer, pieces, threads, weight_threads);
-        // this buffer was read two turns ago, and everyone has passed the barrier of the turn between
-        block.sync();
-        if (last) ahead(tile, rows);
-        const int next = last ? tile + block.count_x : tile, next_slab = last ? 0 : slab + 1;
-        if (next < tiles) {
-          const int64_t step = next_slab + 1 == slabs ? next_tile : 2 * kSlab;
-          load(block, rows_of(next), next_slab, step, threads, weight_threads);
-        }
-        const int left = factor.depth - slab * kSlab, deep = left < kSlab ? left : kSlab;
-        block.warps([&](const Warp& warp) {
-          multiply_slab<Format, Tile, kTransposed>(warp, in_slab(buffer), weight_slab(Tile::kStream ? buffer : slab),
-                                                   memory.pitch, deep, acc);
-          if (!last) return;
-          write(warp, tile, rows, acc);
-          warp.each([&](int lane) { clear(acc[32 * warp.index + lane]); });
-        });
+    while (now.tile < tiles) {
+      store(block, now, buffer, threads);
+      // this buffer was read two turns ago, and everyone has passed the barrier of the turn between
+      block.sync();
+      Place next{now.tile, now.rows, now.deep - kSlab};
+      if (now.last()) {
+        ahead(now.tile, now.rows);
+        next = first(now.tile + block.count_x);
       }
+      if (next.tile < tiles) load(block, next, threads);
+      block.warps([&](const Warp& warp) {
+        const uint16_t* const slab_weights = weight_slab(Tile::kStream ? buffer : slab);
+        SlabProduct<Format, Tile, kTransposed, Local<Acc>>{warp, in_slab(buffer), slab_weights, memory.pitch, acc}.run(
+            now.deep);
+        if (!now.last()) return;
+        write(warp, now.tile, now.rows, acc);
+        warp.each([&](int lane) { clear(acc[32 * warp.index + lane]); });
+      });
+      slab = now.last() ? 0 : slab + 1;
+      buffer ^= 1;
+      now = next;
     }
     block.sync();
   }

@@ -12,10 +12,17 @@ struct ChannelSums {
 // Which numbers of the result a lane has, and how many rows a block.
 template <class Tile>
 struct Result {
-  int64_t rows;
   int columns, first_column;
-  int row_blocks;
+  int each, more;  // tiles of rows of a block, and how many blocks have one more
+  int last;        // rows of the last tile
 
+  NASFAST_DEVICE Result(const Factor& factor, int first_column, int row_blocks)
+      : columns(factor.columns), first_column(first_column) {
+    const int tiles = static_cast<int>((factor.rows + Tile::kRows - 1) / Tile::kRows);
+    each = tiles / row_blocks;
+    more = tiles - each * row_blocks;
+    last = static_cast<int>(factor.rows - int64_t{tiles - 1} * Tile::kRows);
+  }
   NASFAST_DEVICE int row(int warp, int lane, int i, int h) const {
     return warp / Tile::kColumnWarps * 16 * Tile::kTiles + 16 * i + 8 * h + lane / 4;
   }
@@ -37,14 +44,14 @@ struct Result {
     }
   }
   NASFAST_DEVICE int64_t from(int tile) const { return int64_t{tile} * Tile::kRows * columns + first_column; }
-  // Rows of the tiles of a block that one of its row warps has, or all of them.
-  NASFAST_DEVICE float count(int block, int row_warp, bool all) const {
-    const int64_t tiles = (rows + Tile::kRows - 1) / Tile::kRows, mine = (tiles - 1 - block) / row_blocks + 1;
-    const int first = all ? 0 : row_warp * 16 * Tile::kTiles, each = all ? Tile::kRows : 16 * Tile::kTiles;
-    if ((tiles - 1 - block) % row_blocks != 0) return static_cast<float>(mine * each);
-    int64_t last = rows - (tiles - 1) * Tile::kRows - first;
-    last = last < 0 ? 0 : (last < each ? last : each);
-    return static_cast<float>((mine - 1) * each + last);
+  // Rows of the tiles of one of `blocks` blocks that one of its row warps has, or all of them.
+  NASFAST_DEVICE float count(int block, int blocks, int row_warp, bool all) const {
+    const int first = all ? 0 : row_warp * 16 * Tile::kTiles, size = all ? Tile::kRows : 16 * Tile::kTiles;
+    const int mine = block < more ? each + 1 : each;
+    // the last tile is that of the block before the first one with a tile less
+    if (block + 1 != (more > 0 ? more : blocks)) return static_cast<float>(mine * size);
+    const int here = last - first < 0 ? 0 : last - first < size ? last - first : size;
+    return static_cast<float>((mine - 1) * size + here);
   }
 };
 

@@ -36,6 +36,8 @@ CASES = [
     ChainCase((1, 112, 5, 13), "pw672/relu6 pw112/identity", "x"),
     ChainCase((2, 128, 3, 9), "pw264/identity pw200/relu6"),
     ChainCase((1, 256, 7, 7), "pw1536/relu6 pw256/identity"),
+    ChainCase((1, 16, 40, 41), "pw136/relu6 pw24/identity"),
+    ChainCase((1, 40, 25, 40), "pw24/relu6 pw40/identity", "x"),
 ]
 SMALL = ChainCase((2, 24, 9, 8), "pw72/relu6 pw136/relu pw24/identity", "x", dtype=torch.bfloat16)
 
