@@ -111,6 +111,7 @@ bench: install  ## run every benchmark that needs no GPU; takes an hour or two
 	$(BIN)/python -m benchmarks.bench_supernet_step --out benchmarks/results/supernet_step.json
 	$(BIN)/python -m benchmarks.bench_supernet_step --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json
 	$(BIN)/python -m benchmarks.bench_fuse --out benchmarks/results/fuse.json
+	$(BIN)/python -m benchmarks.bench_fuse_models --out benchmarks/results/fuse_models.json
 	$(BIN)/nasfast latency --out benchmarks/results/latency.json
 	$(BIN)/python -m benchmarks.bench_build --out benchmarks/results/build.json
 	$(BIN)/python -m benchmarks.bench_moments --out benchmarks/results/moments.json
