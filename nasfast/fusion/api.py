@@ -173,7 +173,11 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     ratios = {}
     if example is not None:
         ratios = measure(model, [example] if isinstance(example, Tensor) else list(example))
-    return _report(model, findings, _runs(model, findings, ratios, only_faster), again)
+    more = ["the model was fused before: what was measured is forgotten"] if again else []
+    on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
+    if only_faster and on_cpu and findings.chains:
+        more.append("without gradients and with running statistics, chains on a CPU run with folded BatchNorms")
+    return _report(model, findings, _runs(model, findings, ratios, only_faster), more)
 
 
 def unfuse(model: nn.Module) -> int:
@@ -241,7 +245,7 @@ def _rule_says(chain_members: Members) -> str:
     return f"on the operator from {least:,} results of convolutions per thread, expected to be slower below"
 
 
-def _report(model: nn.Module, findings: Findings, runs: dict[LocatedChain, str], again: bool) -> FuseReport:
+def _report(model: nn.Module, findings: Findings, runs: dict[LocatedChain, str], more: list[str]) -> FuseReport:
     convs, norms = members.convolutions(model), members.batch_norms(model)
     places = {name: i for i, name in enumerate(convs)}
     chains = sorted(findings.chains, key=lambda located: places[located.convolutions[0]])
@@ -252,9 +256,7 @@ def _report(model: nn.Module, findings: Findings, runs: dict[LocatedChain, str],
         for name, module in {**convs, **norms}.items()
         if name not in in_chains
     )
-    notes = _notes(dict(model.named_modules()), convs, chains)
-    if again:
-        notes.append("the model was fused before: what was measured is forgotten")
+    notes = [*_notes(dict(model.named_modules()), convs, chains), *more]
     return FuseReport(fused, left, len(convs), len(findings.ours), _backend(convs.values()), tuple(notes))
 
 
