@@ -1,6 +1,9 @@
-"""orthogonalize on all weights of the 6^20 supernet against torch, by size class.
+"""orthogonalize on all weights of the 6^20 supernet against torch, by size class; then draws included, and the build.
 
 A depthwise weight is a batch of k x k filters, any other weight one matrix. All variants get the same Gaussian input.
+The last two rows measure whole calls on the CPU: `orthogonalize_` on all weights against a loop over
+torch.nn.init.orthogonal_, and making the supernet with each initialisation. Their "cpu" is the time of all threads,
+which another program on the same cores hardly changes.
 """
 
 import argparse
@@ -99,6 +102,31 @@ def setup_orthogonalize(matrices: list[Tensor]) -> dict[str, Callable[[], dict[s
     }
 
 
+def _timed(function: Callable[[], object]) -> Callable[[], dict[str, float]]:
+    def run() -> dict[str, float]:
+        cpu, start = time.process_time(), time.perf_counter()
+        function()
+        return {"full": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+
+    return run
+
+
+def setup_fill() -> dict[str, Callable[[], dict[str, float]]]:
+    """name -> variant for `measure`; each draws and orthogonalises all weights, a depthwise one as one flat matrix."""
+    net = nasfast.Supernet(nasfast.spaces.mobilenet_v2(), init="he")
+    tensors = [layer.weight for layer in net.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    return {
+        OURS: _timed(lambda: nasfast.orthogonalize_(tensors)),
+        "torch.nn.init loop": _timed(lambda: [nn.init.orthogonal_(tensor) for tensor in tensors]),
+    }
+
+
+def setup_build() -> dict[str, Callable[[], dict[str, float]]]:
+    """name -> variant for `measure`; each makes the supernet."""
+    space = nasfast.spaces.mobilenet_v2()
+    return {name: _timed(lambda name=name: nasfast.Supernet(space, init=name)) for name in ("orthogonal", "aligned")}
+
+
 def _synchronize(matrices: list[Tensor]) -> None:
     if matrices[0].is_cuda:
         torch.cuda.synchronize(matrices[0].device)
@@ -152,16 +180,37 @@ def benchmark(device: str, rounds: int) -> list[dict]:
     return rows
 
 
+def benchmark_whole(rounds: int) -> list[dict]:
+    """Measure `orthogonalize_` and the build of the supernet, one row each."""
+    rows = []
+    for name, variants in (("orthogonalize_", setup_fill()), ("build", setup_build())):
+        summaries = measure(variants, rounds=rounds)
+        row: dict = {"device": "cpu", "class": name, "times": summaries}
+        if OURS in summaries:
+            row["ratios"] = {phase: ratios(summaries, OURS, phase) for phase in ("full", "cpu")}
+        rows.append(row)
+        cells = [
+            f"{n} {s['full']['median_ms']:.0f} ms (CPU time {s['cpu']['median_ms']:.0f})" for n, s in summaries.items()
+        ]
+        print(f"  {name:14s} {'  '.join(cells)}")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds")
+    parser.add_argument("--part", choices=("classes", "whole"), help="only the size classes, or only the whole calls")
     parser.add_argument("--threads", type=positive, help="CPU threads; default: torch's choice")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     rows = []
     with measuring(args.threads or 0):
-        for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-            rows += benchmark(device, QUICK_ROUNDS if args.quick else ROUNDS)
+        rounds = QUICK_ROUNDS if args.quick else ROUNDS
+        if args.part != "whole":
+            for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+                rows += benchmark(device, rounds)
+        if args.part != "classes":
+            rows += benchmark_whole(rounds)
         if args.out:
             write_json(args.out, rows)
 

@@ -76,6 +76,9 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
 
   // Formula: nasfast/ops/reference.py, orthogonalize. Entries are (..., rows, columns), float32 or float64.
   m.def("orthogonalize(Tensor[] matrices) -> Tensor[]");
+  // Fills every tensor (..., rows, columns), contiguous float32 or float64 on the CPU, with its scale (float64) times
+  // the orthogonal factors of the matrices that torch.randn draws in float64 from a generator with its seed (int64).
+  m.def("fill_orthogonal(Tensor(a!)[] out, Tensor seeds, Tensor scales) -> ()");
   // Runs the CUDA kernels of orthogonalize on the host, slowly, for tests. `backwards` reverses the order in which the
   // threads of a block take their turns; the order must not change the result.
   m.def("orthogonalize_emulated(Tensor[] matrices, bool backwards) -> Tensor[]");

@@ -1,17 +1,14 @@
-// Kernels of orthogonalize, compiled once per instruction set, for tiny matrices: a call of LAPACK would cost more than
-// their arithmetic. The arithmetic is the same as on a GPU (householder.h).
+// Kernels of orthogonalize and fill_orthogonal, compiled once per instruction set: Gaussian draws (gaussians.h), and
+// tiny matrices, for which a call of LAPACK would cost more than their arithmetic. That arithmetic is the same as on a
+// GPU (householder.h).
 
 #include "cpu_kernels.h"
 
-#include "../cpu/simd.h"
+#include "gaussians.h"
 #include "householder.h"
 
 namespace nasfast::cpu::NASFAST_ISA {
 namespace {
-
-constexpr int kLanesD = kLanes / 2;
-typedef double VecD __attribute__((vector_size(kLanesD * sizeof(double))));
-typedef uint64_t VecU64 __attribute__((vector_size(kLanesD * sizeof(uint64_t))));
 
 template <typename T>
 struct Lanes;
@@ -30,10 +27,7 @@ struct Lanes<double> : orthogonal::Format<double> {
   using Real = VecD;
   using Bits = VecU64;
   static constexpr int kCount = kLanesD;
-  static Real root(Real x) {
-    for (int lane = 0; lane < kCount; ++lane) x[lane] = __builtin_sqrt(x[lane]);
-    return x;
-  }
+  static Real root(Real x) { return roots(x); }
 };
 
 template <typename T>
@@ -57,8 +51,14 @@ void orthogonalize_lanes(const TinyParams& p, int64_t begin, int64_t end) {
   }
 }
 
+template <typename T>
+void store_scaled(const double* from, double scale, void* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) static_cast<T*>(to)[i] = static_cast<T>(from[i] * scale);
+}
+
 }  // namespace
 
-extern const OrthogonalKernels kOrthogonalKernels = {orthogonalize_lanes<float>, orthogonalize_lanes<double>};
+extern const OrthogonalKernels kOrthogonalKernels = {orthogonalize_lanes<float>, orthogonalize_lanes<double>, gaussians,
+                                                     store_scaled<float>, store_scaled<double>};
 
 }  // namespace nasfast::cpu::NASFAST_ISA

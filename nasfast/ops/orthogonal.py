@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from nasfast.ops import _native, checks, reference
 from nasfast.ops.autograd import check_device
 from nasfast.ops.backends import inner_backend, resolve_backend
 
-# Number of float64 elements (256 MB) that are drawn and orthogonalised together, so that every thread has work.
+# Number of elements that are filled together, so that every thread has work, and what needs memory in float64 takes at
+# most 256 MB of it.
 _GROUP_ELEMENTS = 1 << 25
+_NOTHING = torch.empty(0)  # stands for any tensor on the CPU where a backend is chosen
 # Bytes per element that orthogonalize_ needs at most: the float64 draw, a working copy of it, and the result.
 _BYTES_PER_ELEMENT = 3 * 8
 
@@ -72,10 +75,10 @@ def orthogonalize_(
 ) -> list[Tensor]:
     """Fill every tensor in place with a Haar (semi-)orthogonal matrix, as `torch.nn.init.orthogonal_` does with one.
 
-    Tensor i is a matrix with shape[0] rows. Its Gaussian entries are drawn in float64 on the CPU by
-    `tensor_generator(names[i], seed)`, orthogonalised in float64, and cast. So the result depends only on the seed, the
-    name and the shape. It does not depend on the order, the dtype or the other tensors, and on the device only by
-    rounding.
+    Tensor i is a matrix with shape[0] rows. Its Gaussian entries are those that `tensor_generator(names[i], seed)`
+    draws in float64 on the CPU. They are orthogonalised in float64, and cast. So the result depends only on the seed,
+    the name and the shape. It does not depend on the order, the dtype or the other tensors, and on the backend and the
+    device only by rounding.
 
     Args:
         tensors: floating, two or more dimensions, any strides and devices; parameters may require gradients.
@@ -93,27 +96,78 @@ def orthogonalize_(
         MemoryError: a tensor does not fit into the physical memory of the machine; the message has its index and name.
     """
     tensors, names = checks.check_orthogonal_targets("orthogonalize_", tensors, names, gain, _BYTES_PER_ELEMENT)
-    group: list[int] = []
-    elements = 0
-    for i_tensor, tensor in enumerate(tensors):
-        group.append(i_tensor)
-        elements += tensor.numel()
-        if i_tensor + 1 == len(tensors) or elements >= _GROUP_ELEMENTS:
-            drawn = draw_gaussians([(names[i], [_flat(tensors[i])]) for i in group], seed)
-            for device in {tensors[i].device for i in group}:
-                here = [k for k, i in enumerate(group) if tensors[i].device == device]
-                matrices = [drawn[k][0].to(_workplace(device)) for k in here]
-                for k, q in zip(here, orthogonalize_draws(matrices), strict=True):
-                    target = tensors[group[k]]
-                    target.copy_(q.mul_(gain).reshape(target.shape))
-            group, elements = [], 0
+    fill_orthogonal([Target(*each, gain) for each in zip(names, tensors, map(_flat, tensors), strict=True)], seed)
     return tensors
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to fill with `scale` times orthogonal matrices.
+
+    Attributes:
+        name: name of the random stream; targets of one name and shape get the same matrices.
+        tensor: floating, of any device and strides.
+        shape: (..., rows, columns) of the matrices; they have the elements of the tensor, row by row.
+        scale: factor of every matrix.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    scale: float
+
+
+@torch.no_grad()
+def fill_orthogonal(targets: Sequence[Target], seed: int) -> None:
+    """Fill every target in place; `orthogonalize_` says how."""
+    group: list[Target] = []
+    elements = 0
+    for i_target, target in enumerate(targets):
+        group.append(target)
+        elements += target.tensor.numel()
+        if i_target + 1 == len(targets) or elements >= _GROUP_ELEMENTS:
+            for device in {target.tensor.device for target in group}:
+                here = [target for target in group if target.tensor.device == device]
+                # the native operator draws where it computes, which saves half of the time
+                native = _workplace(device) == "cpu" and inner_backend("orthogonalize", _NOTHING).name == "cpu"
+                (_fill_natively if native else _fill_drawn)(here, seed)
+            group, elements = [], 0
+
+
+def _fill_natively(targets: Sequence[Target], seed: int) -> None:
+    direct = [
+        x.device.type == "cpu" and x.is_contiguous() and x.dtype in (torch.float32, torch.float64)
+        for x in (target.tensor for target in targets)
+    ]
+    matrices = [
+        (x.tensor if here else torch.empty(x.tensor.shape, dtype=torch.float64, device="cpu")).view(x.shape)
+        for x, here in zip(targets, direct, strict=True)
+    ]
+    seeds = torch.tensor([_stream_seed(target.name, seed) for target in targets], device="cpu")
+    scales = torch.tensor([target.scale for target in targets], dtype=torch.float64, device="cpu")
+    torch.ops.nasfast.fill_orthogonal(matrices, seeds, scales)
+    for target, matrix, here in zip(targets, matrices, direct, strict=True):
+        if here:
+            torch.autograd.graph.increment_version(target.tensor)  # autograd does not see what the operator writes
+        else:
+            target.tensor.copy_(matrix.reshape(target.tensor.shape))
+
+
+def _fill_drawn(targets: Sequence[Target], seed: int) -> None:
+    drawn = draw_gaussians([(target.name, [target.shape]) for target in targets], seed)
+    place = _workplace(targets[0].tensor.device)
+    for target, q in zip(targets, orthogonalize_draws([z.to(place) for (z,) in drawn]), strict=True):
+        target.tensor.copy_(q.mul_(target.scale).reshape(target.tensor.shape))
 
 
 def tensor_generator(name: str, seed: int) -> torch.Generator:
     """CPU generator for one tensor, seeded with the first 8 bytes of SHA-256("di-init|seed|name")."""
+    return torch.Generator().manual_seed(_stream_seed(name, seed))
+
+
+def _stream_seed(name: str, seed: int) -> int:
     digest = hashlib.sha256(f"di-init|{seed}|{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def draw_gaussians(streams: Sequence[tuple[str, Sequence[tuple[int, ...]]]], seed: int) -> list[list[Tensor]]:
@@ -129,7 +183,7 @@ def draw_gaussians(streams: Sequence[tuple[str, Sequence[tuple[int, ...]]]], see
         generator = tensor_generator(name, seed)
         return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
-    # Drawing takes up to a third of the whole time. Every stream has its own generator, so threads change no bit.
+    # Every stream has its own generator, so threads change no bit.
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         return list(threads.map(draw, streams))
 
@@ -159,3 +213,4 @@ def _orthogonalize_emulated_fake(matrices, backwards):
 if _native.extension is not None:
     torch.library.register_fake("nasfast::orthogonalize", _orthogonalize_fake)
     torch.library.register_fake("nasfast::orthogonalize_emulated", _orthogonalize_emulated_fake)
+    torch.library.register_fake("nasfast::fill_orthogonal", lambda out, seeds, scales: None)

@@ -23,6 +23,7 @@ A depthwise filter is alpha times the centre tap plus sqrt(1 - alpha^2) times a 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.ops.modules import ConvBNAct
-from nasfast.ops.orthogonal import draw_gaussians, orthogonalize_draws
+from nasfast.ops.orthogonal import Target, fill_orthogonal
 from nasfast.supernet.blocks import kinds_with_linear_paths
 
 # "layers.3.candidates.2" belongs to the layer "layers.3"
@@ -55,11 +56,13 @@ def align(module: nn.Module, alpha: float, beta: float, gains: Mapping[str, floa
     """
     paths = list(_paths(module))
     names = [f"{name}.aligned|{shape}" for name, _, shape in paths]
-    streams = {name: [shape] for name, (_, _, shape) in zip(names, paths, strict=True)}
-    draws = draw_gaussians(list(streams.items()), seed)
-    shared = dict(zip(streams, orthogonalize_draws([z for (z,) in draws]), strict=True))
-    for name, (_, units, shape) in zip(names, paths, strict=True):
-        _align_path(units, shared[name] * math.sqrt(max(1.0, shape[0] / shape[1])), alpha, beta, gains)
+    targets = {
+        name: Target(name, torch.empty(shape, dtype=torch.float64), shape, math.sqrt(max(1.0, shape[0] / shape[1])))
+        for name, (_, _, shape) in zip(names, paths, strict=True)
+    }
+    fill_orthogonal(list(targets.values()), seed)
+    for name, (_, units, _) in zip(names, paths, strict=True):
+        _align_path(units, targets[name].tensor, alpha, beta, gains)
 
 
 def _paths(module: nn.Module) -> Iterator[tuple[str, list[ConvBNAct], tuple[int, int]]]:
@@ -95,21 +98,32 @@ def _is_depthwise(unit: ConvBNAct) -> bool:
 
 def _align_path(units: list[ConvBNAct], shared: Tensor, alpha: float, beta: float, gains: Mapping[str, float]) -> None:
     """Change the last pointwise weight and the depthwise filters of one path; `shared` is R."""
-    product = torch.eye(shared.shape[1], dtype=shared.dtype)
     *inner, last = [unit for unit in units if not _is_depthwise(unit)]
-    for unit in inner:
-        product = unit.conv.weight.flatten(1).to(product) @ product
-    scale = product.square().sum() / shared.shape[1]
-    weight = shared @ product.T / scale
-    hidden, channels = product.shape
-    if hidden > channels:
-        own = last.conv.weight.flatten(1).to(weight)
-        own = own - own @ product @ product.T / scale
-        own = own * (math.sqrt(hidden / channels) * weight.norm() / own.norm())
-        weight = beta * weight + math.sqrt(1 - beta**2) * own
+    if inner:
+        first, *others = [unit.conv.weight.flatten(1).to(shared) for unit in inner]
+        product = functools.reduce(lambda product, weight: weight @ product, others, first)
+        weight = _last_weight(shared, product, last.conv.weight.flatten(1).to(shared), beta)
+    else:
+        weight = shared
     last.conv.weight.copy_((gains[last.act_name] * weight).reshape(last.conv.weight.shape))
     for unit in units:
         if _is_depthwise(unit):
             filters, (height, width) = unit.conv.weight, unit.conv.kernel_size
             filters.mul_(math.sqrt(1 - alpha**2))
             filters[..., height // 2, width // 2] += alpha * gains[unit.act_name]
+
+
+def _last_weight(shared: Tensor, product: Tensor, own: Tensor, beta: float) -> Tensor:
+    """P_n / g of the module docstring, from R, Q and a matrix from which N is made by removing what reads Q.
+
+    N = c (own - own Q Q^T / s), and the norms that c needs follow from Q^T Q = s 1, so that the whole is
+    sqrt(1 - beta^2) c own plus one product with Q^T.
+    """
+    hidden, channels = product.shape
+    scale = product.square().sum() / channels
+    if hidden == channels:
+        return shared @ product.T / scale
+    read = own @ product
+    free = (own.square().sum() - read.square().sum() / scale).sqrt()
+    share = math.sqrt(1 - beta**2) * (shared.square().sum() / scale * (hidden / channels)).sqrt() / free
+    return torch.addmm(own, beta * shared - share * read, product.T, beta=share.item(), alpha=1 / scale.item())

@@ -4,7 +4,8 @@ Scale rule: the mean squared row norm of the flattened (out x fan_in) weight is 
 white inputs is multiplied by g^2. Every tensor has its own seed, made from its qualified name, so results do not depend
 on the order of modules, the device or which other candidates exist.
 
-A weight is made in two steps, drawing and building, so that one call orthogonalises the matrices of a whole network.
+One call draws, orthogonalises and writes all weights that are orthogonal matrices times a number. Other weights are
+made in two steps, drawing and building, so that one call orthogonalises all their matrices.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from nasfast.config import nearest
 from nasfast.ops.modules import ACTIVATION_MODULES, InvertedResidual
-from nasfast.ops.orthogonal import draw_gaussians, orthogonalize_draws
+from nasfast.ops.orthogonal import Target, draw_gaussians, fill_orthogonal, orthogonalize_draws
 from nasfast.settings.supernet import Init
 from nasfast.supernet.aligned import align
 
@@ -55,15 +56,18 @@ class _Recipe:
 
     Attributes:
         draws: layer of this kind -> shapes of the Gaussian tensors to draw for its weight, in order.
-        build: (shape of the weight, the draws) -> weight for g = 1; it may write into the draws.
+        build: (shape of the weight, the draws) -> weight for g = 1; it may write into the draws. None if the weight is
+            `scale` times its one draw, orthogonalised.
         orthogonal: whether the draws are matrices (or batches of them) that are orthogonalised before `build`.
         gain: whether the weight is then multiplied by g.
+        scale: shape of the draw -> factor; only without `build`.
     """
 
     draws: Callable[[Any], list[Shape]]
-    build: Callable[[Shape, list[Tensor]], Tensor]
+    build: Callable[[Shape, list[Tensor]], Tensor] | None = None
     orthogonal: bool = False
     gain: bool = True
+    scale: Callable[..., float] | None = None
 
 
 def _whole(layer: nn.Conv2d | nn.Linear) -> list[Shape]:
@@ -88,15 +92,9 @@ def _signs(z: Tensor) -> Tensor:
     return torch.where(z < 0, -1.0, 1.0).to(z.dtype)
 
 
-def _haar(shape: Shape, draws: list[Tensor]) -> Tensor:
-    (q,) = draws
-    return q.mul_(_expansion_scale(*q.shape)).reshape(shape)
-
-
-def _per_filter(shape: Shape, draws: list[Tensor]) -> Tensor:
-    # a k x k orthogonal matrix has Frobenius norm sqrt(k), and a row of the weight has `in` of them
-    (q,) = draws
-    return q.div_(math.sqrt(shape[1] * min(shape[2:])))
+def _filter_scale(out: int, channels: int, height: int, width: int) -> float:
+    # a k x k orthogonal matrix has Frobenius norm sqrt(k), and a row of the weight has `channels` of them
+    return 1 / math.sqrt(channels * min(height, width))
 
 
 def _literal_pointwise(shape: Shape, draws: list[Tensor]) -> Tensor:
@@ -167,8 +165,8 @@ def _small(shape: Shape, draws: list[Tensor]) -> Tensor:
     return draws[0].mul_(_SMALL_STD)
 
 
-_HAAR = _Recipe(_flat, _haar, orthogonal=True)
-_PER_FILTER = _Recipe(_whole, _per_filter, orthogonal=True)
+_HAAR = _Recipe(_flat, scale=_expansion_scale)
+_PER_FILTER = _Recipe(_whole, scale=_filter_scale)
 _GAUSSIAN = _Recipe(_whole, _fan_in)
 _KAIMING_OUT = _Recipe(_whole, _fan_out, gain=False)
 
@@ -315,15 +313,25 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
             return f"{name}.weight"
         return f"{_CANDIDATE.sub('', f'{name}.weight')}|{tuple(layers[name].weight.shape)}"
 
-    streams = [(stream(name), recipes[name].draws(layer)) for name, layer in layers.items()]
-    draws = dict(zip(layers, draw_gaussians(streams, seed), strict=True))
-    orthogonal = iter(orthogonalize_draws([z for name in layers if recipes[name].orthogonal for z in draws[name]]))
+    targets = []
     for name, layer in layers.items():
-        shape, recipe, parts = tuple(layer.weight.shape), recipes[name], draws.pop(name)
-        if recipe.orthogonal:
-            parts = [next(orthogonal) for _ in parts]
-        weight = recipe.build(shape, parts)
-        layer.weight.copy_(weight.mul_(_gain_of(modules, name)) if recipe.gain else weight)
+        if (scale := recipes[name].scale) is not None:
+            (shape,) = recipes[name].draws(layer)
+            targets.append(Target(stream(name), layer.weight, shape, scale(*shape) * _gain_of(modules, name)))
+    fill_orthogonal(targets, seed)
+    built = [name for name in layers if recipes[name].build is not None]
+    draws = dict(
+        zip(built, draw_gaussians([(stream(n), recipes[n].draws(layers[n])) for n in built], seed), strict=True)
+    )
+    orthogonal = iter(orthogonalize_draws([z for name in built if recipes[name].orthogonal for z in draws[name]]))
+    for name, layer in layers.items():
+        recipe = recipes[name]
+        if recipe.build is not None:
+            parts = draws.pop(name)
+            if recipe.orthogonal:
+                parts = [next(orthogonal) for _ in parts]
+            weight = recipe.build(tuple(layer.weight.shape), parts)
+            layer.weight.copy_(weight.mul_(_gain_of(modules, name)) if recipe.gain else weight)
         if layer.bias is not None:
             layer.bias.zero_()
     for norm in modules.values():

@@ -1,4 +1,4 @@
-"""Matrices for orthogonalize, and the check of its results against float64."""
+"""Matrices for orthogonalize and fill_orthogonal, and the checks of their results against float64."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -74,3 +74,27 @@ def check(
         assert (r.diagonal(dim1=-2, dim2=-1) > -bound.squeeze(-1)).all(), z.shape
         if tall(z).shape[-2] > tall(z).shape[-1] + 2:
             assert (q.double() - want).abs().max() <= SAME_Q[dtype], z.shape
+
+
+# One of each way to draw and to orthogonalise: fewer than 16 numbers, a last block of 16 that is not whole, more
+# numbers than are drawn at once; tiny, by reflectors, by Cholesky with one and several blocks of columns, tall and
+# wide.
+DRAWN = [
+    *((1, 1), (1, 5), (5, 3), (4, 4), (1, 16), (17, 1), (3, 3, 3), (70, 5, 5), (2, 9, 20)),
+    *((40, 27), (56, 96), (192, 32), (32, 193), (336, 112), (128, 768), (512, 150), (0, 4)),
+]
+
+
+def check_fill(shape: tuple[int, ...]) -> None:
+    """fill_orthogonal makes the orthogonal factors of what torch.randn draws in float64."""
+    for seed, scale in ((0, 1.0), (2**40 + 7, -2.5), (-1, 3.0)):
+        z = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        (want,) = reference.orthogonalize([z])
+        outs = [torch.full(shape, torch.nan, dtype=dtype) for dtype in (torch.float64, torch.float32)]
+        scales = torch.tensor([scale, scale], dtype=torch.float64)
+        torch.ops.nasfast.fill_orthogonal(outs, torch.tensor([seed, seed]), scales)
+        q = outs[0] / scale
+        assert torch.equal(outs[0].float(), outs[1]), shape
+        assert (q - want).abs().sum() <= SAME_Q[torch.float64] * max(1, z.numel()), shape
+        if z.numel():
+            assert departure(q) <= EXACTNESS[torch.float64], shape

@@ -65,6 +65,7 @@ def main(library: str) -> None:
     each("chain in bfloat16", chain.BFLOAT16_CASES, chain.check_bfloat16)
     shapes = orthogonalize.SHAPES + orthogonalize.BATCHES
     each("orthogonalize", orthogonalize.EXACTNESS, lambda t: orthogonalize.check(ops.orthogonalize, shapes, t))
+    each("fill_orthogonal", orthogonalize.DRAWN, orthogonalize.check_fill)
 
 
 if __name__ == "__main__":

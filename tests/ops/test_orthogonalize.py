@@ -5,7 +5,18 @@ import math
 import pytest
 import scipy.stats
 import torch
-from kernel_cases.orthogonalize import BATCHES, EXACTNESS, SAME_Q, SHAPES, check, departure, gaussian, tall
+from kernel_cases.orthogonalize import (
+    BATCHES,
+    DRAWN,
+    EXACTNESS,
+    SAME_Q,
+    SHAPES,
+    check,
+    check_fill,
+    departure,
+    gaussian,
+    tall,
+)
 
 import nasfast
 from nasfast import ops
@@ -337,6 +348,53 @@ def test_a_gradient_of_a_native_backend_is_refused(native):
         assert not ops.orthogonalize([z])[0].requires_grad
     ops.orthogonalize([z], backend="reference")[0].sum().backward()
     assert z.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", DRAWN)
+def test_drawn_matrices_are_those_of_torch(native, shape):
+    check_fill(shape)
+
+
+def test_drawn_matrices_of_the_supernet_are_orthogonal(native):
+    # the largest matrix, and 300 with as few rows as Cholesky may have for their columns
+    shapes = [(1000, 1728), *[(69, 4)] * 100, *[(127, 24)] * 100, *[(209, 64)] * 100]
+    tensors = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
+    for q in nasfast.orthogonalize_(tensors, seed=5):
+        assert departure(q) <= EXACTNESS[torch.float64], q.shape
+
+
+def test_threads_do_not_change_what_is_filled(native):
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(nasfast.orthogonalize_([torch.empty(shape) for shape in DRAWN if len(shape) == 2], seed=1))
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_autograd_sees_that_a_tensor_was_filled(native):
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    loss = weight.square().sum()
+    nasfast.orthogonalize_([weight])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_fill_refuses_what_would_corrupt_memory(native):
+    fill, one = torch.ops.nasfast.fill_orthogonal, torch.ones(1, dtype=torch.float64)
+    seed, good = torch.zeros(1, dtype=torch.int64), torch.ones(3, 3)
+    for out, seeds, scales, message in (
+        ([good, good], seed, one, "one number per tensor"),
+        ([good], seed.int(), one, "one number per tensor"),
+        ([good], seed, one.float(), "one number per tensor"),
+        ([torch.ones(3, 2).T], seed, one, "contiguous matrices on the CPU"),
+        ([torch.ones(3)], seed, one, "contiguous matrices on the CPU"),
+        ([good.half()], seed, one, "float32 or float64"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            fill(out, seeds, scales)
 
 
 def targets():

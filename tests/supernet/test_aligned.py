@@ -11,7 +11,7 @@ from tiny import tiny_space
 from torch import nn
 
 from nasfast.spaces import BUILDERS, Block, Cost, FixedLayer, Stage, block_cost, nas_bench_macro
-from nasfast.supernet import InitScheme, Supernet, block_builder
+from nasfast.supernet import InitScheme, Supernet, aligned, block_builder
 
 GAIN = {"identity": 1.0, "relu": math.sqrt(2), "relu6": math.sqrt(2)}
 
@@ -67,6 +67,22 @@ def test_the_linear_part_of_every_candidate_is_the_layers_matrix_or_its_share(sm
             shared.append(first)
     for one, other in itertools.combinations(shared, 2):
         assert one.shape != other.shape or not torch.allclose(one, other)
+
+
+@pytest.mark.parametrize(("hidden", "channels", "out"), [(12, 4, 6), (40, 16, 16), (9, 8, 5), (8, 8, 8)])
+def test_the_last_weight_is_the_shared_part_and_a_rest_that_reads_nothing_of_it(hidden, channels, out):
+    """The parts of the module's docstring, by themselves: N is the part of a matrix that reads nothing of Q."""
+    generator = torch.Generator().manual_seed(hidden)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    product = 3 * torch.linalg.qr(draw(hidden, channels))[0]
+    shared, own, beta = draw(out, channels), draw(out, hidden), 0.6
+    linear = shared @ torch.linalg.pinv(product)  # R Q^T / s
+    rest = own - own @ product @ torch.linalg.pinv(product)
+    want = linear
+    if hidden > channels:
+        rest *= math.sqrt(hidden / channels) * linear.norm() / rest.norm()
+        want = beta * linear + math.sqrt(1 - beta**2) * rest
+    torch.testing.assert_close(aligned._last_weight(shared, product, own, beta), want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
