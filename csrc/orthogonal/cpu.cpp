@@ -4,10 +4,10 @@
 // and the matrices with the most work are taken first. How a matrix is computed depends on its shape only, so its
 // result does not depend on the other matrices.
 //
-// fill_orthogonal draws each matrix where it then works on it, in memory that stays in the cache, and writes only the
-// result to the tensor. Because its matrices are Gaussian, it knows from the shape that most of them are well
-// conditioned. For these it computes R by Cholesky and Q = Z R^-1, in half the operations of Householder's reflectors
-// and at the speed of a matrix product.
+// fill_orthogonal draws each matrix into memory that stays in the cache, orthogonalises it there, and writes only the
+// result to the tensor. Because its matrices are Gaussian, the shape tells that most of them are well conditioned. For
+// these it computes R by Cholesky and Q = Z R^-1: half the operations of Householder's reflectors, at the speed of a
+// matrix product.
 
 #include <torch/csrc/stable/library.h>
 
@@ -149,8 +149,8 @@ void run(const Job<T>& job) {
   }
 }
 
-// Runs the items with the most work first: those that LAPACK's threads share one after the other, then the others in
-// parallel. `rest` does further work of each thread, `rest_items` items of it.
+// Runs all items, those with the most work first. LAPACK's threads share each of the largest ones; then each thread
+// takes whole items. A thread that finds no more items calls `rest`, which does other work in `rest_items` pieces.
 template <typename Item, typename Rest>
 void share(std::vector<Item>& items, size_t rest_items, const Rest& rest) {
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.work() > b.work(); });

@@ -13,10 +13,10 @@ from nasfast.ops import _native, checks, reference
 from nasfast.ops.autograd import check_device
 from nasfast.ops.backends import inner_backend, resolve_backend
 
-# Number of elements that are filled together, so that every thread has work, and what needs memory in float64 takes at
-# most 256 MB of it.
+# Tensors are filled together until they have this many elements: enough work for every thread, and about 256 MB where
+# the matrices are held in float64.
 _GROUP_ELEMENTS = 1 << 25
-_NOTHING = torch.empty(0)  # stands for any tensor on the CPU where a backend is chosen
+_ON_CPU = torch.empty(0, device="cpu")  # for choosing the backend of tensors on the CPU
 # Bytes per element that orthogonalize_ needs at most: the float64 draw, a working copy of it, and the result.
 _BYTES_PER_ELEMENT = 3 * 8
 
@@ -128,8 +128,8 @@ def fill_orthogonal(targets: Sequence[Target], seed: int) -> None:
         if i_target + 1 == len(targets) or elements >= _GROUP_ELEMENTS:
             for device in {target.tensor.device for target in group}:
                 here = [target for target in group if target.tensor.device == device]
-                # the native operator draws where it computes, which saves half of the time
-                native = _workplace(device) == "cpu" and inner_backend("orthogonalize", _NOTHING).name == "cpu"
+                # the native operator draws each matrix itself: faster, and needs no memory for all draws at once
+                native = _workplace(device) == "cpu" and inner_backend("orthogonalize", _ON_CPU).name == "cpu"
                 (_fill_natively if native else _fill_drawn)(here, seed)
             group, elements = [], 0
 

@@ -23,7 +23,6 @@ A depthwise filter is alpha times the centre tap plus sqrt(1 - alpha^2) times a 
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -100,8 +99,9 @@ def _align_path(units: list[ConvBNAct], shared: Tensor, alpha: float, beta: floa
     """Change the last pointwise weight and the depthwise filters of one path; `shared` is R."""
     *inner, last = [unit for unit in units if not _is_depthwise(unit)]
     if inner:
-        first, *others = [unit.conv.weight.flatten(1).to(shared) for unit in inner]
-        product = functools.reduce(lambda product, weight: weight @ product, others, first)
+        product, *others = [unit.conv.weight.flatten(1).to(shared) for unit in inner]
+        for matrix in others:
+            product = matrix @ product
         weight = _last_weight(shared, product, last.conv.weight.flatten(1).to(shared), beta)
     else:
         weight = shared
@@ -114,10 +114,10 @@ def _align_path(units: list[ConvBNAct], shared: Tensor, alpha: float, beta: floa
 
 
 def _last_weight(shared: Tensor, product: Tensor, own: Tensor, beta: float) -> Tensor:
-    """P_n / g of the module docstring, from R, Q and a matrix from which N is made by removing what reads Q.
+    """P_n / g of the module's docstring: `shared` is R, `product` is Q, and N is made of `own`.
 
-    N = c (own - own Q Q^T / s), and the norms that c needs follow from Q^T Q = s 1, so that the whole is
-    sqrt(1 - beta^2) c own plus one product with Q^T.
+    N = c (own - own Q Q^T / s). Because Q^T Q = s 1, the norms that c needs follow from those of own and own Q. So the
+    result is sqrt(1 - beta^2) c own plus one product with Q^T.
     """
     hidden, channels = product.shape
     scale = product.square().sum() / channels
