@@ -80,7 +80,7 @@ class ConfigBase:
             raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from error
 
     @classmethod
-    def check(cls, key: str, value: Any) -> None:
+    def check_value(cls, key: str, value: Any) -> None:
         """Check one value against the annotated type.
 
         Args:

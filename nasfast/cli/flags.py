@@ -45,7 +45,7 @@ class Parser(jsonargparse.ArgumentParser):
         wrong = re.search(r'Parser key "([\w.]+)":.* value: ([^\n]*)$', message, re.DOTALL)
         if wrong and self.settings is not None:
             try:
-                self.settings.check(wrong[1], yaml.safe_load(wrong[2]))
+                self.settings.check_value(wrong[1], yaml.safe_load(wrong[2]))
             except ConfigError as error:
                 message = str(error)
             except yaml.YAMLError:

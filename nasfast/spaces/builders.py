@@ -7,7 +7,7 @@ from itertools import product
 from typing import Literal
 
 from nasfast.runtime import moved
-from nasfast.spaces.blocks import Block, SqueezeExcite
+from nasfast.spaces.blocks import Activation, Block, SqueezeExcite
 from nasfast.spaces.space import FixedLayer, SearchSpace, Stage
 
 _MBCONV_CHOICES = tuple(Block("mbconv", kernel=k, expand=e) for k in (3, 5, 7) for e in (3, 6))
@@ -62,14 +62,15 @@ def mobilenet_v3(*, num_classes: int = 1000, resolution: int = 224) -> SearchSpa
     an expansion and a kernel are one without and one with squeeze-and-excitation, in this order. Widths, activations,
     stem and head are those of MobileNetV3-Large as torchvision builds it, so one architecture has its cost.
     """
-    stages = []
-    for out, layers, stride, expansions, activation in (
+    widths: list[tuple[int, int, int, tuple[float, ...], Activation | None]] = [
         (24, 2, 2, (3, 4), "relu"),
         (40, 3, 2, (3, 6), "relu"),
         (80, 4, 2, (2.3, 2.5, 6), None),
         (112, 2, 1, (3, 6), None),
         (160, 3, 2, (3, 6), None),
-    ):
+    ]
+    stages = []
+    for out, layers, stride, expansions, activation in widths:
         choices = product((3, 5), expansions, (None, SqueezeExcite()))
         blocks = tuple(Block("mbconv", kernel=k, expand=e, se=se) for k, e, se in choices)
         stages.append(Stage(out, layers, stride, blocks, activation=activation))

@@ -201,7 +201,8 @@ class SearchSpace(ArchSpace):
     @property
     def own_activations(self) -> set[Activation]:
         """The activations that stages and fixed layers have of their own."""
-        return {part.activation for part in (*self.stem, *self.stages, *self.head) if part.activation is not None}
+        parts: tuple[FixedLayer | Stage, ...] = (*self.stem, *self.stages, *self.head)
+        return {part.activation for part in parts if part.activation is not None}
 
     def require_one_activation(self, what: str) -> None:
         """Raise ConfigError if stages or fixed layers have an activation of their own; `what` is what refuses them."""
