@@ -29,10 +29,14 @@ STORAGE_DTYPES = {
 # what the CUDA kernels have of `reference.ACTIVATIONS`, and of what their channels are multiples: a lane reads 16 bytes
 _CUDA_ACTS = ("identity", "relu", "relu6")
 _CUDA_CHANNELS = 8
+# The most channels of a stage. Backward of a pointwise stage keeps 20 bytes for each output channel in the 98 KB of
+# shared memory that a block has on sm_86, beside the 36.75 KB of its smallest tile (Memory in csrc/gpu/product.h).
+_MAX_CUDA_CHANNELS = 3136
 # what `cuda_refusal` lets pass, for people
 CUDA_SERVES = (
     "chains of frozen pointwise and depthwise convolutions with batch statistics, in bfloat16 or float16, with "
-    f"{', '.join(_CUDA_ACTS[:-1])} or {_CUDA_ACTS[-1]}, channels in multiples of {_CUDA_CHANNELS}, and no shuffle"
+    f"{', '.join(_CUDA_ACTS[:-1])} or {_CUDA_ACTS[-1]}, channels in multiples of {_CUDA_CHANNELS} up to "
+    f"{_MAX_CUDA_CHANNELS}, and no shuffle"
 )
 # The largest number of products per output of a dense convolution that is multiplied as gathered patches (3 x 3 x 3 in
 # a stem). Gathering copies every input kernel^2 times, which is cheap only with few channels. PyTorch's convolution
@@ -303,13 +307,16 @@ def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...
 def _lacks(i: int, stage: StageShape, dtype: torch.dtype) -> str:
     """What the CUDA kernels lack for stage i, a pointwise or depthwise convolution; empty if nothing."""
     out_channels, per_group = stage.weight[:2]
-    odd = [channels for channels in (per_group * stage.groups, out_channels) if channels % _CUDA_CHANNELS]
+    both = per_group * stage.groups, out_channels
+    odd = [channels for channels in both if channels % _CUDA_CHANNELS]
     if stage.dtype not in (torch.float32, dtype):
         return f"the weight of stage {i} is {stage.dtype}, and the kernels multiply float32 or {dtype} here"
     if stage.act not in _CUDA_ACTS:
         return f"stage {i} has the activation {stage.act}; the kernels have {', '.join(_CUDA_ACTS)}"
     if odd:
         return f"stage {i} has {odd[0]} channels, not a multiple of {_CUDA_CHANNELS}"
+    if max(both) > _MAX_CUDA_CHANNELS:
+        return f"stage {i} has {max(both)} channels; the kernels have at most {_MAX_CUDA_CHANNELS}"
     return ""
 
 
