@@ -135,10 +135,14 @@ def fill_orthogonal(targets: Sequence[Target], seed: int) -> None:
 
 
 def _fill_natively(targets: Sequence[Target], seed: int) -> None:
-    direct = [
-        x.device.type == "cpu" and x.is_contiguous() and x.dtype in (torch.float32, torch.float64)
-        for x in (target.tensor for target in targets)
-    ]
+    storages: set[int] = set()
+    direct = []
+    for x in (target.tensor for target in targets):
+        # Threads write in any order. Of tensors that share memory, as tied weights do, the last in the list must count.
+        storage = x.untyped_storage()._cdata
+        serves = x.device.type == "cpu" and x.is_contiguous() and x.dtype in (torch.float32, torch.float64)
+        direct.append(serves and storage not in storages)
+        storages.add(storage)
     matrices = [
         (x.tensor if here else torch.empty(x.tensor.shape, dtype=torch.float64, device="cpu")).view(x.shape)
         for x, here in zip(targets, direct, strict=True)

@@ -382,6 +382,13 @@ def test_autograd_sees_that_a_tensor_was_filled(native):
         loss.backward()
 
 
+def test_of_tensors_that_share_memory_the_last_one_counts(native):
+    # the first one has less work, so the operator would do it last
+    weight, alone = torch.empty(64, 64), torch.empty(64, 64)
+    nasfast.orthogonalize_([weight.view(32, 128), weight], names=["first", "last"])
+    assert torch.equal(weight, *nasfast.orthogonalize_([alone], names=["last"]))
+
+
 def test_the_fill_refuses_what_would_corrupt_memory(native):
     fill, one = torch.ops.nasfast.fill_orthogonal, torch.ones(1, dtype=torch.float64)
     seed, good = torch.zeros(1, dtype=torch.int64), torch.ones(3, 3)
