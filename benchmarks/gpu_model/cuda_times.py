@@ -1,6 +1,6 @@
 """Modelled times of the chains of a step, with Triton's kernels and with both schedules of the CUDA kernels.
 
-    python -m benchmarks.gpu_model.cuda_times [--arch 90 86] [--out FILE] [--rule nasfast/ops/cuda_times.json]
+    python -m benchmarks.gpu_model.cuda_times [--out FILE] [--rule nasfast/ops/cuda_times.json | --arch 90]
 
 The step is that of the mean path of `mobilenet_v2` at batch 32 in bf16. The times are sums of `predicted` of model.py,
 forward and backward. From the file of --rule, `nasfast.ops.cuda_times` decides which kernels run a chain. The program
@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--rule", type=Path, help="JSON file from which the package decides")
     args = parser.parse_args()
+    if args.rule and set(args.arch) != set(GPUS):
+        parser.error(f"--rule: the package needs the times of every GPU, got --arch {args.arch}: leave out --arch")
     found = {GPUS[arch].name: rows_of(arch, processes=args.jobs, cache=str(args.cache)) for arch in args.arch}
     for gpu, rows in found.items():
         show(gpu, rows)

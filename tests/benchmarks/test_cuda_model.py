@@ -110,3 +110,11 @@ def test_whole_rows_are_read_and_written_once(program):
     for row in found.values():
         # a thread loads 8 or 16 bytes besides for each of its 8 channels
         assert row["bytes"] <= row["accessed"] <= row["bytes"] + row["threads"] * 8 * 16
+
+
+def test_the_rule_is_not_written_for_one_gpu_alone(program, tmp_path):
+    rule = tmp_path / "rule.json"
+    command = ["-m", "benchmarks.gpu_model.cuda_times", "--arch", "90", "--rule", str(rule)]
+    with pytest.raises(AssertionError, match="needs the times of every GPU"):
+        program(*command, TRITON_INTERPRET="1")
+    assert not rule.exists()
