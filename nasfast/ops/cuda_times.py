@@ -2,7 +2,8 @@
 
 cuda_times.json has forward and backward of the chains of a `mobilenet_v2` step (batch 32, bfloat16), by the instruction
 model and not measured. `python -m benchmarks.gpu_model.cuda_times` writes it. Another chain is decided as the most
-similar one of them. Imports no torch.
+similar one of them. If none has the same kinds of stages, nothing is known: the chain runs on the CUDA kernels, and no
+output is computed again. Imports no torch.
 """
 
 import json
@@ -107,7 +108,8 @@ def slower(gpu: str, chain: Chain) -> str:
     if similar is None or TIMES[gpu][similar].cuda <= TIMES[gpu][similar].triton:
         return ""
     times = TIMES[gpu][similar]
-    return f"by the model of an {gpu}, {times.cuda:.0f} us, and {times.triton:.0f} us with triton, for {similar}"
+    which = similar if similar == chain else f"the modelled chain that is most similar: {similar}"
+    return f"by the model of an {gpu}, {times.cuda:.0f} us, and {times.triton:.0f} us with triton, for {which}"
 
 
 def summary(gpu: str) -> list[str]:

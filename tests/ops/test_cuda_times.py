@@ -118,6 +118,13 @@ def test_the_reason_is_logged_once_and_a_named_backend_does_not_mind(on_a_gpu, m
     )
 
 
+def test_the_reason_says_when_the_times_are_those_of_another_chain(monkeypatch):
+    monkeypatch.setitem(cuda_times.TIMES, "H200", MADE_UP)
+    other = HALVED._replace(pixels=2 * 100)
+    assert cuda_times.slower("H200", HALVED).endswith(f" with triton, for {HALVED}")
+    assert cuda_times.slower("H200", other).endswith(f" for the modelled chain that is most similar: {HALVED}")
+
+
 @pytest.mark.parametrize(
     ("capability", "gpu"),
     [
