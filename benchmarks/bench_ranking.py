@@ -112,6 +112,8 @@ QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
     # their weights train, in fp32, because that takes half the time of bf16 on a CPU (--steps)
     (Entry("spos", method="spos", epochs=10, scores=LEARNED[:3], precision="fp32"), (0,)),
     (Entry("fairnas", method="fairnas", epochs=4, scores=LEARNED[:3], precision="fp32"), (0,)),
+    # three paths per step: as many paths as in 30 epochs
+    (Entry("strict fair", epochs=10, changes=(("sampler", "strict_fair"),)), (0,)),
     (Entry("paper", method="dinas_paper", scores=(("gamma", 0.0),)), (0, 1, 2)),
     (Entry("augmented", augment="cifar"), (0,)),
     (Entry("60 epochs", epochs=60), (0, 1, 2)),
