@@ -1,6 +1,6 @@
-"""`nasfast.fuse`: any model runs its chains of convolution, BatchNorm and activation as one operator.
+"""`nasfast.fuse`: any model runs its chains of convolution, BatchNorm and activation fused, where that is faster.
 
-`find` looks for the chains, `run` runs them inside the model's own forward, `api` is what users call.
+`find` looks for the chains, `forward` runs them in place of the modules' forwards, `api` is what users call.
 """
 
 from nasfast.fusion.api import FusedChain, FuseReport, NotFused, fuse, unfuse

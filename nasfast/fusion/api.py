@@ -114,13 +114,16 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
 
     It works in place on any module and changes only the `forward` of the modules that own a chain. Classes, submodules,
     parameters, state_dict, hooks, copies, train() and eval() do not change, and every forward reads all settings again.
-    Results and running statistics are the same up to rounding.
+    Results and running statistics are the same up to rounding. The result of a chain may be in channels_last, whatever
+    the input is: code behind it must flatten with `flatten` or `reshape`, not with `view`.
 
     How a chain runs is decided for each shape and type of its input, mode and what trains:
 
     - without gradients and with running statistics, on a CPU, its BatchNorms are folded into its convolutions. The
-      folded weights are computed again after any change of which PyTorch's version counters know, so not after one
-      through `Tensor.data` or a NumPy array: call `fuse` again after such a change.
+      folded weights need as much memory as the weights. They are computed again after any change of which PyTorch's
+      version counters know, and after `parameter.data = ...`. They are not computed again after a change in place
+      through `Tensor.data` or a NumPy array, such as `parameter.data.mul_(0.9)`, if nothing trains in between: write
+      under torch.no_grad() instead, or call `fuse` again.
     - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
       `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
       situation: its shape and type, the model's present mode, autocast and gradients.
@@ -153,7 +156,7 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
 
     Raises:
         TypeError: model is not an nn.Module.
-        ValueError: model was compiled by torch.compile, or an example is given that nothing would be measured for.
+        ValueError: model was compiled by torch.compile, or an example is given together with only_faster=False.
     """
     _check_module("fuse", model)
     if example is not None and not only_faster:

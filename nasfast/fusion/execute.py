@@ -65,9 +65,9 @@ class Executor:
                 affine: dict[str, Any] = bn._parameters
                 wanted = wanted or affine["weight"].requires_grad or affine["bias"].requires_grad
         wanted = gradients and (wanted or trains or x.requires_grad)
-        device = x.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return x.shape, x.dtype, autocast, batch, wanted, trains
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return x.device, x.shape, x.dtype, autocast, batch, wanted, trains
 
     def way(self, x: Tensor) -> Way | None:
         """How the chain runs on x; None if x or the parameters are no ordinary tensors, so that PyTorch runs it."""
@@ -107,7 +107,7 @@ class Executor:
         assert self.members is not None  # or there would be no way
         folded = self._folded
         if way is Way.FOLDED and folded is not None:
-            sources = self.members.tensors()
+            sources = [*self.members.tensors(), *self.members.batches()]
             if folded.serves(sources, self.members.settings(), result_dtype(x)):
                 return folded.run(x, residual)
         return self.run(way, x, self.members.begin(), residual)
@@ -115,11 +115,15 @@ class Executor:
     def run(self, way: Way, x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
         """The result of these stages, which are all or the first of the chain's."""
         if way is Way.FOLDED and not any([stage.training for stage in stages]):
-            dtype = result_dtype(x)
+            assert self.members is not None  # it has decided
+            dtype, batches = result_dtype(x), self.members.batches()
             # another thread may drop it meanwhile
             folded = self._folded
-            if folded is None or not folded.serves(sources_of(stages), settings_of(stages), dtype):
-                folded = self._folded = Folded(stages, dtype, x.shape)
+            if folded is None or not folded.serves([*sources_of(stages), *batches], settings_of(stages), dtype):
+                # the tensors may be others than those for which the way was decided
+                if not _fits(x, stages) or not _can_fold(x, stages):
+                    return run_stages(x, stages, residual)
+                folded = self._folded = Folded(stages, batches, dtype, x.shape)
             return folded.run(x, residual)
         return run_stages(x, stages, residual)
 

@@ -45,19 +45,26 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 class Folded:
     """A chain with its BatchNorms folded into its convolutions, for one type of computation.
 
-    It is valid while its sources are the same tensors with the same version counters. PyTorch counts every change in
-    place, except those through `Tensor.data` and through NumPy arrays that share the memory.
+    It is valid while its sources are the same tensors in the same memory with the same version counters. PyTorch counts
+    every change in place, with three exceptions: through `Tensor.data`, through NumPy arrays that share the memory, and
+    of running statistics by a BatchNorm. So the numbers of batches that the BatchNorms have counted are sources too.
 
     Args:
-        stages: stages that all normalise with running statistics.
+        stages: stages that all normalise with running statistics. None of their tensors is an inference tensor, which
+            has no version counter.
+        batches: `num_batches_tracked` of the BatchNorms.
         dtype: the type in which the convolutions compute.
         shape: (N, C, H, W) of an input; oneDNN chooses the layout of the weights for it.
     """
 
-    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, shape: torch.Size) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], batches: Sequence[Tensor], dtype: torch.dtype, shape: torch.Size
+    ) -> None:
         self.dtype = dtype
-        self._sources = sources_of(stages)
-        self._versions = [tensor._version for tensor in self._sources]
+        self._sources = [*sources_of(stages), *batches]
+        self._states = self._states_now()
+        # another tensor cannot get the same memory while it is held here
+        self._memory = [tensor.untyped_storage() for tensor in self._sources]
         self._settings = settings_of(stages)
         self._convolutions: list[Callable[[Tensor], Tensor]] = []
         size: tuple[int, ...] = shape[2:]
@@ -69,7 +76,10 @@ class Folded:
         """Whether this still is what stages with these sources and settings compute."""
         same = dtype == self.dtype and len(sources) == len(self._sources) and settings == self._settings
         same = same and all(map(operator.is_, sources, self._sources))
-        return same and [tensor._version for tensor in self._sources] == self._versions
+        return same and self._states_now() == self._states
+
+    def _states_now(self) -> list[tuple[int, int]]:
+        return [(tensor._version, tensor.data_ptr()) for tensor in self._sources]
 
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The result of the chain for (N, C, H, W), and the residual added."""

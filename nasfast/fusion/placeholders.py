@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from nasfast.fusion.calls import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
 from nasfast.fusion.chain import Chain
-from nasfast.fusion.execute import Executor, Way, plain
+from nasfast.fusion.execute import Executor, Way, plain, result_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
@@ -251,15 +251,7 @@ def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **opt
         return None
     result = run.compute(stages, residual=residual)
     # in place the result keeps its type whatever is added
-    return result.to(_result_dtype(run)) if in_place else result
-
-
-def _result_dtype(run: _Run) -> torch.dtype:
-    """Type of the result of convolution and BatchNorm on the source."""
-    # autocast does not convert float64
-    if run.context.autocast and run.source.dtype != torch.float64:
-        return run.context.autocast_dtype
-    return run.source.dtype
+    return result.to(result_dtype(run.source)) if in_place else result
 
 
 def _still(stage: Stage) -> Stage:

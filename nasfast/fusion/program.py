@@ -128,6 +128,7 @@ class BoundProgram:
         self._convs = [(conv, _conv_settings(conv)) for conv, kind in inside if kind == "conv"]
         self._norms = [module for module, kind in inside if kind.startswith("norm")]
         self._steps = [_bind(step, owner, executors) for step in program.steps]
+        self._unread = _unread_after(program)
 
     def intact(self) -> bool:
         """Whether all on which the program depends is as it was."""
@@ -159,16 +160,19 @@ class BoundProgram:
         """The result of the forward, and how each chain ran; None for one whose tensors are not ordinary."""
         values: list[Any] = [x]
         ways = []
-        for step in self._steps:
+        for step, unread in zip(self._steps, self._unread, strict=True):
             if isinstance(step, _BoundChain):
                 residual = None if step.residual is None else values[step.residual]
                 way, value = step.run(values[step.source], residual)
                 ways.append(way)
+                del residual
             else:
-                function, args, kwargs = step
-                filled = [values[arg] if type(arg) is Slot else arg for arg in args]
-                value = function(*filled, **{name: values[v] if type(v) is Slot else v for name, v in kwargs})
+                value = _run_step(step, values)
             values.append(value)
+            del value
+            # as in the module's own code, what nothing reads again frees its memory
+            for slot in unread:
+                values[slot] = None
         return values[self._result], ways
 
 
@@ -213,6 +217,28 @@ def _bind(
         return _BoundChain(step, owner, executors)
     target = descendant(owner, step.target) if isinstance(step.target, tuple) else step.target
     return target, step.args, step.kwargs
+
+
+def _run_step(step: tuple[Callable, tuple, tuple], values: Sequence[Any]) -> Any:
+    function, args, kwargs = step
+    filled = [values[arg] if type(arg) is Slot else arg for arg in args]
+    return function(*filled, **{name: values[v] if type(v) is Slot else v for name, v in kwargs})
+
+
+def _unread_after(program: Program) -> list[list[int]]:
+    """For each step, the values that no later step reads and the forward does not return."""
+    last: dict[int, int] = {}
+    for number, step in enumerate(program.steps):
+        if isinstance(step, ChainStep):
+            read: tuple = (step.source, step.residual)
+        else:
+            read = (*step.args, *(value for _, value in step.kwargs))
+        last |= {value: number for value in (*read, Slot(number + 1)) if type(value) is Slot}
+    unread: list[list[int]] = [[] for _ in program.steps]
+    for slot, number in last.items():
+        if slot != program.result:
+            unread[number].append(slot)
+    return unread
 
 
 def _runs_its_class(module: nn.Module, *, fused: bool) -> bool:

@@ -7,6 +7,7 @@ nothing else.
 
 from __future__ import annotations
 
+import dis
 import operator
 from collections.abc import Callable, Sequence
 from inspect import CO_VARARGS, CO_VARKEYWORDS
@@ -23,6 +24,9 @@ from nasfast.fusion.program import ChainStep, Frame, Program, Slot, Step
 _MODULES = {"torch": torch, "F": torch.nn.functional, "nn": nn}
 _NAMES = {"getattr", "functional", "cat", "chunk", "add", "add_", "mul", "relu", "relu_", "relu6", "hardtanh", "tanh"}
 _NAMES |= {"flatten", "hardswish", "silu", "sigmoid"}
+# instructions that may change what outlives the forward
+_CHANGES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"}
+_CHANGES |= {"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"}
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
@@ -53,6 +57,8 @@ def _read(module: nn.Module, function: Any, attributes: dict[str, Any]) -> None:
         raise Unrecognised("its forward is not plain code")
     if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
         raise Unrecognised("its forward takes more than one input")
+    if any(instruction.opname in _CHANGES for instruction in dis.get_instructions(code)):
+        raise Unrecognised("its forward may change what outlives it")
     names = set(code.co_names)
     if "getattr" in names:
         names |= {constant for constant in code.co_consts[1:] if isinstance(constant, str)}

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import statistics
+import weakref
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ def folds(monkeypatch):
     calls = []
 
     class Recorded(fold.Folded):
-        def __init__(self, stages, dtype, shape):
+        def __init__(self, stages, *args):
             calls.append(len(stages))
-            super().__init__(stages, dtype, shape)
+            super().__init__(stages, *args)
 
     monkeypatch.setattr("nasfast.fusion.execute.Folded", Recorded)
     return calls
@@ -106,7 +107,7 @@ def test_folding_under_autocast(folds):
 SOURCES = ["0.0.weight", "1.1.weight", "1.1.bias", "2.1.running_mean", "0.1.running_var"]
 
 
-@pytest.mark.parametrize("source", [*SOURCES, "eps", "replaced", "loaded", "trained"])
+@pytest.mark.parametrize("source", [*SOURCES, "eps", "replaced", "loaded", "trained", "data"])
 def test_folded_weights_follow_changes(source, folds):
     plain = disturb(block().double()).eval()
     fused = copy.deepcopy(plain)
@@ -124,11 +125,55 @@ def test_folded_weights_follow_changes(source, folds):
         elif source == "trained":
             model.train()(x)
             model.eval()
+        elif source == "data":
+            # the allocator could give the second result the memory of the first weights
+            for _ in range(2):
+                model[1][0].weight.data = model[1][0].weight.data * 2
         else:
             with torch.no_grad():
                 model.get_parameter(source).add_(1) if "running" not in source else model.get_buffer(source).add_(1)
     assert_close("after", fused(x), plain(x))
     assert len(folds) == 2
+
+
+def test_folded_weights_follow_running_statistics(folds):
+    """PyTorch's BatchNorm does not count its changes, and a model that runs unfused in training decides nothing."""
+    plain = disturb(block()).eval()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 16, 9, 9)
+    for epoch in range(4):
+        assert_close(f"epoch {epoch}", fused.eval()(x), plain.eval()(x).double(), FLOAT32_CHAIN)
+        for model in (plain, fused):
+            model.train()(x * (epoch + 2))
+    assert folds == [3] * 4
+
+
+def test_a_changed_type_fails_as_in_pytorch():
+    """The way is kept for the input's shape and type, but the parameters have another type now."""
+    plain = disturb(block()).eval()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 16, 9, 9)
+    fused(x)
+    with pytest.raises(RuntimeError) as want:
+        plain.bfloat16()(x)
+    with pytest.raises(RuntimeError) as got:
+        fused.bfloat16()(x)
+    assert str(got.value) == str(want.value)
+
+
+def test_parameters_may_become_inference_tensors(folds):
+    plain = disturb(block()).eval()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 16, 9, 9)
+    fused(x)
+    with torch.inference_mode():
+        for model in (plain, fused):
+            model.load_state_dict({k: t + 1 for k, t in model.state_dict().items()}, assign=True)
+        assert_close("result", fused(x), plain(x).double(), FLOAT32_CHAIN)
+    assert folds == [3]
 
 
 def test_folded_residuals():
@@ -322,13 +367,36 @@ class Chooser(Switch):
         return self.body(x) + x
 
 
-def test_a_forward_with_side_effects_has_no_program():
-    model = Chooser()
+class Counter(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x) + x
+
+
+@pytest.mark.parametrize("cls", [Chooser, Counter])
+def test_a_forward_with_side_effects_has_no_program(cls):
+    model = cls()
     nasfast.fuse(model, only_faster=False)
     assert model.forward.program is None
-    before = Chooser.calls
-    model(torch.randn(2, 4, 9, 9))
-    assert Chooser.calls == before + 1
+    before = model.calls
+    for _ in range(3):
+        model(torch.randn(2, 4, 9, 9))
+    assert model.calls == before + 3
+
+
+def test_programs_free_what_nothing_reads_again(no_own_forward):
+    model = nn.Sequential(*unit(), nn.MaxPool2d(2), nn.Flatten()).eval()
+    nasfast.fuse(model)
+    results, alive = [], []
+    model[3].register_forward_pre_hook(lambda _, args: results.append(weakref.ref(args[0])))
+    model[4].register_forward_pre_hook(lambda *_: alive.append(results[0]() is not None))
+    with torch.no_grad():
+        model(torch.randn(2, 4, 8, 8))
+    assert alive == [False]
 
 
 def test_parts_of_a_program_can_be_unfused(executed):
