@@ -102,21 +102,28 @@ def recomputes(gpu: str, chain: Chain) -> bool:
     return similar is not None and TIMES[gpu][similar].recomputes
 
 
-def slower(gpu: str, chain: Chain) -> str:
-    """Why Triton's kernels run this chain faster than the CUDA kernels; empty if they do not."""
+def slower(gpu: str, chain: Chain, *, recompute: bool) -> str:
+    """Why Triton's kernels run this chain faster than the CUDA kernels; empty if they do not.
+
+    Args:
+        recompute: whether the CUDA kernels would compute the expansion again.
+    """
     similar = most_similar(gpu, chain)
-    if similar is None or TIMES[gpu][similar].cuda <= TIMES[gpu][similar].triton:
+    if similar is None:
         return ""
     times = TIMES[gpu][similar]
+    cuda = times.recomputed if recompute and times.recomputed is not None else times.stored
+    if cuda <= times.triton:
+        return ""
     which = similar if similar == chain else f"the modelled chain that is most similar: {similar}"
-    return f"by the model of an {gpu}, {times.cuda:.0f} us, and {times.triton:.0f} us with triton, for {which}"
+    return f"by the model of an {gpu}, {cuda:.0f} us, and {times.triton:.0f} us with triton, for {which}"
 
 
 def summary(gpu: str) -> list[str]:
     """What the model decides for this GPU: lines for people."""
     times = TIMES[gpu].values()
     again = [t for t in times if t.recomputed is not None]
-    reasons = [reason for chain in TIMES[gpu] if (reason := slower(gpu, chain))]
+    reasons = [why for chain, t in TIMES[gpu].items() if (why := slower(gpu, chain, recompute=t.recomputes))]
     return [
         f"cuda by the model of an {gpu}: {sum(t.cuda for t in times):.0f} us, and {sum(t.triton for t in times):.0f} "
         f"us with triton, for the {len(times)} chains of a mobilenet_v2 step; it computes "

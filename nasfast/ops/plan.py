@@ -300,7 +300,8 @@ def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...
     found = [reason for reason in reasons if reason]
     if found:
         return Refusal(found[0], "shape")
-    slower = cuda_times.slower(gpu, make_plan(shape, stages).modelled) if gpu else ""
+    plan = _decide("cuda", dtype, shape, True, False, shapes, gpu) if gpu else None
+    slower = "" if plan is None or gpu is None else cuda_times.slower(gpu, plan.modelled, recompute=plan.recompute)
     return Refusal(slower, "speed") if slower else None
 
 

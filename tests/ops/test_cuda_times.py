@@ -104,6 +104,23 @@ def test_the_kernels_store_an_expansion_that_they_cannot_compute_again(on_a_gpu,
     assert on_a_gpu == [("cuda", False)]
 
 
+def test_an_expansion_that_cannot_be_computed_again_is_decided_by_the_time_of_storing_it(on_a_gpu, monkeypatch):
+    monkeypatch.setitem(cuda_times.TIMES, "H200", {SMALL: Times(triton=10, stored=12, recomputed=6)})
+    run(SMALL)
+    run(SMALL, act="identity")
+    assert on_a_gpu == [("cuda", True), ("triton", False)]
+
+
+def test_a_strided_pointwise_stage_is_decided_by_the_pixels_that_it_reads(on_a_gpu, monkeypatch):
+    plain, strided = (("pointwise", 1, 1),), (("pointwise", 1, 2),)
+    large, small = Chain(plain, 2 * 144, (8, 16)), Chain(plain, 2 * 36, (8, 16))
+    times = {large: Times(10, 8, None), small: Times(10, 12, None)}
+    monkeypatch.setitem(cuda_times.TIMES, "H200", times)
+    for chain in (large, large._replace(stages=strided)):
+        run(chain)
+    assert [backend for backend, _ in on_a_gpu] == ["cuda", "triton"]
+
+
 def test_the_reason_is_logged_once_and_a_named_backend_does_not_mind(on_a_gpu, monkeypatch, caplog):
     monkeypatch.setitem(cuda_times.TIMES, "H200", MADE_UP)
     with caplog.at_level(logging.INFO, logger=backends.__name__):
@@ -121,8 +138,9 @@ def test_the_reason_is_logged_once_and_a_named_backend_does_not_mind(on_a_gpu, m
 def test_the_reason_says_when_the_times_are_those_of_another_chain(monkeypatch):
     monkeypatch.setitem(cuda_times.TIMES, "H200", MADE_UP)
     other = HALVED._replace(pixels=2 * 100)
-    assert cuda_times.slower("H200", HALVED).endswith(f" with triton, for {HALVED}")
-    assert cuda_times.slower("H200", other).endswith(f" for the modelled chain that is most similar: {HALVED}")
+    own, others = (cuda_times.slower("H200", chain, recompute=True) for chain in (HALVED, other))
+    assert own.endswith(f" with triton, for {HALVED}")
+    assert others.endswith(f" for the modelled chain that is most similar: {HALVED}")
 
 
 @pytest.mark.parametrize(
