@@ -224,9 +224,10 @@ def _chosen(backend: str, arch: int) -> Iterator[None]:
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)
-        # plans are kept, and do not know of the last change
-        plan._decide_once.cache_clear()
-        stack.callback(plan._decide_once.cache_clear)
+        # plans and refusals are kept, and do not know of the last change
+        for cache in (plan._decide_once, plan._refuse_once):
+            cache.cache_clear()
+            stack.callback(cache.cache_clear)
         yield
 
 
