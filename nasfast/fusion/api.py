@@ -157,6 +157,7 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     Raises:
         TypeError: model is not an nn.Module.
         ValueError: model was compiled by torch.compile, or an example is given together with only_faster=False.
+        Exception: whatever the model raises for the example. Then nothing is fused.
     """
     _check_module("fuse", model)
     if example is not None and not only_faster:
@@ -175,7 +176,11 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
         module.forward = ChainForward(module, its_chains, program, always=not only_faster)
     ratios = {}
     if example is not None:
-        ratios = measure(model, [example] if isinstance(example, Tensor) else list(example))
+        try:
+            ratios = measure(model, [example] if isinstance(example, Tensor) else list(example))
+        except BaseException:
+            unfuse(model)
+            raise
     more = ["the model was fused before: what was measured is forgotten"] if again else []
     on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
     if only_faster and on_cpu and findings.chains:

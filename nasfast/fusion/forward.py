@@ -107,19 +107,26 @@ class ChainForward(FusedForward):
 
     def _bind(self, module: nn.Module) -> BoundProgram | None:
         """The program if it can replace the module's own forward now."""
-        if self.program is None or (self._bound is not None and self._bound.intact()):
-            return self._bound
-        if self._bound is not None and self._bound.hooked():
+        if self.program is None:
             return None
-        self._bound = None
-        try:
-            bound = BoundProgram(self.program, module, self.executors)
-        except LookupError:
-            return None
-        _assign(self.executors, self.program.chains, module)
-        if any(executor.members is None for executor in self.executors) or not bound.intact():
-            return None
-        self._bound = bound
+        bound = self._bound
+        if bound is None or not bound.intact():
+            if bound is not None and bound.hooked():
+                return None
+            self._bound = None
+            try:
+                bound = BoundProgram(self.program, module, self.executors)
+            except LookupError:
+                return None
+            _assign(self.executors, self.program.chains, module)
+            if any(executor.members is None for executor in self.executors):
+                return None
+            # kept even if it must wait until hooks are removed
+            self._bound = bound
+            return bound if bound.intact() else None
+        if any([executor.members is None for executor in self.executors]):
+            # while a convolution was pruned, which is a hook, its chain had no members
+            _assign(self.executors, self.program.chains, module)
         return bound
 
 

@@ -22,7 +22,7 @@ from nasfast.fusion.program import ChainStep, Frame, Program, Slot, Step
 
 # names that the code of a recognised forward may use besides attributes of its module
 _MODULES = {"torch": torch, "F": torch.nn.functional, "nn": nn}
-_NAMES = {"getattr", "functional", "cat", "chunk", "add", "add_", "mul", "relu", "relu_", "relu6", "hardtanh", "tanh"}
+_NAMES = {"getattr", "functional", "chunk", "add", "add_", "mul", "relu", "relu_", "relu6", "hardtanh", "tanh"}
 _NAMES |= {"flatten", "hardswish", "silu", "sigmoid"}
 # instructions that may change what outlives the forward
 _CHANGES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"}

@@ -10,9 +10,10 @@ import torch
 from fused_models import Candidate, check_same, conv, disturb, make, observe, set_mode, unit
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import nasfast
-from nasfast.fusion import fold, forward, measure, rule
+from nasfast.fusion import fold, forward, measure, program, rule
 
 MODELS = ["mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small", "regnet_y_400mf"]
 
@@ -306,6 +307,13 @@ def test_measured_times_are_of_the_model_as_it_is():
         nasfast.fuse(model, torch.randn(2, 16, 20, 20), only_faster=False)
 
 
+def test_an_example_that_the_model_refuses_leaves_it_unfused():
+    model = block()
+    with pytest.raises(RuntimeError, match="expected input"):
+        nasfast.fuse(model, torch.randn(2, 3, 20, 20))
+    assert nasfast.unfuse(model) == 0
+
+
 class Switch(nn.Module):
     """Its forward reads an attribute, a submodule that may be None, and a function."""
 
@@ -357,6 +365,34 @@ def test_programs_notice_changes(change, training, executed):
     CHANGES[change](plain), CHANGES[change](fused)
     want = observe(plain, x)
     check_same(observe(fused, x), want)
+
+
+def test_programs_run_again_after_hooks_and_pruning(executed, monkeypatch):
+    bound = []
+
+    class Recorded(program.BoundProgram):
+        def __init__(self, *args):
+            bound.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(forward, "BoundProgram", Recorded)
+    plain = disturb(nn.Sequential(unit(), unit()).double())
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused, only_faster=False)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    handle = fused[0][1].register_forward_hook(lambda *_: None)
+    for _ in range(3):
+        fused(x), plain(x)
+    assert len(bound) == 1, "a hook does not bind the program again at each forward"
+    handle.remove()
+    for change in (lambda m: None, lambda m: prune.l1_unstructured(m[0][0], "weight", 0.5)):
+        change(plain), change(fused)
+        check_same(observe(fused, x), observe(plain, x))
+    for model in (plain, fused):
+        prune.remove(model[0][0], "weight")
+    executed.clear()
+    check_same(observe(fused, x), observe(plain, x))
+    assert len(executed) == len(fused.forward.chains)
 
 
 class Chooser(Switch):
