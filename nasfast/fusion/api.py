@@ -120,10 +120,9 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     How a chain runs is decided for each shape and type of its input, mode and what trains:
 
     - without gradients and with running statistics, on a CPU, its BatchNorms are folded into its convolutions. The
-      folded weights need as much memory as the weights. They are computed again after any change of which PyTorch's
-      version counters know, and after `parameter.data = ...`. They are not computed again after a change in place
-      through `Tensor.data` or a NumPy array, such as `parameter.data.mul_(0.9)`, if nothing trains in between: write
-      under torch.no_grad() instead, or call `fuse` again.
+      folded weights need as much memory as the weights. They are computed again after a change. Only a change in place
+      of a few numbers may be missed, if it is made through `Tensor.data` or a NumPy array, where PyTorch does not count
+      it: write under torch.no_grad() instead, or call `fuse` again.
     - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
       `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
       situation: its shape and type, the model's present mode, autocast and gradients.

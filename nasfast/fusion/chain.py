@@ -105,11 +105,6 @@ class Members:
             found += (buffers["running_mean"], buffers["running_var"])
         return found
 
-    def batches(self) -> list[Tensor]:
-        """The numbers of batches that the BatchNorms have counted, of those that count."""
-        counts = [bn._buffers.get("num_batches_tracked") for bn in self.norms]
-        return [count for count in counts if count is not None]
-
 
 def descendant(module: nn.Module, path: Path) -> nn.Module:
     """The module at this path below a module.

@@ -107,23 +107,21 @@ class Executor:
         assert self.members is not None  # or there would be no way
         folded = self._folded
         if way is Way.FOLDED and folded is not None:
-            sources = [*self.members.tensors(), *self.members.batches()]
-            if folded.serves(sources, self.members.settings(), result_dtype(x)):
+            if folded.serves(self.members.tensors(), self.members.settings(), result_dtype(x)):
                 return folded.run(x, residual)
         return self.run(way, x, self.members.begin(), residual)
 
     def run(self, way: Way, x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
         """The result of these stages, which are all or the first of the chain's."""
         if way is Way.FOLDED and not any([stage.training for stage in stages]):
-            assert self.members is not None  # it has decided
-            dtype, batches = result_dtype(x), self.members.batches()
+            dtype = result_dtype(x)
             # another thread may drop it meanwhile
             folded = self._folded
-            if folded is None or not folded.serves([*sources_of(stages), *batches], settings_of(stages), dtype):
+            if folded is None or not folded.serves(sources_of(stages), settings_of(stages), dtype):
                 # the tensors may be others than those for which the way was decided
                 if not _fits(x, stages) or not _can_fold(x, stages):
                     return run_stages(x, stages, residual)
-                folded = self._folded = Folded(stages, batches, dtype, x.shape)
+                folded = self._folded = Folded(stages, dtype, x.shape)
             return folded.run(x, residual)
         return run_stages(x, stages, residual)
 
@@ -203,4 +201,4 @@ def _can_fold(x: Tensor, stages: Sequence[Stage]) -> bool:
     """Whether folding is exact and is seen to be outdated: inference tensors have no version counters."""
     if x.device.type != "cpu" or x.numel() == 0:
         return False
-    return not any(t.is_inference() for stage in stages for t in stage.params if t is not None)
+    return all(t.is_cpu and not t.is_inference() for t in sources_of(stages))

@@ -6,6 +6,7 @@ others are PyTorch's convolutions.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from nasfast.ops.reference import Stage
 # The fewest products of a convolution, depthwise ones aside, that runs on oneDNN's convolution with activation. A call
 # of it costs 30 us, and a small convolution of PyTorch 5 us: measured on two AVX-512 cores.
 _MIN_PRODUCTS = 8_000_000
+
+# bytes of a weight or bias that are compared
+_WINDOW = 64
 
 # oneDNN's name and numbers of each activation of a stage that it computes with the convolution
 _ONEDNN_ACTS: dict[str, tuple[str, list[float]]] = {
@@ -47,24 +51,28 @@ class Folded:
 
     It is valid while its sources are the same tensors in the same memory with the same version counters. PyTorch counts
     every change in place, with three exceptions: through `Tensor.data`, through NumPy arrays that share the memory, and
-    of running statistics by a BatchNorm. So the numbers of batches that the BatchNorms have counted are sources too.
+    of running statistics by a BatchNorm. Therefore running means are compared with what they were. So are a few
+    numbers of other sources, because such a change, like a moving average, mostly is one of all numbers.
 
     Args:
-        stages: stages that all normalise with running statistics. None of their tensors is an inference tensor, which
-            has no version counter.
-        batches: `num_batches_tracked` of the BatchNorms.
+        stages: stages that all normalise with running statistics. Their tensors are in the memory of the CPU, and none
+            is an inference tensor, which has no version counter.
         dtype: the type in which the convolutions compute.
         shape: (N, C, H, W) of an input; oneDNN chooses the layout of the weights for it.
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], batches: Sequence[Tensor], dtype: torch.dtype, shape: torch.Size
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, shape: torch.Size) -> None:
         self.dtype = dtype
-        self._sources = [*sources_of(stages), *batches]
+        self._sources = sources_of(stages)
         self._states = self._states_now()
         # another tensor cannot get the same memory while it is held here
         self._memory = [tensor.untyped_storage() for tensor in self._sources]
+        self._windows = [_window(tensor) for stage in stages for tensor in stage.params[:3]]
+        # a variance changes with its mean, which may stay the same in dead channels
+        self._windows += [
+            _window(mean, whole=True) for stage in stages if (mean := stage.params.running_mean) is not None
+        ]
+        self._seen = [window.raw for window in self._windows]
         self._settings = settings_of(stages)
         self._convolutions: list[Callable[[Tensor], Tensor]] = []
         size: tuple[int, ...] = shape[2:]
@@ -76,7 +84,9 @@ class Folded:
         """Whether this still is what stages with these sources and settings compute."""
         same = dtype == self.dtype and len(sources) == len(self._sources) and settings == self._settings
         same = same and all(map(operator.is_, sources, self._sources))
-        return same and self._states_now() == self._states
+        # the windows may be read only while the tensors are in this memory
+        same = same and self._states_now() == self._states
+        return same and [window.raw for window in self._windows] == self._seen
 
     def _states_now(self) -> list[tuple[int, int]]:
         return [(tensor._version, tensor.data_ptr()) for tensor in self._sources]
@@ -90,6 +100,16 @@ class Folded:
             return x
         # the result of a convolution is nobody else's
         return x.add_(residual) if (residual.shape, residual.dtype) == (x.shape, x.dtype) else x + residual
+
+
+def _window(tensor: Tensor, *, whole: bool = False) -> ctypes.Array[ctypes.c_char]:
+    """The memory that is compared: the whole tensor, or a few numbers in its middle."""
+    itemsize = tensor.element_size()
+    start = 0 if whole else tensor.numel() // 2 * itemsize
+    # a view with gaps may end behind its memory
+    there = int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * itemsize
+    end = min(tensor.numel() * itemsize, there, there if whole else start + _WINDOW)
+    return (ctypes.c_char * max(0, end - start)).from_address(tensor.data_ptr() + start)
 
 
 def sources_of(stages: Sequence[Stage]) -> list[Tensor]:
