@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -38,8 +39,8 @@ class SqueezeExcite(ConfigBase):
     gate: Gate = "hsigmoid"
 
     def __post_init__(self) -> None:
-        if self.ratio <= 0:
-            raise ValueError(f"se: ratio must be positive, got {self.ratio}")
+        if not 0 < self.ratio < math.inf:
+            raise ValueError(f"se: ratio must be positive and finite, got {self.ratio}")
 
     @property
     def label(self) -> str:
@@ -81,8 +82,8 @@ class Block(ConfigBase):
             raise ValueError(f"block {self.kind}: only mbconv has squeeze-and-excitation: leave out se")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"block {self.kind}: kernel must be odd and positive, got {self.kernel}")
-        if self.expand < 1:
-            raise ValueError(f"block {self.kind}: expand must be at least 1, got {self.expand}")
+        if not 1 <= self.expand < math.inf:
+            raise ValueError(f"block {self.kind}: expand must be at least 1 and finite, got {self.expand}")
 
     def hidden_channels(self, in_channels: int) -> int:
         """Channels of the depthwise convolution of an `mbconv`."""
