@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,9 +139,13 @@ def is_compiled(source):
     """Whether the build folder of this checkout has the source as it is now, compiled for every architecture."""
     folder = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
     target = f"CMakeFiles/cuda_kernels.dir/kernels/cuda/{source.name}.o"
+    if not (folder / "CMakeCache.txt").exists():
+        return False
+    # the ninja that built the folder, because one of another version deletes its log, and so all that it knows
+    (ninja_path,) = re.findall(r"^CMAKE_MAKE_PROGRAM:.*=(.*)$", (folder / "CMakeCache.txt").read_text(), re.MULTILINE)
 
     def ninja(*arguments):
-        command = [sys.executable, "-m", "ninja", "-C", folder, *arguments, target]
+        command = [ninja_path, "-C", folder, *arguments, target]
         return subprocess.run(command, capture_output=True, text=True).stdout
 
     # the dry run says what it would compile
