@@ -68,7 +68,7 @@ def _read() -> dict[str, dict[Chain, Times]]:
             )
             for row in rows
         }
-        for gpu, rows in json.loads(_FILE.read_text()).items()
+        for gpu, rows in json.loads(_FILE.read_text(encoding="utf-8")).items()
     }
 
 

@@ -11,7 +11,7 @@ from kernel_cases.chain import (
 )
 
 from nasfast import ops
-from nasfast.ops import ConvBNParams, Stage
+from nasfast.ops import ConvBNParams, Stage, reference
 
 
 def forward_arguments(drawn: Drawn, *, recompute: bool = False, **changes) -> dict:
@@ -172,7 +172,7 @@ BAD_PLAN = {
     "another kind": broken_plan(0, kind=1),
     "pointwise instead of depthwise": broken_plan(1, kind=0),
     "dense in the middle": broken_plan(1, kind=2),
-    "unknown act": broken_plan(0, act=4),
+    "unknown act": broken_plan(0, act=len(reference.ACTIVATIONS)),
     "negative act": broken_plan(0, act=-1),
     "no output channels": broken_plan(0, out_channels=0),
     "other output channels": broken_plan(0, out_channels=17),
