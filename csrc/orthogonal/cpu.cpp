@@ -36,7 +36,12 @@ using namespace orthogonal;
 // waits forever for a team of threads that OpenMP does not provide there.
 class OneThread {
  public:
-  OneThread() : before_(set(1)) {}
+  OneThread() {
+    // The first time that a thread asks torch for this number, torch sets MKL's to it, after torch.set_num_threads.
+    // Were that left to the first operator of this thread, it would undo what is set here.
+    torch::stable::get_num_threads();
+    before_ = set(1);
+  }
   ~OneThread() { set(before_); }
   OneThread(const OneThread&) = delete;
   OneThread& operator=(const OneThread&) = delete;
