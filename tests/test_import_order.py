@@ -27,10 +27,14 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.launcher": set(),
     "runtime.lock": {"runtime.files"},
     "runtime.moved": set(),
+    "runtime.progress": set(),
     "runtime.termination": set(),
     "runtime": {"config", "runtime.launcher"},
     "settings": {"config", "runtime.moved"},
     "settings.run": {"config", "settings", "indicators.config", "search", "runtime"},
+    "tasks": {
+        "config", "runtime.files", "runtime.lock", "runtime.progress", "runtime.termination", "runtime", "settings",
+    },
     "spaces": {"config", "runtime.moved"},
     "ops": {"runtime.files", "runtime.moved"},
     "fusion": {"ops"},
@@ -44,8 +48,8 @@ ALLOWED: dict[str, set[str]] = {
         "analysis.meanfield", "settings",
     },
     "train": {
-        "config", "runtime.files", "runtime.lock", "runtime.moved", "runtime.termination", "runtime", "spaces",
-        "supernet", "engine", "settings",
+        "config", "runtime.files", "runtime.lock", "runtime.moved", "runtime.progress", "runtime.termination",
+        "runtime", "spaces", "supernet", "engine", "settings",
     },
     "cells": {
         "config", "seeds", "runtime.files", "runtime.moved", "spaces", "ops", "supernet", "engine", "train",
@@ -103,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline", "settings.run",
     },
     "cli": {
-        "config", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",
+        "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",
         "runtime.launcher", "settings.run",
     },
     "__main__": {"cli"},
@@ -127,11 +131,12 @@ LATE = {
     ("nasfast.ops.registry", "nasfast.ops.triton.mixed"),
 }
 TORCH_FREE = {
-    "cli", "__main__", "config", "seeds", "runtime.files", "runtime.lock", "runtime.moved", "runtime.termination",
-    "spaces", "indicators.accuracies", "indicators.table", "indicators.structure", "indicators.rank", "search",
-    "runtime.late", "runtime.launcher", "settings", "settings.run", "indicators.config", "studies.registry",
+    "cli", "__main__", "config", "seeds", "runtime.files", "runtime.lock", "runtime.moved", "runtime.progress",
+    "runtime.termination", "spaces", "indicators.accuracies", "indicators.table", "indicators.structure",
+    "indicators.rank", "search", "runtime.late", "runtime.launcher", "settings", "settings.run", "indicators.config",
+    "studies.registry",
 }  # fmt: skip
-OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "triton", "torch_tb_profiler"}
+OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "ray", "triton", "torch_tb_profiler"}
 
 
 def part_of(module: str) -> str:

@@ -19,6 +19,7 @@ import yaml
 from nasfast.config import ConfigBase, ConfigError, load_yaml, local, nearest
 from nasfast.measure.config import LatencyConfig, ProfileConfig
 from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.settings.tasks import TaskSettings
 from nasfast.studies import registry
 
 Config = TypeVar("Config", bound=ConfigBase)
@@ -124,6 +125,43 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     parsed.pop("config")
     resume = parsed.pop("resume", False)
     return RunConfig.from_dict(parsed), resume
+
+
+def _add_task_flags(parser: Parser) -> None:
+    """Add the flags that say where tasks run and for how long; `_task_settings` reads them."""
+    default = TaskSettings()
+    parser.add_argument(
+        "--executor",
+        choices=("processes", "ray"),
+        default=default.executor,
+        help="where tasks run: in processes of this machine, or on a Ray cluster",
+    )
+    parser.add_argument("--ray.address", metavar="HOST:PORT", help="with --executor ray: the cluster's head")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=default.workers,
+        help="tasks at a time on this machine; 0 takes as many as cores and memory allow",
+    )
+    parser.add_argument(
+        "--attempts",
+        type=int,
+        default=default.attempts,
+        help="how often a failing task is tried",
+    )
+    parser.add_argument("--max-hours", type=float, help="stop cleanly after this time; --resume continues")
+    parser.add_argument("--dry-run", action="store_true", help="only print the tasks with their time and memory")
+
+
+def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings, bool]:
+    """Take the flags of `_add_task_flags` out of parsed ones; also returns whether it is a dry run.
+
+    Raises:
+        ConfigError: a value cannot be used.
+    """
+    dry_run = parsed.pop("dry_run")
+    given = {name: parsed.pop(name) for name in ("executor", "workers", "attempts", "max_hours")}
+    return TaskSettings.from_dict({**given, "ray_address": parsed.pop("ray")["address"]}), dry_run
 
 
 def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, str | None]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from nasfast.runtime import progress
 from nasfast.runtime.files import METRICS_FILE, locked_lines, read_metrics, write_atomic
 
 _LOG = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class TrainLog:
             for name, value in metrics.items():
                 if value is not None and self._board:
                     self._board.add_scalar(name, value, step)
+        progress.tell(self._stage, step, self._total)
         text = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items() if value is not None)
         if self._bar:
             self._bar.update(self._task, completed=step, metrics=text)

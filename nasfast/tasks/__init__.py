@@ -1,0 +1,12 @@
+"""One executor for many independent pieces of work: processes of this machine, or the workers of a Ray cluster.
+
+A task is a function by name, JSON arguments and a folder: files in, files out. It is finished when its `task.json`
+exists. A task that was interrupted continues in its folder, wherever it runs next.
+"""
+
+from nasfast.settings.tasks import TaskSettings
+from nasfast.tasks.room import MEMORY, threads_for
+from nasfast.tasks.runner import TaskRunner
+from nasfast.tasks.task import Task, TaskError, TaskResult
+
+__all__ = ["MEMORY", "Task", "TaskError", "TaskResult", "TaskRunner", "TaskSettings", "threads_for"]

@@ -1,0 +1,55 @@
+"""How many tasks fit on this machine: its cores and its memory, as its container sees them. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from nasfast.tasks.task import Task
+
+MEMORY = 2 << 30
+"""Bytes that a task needs which does not say how many: PyTorch with its libraries, a small network and its images."""
+
+_SYSTEM = Path("/")
+
+
+def cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_for(tasks: int) -> int:
+    """Threads for each of `tasks` tasks, such that all cores are in use: one, unless there are fewer tasks than cores.
+
+    Results depend on the number of threads, so the caller keeps this number for later calls.
+    """
+    return max(1, cores() // max(1, tasks))
+
+
+def free_memory(system: Path = _SYSTEM) -> int:
+    """Bytes that new processes may use: what is available, and what the control group still allows.
+
+    Args:
+        system: root of the file system, for tests.
+    """
+    lines = (system / "proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    group = system / "sys/fs/cgroup"
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no control group of version 2, or no limit ("max")
+        return free
+    return min(free, max(0, limit - used))
+
+
+def workers_for(tasks: Sequence[Task]) -> int:
+    """How many of these tasks may run at a time here; at least one.
+
+    Tasks on a GPU run one after another, because they would share it; a Ray cluster gives each a GPU of its own.
+    """
+    if not tasks or any(task.gpus for task in tasks):
+        return 1
+    by_cores = cores() // max(task.threads for task in tasks)
+    by_memory = free_memory() // max(task.memory or MEMORY for task in tasks)
+    return max(1, min(by_cores, by_memory, len(tasks)))

@@ -1,0 +1,100 @@
+"""One view of all tasks on standard error: how many are done, what runs, and about how long the rest takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from nasfast.tasks.task import Task
+from nasfast.tasks.work import PROGRESS_FILE
+
+_LOG = logging.getLogger(__name__)
+
+_SECONDS_PER_LINE = 10.0
+
+
+class View:
+    """A bar on a terminal; elsewhere a line at most every ten seconds.
+
+    Args:
+        total: sum of the costs of all tasks; it grows if more come.
+        tasks: number of these tasks, if it is known.
+    """
+
+    def __init__(self, total: float = 0.0, tasks: int = 0) -> None:
+        self._expected, self._expected_tasks = total, tasks
+        self._seen, self._seen_tasks = 0.0, 0
+        self._done, self._done_tasks, self._given = 0.0, 0, 0.0
+        self._begin, self._said, self._last = time.monotonic(), -math.inf, ""
+        console = Console(file=sys.stderr)
+        self._bars = None
+        if console.is_terminal:
+            columns = TextColumn("tasks"), BarColumn(), TextColumn("{task.description}")
+            self._bars = Progress(*columns, console=console)
+            self._bar = self._bars.add_task("", total=1.0)
+            self._bars.start()
+
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """Count tasks that will run now."""
+        self._seen += sum(task.cost for task in tasks)
+        self._seen_tasks += len(tasks)
+
+    def done(self, task: Task, *, before: bool = False) -> None:
+        """Count a task that has ended; `before` says that an earlier call did the work."""
+        self._done += task.cost
+        self._done_tasks += 1
+        self._given += task.cost if before else 0.0
+
+    def show(self, running: Mapping[str, tuple[Task, Path]]) -> None:
+        """Show the state; `running` has the tasks that run, with their folders, by name."""
+        total, count = max(self._expected, self._seen), max(self._expected_tasks, self._seen_tasks)
+        states, part = [], 0.0
+        for name, (task, folder) in running.items():
+            state = _state(folder)
+            if state is not None:
+                stage, done, size = state
+                part += task.cost * min(1.0, done / max(1, size))
+                name = f"{name}: {stage} {done}/{size}"
+            states.append(name)
+        work = self._done + part
+        gained, elapsed = work - self._given, time.monotonic() - self._begin
+        text = f"{self._done_tasks} of {count} tasks done"
+        if gained > 0 and total > work:
+            text += f", about {duration(elapsed * (total - work) / gained)} left"
+        if states:
+            more = f" and {len(states) - 4} more" if len(states) > 4 else ""
+            text += f"; running {', '.join(states[:4])}{more}"
+        if self._bars is not None:
+            self._bars.update(self._bar, completed=work / total if total else 0.0, description=text)
+        elif text != self._last and (time.monotonic() - self._said >= _SECONDS_PER_LINE or not states):
+            self._said, self._last = time.monotonic(), text
+            _LOG.info("%s", text)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bars is not None:
+            self._bars.stop()
+
+
+def duration(seconds: float) -> str:
+    """A duration in one unit that a reader grasps: s, min or h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def _state(folder: Path) -> tuple[str, int, int] | None:
+    """What a running task told last; None if it told nothing."""
+    try:
+        stage, done, total = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return stage, done, total

@@ -1,0 +1,187 @@
+"""Tasks end as their functions say, wherever they run; what is wrong with them is said before anything runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import task_functions
+
+from nasfast.runtime import progress
+from nasfast.runtime.lock import RunDirectoryError, run_lock
+from nasfast.tasks import Task, TaskError, TaskRunner, TaskSettings, room, threads_for
+from nasfast.tasks.task import LOG_FILE, TASK_FILE, save_result, saved_result
+from nasfast.tasks.view import View, duration
+from nasfast.tasks.work import PROGRESS_FILE, execute
+
+ADD = Task("deep/add", "task_functions:add", {"a": 2, "b": 3}, threads=2)
+FAIL = Task("fail", "task_functions:always_fail", {"text": "no\nimages"})
+MISSING = Task("missing", "task_functions:no_such_function")
+DIE = Task("die", "task_functions:die_once")
+
+
+def here(task: Task, folder: Path, deadline: float | None = None):
+    """One attempt in this process."""
+    return execute(task, str(folder / task.name), ".", deadline)
+
+
+def test_a_task_writes_its_result_and_its_log(tmp_path, capfd):
+    assert here(ADD, tmp_path) == ("done", "")
+    form = json.loads((tmp_path / "deep/add" / TASK_FILE).read_text())
+    assert form.pop("digest")
+    assert form == {
+        "function": "task_functions:add",
+        "arguments": {"a": 2, "b": 3},
+        "threads": 2,
+        "result": {"sum": 5, "threads": 2},
+    }
+    log = (tmp_path / "deep/add" / LOG_FILE).read_text()
+    assert "from another program" in log and log.rstrip().endswith("done")
+    assert "another program" not in "".join(capfd.readouterr())
+    assert here(ADD, tmp_path) == ("done", "")
+    assert (tmp_path / "deep/add/begun").read_text() == "x", "a finished task ran again"
+
+
+@pytest.mark.parametrize(
+    ("task", "error"),
+    [
+        (FAIL, "ValueError: no images"),
+        (MISSING, "this worker cannot import task_functions:no_such_function"),
+        (Task("odd", "builtins:len"), "TypeError"),
+    ],
+    ids=["raises", "no function", "wrong call"],
+)
+def test_an_error_is_an_ending_with_a_traceback_in_the_log(task, error, tmp_path):
+    status, text = here(task, tmp_path)
+    assert status == "failed" and error in text and "\n" not in text
+    assert "Traceback" in (tmp_path / task.name / LOG_FILE).read_text()
+    assert saved_result(tmp_path / task.name, task) is None
+
+
+def test_the_deadline_stops_a_task_that_may_still_save(tmp_path):
+    begin = time.monotonic()
+    assert here(Task("wait", "task_functions:wait_for_ever"), tmp_path, time.time() + 0.3)[0] == "stopped"
+    assert time.monotonic() - begin < 30
+    assert (tmp_path / "wait/saved").exists()
+    assert not (tmp_path / "wait" / PROGRESS_FILE).exists()
+
+
+def test_a_finished_folder_is_not_taken_for_another_task(tmp_path):
+    save_result(tmp_path / "add", ADD, 1)
+    other = Task("add", ADD.function, {"a": 2, "b": 4}, threads=2)
+    with pytest.raises(TaskError, match=r"another task: arguments.b was 3, now 4"), TaskRunner(tmp_path) as runner:
+        runner.run([other])
+    (tmp_path / "add" / TASK_FILE).write_text("{")
+    with pytest.raises(TaskError, match="is damaged"):
+        saved_result(tmp_path / "add", other)
+
+
+@pytest.mark.parametrize("value", [{1}, (1, 2), float("nan"), {1: 2}, Path("x")])
+def test_arguments_that_are_not_json_are_refused(value, tmp_path):
+    with pytest.raises(TaskError, match="'bad'.*JSON"), TaskRunner(tmp_path) as runner:
+        runner.run([Task("bad", "task_functions:add", {"a": value})])
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path):
+    with pytest.raises(TaskError, match="two tasks have the name 'die'"), TaskRunner(tmp_path) as runner:
+        runner.run([DIE, DIE])
+
+
+def test_two_drivers_of_one_folder_are_refused(tmp_path, monkeypatch):
+    with run_lock(tmp_path):
+        monkeypatch.setattr("nasfast.runtime.lock._held", {})  # as another process sees it
+        with pytest.raises(RunDirectoryError, match="in use by"), TaskRunner(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"workers": -1}, "workers"),
+        ({"attempts": 0}, "attempts"),
+        ({"max_hours": 0.0}, "max-hours"),
+        ({"ray_address": "a:1"}, "--executor ray"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, text):
+    with pytest.raises(ValueError, match=text):
+        TaskSettings(**changes)
+
+
+def test_how_many_tasks_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "cores", lambda: 8)
+    monkeypatch.setattr(room, "free_memory", lambda: 7 << 30)
+    assert [threads_for(n) for n in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    assert room.workers_for([DIE] * 20) == 3, "2 GiB each"
+    assert room.workers_for([Task("t", "f", memory=1 << 30, threads=2)] * 20) == 4
+    assert room.workers_for([Task("t", "f", memory=1 << 40)] * 20) == 1
+    assert room.workers_for([Task("t", "f", memory=1, gpus=1)] * 20) == 1
+    assert room.workers_for([Task("t", "f", memory=1)] * 2) == 2
+
+
+def test_memory_is_what_the_machine_and_the_container_leave(tmp_path, monkeypatch):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable:   50 kB\n")
+    assert room.free_memory(tmp_path) == 50 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("1000\n")
+    for limit, free in (("max", 50 * 1024), ("21000", 20000), ("500", 0)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        assert room.free_memory(tmp_path) == free
+
+
+def test_the_view_estimates_what_is_left(tmp_path, monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr("nasfast.tasks.view.time.monotonic", lambda: now[0])
+    view = View()
+    view.expect([DIE, FAIL, ADD])
+    view.done(ADD, before=True)
+    (tmp_path / PROGRESS_FILE).write_text(json.dumps(["supernet", 1, 4]))
+    now[0] = 60.0
+    with caplog.at_level("INFO", "nasfast"):
+        view.show({"die": (DIE, tmp_path)})
+    # a quarter of a task took 60 s, and one and three quarters are left
+    assert caplog.messages == ["1 of 3 tasks done, about 7 min left; running die: supernet 1/4"]
+    assert [duration(s) for s in (5, 600, 3600 * 5)] == ["5 s", "10 min", "5.0 h"]
+
+
+def test_only_listeners_hear_of_progress():
+    heard = []
+    with progress.listening(lambda *state: heard.append(state)):
+        progress.tell("a", 1, 2)
+    progress.tell("b", 2, 2)
+    assert heard == [("a", 1, 2)]
+
+
+@pytest.mark.slow
+def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog):
+    with TaskRunner(tmp_path, TaskSettings(workers=1, attempts=2)) as runner:
+        found = runner.run([FAIL, DIE, ADD])
+        again = runner.run([ADD])
+    assert [r.name for r in found] == ["fail", "die", "deep/add"]
+    failed, died, added = found
+    assert (failed.status, failed.error, failed.attempts) == ("failed", "ValueError: no images", 2)
+    assert "Traceback" in failed.log.read_text()
+    assert (died.status, died.attempts) == ("done", 2)
+    assert (added.status, added.result, added.attempts) == ("done", {"sum": 5, "threads": 2}, 1)
+    assert (again[0].result, again[0].attempts) == (added.result, 0)
+    assert "task die, attempt 1: its worker died" in caplog.text
+    assert "task fail failed in 2 attempts: ValueError: no images; its log is" in caplog.text
+    # the same bytes as in this process
+    here(ADD, tmp_path / "here")
+    assert (tmp_path / "here/deep/add" / TASK_FILE).read_bytes() == (tmp_path / "deep/add" / TASK_FILE).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_time_limit_stops_cleanly_and_a_later_call_continues(tmp_path):
+    wait = Task("wait", "task_functions:wait_for_ever")
+    with TaskRunner(tmp_path, TaskSettings(workers=1, max_hours=8 / 3600)) as runner:
+        found = runner.run([ADD, wait, DIE])
+        assert runner.time_is_over
+    assert [r.status for r in found] == ["done", "stopped", "stopped"]
+    assert (tmp_path / "wait/saved").exists()
+    assert not (tmp_path / "die").exists()
+    assert task_functions.count(tmp_path / "deep/add") == 2
