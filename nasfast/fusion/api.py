@@ -128,8 +128,8 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
       situation: its shape and type, the model's present mode, autocast and gradients.
     - else as before. The report says which chains these are.
 
-    A stage is an nn.Conv2d without bias and with equal stride and padding in both directions, then an nn.BatchNorm2d
-    (or timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. A chain
+    A stage is an nn.Conv2d with equal stride and padding in both directions, then an nn.BatchNorm2d (or timm's
+    BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. A chain
     continues while nothing else reads the values between its stages. It ends at the border of a block, which is a
     module with several convolutions. An addition to the result of the last stage belongs to the chain. `fuse` traces
     forwards with torch.fx, and where it cannot trace one, it traces the modules that this forward calls. So a supernet

@@ -17,6 +17,7 @@ class Conv(NamedTuple):
     stride: int
     padding: int
     groups: int
+    bias: Tensor | None
 
 
 def activation_of(function: object, *args: Any, **kwargs: Any) -> str | None:
@@ -41,9 +42,9 @@ def square_conv(
 ) -> Conv | None:
     """The convolution that F.conv2d computes with these arguments behind its input; None if no stage can have it."""
     step, pad = _one(stride), _one(padding)
-    if bias is not None or step is None or pad is None or _one(dilation) != 1:
+    if step is None or pad is None or _one(dilation) != 1:
         return None
-    return Conv(weight, step, pad, groups)
+    return Conv(weight, step, pad, groups, bias)
 
 
 def _one(value: str | int | Sequence[int]) -> int | None:

@@ -97,12 +97,14 @@ class Members:
         ]
 
     def tensors(self) -> list[Tensor | None]:
-        """Weights and statistics: five of each stage, in the order of `ConvBNParams`."""
+        """Weights and statistics of each stage in the order of `ConvBNParams`, without biases that are None."""
         found: list[Tensor | None] = []
         for conv, bn in zip(self.convs, self.norms, strict=True):
             affine, buffers = bn._parameters, bn._buffers
             found += (conv._parameters["weight"], affine["weight"], affine["bias"])
             found += (buffers["running_mean"], buffers["running_var"])
+            bias = conv._parameters["bias"]
+            found += () if bias is None else (bias,)
         return found
 
 
@@ -129,16 +131,16 @@ def _stage(conv: nn.Conv2d, bn: nn.BatchNorm2d, act: str) -> Stage:
     # nn.Module finds parameters by their names ten times as slowly
     affine: dict[str, Any] = bn._parameters
     weight: Any = conv._parameters["weight"]
-    params = ConvBNParams(weight, affine["weight"], affine["bias"], **running_of(bn))
+    bias = conv._parameters["bias"]
+    params = ConvBNParams(weight, affine["weight"], affine["bias"], **running_of(bn), conv_bias=bias)
     return Stage(params, conv.stride[0], int(conv.padding[0]), conv.groups, act, **settings_of(bn))
 
 
 def _is_conv(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
-    if not isinstance(module, nn.Conv2d) or weight is None:
+    if not isinstance(module, nn.Conv2d) or weight is None or "bias" not in module._parameters:
         return False
-    given = module._parameters.get("bias"), module.stride, module.padding, module.dilation, module.groups
-    return square_conv(weight, *given) is not None
+    return square_conv(weight, None, module.stride, module.padding, module.dilation, module.groups) is not None
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from nasfast.fusion.chain import Members
 from nasfast.fusion.fold import IN_PLACE, Folded, settings_of, sources_of
 from nasfast.ops import checks
 from nasfast.ops.conv import conv_bn_act_chain
-from nasfast.ops.reference import ConvBNParams, Stage
+from nasfast.ops.reference import Stage
 
 # decisions that one chain keeps; one for each shape of its input
 _KEPT_WAYS = 256
@@ -64,6 +64,8 @@ class Executor:
                 trains = trains or weight.requires_grad
                 affine: dict[str, Any] = bn._parameters
                 wanted = wanted or affine["weight"].requires_grad or affine["bias"].requires_grad
+                bias = conv._parameters["bias"]
+                wanted = wanted or (bias is not None and bias.requires_grad)
         wanted = gradients and (wanted or trains or x.requires_grad)
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -140,7 +142,7 @@ def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> T
         return plain_stages(x, stages)
     for given, used in zip(stages, exact, strict=True):
         if given is not used and given.training:
-            for running, moved in zip(given.params[3:], used.params[3:], strict=True):
+            for running, moved in zip(given.params[3:5], used.params[3:5], strict=True):
                 if running is not None and moved is not None:
                     running.copy_(moved)
     return y
@@ -149,7 +151,7 @@ def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> T
 def plain_stages(x: Tensor, stages: Sequence[Stage]) -> Tensor:
     """The stages as PyTorch's functions."""
     for params, stride, padding, groups, act, training, momentum, eps in stages:
-        x = F.conv2d(x, params.conv_weight, None, stride, padding, 1, groups)
+        x = F.conv2d(x, params.conv_weight, params.conv_bias, stride, padding, 1, groups)
         x = F.batch_norm(
             x, params.running_mean, params.running_var, params.bn_weight, params.bn_bias, training, momentum, eps
         )
@@ -184,9 +186,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def _norm_in_float32(stage: Stage) -> Stage:
-    weight, bn_weight, bn_bias, *running = stage.params
-    exact = [None if tensor is None else tensor.float() for tensor in running]
-    return stage._replace(params=ConvBNParams(weight, bn_weight.float(), bn_bias.float(), *exact))
+    params = stage.params
+    mean, var = (None if tensor is None else tensor.float() for tensor in (params.running_mean, params.running_var))
+    affine = {"bn_weight": params.bn_weight.float(), "bn_bias": params.bn_bias.float()}
+    return stage._replace(params=params._replace(**affine, running_mean=mean, running_var=var))
 
 
 def _fits(x: Tensor, stages: Sequence[Stage]) -> bool:

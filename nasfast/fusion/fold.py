@@ -67,7 +67,8 @@ class Folded:
         self._states = self._states_now()
         # another tensor cannot get the same memory while it is held here
         self._memory = [tensor.untyped_storage() for tensor in self._sources]
-        self._windows = [_window(tensor) for stage in stages for tensor in stage.params[:3]]
+        weights = [tensor for s in stages for tensor in (*s.params[:3], s.params.conv_bias) if tensor is not None]
+        self._windows = [_window(tensor) for tensor in weights]
         # a variance changes with its mean, which may stay the same in dead channels
         self._windows += [
             _window(mean, whole=True) for stage in stages if (mean := stage.params.running_mean) is not None
@@ -113,7 +114,7 @@ def _window(tensor: Tensor, *, whole: bool = False) -> ctypes.Array[ctypes.c_cha
 
 
 def sources_of(stages: Sequence[Stage]) -> list[Tensor]:
-    """Every tensor from which the folded weights are computed: five of each stage."""
+    """Every tensor from which the folded weights are computed."""
     return [tensor for stage in stages for tensor in stage.params if tensor is not None]
 
 
@@ -127,11 +128,12 @@ def _fold(
     stage: Stage, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[Callable[[Tensor], Tensor], tuple[int, ...]]:
     """The folded stage, and the (H, W) of its result; shape is (N, H, W) of its input."""
-    weight, bn_weight, bn_bias, mean, var = stage.params
+    weight, bn_weight, bn_bias, mean, var, conv_bias = stage.params
     assert mean is not None and var is not None  # a stage with running statistics
     exact = torch.promote_types(weight.dtype, torch.float32)
     scale = bn_weight.to(exact) * torch.rsqrt(var.to(exact) + stage.eps)
-    bias = (bn_bias.to(exact) - mean.to(exact) * scale).to(dtype)
+    mean = mean.to(exact) if conv_bias is None else mean.to(exact) - conv_bias.to(exact)
+    bias = (bn_bias.to(exact) - mean * scale).to(dtype)
     folded = (weight.to(exact) * scale[:, None, None, None]).to(dtype)
     folded = folded.contiguous(memory_format=torch.channels_last)
     channels, per_group, *kernel = folded.shape

@@ -82,6 +82,5 @@ def _seconds(run: Callable[[], Tensor], leaves: list[Tensor], device: torch.devi
 
 def _own(stage: Stage) -> Stage:
     """The stage with tensors of its own, so that nothing of the model changes."""
-    weight, bn_weight, bn_bias, *running = stage.params
-    own = [t.detach().clone().requires_grad_(t.requires_grad) for t in (weight, bn_weight, bn_bias)]
-    return stage._replace(params=ConvBNParams(*own, *[None if t is None else t.clone() for t in running]))
+    own = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in stage.params]
+    return stage._replace(params=ConvBNParams(*own))  # type: ignore[arg-type]  # only optional ones are None

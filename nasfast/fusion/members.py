@@ -43,8 +43,6 @@ def conv_problem(conv: _ConvNd) -> str | None:
         return "its shape is not known before its first forward"
     if not _runs(conv, nn.Conv2d) or type(conv)._conv_forward is not nn.Conv2d._conv_forward:
         return f"is a {type(conv).__name__}, whose forward is not nn.Conv2d's"
-    if conv.bias is not None:
-        return "has a bias"
     if conv.padding_mode != "zeros":
         return f"has padding_mode={conv.padding_mode!r}"
     if isinstance(conv.padding, str):
@@ -54,8 +52,9 @@ def conv_problem(conv: _ConvNd) -> str | None:
             value = getattr(conv, name)
             if len(set(value)) > 1 or (name == "dilation" and value[0] != 1):
                 return f"has {name}={value}"
-    if "weight" not in conv._parameters:
-        return "its weight is no parameter"
+    for name in ("weight", "bias"):
+        if name not in conv._parameters:
+            return f"its {name} is no parameter"
     return None
 
 

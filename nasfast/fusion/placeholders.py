@@ -97,7 +97,7 @@ class _Run:
             value = self.executor.run(self.way, value, still, residual)
             self.moved = max(self.moved, len(stages))
         if conv is not None:
-            value = F.conv2d(value, conv.weight, None, conv.stride, conv.padding, 1, conv.groups)
+            value = F.conv2d(value, conv.weight, conv.bias, conv.stride, conv.padding, 1, conv.groups)
         return value
 
 
@@ -122,7 +122,7 @@ class _Starts(TorchFunctionMode):
     def _start(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> _Placeholder | None:
         found = self.chains.get(id(weight))
         conv = square_conv(weight, *args, **kwargs)
-        if found is None or conv is None or not plain(weight):
+        if found is None or conv is None or not _plain_conv(conv):
             return None
         chain, executor = found
         with torch._C.DisableTorchFunction():
@@ -197,11 +197,15 @@ def _value(placeholder: _Placeholder) -> Tensor:
     return placeholder.value
 
 
+def _plain_conv(conv: Conv) -> bool:
+    return plain(conv.weight) if conv.bias is None else plain(conv.weight, conv.bias)
+
+
 def _extend_conv(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    if not isinstance(input, _Placeholder) or input.conv is not None or not input.open or not plain(weight):
+    if not isinstance(input, _Placeholder) or input.conv is not None or not input.open:
         return None
     conv = square_conv(weight, *args, **kwargs)
-    if conv is None or len(input.stages) == len(input.run.chain.acts):
+    if conv is None or not _plain_conv(conv) or len(input.stages) == len(input.run.chain.acts):
         return None
     return _Placeholder(input.run, input.stages, conv)
 
@@ -220,8 +224,8 @@ def _extend_batch_norm(
         return None
     if weight is None or bias is None or not plain(weight, bias):
         return None
-    conv_weight, stride, padding, groups = input.conv
-    params = ConvBNParams(conv_weight, weight, bias, running_mean, running_var)
+    conv_weight, stride, padding, groups, conv_bias = input.conv
+    params = ConvBNParams(conv_weight, weight, bias, running_mean, running_var, conv_bias)
     return input.extended((*input.stages, Stage(params, stride, padding, groups, "identity", training, momentum, eps)))
 
 

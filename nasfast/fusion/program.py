@@ -144,7 +144,7 @@ class BoundProgram:
             if module.__class__ is not cls or attributes.get("forward") is not forward:
                 return False
         for conv, settings in self._convs:
-            if _conv_settings(conv) != settings or conv._parameters["bias"] is not None:
+            if _conv_settings(conv) != settings or "bias" not in conv._parameters:
                 return False
         for norm in self._norms:
             affine = norm._parameters

@@ -308,9 +308,10 @@ def _check_matrix(where: str, z: Tensor) -> None:
 
 def _check_stage(op: str, x: Tensor, shape: tuple[int, ...], stage: Stage) -> tuple[int, ...]:
     """Check one stage against the shape of its input; return the shape of its result."""
-    conv_weight, bn_weight, bn_bias, running_mean, running_var = stage.params
+    conv_weight, bn_weight, bn_bias, running_mean, running_var, conv_bias = stage.params
     _check_settings(op, stage.act, stage.eps)
     shape = _check_conv(op, "conv_weight", x, shape, conv_weight, stage.stride, stage.padding, stage.groups)
+    _check_conv_bias(op, conv_weight, conv_bias)
     _check_bn(op, "bn_", x, shape[1], bn_weight, bn_bias, running_mean, running_var, stage.training)
     return shape
 
@@ -332,6 +333,7 @@ def _check_unit(
         raise ValueError(f"{where}: conv_weight must be pointwise (out, in, 1, 1), got shape {tuple(weight.shape)}")
     groups = shape[1] if name == "depthwise" else 1
     shape = _check_conv(where, "conv_weight", x, shape, weight, stride, weight.shape[-1] // 2, groups)
+    _check_conv_bias(where, weight, unit.conv_bias)
     _check_bn(where, "bn_", x, shape[1], unit.bn_weight, unit.bn_bias, unit.running_mean, unit.running_var, training)
     _check_result(where, x, shape, None, training)
     return shape
@@ -382,6 +384,20 @@ def _check_conv(
             f"{op}: a {kernel[0]}x{kernel[1]} kernel with padding={padding} does not fit into an input of shape {shape}"
         )
     return shape[0], out_channels, height, width
+
+
+def _check_conv_bias(op: str, weight: Tensor, bias: Tensor | None) -> None:
+    """Check the bias of a convolution whose weight is checked."""
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"{op}: conv_bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if bias.dtype != weight.dtype:
+        raise TypeError(
+            f"{op}: conv_bias must have the type of conv_weight, {weight.dtype}, got {bias.dtype}; convert one of them"
+        )
+    if bias.device != weight.device:
+        raise ValueError(f"{op}: conv_bias must be on {weight.device} like conv_weight, got {bias.device}")
 
 
 def _check_bn(

@@ -23,6 +23,7 @@ def conv_bn_act(
     stride: int = 1,
     padding: int = 0,
     groups: int = 1,
+    conv_bias: Tensor | None = None,
     residual: Tensor | None = None,
     act: str = "relu6",
     running_mean: Tensor | None = None,
@@ -32,20 +33,22 @@ def conv_bn_act(
     eps: float = 1e-5,
     backend: str | None = None,
 ) -> Tensor:
-    """Convolve without bias, normalise, activate, and add the residual.
+    """Convolve, normalise, activate, and add the residual.
 
-    out = act(bn(conv2d(x, conv_weight; stride, padding, groups))) + residual, bn as in `nasfast.ops.bn_act`.
+    out = act(bn(conv2d(x, conv_weight, conv_bias; stride, padding, groups))) + residual, bn as in `nasfast.ops.bn_act`.
 
     Only the gradients that are needed are computed. A frozen convolution weight needs none, and its input is not kept.
     The native backends have their own pointwise and depthwise (k 3, 5, 7, stride 1 or 2, padding k // 2) convolutions,
     and their own dense ones for the few channels of a stem. Other convolutions, and trainable ones, run on PyTorch,
-    with the native `bn_act` behind them.
+    with the native `bn_act` behind them. A bias of a convolution costs nothing, because BatchNorm subtracts it again.
+    With batch statistics its gradient is exactly zero.
 
     Args:
         x: (N, Cin, H, W); types and layouts as in `nasfast.ops.bn_act`.
         conv_weight: (Cout, Cin / groups, k, k), of the type of x (autocast may convert both).
         bn_weight, bn_bias, running_mean, running_var: (Cout,), float32.
         stride, padding, groups: arguments of the convolution, one number for both directions.
+        conv_bias: (Cout,), of the type of conv_weight; None for a convolution without bias.
         residual: (N, Cout, Ho, Wo), added after the activation.
         act, training, momentum, eps, backend: as in `nasfast.ops.bn_act`.
 
@@ -56,7 +59,7 @@ def conv_bn_act(
         TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
         RuntimeError: the named backend cannot serve.
     """
-    params = ConvBNParams(conv_weight, bn_weight, bn_bias, running_mean, running_var)
+    params = ConvBNParams(conv_weight, bn_weight, bn_bias, running_mean, running_var, conv_bias)
     stage = Stage(params, stride, padding, groups, act, training, momentum, eps)
     checks.check_conv_bn_act("conv_bn_act", x, stage, residual)
     return _run("conv_bn_act", x, [stage], residual, backend)
@@ -158,6 +161,10 @@ def _run(
     name = resolve_backend(op, x, backend, refusal).name
     if name == "reference":
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
+    if any([stage.params.conv_bias is not None for stage in stages]):
+        y = _run(op, x, [_without_bias(stage) for stage in stages], residual, backend, shuffle=shuffle)
+        _add_biases_to_running_means(stages)
+        return y
     if shuffle:
         plan = plan_chain(name, x, fields, shuffle=True)
         if plan is not None and len(plan.stages) == len(stages):
@@ -174,6 +181,34 @@ def _run(
             # the convolution may have a type that only another backend serves, so `backend` is resolved again
             x = _run_on_torch(x, here[0], residual=added, backend=backend)
     return x
+
+
+def _without_bias(stage: Stage) -> Stage:
+    """A stage with the same result and gradients, whose convolution has no bias.
+
+    With batch statistics, the mean that BatchNorm subtracts contains the bias, so it cancels. With running statistics,
+    it can be subtracted from the running mean instead of being added to the convolution.
+    """
+    _, bn_weight, bn_bias, mean, var, bias = params = stage.params
+    if bias is None:
+        return stage
+    value = bias.detach().to(bn_bias.dtype)
+    if torch.is_grad_enabled() and bias.requires_grad:
+        # what is added is zero and brings the gradient: that of bn_bias times this slope
+        slope = 0.0 if stage.training or var is None else (bn_weight * torch.rsqrt(var + stage.eps)).detach()
+        bn_bias = bn_bias + (bias.to(bn_bias.dtype) - value) * slope
+    if not stage.training and mean is not None:
+        mean = mean - value
+    return stage._replace(params=params._replace(bn_bias=bn_bias, running_mean=mean, conv_bias=None))
+
+
+@torch.no_grad()
+def _add_biases_to_running_means(stages: Sequence[Stage]) -> None:
+    """Complete the running means that moved towards the means of convolutions without their biases."""
+    for stage in stages:
+        _, _, _, mean, _, bias = stage.params
+        if stage.training and mean is not None and bias is not None:
+            mean.add_(bias.to(mean.dtype), alpha=stage.momentum)
 
 
 def _run_on_torch(x: Tensor, stage: Stage, *, residual: Tensor | None, backend: str | None) -> Tensor:

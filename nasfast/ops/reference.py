@@ -23,9 +23,10 @@ ACTIVATIONS = {
 
 
 class ConvBNParams(NamedTuple):
-    """Parameters of one bias-free convolution and the BatchNorm behind it.
+    """Parameters of one convolution and the BatchNorm behind it.
 
-    conv_weight is (out, in / groups, k, k) and the other four are (out,); running statistics may be None in training.
+    conv_weight is (out, in / groups, k, k) and the others are (out,). Running statistics may be None in training, and
+    conv_bias is None for a convolution without bias.
     """
 
     conv_weight: Tensor
@@ -33,6 +34,7 @@ class ConvBNParams(NamedTuple):
     bn_bias: Tensor
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
+    conv_bias: Tensor | None = None
 
 
 class Stage(NamedTuple):
@@ -140,6 +142,7 @@ def conv_bn_act(
     stride: int = 1,
     padding: int = 0,
     groups: int = 1,
+    conv_bias: Tensor | None = None,
     residual: Tensor | None = None,
     act: str = "relu6",
     running_mean: Tensor | None = None,
@@ -148,20 +151,20 @@ def conv_bn_act(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Convolve without bias, then bn_act.
+    """Convolve, then bn_act.
 
-    out = bn_act(conv2d(x, conv_weight; stride, padding, groups), bn_weight, bn_bias) + residual
+    out = bn_act(conv2d(x, conv_weight, conv_bias; stride, padding, groups), bn_weight, bn_bias) + residual
 
     Args:
         x: (N, Cin, H, W).
         conv_weight: (Cout, Cin / groups, k, k).
-        bn_weight, bn_bias, running_mean, running_var: (Cout,).
+        bn_weight, bn_bias, running_mean, running_var, conv_bias: (Cout,).
         residual: (N, Cout, Ho, Wo).
 
     Returns:
         (N, Cout, Ho, Wo).
     """
-    y = F.conv2d(x, conv_weight, None, stride, padding, 1, groups)
+    y = F.conv2d(x, conv_weight, conv_bias, stride, padding, 1, groups)
     return bn_act(
         y,
         bn_weight,
@@ -255,6 +258,7 @@ def conv_bn_act_chain(
             stride=stride,
             padding=padding,
             groups=groups,
+            conv_bias=params.conv_bias,
             act=act,
             training=training,
             momentum=momentum,

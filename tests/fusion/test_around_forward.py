@@ -256,7 +256,9 @@ def test_only_modules(function):
 
 def test_report_as_text(monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", "reference")
-    model = nn.Sequential(unit(nn.GELU()), unit(bias=True), unit(dilation=2), Candidate(5)).requires_grad_(False)
+    model = nn.Sequential(unit(nn.GELU()), unit(padding_mode="reflect"), unit(dilation=2), Candidate(5)).requires_grad_(
+        False
+    )
     model[3].expand.requires_grad_()
     assert str(fuse_all(model)) == (
         "4 of 6 convolutions in 2 chains; backend: reference (float32 on cpu)\n"
@@ -265,7 +267,7 @@ def test_report_as_text(monkeypatch):
         "with gradients or batch statistics:\n"
         "  2 chains on the operator: 0, 3\n"
         "not fused:\n"
-        "  Conv2d: has a bias: 1.0\n"
+        "  Conv2d: has padding_mode='reflect': 1.0\n"
         "  Conv2d: has dilation=(2, 2): 2.0\n"
         "  BatchNorm2d: not behind a fused convolution: 1.1, 2.1\n"
         "note: 1 convolution in chains trainable: runs, but keeps its input: freeze it with requires_grad_(False): "

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from fused_models import check_same, disturb, fuse_all, observe, unit
-from tolerances import assert_close
+from tolerances import FLOAT32_CHAIN, assert_close
 from torch import nn
 
 import nasfast
@@ -38,6 +38,7 @@ CHANGES = {
     "unequal stride later": lambda m: setattr(m[3], "stride", (2, 1)),
     "dilation later": lambda m: setattr(m[3], "dilation", (2, 2)),
     "bias later": lambda m: setattr(m[3], "bias", nn.Parameter(torch.ones(4, dtype=torch.float64))),
+    "bias computed": lambda m: (delattr(m[3], "bias"), setattr(m[3], "bias", torch.ones(4, dtype=torch.float64))),
     "another activation": lambda m: m.__setitem__(2, nn.ReLU()),
     "the activation twice": lambda m: m.insert(2, nn.Tanh()),
     "no norm between": no_norm_between,
@@ -100,6 +101,24 @@ def test_hooks_added_later_fire(path, kind, executed):
     executed.clear()
     fused(x)
     assert len(executed) == chains
+
+
+@pytest.mark.parametrize("only_faster", [True, False])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_only_the_bias_of_a_convolution_trains(training, only_faster, executed):
+    plain = disturb(nn.Sequential(*unit(nn.Tanh()), *unit(nn.Tanh(), bias=True))).requires_grad_(False).train(training)
+    plain[3].bias.requires_grad_()
+    exact, fused = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    nasfast.fuse(fused, only_faster=only_faster)
+    x = torch.randn(2, 4, 9, 9)
+    results = []
+    for model, given in ((fused, x), (exact, x.double())):
+        y = model(given)
+        y.square().mean().backward()
+        results.append({"result": y, "gradient": model[3].bias.grad, **dict(model.named_buffers())})
+    for name, want in results[1].items():
+        assert_close(name, results[0][name], want, FLOAT32_CHAIN, floor=1.0)
+    assert executed == ([] if only_faster else [(2, False)])
 
 
 def test_global_hooks_see_every_module(executed):

@@ -72,7 +72,7 @@ def block() -> nn.Sequential:
     return nn.Sequential(
         nn.Sequential(conv(16, 96, 1), nn.BatchNorm2d(96), nn.ReLU6()),
         nn.Sequential(conv(96, 96, 3, padding=1, groups=96), nn.BatchNorm2d(96), nn.ReLU()),
-        nn.Sequential(conv(96, 32, 3, stride=2, padding=1, groups=2), nn.BatchNorm2d(32), nn.Tanh()),
+        nn.Sequential(conv(96, 32, 3, stride=2, padding=1, groups=2, bias=True), nn.BatchNorm2d(32), nn.Tanh()),
     ).requires_grad_(False)
 
 
@@ -109,9 +109,10 @@ NOT_COUNTED = {
     "weights in place": lambda m: [conv.weight.data.mul_(0.9) for conv, *_ in m],
     "masked": lambda m: m[0][0].weight.data.mul_(torch.rand_like(m[0][0].weight) < 0.5),
     "biases": lambda m: m[2][1].bias.data.add_(1),
+    "biases of convolutions": lambda m: m[2][0].bias.data.add_(1),
     "NumPy": lambda m: m[1][1].running_mean.numpy().__iadd__(1),
 }
-SOURCES = ["0.0.weight", "1.1.weight", "1.1.bias", "2.1.running_mean", "0.1.running_var"]
+SOURCES = ["0.0.weight", "2.0.bias", "1.1.weight", "1.1.bias", "2.1.running_mean", "0.1.running_var"]
 
 
 @pytest.mark.parametrize("source", [*SOURCES, "eps", "replaced", "loaded", "trained", "data", *NOT_COUNTED])

@@ -125,7 +125,12 @@ STRUCTURES = {
         [],
     ),
     "blocks": (lambda: nn.Sequential(nn.Sequential(unit(), unit()), nn.Sequential(unit(), unit())), [PAIR, PAIR], []),
-    "bias": (lambda: nn.Sequential(*unit(), *unit(bias=True)), ["3x3 4->4 relu"], ["has a bias"]),
+    "bias": (lambda: nn.Sequential(*unit(), *unit(bias=True)), [PAIR], []),
+    "biases, own forward": (
+        lambda: body(whole, conv1=conv(4, 8, 1, bias=True), conv2=conv(8, 4, 3, padding=1, bias=True)),
+        [WHOLE],
+        [],
+    ),
     "dilation": (lambda: unit(dilation=2), [], ["has dilation=(2, 2)"]),
     "stride (1, 2)": (lambda: unit(stride=(1, 2)), [], ["has stride=(1, 2)"]),
     "padding (0, 1)": (lambda: unit(padding=(0, 1)), [], ["has padding=(0, 1)"]),

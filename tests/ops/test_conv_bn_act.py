@@ -18,6 +18,13 @@ CONVS = {
     "dense3s2": (3, 10, 3, 2, 1),
 }
 CHAINS = {torch.float32: FLOAT32_CHAIN, torch.bfloat16: BFLOAT16_CHAIN}
+# chains whose convolutions have a bias; the second has an expansion that is computed again, the third is a fused MBConv
+BIASED = {
+    "pointwise": [(8, 12, 1, 1, 1)],
+    "mbconv": [(8, 32, 1, 1, 1), (32, 32, 3, 2, 32), (32, 12, 1, 1, 1)],
+    "fused mbconv": [(12, 32, 3, 1, 1), (32, 12, 1, 1, 1)],
+    "groups": [(16, 16, 3, 1, 2)],
+}
 
 
 def make(conv, *, layout="nhwc", dtype=torch.float32):
@@ -62,6 +69,55 @@ def test_matches_float64_reference(conv, layout, dtype, frozen, training, backen
         assert_close(name, tensor, want[name], CHAINS[dtype], floor=4.0 if name.startswith("d") else 0.0)
 
 
+def run_biased(chain, x, stages):
+    """The result of chain(x, stages), the running statistics behind it, and every gradient."""
+    leaves, running, copies = {"dx": x.clone()}, {}, []
+    for i, stage in enumerate(stages):
+        weight, gamma, beta, mean, var, bias = (tensor.clone() for tensor in stage.params)
+        leaves |= {f"dgamma{i}": gamma, f"dbeta{i}": beta, f"dbias{i}": bias}
+        running |= {f"mean{i}": mean, f"var{i}": var}
+        copies.append(stage._replace(params=ops.ConvBNParams(weight, gamma, beta, mean, var, bias)))
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    y = chain(leaves["dx"], copies)
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype))
+    return {"y": y, **running, **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+def eager(x, stages):
+    for (weight, gamma, beta, mean, var, bias), stride, padding, groups, _, training, momentum, eps in stages:
+        x = F.conv2d(x, weight, bias, stride, padding, 1, groups)
+        x = torch.tanh(F.batch_norm(x, mean, var, gamma, beta, training, momentum, eps))
+    return x
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", CHAINS, ids=str)
+@pytest.mark.parametrize("convs", BIASED.values(), ids=BIASED)
+def test_biases_of_convolutions(convs, dtype, training, backend):
+    """With batch statistics a bias moves nothing but the running mean, and its gradient is exactly zero."""
+    stages, channels = [], convs[0][0]
+    for in_channels, out_channels, kernel, stride, groups in convs:
+        shape = (out_channels, in_channels // groups, kernel, kernel)
+        params = ops.ConvBNParams(
+            (torch.randn(shape) / shape[1] ** 0.5).to(dtype),
+            torch.rand(out_channels) + 0.5,
+            torch.randn(out_channels),
+            torch.randn(out_channels),
+            torch.rand(out_channels) + 0.5,
+            (0.5 * torch.randn(out_channels)).to(dtype),
+        )
+        stages.append(ops.Stage(params, stride, kernel // 2, groups, "tanh", training, 0.3))
+    x = torch.randn(3, channels, 9, 7).to(dtype)
+    got = run_biased(lambda x, stages: ops.conv_bn_act_chain(x, stages, backend=backend), x, stages)
+    wide = [s._replace(params=ops.ConvBNParams(*(tensor.double() for tensor in s.params))) for s in stages]
+    want = run_biased(eager, x.double(), wide)
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name], CHAINS[dtype], floor=4.0 if name.startswith("d") else 0.0)
+        if name.startswith("dbias") and training and backend != "reference":
+            assert torch.equal(tensor, torch.zeros_like(tensor))
+
+
 def test_autocast_normalises_the_bfloat16_convolution(backend):
     tensors, geometry = make(CONVS["pointwise"])
     arguments = [tensors[name] for name in ("x", "conv_weight", "bn_weight", "bn_bias")]
@@ -85,6 +141,9 @@ WRONG = {
     "too small": (ValueError, "3x3 kernel with padding=0 does not fit", {"x": X[:, :, :2]}),
     "weight device": (ValueError, "conv_weight must be on cpu like x, got meta", {"conv_weight": W.to("meta")}),
     "bn weight": (ValueError, r"conv_bn_act: bn_weight must have shape \(6,\)", {"bn_weight": ONES[:2]}),
+    "bias": (ValueError, r"conv_bias must have shape \(6,\), got \(4,\)", {"conv_bias": ONES[:4]}),
+    "bias type": (TypeError, "conv_bias must have the type of conv_weight.*float64", {"conv_bias": ONES.double()}),
+    "bias device": (ValueError, "conv_bias must be on cpu like conv_weight, got meta", {"conv_bias": ONES.to("meta")}),
     "residual": (ValueError, r"residual must have the shape of the result, \(2, 6, 3, 3\)", {"residual": X}),
     "one value": (ValueError, r"single value per channel \(shape \(1, 6, 1, 1\)\)", {"x": X[:1, :, :3, :3]}),
     "eval": (ValueError, "conv_bn_act: training=False normalises with running", {"training": False}),
