@@ -93,24 +93,25 @@ class FusedConvBNAct(ConvBNAct):
 
 
 class ConvBNActSequential(nn.Sequential):
-    """ConvBNAct units one after another.
+    """ConvBNAct units one after another; a residual is added to the result of the last.
 
     With shuffle, as in ShuffleNetV2's unit of stride 1, they run on the odd channels of (N, C, H, W), and their result
-    follows the even channels.
+    follows the even channels. Then there is no residual.
     """
 
-    def forward(self, x: Tensor, *, shuffle: bool = False) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, shuffle: bool = False) -> Tensor:
         if shuffle:
             return torch.cat((x[:, 0::2], super().forward(x[:, 1::2])), dim=1)
-        return super().forward(x)
+        y = super().forward(x)
+        return y if residual is None else y + residual
 
 
 class FusedConvBNActSequential(ConvBNActSequential):
     """ConvBNActSequential as one call of `nasfast.ops.conv_bn_act_chain`."""
 
-    def forward(self, x: Tensor, *, shuffle: bool = False) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, shuffle: bool = False) -> Tensor:
         stages = _begin_stages(self)  # type: ignore[arg-type]  # nn.Sequential does not say which modules it has
-        return conv_bn_act_chain(x, stages, shuffle=shuffle)
+        return conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
 
 
 class ConvAct(nn.Module):

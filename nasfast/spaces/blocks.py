@@ -59,15 +59,16 @@ class SqueezeExcite(ConfigBase):
 class Block(ConfigBase):
     """One candidate operator.
 
-    Kinds of this package: `mbconv` (MobileNetV2 inverted residual), `shuffle` and `shuffle_xception` (ShuffleNetV2
-    units), `conv` (dense convolution, BN, activation) and `identity` (nothing on a layer of equal shapes, a strided 1x1
-    convolution with BN elsewhere). `hidden` (mean over the pixels, linear layer with bias, activation) can only be the
-    last layer of a head: MobileNetV3 has one before the classifier.
+    Kinds of this package: `mbconv` (MobileNetV2 inverted residual), `fused_mbconv` (EfficientNetV2: a dense convolution
+    in place of the expansion and the depthwise one; with expand 1 it is the whole block), `shuffle` and
+    `shuffle_xception` (ShuffleNetV2 units), `conv` (dense convolution, BN, activation) and `identity` (nothing on a
+    layer of equal shapes, a strided 1x1 convolution with BN elsewhere). `hidden` (mean over the pixels, linear layer
+    with bias, activation) can only be the last layer of a head: MobileNetV3 has one before the classifier.
 
     Attributes:
         kind: one of these, or of the user's own.
         kernel: size of the dense or depthwise convolution, odd.
-        expand: hidden channels of an `mbconv` per input channel, at least 1; their number is rounded.
+        expand: hidden channels of an `mbconv` or `fused_mbconv` per input channel, at least 1; their number is rounded.
         se: squeeze-and-excitation of an `mbconv`; None has none.
     """
 
@@ -86,7 +87,7 @@ class Block(ConfigBase):
             raise ValueError(f"block {self.kind}: expand must be at least 1 and finite, got {self.expand}")
 
     def hidden_channels(self, in_channels: int) -> int:
-        """Channels of the depthwise convolution of an `mbconv`."""
+        """Channels of the depthwise convolution of an `mbconv`, and of the expansion of a `fused_mbconv`."""
         return round(in_channels * self.expand)
 
     @property
@@ -94,6 +95,7 @@ class Block(ConfigBase):
         """Short text for tables and pictures."""
         return {
             "mbconv": f"k{self.kernel} e{self.expand:g}" + ("" if self.se is None else f" {self.se.label}"),
+            "fused_mbconv": f"fused k{self.kernel} e{self.expand:g}",
             "shuffle": f"k{self.kernel}",
             "shuffle_xception": "xception",
             "conv": f"conv{self.kernel}",
@@ -105,7 +107,7 @@ BlockCost = Callable[..., Cost]
 
 _BLOCK_COSTS: dict[str, BlockCost] = {}
 # the kinds of this package that have no squeeze-and-excitation; a kind of a user's own may have one
-_WITHOUT_SE = ("shuffle", "shuffle_xception", "conv", "identity", "hidden")
+_WITHOUT_SE = ("fused_mbconv", "shuffle", "shuffle_xception", "conv", "identity", "hidden")
 
 
 def block_cost(kind: str) -> Callable[[BlockCost], BlockCost]:
@@ -153,6 +155,16 @@ def _mbconv(block: Block, in_channels: int, out_channels: int, stride: int, size
         squeezed = block.se.channels(hidden)
         excitation = linear_cost(hidden, squeezed) + linear_cost(squeezed, hidden)
     return expand + depthwise + excitation + conv_bn_cost(hidden, out_channels, 1, size_out)
+
+
+@block_cost("fused_mbconv")
+def _fused_mbconv(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+    size_out = output_size(size, stride)
+    if block.expand == 1:
+        return conv_bn_cost(in_channels, out_channels, block.kernel, size_out)
+    hidden = block.hidden_channels(in_channels)
+    dense = conv_bn_cost(in_channels, hidden, block.kernel, size_out)
+    return dense + conv_bn_cost(hidden, out_channels, 1, size_out)
 
 
 @block_cost("hidden")

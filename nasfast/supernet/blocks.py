@@ -120,6 +120,24 @@ class ShuffleUnit(nn.Module):
         return torch.cat((self.projection(x), self.main(x)), dim=1)
 
 
+class DenseInvertedResidual(nn.Module):
+    """EfficientNetV2's fused MBConv (Tan and Le 2021): units in order, and x is added where the shape stays."""
+
+    def __init__(self, units: ConvBNActSequential, *, has_residual: bool) -> None:
+        super().__init__()
+        self.units = units
+        self.has_residual = has_residual
+
+    @property
+    def last_bn(self) -> nn.BatchNorm2d:
+        """The last BN, which scores the block."""
+        # nn.Sequential does not say which modules it has
+        return self.units[-1].last_bn  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.units(x, x if self.has_residual else None)
+
+
 class StridedIdentity(nn.Module):
     """The `identity` candidate of a reduction layer: a strided 1x1 convolution and its BN without activation."""
 
@@ -220,6 +238,19 @@ def _conv(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
 @block_builder("mbconv")
 def _mbconv(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
     return units.inverted_residual(layer, block)
+
+
+@block_builder("fused_mbconv")
+def _fused_mbconv(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
+    if block.expand == 1:
+        dense = [units.conv_bn_act(layer.in_channels, layer.out_channels, block.kernel, stride=layer.stride)]
+    else:
+        hidden = block.hidden_channels(layer.in_channels)
+        dense = [
+            units.conv_bn_act(layer.in_channels, hidden, block.kernel, stride=layer.stride),
+            units.conv_bn_act(hidden, layer.out_channels, 1, linear=True),
+        ]
+    return DenseInvertedResidual(units.sequential(*dense), has_residual=layer.normal)
 
 
 @block_builder("hidden")

@@ -7,6 +7,7 @@ import torch
 from tiny import batches
 from torch import nn
 from torch.nn import functional as F
+from torchvision.models import efficientnet
 
 from nasfast.indicators.bn_gamma import score
 from nasfast.spaces import Block, Cost, FixedLayer, Layer, SearchSpace, Stage, UniformSampler, block_cost
@@ -59,6 +60,32 @@ def test_shuffle_units(block, stride, fused):
     torch.testing.assert_close(module(x), want, rtol=1e-4, atol=1e-4)
     assert module.last_bn is list(module.main.modules())[-2]
     assert module.last_bn.num_features == want.shape[1] - (6 if stride == 1 else 12)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("expand", [1, 4])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_fused_mbconv_is_torchvisions(stride, expand, fused):
+    """The same weights, in the same order, give the same result and gradients."""
+    out = 16 if stride == 1 else 24
+    layer = Layer(16, out, stride, 9, (Block("fused_mbconv", 3, expand),))
+    ours = build_block(layer.choices[0], layer, UnitFactory(act="silu", fused=fused, track_running_stats=True))
+    settings = efficientnet.FusedMBConvConfig(expand, 3, stride, 16, out, 1)
+    theirs = efficientnet.FusedMBConv(settings, 0.0, nn.BatchNorm2d).double()
+    with torch.no_grad():
+        for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+            p.copy_(torch.randn(p.shape) * 0.4 + (1.0 if p.ndim == 1 else 0.0))
+            q.copy_(p)
+    x = torch.randn(3, 16, 9, 9)
+    results = []
+    for module, given in ((ours, x.clone().requires_grad_()), (theirs, x.double().requires_grad_())):
+        y = module(given)
+        y.square().mean().backward()
+        results.append([y, given.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-5)
+    norms = [module for module in ours.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert ours.last_bn is norms[-1]
 
 
 def test_strided_identity_is_a_convolution_and_its_batch_norm():

@@ -23,7 +23,7 @@ from nasfast.studies.isometry.rows import EDGES, SPREADS, ConvolutionMoments, Ro
 from nasfast.studies.parts import Check
 from nasfast.studies.run import Task, no_task
 from nasfast.supernet import Init, Supernet, initialize
-from nasfast.supernet.blocks import ShuffleUnit
+from nasfast.supernet.blocks import DenseInvertedResidual, ShuffleUnit
 from nasfast.supernet.init import GAINS
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def relative_gain(act: str) -> float:
 
 def branch_of(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """The branch of a block, without skip connection or bypass, and what selects its part of the block's input."""
-    if isinstance(block, InvertedResidual) and block.has_residual:
+    if isinstance(block, (InvertedResidual, DenseInvertedResidual)) and block.has_residual:
         branch = copy.deepcopy(block)
         branch.has_residual = False
         return branch, lambda x: x
