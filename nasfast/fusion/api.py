@@ -306,11 +306,14 @@ def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: lis
             f"{_count(len(trainable), 'convolution')} in chains trainable: runs, but keeps its input: freeze it with "
             f"requires_grad_(False): {_listed(trainable)}"
         )
-    dense = [name for name in chained if not _has_operator(convs[name])]
-    if dense:
+    others: dict[str, list[str]] = defaultdict(list)
+    for name in chained:
+        if not _has_operator(convs[name]):
+            others[_lacking(convs[name])].append(name)
+    for lacking, names in others.items():
         notes.append(
-            f"{_count(len(dense), 'convolution')} in chains run on PyTorch's convolution, on a CPU between native "
-            f"stages: {_listed(dense)}"
+            f"{_count(len(names), 'convolution')} in chains: runs on PyTorch's convolution, on a CPU between native "
+            f"stages, because the operator has no {lacking}: {_listed(names)}"
         )
     evaluating = [name for name in norms if not modules[name].training]
     if evaluating:
@@ -334,6 +337,17 @@ def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: lis
 def _has_operator(conv: _ConvNd) -> bool:
     """Whether the chain operator has this convolution at some place of a chain."""
     return stage_kind(conv.weight.shape, conv.stride[0], int(conv.padding[0]), conv.groups) is not None
+
+
+def _lacking(conv: _ConvNd) -> str:
+    """What the chain operator would need to have this convolution."""
+    kernel = conv.kernel_size[0]
+    if conv.groups > 1 and conv.weight.shape[1] > 1:
+        return "groups of several channels"
+    # it has dense convolutions of few channels
+    if conv.groups == 1 and stage_kind((2, 1, *conv.kernel_size), conv.stride[0], int(conv.padding[0]), 1) is not None:
+        return f"dense {kernel}x{kernel} convolution of so many channels"
+    return "such kernel, stride or padding"
 
 
 def _listed(names: list[str]) -> str:

@@ -346,3 +346,23 @@ def test_other_dimensions(dims):
         (f"BatchNorm{dims}d", f"is a BatchNorm{dims}d, whose forward is not nn.BatchNorm2d's"),
     ]
     assert nasfast.unfuse(model) == 0
+
+
+def test_the_report_says_why_pytorch_convolves():
+    """RegNet's groups, a dense convolution of many channels, and what the operator has nowhere."""
+    units = [
+        *unit(),
+        *(conv(4, 24, 3, padding=1, groups=2), nn.BatchNorm2d(24)),
+        *(conv(24, 4, 5, padding=2), nn.BatchNorm2d(4)),
+        *(conv(4, 4, 3, padding=1, stride=3, groups=4), nn.BatchNorm2d(4)),
+        *(conv(4, 4, 1), nn.BatchNorm2d(4)),
+    ]
+    report = fuse_all(nn.Sequential(*units).requires_grad_(False))
+    start = (
+        "1 convolution in chains: runs on PyTorch's convolution, on a CPU between native stages, because the operator"
+    )
+    assert report.notes == (
+        f"{start} has no groups of several channels: 3",
+        f"{start} has no dense 5x5 convolution of so many channels: 5",
+        f"{start} has no such kernel, stride or padding: 7",
+    )
