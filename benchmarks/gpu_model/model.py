@@ -332,6 +332,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="triton", help="see Workload")
     parser.add_argument("--arch", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="no value: only record")
     parser.add_argument("--kernel", nargs="+", help="model only these kernels")
+    parser.add_argument("--every", type=positive, default=1, metavar="N", help="model only every N-th launch")
     parser.add_argument("--each", action="store_true", help="list every launch")
     parser.add_argument("--mix", metavar="KERNEL", help="print the instructions of this kernel")
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
@@ -357,6 +358,7 @@ def main() -> None:
         step = steps[arch]
         if args.kernel:
             step.launches = [launch for launch in step.launches if launch.kernel in args.kernel]
+        step.launches = step.launches[:: args.every]
         found = costs(step, arch, processes=args.jobs, cache=str(args.cache))
         if args.each:
             show_each(step.launches, found)

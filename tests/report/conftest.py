@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from nasfast.indicators.rank import rank
 from nasfast.indicators.table import IndicatorTable
@@ -81,3 +83,11 @@ def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo_run")
     write_run(folder, mobilenet_v2(), max_macs=520e6)
     return folder
+
+
+@pytest.fixture
+def blank_figures(monkeypatch):
+    """Figures are made and not drawn, for tests of what a page says: drawing takes most of the time of a page."""
+    image = io.BytesIO()
+    Figure(figsize=(0.1, 0.1)).savefig(image, format="png")
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: file.write(image.getvalue()))

@@ -67,6 +67,7 @@ def test_finished_run(finished_run):
         assert expected in page.text
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_nothing_is_loaded_from_outside_the_page(finished_run):
     assert all(source.startswith(("data:image/png;base64,", "#")) for source in page_of(finished_run).sources)
 
@@ -79,6 +80,7 @@ def test_empty_run_names_what_is_missing(tmp_path):
     assert page.tags.count("img") == 0
 
 
+@pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize(
     ("missing", "figures"),
     [("archs.json", 3), ("indicators.json", 3), ("metrics.jsonl", 3), ("space.yaml", 4), ("rank.json", 5)],
@@ -91,6 +93,7 @@ def test_each_missing_file_costs_only_its_sections(finished_run, tmp_path, missi
     assert "Not run yet" in page.text
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_run_without_retraining_says_so(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "retrain")
@@ -102,6 +105,7 @@ def change_result(folder, name, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     other = json.loads((finished_run / "retrain" / "random" / "result.json").read_text())["arch"]
@@ -112,6 +116,7 @@ def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(finished
     assert "top-1, r" not in text.split("Best architecture:")[0]
 
 
+@pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize("changes", [{"macs": 300_000_000}, {"epochs": 1}, {"correct": ""}])
 def test_random_architectures_on_other_terms_are_not_compared(finished_run, tmp_path, changes):
     shutil.copytree(finished_run, tmp_path / "run")
@@ -125,6 +130,7 @@ def test_random_architectures_on_other_terms_are_not_compared(finished_run, tmp_
     assert "random architecture of equal cost" not in text
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_every_baseline_stands_beside_the_predictor(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     form = json.loads((finished_run / "rank.json").read_text())
@@ -138,6 +144,7 @@ def test_every_baseline_stands_beside_the_predictor(finished_run, tmp_path):
     assert "cannot be read" not in page_of(tmp_path / "run").text
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_no_difference_is_claimed_inside_its_interval(finished_run, tmp_path):
     """The random architectures scatter by more than what the best has over their mean."""
     shutil.copytree(finished_run, tmp_path / "run")
@@ -148,6 +155,7 @@ def test_no_difference_is_claimed_inside_its_interval(finished_run, tmp_path):
     assert "the difference is not significant" in text
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_score_that_was_never_compared_is_said_to_be(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     (tmp_path / "run" / "rank.json").unlink()
@@ -155,6 +163,7 @@ def test_a_score_that_was_never_compared_is_said_to_be(finished_run, tmp_path):
     assert page_of(tmp_path / "run").text.count("was not measured in this run") == 2
 
 
+@pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize(("top1", "noted"), [(0.019, True), (0.03, False)])
 def test_a_supernet_at_chance_is_said_to_be(finished_run, tmp_path, top1, noted):
     shutil.copytree(finished_run, tmp_path / "run")
@@ -181,6 +190,7 @@ def test_a_run_without_a_table_says_so(tmp_path, config, name):
     assert "nasfast score" not in page.text
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_failed_write_leaves_the_older_report(finished_run, tmp_path, monkeypatch):
     shutil.copytree(finished_run, tmp_path / "run")
     before = write_report(tmp_path / "run").read_bytes()
@@ -195,6 +205,7 @@ def test_a_failed_write_leaves_the_older_report(finished_run, tmp_path, monkeypa
     assert not list((tmp_path / "run").rglob("*.tmp"))
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_torn_last_line_is_tolerated(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -202,6 +213,7 @@ def test_torn_last_line_is_tolerated(finished_run, tmp_path):
     assert page_of(tmp_path / "run").tags.count("img") == 5
 
 
+@pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format": 1}'])
 def test_damaged_files_are_named_not_fatal(finished_run, tmp_path, content):
     shutil.copytree(finished_run, tmp_path / "run")
