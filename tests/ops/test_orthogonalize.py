@@ -1,6 +1,9 @@
 """orthogonalize on every backend, and the CUDA kernels emulated on the host under the same tests."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import scipy.stats
@@ -300,6 +303,24 @@ def test_threads_do_not_change_the_result(native):
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+# In a thread that has not asked torch for its number of threads yet, LAPACK would start threads of its own and wait for
+# them forever: seen with the weights of a whole supernet, and not with fewer.
+_FILLS = """
+import torch
+torch.set_num_threads(2)
+import nasfast
+net = nasfast.Supernet(nasfast.spaces.mobilenet_v2(), init="he")
+weights = [m.weight for m in net.modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Linear))]
+for _ in range(2):
+    nasfast.orthogonalize_(weights)
+"""
+
+
+def test_a_fill_by_two_threads_ends(native):
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", _FILLS], env=environment, check=True, timeout=120)
 
 
 def test_a_matrix_that_lapack_shares_between_its_threads(native):
