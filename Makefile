@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format wheel bench clean
+.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -96,6 +96,14 @@ check: install  ## check lint rules and formatting of Python, C++ and CUDA, and 
 format: install  ## format Python, C++ and CUDA in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
+
+# The reference is made from the source, without an import, so this environment has no torch.
+DOCS ?= .venv-docs
+docs:  ## check the links of the documentation, and build its site into build/site
+	test -x $(DOCS)/bin/mkdocs || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]'
+	$(DOCS)/bin/python tests/doc_links.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
 # The wheel is installed where nothing of this checkout is on the path.
 wheel: install  ## build a wheel, install it in a new virtual environment, import it and run nasfast doctor

@@ -10,6 +10,8 @@ FOLDERS = "benchmarks|csrc|docs|kernels|nasfast|tests"
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(rf"`((?:\./)?(?:{FOLDERS})/[\w./*-]+)`|\b((?:{FOLDERS})/[\w/-]+\.md)\b")
+# the first item of a list under a line of text, which Markdown's reference implementation takes for more of the text
+TIGHT = re.compile(r"(?:^|\n\n)(?![-*|#> ]|\d+\. |```)(?:[^\n]+\n)+?((?:[-*]|\d+\.) [^\n]{1,30})")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
 
@@ -38,13 +40,14 @@ def broken_link(page: Path, target: str) -> str | None:
 
 
 def problems(root: Path) -> list[str]:
-    """One line for each broken link and each path that does not exist: `page: problem`."""
+    """One line for each broken link, each path that does not exist, and each list without an empty line before it."""
     found = []
     for page in pages(root):
         text = CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
         for target in LINK.findall(text):
             if problem := broken_link(page, target):
                 found.append(f"{page.relative_to(root)}: link {problem}")
+        found += [f"{page.relative_to(root)}: no empty line before the list {item!r}" for item in TIGHT.findall(text)]
         for quoted, bare in PATH.findall(LINK.sub("", text)):
             path = quoted or bare
             if not any(root.glob(path.removeprefix("./").rstrip("/"))):

@@ -56,7 +56,7 @@ def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
 
 
 def read_space(path: str | Path) -> ArchSpace:
-    """Read a space of any kind from its YAML or JSON file; README has an example.
+    """Read a space of any kind from its YAML or JSON file; docs/spaces.md has an example.
 
     Raises:
         ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.

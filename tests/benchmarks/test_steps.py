@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import steps
+from benchmarks import draw_steps, steps
 from benchmarks.bench_supernet_step import SupernetWorkload
 from benchmarks.harness import saved_bytes
 from benchmarks.steps import VARIANTS
@@ -103,3 +103,7 @@ def test_saved_bytes_count_storages_once():
     assert saved_bytes(lambda x: x * w, [x], exclude=[w]) == 40
     assert saved_bytes(_KeepsOutput.apply, [x]) == 40
     assert saved_bytes(lambda x: x + 1, [x]) == 0
+
+
+def test_the_picture_of_readme_has_the_results():
+    assert draw_steps.PICTURE.read_text() == draw_steps.picture(draw_steps.steps()), "python -m benchmarks.draw_steps"

@@ -1,0 +1,65 @@
+"""Draws docs/steps.svg, the picture of README, from the results of steps: `python -m benchmarks.draw_steps`."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+
+from benchmarks.harness import ROOT
+
+PICTURE = ROOT / "docs" / "steps.svg"
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = ("supernet_step_cpu-2core-avx512.json", "fuse_cpu-2core-avx512.json")
+
+_NAMES = {
+    "mobilenet_v2": "mobilenet_v2 supernet",
+    "shufflenet_v2": "shufflenet_v2 supernet",
+    "nas_bench_macro": "nas_bench_macro supernet",
+    "torchvision mobilenet_v2": "torchvision mobilenet_v2, fuse",
+}
+_LEFT, _WIDTH, _BAR, _ROW, _TOP = 230, 400, 9, 30, 34
+
+
+def steps(results: Path = RESULTS) -> list[tuple[str, float, float]]:
+    """Name, milliseconds of nasfast, and milliseconds of the fastest peer, for every workload and type of the files.
+
+    A peer of either type counts against bfloat16, because PyTorch's own steps are slower in bfloat16 on some networks.
+    """
+    found = []
+    for file in FILES:
+        for row in json.loads((results / file).read_text())["rows"]:
+            if "variants" not in row:
+                continue
+            times = {name: variant["times"]["step"]["median_ms"] for name, variant in row["variants"].items()}
+            peers = {name: ms for name, ms in times.items() if not name.startswith("nasfast")}
+            for dtype in ("fp32", "bf16"):
+                allowed = [ms for name, ms in peers.items() if dtype == "bf16" or name.endswith(dtype)]
+                found.append((f"{_NAMES[row['workload']]}, {dtype}", times[f"nasfast {dtype}"], min(allowed)))
+    return found
+
+
+def picture(rows: list[tuple[str, float, float]]) -> str:
+    """An SVG that reads well on light and dark pages: for each step a bar of PyTorch and one of nasfast."""
+    height = _TOP + _ROW * len(rows) + 4
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 70} {height}" '
+        f'font-family="sans-serif" font-size="12" fill="#888">',
+        f'<text x="{_LEFT}" y="16">one training step, time relative to the faster of eager PyTorch and '
+        f"torch.compile</text>",
+    ]
+    for i, (name, ours, best) in enumerate(rows):
+        y, width = _TOP + _ROW * i, round(_WIDTH * ours / best, 1)
+        lines += [
+            f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(name)}</text>',
+            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH}" height="{_BAR}" fill="#b8b8b8"/>',
+            f'<text x="{_LEFT + _WIDTH + 6}" y="{y + 9}">{best:.0f} ms</text>',
+            f'<rect x="{_LEFT}" y="{y + _BAR + 1}" width="{width}" height="{_BAR}" fill="#2a78d6"/>',
+            f'<text x="{_LEFT + width + 6}" y="{y + 2 * _BAR + 1}" fill="#2a78d6">nasfast {ours:.0f} ms, '
+            f"{ours / best:.2f}</text>",
+        ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture(steps()))
