@@ -105,10 +105,13 @@ docs:  ## check the links of the documentation, and build its site into build/si
 	$(DOCS)/bin/python tests/doc_links.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
-# The wheel is installed where nothing of this checkout is on the path.
-wheel: install  ## build a wheel, install it in a new virtual environment, import it and run nasfast doctor
+# The wheel is built from the source distribution, so that this one is complete, and installed where nothing of this
+# checkout is on the path.
+wheel: install  ## build a source distribution and a wheel from it, install it in a new environment and run nasfast doctor
 	rm -rf build/wheel build/lib.*
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('build/wheel')"
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel \
+		build/wheel/nasfast-*.tar.gz
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build/wheel/nasfast-*.whl
 	cd build/wheel && PYTHONPATH= venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from importlib.util import find_spec
 from itertools import filterfalse
 from pathlib import Path
@@ -56,6 +57,23 @@ def test_the_package_is_built_with_its_recipes(tmp_path):
     recipes = {path.name for path in (ROOT / "nasfast" / "recipes").glob("*.yaml")}
     assert "demo.yaml" in recipes
     assert {path.name for path in (tmp_path / "nasfast" / "recipes").iterdir()} == recipes
+
+
+def test_the_source_distribution_has_all_that_is_built(tmp_path):
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path / 'dist')!r})"
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "*.so", "results"))
+    subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, check=True)
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    wanted = {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md"}
+    for folder in ("csrc", "kernels", "nasfast"):
+        suffixes = ("*.py", "*.pyi", "*.cpp", "*.h", "*.cu", "*.yaml", "*.json", "py.typed")
+        wanted |= {str(path.relative_to(ROOT)) for suffix in suffixes for path in (ROOT / folder).rglob(suffix)}
+    wanted = {name for name in wanted if not name.startswith("nasfast/_triton") and name != "nasfast/_build.json"}
+    assert wanted - names == set()
+    assert not any(name.startswith("tests/") for name in names)
 
 
 def has_compiler():
