@@ -17,15 +17,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from nasfast.config import ConfigError, difference, load_yaml
-from nasfast.data import Loader, make_loader, make_loaders, random_subset
-from nasfast.indicators.scores import Evidence, score_table
+from nasfast.config import ConfigError, difference
+from nasfast.indicators.accuracies import read_accuracies
+from nasfast.indicators.refine import refine
+from nasfast.indicators.scores import score_table
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
 from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE, model_folder
 from nasfast.run_checks import check_same_run, check_scoring, check_search
+from nasfast.run_inputs import (
+    configured_space,
+    evidence_of,
+    load_supernet,
+    run_loaders,
+    saved_space,
+    space_of_cells,
+)
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
@@ -41,56 +50,14 @@ from nasfast.search import (
     save_candidates,
 )
 from nasfast.settings.run import CONFIG_FILE, RunConfig
-from nasfast.spaces import ArchSpace, SearchSpace, get_space, load_arch, read_space, space_kind
-from nasfast.supernet import Supernet
-from nasfast.train.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
+from nasfast.spaces import SearchSpace, load_arch, space_kind
+from nasfast.train.checkpoint import CheckpointError, CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
 StageFunction = TypeVar("StageFunction", bound=Callable[..., Any])
 
-TABLE_FILE, ARCHS_FILE = "indicators.json", "archs.json"
-
-
-def _loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
-    """The training loader and the validation loader of images of the space's size; ranks share every batch.
-
-    With `hold_out`, held-out training images validate, so that the search never sees those of `data.val`.
-    """
-    return make_loaders(
-        cfg.data,
-        resolution=space.resolution,
-        in_channels=space.in_channels,
-        seed=cfg.seed,
-        hold_out=hold_out,
-        rank=world.rank,
-        world=world.size,
-    )
-
-
-def _saved_space(cfg: RunConfig) -> SearchSpace:
-    """The space in the run directory.
-
-    Raises:
-        FileNotFoundError, ConfigError: the file is missing or damaged.
-    """
-    path = cfg.run_dir / SPACE_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {cfg.out}` first")
-    try:
-        return SearchSpace.load(path)
-    except ConfigError as error:
-        raise ConfigError(f"{error}: `nasfast supernet --resume --out {cfg.out}` writes it again") from error
-
-
-def _space_without_supernet(cfg: RunConfig) -> ArchSpace | None:
-    """The space of a run directory that a search of cells wrote; None for any other run directory."""
-    path = cfg.run_dir / SPACE_FILE
-    try:
-        kind = space_kind(load_yaml(path))
-    except ConfigError:
-        return None  # `_saved_space` raises and says why the file cannot be read
-    return None if kind.LAYERWISE else read_space(path)
+TABLE_FILE, REFINED_FILE, ARCHS_FILE = "indicators.json", "refined.json", "archs.json"
 
 
 def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
@@ -130,7 +97,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
         ConfigError, DataError: the settings or images cannot be used.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
-    space, loader = _configured_space(cfg, world=world)
+    space, loader = configured_space(cfg, world=world)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
     check_scoring(cfg, net)
     check_search(cfg, space)
@@ -145,13 +112,6 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
     if world.is_main:
         _note_chance(cfg, space)
     return final
-
-
-def _configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSpace, Loader]:
-    """The space of the settings, with the classes of the images, and the loader that the supernet is trained on."""
-    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
-    loader, _ = _loaders(cfg, space, hold_out=cfg.holds_out, world=world)
-    return space.replace(num_classes=len(loader.source.classes)), loader
 
 
 def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) -> None:
@@ -186,7 +146,7 @@ def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
 def _check_same_space(cfg: RunConfig, space: SearchSpace) -> None:
     """Refuse to resume with another space than that of the run directory."""
     try:
-        saved = _saved_space(cfg)
+        saved = saved_space(cfg)
     except (FileNotFoundError, ConfigError) as error:
         # checkpoints have the fingerprint of their space, so they can be compared instead
         CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
@@ -203,85 +163,6 @@ def _check_same_space(cfg: RunConfig, space: SearchSpace) -> None:
 def _save_config(cfg: RunConfig) -> None:
     """Write the settings to config.yaml; a stage does so once it has used them, because they may be new."""
     write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
-
-
-def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
-    """The trained supernet of a run directory, and its checkpoint.
-
-    Raises:
-        FileNotFoundError: there is no space or no checkpoint.
-        CheckpointError: no checkpoint is usable.
-    """
-    space = _saved_space(cfg)
-    newest = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
-    if newest is None:
-        raise FileNotFoundError(
-            f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first"
-        )
-    path, checkpoint = newest
-    step, settings = checkpoint.state["step"], checkpoint.state["settings"]
-    total = settings["train"]["epochs"] * settings["batches_per_epoch"]
-    if step < total:
-        _LOG.warning("%s was saved at step %d of %d: the supernet's training has not ended", path, step, total)
-    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    net.load_state_dict(checkpoint.part("model."))
-    return net.to(cfg.torch_device).to(memory_format=torch.channels_last), checkpoint
-
-
-def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
-    """What the score of a run is computed from, and the checkpoint of the supernet.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `load_supernet`.
-        ConfigError, ScoreError: the supernet cannot have this score.
-    """
-    use_threads(cfg.threads)
-    score = cfg.score.resolved(cfg.method).score
-    net, checkpoint = load_supernet(cfg)
-    return _evidence(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
-
-
-def evidence_to_rank(cfg: RunConfig) -> Evidence:
-    """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
-    use_threads(cfg.threads)
-    if cfg.score.resolved(cfg.method).score.trained:
-        return evidence_of(cfg)[0]
-    space = _saved_space(cfg) if (cfg.run_dir / SPACE_FILE).exists() else _configured_space(cfg)[0]
-    return _evidence(cfg, _untrained_supernet(cfg, space))
-
-
-def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
-    """The supernet of the settings, with the weights that their seed gives it before training."""
-    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    return net.to(cfg.torch_device).to(memory_format=torch.channels_last)
-
-
-def _evidence(cfg: RunConfig, net: Supernet) -> Evidence:
-    """What the score of the settings is computed from, for a supernet."""
-    check_scoring(cfg, net)
-    settings = cfg.score.resolved(cfg.method)
-    score = settings.score
-    images: Loader | tuple[()] = ()
-    loaders = None
-    if score.images:
-        hold_out = cfg.holds_out
-        loaders = _loaders(cfg, net.space, hold_out=hold_out)
-        images = make_loader(
-            cfg.data,
-            random_subset(loaders[hold_out].source, settings.images, cfg.seed),
-            train=False,
-            resolution=net.space.resolution,
-            in_channels=net.space.in_channels,
-        )
-    return Evidence(
-        net,
-        images,
-        loaders=loaders,
-        paths=settings.paths,
-        recalibration_batches=cfg.recalibration_batches,
-        seed=cfg.seed,
-        bf16=cfg.train.precision == "bf16",
-    )
 
 
 @_stage(create=False)
@@ -316,9 +197,10 @@ def search(cfg: RunConfig) -> list[Candidate]:
         FileNotFoundError: the stage before has not run.
         InfeasibleConstraintError: no architecture meets a limit; the text gives the smallest attainable value.
         ConfigError, TableError: the table has another score, or is damaged.
+        AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
-    space, run_dir, front = _saved_space(cfg), cfg.run_dir, []
+    space, run_dir, front = saved_space(cfg), cfg.run_dir, []
     settings = cfg.resolved().search
     scoring = cfg.score.resolved(cfg.method)
     if not scoring.gives_table:
@@ -332,22 +214,44 @@ def search(cfg: RunConfig) -> list[Candidate]:
         score_path = functools.partial(scoring.score.function, evidence)
         candidates = evolve(space, score_path, settings, history=history)
     else:
-        path = run_dir / TABLE_FILE
-        if not path.exists():
-            raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {cfg.out}` first")
-        try:
-            table = IndicatorTable.load(path)
-        except TableError as error:
-            raise TableError(f"{error}: run `nasfast score --out {cfg.out}` again") from error
-        if table.meta.get("score", scoring.name) != scoring.name:
-            given = f"{path} has the score {table.meta['score']!r}, the settings say {scoring.name!r}"
-            raise ConfigError(f"{given}: run `nasfast score --out {cfg.out}` with these settings first")
+        table = _searched_table(cfg)
         kept = run_dir / "history.jsonl" if settings.method == "evolution" else None
         candidates = run_search(table, space, settings, history=kept)
         front = pareto_front(table, space, allow_identity=settings.allow_identity)
     save_candidates(run_dir / ARCHS_FILE, space, candidates, limits=settings.limits, pareto=front)
     _save_config(cfg)
     return candidates
+
+
+def _table(cfg: RunConfig) -> IndicatorTable:
+    """The table of the score stage.
+
+    Raises:
+        FileNotFoundError, TableError, ConfigError: it is missing, damaged, or of another score.
+    """
+    path, name = cfg.run_dir / TABLE_FILE, cfg.score.resolved(cfg.method).name
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {cfg.out}` first")
+    try:
+        table = IndicatorTable.load(path)
+    except TableError as error:
+        raise TableError(f"{error}: run `nasfast score --out {cfg.out}` again") from error
+    if table.meta.get("score", name) != name:
+        given = f"{path} has the score {table.meta['score']!r}, the settings say {name!r}"
+        raise ConfigError(f"{given}: run `nasfast score --out {cfg.out}` with these settings first")
+    return table
+
+
+def _searched_table(cfg: RunConfig) -> IndicatorTable:
+    """The table of the score stage, refined if `search.refine` is given; refined.json is what the search had then."""
+    table, path = _table(cfg), cfg.run_dir / REFINED_FILE
+    if cfg.search.refine is None:
+        path.unlink(missing_ok=True)
+        return table
+    refinement = refine(table, read_accuracies(cfg.search.refine, table.space), seed=cfg.seed)
+    _LOG.info("%s", refinement)
+    refinement.table.save(path)
+    return refinement.table
 
 
 @_stage(create=False)
@@ -376,7 +280,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
     chosen = {n: tuple(a) for n, a in form["chosen"].items()}
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
-    train, val = _loaders(cfg, space, hold_out=False, world=team)
+    train, val = run_loaders(cfg, space, hold_out=False, world=team)
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
             f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "
@@ -416,13 +320,13 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
 def _chosen(cfg: RunConfig) -> dict[str, Any]:
     """What to retrain, as JSON: the space, and the architectures by name."""
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
-    if (searched := _space_without_supernet(cfg)) is not None:
+    if (searched := space_of_cells(cfg)) is not None:
         paths = sorted(cfg.run_dir.glob("arch_*.json"))
         if not paths:
             raise FileNotFoundError(f"no arch_NAME.json in {cfg.run_dir}: a search of cells writes them at its end")
         archs = {path.stem.removeprefix("arch_"): load_arch(path, searched) for path in paths}
         return {"space": searched.to_dict(), "chosen": archs}
-    space, path = _saved_space(cfg), cfg.run_dir / ARCHS_FILE
+    space, path = saved_space(cfg), cfg.run_dir / ARCHS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nasfast.config import ConfigError, difference, load_yaml
+from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.scores import check_score
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import SearchSpace
@@ -68,6 +69,7 @@ def check_search(cfg: RunConfig, space: SearchSpace) -> None:
 
     Raises:
         ConfigError: the search needs additive scores, and the score scores whole paths.
+        AccuracyError: `search.refine` is not a file of accuracies of this space.
         InfeasibleConstraintError: no architecture meets the limits.
     """
     score = cfg.score.resolved(cfg.method)
@@ -76,4 +78,11 @@ def check_search(cfg: RunConfig, space: SearchSpace) -> None:
             f"search.method='exact' needs additive scores, and {score.name!r} scores whole paths: set "
             "search.method='evolution', or score.distill=true"
         )
+    if cfg.search.refine is not None:
+        if not score.gives_table:
+            raise ConfigError(
+                f"search.refine refines a table, and {score.name!r} scores whole paths: set score.distill=true, or "
+                "search.refine=null"
+            )
+        read_accuracies(cfg.search.refine, space)
     cfg.search.limits.check(space, allow_identity=cfg.search.allow_identity)

@@ -66,7 +66,8 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.table", "settings",
     },
     "indicators": {
-        "config", "spaces", "supernet", "train", "nasi", "indicators.rank", "indicators.structure", "indicators.table",
+        "config", "spaces", "supernet", "train", "nasi", "indicators.accuracies", "indicators.rank",
+        "indicators.structure", "indicators.table",
     },
     "indicators.config": {"config", "settings", "indicators"},
     "search": {"config", "runtime.files", "spaces", "indicators.table"},
@@ -97,14 +98,20 @@ ALLOWED: dict[str, set[str]] = {
         "config", "runtime.files", "runtime", "spaces", "supernet", "cells", "data", "train", "report",
         "studies", "runtime.late", "settings",
     },
-    "run_checks": {"config", "indicators", "settings.run", "spaces", "supernet", "train"},
+    "run_checks": {"config", "indicators", "indicators.accuracies", "settings.run", "spaces", "supernet", "train"},
+    "run_inputs": {
+        "config", "runtime", "spaces", "supernet", "data", "train", "indicators", "retrain", "run_checks",
+        "settings.run",
+    },
     "pipeline": {
-        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "indicators",
-        "indicators.table", "search", "retrain", "report", "measure", "settings", "run_checks", "settings.run",
+        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "indicators",
+        "indicators.accuracies", "indicators.table", "search", "retrain", "report", "measure", "settings",
+        "run_checks", "run_inputs", "settings.run",
     },
     "cli.commands": {
         "config", "runtime", "spaces", "indicators", "indicators.accuracies", "indicators.table",
-        "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline", "settings.run",
+        "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline", "run_inputs",
+        "settings.run",
     },
     "cli": {
         "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",

@@ -22,6 +22,7 @@ from nasfast.measure.latency import latency
 from nasfast.measure.profile import profile
 from nasfast.report import write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
+from nasfast.run_inputs import evidence_to_rank
 from nasfast.runtime.distributed import World, start
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
@@ -131,7 +132,7 @@ def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[
             f"checkpoint, but the settings of a run in {path}"
         )
     cfg = RunConfig.load(path)
-    evidence = pipeline.evidence_to_rank(cfg.replace(out=args.out, score=cfg.score.replace(name=args.score)))
+    evidence = evidence_to_rank(cfg.replace(out=args.out, score=cfg.score.replace(name=args.score)))
     space = evidence.net.space
     accuracies = read_accuracies(args.table, space, column=args.column)
     archs = sorted(accuracies)

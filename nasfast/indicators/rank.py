@@ -41,6 +41,15 @@ class Estimate:
         """Whether the whole interval is above 0."""
         return self.low is not None and self.low > 0
 
+    @classmethod
+    def of(cls, samples: np.ndarray) -> Estimate:
+        """The estimate from a statistic (the first entry) and its bootstrap resamples (the others)."""
+        if np.isnan(samples[0]):
+            return cls(None, None, None)
+        resampled = samples[1:][~np.isnan(samples[1:])]
+        low, high = np.quantile(resampled, _INTERVAL) if len(resampled) else (samples[0], samples[0])
+        return cls(float(samples[0]), float(low), float(high))
+
     def __str__(self) -> str:
         return "undefined" if self.value is None else f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
@@ -215,13 +224,7 @@ def rank(
     columns |= {name: _merge_rounding(np.array(structure_scores(space, name, archs))) for name in BASELINES}
     depth = columns["depth"]
 
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(len(archs), size=(resamples, len(archs)))
-    # the first row is the sample itself; the others say how often each architecture is in a resample
-    weights = np.ones((resamples + 1, len(archs)), dtype=np.float32)
-    for row, pick in zip(weights[1:], picks, strict=True):
-        row[:] = np.bincount(pick, minlength=len(archs))
-
+    weights = bootstrap_weights(len(archs), resamples, seed)
     budgets = np.quantile(macs, _BUDGET_QUANTILES, method="inverted_cdf")
     taus = {name: kendall_tau(x, truth, weights) for name, x in columns.items()}
     reports = [_report(name, x, taus[name], truth, depth, macs, budgets, weights) for name, x in columns.items()]
@@ -233,11 +236,20 @@ def rank(
         best_accuracy=tuple(float(truth[macs <= b].max()) for b in budgets),
         predictor=reports[0],
         baselines=tuple(reports[1:]),
-        above={name: _estimate(taus["predictor"] - taus[name]) for name in BASELINES},
+        above={name: Estimate.of(taus["predictor"] - taus[name]) for name in BASELINES},
         resamples=resamples,
         seed=seed,
         meta=meta,
     )
+
+
+def bootstrap_weights(count: int, resamples: int, seed: int) -> np.ndarray:
+    """(resamples + 1, count): how often each element is in a resample; the first row is the sample itself, all 1."""
+    rng = np.random.default_rng(seed)
+    weights = np.ones((resamples + 1, count), dtype=np.float32)
+    for row, pick in zip(weights[1:], rng.integers(count, size=(resamples, count)), strict=True):
+        row[:] = np.bincount(pick, minlength=count)
+    return weights
 
 
 def kendall_tau(x: ArrayLike, y: ArrayLike, weights: np.ndarray) -> np.ndarray:
@@ -305,21 +317,12 @@ def _report(
         regret.append(float(truth[under].max() - truth[favourites].mean()))
     return PredictorReport(
         name=name,
-        kendall=_estimate(tau_all),
-        spearman=_estimate(spearman_rho(x, truth, weights)),
-        kendall_within_depth=_estimate(within),
+        kendall=Estimate.of(tau_all),
+        spearman=Estimate.of(spearman_rho(x, truth, weights)),
+        kendall_within_depth=Estimate.of(within),
         kendall_by_depth=by_depth,
         regret=tuple(regret),
     )
-
-
-def _estimate(samples: np.ndarray) -> Estimate:
-    """The estimate from a statistic (the first entry) and its bootstrap resamples (the others)."""
-    if np.isnan(samples[0]):
-        return Estimate(None, None, None)
-    resampled = samples[1:][~np.isnan(samples[1:])]
-    low, high = np.quantile(resampled, _INTERVAL) if len(resampled) else (samples[0], samples[0])
-    return Estimate(float(samples[0]), float(low), float(high))
 
 
 def _optional(value: float) -> float | None:

@@ -123,15 +123,25 @@ def is_peer(name: str) -> bool:
 
 
 def worth_of_score(run_dir: str | Path) -> str:
-    """What is known about the score that the search maximised: the verdict of `nasfast rank`, if it ran."""
-    path = Path(run_dir) / "rank.json"
-    try:
-        verdict = json.loads(path.read_text(encoding="utf-8"))["verdict"] if path.exists() else None
-    except (OSError, ValueError, LookupError, TypeError):
-        verdict = None
-    if not isinstance(verdict, str):
+    """What is known about the score that the search maximised: what refined it, or the verdict of `nasfast rank`."""
+    refinement = _text_in(Path(run_dir) / "refined.json", "meta", "refinement")
+    if refinement is not None:
+        return f"The proof is about the score only. {refinement}"
+    verdict = _text_in(Path(run_dir) / "rank.json", "verdict")
+    if verdict is None:
         return (
             "The proof is about the score only. How well the score ranks trained accuracies was not measured in this "
             "run (nasfast rank measures it, docs/ranking.md says what to expect)."
         )
     return f"The proof is about the score only. How well the score ranks trained accuracies: {verdict}"
+
+
+def _text_in(path: Path, *keys: str) -> str | None:
+    """A text in a JSON file, or None if the file or the text is missing or damaged."""
+    try:
+        form = json.loads(path.read_text(encoding="utf-8"))
+        for key in keys:
+            form = form[key]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return form if isinstance(form, str) else None

@@ -77,7 +77,9 @@ class _Run:
 
     @property
     def table(self) -> IndicatorTable:
-        return IndicatorTable.from_json(self.text("indicators.json", "nasfast score"))
+        """The table that was searched."""
+        refined = (self.folder / "refined.json").exists()
+        return IndicatorTable.from_json(self.text("refined.json" if refined else "indicators.json", "nasfast score"))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

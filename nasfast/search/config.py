@@ -27,6 +27,8 @@ class SearchConfig(ConfigBase):
         mutation_prob: probability that a mutation redraws a layer.
         seed: seed of the evolution; null takes the run's, or 0.
         allow_identity: whether the result may skip normal layers; a skipped layer scores its layer indicator.
+        refine: file of trained accuracies (JSON or CSV) that refine the table before the search, where cross-validation
+            says that this gains; null searches the table as it is.
     """
 
     method: Literal["auto", "exact", "evolution"] = "auto"
@@ -41,6 +43,7 @@ class SearchConfig(ConfigBase):
     mutation_prob: float = 0.1
     seed: int | None = None
     allow_identity: bool = False
+    refine: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("auto", "exact", "evolution"):

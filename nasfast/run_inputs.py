@@ -1,0 +1,149 @@
+"""What the stages of a run read: its images, space and supernet, and the evidence of its score."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from nasfast.config import ConfigError, load_yaml
+from nasfast.data import Loader, make_loader, make_loaders, random_subset
+from nasfast.indicators.scores import Evidence
+from nasfast.retrain.export import SPACE_FILE
+from nasfast.run_checks import check_scoring
+from nasfast.runtime.device import use_threads
+from nasfast.runtime.distributed import SINGLE, World
+from nasfast.settings.run import RunConfig
+from nasfast.spaces import ArchSpace, SearchSpace, get_space, read_space, space_kind
+from nasfast.supernet import Supernet
+from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
+from nasfast.train.supernet import make_supernet
+
+_LOG = logging.getLogger(__name__)
+
+
+def run_loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
+    """The training loader and the validation loader of images of the space's size; ranks share every batch.
+
+    With `hold_out`, held-out training images validate, so that the search never sees those of `data.val`.
+    """
+    return make_loaders(
+        cfg.data,
+        resolution=space.resolution,
+        in_channels=space.in_channels,
+        seed=cfg.seed,
+        hold_out=hold_out,
+        rank=world.rank,
+        world=world.size,
+    )
+
+
+def saved_space(cfg: RunConfig) -> SearchSpace:
+    """The space in the run directory.
+
+    Raises:
+        FileNotFoundError, ConfigError: the file is missing or damaged.
+    """
+    path = cfg.run_dir / SPACE_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {cfg.out}` first")
+    try:
+        return SearchSpace.load(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: `nasfast supernet --resume --out {cfg.out}` writes it again") from error
+
+
+def space_of_cells(cfg: RunConfig) -> ArchSpace | None:
+    """The space of a run directory that a search of cells wrote; None for any other run directory."""
+    path = cfg.run_dir / SPACE_FILE
+    try:
+        kind = space_kind(load_yaml(path))
+    except ConfigError:
+        return None  # `saved_space` raises and says why the file cannot be read
+    return None if kind.LAYERWISE else read_space(path)
+
+
+def configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSpace, Loader]:
+    """The space of the settings, with the classes of the images, and the loader that the supernet is trained on."""
+    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
+    loader, _ = run_loaders(cfg, space, hold_out=cfg.holds_out, world=world)
+    return space.replace(num_classes=len(loader.source.classes)), loader
+
+
+def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
+    """The trained supernet of a run directory, and its checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no space or no checkpoint.
+        CheckpointError: no checkpoint is usable.
+    """
+    space = saved_space(cfg)
+    newest = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
+    if newest is None:
+        raise FileNotFoundError(
+            f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first"
+        )
+    path, checkpoint = newest
+    step, settings = checkpoint.state["step"], checkpoint.state["settings"]
+    total = settings["train"]["epochs"] * settings["batches_per_epoch"]
+    if step < total:
+        _LOG.warning("%s was saved at step %d of %d: the supernet's training has not ended", path, step, total)
+    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    net.load_state_dict(checkpoint.part("model."))
+    return net.to(cfg.torch_device).to(memory_format=torch.channels_last), checkpoint
+
+
+def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
+    """What the score of a run is computed from, and the checkpoint of the supernet.
+
+    Raises:
+        FileNotFoundError, CheckpointError: see `load_supernet`.
+        ConfigError, ScoreError: the supernet cannot have this score.
+    """
+    use_threads(cfg.threads)
+    score = cfg.score.resolved(cfg.method).score
+    net, checkpoint = load_supernet(cfg)
+    return _evidence(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
+
+
+def evidence_to_rank(cfg: RunConfig) -> Evidence:
+    """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
+    use_threads(cfg.threads)
+    if cfg.score.resolved(cfg.method).score.trained:
+        return evidence_of(cfg)[0]
+    space = saved_space(cfg) if (cfg.run_dir / SPACE_FILE).exists() else configured_space(cfg)[0]
+    return _evidence(cfg, _untrained_supernet(cfg, space))
+
+
+def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
+    """The supernet of the settings, with the weights that their seed gives it before training."""
+    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    return net.to(cfg.torch_device).to(memory_format=torch.channels_last)
+
+
+def _evidence(cfg: RunConfig, net: Supernet) -> Evidence:
+    """What the score of the settings is computed from, for a supernet."""
+    check_scoring(cfg, net)
+    settings = cfg.score.resolved(cfg.method)
+    score = settings.score
+    images: Loader | tuple[()] = ()
+    loaders = None
+    if score.images:
+        hold_out = cfg.holds_out
+        loaders = run_loaders(cfg, net.space, hold_out=hold_out)
+        images = make_loader(
+            cfg.data,
+            random_subset(loaders[hold_out].source, settings.images, cfg.seed),
+            train=False,
+            resolution=net.space.resolution,
+            in_channels=net.space.in_channels,
+        )
+    return Evidence(
+        net,
+        images,
+        loaders=loaders,
+        paths=settings.paths,
+        recalibration_batches=cfg.recalibration_batches,
+        seed=cfg.seed,
+        bf16=cfg.train.precision == "bf16",
+    )
