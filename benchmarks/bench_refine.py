@@ -83,7 +83,7 @@ class Lookup:
 
 def draw(table: IndicatorTable, known: Lookup, count: int, noise: float, seed: int) -> dict[str, Any]:
     """Refine a table by `count` accuracies, and compare both tables with the true accuracies."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, count])
     chosen = rng.choice(len(known.archs), count, replace=False)
     measured = known.accuracies[chosen] + noise * rng.standard_normal(count)
     start, found, refined = time.process_time(), None, table

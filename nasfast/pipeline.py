@@ -30,8 +30,8 @@ from nasfast.run_checks import check_same_run, check_scoring, check_search
 from nasfast.run_inputs import (
     configured_space,
     evidence_of,
+    image_loaders,
     load_supernet,
-    run_loaders,
     saved_space,
     space_of_cells,
 )
@@ -280,7 +280,7 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
     chosen = {n: tuple(a) for n, a in form["chosen"].items()}
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
-    train, val = run_loaders(cfg, space, hold_out=False, world=team)
+    train, val = image_loaders(cfg, space, hold_out=False, world=team)
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
             f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "

@@ -22,7 +22,7 @@ from nasfast.train.supernet import make_supernet
 _LOG = logging.getLogger(__name__)
 
 
-def run_loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
+def image_loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
     """The training loader and the validation loader of images of the space's size; ranks share every batch.
 
     With `hold_out`, held-out training images validate, so that the search never sees those of `data.val`.
@@ -66,8 +66,13 @@ def space_of_cells(cfg: RunConfig) -> ArchSpace | None:
 def configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSpace, Loader]:
     """The space of the settings, with the classes of the images, and the loader that the supernet is trained on."""
     space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
-    loader, _ = run_loaders(cfg, space, hold_out=cfg.holds_out, world=world)
+    loader, _ = image_loaders(cfg, space, hold_out=cfg.holds_out, world=world)
     return space.replace(num_classes=len(loader.source.classes)), loader
+
+
+def space_of(cfg: RunConfig) -> SearchSpace:
+    """The space in the run directory, or where there is none, that of the settings."""
+    return saved_space(cfg) if (cfg.run_dir / SPACE_FILE).exists() else configured_space(cfg)[0]
 
 
 def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
@@ -103,7 +108,7 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
     use_threads(cfg.threads)
     score = cfg.score.resolved(cfg.method).score
     net, checkpoint = load_supernet(cfg)
-    return _evidence(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
+    return evidence_for(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
 
 
 def evidence_to_rank(cfg: RunConfig) -> Evidence:
@@ -111,8 +116,7 @@ def evidence_to_rank(cfg: RunConfig) -> Evidence:
     use_threads(cfg.threads)
     if cfg.score.resolved(cfg.method).score.trained:
         return evidence_of(cfg)[0]
-    space = saved_space(cfg) if (cfg.run_dir / SPACE_FILE).exists() else configured_space(cfg)[0]
-    return _evidence(cfg, _untrained_supernet(cfg, space))
+    return evidence_for(cfg, _untrained_supernet(cfg, space_of(cfg)))
 
 
 def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
@@ -121,7 +125,7 @@ def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
     return net.to(cfg.torch_device).to(memory_format=torch.channels_last)
 
 
-def _evidence(cfg: RunConfig, net: Supernet) -> Evidence:
+def evidence_for(cfg: RunConfig, net: Supernet) -> Evidence:
     """What the score of the settings is computed from, for a supernet."""
     check_scoring(cfg, net)
     settings = cfg.score.resolved(cfg.method)
@@ -130,7 +134,7 @@ def _evidence(cfg: RunConfig, net: Supernet) -> Evidence:
     loaders = None
     if score.images:
         hold_out = cfg.holds_out
-        loaders = run_loaders(cfg, net.space, hold_out=hold_out)
+        loaders = image_loaders(cfg, net.space, hold_out=hold_out)
         images = make_loader(
             cfg.data,
             random_subset(loaders[hold_out].source, settings.images, cfg.seed),

@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.table", "settings",
     },
     "indicators": {
-        "config", "spaces", "supernet", "train", "nasi", "indicators.accuracies", "indicators.rank",
+        "config", "runtime.files", "spaces", "supernet", "train", "nasi", "indicators.accuracies", "indicators.rank",
         "indicators.structure", "indicators.table",
     },
     "indicators.config": {"config", "settings", "indicators"},
@@ -103,6 +103,11 @@ ALLOWED: dict[str, set[str]] = {
         "config", "runtime", "spaces", "supernet", "data", "train", "indicators", "retrain", "run_checks",
         "settings.run",
     },
+    "trained": {
+        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "engine", "data", "measure",
+        "indicators", "indicators.accuracies", "indicators.rank", "indicators.structure", "indicators.table", "search",
+        "retrain", "settings", "settings.run", "tasks", "pipeline", "run_inputs",
+    },
     "pipeline": {
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "indicators",
         "indicators.accuracies", "indicators.table", "search", "retrain", "report", "measure", "settings",
@@ -111,7 +116,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli.commands": {
         "config", "runtime", "spaces", "indicators", "indicators.accuracies", "indicators.table",
         "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline", "run_inputs",
-        "settings.run",
+        "trained", "settings", "settings.run",
     },
     "cli": {
         "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",

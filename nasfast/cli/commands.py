@@ -25,9 +25,11 @@ from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth
 from nasfast.run_inputs import evidence_to_rank
 from nasfast.runtime.distributed import World, start
 from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 from nasfast.studies import registry
 from nasfast.studies.run import run_study
+from nasfast.trained import ACCURACIES_FILE, REPORT_FILE, compare_trained, estimate_sample, train_sample
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
@@ -97,7 +99,10 @@ def _export(args: argparse.Namespace) -> None:
         print(file)
 
 
-def _rank(args: argparse.Namespace) -> None:
+def _rank(args: argparse.Namespace, settings: TaskSettings, dry_run: bool) -> None:
+    if args.train is not None:
+        _rank_trained(args, settings, dry_run)
+        return
     name = "rank" if args.score is None else f"rank-{args.score}"
     if args.score is None:
         predictor, space = _predictor(args)
@@ -109,6 +114,32 @@ def _rank(args: argparse.Namespace) -> None:
     if args.out is not None:
         report.save(Path(args.out) / f"{name}.json")
         print(f"written: {Path(args.out) / name}.json")
+
+
+def _rank_trained(args: argparse.Namespace, settings: TaskSettings, dry_run: bool) -> None:
+    cfg = _config_of(args.out)
+    if dry_run:
+        print(estimate_sample(cfg, args.train, settings, epochs=args.epochs))
+        return
+    accuracies = train_sample(cfg, args.train, epochs=args.epochs, settings=settings)
+    names = () if args.score is None else (args.score,)
+    print(compare_trained(cfg, accuracies, names=names, half_width=args.interval))
+    print(f"written: {cfg.run_dir / ACCURACIES_FILE}, {cfg.run_dir / REPORT_FILE}")
+
+
+def _config_of(out: str) -> RunConfig:
+    """The settings of a run directory.
+
+    Raises:
+        FileNotFoundError: it has none.
+    """
+    path = Path(out) / CONFIG_FILE
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
+            f"checkpoint, but the settings of a run in {path}"
+        )
+    return RunConfig.load(path).replace(out=out)
 
 
 def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
@@ -125,14 +156,8 @@ def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, fl
 
 def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
     """Accuracies and scores of the same architectures; the score is computed for each and not distilled."""
-    path = Path(args.out) / CONFIG_FILE
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing: run `nasfast supernet --out {args.out}` first. A score of untrained weights needs no "
-            f"checkpoint, but the settings of a run in {path}"
-        )
-    cfg = RunConfig.load(path)
-    evidence = evidence_to_rank(cfg.replace(out=args.out, score=cfg.score.replace(name=args.score)))
+    cfg = _config_of(args.out)
+    evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=args.score)))
     space = evidence.net.space
     accuracies = read_accuracies(args.table, space, column=args.column)
     archs = sorted(accuracies)

@@ -202,8 +202,8 @@ def _export(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
     return (parser.parse_args(list(argv)),)
 
 
-def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
-    parser.add_argument("--table", required=True, help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
+def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, TaskSettings, bool]:
+    parser.add_argument("--table", help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
     parser.add_argument("--score", help="with --out: ranks this score, computed for each architecture of the table")
@@ -212,12 +212,30 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
     parser.add_argument("--space", default="nas_bench_macro", help="space of a file of scores: a name or a YAML file")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
     parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap and of --sample")
-    args = parser.parse_args(list(argv))
+    parser.add_argument(
+        "--train", type=int, metavar="N",
+        help="instead of --table, with --out: trains until N architectures have an accuracy (RUN/accuracies.json), and "
+        "ranks all scores, or that of --score",
+    )  # fmt: skip
+    parser.add_argument("--epochs", type=int, help="with --train: epochs of each training, the same in all calls")
+    parser.add_argument("--interval", type=float, default=0.1, help="with --train: says what tau within +-this needs")
+    _add_task_flags(parser)
+    parsed = parser.parse_args(list(argv)).as_dict()
+    settings, dry_run = _task_settings(parsed)
+    args = argparse.Namespace(**parsed)
+    if (args.table is None) == (args.train is None):
+        parser.error("give either --table FILE or --train N")
+    if args.train is not None and (args.out is None or args.sample is not None or args.column is not None):
+        parser.error("--train needs --out RUN, and takes neither --sample nor --column")
+    if args.epochs is not None and (args.train is None or args.epochs < 1):
+        parser.error("--epochs needs --train, and must be at least 1")
+    if args.train is None and (settings != TaskSettings() or dry_run):
+        parser.error("--executor, --workers, --attempts, --max-hours and --dry-run are about --train N")
     if (args.out is None) == (args.predictor is None):
         parser.error("give either --out RUN or --predictor FILE")
     if args.score is not None and args.out is None or args.sample is not None and args.score is None:
         parser.error("--score needs --out, and --sample needs --score")
-    return (args,)
+    return args, settings, dry_run
 
 
 def _report(parser: Parser, argv: Sequence[str]) -> tuple[Path]:

@@ -28,7 +28,7 @@ class Refinement:
 
     Attributes:
         table: the refined table if `used`, otherwise the scores that were given; `refinement` in its meta is this text.
-        used: whether cross-validation says that the refined table ranks better.
+        used: whether the refined table ranks better by cross-validation: the whole interval of `gain` is above 0.
         architectures: number of architectures with an accuracy.
         penalty: penalty of the ridge; infinite where the accuracies give no reason to depart from the score.
         default: Kendall's tau-b between the given table's scores and the accuracies.
@@ -66,7 +66,8 @@ def refine(
     minimises the squared error plus penalty * (d^2 + sum of w^2). So the larger the penalty, the nearer is the order to
     that of the score. The penalty is the largest whose error in ten-fold cross-validation is within one standard error
     of the least (Hastie, Tibshirani and Friedman, The Elements of Statistical Learning, 7.10). The choice of the
-    penalty is a part of what `Refinement.refined` cross-validates.
+    penalty is a part of what `Refinement.refined` cross-validates. A gain that chance could explain is not taken,
+    because with few or noisy accuracies such a gain is mostly a loss (docs/ranking.md 6).
 
     Args:
         table: the scores to refine.
@@ -108,7 +109,7 @@ def refine(
         for i, (row, other) in enumerate(zip(prior, structure, strict=True))
     ]
     penalty = float(_PENALTIES[best])
-    used = gain.value is not None and gain.value > 0 and math.isfinite(penalty)
+    used = gain.positive and math.isfinite(penalty)
     better = IndicatorTable.of_rows(space, rows, dict(table.meta)) if used else table
     found = Refinement(better, used, len(archs), penalty, Estimate.of(default), Estimate.of(refined), gain)
     return replace(found, table=replace(better, meta={**table.meta, "refinement": str(found)}))

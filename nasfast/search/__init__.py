@@ -21,7 +21,7 @@ from nasfast.search.exact import option_scores, top_k
 from nasfast.search.history import History
 from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, option_costs
 from nasfast.search.pareto import pareto_front
-from nasfast.search.sampling import equal_cost_peers, equal_cost_random, sample_under
+from nasfast.search.sampling import equal_cost_peers, equal_cost_random, sample_under, stratified_sample
 from nasfast.spaces import SearchSpace
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "sample_under",
     "save_candidates",
     "search",
+    "stratified_sample",
     "top_k",
 ]
 

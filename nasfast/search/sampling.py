@@ -26,6 +26,8 @@ _MAX_TRIES = 200
 _EQUAL_COST_TRIES = 2000
 # Largest difference in MACs between a random architecture and the one it is compared with, as a fraction.
 EQUAL_COST_TOLERANCE = 0.01
+# Uniform draws from which stratified_sample takes its architectures.
+_POOL = 4096
 # Draws per architecture that equal_cost_peers is asked for, after which it takes those it has.
 _PEER_TRIES = 20
 
@@ -223,3 +225,46 @@ def equal_cost_peers(
     if 0 < len(peers) < count:
         _LOG.warning("found only %d of %d different random architectures of equal cost", len(peers), count)
     return list(peers)
+
+
+def stratified_sample(
+    space: SearchSpace, count: int, *, limits: Limits | None = None, allow_identity: bool = False, seed: int = 0
+) -> list[Arch]:
+    """Different random architectures within the limits, spread evenly over their MACs.
+
+    Of 4096 uniform draws, ordered by MACs, those at the quantiles of a van der Corput sequence (with a random shift)
+    are taken. So every part of the range of MACs has its share at every count, and a larger count only adds to the
+    end of the list.
+
+    Args:
+        space: the search space.
+        count: number of architectures.
+        limits: limits on costs; None for none.
+        allow_identity: whether normal layers may be skipped.
+        seed: seed of the draws and of the shift.
+
+    Raises:
+        InfeasibleConstraintError: the draws have fewer different architectures, or none meets the limits.
+    """
+    rng = random.Random(seed)
+    draws = {sample_under(space, rng, limits, allow_identity=allow_identity) for _ in range(_POOL)}
+    if len(draws) < count:
+        raise InfeasibleConstraintError(
+            f"{count} architectures are wanted, {_POOL} draws from space {space.name!r} within the limits have "
+            f"{len(draws)} different ones: ask for at most that many, or raise the limits"
+        )
+    pool = sorted(draws, key=lambda arch: (space.cost(arch).macs, arch))
+    shift, place, taken = rng.random(), 0, dict[Arch, None]()
+    while len(taken) < count:
+        taken[pool[int((_van_der_corput(place) + shift) % 1 * len(pool))]] = None
+        place += 1
+    return list(taken)
+
+
+def _van_der_corput(number: int) -> float:
+    """The binary digits of a number, mirrored at the point: 0, 1/2, 1/4, 3/4, 1/8, ..."""
+    value, unit = 0.0, 0.5
+    while number:
+        value += unit * (number & 1)
+        number, unit = number >> 1, unit / 2
+    return value

@@ -14,7 +14,7 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
-from nasfast.run_inputs import run_loaders
+from nasfast.run_inputs import image_loaders
 from nasfast.search import load_candidates
 from nasfast.spaces import SearchSpace, load_arch
 from nasfast.train.checkpoint import load_checkpoint
@@ -49,7 +49,7 @@ def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
     assert main(["search", "--out", str(out)]) == 0
     assert (out / "history.jsonl").read_bytes() == before
     # the accuracies were of images that are not judged later
-    _, held = run_loaders(RunConfig.load(out / "config.yaml"), space, hold_out=True)
+    _, held = image_loaders(RunConfig.load(out / "config.yaml"), space, hold_out=True)
     counts = [e["score"] * held.num_images for e in evaluated]
     assert counts == pytest.approx([round(c) for c in counts], abs=1e-6)
 

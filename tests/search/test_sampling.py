@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from tiny import tiny_space
 
-from nasfast.search import InfeasibleConstraintError, Limits, equal_cost_random, sample_under
+from nasfast.search import InfeasibleConstraintError, Limits, equal_cost_random, sample_under, stratified_sample
 from nasfast.search import sampling as module
 from nasfast.spaces import mobilenet_v2, nas_bench_macro, shufflenet_v2
 
@@ -129,3 +132,31 @@ def test_equal_cost_random_keeps_the_limits(small_space, all_archs):
         equal_cost_random(small_space, rng, arch, limits=Limits(max_macs=0.98 * cost.macs))
     with pytest.raises(InfeasibleConstraintError, match="max_params=1 cannot be met"):
         equal_cost_random(small_space, rng, arch, limits=Limits(max_params=1))
+
+
+def test_a_stratified_sample_has_its_share_of_every_cost_and_grows_at_its_end():
+    space = nas_bench_macro()
+    cheapest, dearest = ends(space, "macs")
+    limits = Limits(max_macs=(cheapest + 2 * dearest) / 3)
+    sample = stratified_sample(space, 64, limits=limits, seed=5)
+    assert len(set(sample)) == 64 and all(limits.admits(space.cost(a)) for a in sample)
+    assert stratified_sample(space, 10, limits=limits, seed=5) == sample[:10]
+    assert stratified_sample(space, 10, limits=limits, seed=6) != sample[:10]
+    every = sorted(space.cost(a).macs for a in product(range(3), repeat=8) if limits.admits(space.cost(a)))
+    # of 16 equal parts of the space, each has 4 of 64; the draws and the borders may move one or two
+    parts = Counter(bisect_left(every, space.cost(a).macs) * 16 // len(every) for a in sample)
+    assert len(parts) == 16 and max(parts.values()) <= 6
+    random_parts = Counter(
+        bisect_left(every, space.cost(sample_under(space, random.Random(i), limits)).macs) * 16 // len(every)
+        for i in range(64)
+    )
+    assert max(random_parts.values()) > 6
+
+
+def test_a_stratified_sample_of_all_and_of_more_than_all():
+    space = tiny_space()
+    assert sorted(stratified_sample(space, 81)) == list(product(*(layer.options for layer in space.layers)))
+    with pytest.raises(InfeasibleConstraintError, match="82 architectures are wanted, .* have 81 different ones"):
+        stratified_sample(space, 82)
+    with pytest.raises(InfeasibleConstraintError, match="cannot be met"):
+        stratified_sample(space, 10, limits=Limits(max_macs=1))

@@ -1,0 +1,121 @@
+"""Several scores beside the baselines on the same accuracies, and how many accuracies a narrower interval needs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nasfast.indicators.rank import Estimate, rank
+from nasfast.indicators.structure import BASELINES, structure_scores
+from nasfast.runtime.files import write_atomic
+from nasfast.spaces import Arch, ArchSpace
+
+_REFERENCE = "sqrt_size"
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """How one score or baseline ranks.
+
+    Attributes:
+        name: its name.
+        kendall: tau-b.
+        spearman: rho.
+        above: tau-b minus that of `sqrt_size`, from the same resamples.
+        wanted: about how many accuracies give tau the wanted interval; None if tau is undefined.
+    """
+
+    name: str
+    kendall: Estimate
+    spearman: Estimate
+    above: Estimate
+    wanted: int | None
+
+
+@dataclass(frozen=True)
+class ScoreComparison:
+    """Rank correlations of scores and baselines with trained accuracies.
+
+    Attributes:
+        architectures: number of architectures compared.
+        half_width: half the width of the interval that `ScoreRow.wanted` is about.
+        rows: the scores, then the baselines.
+        refused: score -> why there is no row of it.
+    """
+
+    architectures: int
+    half_width: float
+    rows: tuple[ScoreRow, ...]
+    refused: dict[str, str]
+
+    def save(self, path: str | Path) -> None:
+        """Write the comparison as JSON."""
+        write_atomic(Path(path), (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+    def __str__(self) -> str:
+        """The comparison as a text table."""
+        width = max(len(row.name) for row in self.rows)
+        lines = [
+            f"{self.architectures} trained architectures, 95 % bootstrap intervals",
+            f"{'':{width}} {'Kendall tau-b':>24} {'minus sqrt_size':>24} {'Spearman rho':>24} "
+            f"{f'architectures for +-{self.half_width:g}':>26}",
+        ]
+        lines += [
+            f"{row.name:{width}} {row.kendall!s:>24} {row.above!s:>24} {row.spearman!s:>24} {row.wanted or '-':>26}"
+            for row in self.rows
+        ]
+        lines += [f"not computed: {name}: {why}" for name, why in self.refused.items()]
+        more = (self.rows[0].wanted or 0) - self.architectures
+        if more > 0:
+            lines.append(f"The tau of {self.rows[0].name} within +-{self.half_width:g} needs about {more} more.")
+        return "\n".join(lines)
+
+
+def compare_scores(
+    accuracies: Mapping[Arch, float],
+    scores: Mapping[str, Mapping[Arch, float]],
+    space: ArchSpace,
+    *,
+    half_width: float = 0.1,
+    refused: Mapping[str, str] | None = None,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> ScoreComparison:
+    """Rank accuracies by several scores and by the baselines of `nasfast.indicators.structure`.
+
+    The width of a bootstrap interval falls like one over the root of the number of architectures n, so an interval of
+    half width h' instead of h needs about n (h / h')^2 of them.
+
+    Args:
+        accuracies: architecture -> accuracy, in any unit.
+        scores: name -> score of each architecture.
+        space: the space of the architectures.
+        half_width: half the width of the interval that `ScoreRow.wanted` is about.
+        refused: score -> why it is not in `scores`; kept in the comparison.
+        resamples, seed: see `nasfast.indicators.rank.rank`.
+
+    Raises:
+        AccuracyError, ArchError, ValueError: see `nasfast.indicators.rank.rank`; `half_width` is not positive.
+    """
+    if not 0 < half_width < math.inf:
+        raise ValueError(f"the half width of the interval must be positive, got {half_width}")
+    every = {
+        **scores,
+        **{n: dict(zip(accuracies, structure_scores(space, n, accuracies), strict=True)) for n in BASELINES},
+    }
+    rows = []
+    for name, values in every.items():
+        report = rank(accuracies, values, space, resamples=resamples, seed=seed)
+        mine = report.predictor
+        wanted = _wanted(mine.kendall, len(accuracies), half_width)
+        rows.append(ScoreRow(name, mine.kendall, mine.spearman, report.above[_REFERENCE], wanted))
+    return ScoreComparison(len(accuracies), half_width, tuple(rows), dict(refused or {}))
+
+
+def _wanted(tau: Estimate, count: int, half_width: float) -> int | None:
+    if tau.low is None or tau.high is None:
+        return None
+    return math.ceil(count * ((tau.high - tau.low) / (2 * half_width)) ** 2)

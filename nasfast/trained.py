@@ -1,0 +1,300 @@
+"""`nasfast rank --train N`: trains a sample of a run's space, and says how well scores rank the accuracies.
+
+RUN/trained/ARCH/ has the files of one training, RUN/accuracies.json the accuracies of all that are finished, and
+RUN/trained.json the comparison. Later calls add to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nasfast.config import ConfigBase, ConfigError
+from nasfast.data import DataConfig, make_loaders
+from nasfast.engine.eager import EagerEngine
+from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
+from nasfast.indicators.compare import ScoreComparison, compare_scores
+from nasfast.indicators.rank import rank
+from nasfast.indicators.scores import SCORES, ScoreError, score_paths
+from nasfast.indicators.structure import BASELINES
+from nasfast.indicators.table import IndicatorTable
+from nasfast.measure.timing import seconds_of
+from nasfast.pipeline import TABLE_FILE
+from nasfast.retrain.retrain import RESULT_FILE, RetrainResult, retrain
+from nasfast.run_inputs import evidence_to_rank, image_loaders, space_of
+from nasfast.runtime.device import use_threads
+from nasfast.runtime.files import write_atomic
+from nasfast.runtime.lock import run_lock
+from nasfast.search import stratified_sample
+from nasfast.settings.retrain import RetrainConfig
+from nasfast.settings.run import RunConfig
+from nasfast.settings.tasks import TaskSettings
+from nasfast.settings.train import TrainConfig
+from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.supernet import build
+from nasfast.tasks import Task, TaskRunner, threads_for
+from nasfast.tasks.room import workers_for
+from nasfast.tasks.task import TASK_FILE
+from nasfast.tasks.view import duration
+
+ACCURACIES_FILE, REPORT_FILE, SETTINGS_FILE, FOLDER = "accuracies.json", "trained.json", "settings.yaml", "trained"
+
+RECIPE = RetrainConfig(
+    init="he", train=TrainConfig(epochs=2, lr=0.1, warmup_epochs=0.2, label_smoothing=0.0, keep_checkpoints=1)
+)
+"""The short training of each architecture; `rank --train --epochs` changes the number of epochs."""
+
+BATCH_SIZE = 64
+
+IMAGES: dict[str, Any] = {"batch_size": BATCH_SIZE, "augment": "none", "workers": 0}
+"""Settings of `data` for it: in so few epochs small batches give more steps, and nothing can be learned by heart. The
+trainings run side by side, so each decodes its images itself."""
+
+_NETWORK = "network"
+
+_TIMED = 5
+"""Steps that an estimate times."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SampleSettings(ConfigBase):
+    """RUN/trained/settings.yaml: what all trainings of a sample share, whenever they run.
+
+    Attributes:
+        epochs: epochs of each training.
+        threads: CPU threads of each training, on which its bytes depend.
+    """
+
+    epochs: int
+    threads: int
+
+
+def train_sample(
+    cfg: RunConfig, count: int, *, epochs: int | None = None, settings: TaskSettings = TaskSettings()
+) -> dict[Arch, float]:
+    """Train a sample of the space until `count` architectures have an accuracy; writes accuracies.json.
+
+    The sample is within the limits of the search and stratified by MACs (`nasfast.search.stratified_sample`). Each
+    architecture is trained by `RECIPE` and `IMAGES` on the training images that remain when
+    `data.val_fraction` of them are held out. The held-out images give its accuracy, so that a search which uses the
+    accuracies never sees `data.val`. Trainings that an earlier call finished count, and those that it began continue.
+
+    Args:
+        cfg: settings of the run; its folder gets the files.
+        count: number of architectures, at least 10; earlier calls may have trained more.
+        epochs: epochs of each training; None takes those of earlier calls, or of `RECIPE`.
+        settings: where and how long the trainings run.
+
+    Returns:
+        Architecture -> accuracy in percent, of all that are finished.
+
+    Raises:
+        AccuracyError: `count` or the number of finished trainings is below 10, or there are too few images.
+        ConfigError: earlier calls had other epochs.
+        InfeasibleConstraintError: the space has fewer architectures within the limits.
+        TaskError: earlier calls had other settings.
+    """
+    tasks = plan_sample(cfg, count, epochs=epochs)
+    folder = cfg.run_dir / FOLDER
+    with run_lock(cfg.run_dir), TaskRunner(folder, settings) as runner:
+        write_atomic(folder / SETTINGS_FILE, _shared_settings(cfg, count, epochs).to_yaml().encode())
+        results = runner.run(tasks)
+        done = {tuple(t.arguments["arch"]): r.result for t, r in zip(tasks, results, strict=True) if r.status == "done"}
+        if len(done) < len(tasks):
+            _LOG.warning("%d of %d architectures are trained: the same command continues", len(done), len(tasks))
+        if len(done) < MIN_ARCHITECTURES:
+            raise AccuracyError(
+                f"{len(done)} of {len(tasks)} architectures are trained, at least {MIN_ARCHITECTURES} are needed to "
+                f"compare rankings: the same command continues; {folder} has the logs"
+            )
+        entries = {format_arch(a): {"accuracy": 100 * form["top1"], **form} for a, form in done.items()}
+        write_atomic(cfg.run_dir / ACCURACIES_FILE, (json.dumps(entries, indent=1) + "\n").encode())
+    return {arch: 100 * form["top1"] for arch, form in done.items()}
+
+
+def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> list[Task]:
+    """The trainings of `train_sample`: those of the sample, then those of earlier calls that are not in it.
+
+    Raises:
+        AccuracyError, ConfigError, InfeasibleConstraintError: see `train_sample`.
+    """
+    if count < MIN_ARCHITECTURES:
+        raise AccuracyError(
+            f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
+        )
+    space, limits = space_of(cfg), cfg.search.limits
+    archs = stratified_sample(space, count, limits=limits, allow_identity=cfg.search.allow_identity, seed=cfg.seed)
+    _check_images(cfg, space, count)
+    # a folder is named after its architecture
+    before = [space.parse(path.parent.name.replace("_", " ")) for path in _finished(cfg)]
+    archs += [arch for arch in before if arch not in archs and limits.admits(space.cost(arch))]
+    return _tasks(cfg, space, archs, _shared_settings(cfg, count, epochs))
+
+
+def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
+    """What `train_sample` would do, with the time from a few steps of the middle architecture; it writes nothing.
+
+    Raises:
+        AccuracyError, ConfigError, InfeasibleConstraintError: see `train_sample`.
+    """
+    tasks = plan_sample(cfg, count, epochs=epochs)
+    done = {path.parent.name for path in _finished(cfg)}
+    left = sorted((task for task in tasks if task.name not in done), key=lambda task: task.cost)
+    if not left:
+        return f"all {len(tasks)} architectures are trained"
+    middle, at_a_time = left[len(left) // 2], settings.workers or workers_for(left)
+    use_threads(middle.threads)
+    space, recipe = space_of(cfg), RetrainConfig.from_dict(middle.arguments["recipe"])
+    train, _ = image_loaders(cfg.replace(data=cfg.data.replace(**IMAGES)), space, hold_out=True)
+    network = build(space, tuple(middle.arguments["arch"]), activation=cfg.supernet.activation)
+    engine, device = EagerEngine(network.to(cfg.torch_device).train()), torch.device(cfg.torch_device)
+    batches = itertools.islice(train.epoch(0, device=cfg.torch_device), _TIMED)
+    steps = [seconds_of(functools.partial(engine.forward_backward, *batch, None), device) for batch in batches]
+    one = statistics.median(steps) * len(train) * recipe.train.epochs
+    total = one * sum(task.cost for task in left) / middle.cost / at_a_time
+    what = f"{len(left)} trainings of {recipe.train.epochs} epochs on {len(train.source)} images"
+    return (
+        f"{what}, {len(tasks) - len(left)} more are finished; {at_a_time} at a time with {middle.threads} threads "
+        f"each: about {duration(one)} for one, {duration(total)} for all, if nothing else uses the cores. Nothing was "
+        "written."
+    )
+
+
+def train_one(folder: Path, *, arch: list[int], space: dict, data: dict, recipe: dict, **run: Any) -> dict[str, Any]:
+    """Train one architecture in `folder`: the function of a task; it continues what an earlier attempt left.
+
+    Args:
+        folder: gets the files of the training.
+        arch: the architecture.
+        space, data, recipe: the written forms of a `SearchSpace`, a `DataConfig` and a `RetrainConfig`.
+        run: `activation`, `seed` and `device` of `nasfast.retrain.retrain`.
+
+    Returns:
+        Validation accuracies, cost and epochs, as JSON.
+    """
+    built, path = SearchSpace.from_dict(space), folder / "retrain" / _NETWORK / RESULT_FILE
+    if path.exists():
+        result = RetrainResult.load(path)
+    else:
+        train, held = make_loaders(
+            DataConfig.from_dict(data),
+            resolution=built.resolution,
+            in_channels=built.in_channels,
+            seed=run["seed"],
+            hold_out=True,
+        )
+        settings = RetrainConfig.from_dict(recipe)
+        result = retrain(built, tuple(arch), train, held, settings, run_dir=folder, name=_NETWORK, resume=True, **run)
+    # with the result written they are needed no more, and a large sample would fill the disk with them
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return {name: getattr(result, name) for name in ("top1", "top5", "loss", "macs", "params", "epochs", "images")}
+
+
+def compare_trained(
+    cfg: RunConfig, accuracies: Mapping[Arch, float], *, names: Sequence[str] = (), half_width: float = 0.1
+) -> ScoreComparison:
+    """Rank a trained sample by the run's table, by scores and by baselines; writes trained.json and rank.json.
+
+    Args:
+        cfg: settings of the run.
+        accuracies: what `train_sample` returned.
+        names: scores, each computed for each architecture; empty takes every registered score that is no baseline.
+        half_width: see `compare_scores`.
+    """
+    space, table, scores, refused = space_of(cfg), cfg.run_dir / TABLE_FILE, {}, {}
+    if table.exists():
+        loaded = IndicatorTable.load(table)
+        scores[TABLE_FILE] = {arch: loaded.score(arch) for arch in accuracies}
+        rank(accuracies, loaded, space, seed=cfg.seed).save(cfg.run_dir / "rank.json")
+    for name in names or [name for name in SCORES if name not in BASELINES]:
+        try:
+            evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
+            scores[name] = score_paths(name, evidence, accuracies)
+        except (ScoreError, ConfigError, FileNotFoundError) as error:
+            refused[name] = str(error)
+    found = compare_scores(accuracies, scores, space, half_width=half_width, refused=refused, seed=cfg.seed)
+    found.save(cfg.run_dir / REPORT_FILE)
+    return found
+
+
+def _tasks(cfg: RunConfig, space: SearchSpace, archs: Sequence[Arch], shared: SampleSettings) -> list[Task]:
+    common = {
+        "space": space.to_dict(),
+        "data": cfg.data.replace(**IMAGES).to_dict(),
+        "recipe": RECIPE.replace(train=RECIPE.train.replace(epochs=shared.epochs, eval_every=shared.epochs)).to_dict(),
+        "activation": cfg.supernet.activation,
+        "seed": cfg.seed,
+        "device": cfg.torch_device,
+    }
+    return [
+        Task(
+            format_arch(arch).replace(" ", "_"),
+            f"{__name__}:train_one",
+            {"arch": list(arch), **common},
+            threads=shared.threads,
+            cost=float(space.cost(arch).macs),
+            gpus=int(cfg.torch_device != "cpu"),
+        )
+        for arch in archs
+    ]
+
+
+def _finished(cfg: RunConfig) -> list[Path]:
+    """task.json of every finished training."""
+    return sorted((cfg.run_dir / FOLDER).glob(f"*/{TASK_FILE}"))
+
+
+def _shared_settings(cfg: RunConfig, count: int, epochs: int | None) -> SampleSettings:
+    """The settings that the first call saved, or those that it will save.
+
+    Raises:
+        ConfigError: earlier calls had other epochs, or the file is damaged.
+    """
+    path = cfg.run_dir / FOLDER / SETTINGS_FILE
+    if not path.exists():
+        return SampleSettings(epochs or RECIPE.train.epochs, cfg.threads or threads_for(count))
+    saved = SampleSettings.load(path)
+    if epochs not in (None, saved.epochs):
+        raise ConfigError(
+            f"{path.parent} has trainings of {saved.epochs} epochs, --epochs is {epochs}: their accuracies cannot be "
+            f"compared; leave --epochs away, or delete {path.parent} to train all of them again"
+        )
+    return saved
+
+
+def _check_images(cfg: RunConfig, space: SearchSpace, count: int) -> None:
+    """Refuse images that cannot tell `count` architectures apart.
+
+    Raises:
+        AccuracyError: there are fewer held-out images than architectures, or less than a batch of training images.
+        ConfigError: the images have other classes than the space.
+    """
+    train, held = image_loaders(cfg, space, hold_out=True)
+    if len(held.source.classes) != space.num_classes:
+        raise ConfigError(
+            f"the images have {len(held.source.classes)} classes, {space.name} has {space.num_classes}: give the "
+            "images of the run"
+        )
+    if len(held.source) < count:
+        raise AccuracyError(
+            f"--train {count}: {len(held.source)} held-out images give at most {len(held.source) + 1} different "
+            f"accuracies, which cannot order {count} architectures: give more images, a larger data.val_fraction, or "
+            "fewer architectures"
+        )
+    if len(train.source) < BATCH_SIZE:
+        raise AccuracyError(
+            f"--train {count}: {len(train.source)} training images are less than one batch of {BATCH_SIZE}: "
+            "give more images"
+        )

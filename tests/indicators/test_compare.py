@@ -1,0 +1,69 @@
+"""Several scores on the same accuracies: the same figures as `rank`, and what a narrower interval needs."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+
+import pytest
+from scipy.stats import kendalltau
+
+from nasfast.indicators.compare import compare_scores
+from nasfast.indicators.rank import rank
+from nasfast.indicators.structure import structure_scores
+from nasfast.spaces import nas_bench_macro
+
+SPACE = nas_bench_macro()
+
+
+def noisy(count: int, *, seed: int) -> tuple[dict, dict]:
+    """Accuracies and scores of random architectures; both know the same number, with noise of their own."""
+    rng = random.Random(seed)
+    archs = {tuple(rng.randrange(3) for _ in range(8)): rng.gauss(0, 1) for _ in range(count)}
+    return tuple({a: v + rng.gauss(0, 1) for a, v in archs.items()} for _ in range(2))
+
+
+def test_rows_are_those_of_rank():
+    accuracies, scores = noisy(40, seed=0)
+    found = compare_scores(accuracies, {"mine": scores}, SPACE, resamples=50, seed=3, refused={"x": "has none"})
+    assert [row.name for row in found.rows] == ["mine", "depth", "macs", "params", "sqrt_size"]
+    report = rank(accuracies, scores, SPACE, resamples=50, seed=3)
+    mine = found.rows[0]
+    assert (mine.kendall, mine.spearman) == (report.predictor.kendall, report.predictor.spearman)
+    assert mine.above == report.above["sqrt_size"]
+    for row, baseline in zip(found.rows[1:], report.baselines, strict=True):
+        assert (row.kendall, row.spearman) == (baseline.kendall, baseline.spearman)
+    macs = structure_scores(SPACE, "macs", accuracies)
+    assert found.rows[2].kendall.value == pytest.approx(kendalltau(macs, list(accuracies.values())).statistic)
+    assert (found.rows[4].above.low, found.rows[4].above.high) == (0, 0)
+    assert "not computed: x: has none" in str(found)
+
+
+def test_as_many_architectures_as_are_wanted_give_the_interval():
+    """The number is from 60 architectures; an interval from that many has the wanted width on average."""
+    widths = []
+    for seed in range(8):
+        accuracies, scores = noisy(60, seed=seed)
+        wanted = compare_scores(accuracies, {"mine": scores}, SPACE, half_width=0.1, resamples=200).rows[0].wanted
+        assert 60 < wanted < 300
+        more = noisy(wanted, seed=100 + seed)
+        tau = compare_scores(more[0], {"mine": more[1]}, SPACE, resamples=200).rows[0].kendall
+        widths.append((tau.high - tau.low) / 2)
+    assert sum(widths) / len(widths) == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_constant_score_wants_nothing(tmp_path):
+    accuracies, _ = noisy(20, seed=0)
+    found = compare_scores(accuracies, {"flat": dict.fromkeys(accuracies, 1.0)}, SPACE, resamples=10)
+    assert found.rows[0].wanted is None
+    assert "undefined" in str(found)
+    found.save(tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text()) == json.loads(json.dumps(asdict(found)))
+
+
+@pytest.mark.parametrize("half_width", [0, -0.1, float("nan"), float("inf")])
+def test_an_interval_without_width_is_refused(half_width):
+    accuracies, scores = noisy(20, seed=0)
+    with pytest.raises(ValueError, match="half width of the interval must be positive"):
+        compare_scores(accuracies, {"mine": scores}, SPACE, half_width=half_width)

@@ -1,0 +1,122 @@
+"""`rank --train N`: the sample is trained once, grows, is ranked, and refines the search."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from nasfast import trained
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.indicators.accuracies import AccuracyError, read_accuracies
+from nasfast.indicators.scores import SCORES
+from nasfast.indicators.structure import BASELINES
+from nasfast.pipeline import RunConfig
+from nasfast.retrain import load_model
+from nasfast.run_inputs import image_loaders
+from nasfast.search import stratified_sample
+from nasfast.settings.tasks import TaskSettings
+from nasfast.tasks import TaskResult
+from nasfast.train import evaluate
+from nasfast.trained import train_one, train_sample
+
+ONE = TaskSettings(workers=1, attempts=1)
+
+
+@pytest.fixture
+def settings(tmp_path, config):
+    """A run directory that has its settings and nothing else."""
+    cfg = RunConfig.load(config).replace(out=str(tmp_path / "run"), seed=3)
+    cfg.run_dir.mkdir()
+    cfg.save(cfg.run_dir / "config.yaml")
+    return cfg
+
+
+def test_a_sample_is_trained_once_and_grows(settings, capsys):
+    out = settings.run_dir
+    command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
+    assert main([*command, "--train", "10", "--dry-run"]) == 0
+    assert "10 trainings of 1 epochs on 1299 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
+    assert [path.name for path in out.iterdir()] == ["config.yaml"]
+    assert main([*command, "--train", "10"]) == 0
+    first = read_accuracies(out / "accuracies.json", trained.space_of(settings))
+    space = trained.space_of(settings)
+    assert list(first) == stratified_sample(space, 10, limits=settings.search.limits, seed=3)
+    assert all(0 < accuracy < 100 for accuracy in first.values()) and len(set(first.values())) > 3
+    shown = capsys.readouterr().out
+    assert "10 trained architectures" in shown and "naswot" in shown and "sqrt_size" in shown
+    report = json.loads((out / "trained.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["naswot", *BASELINES]
+    assert not list(out.glob("trained/*/checkpoints"))
+    before = {path: path.stat().st_mtime_ns for path in out.glob("trained/*/task.json")}
+    assert main([*command[:3], "--train", "12", "--workers", "1", "--score", "snip"]) == 0
+    grown = read_accuracies(out / "accuracies.json", space)
+    assert len(grown) == 12 and {arch: grown[arch] for arch in first} == first
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert trained.estimate_sample(settings, 12, ONE) == "all 12 architectures are trained"
+    assert "1 trainings of 1 epochs" in trained.estimate_sample(settings, 13, ONE)
+    # fewer lose nothing
+    assert train_sample(settings, 10, settings=ONE) == grown
+    with pytest.raises(ConfigError, match="has trainings of 1 epochs, --epochs is 2"):
+        train_sample(settings, 10, epochs=2, settings=ONE)
+
+
+def test_a_training_gives_the_accuracy_of_the_trained_network(settings, tmp_path):
+    task = trained._tasks(settings, trained.space_of(settings), [(0, 1, 2, 0)], trained.SampleSettings(1, 1))[0]
+    form = train_one(tmp_path / "a", **task.arguments)
+    network = load_model(tmp_path / "a" / "retrain" / "network")
+    _, held = image_loaders(settings, trained.space_of(settings), hold_out=True)
+    measured = evaluate(network, held)
+    assert form["top1"] == pytest.approx(measured.top1) and form["images"] == len(held.source)
+    # again, from nothing and from what is there
+    assert train_one(tmp_path / "b", **task.arguments) == form
+    shutil.rmtree(tmp_path / "a" / "retrain" / "network" / "model.safetensors", ignore_errors=True)
+    assert train_one(tmp_path / "a", **task.arguments) == form
+
+
+def test_every_score_is_ranked_or_says_why_not(settings):
+    space = trained.space_of(settings)
+    archs = stratified_sample(space, 12, seed=1)
+    found = trained.compare_trained(settings, {arch: float(i) for i, arch in enumerate(archs)})
+    ranked = {row.name for row in found.rows}
+    assert ranked | set(found.refused) == set(SCORES)
+    assert {"naswot", "beta_gradient", *BASELINES} <= ranked
+    assert "run `nasfast supernet" in found.refused["path_loss"]
+
+
+def test_what_cannot_be_trained_is_refused_before_training(settings, monkeypatch, capsys):
+    def began(*_):
+        raise AssertionError("training began")
+
+    monkeypatch.setattr(trained.TaskRunner, "run", began)
+    for cfg, count, message in (
+        (settings, 9, "at least 10 architectures are needed"),
+        (settings, 82, "draws from space 'tiny' within the limits have"),
+        (settings.replace(data=settings.data.replace(val_fraction=0.01)), 40, "cannot order 40 architectures"),
+        (settings.replace(data=settings.data.replace(val_fraction=0.99)), 40, "training images are less than one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_sample(cfg, count)
+    for flags in (
+        "--train 10",
+        "--out o",
+        "--train 10 --table t.json --out o",
+        "--table t.json --out o --epochs 2",
+        "--train 10 --out o --epochs 0",
+    ):
+        with pytest.raises(SystemExit):
+            main(["rank", *flags.split()])
+    assert main(["rank", "--train", "10", "--out", str(settings.run_dir / "none")]) == 1
+    assert "config.yaml is missing" in capsys.readouterr().err
+
+
+def test_too_few_finished_trainings_say_how_to_go_on(settings, monkeypatch):
+    def stopped(self, tasks):
+        return [TaskResult(task.name, "stopped", None, "", self.folder, 0, 0.0) for task in tasks]
+
+    monkeypatch.setattr(trained.TaskRunner, "run", stopped)
+    with pytest.raises(AccuracyError, match="0 of 10 architectures are trained.*the same command continues"):
+        train_sample(settings, 10, epochs=1)
+    assert not (settings.run_dir / "accuracies.json").exists()
