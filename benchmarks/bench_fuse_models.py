@@ -1,10 +1,15 @@
 """`nasfast.fuse` against PyTorch on CNNs of torchvision and, where it is installed, timm: training and inference.
 
-    python -m benchmarks.bench_fuse_models [--models NAME ...] [--out FILE]
+    python -m benchmarks.bench_fuse_models [--models NAME ...] [--compile] [--out FILE]
 
 Every row has one model, what trains, and a type. All variants are in channels_last and on one thread. Times are CPU
-times of the thread, so that other programs on the machine disturb them less. The peers are eager PyTorch and, without
-gradients, eager PyTorch with BatchNorms folded into convolutions by torch.fx.
+times of the thread, so that other programs on the machine disturb them less. The peers are eager PyTorch; without
+gradients also eager PyTorch with BatchNorms folded into convolutions by torch.nn.utils.fusion, which torch.fx applies;
+and with `--compile`, for a few models, torch.compile. A run that was stopped continues with the same `--out`.
+
+    python -m benchmarks.bench_fuse_models --host
+
+is the time that a fused chain takes in Python, besides the operator or the folded convolutions.
 """
 
 from __future__ import annotations
@@ -12,12 +17,16 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import json
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +36,18 @@ from torch.fx.experimental.optimization import fuse as fold
 
 import nasfast
 from benchmarks.harness import positive, write_json
+from nasfast.fusion import execute
+from nasfast.fusion.fold import Folded
 from nasfast.measure.timing import measure
 
 BATCH, RESOLUTION, ROUNDS = 8, 160, 3
 TRAINS = ("batch norms", "all", "nothing")
-TYPES = ("fp32", "autocast bf16", "bfloat16")
+TYPES = ("fp32", "autocast bf16", "bfloat16", "half")
+_DTYPES = {"bfloat16": torch.bfloat16, "half": torch.half}
 # relative difference of the losses of two variants
-_TOLERANCE = {"fp32": 1e-3, "autocast bf16": 5e-2, "bfloat16": 5e-2}
+_TOLERANCE = {"fp32": 1e-3, "autocast bf16": 5e-2, "bfloat16": 5e-2, "half": 2e-2}
+# calls of a block in one measurement of the host's time
+_CALLS = 200
 
 MODELS = (
     "torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/mobilenet_v3_large",
@@ -44,6 +58,8 @@ MODELS = (
     "timm/mobilenetv4_conv_small", "timm/regnety_002", "torchvision/efficientnet_b0", "torchvision/googlenet",
     "torchvision/densenet121",
 )  # fmt: skip
+# a model takes minutes to compile, once for each type and mode
+COMPILED = ("torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/shufflenet_v2_x0_5")
 
 
 def names() -> list[str]:
@@ -72,14 +88,14 @@ def prepare(model: nn.Module, trains: str, kind: str) -> nn.Module:
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.requires_grad_(True)
-    return model.bfloat16() if kind == "bfloat16" else model
+    return model.to(_DTYPES.get(kind, torch.float32))
 
 
 def make_run(
     model: nn.Module, trains: str, kind: str, images: Tensor, labels: Tensor
 ) -> Callable[[], dict[str, float]]:
     """A variant for `measure`: one step or one inference; `run.loss` is the last loss."""
-    images = images.bfloat16() if kind == "bfloat16" else images
+    images = images.to(_DTYPES.get(kind, torch.float32))
     autocast = torch.autocast("cpu", torch.bfloat16) if kind == "autocast bf16" else nullcontext()
 
     def run() -> dict[str, float]:
@@ -98,8 +114,10 @@ def make_run(
     return run
 
 
-def bench(name: str, trains: str, kind: str, batch: int, resolution: int, rounds: int) -> dict:
-    """One row.
+def bench(
+    name: str, trains: str, kind: str, batch: int, resolution: int, rounds: int, *, compiled: bool = False
+) -> dict:
+    """One row; with an entry "unable" and without times where PyTorch itself cannot run the model in the type.
 
     Raises:
         RuntimeError: the variants compute different losses.
@@ -109,13 +127,22 @@ def bench(name: str, trains: str, kind: str, batch: int, resolution: int, rounds
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(10, (batch,), generator=generator)
     eager = prepare(make(name), trains, kind)
-    models = {"eager": eager, "nasfast": copy.deepcopy(eager)}
+    row = dict(model=name, trains=trains, type=kind, batch=batch, resolution=resolution, rounds=rounds)
+    row |= {"compiled": compiled, "load_average": os.getloadavg()[0]}
+    try:
+        make_run(eager, trains, kind, images[:2], labels[:2])()
+    except RuntimeError as error:
+        return {**row, "unable": str(error).splitlines()[0]}
+    models: dict[str, nn.Module] = {"eager": eager, "nasfast": copy.deepcopy(eager)}
     report = nasfast.fuse(models["nasfast"])
     if trains == "nothing":
         try:
             models["folded"] = prepare(fold(make(name).eval()), trains, kind)
         except Exception as error:  # torch.fx cannot trace every model
             print(f"{name}: torch.fx does not fold it: {str(error).splitlines()[0]}")
+    if compiled:
+        torch.compiler.reset()
+        models["compile"] = torch.compile(copy.deepcopy(eager))  # type: ignore[assignment]
     runs = {variant: make_run(model, trains, kind, images, labels) for variant, model in models.items()}
     times = measure(runs, rounds=rounds, warmup=1)
     for variant, run in runs.items():
@@ -124,12 +151,7 @@ def bench(name: str, trains: str, kind: str, batch: int, resolution: int, rounds
     medians = {variant: phases["step"]["median_ms"] for variant, phases in times.items()}
     peer = min((variant for variant in medians if variant != "nasfast"), key=medians.__getitem__)
     return {
-        "model": name,
-        "trains": trains,
-        "type": kind,
-        "batch": batch,
-        "resolution": resolution,
-        "rounds": rounds,
+        **row,
         "times": times,
         "peer": peer,
         "ratio": medians["nasfast"] / medians[peer],
@@ -139,18 +161,63 @@ def bench(name: str, trains: str, kind: str, batch: int, resolution: int, rounds
     }
 
 
-def summary(rows: list[dict]) -> list[str]:
+def host_costs(rounds: int) -> dict:
+    """A row with the microseconds of CPU time that a chain of three stages takes besides what it runs.
+
+    What it runs, the operator or the folded convolutions, is replaced by a function that returns its input. The call of
+    the module, which eager PyTorch has too, is not counted.
+    """
+    from torchvision.models.mobilenetv2 import InvertedResidual
+
+    x = torch.randn(1, 8, 8, 8).contiguous(memory_format=torch.channels_last)
+
+    def timed(module: nn.Module) -> dict[str, float]:
+        start = time.thread_time()
+        for _ in range(_CALLS):
+            module(x)
+        return {"call": (time.thread_time() - start) / _CALLS}
+
+    trained = InvertedResidual(8, 8, 1, 6).requires_grad_(False)
+    folded = copy.deepcopy(trained).eval()
+    nasfast.fuse(trained, only_faster=False)
+    nasfast.fuse(folded)
+    with (
+        mock.patch.object(execute, "conv_bn_act_chain", lambda x, stages, *, residual: x),
+        mock.patch.object(Folded, "run", lambda folded, x, residual: x),
+    ):
+        modules = {"nothing": nn.Identity(), "operator": trained, "folded": folded}
+        times = measure({name: partial(timed, module) for name, module in modules.items()}, rounds=rounds)
+    medians = {name: phases["call"]["median_ms"] * 1e3 for name, phases in times.items()}
+    return {"host_us": {name: medians[name] - medians["nothing"] for name in ("operator", "folded")}}
+
+
+def summary(rows: Sequence[dict]) -> list[str]:
     """For every kind of row: median, least and greatest ratio."""
     lines = []
     for trains in TRAINS:
         for kind in TYPES:
-            ratios = [row["ratio"] for row in rows if (row["trains"], row["type"]) == (trains, kind)]
+            here = [row for row in rows if (row.get("trains"), row.get("type")) == (trains, kind)]
+            ratios = [row["ratio"] for row in here if "ratio" in row]
+            unable = f"; PyTorch cannot run {len(here) - len(ratios)}" if len(ratios) < len(here) else ""
             if ratios:
                 lines.append(
                     f"trains {trains:11} {kind:13} {len(ratios):3} models: median {statistics.median(ratios):.2f}, "
-                    f"from {min(ratios):.2f} to {max(ratios):.2f}"
+                    f"from {min(ratios):.2f} to {max(ratios):.2f}{unable}"
                 )
+            elif here:
+                lines.append(f"trains {trains:11} {kind:13}{unable}")
     return lines
+
+
+def described(row: dict) -> str:
+    """One line of what is printed while the benchmark runs."""
+    begin = f"{row['model']:34} trains {row['trains']:11} {row['type']:13}"
+    if "unable" in row:
+        return f"{begin} PyTorch cannot run it: {row['unable']}"
+    return f"{begin} {row['ratio']:.2f} of {row['peer']:7} ({row['ratio_to_eager']:.2f} of eager)"
+
+
+_KEYS = ("model", "trains", "type", "batch", "resolution", "rounds", "compiled")
 
 
 def main() -> None:
@@ -161,22 +228,32 @@ def main() -> None:
     parser.add_argument("--batch", type=positive, default=BATCH, help="images per step")
     parser.add_argument("--resolution", type=positive, default=RESOLUTION, help="side of the images in pixels")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help="timed rounds")
-    parser.add_argument("--out", type=Path, help="JSON file for the results, written after every model")
+    parser.add_argument("--compile", action="store_true", help=f"torch.compile as a peer of {', '.join(COMPILED)}")
+    parser.add_argument("--host", action="store_true", help="only the time of a chain in Python")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the results, written after every row; rows that it has are kept"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict] = []
-    for name in args.models or names():
-        for trains in args.trains:
-            for kind in args.types:
-                rows.append(bench(name, trains, kind, args.batch, args.resolution, args.rounds))
-                row = rows[-1]
-                print(
-                    f"{name:34} trains {trains:11} {kind:13} {row['ratio']:.2f} of {row['peer']:6} "
-                    f"({row['ratio_to_eager']:.2f} of eager)",
-                    flush=True,
-                )
+    rows: list[dict] = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
+    if args.host:
+        rows = [row for row in rows if "host_us" not in row] + [host_costs(args.rounds)]
+        print(", ".join(f"{name} {us:.1f} us" for name, us in rows[-1]["host_us"].items()))
         if args.out:
             write_json(args.out, rows)
+        return
+    known = {tuple(row.get(key) for key in _KEYS) for row in rows}
+    for name in args.models or names():
+        compiled = args.compile and name in COMPILED
+        for trains in args.trains:
+            for kind in args.types:
+                settings = name, trains, kind, args.batch, args.resolution, args.rounds
+                if (*settings, compiled) in known:
+                    continue
+                rows.append(bench(*settings, compiled=compiled))
+                print(described(rows[-1]), flush=True)
+                if args.out:
+                    write_json(args.out, rows)
     print("\n".join(summary(rows)))
 
 

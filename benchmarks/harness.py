@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from nasfast.measure.timing import machine
+from nasfast.runtime.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,6 +74,6 @@ def _commit() -> str | None:
 
 
 def write_json(path: Path, rows: list[dict]) -> None:
-    """Write rows and their provenance, and make the folder if necessary."""
+    """Write rows and their provenance, and make the folder if necessary; a file that is there is replaced whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+    write_atomic(path, (json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n").encode())

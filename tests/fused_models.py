@@ -14,6 +14,12 @@ from nasfast.fusion import FuseReport
 
 timm = pytest.importorskip("timm")
 
+# models whose forwards all have programs
+MODELS = [
+    "mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small", "regnet_y_400mf", "timm/mobilenetv2_100",
+    "timm/mobilenetv3_small_100", "timm/ghostnet_100", "timm/rexnet_100",
+]  # fmt: skip
+
 
 def make(name: str) -> nn.Module:
     if name.startswith("timm/"):
@@ -195,3 +201,21 @@ class Fickle(nn.Module):
             x += z
             return x
         return z + x
+
+
+class Switch(nn.Module):
+    """Its forward reads an attribute, a submodule that may be None, and a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(unit(), unit(nn.Identity()))
+        self.down = None
+        self.skip = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if self.down is not None:
+            x = self.down(x)
+        if self.skip:
+            y += x
+        return torch.relu(y)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members, rule
-from nasfast.fusion.chain import Chain, FusedForward, Members
+from nasfast.fusion.chain import Chain
 from nasfast.fusion.execute import Executor, Way
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
 from nasfast.fusion.forward import ChainForward
 from nasfast.fusion.measure import GAIN, measure
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import stage_kind
+from nasfast.ops.reference import Stage
 
 # the number of names that are listed for one reason; further ones are only counted
 _NAMES_SHOWN = 4
@@ -36,6 +37,7 @@ class FusedChain:
         residual: whether the operator also makes the addition to the chain's result.
         then: an activation behind the chain that the operator does not have, or "".
         runs: when it runs on the operator where gradients or batch statistics are needed.
+        example: how it runs on inputs like the example that was given; "" if it was not measured.
     """
 
     owner: str
@@ -45,6 +47,7 @@ class FusedChain:
     residual: bool
     then: str
     runs: str
+    example: str
 
     def __str__(self) -> str:
         ends = (["+ residual"] if self.residual else []) + ([f"then {self.then}"] if self.then else [])
@@ -94,12 +97,10 @@ class FuseReport:
         owners = [chain.owner or "(the model)" for chain in self.chains]
         width = max(map(len, owners), default=0)
         lines += [f"  {owner:<{width}}  {chain}" for owner, chain in zip(owners, self.chains, strict=True)]
-        runs: dict[str, list[str]] = defaultdict(list)
-        for owner, chain in zip(owners, self.chains, strict=True):
-            runs[chain.runs].append(owner)
-        if runs:
-            lines.append("with gradients or batch statistics:")
-            lines += [f"  {_count(len(those), 'chain')} {how}: {_listed(those)}" for how, those in runs.items()]
+        lines += _chains_by("with gradients or batch statistics:", owners, [chain.runs for chain in self.chains])
+        if any(chain.example for chain in self.chains):
+            examples = [chain.example or "not measured" for chain in self.chains]
+            lines += _chains_by("for inputs like the example, in the present mode:", owners, examples)
         reasons: dict[str, list[str]] = defaultdict(list)
         for entry in self.left:
             reasons[f"{entry.kind}: {entry.reason}"].append(entry.name)
@@ -125,15 +126,16 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
       it: write under torch.no_grad() instead, or call `fuse` again.
     - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
       `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
-      situation: its shape and type, the model's present mode, autocast and gradients.
+      situation: its shape and type, the model's present mode, autocast and gradients. This is so for folding, too.
     - else as before. The report says which chains these are.
 
-    A stage is an nn.Conv2d with equal stride and padding in both directions, then an nn.BatchNorm2d (or timm's
-    BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. A chain
-    continues while nothing else reads the values between its stages. It ends at the border of a block, which is a
-    module with several convolutions. An addition to the result of the last stage belongs to the chain. `fuse` traces
-    forwards with torch.fx, and where it cannot trace one, it traces the modules that this forward calls. So a supernet
-    that chooses a candidate in Python gets fused candidates.
+    A stage is an nn.Conv2d with equal stride, padding and dilation in both directions, then an nn.BatchNorm2d (or
+    timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. Chains with a
+    dilation are folded only, because the operator has none. A chain continues while nothing else reads the values
+    between its stages. It ends at the border of a block, which is a module with several convolutions. An addition to
+    the result of the last stage belongs to the chain. `fuse` traces forwards with torch.fx, and where it cannot trace
+    one, it traces the modules that this forward calls. So a supernet that chooses a candidate in Python gets fused
+    candidates.
 
     While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
     torch.compile, torch.export and torch.jit.trace the model runs unfused. torch.jit.script and nn.DataParallel need
@@ -145,8 +147,8 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     Args:
         model: any module. Its parameters and buffers are neither changed nor copied.
         example: the input of the model, or a sequence of the arguments of its forward. The model runs once on it, and
-            each chain that needs gradients or batch statistics is timed on the operator and on PyTorch. That takes
-            about ten training steps. None: nothing is measured.
+            each chain is timed fused and on PyTorch, in the model's present mode. That takes about ten steps. None:
+            nothing is measured.
         only_faster: False runs every chain on the operator, always. Frozen convolutions then keep less memory for
             backward, also where this takes longer.
 
@@ -162,18 +164,18 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     if example is not None and not only_faster:
         raise ValueError("fuse: an example measures which chains are faster; leave it out with only_faster=False")
     problem = members.untouchable(model)
-    if problem is not None and not isinstance(vars(model).get("forward"), FusedForward):
+    if problem is not None and not isinstance(vars(model).get("forward"), ChainForward):
         raise ValueError(f"fuse: model is {problem}; {_INSTEAD}")
-    findings = find_chains(model)
+    findings = find_chains(model, folding=only_faster)
     again = unfuse(model) > 0
     owned: dict[str, list[Chain]] = defaultdict(list)
     for located in findings.chains:
         owned[located.owner].append(located.chain)
     for owner, its_chains in owned.items():
         module = model.get_submodule(owner)
-        program = findings.programs.get(owner)
-        module.forward = ChainForward(module, its_chains, program, always=not only_faster)
-    ratios = {}
+        programs = findings.programs.get(owner, ())
+        module.forward = ChainForward(module, its_chains, programs, always=not only_faster)
+    ratios: dict[Executor, tuple[Way, float]] = {}
     if example is not None:
         try:
             ratios = measure(model, [example] if isinstance(example, Tensor) else list(example))
@@ -181,10 +183,13 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
             unfuse(model)
             raise
     more = ["the model was fused before: what was measured is forgotten"] if again else []
+    if example is not None and findings.chains and not ratios:
+        more.append("the example reached no chain that could be measured")
     on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
     if only_faster and on_cpu and findings.chains:
         more.append("without gradients and with running statistics, chains on a CPU run with folded BatchNorms")
-    return _report(model, findings, _runs(model, findings, ratios, only_faster), more)
+    runs = {located: _runs(model, located, only_faster) for located in findings.chains}
+    return _report(model, findings, runs, _examples(model, findings, ratios), more)
 
 
 def unfuse(model: nn.Module) -> int:
@@ -211,33 +216,18 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _runs(
-    model: nn.Module, findings: Findings, ratios: dict[Executor, float], only_faster: bool
-) -> dict[LocatedChain, str]:
-    """`FusedChain.runs` of every chain; ratios: what was measured."""
-    # a program runs the chains of the modules inside too
-    measured: dict[tuple[nn.Conv2d, ...], float] = {}
-    for executor, its_ratio in ratios.items():
-        if executor.members is not None:
-            measured[executor.members.convs] = its_ratio
-    runs = {}
-    for located in findings.chains:
-        chain_members = located.chain.members(model.get_submodule(located.owner))
-        ratio = None if chain_members is None else measured.get(chain_members.convs)
-        if not only_faster:
-            runs[located] = "on the operator"
-        elif chain_members is None:
-            runs[located] = "on PyTorch"
-        elif ratio is not None:
-            way = Way.OPERATOR if ratio < GAIN else Way.PLAIN
-            runs[located] = f"on {'the operator' if way is Way.OPERATOR else 'PyTorch'} for shapes like the example's"
-        else:
-            runs[located] = _rule_says(chain_members)
-    return runs
+def _runs(model: nn.Module, located: LocatedChain, only_faster: bool) -> str:
+    """`FusedChain.runs`."""
+    chain_members = located.chain.members(model.get_submodule(located.owner))
+    stages = None if chain_members is None else chain_members.stages()
+    if not only_faster:
+        return "on the operator"
+    if located.chain.only_folded:
+        return "on PyTorch: the operator has no dilation"
+    return "on PyTorch" if stages is None else _rule_says([stage.stage for stage in stages])
 
 
-def _rule_says(chain_members: Members) -> str:
-    stages = chain_members.stages()
+def _rule_says(stages: Sequence[Stage]) -> str:
     weights = [stage.params.conv_weight for stage in stages]
     x = weights[0].new_empty(0)
     try:
@@ -252,11 +242,35 @@ def _rule_says(chain_members: Members) -> str:
     return f"on the operator from {least:,} results of convolutions per thread, expected to be slower below"
 
 
-def _report(model: nn.Module, findings: Findings, runs: dict[LocatedChain, str], more: list[str]) -> FuseReport:
+def _examples(
+    model: nn.Module, findings: Findings, ratios: dict[Executor, tuple[Way, float]]
+) -> dict[LocatedChain, str]:
+    """`FusedChain.example` of the chains that were measured."""
+    names = {Way.OPERATOR: "on the operator", Way.FOLDED: "folded"}
+    # a program runs the chains of the modules inside too
+    measured: dict[tuple[nn.Conv2d, ...], str] = {}
+    for executor, (way, ratio) in ratios.items():
+        if executor.members is not None:
+            measured[executor.members.convs] = names[way] if ratio < GAIN else "on PyTorch"
+    found = {}
+    for located in findings.chains:
+        chain_members = located.chain.members(model.get_submodule(located.owner))
+        if chain_members is not None and chain_members.convs in measured:
+            found[located] = measured[chain_members.convs]
+    return found
+
+
+def _report(
+    model: nn.Module,
+    findings: Findings,
+    runs: dict[LocatedChain, str],
+    examples: dict[LocatedChain, str],
+    more: list[str],
+) -> FuseReport:
     convs, norms = members.convolutions(model), members.batch_norms(model)
     places = {name: i for i, name in enumerate(convs)}
     chains = sorted(findings.chains, key=lambda located: places[located.convolutions[0]])
-    fused = tuple(_fused_chain(located, convs, runs[located]) for located in chains)
+    fused = tuple(_fused_chain(located, convs, runs[located], examples.get(located, "")) for located in chains)
     in_chains = {name for located in chains for name in (*located.convolutions, *located.norms)}
     left = tuple(
         NotFused(name, type(module).__name__, findings.reasons.get(name, "not behind a fused convolution"))
@@ -267,11 +281,11 @@ def _report(model: nn.Module, findings: Findings, runs: dict[LocatedChain, str],
     return FuseReport(fused, left, len(convs), len(findings.ours), _backend(convs.values()), tuple(notes))
 
 
-def _fused_chain(located: LocatedChain, convs: dict[str, _ConvNd], runs: str) -> FusedChain:
+def _fused_chain(located: LocatedChain, convs: dict[str, _ConvNd], runs: str, example: str) -> FusedChain:
     acts = zip(located.convolutions, located.chain.acts, strict=True)
     stages = tuple(_describe(convs[name], act) for name, act in acts)
     residual = located.chain.residual
-    return FusedChain(located.owner, located.convolutions, located.norms, stages, residual, located.then, runs)
+    return FusedChain(located.owner, located.convolutions, located.norms, stages, residual, located.then, runs, example)
 
 
 def _describe(conv: _ConvNd, act: str) -> str:
@@ -280,6 +294,8 @@ def _describe(conv: _ConvNd, act: str) -> str:
     parts = [f"{'dw' if depthwise else ''}{height}x{width}"]
     if conv.stride[0] > 1:
         parts.append(f"s{conv.stride[0]}")
+    if conv.dilation[0] > 1:
+        parts.append(f"dilation {conv.dilation[0]}")
     if conv.groups > 1 and not depthwise:
         parts.append(f"g{conv.groups}")
     parts.append(f"{conv.out_channels}" if depthwise else f"{conv.in_channels}->{conv.out_channels}")
@@ -297,7 +313,7 @@ def _backend(convs: Iterable[_ConvNd]) -> str:
 
 
 def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: list[LocatedChain]) -> list[str]:
-    chained = [name for located in chains for name in located.convolutions]
+    chained = [name for located in chains for name in located.convolutions if not located.chain.only_folded]
     norms = [name for located in chains for name in located.norms]
     notes = []
     trainable = [name for name in chained if convs[name].weight.requires_grad]
@@ -337,6 +353,15 @@ def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: lis
 def _has_operator(conv: _ConvNd) -> bool:
     """Whether the chain operator has this convolution at some place of a chain."""
     return stage_kind(conv.weight.shape, conv.stride[0], int(conv.padding[0]), conv.groups) is not None
+
+
+def _chains_by(heading: str, owners: list[str], hows: list[str]) -> list[str]:
+    """Lines with the chains of each way."""
+    those: dict[str, list[str]] = defaultdict(list)
+    for owner, how in zip(owners, hows, strict=True):
+        those[how].append(owner)
+    lines = [f"  {_count(len(its), 'chain')} {how}: {_listed(its)}" for how, its in those.items()]
+    return [heading, *lines] if lines else []
 
 
 def _lacking(conv: _ConvNd) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,22 @@ from torch import Tensor
 
 
 class Conv(NamedTuple):
-    """A convolution that a stage can have."""
+    """The arguments of F.conv2d behind its input for a convolution that a stage can have.
+
+    One with a dilation can only be folded.
+    """
 
     weight: Tensor
+    bias: Tensor | None
     stride: int
     padding: int
+    dilation: int
     groups: int
-    bias: Tensor | None
+
+    @property
+    def only_folded(self) -> bool:
+        """Whether `conv_bn_act_chain` does not have it."""
+        return self.dilation != 1
 
 
 def activation_of(function: object, *args: Any, **kwargs: Any) -> str | None:
@@ -40,11 +50,11 @@ def square_conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Conv | None:
-    """The convolution that F.conv2d computes with these arguments behind its input; None if no stage can have it."""
-    step, pad = _one(stride), _one(padding)
-    if step is None or pad is None or _one(dilation) != 1:
+    """The convolution that F.conv2d computes with these arguments; None if no stage can have it."""
+    step, pad, apart = _one(stride), _one(padding), _one(dilation)
+    if step is None or pad is None or apart is None:
         return None
-    return Conv(weight, step, pad, groups, bias)
+    return Conv(weight, bias, step, pad, apart, groups)
 
 
 def _one(value: str | int | Sequence[int]) -> int | None:
@@ -73,4 +83,14 @@ ACTIVATION_FUNCTIONS: dict[object, str] = {
     Tensor.tanh_: "tanh",
     F.hardswish: "hswish",
     F.silu: "silu",
+}
+
+# the activations of stages, changing their input
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "relu": torch.relu_,
+    "relu6": partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True),
+    "tanh": torch.tanh_,
+    "hswish": partial(F.hardswish, inplace=True),
+    "silu": partial(F.silu, inplace=True),
 }

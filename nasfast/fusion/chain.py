@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from nasfast.fusion.calls import square_conv
-from nasfast.ops.modules import count_batch, running_of, settings_of
+from nasfast.fusion.calls import Conv, square_conv
+from nasfast.fusion.members import norm_problem, runs_conv
+from nasfast.fusion.watch import Watch, hooks_of
+from nasfast.ops.modules import running_of, settings_of
 from nasfast.ops.reference import ConvBNParams, Stage
 
 Path = tuple[str, ...]
@@ -21,7 +24,8 @@ class Chain:
     Attributes:
         convs, norms: paths of its convolutions and BatchNorms below the module, one of each per stage.
         acts: activation of each stage.
-        residual: whether the forward adds something to its result; the operator then makes the addition.
+        residual: whether the forward adds something to its result; the chain then makes the addition.
+        only_folded: whether a convolution has a dilation, which the operator does not have.
         watched: paths of the modules whose hooks would get a placeholder.
     """
 
@@ -29,6 +33,7 @@ class Chain:
     norms: tuple[Path, ...]
     acts: tuple[str, ...]
     residual: bool
+    only_folded: bool
     watched: tuple[Path, ...]
 
     @property
@@ -41,17 +46,12 @@ class Chain:
         convs, norms, watched = (tuple(path + p for p in paths) for paths in (self.convs, self.norms, self.watched))
         return replace(self, convs=convs, norms=norms, watched=watched)
 
-    def start_weight(self, module: nn.Module) -> Tensor | None:
-        """Weight of the first convolution; None if a watched module has a hook or no longer exists."""
-        try:
-            if self.hooked(module):
-                return None
-            return descendant(module, self.convs[0])._parameters["weight"]
-        except KeyError:
-            return None
-
     def hooked(self, module: nn.Module) -> list[str]:
-        """Paths of the watched modules that have hooks now."""
+        """Paths of the watched modules that have hooks now.
+
+        Raises:
+            KeyError: a watched module no longer exists.
+        """
         return [".".join(path) for path in self.watched if any(hooks_of(descendant(module, path)))]
 
     def members(self, module: nn.Module) -> Members | None:
@@ -61,13 +61,22 @@ class Chain:
             norms = [descendant(module, path) for path in self.norms]
         except KeyError:
             return None
-        if not all(map(_is_conv, convs)) or not all(map(_is_norm, norms)):
+        if not all(map(runs_conv, convs)) or any(not isinstance(bn, _BatchNorm) or norm_problem(bn) for bn in norms):
             return None
         return Members(tuple(convs), tuple(norms), self.acts, self.residual)  # type: ignore[arg-type]
 
 
-class FusedForward:
-    """Base of the forward that `fuse` gives to a module."""
+class ChainStage(NamedTuple):
+    """A stage, and what the convolution of a folded one may have besides."""
+
+    stage: Stage
+    dilation: int
+
+    @property
+    def conv(self) -> Conv:
+        """Its convolution."""
+        params, stride, padding, groups, *_ = self.stage
+        return Conv(params.conv_weight, params.conv_bias, stride, padding, self.dilation, groups)
 
 
 @dataclass(frozen=True)
@@ -79,33 +88,26 @@ class Members:
     acts: tuple[str, ...]
     residual: bool
 
-    def stages(self) -> list[Stage]:
-        """The stages in the present modes; their BatchNorms do not count a batch."""
-        return [_stage(conv, bn, act) for conv, bn, act in zip(self.convs, self.norms, self.acts, strict=True)]
+    def stages(self) -> list[ChainStage] | None:
+        """The stages in the present modes, without counting a batch; None if a setting is one that no stage has."""
+        stages = [_stage(conv, bn, act) for conv, bn, act in zip(self.convs, self.norms, self.acts, strict=True)]
+        found = [stage for stage in stages if stage is not None]
+        return found if len(found) == len(stages) else None
 
-    def begin(self) -> list[Stage]:
-        """The stages of one forward; their BatchNorms count its batch."""
-        for bn in self.norms:
-            count_batch(bn)
-        return self.stages()
-
-    def settings(self) -> list[tuple]:
-        """What `fold.settings_of` says of the stages."""
-        return [
-            (conv.stride[0], conv.padding[0], conv.groups, act, bn.eps)
-            for conv, bn, act in zip(self.convs, self.norms, self.acts, strict=True)
-        ]
-
-    def tensors(self) -> list[Tensor | None]:
-        """Weights and statistics of each stage in the order of `ConvBNParams`, without biases that are None."""
-        found: list[Tensor | None] = []
+    def watch(self) -> Watch:
+        """Everything on which `stages` depends, but for the value of a counter of batches."""
+        places: list[tuple[dict, str]] = []
         for conv, bn in zip(self.convs, self.norms, strict=True):
-            affine, buffers = bn._parameters, bn._buffers
-            found += (conv._parameters["weight"], affine["weight"], affine["bias"])
-            found += (buffers["running_mean"], buffers["running_var"])
-            bias = conv._parameters["bias"]
-            found += () if bias is None else (bias,)
-        return found
+            places += [(vars(conv), name) for name in _CONV_SETTINGS]
+            places += [(conv._parameters, "weight"), (conv._parameters, "bias")]
+            places += [(vars(bn), name) for name in _NORM_SETTINGS]
+            places += [(bn._parameters, "weight"), (bn._parameters, "bias")]
+            places += [(bn._buffers, name) for name in ("running_mean", "running_var", "num_batches_tracked")]
+        return Watch(places)
+
+
+_CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode", "_parameters")
+_NORM_SETTINGS = ("training", "momentum", "eps", "track_running_stats", "_parameters", "_buffers")
 
 
 def descendant(module: nn.Module, path: Path) -> nn.Module:
@@ -122,27 +124,28 @@ def descendant(module: nn.Module, path: Path) -> nn.Module:
     return module
 
 
-def hooks_of(module: nn.Module) -> tuple[dict, ...]:
-    """The dictionaries of the hooks that a call of the module runs."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+def passed(module: nn.Module, path: Path) -> list[nn.Module]:
+    """The modules at this path and above it, as far as they exist."""
+    found = [module]
+    for name in path:
+        child = found[-1]._modules.get(name)
+        if child is None:
+            break
+        found.append(child)
+    return found
 
 
-def _stage(conv: nn.Conv2d, bn: nn.BatchNorm2d, act: str) -> Stage:
+def _stage(conv: nn.Conv2d, bn: nn.BatchNorm2d, act: str) -> ChainStage | None:
     # nn.Module finds parameters by their names ten times as slowly
-    affine: dict[str, Any] = bn._parameters
-    weight: Any = conv._parameters["weight"]
-    bias = conv._parameters["bias"]
-    params = ConvBNParams(weight, affine["weight"], affine["bias"], **running_of(bn), conv_bias=bias)
-    return Stage(params, conv.stride[0], int(conv.padding[0]), conv.groups, act, **settings_of(bn))
-
-
-def _is_conv(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    if not isinstance(module, nn.Conv2d) or weight is None or "bias" not in module._parameters:
-        return False
-    return square_conv(weight, None, module.stride, module.padding, module.dilation, module.groups) is not None
-
-
-def _is_norm(module: nn.Module) -> bool:
-    there = isinstance(module, nn.BatchNorm2d) and {"running_mean", "running_var"} <= module._buffers.keys()
-    return there and module._parameters.get("weight") is not None and module._parameters.get("bias") is not None
+    weight, affine, buffers = conv._parameters.get("weight"), bn._parameters, bn._buffers
+    if weight is None or affine.get("weight") is None or affine.get("bias") is None or conv.padding_mode != "zeros":
+        return None
+    if "running_mean" not in buffers or "running_var" not in buffers or "bias" not in conv._parameters:
+        return None
+    square = square_conv(weight, conv._parameters["bias"], conv.stride, conv.padding, conv.dilation, conv.groups)
+    if square is None:
+        return None
+    learned: Any = affine["weight"], affine["bias"]
+    params = ConvBNParams(weight, learned[0], learned[1], **running_of(bn), conv_bias=square.bias)
+    stage = Stage(params, square.stride, square.padding, square.groups, act, **settings_of(bn))
+    return ChainStage(stage, square.dilation)

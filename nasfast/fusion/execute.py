@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nasfast.fusion import rule
-from nasfast.fusion.chain import Members
-from nasfast.fusion.fold import IN_PLACE, Folded, settings_of, sources_of
+from nasfast.fusion.calls import IN_PLACE
+from nasfast.fusion.chain import ChainStage, Members
+from nasfast.fusion.fold import Folded, sources_of
 from nasfast.ops import checks
 from nasfast.ops.conv import conv_bn_act_chain
 from nasfast.ops.reference import Stage
@@ -30,8 +31,51 @@ class Way(Enum):
     PLAIN = "PyTorch"
 
 
-# decides in place of the rule while `fuse` measures an example: the executor, its input -> way
-measuring: ContextVar[Callable[[Executor, Tensor], Way] | None] = ContextVar("measuring", default=None)
+# decides in place of the rule while `fuse` measures an example: the executor, its stages and input, the way that would
+# be taken -> way
+measuring: ContextVar[Callable[[Executor, list[ChainStage], Tensor, Way], Way] | None] = ContextVar(
+    "measuring", default=None
+)
+
+
+class _Reading:
+    """A chain's modules as they were read last, and what was decided for them.
+
+    Attributes:
+        stages: the stages.
+        tensors: all tensors of the stages.
+        learned: the convolutions' weights, then all other parameters.
+        batch: whether a BatchNorm normalises with batch statistics.
+        only_folded: whether the operator lacks a convolution.
+        ordinary: whether no tensor is of a subclass.
+        counters: the numbers of batches that a forward increases.
+        cumulative: whether a momentum depends on these numbers.
+        ways: by all else that a decision depends on, how the chain runs.
+        folded: the folded chain, if it was run.
+    """
+
+    def __init__(self, members: Members, stages: list[ChainStage]) -> None:
+        self.watch = members.watch()
+        self.stages = stages
+        params = [stage.stage.params for stage in stages]
+        self.tensors = sources_of(stages)
+        others = [t for p in params for t in (p.bn_weight, p.bn_bias, p.conv_bias) if t is not None]
+        self.learned = [p.conv_weight for p in params] + others
+        self.batch = any(stage.stage.training for stage in stages)
+        self.only_folded = any(stage.conv.only_folded for stage in stages)
+        self.ordinary = set(map(type, self.tensors)) <= _PLAIN
+        norms = [bn for bn in members.norms if bn.training and bn.track_running_stats]
+        self.counters = [bn.num_batches_tracked for bn in norms if bn.num_batches_tracked is not None]
+        self.cumulative = any(bn.momentum is None for bn in norms)
+        self.ways: dict[tuple, Way] = {}
+        self.folded: Folded | None = None
+
+    def begin(self, members: Members) -> list[ChainStage]:
+        """The stages of one forward, whose batch is counted."""
+        if self.counters:
+            torch._foreach_add_(self.counters, 1)
+        stages = members.stages() if self.cumulative else None
+        return self.stages if stages is None else stages
 
 
 class Executor:
@@ -49,89 +93,99 @@ class Executor:
         self.members: Members | None = None
         self.measured = dict(measured)
         self._always = always
-        self._ways: dict[tuple, Way] = {}
-        self._folded: Folded | None = None
+        # another thread may replace it, so that every method reads it once
+        self._reading: _Reading | None = None
 
-    def situation(self, x: Tensor) -> tuple:
-        """All that the decision depends on besides the settings of the modules."""
-        assert self.members is not None  # or nothing is decided
-        gradients = torch.is_grad_enabled()
-        trains = wanted = batch = False
-        for conv, bn in zip(self.members.convs, self.members.norms, strict=True):
-            batch = batch or bn.training or bn._buffers.get("running_mean") is None
-            if gradients:
-                weight: Any = conv._parameters["weight"]
-                trains = trains or weight.requires_grad
-                affine: dict[str, Any] = bn._parameters
-                wanted = wanted or affine["weight"].requires_grad or affine["bias"].requires_grad
-                bias = conv._parameters["bias"]
-                wanted = wanted or (bias is not None and bias.requires_grad)
-        wanted = gradients and (wanted or trains or x.requires_grad)
-        kind = x.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return x.device, x.shape, x.dtype, autocast, batch, wanted, trains
+    def assign(self, members: Members | None) -> None:
+        """Give it the modules of its chain."""
+        self.members, self._reading = members, None
 
     def way(self, x: Tensor) -> Way | None:
-        """How the chain runs on x; None if x or the parameters are no ordinary tensors, so that PyTorch runs it."""
-        if not plain(x) or x.dim() != 4 or not torch.amp.is_autocast_available(x.device.type):
+        """How the chain runs on x; None if PyTorch must run it, as with tensors that are not ordinary ones."""
+        if type(x) not in _PLAIN or x.dim() != 4:
             return None
-        if self.members is None or not plain(*[t for t in self.members.tensors() if t is not None]):
+        reading = self._reading
+        if reading is None or not reading.watch.same():
+            reading = self._read()
+        if reading is None or not reading.ordinary or _wrapped(x, *reading.tensors):
             return None
         if self._always:
-            return Way.OPERATOR
-        situation = self.situation(x)
-        way = self._ways.get(situation)
+            return None if reading.only_folded else Way.OPERATOR
+        around = surroundings(x)
+        if around is None:
+            return None
+        # without gradients it does not matter what could have one
+        learned = () if around[-1] is None else tuple(map(_REQUIRES_GRAD, reading.learned))
+        way = reading.ways.get((around, learned))
         if way is None:
-            if len(self._ways) >= _KEPT_WAYS:
-                self._ways.clear()
-            way = self._ways[situation] = self._decide(x, situation)
+            if len(reading.ways) >= _KEPT_WAYS:
+                reading.ways.clear()
+            trains = any(learned[: len(reading.stages)])
+            *given, input_wanted = around
+            situation = *given, reading.batch, bool(input_wanted) or any(learned), trains
+            way = reading.ways[around, learned] = self._decide(reading, x, situation)
         if way is not Way.FOLDED:
-            self._folded = None
+            reading.folded = None
         return way
 
-    def _decide(self, x: Tensor, situation: tuple) -> Way:
-        assert self.members is not None
+    def _read(self) -> _Reading | None:
+        members = self.members
+        stages = None if members is None else members.stages()
+        self._reading = None if members is None or stages is None else _Reading(members, stages)
+        return self._reading
+
+    def _decide(self, reading: _Reading, x: Tensor, situation: tuple) -> Way:
         *_, batch, wanted, trains = situation
-        stages = self.members.stages()
+        stages = reading.stages
         if not _fits(x, stages):
             return Way.PLAIN
-        if not batch and not wanted and _can_fold(x, stages):
-            return Way.FOLDED
+        folds = not batch and not wanted and _can_fold(x, stages)
+        if reading.only_folded and not folds:
+            return Way.PLAIN
         decide = measuring.get()
         if decide is not None:
-            self.measured[situation] = decide(self, x)
+            self.measured[situation] = decide(self, stages, x, Way.FOLDED if folds else Way.OPERATOR)
         if situation in self.measured:
             return self.measured[situation]
+        if folds:
+            return Way.FOLDED
         return Way.OPERATOR if rule.pays(x, _in_float32(stages), trains=trains) else Way.PLAIN
 
     def run_all(self, way: Way, x: Tensor, residual: Tensor | None) -> Tensor:
         """The result of the whole chain with its modules in their present modes, which count the batch."""
-        assert self.members is not None  # or there would be no way
-        folded = self._folded
-        if way is Way.FOLDED and folded is not None:
-            if folded.serves(self.members.tensors(), self.members.settings(), result_dtype(x)):
-                return folded.run(x, residual)
-        return self.run(way, x, self.members.begin(), residual)
+        reading, members = self._reading, self.members
+        assert reading is not None and members is not None  # or there would be no way
+        if way is Way.FOLDED:
+            return self._run_folded(reading, x, reading.stages, residual)
+        return run_stages(x, reading.begin(members), residual)
 
-    def run(self, way: Way, x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
+    def run(self, way: Way, x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None) -> Tensor:
         """The result of these stages, which are all or the first of the chain's."""
-        if way is Way.FOLDED and not any([stage.training for stage in stages]):
-            dtype = result_dtype(x)
-            # another thread may drop it meanwhile
-            folded = self._folded
-            if folded is None or not folded.serves(sources_of(stages), settings_of(stages), dtype):
-                # the tensors may be others than those for which the way was decided
-                if not _fits(x, stages) or not _can_fold(x, stages):
-                    return run_stages(x, stages, residual)
-                folded = self._folded = Folded(stages, dtype, x.shape)
-            return folded.run(x, residual)
+        reading = self._reading
+        if way is Way.FOLDED and reading is not None and not any([stage.stage.training for stage in stages]):
+            return self._run_folded(reading, x, stages, residual)
         return run_stages(x, stages, residual)
 
+    def _run_folded(
+        self, reading: _Reading, x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None
+    ) -> Tensor:
+        dtype = result_dtype(x)
+        # another thread may drop it meanwhile
+        folded = reading.folded
+        if folded is None or not folded.serves(stages, dtype):
+            # the tensors may be others than those for which the way was decided
+            if not _fits(x, stages) or not _can_fold(x, stages):
+                return run_stages(x, stages, residual)
+            folded = reading.folded = Folded(stages, dtype, x.shape)
+        return folded.run(x, residual)
 
-def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
-    """The stages on the operator, or on PyTorch where the operator refuses them."""
+
+def run_stages(x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None) -> Tensor:
+    """The stages on the operator, or on PyTorch where the operator lacks or refuses them."""
     exact = _in_float32(stages)
     try:
+        if any([stage.dilation != 1 for stage in stages]):
+            raise ValueError("the operator has no dilations")
         # checks its arguments before it computes or changes anything
         y = conv_bn_act_chain(x, exact, residual=residual)
     except (TypeError, ValueError):
@@ -140,7 +194,7 @@ def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> T
         if residual is not None:
             return run_stages(x, stages, None) + residual
         return plain_stages(x, stages)
-    for given, used in zip(stages, exact, strict=True):
+    for (given, *_), used in zip(stages, exact, strict=True):
         if given is not used and given.training:
             for running, moved in zip(given.params[3:5], used.params[3:5], strict=True):
                 if running is not None and moved is not None:
@@ -148,10 +202,11 @@ def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> T
     return y
 
 
-def plain_stages(x: Tensor, stages: Sequence[Stage]) -> Tensor:
+def plain_stages(x: Tensor, stages: Sequence[ChainStage]) -> Tensor:
     """The stages as PyTorch's functions."""
-    for params, stride, padding, groups, act, training, momentum, eps in stages:
-        x = F.conv2d(x, params.conv_weight, params.conv_bias, stride, padding, 1, groups)
+    for stage in stages:
+        params, _, _, _, act, training, momentum, eps = stage.stage
+        x = F.conv2d(x, *stage.conv)
         x = F.batch_norm(
             x, params.running_mean, params.running_var, params.bn_weight, params.bn_bias, training, momentum, eps
         )
@@ -159,9 +214,20 @@ def plain_stages(x: Tensor, stages: Sequence[Stage]) -> Tensor:
     return x
 
 
+def surroundings(x: Tensor) -> tuple | None:
+    """What decides how a chain runs on x, besides its modules: device, shape and type of x, the type of autocast, and
+    whether x wants a gradient, None where there are none. None for devices without autocast.
+    """
+    kind = "cpu" if x.is_cpu else x.device.type
+    if kind != "cpu" and not torch.amp.is_autocast_available(kind):
+        return None
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return x.device, x.shape, x.dtype, autocast, x.requires_grad if torch.is_grad_enabled() else None
+
+
 def result_dtype(x: Tensor) -> torch.dtype:
     """Type of the result of convolution and BatchNorm on x."""
-    device = x.device.type
+    device = "cpu" if x.is_cpu else x.device.type
     # autocast does not convert float64
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -170,19 +236,23 @@ def result_dtype(x: Tensor) -> torch.dtype:
 
 def plain(*tensors: Tensor) -> bool:
     """Whether these are ordinary tensors and not subclasses or functorch's wrappers, which follow other rules."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-            return False
-    return {type(tensor) for tensor in tensors} <= _PLAIN
+    return set(map(type, tensors)) <= _PLAIN and not _wrapped(*tensors)
 
 
-def _in_float32(stages: Sequence[Stage]) -> list[Stage]:
-    """The stages with BatchNorms in float32, which the operator needs; a stage that has them is the same object."""
-    return [_norm_in_float32(stage) if stage.params.bn_weight.dtype in _HALF else stage for stage in stages]
+def _wrapped(*tensors: Tensor) -> bool:
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
 
 
 _PLAIN = {Tensor, nn.Parameter}
 _HALF = (torch.bfloat16, torch.float16)
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def _in_float32(stages: Sequence[ChainStage]) -> list[Stage]:
+    """The stages with BatchNorms in float32, which the operator needs; a stage that has them is the same object."""
+    return [_norm_in_float32(stage) if stage.params.bn_weight.dtype in _HALF else stage for stage, *_ in stages]
 
 
 def _norm_in_float32(stage: Stage) -> Stage:
@@ -192,15 +262,27 @@ def _norm_in_float32(stage: Stage) -> Stage:
     return stage._replace(params=params._replace(**affine, running_mean=mean, running_var=var))
 
 
-def _fits(x: Tensor, stages: Sequence[Stage]) -> bool:
+def _fits(x: Tensor, stages: Sequence[ChainStage]) -> bool:
+    """Whether shapes and types are those of a chain."""
+    exact = [_undilated(stage) for stage in stages]
     try:
-        checks.check_chain("conv_bn_act_chain", x, _in_float32(stages), None)
+        checks.check_chain("conv_bn_act_chain", x, _in_float32(exact), None)
     except (TypeError, ValueError):
         return False
     return True
 
 
-def _can_fold(x: Tensor, stages: Sequence[Stage]) -> bool:
+def _undilated(stage: ChainStage) -> ChainStage:
+    """A stage with a result of the same shape, without dilation."""
+    if stage.dilation == 1:
+        return stage
+    params = stage.stage.params
+    kernel = [stage.dilation * (length - 1) + 1 for length in params.conv_weight.shape[2:]]
+    weight = params.conv_weight[:, :, :1, :1].expand(-1, -1, *kernel)
+    return stage._replace(stage=stage.stage._replace(params=params._replace(conv_weight=weight)))
+
+
+def _can_fold(x: Tensor, stages: Sequence[ChainStage]) -> bool:
     """Whether folding is exact and is seen to be outdated: inference tensors have no version counters."""
     if x.device.type != "cpu" or x.numel() == 0:
         return False

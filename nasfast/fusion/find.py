@@ -15,7 +15,7 @@ from inspect import Parameter, signature
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members
@@ -23,10 +23,9 @@ from nasfast.fusion.calls import activation_of
 from nasfast.fusion.chain import Chain, Path
 from nasfast.fusion.program import Program, norm_kind
 from nasfast.fusion.recognise import TracedChain, Unrecognised, frame_of, write
+from nasfast.fusion.tracer import OURS, Tracer
 from nasfast.fusion.twin import first_line, twin_of, unchanged_surroundings
-from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
-_OURS = (FusedConvBNAct, FusedInvertedResidual)
 _ADD_FUNCTIONS: dict[object, bool] = {torch.add: False, operator.add: False, operator.iadd: True}
 _ADD_METHODS: dict[object, bool] = {"add": False, "add_": True}
 
@@ -58,23 +57,29 @@ class Findings:
         reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
             be in a chain has no reason here.
         ours: paths of the convolutions in fused modules of nasfast.
-        programs: by path, the program of a module that owns chains, where its forward has one.
+        programs: by path, the programs of a module that owns chains, where its forward has any: one, or one for each
+            mode.
     """
 
     chains: list[LocatedChain] = field(default_factory=list)
-    programs: dict[str, Program] = field(default_factory=dict)
+    programs: dict[str, tuple[Program, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
 
 
-def find_chains(model: nn.Module) -> Findings:
-    """Search traces of a copy of the model that shares its parameters; the model itself is not touched."""
+def find_chains(model: nn.Module, *, folding: bool) -> Findings:
+    """Search traces of a copy of the model that shares its parameters; the model itself is not touched.
+
+    Args:
+        model: any module.
+        folding: whether chains are wanted that the operator does not have and that can only be folded.
+    """
     try:
         twin = twin_of(model)
     except Exception as error:
         reason = f"the model cannot be copied, so that nothing was traced ({first_line(error)})"
         return Findings(reasons=dict.fromkeys(members.convolutions(model), reason))
-    search = _Search(twin)
+    search = _Search(twin, folding)
     reasons = search.findings.reasons
     for name, bn in members.batch_norms(model).items():
         problem = members.norm_problem(bn)
@@ -94,8 +99,9 @@ def find_chains(model: nn.Module) -> Findings:
 class _Search:
     """Visits the modules from the top and traces those that contain convolutions which no earlier trace reached."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, folding: bool) -> None:
         self.findings = Findings()
+        self.folding = folding
         # one name for each module, even if it is registered under several
         self.names = {m: name for name, m in model.named_modules()}
         self.weights = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
@@ -107,7 +113,7 @@ class _Search:
         inside = [self.names[conv] for conv in members.convolutions(module).values()]
         if not inside or isinstance(module, _ConvNd) or module in self.opaque:
             return
-        if isinstance(module, _OURS):
+        if isinstance(module, OURS):
             self.findings.ours.update(inside)
             self._close(module, f"fused already ({type(module).__name__})")
             return
@@ -149,7 +155,7 @@ class _Search:
             # the first parameter is self
             _, *parameters = signature(type(module).forward).parameters.values()
             defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
-            return _Tracer(self.opaque).trace(module, concrete_args=defaults or None)
+            return Tracer(self.opaque).trace(module, concrete_args=defaults or None)
         except Exception as error:
             return first_line(error)
 
@@ -162,10 +168,21 @@ class _Search:
         for owner in owned:
             # without a program the module's own forward runs
             with suppress(Unrecognised):
-                self.findings.programs[self.names[owner]] = self._program(owner, owned)
+                program = self._program(owner, owned)
+                self.findings.programs[self.names[owner]] = (program,)
+                if program.reads("training"):
+                    self.findings.programs[self.names[owner]] += (self._in_other_mode(owner, owned),)
+
+    def _in_other_mode(self, owner: nn.Module, owned: dict[nn.Module, list[Chain]]) -> Program:
+        modes = {module: module.training for module in owner.modules()}
+        try:
+            return self._program(owner.train(not owner.training), owned)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
 
     def _program(self, owner: nn.Module, owned: dict[nn.Module, list[Chain]]) -> Program:
-        tracer = _Tracer(self.opaque)
+        tracer = Tracer(self.opaque)
         inside: dict[Path, nn.Module] = {(): owner}
         # modules inside of the owner may own chains too
         owners: list[Path] = [()]
@@ -191,28 +208,7 @@ class _Search:
         problem = members.conv_problem(conv)
         if problem is None and self.weights[id(conv.weight)] > 1:
             return "shares its weight with another module"
-        return problem
-
-
-class _Tracer(fx.Tracer):
-    """Traces into every module that contains convolutions or BatchNorms, and into small wrappers of functions."""
-
-    def __init__(self, opaque: set[nn.Module]) -> None:
-        super().__init__()
-        self.opaque = opaque
-        # if not None, it looks only into these
-        self.looked_into: set[nn.Module] | None = None
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if self.looked_into is not None:
-            return m not in self.looked_into
-        if m in self.opaque or isinstance(m, (_ConvNd, _NormBase, *_OURS)) or members.untouchable(m) is not None:
-            return True
-        if any(isinstance(inner, (_ConvNd, _NormBase)) for inner in m.modules()):
-            return False
-        if super().is_leaf_module(m, module_qualified_name):
-            return True
-        return not isinstance(m, nn.Sequential) and not members.wraps_functions(m)
+        return problem if problem is not None or self.folding else members.only_folded(conv)
 
 
 @dataclass
@@ -280,7 +276,7 @@ class _Trace:
             return "conv"
         if isinstance(module, _BatchNorm):
             kind = norm_kind(module)
-            if kind not in ("norm", f"norm with {stage.act}"):
+            if kind not in ("norm", "norm with identity", f"norm with {stage.act}"):
                 raise Unrecognised(f"{node.target} has an activation that no stage has")
             return kind
         return "identity" if type(module) is nn.Identity else stage.act
@@ -347,6 +343,9 @@ class _Trace:
                 stage = self._stage(reader, conv) if self._search.names[conv] not in self._search.in_chains else ""
                 if isinstance(stage, str) or self._interrupted([*nodes, *between, *stage.nodes]):
                     break
+                # a chain that the operator has must not lose it
+                if self._only_folded(stage) != self._only_folded(first):
+                    break
                 stage.nodes[:0] = between[1:]
                 stages.append(stage)
                 nodes += stage.nodes
@@ -378,6 +377,7 @@ class _Trace:
             norms=tuple(names[id(self._modules[stage.norm])] for stage in stages),
             acts=tuple(stage.act for stage in stages),
             residual=add is not None,
+            only_folded=self._only_folded(stages[0]),
             watched=tuple(watched),
         )
         norms = tuple(self._name(stage.norm) for stage in stages)
@@ -398,7 +398,7 @@ class _Trace:
     def _activation_name(self, node: fx.Node) -> str | None:
         module = self._module(node)
         if module is not None:
-            return members.module_activation(module) if "forward" not in vars(module) else None
+            return members.module_activation(module)
         if len(node.all_input_nodes) != 1:
             return None
         # the input comes first unless it is named
@@ -465,6 +465,9 @@ class _Trace:
 
     def _module(self, node: fx.Node) -> nn.Module | None:
         return self._modules[node.target] if node.op == "call_module" else None
+
+    def _only_folded(self, stage: _TracedStage) -> bool:
+        return members.only_folded(self._modules[stage.conv]) is not None
 
     def _name(self, path: str) -> str:
         """Name in the model of a module below the root of the trace."""

@@ -10,16 +10,17 @@ import ctypes
 import math
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nasfast.ops.reference import Stage
+from nasfast.fusion.calls import IN_PLACE
+from nasfast.fusion.chain import ChainStage
 
-# The fewest products of a convolution, depthwise ones aside, that runs on oneDNN's convolution with activation. A call
-# of it costs 30 us, and a small convolution of PyTorch 5 us: measured on two AVX-512 cores.
+# The fewest products of a float32 convolution, depthwise ones aside, that runs on oneDNN's convolution with activation.
+# A call of it costs 30 us, and a small convolution of PyTorch 5 us, because it multiplies matrices without oneDNN. In
+# 16 bits PyTorch's runs on oneDNN too, and changes the layout of its weights at every call. Measured on two AVX-512
+# cores.
 _MIN_PRODUCTS = 8_000_000
 
 # bytes of a weight or bias that are compared
@@ -33,16 +34,6 @@ _ONEDNN_ACTS: dict[str, tuple[str, list[float]]] = {
     "tanh": ("tanh", []),
     "hswish": ("hardswish", []),
     "silu": ("swish", []),
-}
-
-# the activations of stages, changing their input
-IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda z: z,
-    "relu": torch.relu_,
-    "relu6": partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True),
-    "tanh": torch.tanh_,
-    "hswish": partial(F.hardswish, inplace=True),
-    "silu": partial(F.silu, inplace=True),
 }
 
 
@@ -61,40 +52,45 @@ class Folded:
         shape: (N, C, H, W) of an input; oneDNN chooses the layout of the weights for it.
     """
 
-    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, shape: torch.Size) -> None:
-        self.dtype = dtype
+    def __init__(self, stages: Sequence[ChainStage], dtype: torch.dtype, shape: torch.Size) -> None:
+        self._dtype = dtype
+        self._stages = stages
         self._sources = sources_of(stages)
         self._states = self._states_now()
         # another tensor cannot get the same memory while it is held here
         self._memory = [tensor.untyped_storage() for tensor in self._sources]
-        weights = [tensor for s in stages for tensor in (*s.params[:3], s.params.conv_bias) if tensor is not None]
+        params = [stage.stage.params for stage in stages]
+        weights = [tensor for p in params for tensor in (*p[:3], p.conv_bias) if tensor is not None]
         self._windows = [_window(tensor) for tensor in weights]
         # a variance changes with its mean, which may stay the same in dead channels
-        self._windows += [
-            _window(mean, whole=True) for stage in stages if (mean := stage.params.running_mean) is not None
-        ]
+        self._windows += [_window(p.running_mean, whole=True) for p in params if p.running_mean is not None]
         self._seen = [window.raw for window in self._windows]
-        self._settings = settings_of(stages)
         self._convolutions: list[Callable[[Tensor], Tensor]] = []
         size: tuple[int, ...] = shape[2:]
         for stage in stages:
             convolution, size = _fold(stage, dtype, (shape[0], *size))
             self._convolutions.append(convolution)
 
-    def serves(self, sources: Sequence[Tensor | None], settings: list[tuple], dtype: torch.dtype) -> bool:
-        """Whether this still is what stages with these sources and settings compute."""
-        same = dtype == self.dtype and len(sources) == len(self._sources) and settings == self._settings
-        same = same and all(map(operator.is_, sources, self._sources))
+    def serves(self, stages: Sequence[ChainStage], dtype: torch.dtype) -> bool:
+        """Whether this still is what these stages compute."""
+        if dtype != self._dtype:
+            return False
+        if stages is not self._stages and not self._has(stages):
+            return False
         # the windows may be read only while the tensors are in this memory
-        same = same and self._states_now() == self._states
-        return same and [window.raw for window in self._windows] == self._seen
+        return self._states_now() == self._states and [window.raw for window in self._windows] == self._seen
 
-    def _states_now(self) -> list[tuple[int, int]]:
-        return [(tensor._version, tensor.data_ptr()) for tensor in self._sources]
+    def _has(self, stages: Sequence[ChainStage]) -> bool:
+        sources = sources_of(stages)
+        same = len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources))
+        return same and _settings(stages) == _settings(self._stages)
+
+    def _states_now(self) -> list[int]:
+        return [*map(_VERSION, self._sources), *map(Tensor.data_ptr, self._sources)]
 
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The result of the chain for (N, C, H, W), and the residual added."""
-        x = x.to(self.dtype)
+        x = x.to(self._dtype)
         for convolution in self._convolutions:
             x = convolution(x)
         if residual is None:
@@ -113,49 +109,51 @@ def _window(tensor: Tensor, *, whole: bool = False) -> ctypes.Array[ctypes.c_cha
     return (ctypes.c_char * max(0, end - start)).from_address(tensor.data_ptr() + start)
 
 
-def sources_of(stages: Sequence[Stage]) -> list[Tensor]:
+def sources_of(stages: Sequence[ChainStage]) -> list[Tensor]:
     """Every tensor from which the folded weights are computed."""
-    return [tensor for stage in stages for tensor in stage.params if tensor is not None]
+    return [tensor for stage in stages for tensor in stage.stage.params if tensor is not None]
 
 
-def settings_of(stages: Sequence[Stage]) -> list[tuple]:
+def _settings(stages: Sequence[ChainStage]) -> list[tuple]:
     """All else that a folded chain depends on."""
-    return [(stage.stride, stage.padding, stage.groups, stage.act, stage.eps) for stage in stages]
+    return [(s.stride, s.padding, s.groups, s.act, s.eps, dilation) for s, dilation in stages]
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 @torch.no_grad()
 def _fold(
-    stage: Stage, dtype: torch.dtype, shape: tuple[int, ...]
+    chain_stage: ChainStage, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[Callable[[Tensor], Tensor], tuple[int, ...]]:
     """The folded stage, and the (H, W) of its result; shape is (N, H, W) of its input."""
-    weight, bn_weight, bn_bias, mean, var, conv_bias = stage.params
+    stage, conv = chain_stage.stage, chain_stage.conv
+    weight, bn_weight, bn_bias, mean, var, _ = stage.params
     assert mean is not None and var is not None  # a stage with running statistics
     exact = torch.promote_types(weight.dtype, torch.float32)
     scale = bn_weight.to(exact) * torch.rsqrt(var.to(exact) + stage.eps)
-    mean = mean.to(exact) if conv_bias is None else mean.to(exact) - conv_bias.to(exact)
-    bias = (bn_bias.to(exact) - mean * scale).to(dtype)
+    center = mean.to(exact) if conv.bias is None else mean.to(exact) - conv.bias.to(exact)
+    bias = (bn_bias.to(exact) - center * scale).to(dtype)
     folded = (weight.to(exact) * scale[:, None, None, None]).to(dtype)
     folded = folded.contiguous(memory_format=torch.channels_last)
     channels, per_group, *kernel = folded.shape
     batch, *size = shape
-    out = tuple((n + 2 * stage.padding - k) // stage.stride + 1 for n, k in zip(size, kernel, strict=True))
+    reach = [conv.dilation * (k - 1) + 1 for k in kernel]
+    out = tuple((n + 2 * conv.padding - k) // conv.stride + 1 for n, k in zip(size, reach, strict=True))
     products = batch * math.prod(out) * folded.numel()
-    large = products >= _MIN_PRODUCTS or per_group == 1 < channels
-    if not large or not _onednn_computes(dtype, weight.device):
+    faster = products >= _MIN_PRODUCTS or per_group == 1 < channels or dtype != torch.float32
+    if not faster or not _onednn_computes(dtype, weight.device):
         activate = IN_PLACE[stage.act]
-
-        def convolve(x: Tensor) -> Tensor:
-            return activate(F.conv2d(x, folded, bias, stage.stride, stage.padding, 1, stage.groups))
-
-        return convolve, out
-    padding, stride, dilation = [stage.padding] * 2, [stage.stride] * 2, [1, 1]
+        conv = conv._replace(weight=folded, bias=bias)
+        return (lambda x: activate(torch.conv2d(x, *conv))), out
+    padding, stride, dilation = [conv.padding] * 2, [conv.stride] * 2, [conv.dilation] * 2
     name, numbers = _ONEDNN_ACTS[stage.act]
-    shape = batch, per_group * stage.groups, *size
-    packed = torch.ops.mkldnn._reorder_convolution_weight(folded, padding, stride, dilation, stage.groups, shape)
+    shape = batch, per_group * conv.groups, *size
+    packed = torch.ops.mkldnn._reorder_convolution_weight(folded, padding, stride, dilation, conv.groups, shape)
     run = torch.ops.mkldnn._convolution_pointwise.default
 
     def convolve_packed(x: Tensor) -> Tensor:
-        return run(x, packed, bias, padding, stride, dilation, stage.groups, name, numbers, "")
+        return run(x, packed, bias, padding, stride, dilation, conv.groups, name, numbers, "")
 
     return convolve_packed, out
 

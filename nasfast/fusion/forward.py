@@ -6,22 +6,25 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_state
 
-from nasfast.fusion.chain import Chain, FusedForward
-from nasfast.fusion.execute import Executor, Way
+from nasfast.fusion.chain import Chain, descendant, passed
+from nasfast.fusion.execute import Executor, Way, surroundings
 from nasfast.fusion.placeholders import run_own_forward
 from nasfast.fusion.program import BoundProgram, Program
+from nasfast.fusion.watch import Watch, hooks_of
 
 # situations that one module keeps in which nothing of it runs fused
 _KEPT_SITUATIONS = 256
 
 
-class ChainForward(FusedForward):
+class ChainForward:
     """Replaces the forward of a module that owns chains; an object, so that it is copied and pickled with the module.
 
     It has a weak reference to the module: a cycle would keep the memory of a deleted model until the next garbage
@@ -30,7 +33,7 @@ class ChainForward(FusedForward):
     Args:
         module: the module.
         chains: its chains.
-        program: its forward as steps, None if it must run its own code.
+        programs: its forward as steps, perhaps one for each mode; none if it must run its own code.
         always: whether every chain always runs on the operator.
         ways: what was measured of each chain; see `Executor.measured`.
     """
@@ -39,20 +42,18 @@ class ChainForward(FusedForward):
         self,
         module: nn.Module,
         chains: Sequence[Chain],
-        program: Program | None,
+        programs: Sequence[Program],
         always: bool,
         ways: Sequence[dict[tuple, Way]] = (),
     ) -> None:
         self._module = weakref.ref(module)
         self.chains = tuple(chains)
-        self.program = program
+        self.programs = tuple(programs)
         self.always = always
-        # of the program, whose first chains are those of the module
-        chains = self.chains if program is None else program.chains
+        # of a program, whose first chains are those of the module
+        chains = programs[0].chains if programs else self.chains
         self.executors = [Executor(always, known) for known in ways or [{}] * len(chains)]
-        self._bound: BoundProgram | None = None
-        # situations in which every chain runs on PyTorch, where the module's own forward is the fastest
-        self._unfused: set[tuple] = set()
+        self._binding: _Binding | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -65,7 +66,7 @@ class ChainForward(FusedForward):
 
     def __reduce__(self) -> tuple:
         ways = tuple(executor.measured for executor in self.executors)
-        return ChainForward, (self.module, self.chains, self.program, self.always, ways)
+        return ChainForward, (self.module, self.chains, self.programs, self.always, ways)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -86,58 +87,110 @@ class ChainForward(FusedForward):
         # compilers fuse by themselves, tracers need the plain operators, and global hooks see every module
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or module_state._has_any_global_hook():
             return forward(module, *args, **kwargs)
-        x = args[0] if len(args) == 1 and not kwargs and type(args[0]) is Tensor else None
-        bound = None if x is None else self._bind(module)
-        executors = self.executors if bound is not None else self.executors[: len(self.chains)]
-        if bound is None:
-            _assign(executors, self.chains, module)
-        situation = None if x is None or self.always else _situation(executors, x)
-        if situation in self._unfused:
+        binding = self._binding
+        if binding is None or not binding.same(module):
+            binding = self._binding = _Binding(self, module)
+        alone = len(args) == 1 and not kwargs and type(args[0]) is Tensor
+        if alone and binding.unfused and binding.situation(args[0]) in binding.unfused:
             return forward(module, *args)
-        if bound is not None:
-            result, ways = bound.run(args[0])
+        if alone and binding.program is not None:
+            result, ways = binding.program.run(args[0])
         else:
-            chains = list(zip(self.chains, executors, strict=True))
-            result, ways = run_own_forward(partial(forward, module), module, chains, args, kwargs)
-        if situation is not None and all([way is Way.PLAIN for way in ways]):
-            if len(self._unfused) >= _KEPT_SITUATIONS:
-                self._unfused.clear()
-            self._unfused.add(situation)
+            result, ways = run_own_forward(partial(forward, module), binding.chains, args, kwargs)
+        if alone and all([way is Way.PLAIN for way in ways]):
+            binding.leave(args[0])
         return result
 
-    def _bind(self, module: nn.Module) -> BoundProgram | None:
-        """The program if it can replace the module's own forward now."""
-        if self.program is None:
+
+class _Binding:
+    """A module's chains with its present modules.
+
+    Attributes:
+        program: the module's program; None if none can replace the module's own forward now.
+        chains: those that run inside the module's own forward.
+        unfused: situations in which every chain runs on PyTorch, where the module's own forward is the fastest.
+    """
+
+    def __init__(self, forward: ChainForward, module: nn.Module) -> None:
+        self._watch(forward, module)
+        self.unfused: set[tuple] = set()
+        bound = [(p.chains, _bound(p, module, forward.executors)) for p in forward.programs]
+        its_chains, self.program = next((found for found in bound if found[1]), (forward.chains, None))
+        executors = forward.executors[: len(its_chains)]
+        for executor, chain in zip(executors, its_chains, strict=True):
+            executor.assign(chain.members(module))
+        # a placeholder must not reach a hook
+        self.chains = [
+            (chain, executor)
+            for chain, executor in zip(its_chains, executors, strict=True)
+            if executor.members is not None and not chain.hooked(module)
+        ]
+        members = [members for _, executor in self.chains if (members := executor.members) is not None]
+        self._whole = len(members) == len(its_chains)
+        self._norms = [vars(bn) for one in members for bn in one.norms]
+        owners = [module._parameters for one in members for module in (*one.convs, *one.norms)]
+        learned = [(parameters, name) for parameters in owners for name in ("weight", "bias")]
+        self._dictionaries, self._names = [d for d, _ in learned], [name for _, name in learned]
+
+    def _watch(self, forward: ChainForward, module: nn.Module) -> None:
+        frames = [frame for program in forward.programs for frame in program.frames]
+        paths = {path for chain in forward.chains for path in (*chain.convs, *chain.norms, *chain.watched)}
+        paths |= {frame.path for frame in frames} | {path for p in forward.programs for path, _ in p.kinds}
+        below = [m for path in sorted(paths) for m in passed(module, path)[1:]]
+        functions: list[tuple[type, str]] = [(type(m), "_conv_forward") for m in below if isinstance(m, nn.Conv2d)]
+        places = [(module._modules, name) for name in module._modules]
+        own = ["_modules"]
+        for frame in frames:
+            place = passed(module, frame.path)[-1]
+            functions += [(type(place), name) for name, _ in frame.functions]
+            names = [name for name, _ in (*frame.functions, *frame.attributes)]
+            if place is module:
+                own += [name for name in names if name != "forward"]
+            else:
+                places += [(vars(place), name) for name in names]
+        self._below = Watch(places, below, functions)
+        # nothing here may keep the module or its attributes alive, among which this is
+        self._class, self._children = type(module), len(module._modules)
+        self._own, self._values = own, list(map(vars(module).get, own))
+
+    def same(self, module: nn.Module) -> bool:
+        """Whether the module and those below it are still the same."""
+        return (
+            type(module) is self._class
+            and len(module._modules) == self._children
+            and all(map(is_, map(vars(module).get, self._own), self._values))
+            and self._below.same()
+        )
+
+    def situation(self, x: Tensor) -> tuple | None:
+        """All that decides whether a chain of a forward on x runs fused; None where that is not decided."""
+        around = surroundings(x) if self._whole else None
+        if around is None:
             return None
-        bound = self._bound
-        if bound is None or not bound.intact():
-            if bound is not None and bound.hooked():
-                return None
-            self._bound = None
-            try:
-                bound = BoundProgram(self.program, module, self.executors)
-            except LookupError:
-                return None
-            _assign(self.executors, self.program.chains, module)
-            if any(executor.members is None for executor in self.executors):
-                return None
-            # kept even if it must wait until hooks are removed
-            self._bound = bound
-            return bound if bound.intact() else None
-        if any([executor.members is None for executor in self.executors]):
-            # while a convolution was pruned, which is a hook, its chain had no members
-            _assign(self.executors, self.program.chains, module)
-        return bound
+        wanted: tuple = ()
+        if around[-1] is not None:
+            parameters = map(dict.get, self._dictionaries, self._names)
+            wanted = tuple(map(getattr, parameters, repeat("requires_grad"), repeat(None)))
+        return around, wanted, tuple(map(dict.get, self._norms, repeat("training")))
+
+    def leave(self, x: Tensor) -> None:
+        """The module's own forward shall run from now on, where all is as it was for this x."""
+        situation = self.situation(x)
+        if len(self.unfused) >= _KEPT_SITUATIONS:
+            self.unfused.clear()
+        self.unfused |= set() if situation is None else {situation}
 
 
-def _assign(executors: Sequence[Executor], chains: Sequence[Chain], module: nn.Module) -> None:
-    """Give the executors the chains' modules below this one."""
-    for executor, chain in zip(executors, chains, strict=True):
-        executor.members = chain.members(module)
-
-
-def _situation(executors: Sequence[Executor], x: Tensor) -> tuple | None:
-    """All that decides whether a chain of a forward on x runs fused; None where that is not decided."""
-    if any([executor.members is None for executor in executors]):
+def _bound(program: Program, module: nn.Module, executors: Sequence[Executor]) -> BoundProgram | None:
+    """The program if it can replace the module's own forward now."""
+    try:
+        inner = [(frame, descendant(module, frame.path)) for frame in program.frames[1:]]
+        replaced = [m for _, m in inner] + [descendant(module, path) for path, _ in program.kinds]
+        # unfuse may have been called on a module inside
+        if any(type(vars(m).get("forward")) is not (ChainForward if f.fused else type(None)) for f, m in inner):
+            return None
+        if any(hooks for m in replaced for hooks in hooks_of(m)):
+            return None
+        return BoundProgram(program, module, executors)
+    except LookupError:
         return None
-    return tuple([executor.situation(x) for executor in executors])

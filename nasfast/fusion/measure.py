@@ -1,26 +1,29 @@
-"""Measures which chains of a fused model run faster on the operator, for one example."""
+"""Measures which chains of a fused model run faster fused, for one example."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import execute
+from nasfast.fusion.chain import ChainStage
 from nasfast.fusion.execute import Executor, Way
-from nasfast.ops.reference import ConvBNParams, Stage
+from nasfast.fusion.fold import Folded
+from nasfast.ops.reference import ConvBNParams
 
 _ROUNDS = 5
-# the largest ratio of times at which the operator is taken: noise must not make a model slower
+# the largest ratio of times at which a chain runs fused: noise must not make a model slower
 GAIN = 0.97
 
 
-def measure(model: nn.Module, example: Sequence[Any]) -> dict[Executor, float]:
-    """Run the model once, and every chain that it reaches several times, on the operator and on PyTorch.
+def measure(model: nn.Module, example: Sequence[Any]) -> dict[Executor, tuple[Way, float]]:
+    """Run the model once, and every chain that it reaches several times, fused and on PyTorch.
 
     Buffers are restored. The chains keep what was measured.
 
@@ -29,13 +32,13 @@ def measure(model: nn.Module, example: Sequence[Any]) -> dict[Executor, float]:
         example: arguments of its forward.
 
     Returns:
-        For each chain that was measured, the operator's time divided by PyTorch's.
+        For each chain that was measured, how it ran fused, and that time divided by PyTorch's.
     """
-    ratios: dict[Executor, float] = {}
+    ratios: dict[Executor, tuple[Way, float]] = {}
 
-    def decide(executor: Executor, x: Tensor) -> Way:
-        ratios[executor] = _ratio(executor, x)
-        return Way.OPERATOR if ratios[executor] < GAIN else Way.PLAIN
+    def decide(executor: Executor, stages: list[ChainStage], x: Tensor, way: Way) -> Way:
+        ratios[executor] = way, _ratio(stages, x, way)
+        return way if ratios[executor][1] < GAIN else Way.PLAIN
 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     token = execute.measuring.set(decide)
@@ -50,15 +53,15 @@ def measure(model: nn.Module, example: Sequence[Any]) -> dict[Executor, float]:
     return ratios
 
 
-def _ratio(executor: Executor, x: Tensor) -> float:
-    assert executor.members is not None  # it has decided
+def _ratio(stages: Sequence[ChainStage], x: Tensor, way: Way) -> float:
     x = x.detach().requires_grad_(x.requires_grad)
-    stages = [_own(stage) for stage in executor.members.stages()]
-    runs: list[Callable[[], Tensor]] = [
-        lambda: execute.run_stages(x, stages, None),
-        lambda: execute.plain_stages(x, stages),
-    ]
-    leaves = [t for t in (x, *(t for stage in stages for t in stage.params)) if t is not None and t.requires_grad]
+    stages = [_own(stage) for stage in stages]
+    fused: Callable[[], Tensor] = partial(execute.run_stages, x, stages, None)
+    if way is Way.FOLDED:
+        fused = partial(Folded(stages, execute.result_dtype(x), x.shape).run, x, None)
+    runs: list[Callable[[], Tensor]] = [fused, partial(execute.plain_stages, x, stages)]
+    params = [t for stage in stages for t in stage.stage.params]
+    leaves = [t for t in (x, *params) if t is not None and t.requires_grad]
     times: list[list[float]] = [[], []]
     for i_round in range(_ROUNDS + 1):
         for run, its_times in zip(runs, times, strict=True):
@@ -80,7 +83,8 @@ def _seconds(run: Callable[[], Tensor], leaves: list[Tensor], device: torch.devi
     return time.perf_counter() - start
 
 
-def _own(stage: Stage) -> Stage:
+def _own(stage: ChainStage) -> ChainStage:
     """The stage with tensors of its own, so that nothing of the model changes."""
-    own = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in stage.params]
-    return stage._replace(params=ConvBNParams(*own))  # type: ignore[arg-type]  # only optional ones are None
+    params = stage.stage.params
+    own = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in params]
+    return stage._replace(stage=stage.stage._replace(params=ConvBNParams(*own)))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import fx, nn
@@ -28,7 +29,7 @@ def norm_problem(bn: _BatchNorm) -> str | None:
     """Why no stage can have this BatchNorm; None if one can."""
     if isinstance(bn, BNAct2d):
         return "fused already (BNAct2d)"
-    if not _runs(bn, nn.BatchNorm2d) and not has_activation(bn):
+    if not _runs(bn, nn.BatchNorm2d, _NORM_FORWARD) and not has_activation(bn):
         return f"is a {type(bn).__name__}, whose forward is not nn.BatchNorm2d's"
     if bn.weight is None or bn.bias is None:
         return "has no affine parameters"
@@ -41,7 +42,7 @@ def conv_problem(conv: _ConvNd) -> str | None:
         return "its weight is parametrized"
     if isinstance(conv, LazyModuleMixin):
         return "its shape is not known before its first forward"
-    if not _runs(conv, nn.Conv2d) or type(conv)._conv_forward is not nn.Conv2d._conv_forward:
+    if not runs_conv(conv):
         return f"is a {type(conv).__name__}, whose forward is not nn.Conv2d's"
     if conv.padding_mode != "zeros":
         return f"has padding_mode={conv.padding_mode!r}"
@@ -50,7 +51,7 @@ def conv_problem(conv: _ConvNd) -> str | None:
     if square_conv(conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups) is None:
         for name in ("dilation", "stride", "padding"):
             value = getattr(conv, name)
-            if len(set(value)) > 1 or (name == "dilation" and value[0] != 1):
+            if len(set(value)) > 1:
                 return f"has {name}={value}"
     for name in ("weight", "bias"):
         if name not in conv._parameters:
@@ -58,9 +59,27 @@ def conv_problem(conv: _ConvNd) -> str | None:
     return None
 
 
-def _runs(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether a call of the module runs the forward of cls."""
-    return isinstance(module, cls) and type(module).forward is cls.forward and "forward" not in vars(module)
+def only_folded(conv: _ConvNd) -> str | None:
+    """Why the operator does not have this convolution, which a folded stage can have; None if it has it."""
+    return None if set(conv.dilation) == {1} else f"has dilation={conv.dilation}"
+
+
+def runs_conv(module: nn.Module) -> bool:
+    """Whether a call of the module runs what nn.Conv2d runs."""
+    runs = _runs(module, nn.Conv2d, _CONV_FORWARD)
+    return runs and isinstance(module, nn.Conv2d) and type(module)._conv_forward is _CONV_FUNCTION
+
+
+def _runs(module: nn.Module, cls: type[nn.Module], forward: Callable) -> bool:
+    """Whether a call of the module runs this forward of cls."""
+    return isinstance(module, cls) and type(module).forward is forward and "forward" not in vars(module)
+
+
+# as PyTorch has them: users may patch classes
+_CONV_FORWARD, _CONV_FUNCTION = nn.Conv2d.forward, nn.Conv2d._conv_forward
+_NORM_FORWARD = nn.BatchNorm2d.forward
+_ACTIVATIONS = {(cls, getattr(cls, "forward")): name for name, cls in ACTIVATION_MODULES.items()}  # noqa: B009
+_HARDTANH = nn.Hardtanh, nn.Hardtanh.forward
 
 
 def has_activation(bn: nn.Module) -> bool:
@@ -72,9 +91,12 @@ def has_activation(bn: nn.Module) -> bool:
 
 def module_activation(module: nn.Module) -> str | None:
     """Name of the activation that this module computes; None if no stage can have it."""
-    if type(module) is nn.Hardtanh:
+    runs = type(module), type(module).forward
+    if "forward" in vars(module):
+        return None
+    if runs == _HARDTANH:
         return activation_of(torch.nn.functional.hardtanh, module.min_val, module.max_val)
-    return {module_type: name for name, module_type in ACTIVATION_MODULES.items()}.get(type(module))
+    return _ACTIVATIONS.get(runs)
 
 
 def untouchable(module: nn.Module) -> str | None:

@@ -15,31 +15,27 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from nasfast.fusion.calls import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
-from nasfast.fusion.chain import Chain
+from nasfast.fusion.chain import Chain, ChainStage
 from nasfast.fusion.execute import Executor, Way, plain, result_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
 def run_own_forward(
-    forward: Callable,
-    module: nn.Module,
-    chains: Sequence[tuple[Chain, Executor]],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    forward: Callable, chains: Sequence[tuple[Chain, Executor]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, list[Way | None]]:
-    """Run a module's own forward with the chains that it has.
+    """Run a module's own forward with those of its chains that have no hooks now.
 
     Returns:
         The result of the forward, and how each chain ran; None for one that the forward did not reach.
     """
     starts = _Starts()
     for chain, executor in chains:
-        weight = chain.start_weight(module)
+        weight = None if executor.members is None else executor.members.convs[0]._parameters.get("weight")
         if weight is not None:
             starts.chains[id(weight)] = chain, executor
     if not starts.chains:
@@ -71,11 +67,13 @@ class _Run:
         # inference tensors have no version counter
         self.version = None if source.is_inference() else source._version
         self.context = _Context.now(source.device.type)
-        self.stages: tuple[Stage, ...] = ()
+        self.stages: tuple[ChainStage, ...] = ()
         # number of first stages whose running statistics are updated; they must be updated only once
         self.moved = 0
 
-    def compute(self, stages: tuple[Stage, ...], conv: Conv | None = None, residual: Tensor | None = None) -> Tensor:
+    def compute(
+        self, stages: tuple[ChainStage, ...], conv: Conv | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """The value behind these stages, with the settings under which the chain began."""
         if self.version is not None and self.source._version != self.version:
             raise RuntimeError(
@@ -90,14 +88,14 @@ class _Run:
             with torch.set_grad_enabled(gradients), torch.autocast(self.context.device, dtype, enabled=autocast):
                 return self._compute(stages, conv, residual)
 
-    def _compute(self, stages: tuple[Stage, ...], conv: Conv | None, residual: Tensor | None) -> Tensor:
+    def _compute(self, stages: tuple[ChainStage, ...], conv: Conv | None, residual: Tensor | None) -> Tensor:
         value = self.source
         if stages:
             still = [_still(s) if i < self.moved else s for i, s in enumerate(stages)]
             value = self.executor.run(self.way, value, still, residual)
             self.moved = max(self.moved, len(stages))
         if conv is not None:
-            value = F.conv2d(value, conv.weight, conv.bias, conv.stride, conv.padding, 1, conv.groups)
+            value = F.conv2d(value, *conv)
         return value
 
 
@@ -125,6 +123,8 @@ class _Starts(TorchFunctionMode):
         if found is None or conv is None or not _plain_conv(conv):
             return None
         chain, executor = found
+        if conv.only_folded and not chain.only_folded:
+            return None
         with torch._C.DisableTorchFunction():
             way = self.ways[executor] = executor.way(input)
         if way is None or way is Way.PLAIN:
@@ -146,12 +146,12 @@ class _Placeholder(Tensor):
     """Stands for the result of the first part of a chain: some stages, then perhaps a convolution."""
 
     run: _Run
-    stages: tuple[Stage, ...]
+    stages: tuple[ChainStage, ...]
     conv: Conv | None
     value: Tensor | None
 
     @staticmethod
-    def __new__(cls, run: _Run, stages: tuple[Stage, ...], conv: Conv | None) -> _Placeholder:
+    def __new__(cls, run: _Run, stages: tuple[ChainStage, ...], conv: Conv | None) -> _Placeholder:
         placeholder = Tensor._make_wrapper_subclass(cls, (), dtype=run.source.dtype, device=run.source.device)
         placeholder.run, placeholder.stages, placeholder.conv, placeholder.value = run, stages, conv, None
         if len(stages) > len(run.stages):
@@ -182,11 +182,11 @@ class _Placeholder(Tensor):
         """Whether the chain may continue: it has no value yet, and the settings are those under which it began."""
         return self.value is None and _Context.now(self.run.context.device) == self.run.context
 
-    def extended(self, stages: tuple[Stage, ...]) -> Tensor:
+    def extended(self, stages: tuple[ChainStage, ...]) -> Tensor:
         """The placeholder of these stages; the value if they are the whole chain and nothing is to be added."""
         chain = self.run.chain
         placeholder = _Placeholder(self.run, stages, None)
-        if len(stages) == len(chain.acts) and stages[-1].act == chain.acts[-1] and not chain.residual:
+        if len(stages) == len(chain.acts) and stages[-1].stage.act == chain.acts[-1] and not chain.residual:
             return _value(placeholder)
         return placeholder
 
@@ -207,6 +207,8 @@ def _extend_conv(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Te
     conv = square_conv(weight, *args, **kwargs)
     if conv is None or not _plain_conv(conv) or len(input.stages) == len(input.run.chain.acts):
         return None
+    if conv.only_folded and not input.run.chain.only_folded:
+        return None
     return _Placeholder(input.run, input.stages, conv)
 
 
@@ -224,19 +226,20 @@ def _extend_batch_norm(
         return None
     if weight is None or bias is None or not plain(weight, bias):
         return None
-    conv_weight, stride, padding, groups, conv_bias = input.conv
-    params = ConvBNParams(conv_weight, weight, bias, running_mean, running_var, conv_bias)
-    return input.extended((*input.stages, Stage(params, stride, padding, groups, "identity", training, momentum, eps)))
+    conv = input.conv
+    params = ConvBNParams(conv.weight, weight, bias, running_mean, running_var, conv.bias)
+    stage = Stage(params, conv.stride, conv.padding, conv.groups, "identity", training, momentum, eps)
+    return input.extended((*input.stages, ChainStage(stage, conv.dilation)))
 
 
 def _extend_activation(function: object, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     if not isinstance(input, _Placeholder) or input.conv is not None or not input.open:
         return None
-    act, last = activation_of(function, *args, **kwargs), input.stages[-1]
+    act, (last, *others) = activation_of(function, *args, **kwargs), input.stages[-1]
     # the chain has neither a second activation of a stage nor another one than was traced
     if last.act != "identity" or input.run.chain.acts[len(input.stages) - 1] != act:
         return None
-    return input.extended((*input.stages[:-1], last._replace(act=act)))
+    return input.extended((*input.stages[:-1], ChainStage(last._replace(act=act), *others)))
 
 
 def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **options: Any) -> Tensor | None:
@@ -247,7 +250,7 @@ def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **opt
     run, stages = placeholder.run, placeholder.stages
     if scale or options or not run.chain.residual or placeholder.conv is not None or not placeholder.open:
         return None
-    if len(stages) < len(run.chain.acts) or stages[-1].act != run.chain.acts[-1]:
+    if len(stages) < len(run.chain.acts) or stages[-1].stage.act != run.chain.acts[-1]:
         return None
     if isinstance(residual, _Placeholder):
         residual = _value(residual)
@@ -258,11 +261,12 @@ def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **opt
     return result.to(result_dtype(run.source)) if in_place else result
 
 
-def _still(stage: Stage) -> Stage:
+def _still(chain_stage: ChainStage) -> ChainStage:
     """The stage without its running statistics, so that it does not update them."""
+    stage = chain_stage.stage
     if not stage.training:
-        return stage
-    return stage._replace(params=stage.params._replace(running_mean=None, running_var=None))
+        return chain_stage
+    return chain_stage._replace(stage=stage._replace(params=stage.params._replace(running_mean=None, running_var=None)))
 
 
 _DIMENSIONS = {Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]  # ndim of the class is a property

@@ -1,24 +1,25 @@
 """Forwards of modules that own chains, as lists of steps that run without the module's own Python code.
 
 `recognise` writes a program for a forward whose code reads nothing but attributes of its module. A program has names
-only, so it is right for every copy of the module. `BoundProgram` is a program with the modules of one model. Before it
-runs it checks everything on which the program depends; if something has changed, the module's own forward runs.
+only, so it is right for every copy of the module. `BoundProgram` is a program with the modules of one model. When it is
+made it checks everything on which the program depends. If something has changed since, the module's own forward runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members
-from nasfast.fusion.chain import Chain, FusedForward, Path, descendant, hooks_of
+from nasfast.fusion.calls import IN_PLACE
+from nasfast.fusion.chain import Chain, Path, descendant
 from nasfast.fusion.execute import Executor, Way, result_dtype
-from nasfast.fusion.fold import IN_PLACE
 
 
 class Slot(int):
@@ -28,6 +29,8 @@ class Slot(int):
 @dataclass(frozen=True)
 class Step:
     """One operation that is in no chain: calls target(*args, **kwargs), where a Slot stands for its value.
+
+    Tuples in the arguments may have Slots, too.
 
     Attributes:
         target: path of a module, or a function.
@@ -67,13 +70,28 @@ class Frame:
         path: its path below the owner.
         present: names of its submodules, and whether each is a module or None.
         attributes: the attributes that its forward reads.
+        functions: the functions of its class that run: the forward and the methods that it calls; and for each, what
+            `fingerprint` says of it.
         fused: whether it owns chains too, which the program then runs.
     """
 
     path: Path
     present: tuple[tuple[str, bool], ...]
     attributes: tuple[tuple[str, Any], ...]
+    functions: tuple[tuple[str, bytes], ...]
     fused: bool
+
+    def problem(self, module: nn.Module) -> str | None:
+        """Why this module is another one than the program is for; None if it is not."""
+        if tuple((name, child is not None) for name, child in module._modules.items()) != self.present:
+            return f"other submodules than {self.present}"
+        there = vars(module)
+        if any(there.get(name, _ABSENT) != value for name, value in self.attributes):
+            return f"other attributes than {self.attributes}"
+        for name, its_fingerprint in self.functions:
+            if name != "forward" and name in there or fingerprint(type(module), name) != its_fingerprint:
+                return f"another {name}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -95,66 +113,29 @@ class Program:
     frames: tuple[Frame, ...]
     kinds: tuple[tuple[Path, str], ...]
 
+    def reads(self, attribute: str) -> bool:
+        """Whether a forward that it replaces reads this attribute of its module."""
+        return any(attribute == name for frame in self.frames for name, _ in frame.attributes)
+
 
 class BoundProgram:
     """A program with the modules of one model.
 
     Raises:
-        LookupError: the module is no longer what the program is for.
+        LookupError: the module is not what the program is for.
     """
 
     def __init__(self, program: Program, owner: nn.Module, executors: Sequence[Executor]) -> None:
         self._result = program.result
-        frames = [descendant(owner, frame.path) for frame in program.frames]
-        for frame, module in zip(program.frames, frames, strict=True):
-            if tuple((name, child is not None) for name, child in module._modules.items()) != frame.present:
-                raise LookupError(f"other submodules than {frame.present}")
-            if frame.path and not _runs_its_class(module, fused=frame.fused):
-                raise LookupError(f"{'.'.join(frame.path)} has another forward")
-        inside = [(descendant(owner, path), kind) for path, kind in program.kinds]
-        for module, kind in inside:
-            if not _is(module, kind):
-                raise LookupError(f"{type(module).__name__} is not what the chain had there")
-        parents = [*frames, *(module for module, _ in inside)]
-        self._children = [(module._modules, dict(module._modules)) for module in parents if module._modules]
-        self._attributes = [
-            (vars(module), name, value)
-            for frame, module in zip(program.frames, frames, strict=True)
-            for name, value in frame.attributes
-        ]
-        checked = [*frames[1:], *(module for module, _ in inside)]
-        self._hooks = [hooks for module in checked for hooks in hooks_of(module)]
-        self._classes = [(module, type(module), vars(module), vars(module).get("forward")) for module in checked]
-        self._convs = [(conv, _conv_settings(conv)) for conv, kind in inside if kind == "conv"]
-        self._norms = [module for module, kind in inside if kind.startswith("norm")]
+        for frame in program.frames:
+            problem = frame.problem(descendant(owner, frame.path))
+            if problem is not None:
+                raise LookupError(f"{'.'.join(frame.path) or 'the module'} has {problem}")
+        for path, kind in program.kinds:
+            if not _is(descendant(owner, path), kind):
+                raise LookupError(f"{'.'.join(path)} is not what the chain had there")
         self._steps = [_bind(step, owner, executors) for step in program.steps]
         self._unread = _unread_after(program)
-
-    def intact(self) -> bool:
-        """Whether all on which the program depends is as it was."""
-        if self.hooked():
-            return False
-        for attributes, name, value in self._attributes:
-            if attributes.get(name) != value:
-                return False
-        for children, then in self._children:
-            if children != then:
-                return False
-        for module, cls, attributes, forward in self._classes:
-            if module.__class__ is not cls or attributes.get("forward") is not forward:
-                return False
-        for conv, settings in self._convs:
-            if _conv_settings(conv) != settings or "bias" not in conv._parameters:
-                return False
-        for norm in self._norms:
-            affine = norm._parameters
-            if affine["weight"] is None or affine["bias"] is None:
-                return False
-        return True
-
-    def hooked(self) -> bool:
-        """Whether a module whose call the program replaces has hooks."""
-        return any(self._hooks)
 
     def run(self, x: Tensor) -> tuple[Any, list[Way | None]]:
         """The result of the forward, and how each chain ran; None for one whose tensors are not ordinary."""
@@ -221,8 +202,23 @@ def _bind(
 
 def _run_step(step: tuple[Callable, tuple, tuple], values: Sequence[Any]) -> Any:
     function, args, kwargs = step
-    filled = [values[arg] if type(arg) is Slot else arg for arg in args]
-    return function(*filled, **{name: values[v] if type(v) is Slot else v for name, v in kwargs})
+    filled = [_filled(arg, values) for arg in args]
+    return function(*filled, **{name: _filled(value, values) for name, value in kwargs})
+
+
+def _filled(arg: Any, values: Sequence[Any]) -> Any:
+    if type(arg) is Slot:
+        return values[arg]
+    return tuple([_filled(part, values) for part in arg]) if type(arg) is tuple else arg
+
+
+def _slots(arg: Any) -> Iterator[Slot]:
+    """The values that an argument has."""
+    if type(arg) is Slot:
+        yield arg
+    elif type(arg) is tuple:
+        for part in arg:
+            yield from _slots(part)
 
 
 def _unread_after(program: Program) -> list[list[int]]:
@@ -233,7 +229,7 @@ def _unread_after(program: Program) -> list[list[int]]:
             read: tuple = (step.source, step.residual)
         else:
             read = (*step.args, *(value for _, value in step.kwargs))
-        last |= {value: number for value in (*read, Slot(number + 1)) if type(value) is Slot}
+        last |= dict.fromkeys(_slots((*read, Slot(number + 1))), number)
     unread: list[list[int]] = [[] for _ in program.steps]
     for slot, number in last.items():
         if slot != program.result:
@@ -241,18 +237,10 @@ def _unread_after(program: Program) -> list[list[int]]:
     return unread
 
 
-def _runs_its_class(module: nn.Module, *, fused: bool) -> bool:
-    """Whether the module runs the forward of its class, or what `fuse` made of it."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, FusedForward) if fused else forward is None
-
-
 def _is(module: nn.Module, kind: str) -> bool:
     """Whether the module may stand at a place of this kind; see `Program.kinds`."""
-    if "forward" in vars(module):
-        return False
     if kind == "conv":
-        return isinstance(module, _ConvNd) and members.conv_problem(module) is None
+        return members.runs_conv(module)
     if kind.startswith("norm"):
         if not isinstance(module, _BatchNorm) or members.norm_problem(module) is not None:
             return False
@@ -260,5 +248,17 @@ def _is(module: nn.Module, kind: str) -> bool:
     return members.module_activation(module) == kind
 
 
-def _conv_settings(conv: nn.Module) -> tuple:
-    return conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
+def fingerprint(cls: type, name: str) -> bytes:
+    """What the code of a function of a class is; empty if it is no Python function.
+
+    Unlike the function it can be pickled when the class was changed.
+    """
+    function = getattr(cls, name, None)
+    if not isinstance(function, FunctionType):
+        return b""
+    code = function.__code__
+    read = code.co_code, code.co_consts, code.co_names, code.co_varnames, function.__defaults__
+    return hashlib.sha256(repr(read).encode()).digest()
+
+
+_ABSENT = object()

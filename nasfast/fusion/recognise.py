@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from nasfast.fusion.chain import Chain, Path
-from nasfast.fusion.program import ChainStep, Frame, Program, Slot, Step
+from nasfast.fusion.program import ChainStep, Frame, Program, Slot, Step, fingerprint
 
 # names that the code of a recognised forward may use besides attributes of its module
 _MODULES = {"torch": torch, "F": torch.nn.functional, "nn": nn}
 _NAMES = {"getattr", "functional", "chunk", "add", "add_", "mul", "relu", "relu_", "relu6", "hardtanh", "tanh"}
-_NAMES |= {"flatten", "hardswish", "silu", "sigmoid"}
+_NAMES |= {"flatten", "hardswish", "silu", "sigmoid", "cat", "mean", "amax", "dropout", "jit", "is_scripting"}
+# functions that are not called while this attribute is false
+_UNUSED = {"checkpoint": "grad_checkpointing", "checkpoint_seq": "grad_checkpointing"}
 # instructions that may change what outlives the forward
 _CHANGES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"}
 _CHANGES |= {"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"}
@@ -45,17 +47,21 @@ def frame_of(module: nn.Module, path: Path, *, fused: bool) -> Frame:
     """
     present = tuple((name, child is not None) for name, child in module._modules.items())
     attributes: dict[str, Any] = {}
+    functions = {"forward": type(module).forward}
     if type(module).forward is not nn.Sequential.forward:
-        _read(module, type(module).forward, attributes)
-    return Frame(path, present, tuple(sorted(attributes.items())), fused)
+        _read(module, "forward", attributes, functions)
+    prints = tuple((name, fingerprint(type(module), name)) for name in functions)
+    return Frame(path, present, tuple(sorted(attributes.items())), prints, fused)
 
 
-def _read(module: nn.Module, function: Any, attributes: dict[str, Any]) -> None:
-    """Add the attributes of the module that this function of its class reads."""
+def _read(module: nn.Module, name: str, attributes: dict[str, Any], functions: dict[str, Any]) -> None:
+    """Add the attributes of the module that this function of its class reads, and the functions that it calls."""
+    function = functions[name]
     code = getattr(function, "__code__", None)
     if code is None or code.co_freevars or any(isinstance(constant, CodeType) for constant in code.co_consts):
         raise Unrecognised("its forward is not plain code")
-    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
+    inputs = code.co_argcount - len(function.__defaults__ or ())
+    if inputs != 2 or code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
         raise Unrecognised("its forward takes more than one input")
     if any(instruction.opname in _CHANGES for instruction in dis.get_instructions(code)):
         raise Unrecognised("its forward may change what outlives it")
@@ -72,11 +78,15 @@ def _read(module: nn.Module, function: Any, attributes: dict[str, Any]) -> None:
             if not isinstance(value, _CONSTANTS):
                 raise Unrecognised(f"its forward reads {name}, a {type(value).__name__}")
             attributes[name] = value
-        elif isinstance(method, FunctionType) and method is not function and not hasattr(nn.Module, name):
-            _read(module, method, attributes)
+        elif isinstance(method, FunctionType) and not hasattr(nn.Module, name):
+            if name not in functions:
+                functions[name] = method
+                _read(module, name, attributes, functions)
         elif name in _MODULES:
             if function.__globals__.get(name) is not _MODULES[name]:
                 raise Unrecognised(f"{name} is another module")
+        elif name in _UNUSED and vars(module).get(_UNUSED[name]) is False:
+            continue
         elif name not in _NAMES or name in function.__globals__ or method is not None:
             raise Unrecognised(f"its forward reads {name}")
 
@@ -173,8 +183,12 @@ def _step(node: fx.Node, slots: dict[fx.Node, Slot]) -> Step:
 def _argument(value: Any, slots: dict[fx.Node, Slot]) -> Any:
     if isinstance(value, fx.Node):
         return slots[value]
+    if isinstance(value, (list, tuple)):
+        return tuple(_argument(part, slots) for part in value)
+    if isinstance(value, slice):
+        return slice(*(_argument(part, {}) for part in (value.start, value.stop, value.step)))
     if not isinstance(value, _CONSTANTS):
-        raise Unrecognised("it gives a function several tensors at once")
+        raise Unrecognised(f"it gives a function a {type(value).__name__}")
     return value
 
 

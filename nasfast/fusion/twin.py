@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nasfast.fusion.chain import FusedForward
+from nasfast.fusion.forward import ChainForward
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -28,7 +28,7 @@ def twin_of(model: nn.Module) -> nn.Module:
         shared += [value for value in values if isinstance(value, torch.Tensor)]
         for name in _HOOKS:
             memo[id(getattr(module, name))] = OrderedDict()
-        if isinstance(vars(module).get("forward"), FusedForward):
+        if isinstance(vars(module).get("forward"), ChainForward):
             memo[id(module.forward)] = None
     memo.update((id(tensor), tensor) for tensor in shared)
     twin = copy.deepcopy(model, memo)

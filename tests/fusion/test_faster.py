@@ -3,19 +3,15 @@
 import copy
 import pickle
 import statistics
-import weakref
 
 import pytest
 import torch
-from fused_models import Candidate, check_same, conv, disturb, make, observe, set_mode, unit
+from fused_models import MODELS, Candidate, Switch, check_same, conv, disturb, make, observe, set_mode, unit
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import nasfast
-from nasfast.fusion import fold, forward, measure, program, rule
-
-MODELS = ["mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small", "regnet_y_400mf"]
+from nasfast.fusion import fold, measure, rule
 
 
 @pytest.fixture
@@ -32,27 +28,7 @@ def folds(monkeypatch):
     return calls
 
 
-@pytest.fixture
-def no_own_forward(monkeypatch):
-    """Every forward of a module that owns chains must run by its program."""
-
-    def refuse(*_):
-        raise AssertionError("the module's own forward ran")
-
-    monkeypatch.setattr(forward, "run_own_forward", refuse)
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_models_run_by_programs(name, no_own_forward, executed):
-    plain = set_mode(disturb(make(name).double()), "frozen convolutions")
-    fused = copy.deepcopy(plain)
-    report = nasfast.fuse(fused, only_faster=False)
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    check_same(observe(fused, x), observe(plain, x))
-    assert sum(stages for stages, _ in executed) == report.fused
-
-
-@pytest.mark.parametrize("name", [*MODELS, "timm/mobilenetv2_100"])
 def test_models_without_gradients_run_folded(name, folds, executed):
     plain = disturb(make(name)).eval()
     fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
@@ -212,6 +188,53 @@ def test_folded_residuals():
         assert torch.equal(x, before)
 
 
+class Dilated(nn.Module):
+    """A chain that only folding has, beside one that the operator has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv(4, 4, 5, padding=6, dilation=3, bias=True), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = conv(4, 4, 3, padding=2, dilation=2), nn.BatchNorm2d(4)
+        self.conv3, self.bn3 = conv(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        y = torch.relu(self.bn2(self.conv2(y)))
+        return self.bn3(self.conv3(y))
+
+
+class Untraced(Dilated):
+    """The same without a program, so that placeholders run through it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.shape[0]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [Dilated, Untraced])
+def test_dilations_are_folded(cls, folds):
+    plain = disturb(cls()).eval().requires_grad_(False)
+    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    report = nasfast.fuse(fused)
+    assert [chain.stages for chain in report.chains] == [
+        ("5x5 dilation 3 4->4 relu", "3x3 dilation 2 4->4 relu"),
+        ("1x1 4->4",),
+    ]
+    assert report.chains[0].runs == "on PyTorch: the operator has no dilation"
+    x = torch.randn(2, 4, 30, 30)
+    assert_close("folded", fused(x), exact(x.double()), FLOAT32_CHAIN)
+    assert folds == [2, 1]
+    for model in (fused, exact):
+        with torch.no_grad():
+            model.conv1.bias += 1
+    assert_close("another bias", fused(x), exact(x.double()), FLOAT32_CHAIN)
+    assert folds == [2, 1, 2]
+    trained = copy.deepcopy(plain).double().requires_grad_(True).train()
+    fused = copy.deepcopy(trained)
+    nasfast.fuse(fused)
+    check_same(observe(fused, x.double()), observe(trained, x.double()))
+
+
 def test_inference_tensors_are_not_folded(folds):
     with torch.inference_mode():
         model = disturb(block()).eval()
@@ -230,9 +253,8 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
     for i in (0, 1, 2):
         model[i][1].requires_grad_()
     report = nasfast.fuse(model)
-    least = rule.least_results(
-        torch.empty(0, dtype=dtype), model.forward.chains[0].members(model).stages(), trains=False
-    )
+    stages = [stage.stage for stage in model.forward.chains[0].members(model).stages()]
+    least = rule.least_results(torch.empty(0, dtype=dtype), stages, trains=False)
     assert f"on the operator from {least:,} results" in report.chains[0].runs
     exact = copy.deepcopy(model).double()
     nasfast.unfuse(exact)
@@ -297,11 +319,8 @@ def test_an_example_decides_by_time(monkeypatch, executed):
     assert torch.equal(torch.random.get_rng_state(), random)
     check_same(dict(model.state_dict()), dict(before))
     assert timed[:4] == [True, False, True, False]
-    assert [chain.runs for chain in report.chains] == [
-        "on the operator for shapes like the example's",
-        "on PyTorch for shapes like the example's",
-        "on PyTorch for shapes like the example's",
-    ]
+    assert [chain.example for chain in report.chains] == ["on the operator", "on PyTorch", "on PyTorch"]
+    assert "for inputs like the example, in the present mode:\n  1 chain on the operator: 0\n" in str(report)
     for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         executed.clear()
         twin(x)
@@ -315,10 +334,34 @@ def test_measured_times_are_of_the_model_as_it_is():
     model = block().eval()
     model[0][1].requires_grad_()
     report = nasfast.fuse(model, (torch.randn(2, 16, 20, 20),))
-    assert "for shapes like the example's" in report.chains[0].runs
+    assert report.chains[0].example in ("on the operator", "on PyTorch")
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(ValueError, match="leave it out with only_faster=False"):
         nasfast.fuse(model, torch.randn(2, 16, 20, 20), only_faster=False)
+
+
+@pytest.mark.parametrize(("seconds", "how"), [(0.5, "folded"), (2.0, "on PyTorch")])
+def test_an_example_in_eval_mode_measures_folding(seconds, how, monkeypatch, folds):
+    """The clock says that folded chains take this much of PyTorch's time."""
+    turns = []
+    monkeypatch.setattr(measure, "_seconds", lambda *_: turns.append(0) or (seconds if len(turns) % 2 else 1.0))
+    model = block().eval()
+    x = torch.randn(2, 16, 9, 9)
+    report = nasfast.fuse(model, x)
+    assert report.chains[0].example == how
+    folds.clear()
+    model(x)
+    assert folds == ([3] if how == "folded" else [])
+
+
+def test_the_report_says_that_an_example_reached_no_chain():
+    class Skipping(Switch):
+        def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+            return x if skip else super().forward(x)
+
+    report = nasfast.fuse(Skipping(), (torch.randn(2, 4, 9, 9), True))
+    assert [chain.example for chain in report.chains] == [""]
+    assert "the example reached no chain that could be measured" in report.notes
 
 
 def test_an_example_that_the_model_refuses_leaves_it_unfused():
@@ -326,142 +369,6 @@ def test_an_example_that_the_model_refuses_leaves_it_unfused():
     with pytest.raises(RuntimeError, match="expected input"):
         nasfast.fuse(model, torch.randn(2, 3, 20, 20))
     assert nasfast.unfuse(model) == 0
-
-
-class Switch(nn.Module):
-    """Its forward reads an attribute, a submodule that may be None, and a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(unit(), unit(nn.Identity()))
-        self.down = None
-        self.skip = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x)
-        if self.down is not None:
-            x = self.down(x)
-        if self.skip:
-            y += x
-        return torch.relu(y)
-
-
-def set_down(model: Switch) -> None:
-    torch.manual_seed(2)
-    model.down = unit().double()
-
-
-CHANGES = {
-    "nothing": lambda m: None,
-    "attribute": lambda m: setattr(m, "skip", False),
-    "submodule": set_down,
-    "activation": lambda m: m.body[0].__setitem__(2, nn.Tanh()),
-    "order": lambda m: m.body.__setitem__(0, m.body[1]),
-    "inserted": lambda m: m.body.insert(1, nn.Tanh()),
-    "dilation": lambda m: [setattr(m.body[0][0], name, (2, 2)) for name in ("dilation", "padding")],
-    "forward": lambda m: setattr(m.body[0], "forward", lambda x: x * 2),
-    "hook": lambda m: m.body[0].register_forward_hook(lambda module, args, y: y * 2),
-    "eps": lambda m: setattr(m.body[0][1], "eps", 0.3),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("training", [True, False])
-def test_programs_notice_changes(change, training, executed):
-    torch.manual_seed(0)
-    plain = disturb(Switch().double()).train(training)
-    fused = copy.deepcopy(plain)
-    nasfast.fuse(fused, only_faster=False)
-    assert fused.forward.program is not None
-    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    check_same(observe(fused, x), observe(plain, x))
-    assert executed
-    CHANGES[change](plain), CHANGES[change](fused)
-    want = observe(plain, x)
-    check_same(observe(fused, x), want)
-
-
-def test_programs_run_again_after_hooks_and_pruning(executed, monkeypatch):
-    bound = []
-
-    class Recorded(program.BoundProgram):
-        def __init__(self, *args):
-            bound.append(self)
-            super().__init__(*args)
-
-    monkeypatch.setattr(forward, "BoundProgram", Recorded)
-    plain = disturb(nn.Sequential(unit(), unit()).double())
-    fused = copy.deepcopy(plain)
-    nasfast.fuse(fused, only_faster=False)
-    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    handle = fused[0][1].register_forward_hook(lambda *_: None)
-    for _ in range(3):
-        fused(x), plain(x)
-    assert len(bound) == 1, "a hook does not bind the program again at each forward"
-    handle.remove()
-    for change in (lambda m: None, lambda m: prune.l1_unstructured(m[0][0], "weight", 0.5)):
-        change(plain), change(fused)
-        check_same(observe(fused, x), observe(plain, x))
-    for model in (plain, fused):
-        prune.remove(model[0][0], "weight")
-    executed.clear()
-    check_same(observe(fused, x), observe(plain, x))
-    assert len(executed) == len(fused.forward.chains)
-
-
-class Chooser(Switch):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Chooser.calls += 1
-        return self.body(x) + x
-
-
-class Counter(Switch):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.body(x) + x
-
-
-@pytest.mark.parametrize("cls", [Chooser, Counter])
-def test_a_forward_with_side_effects_has_no_program(cls):
-    model = cls()
-    nasfast.fuse(model, only_faster=False)
-    assert model.forward.program is None
-    before = model.calls
-    for _ in range(3):
-        model(torch.randn(2, 4, 9, 9))
-    assert model.calls == before + 3
-
-
-def test_programs_free_what_nothing_reads_again(no_own_forward):
-    model = nn.Sequential(*unit(), nn.MaxPool2d(2), nn.Flatten()).eval()
-    nasfast.fuse(model)
-    results, alive = [], []
-    model[3].register_forward_pre_hook(lambda _, args: results.append(weakref.ref(args[0])))
-    model[4].register_forward_pre_hook(lambda *_: alive.append(results[0]() is not None))
-    with torch.no_grad():
-        model(torch.randn(2, 4, 8, 8))
-    assert alive == [False]
-
-
-def test_parts_of_a_program_can_be_unfused(executed):
-    model = make("regnet_y_400mf").eval().requires_grad_(False).double()
-    plain = copy.deepcopy(model)
-    nasfast.fuse(model, only_faster=False)
-    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
-    want = plain(x)
-    model(x)
-    chains = len(executed)
-    undone = nasfast.unfuse(model.trunk_output[0][0].f)
-    assert undone
-    executed.clear()
-    assert_close("result", model(x), want)
-    assert len(executed) == chains - undone
 
 
 def test_bfloat16_modules_run_fused(executed):

@@ -1,0 +1,78 @@
+"""bench_fuse_models and bench_build at a small size: what they measure, refuse and keep."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import nasfast
+from benchmarks import bench_build, bench_fuse_models
+
+MODEL = "torchvision/mobilenet_v3_small"
+SMALL = ["--models", MODEL, "--batch", "2", "--resolution", "32", "--rounds", "1"]
+
+
+@pytest.fixture
+def run(monkeypatch, one_thread):
+    """Runs the program in this process."""
+
+    def run(module, *arguments: object) -> None:
+        monkeypatch.setattr("sys.argv", [module.__name__, *map(str, arguments)])
+        module.main()
+
+    return run
+
+
+def test_fuse_models_measures_and_continues(run, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "rows.json"
+    run(bench_fuse_models, *SMALL, "--types", "fp32", "--trains", "nothing", "--out", out)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["times"].keys() == {"eager", "nasfast", "folded"}
+    assert row["peer"] in ("eager", "folded")
+    assert row["ratio"] == pytest.approx(
+        row["times"]["nasfast"]["step"]["median_ms"] / row["times"][row["peer"]]["step"]["median_ms"]
+    )
+    assert (row["in_chains"], row["convolutions"]) == (34, 52)
+    run(bench_fuse_models, *SMALL, "--types", "fp32", "--trains", "nothing", "batch norms", "--out", out)
+    first, second = json.loads(out.read_text())["rows"]
+    assert first == row
+    assert second["times"].keys() == {"eager", "nasfast"}
+    assert "trains nothing     fp32            1 models: median" in capsys.readouterr().out
+
+
+def test_fuse_models_refuses_other_work(monkeypatch):
+    """A variant that computes something else is not timed."""
+    monkeypatch.setattr(nasfast, "fuse", lambda model: torch.nn.init.uniform_(model.classifier[3].bias, 0, 100))
+    with pytest.raises(RuntimeError, match="nasfast has loss"):
+        bench_fuse_models.bench(MODEL, "nothing", "fp32", 2, 32, 1)
+
+
+def test_fuse_models_says_what_pytorch_cannot_run(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("not implemented for 'Half'\nmore")
+
+    monkeypatch.setattr(bench_fuse_models, "make_run", lambda *_: refuse)
+    row = bench_fuse_models.bench(MODEL, "all", "half", 2, 32, 1)
+    assert row["unable"] == "not implemented for 'Half'"
+    assert bench_fuse_models.summary([row]) == ["trains all         half         ; PyTorch cannot run 1"]
+    assert bench_fuse_models.described(row).endswith("PyTorch cannot run it: not implemented for 'Half'")
+
+
+def test_host_costs_are_those_of_fused_chains(run, tmp_path):
+    out = tmp_path / "rows.json"
+    run(bench_fuse_models, "--host", "--rounds", "1", "--out", out)
+    (row,) = json.loads(out.read_text())["rows"]
+    # far from the limits of any machine, but not what a call of a module costs
+    assert all(1 < us < 1000 for us in row["host_us"].values())
+    assert row["host_us"].keys() == {"operator", "folded"}
+
+
+def test_build_measures_every_initialisation(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(nasfast.spaces, "mobilenet_v2", nasfast.spaces.digits_mini)
+    out = tmp_path / "rows.json"
+    run(bench_build, "--quick", "--threads", "1", "--out", out)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["init"] for row in rows] == list(bench_build.INITS)
+    assert all(phase["median_ms"] > 0 for row in rows for phase in row["times"].values())
