@@ -42,6 +42,11 @@ class Drawn(NamedTuple):
     grad: Tensor
 
 
+def converted(function: Callable[[Tensor], Tensor], params: ConvBNParams) -> ConvBNParams:
+    """The parameters with the function applied to each tensor that is there."""
+    return ConvBNParams(*(None if tensor is None else function(tensor) for tensor in params))
+
+
 def planned_numbers(drawn: Drawn, *, recompute: bool = False) -> tuple[int, ...]:
     """The plan that the operators get for this chain."""
     n, channels, *size = drawn.x.shape
@@ -171,7 +176,7 @@ def run_chain(function: Callable[..., Tensor], drawn: Drawn, *, x_grad: bool = T
         leaves["dresidual"] = residual = drawn.residual.detach().requires_grad_()
     stages, running = [], {}
     for i, stage in enumerate(drawn.stages):
-        weight, *affine_and_running = stage.params
+        weight, *affine_and_running, _ = stage.params
         gamma, beta, mean, var = (t.detach().clone() for t in affine_and_running)
         leaves |= {f"dgamma{i}": gamma.requires_grad_(), f"dbeta{i}": beta.requires_grad_()}
         running |= {f"running_mean{i}": mean, f"running_var{i}": var}
@@ -185,7 +190,7 @@ def widened_chain(drawn: Drawn) -> Drawn:
     """The same inputs in float64."""
     x = drawn.x.double()
     residual = x if drawn.residual is drawn.x else None if drawn.residual is None else drawn.residual.double()
-    stages = [s._replace(params=ConvBNParams(*(t.double() for t in s.params))) for s in drawn.stages]
+    stages = [s._replace(params=converted(Tensor.double, s.params)) for s in drawn.stages]
     return Drawn(x, stages, residual, drawn.shuffle, drawn.grad.double())
 
 
@@ -235,7 +240,7 @@ def _chain(
         return torch.cat((x[:, 0::2], _chain(x[:, 1::2], stages, residual=None, shuffle=False, at=at, fixed=fixed)), 1)
     for stage in stages:
         params, stride, padding, groups, act, training, momentum, eps = stage
-        weight, *affine, mean, var = params
+        weight, *affine, mean, var, _ = params
         conv = F.conv2d(x, weight, None, stride, padding, 1, groups)
         rstd = ((conv.var((0, 2, 3), correction=0) if training else var) + eps).rsqrt()
         if fixed and training:

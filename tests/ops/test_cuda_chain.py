@@ -11,6 +11,7 @@ from devices import DEVICE, on_device
 from kernel_cases.chain import (
     ChainCase,
     Drawn,
+    converted,
     eager_autocast,
     exact_chain,
     planned_numbers,
@@ -49,7 +50,7 @@ def moved(drawn: Drawn) -> Drawn:
     """The same tensors on the device under test."""
     x, grad = on_device(drawn.x), on_device(drawn.grad)
     residual = x if drawn.residual is drawn.x else None if drawn.residual is None else on_device(drawn.residual)
-    stages = [s._replace(params=ops.ConvBNParams(*map(on_device, s.params))) for s in drawn.stages]
+    stages = [s._replace(params=converted(on_device, s.params)) for s in drawn.stages]
     return Drawn(x, stages, residual, drawn.shuffle, grad)
 
 
@@ -254,7 +255,7 @@ def test_not_a_number_reaches_the_result(units, place):
 
 
 def widened(stage: ops.Stage) -> ops.Stage:
-    return stage._replace(params=ops.ConvBNParams(*(t.double() for t in stage.params)))
+    return stage._replace(params=converted(torch.Tensor.double, stage.params))
 
 
 def test_not_a_number_in_the_gradient_reaches_what_it_must():
@@ -313,7 +314,7 @@ def test_tensors_may_begin_anywhere():
         place = torch.empty(rows.numel() + 1, dtype=rows.dtype, device=rows.device)[1:].view(rows.shape).copy_(rows)
         return place.permute(0, 3, 1, 2) if rows is not tensor else place
 
-    stages = [s._replace(params=ops.ConvBNParams(*map(shifted, s.params))) for s in drawn.stages]
+    stages = [s._replace(params=converted(shifted, s.params)) for s in drawn.stages]
     got = run_chain(cuda_chain, Drawn(x := shifted(drawn.x), stages, x, False, shifted(drawn.grad)))
     for name, tensor in got.items():
         assert name.startswith("running") or torch.equal(tensor, want[name]), name
