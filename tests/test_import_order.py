@@ -113,10 +113,15 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.accuracies", "indicators.table", "search", "retrain", "report", "measure", "settings",
         "run_checks", "run_inputs", "settings.run",
     },
+    "stability": {
+        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "indicators",
+        "indicators.rank", "indicators.structure", "indicators.table", "search", "retrain", "report", "settings",
+        "settings.run", "tasks", "run_checks", "run_inputs", "pipeline",
+    },
     "cli.commands": {
-        "config", "runtime", "spaces", "indicators", "indicators.accuracies", "indicators.table",
-        "indicators.rank", "report", "measure", "studies", "studies.registry", "pipeline", "run_inputs",
-        "trained", "settings", "settings.run",
+        "config", "runtime.launcher", "runtime", "settings", "settings.run", "stability", "spaces", "indicators",
+        "indicators.accuracies", "indicators.table", "indicators.rank", "report", "measure", "studies",
+        "studies.registry", "pipeline", "run_inputs", "trained",
     },
     "cli": {
         "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nasfast import pipeline
-from nasfast.config import ConfigBase
+from nasfast.config import ConfigBase, ConfigError
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.scores import score_paths
@@ -24,9 +24,13 @@ from nasfast.report import write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
 from nasfast.run_inputs import evidence_to_rank
 from nasfast.runtime.distributed import World, start
+from nasfast.runtime.launcher import environment_size
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
+from nasfast.stability.estimate import plan_seeds
+from nasfast.stability.page import STABILITY_FILE, sentences, write_stability_page
+from nasfast.stability.run import run_seeds
 from nasfast.studies import registry
 from nasfast.studies.run import run_study
 from nasfast.trained import ACCURACIES_FILE, REPORT_FILE, compare_trained, estimate_sample, train_sample
@@ -62,13 +66,30 @@ def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
         yield RunConfig.from_dict(json.loads(world.broadcast(json.dumps(cfg.to_dict()).encode()))), world
 
 
-def _run(cfg: RunConfig, resume: bool) -> None:
+def _run(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_run: bool) -> None:
+    if seeds != 1:
+        _run_seeds(cfg, resume, seeds, settings, dry_run)
+        return
     with _joined(cfg) as (cfg, world):
         result = pipeline.run(cfg, resume=resume, world=world)
         if world.is_main:
             _show_candidates(cfg, result.candidates)
             _show_retrained(cfg, result.retrained)
             print(f"report: {result.report}")
+
+
+def _run_seeds(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_run: bool) -> None:
+    if environment_size() > 1:
+        raise ConfigError(
+            "--seeds trains many networks, each in one process: run it without torchrun, which lets several processes "
+            "train one network"
+        )
+    if dry_run:
+        print(plan_seeds(cfg, seeds, settings))
+        return
+    page = run_seeds(cfg, seeds, settings, resume=resume)
+    print("\n".join(sentences(cfg.run_dir)))
+    print(f"report: {page}")
 
 
 def _supernet(cfg: RunConfig, resume: bool) -> None:
@@ -167,7 +188,8 @@ def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[
 
 
 def _report(run_dir: Path) -> None:
-    print(write_report(run_dir))
+    of_seeds = (run_dir / STABILITY_FILE).exists()
+    print(write_stability_page(run_dir) if of_seeds else write_report(run_dir))
 
 
 def _latency(cfg: LatencyConfig, out: str | None) -> None:

@@ -6,6 +6,7 @@ The flags of a setting are the fields of its config. Nothing here imports torch,
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import re
 import sys
@@ -90,8 +91,8 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> None:
             base[key] = value
 
 
-def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tuple[RunConfig, bool]:
-    """The config of a stage command, and whether to resume.
+def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tuple[RunConfig, dict[str, Any]]:
+    """The config of a stage command, and the values of its other flags.
 
     Values come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from the
     --config files in their order, then from flags; later ones replace earlier ones.
@@ -122,9 +123,9 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
         raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
     parser.set_defaults({key: checked[key] for key in _flatten(given)})
     parsed = parser.parse_args(list(argv)).as_dict()
-    parsed.pop("config")
-    resume = parsed.pop("resume", False)
-    return RunConfig.from_dict(parsed), resume
+    settings = {field.name for field in dataclasses.fields(RunConfig)}
+    others = {name: parsed.pop(name) for name in list(parsed) if name not in settings}
+    return RunConfig.from_dict(parsed), others
 
 
 def _add_task_flags(parser: Parser) -> None:
@@ -186,7 +187,21 @@ def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tu
 
 
 def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
-    return _run_config(parser, argv, resumable=True)
+    cfg, others = _run_config(parser, argv, resumable=True)
+    return cfg, others["resume"]
+
+
+def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings, bool]:
+    """The settings, whether to resume, the number of seeds (1 is a plain run), and how and whether to run the tasks."""
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="repeat everything with this many seeds, and say whether they agree"
+    )
+    _add_task_flags(parser)
+    cfg, others = _run_config(parser, argv, resumable=True)
+    settings, dry_run = _task_settings(others)
+    if others["seeds"] == 1 and (settings != TaskSettings() or dry_run):
+        parser.error("--executor, --ray.address, --workers, --attempts, --max-hours and --dry-run need --seeds N")
+    return cfg, others["resume"], others["seeds"], settings, dry_run
 
 
 def _stage(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig]:
@@ -292,7 +307,7 @@ def _no_flags(parser: Parser, argv: Sequence[str]) -> tuple[()]:
 
 
 _FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
-    "run": _resumable,
+    "run": _run,
     "supernet": _resumable,
     "score": _stage,
     "search": _stage,

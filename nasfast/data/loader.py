@@ -202,7 +202,7 @@ def _open_sources(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]
         raise ConfigError("data.train is not set: give the training folder, e.g. --data.train images/train")
     train = open_files(cfg.train)
     if cfg.val is None:
-        return split_source(train, cfg.val_fraction, seed)
+        return split_source(train, cfg.val_fraction, seed if cfg.split_seed is None else cfg.split_seed)
     return train, open_files(cfg.val, classes=train.classes)
 
 

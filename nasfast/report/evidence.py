@@ -35,6 +35,7 @@ class Comparison:
         low, high: 95 % interval of the gain.
         peers: number of random architectures.
         images: number of images.
+        runs: how often the best one was trained.
     """
 
     gain: float
@@ -42,6 +43,7 @@ class Comparison:
     high: float
     peers: int
     images: int
+    runs: int = 1
 
     @property
     def significant(self) -> bool:
@@ -69,17 +71,9 @@ class Comparison:
 
 
 def compare(best: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> Comparison | None:
-    """Compare retrained networks on the images on which all of them were evaluated.
+    """Compare the best network with random ones on the images on which all of them were evaluated (`compare_runs`).
 
-    Let d_i = (1 if the best is right on image i, else 0) - (share of the m others that are right), N the number of
-    images, and s the standard deviation of the others' accuracies. The interval is
-
-        mean d +- sqrt((z std(d) / sqrt(N))^2 + (t s / sqrt(m))^2),
-
-    where z and t are the 97.5 % quantiles of the normal distribution and of Student's with m - 1 degrees of freedom.
-    The first term comes from the images; they are paired, so an image that is hard for all adds nothing. The second
-    comes from the architectures and their training, and is unknown for m = 1. The best one was trained once, so neither
-    term has the scatter of its own training.
+    The best one was trained once, so the interval does not have the scatter of its own training.
 
     Args:
         best: `result.json` of a retrained network.
@@ -89,18 +83,34 @@ def compare(best: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> Comp
         The comparison, or None if no peer is comparable.
     """
     peers = [peer for peer in peers if same_terms(best, peer)]
-    if not peers:
-        return None
-    right = [_right(form) for form in (best, *peers)]
-    difference = right[0] - np.mean(right[1:], axis=0)
-    images, m = len(difference), len(peers)
-    image_term = stats.norm.ppf(_TWO_SIDED) * difference.std(ddof=1) / math.sqrt(images) if images > 1 else math.inf
-    arch_term = 0.0
-    if m > 1:
-        scatter = np.std([hits.mean() for hits in right[1:]], ddof=1)
-        arch_term = stats.t.ppf(_TWO_SIDED, m - 1) * scatter / math.sqrt(m)
-    gain, half = 100 * float(difference.mean()), 100 * math.hypot(image_term, arch_term)
-    return Comparison(gain, gain - half, gain + half, m, images)
+    return compare_runs([best], peers) if peers else None
+
+
+def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> Comparison:
+    """Compare two groups of retrained networks on the images on which all of them were evaluated.
+
+    Let d_i = (share of ours that are right on image i) - (share of theirs), N the number of images, and s_k the
+    standard deviation of the accuracies of the n_k networks of group k. The interval is
+
+        mean d +- sqrt((z std(d) / sqrt(N))^2 + sum_k (t_k s_k / sqrt(n_k))^2),
+
+    where z and t_k are the 97.5 % quantiles of the normal distribution and of Student's with n_k - 1 degrees of
+    freedom. The first term comes from the images; they are paired, so an image that is hard for all adds nothing. The
+    others come from the seeds and the architectures of a group, and are unknown, and left out, for a group of one.
+
+    Args:
+        ours, theirs: `result.json` of each network; all were evaluated on the same images.
+    """
+    right = [np.array([_right(form) for form in group]) for group in (ours, theirs)]
+    difference = right[0].mean(axis=0) - right[1].mean(axis=0)
+    images = len(difference)
+    terms = [stats.norm.ppf(_TWO_SIDED) * difference.std(ddof=1) / math.sqrt(images) if images > 1 else math.inf]
+    for group in right:
+        if (n := len(group)) > 1:
+            scatter = np.std(group.mean(axis=1), ddof=1)
+            terms.append(stats.t.ppf(_TWO_SIDED, n - 1) * scatter / math.sqrt(n))
+    gain, half = 100 * float(difference.mean()), 100 * math.hypot(*terms)
+    return Comparison(gain, gain - half, gain + half, len(theirs), images, len(ours))
 
 
 def same_terms(best: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:

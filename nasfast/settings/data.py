@@ -19,6 +19,8 @@ class DataConfig(ConfigBase):
         train: training images: a folder, `train/CLASS/IMAGE`, or a text file of lines `IMAGE LABEL`.
         val: validation images of the same classes; null holds out `val_fraction` of the training images.
         val_fraction: share of each class that is held out when `val` is not given.
+        split_seed: seed of that choice; null takes the run's. With a seed of its own, runs of different seeds have the
+            same validation images.
         batch_size: images per optimiser step, over all ranks.
         augment: `imagenet` (random resized crop, flip, lighting), `cifar` (pad, crop, flip), `shift` (pad, crop),
             `none`, or `auto`: `shift` for digits, otherwise `cifar` up to 64 pixels and `imagenet` above.
@@ -38,6 +40,7 @@ class DataConfig(ConfigBase):
     train: str | None = None
     val: str | None = None
     val_fraction: float = 0.1
+    split_seed: int | None = None
     batch_size: int = 128
     augment: Literal["auto", "imagenet", "cifar", "shift", "none"] = "auto"
     loader: Literal["auto", "torchvision", "dali", "cache"] = "auto"

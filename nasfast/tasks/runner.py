@@ -46,20 +46,14 @@ class TaskRunner:
     Args:
         folder: holds the folders of the tasks. All workers must see it under this path.
         settings: where, how often and how long.
-        total: sum of the costs of all tasks of all calls of `run`, for the estimate of the remaining time; 0 if it is
-            not known.
-        tasks: number of these tasks; 0 if it is not known.
 
     Raises:
         RunDirectoryError: another driver works in the folder; nothing was changed. Raised on entry, as the next one.
         TaskError: the Ray cluster cannot be used.
     """
 
-    def __init__(
-        self, folder: str | Path, settings: TaskSettings = TaskSettings(), *, total: float = 0.0, tasks: int = 0
-    ) -> None:
+    def __init__(self, folder: str | Path, settings: TaskSettings = TaskSettings()) -> None:
         self.folder, self.settings = Path(folder).absolute(), settings
-        self._expected = total, tasks
         self._stack = contextlib.ExitStack()
         self._executor: Executor | None = None
         self._deadline: float | None = None
@@ -71,7 +65,7 @@ class TaskRunner:
                 self._take(Cluster(self.settings.ray_address), stack)
             if self.settings.max_hours is not None:
                 self._deadline = time.time() + 3600 * self.settings.max_hours
-            self._view = View(*self._expected)
+            self._view = View()
             stack.callback(self._view.close)
             self._stack = stack.pop_all()
         return self
@@ -89,11 +83,15 @@ class TaskRunner:
         """Whether `max_hours` have passed since this runner began."""
         return self._deadline is not None and time.time() >= self._deadline
 
-    def run(self, tasks: Iterable[Task]) -> list[TaskResult]:
+    def run(self, tasks: Iterable[Task], *, later: Sequence[float] = ()) -> list[TaskResult]:
         """Run tasks that are not finished yet.
 
         An attempt that raises, or whose worker dies, is repeated from what it left in its folder. A task that fails in
         every attempt is logged and reported, and the others go on.
+
+        Args:
+            tasks: what to run.
+            later: about the costs of the tasks of later calls, for the estimate of the remaining time.
 
         Returns:
             How each task ended, in the order of `tasks`.
@@ -105,7 +103,7 @@ class TaskRunner:
         twice = [name for name, count in Counter(task.name for task in tasks).items() if count > 1]
         if twice:
             raise TaskError(f"two tasks have the name {twice[0]!r}: give each its own")
-        self._view.expect(tasks)
+        self._view.expect(tasks, later)
         results, missing = {}, []
         for task in tasks:
             task.identity  # noqa: B018  raises before anything runs
@@ -113,7 +111,7 @@ class TaskRunner:
                 missing.append(task)
             else:
                 results[task.name] = self._result(task, "done", result=saved[0])
-                self._view.done(task, before=True)
+                self._view.ended(task, before=True)
         if missing:
             results |= _Round(self, missing).results
         self._view.show({})
@@ -176,7 +174,8 @@ class _Round:
         try:
             status, error = future.result()
         except Exception as died:  # each executor has its own errors for a worker or machine that is gone
-            status, error = "failed", f"its worker died ({' '.join(str(died).split())[:300]})"
+            text = " ".join(str(died).split())[:300]
+            status, error = "failed", f"no answer from its worker ({type(died).__name__}: {text})"
         if status == "stopped":
             error = "its worker was told to stop"
         # its result may be there although it was stopped, or its worker killed, just behind its end
@@ -207,4 +206,4 @@ class _Round:
             seconds=self._seconds[task.name],
         )
         if status != "stopped":
-            self.runner._view.done(task)
+            self.runner._view.ended(task, failed=status == "failed")

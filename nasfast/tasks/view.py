@@ -22,17 +22,11 @@ _SECONDS_PER_LINE = 10.0
 
 
 class View:
-    """A bar on a terminal; elsewhere a line at most every ten seconds.
+    """A bar on a terminal; elsewhere a line at most every ten seconds."""
 
-    Args:
-        total: sum of the costs of all tasks; it grows if more come.
-        tasks: number of these tasks, if it is known.
-    """
-
-    def __init__(self, total: float = 0.0, tasks: int = 0) -> None:
-        self._expected, self._expected_tasks = total, tasks
-        self._seen, self._seen_tasks = 0.0, 0
-        self._done, self._done_tasks, self._given = 0.0, 0, 0.0
+    def __init__(self) -> None:
+        self._total, self._tasks, self._later, self._later_tasks = 0.0, 0, 0.0, 0
+        self._done, self._done_tasks, self._given, self._failed = 0.0, 0, 0.0, 0
         self._begin, self._said, self._last = time.monotonic(), -math.inf, ""
         console = Console(file=sys.stderr)
         self._bars = None
@@ -42,20 +36,22 @@ class View:
             self._bar = self._bars.add_task("", total=1.0)
             self._bars.start()
 
-    def expect(self, tasks: Sequence[Task]) -> None:
-        """Count tasks that will run now."""
-        self._seen += sum(task.cost for task in tasks)
-        self._seen_tasks += len(tasks)
+    def expect(self, tasks: Sequence[Task], later: Sequence[float]) -> None:
+        """Count tasks that run now, and those that come later, of which only the costs are known."""
+        self._total += sum(task.cost for task in tasks)
+        self._tasks += len(tasks)
+        self._later, self._later_tasks = sum(later), len(later)
 
-    def done(self, task: Task, *, before: bool = False) -> None:
+    def ended(self, task: Task, *, before: bool = False, failed: bool = False) -> None:
         """Count a task that has ended; `before` says that an earlier call did the work."""
+        self._failed += failed
         self._done += task.cost
         self._done_tasks += 1
         self._given += task.cost if before else 0.0
 
     def show(self, running: Mapping[str, tuple[Task, Path]]) -> None:
         """Show the state; `running` has the tasks that run, with their folders, by name."""
-        total, count = max(self._expected, self._seen), max(self._expected_tasks, self._seen_tasks)
+        total, count = self._total + self._later, self._tasks + self._later_tasks
         states, part = [], 0.0
         for name, (task, folder) in running.items():
             state = _state(folder)
@@ -66,7 +62,7 @@ class View:
             states.append(name)
         work = self._done + part
         gained, elapsed = work - self._given, time.monotonic() - self._begin
-        text = f"{self._done_tasks} of {count} tasks done"
+        text = f"{self._done_tasks} of {count} tasks ended" + (f", {self._failed} failed" if self._failed else "")
         if gained > 0 and total > work:
             text += f", about {duration(elapsed * (total - work) / gained)} left"
         if states:

@@ -137,14 +137,14 @@ def test_the_view_estimates_what_is_left(tmp_path, monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr("nasfast.tasks.view.time.monotonic", lambda: now[0])
     view = View()
-    view.expect([DIE, FAIL, ADD])
-    view.done(ADD, before=True)
+    view.expect([DIE, ADD], later=[1.0])
+    view.ended(ADD, before=True)
     (tmp_path / PROGRESS_FILE).write_text(json.dumps(["supernet", 1, 4]))
     now[0] = 60.0
     with caplog.at_level("INFO", "nasfast"):
         view.show({"die": (DIE, tmp_path)})
     # a quarter of a task took 60 s, and one and three quarters are left
-    assert caplog.messages == ["1 of 3 tasks done, about 7 min left; running die: supernet 1/4"]
+    assert caplog.messages == ["1 of 3 tasks ended, about 7 min left; running die: supernet 1/4"]
     assert [duration(s) for s in (5, 600, 3600 * 5)] == ["5 s", "10 min", "5.0 h"]
 
 
@@ -168,7 +168,7 @@ def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog):
     assert (died.status, died.attempts) == ("done", 2)
     assert (added.status, added.result, added.attempts) == ("done", {"sum": 5, "threads": 2}, 1)
     assert (again[0].result, again[0].attempts) == (added.result, 0)
-    assert "task die, attempt 1: its worker died" in caplog.text
+    assert "task die, attempt 1: no answer from its worker (BrokenProcessPool" in caplog.text
     assert "task fail failed in 2 attempts: ValueError: no images; its log is" in caplog.text
     # the same bytes as in this process
     here(ADD, tmp_path / "here")

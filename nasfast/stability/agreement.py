@@ -1,0 +1,242 @@
+"""How far the tables of several seeds agree, and the architectures that they rank highest together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from nasfast.indicators.distill import z_sum
+from nasfast.indicators.rank import Estimate, kendall_tau
+from nasfast.indicators.structure import structure_table
+from nasfast.indicators.table import IndicatorTable
+from nasfast.search import Limits, option_scores, sample_under, top_k
+from nasfast.search.limits import arch_sum
+from nasfast.spaces import Arch, SearchSpace
+
+STABLE_TAU = 0.7
+"""A ranking counts as stable if the interval of tau between seeds is above this, and most seeds have the answer."""
+
+GOAL = 0.9
+"""Correlation between the mean of the seeds and that of as many others, for which `seeds_needed` counts seeds."""
+
+_SAMPLE, _RESAMPLES = 1000, 200
+_TWO_SIDED = 0.975
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """How far the seeds agree about one layer.
+
+    Attributes:
+        layer: number of the layer.
+        options: number of its candidates.
+        tau: mean tau-b between two seeds, over the candidates.
+        favourite: the candidate that most seeds score highest, as in an `Arch`.
+        favoured: how many seeds do.
+    """
+
+    layer: int
+    options: int
+    tau: Estimate
+    favourite: int
+    favoured: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An architecture among the best of all seeds.
+
+    Attributes:
+        arch: the architecture.
+        mean_rank: mean over the seeds of its rank among all architectures that are compared; 1 is the best.
+        in_top: how many seeds have it among their own K best, which are proven.
+        macs, params: its cost.
+    """
+
+    arch: Arch
+    mean_rank: float
+    in_top: int
+    macs: int
+    params: int
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the seeds agree.
+
+    Attributes:
+        seeds: number of seeds.
+        architectures: number of random architectures within the limits, over which tau is computed.
+        tau: mean tau-b between two seeds over these architectures.
+        learned: the same without the structural baseline that is added to the score; None if none is.
+        correlation: mean Pearson correlation between two seeds over the same architectures.
+        layers: the layers that have a choice.
+        top: the K architectures of the lowest mean rank, best first; the first is the answer.
+    """
+
+    seeds: int
+    architectures: int
+    tau: Estimate
+    learned: Estimate | None
+    correlation: float
+    layers: tuple[LayerAgreement, ...]
+    top: tuple[Placed, ...]
+
+    @property
+    def stable(self) -> bool:
+        """Whether another seed would give much the same ranking; see `STABLE_TAU`."""
+        return self.tau.low is not None and self.tau.low > STABLE_TAU and self.top[0].in_top > self.seeds / 2
+
+    @property
+    def of_mean(self) -> float:
+        """Expected correlation between the mean of these seeds and the mean of as many others (Spearman-Brown)."""
+        return _of_mean(self.correlation, self.seeds)
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """Number of seeds whose mean would have `GOAL` in place of `of_mean`; None if the seeds have nothing in common.
+
+        Spearman and Brown: the means of n seeds correlate with n r / (1 + (n - 1) r) if two seeds correlate with r.
+        """
+        r = self.correlation
+        if not r > 0:
+            return None
+        return max(1, math.ceil(GOAL * (1 - r) / (r * (1 - GOAL)) - 1e-9)) if r < 1 else 1
+
+
+def _of_mean(r: float, n: int) -> float:
+    return n * r / (1 + (n - 1) * r) if r > 0 else 0.0
+
+
+def agreement(
+    tables: Sequence[IndicatorTable], limits: Limits, *, k: int, allow_identity: bool = False, seed: int = 0
+) -> Agreement:
+    """Compare the tables of several seeds.
+
+    Args:
+        tables: one for each seed, at least two, of one space.
+        limits: limits of the search; architectures outside do not count.
+        k: number of best architectures.
+        allow_identity: whether architectures may skip normal layers.
+        seed: seed of the random architectures and of the bootstrap.
+
+    Raises:
+        ValueError: there are fewer than two tables.
+        InfeasibleConstraintError: no architecture is within the limits.
+    """
+    if len(tables) < 2:
+        raise ValueError(f"agreement needs the tables of at least two seeds, got {len(tables)}")
+    space = tables[0].space
+    archs = random_architectures(space, limits, allow_identity=allow_identity, seed=seed)
+    rows = [option_scores(table, allow_identity=allow_identity) for table in tables]
+    scores = np.array([[arch_sum(row, arch) for arch in archs] for row in rows])
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(len(archs), size=(_RESAMPLES, len(archs)))
+    weights = np.vstack([np.ones(len(archs)), *(np.bincount(pick, minlength=len(archs)) for pick in picks)])
+    learned = None
+    if weight := tables[0].meta.get("structure"):
+        # the first part, of weight 0, only says which skips have a score
+        structure = z_sum([(tables[0], 0.0), (structure_table(space, "sqrt_size"), weight)], meta={})
+        part = option_scores(structure, allow_identity=allow_identity)
+        learned = mean_tau(scores - np.array([arch_sum(part, arch) for arch in archs]), weights)
+    return Agreement(
+        seeds=len(tables),
+        architectures=len(archs),
+        tau=mean_tau(scores, weights),
+        learned=learned,
+        correlation=_correlation(scores),
+        layers=tuple(_layers(rows)),
+        top=_top(tables, limits, k, allow_identity=allow_identity),
+    )
+
+
+def random_architectures(space: SearchSpace, limits: Limits, *, allow_identity: bool, seed: int) -> list[Arch]:
+    """Up to 1000 different architectures within the limits."""
+    rng = random.Random(seed)
+    drawn = (sample_under(space, rng, limits, allow_identity=allow_identity) for _ in range(_SAMPLE))
+    return list(dict.fromkeys(drawn))
+
+
+def mean_tau(scores: np.ndarray, weights: np.ndarray) -> Estimate:
+    """Mean of tau-b over all pairs of seeds, with a 95 % interval.
+
+    The interval is the root of the sum of two squares. One is z times the standard deviation of the mean over bootstrap
+    samples of the columns. The other is t times the jackknife's standard error over the seeds, with t of Student's
+    distribution with seeds - 1 degrees of freedom; it is unknown, and left out, for two seeds.
+
+    Args:
+        scores: (seeds, n).
+        weights: (1 + resamples, n); the first row is all ones. No resamples leave the first term out.
+
+    Returns:
+        All fields are None if a seed gives all columns one score.
+    """
+    seeds = len(scores)
+    pairs = list(itertools.combinations(range(seeds), 2))
+    taus = np.array([kendall_tau(scores[i], scores[j], weights) for i, j in pairs])
+    value = float(taus[:, 0].mean())
+    if math.isnan(value):
+        return Estimate(None, None, None)
+    means = taus[:, 1:].mean(axis=0)
+    means = means[~np.isnan(means)]
+    half = float(stats.norm.ppf(_TWO_SIDED) * means.std(ddof=1)) if len(means) > 1 else 0.0
+    if seeds > 2:
+        of_pair = dict(zip(pairs, taus[:, 0], strict=True))
+        without = np.array([np.mean([t for pair, t in of_pair.items() if s not in pair]) for s in range(seeds)])
+        error = math.sqrt((seeds - 1) / seeds * float(((without - without.mean()) ** 2).sum()))
+        half = math.hypot(half, float(stats.t.ppf(_TWO_SIDED, seeds - 1)) * error)
+    return Estimate(value, max(-1.0, value - half), min(1.0, value + half))
+
+
+def _correlation(scores: np.ndarray) -> float:
+    """Mean Pearson correlation over the pairs of seeds; 0 where a seed gives all architectures one score."""
+    if (scores.std(axis=1) == 0).any():
+        return 0.0
+    matrix = np.corrcoef(scores)
+    return float(matrix[np.triu_indices(len(scores), 1)].mean())
+
+
+def _layers(rows: Sequence[Sequence[dict[int, float]]]) -> list[LayerAgreement]:
+    """The agreement of each layer that has a choice; `rows` has the scores by seed, layer and candidate."""
+    found = []
+    for layer, candidates in enumerate(rows[0]):
+        if len(candidates) < 2:
+            continue
+        scores = np.array([[row[layer][choice] for choice in candidates] for row in rows])
+        best = Counter(max(row[layer], key=lambda choice: (row[layer][choice], -choice)) for row in rows)
+        favourite, favoured = max(best.items(), key=lambda item: (item[1], -item[0]))
+        tau = mean_tau(scores, np.ones((1, len(candidates))))
+        found.append(LayerAgreement(layer, len(candidates), tau, favourite, favoured))
+    return found
+
+
+def _top(tables: Sequence[IndicatorTable], limits: Limits, k: int, *, allow_identity: bool) -> tuple[Placed, ...]:
+    """The K architectures of the lowest mean rank among the K best of each seed and of the mean of the seeds.
+
+    The seeds' tables are divided by their standard deviations before the mean, so that none outweighs the others.
+    """
+    space = tables[0].space
+    mean = z_sum([(table, 1.0) for table in tables], meta={})
+    best = [
+        [found.arch for found in top_k(table, space, limits, k=k, allow_identity=allow_identity)]
+        for table in (*tables, mean)
+    ]
+    pool = list(dict.fromkeys(itertools.chain(*best)))
+    rows = [option_scores(table, allow_identity=allow_identity) for table in tables]
+    scores = np.array([[arch_sum(row, arch) for arch in pool] for row in rows])
+    ranks = stats.rankdata(-scores, method="min", axis=1).mean(axis=0)
+    # of equal mean ranks, the one of the higher mean score comes first
+    means = [arch_sum(option_scores(mean, allow_identity=allow_identity), arch) for arch in pool]
+    order = sorted(range(len(pool)), key=lambda i: (ranks[i], -means[i], pool[i]))[:k]
+    counts = Counter(itertools.chain(*best[:-1]))
+    costs = [space.cost(arch) for arch in pool]
+    return tuple(
+        Placed(pool[i], float(ranks[i]), counts[pool[i]], int(costs[i].macs), int(costs[i].params)) for i in order
+    )

@@ -1,0 +1,169 @@
+"""`nasfast run --seeds N`: N seeds of supernet, score and search; their agreement; the answer beside its rivals."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nasfast.config import ConfigError
+from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline import TABLE_FILE
+from nasfast.run_checks import check_same_run
+from nasfast.runtime.files import seal, write_atomic
+from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.settings.tasks import TaskSettings
+from nasfast.spaces import Arch, SearchSpace
+from nasfast.stability.agreement import Agreement, agreement
+from nasfast.stability.page import STABILITY_FILE, write_stability_page
+from nasfast.stability.work import network_task, rivals, seed_task
+from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
+
+_LOG = logging.getLogger(__name__)
+
+LEAST_SEEDS = 2
+
+
+@dataclass(frozen=True)
+class Network:
+    """A retraining: of which architecture, in which role, with which seed."""
+
+    role: str
+    arch: Arch
+    seed: int
+
+
+def check_seeds(cfg: RunConfig, seeds: int) -> None:
+    """Refuse what cannot be repeated with several seeds, before anything is written.
+
+    Raises:
+        ConfigError: there are too few seeds, or the settings have no table or need a supernet for retraining.
+    """
+    if seeds < LEAST_SEEDS:
+        raise ConfigError(f"--seeds must be at least {LEAST_SEEDS}, to compare them, got {seeds}")
+    score = cfg.score.resolved(cfg.method)
+    if not score.gives_table:
+        raise ConfigError(
+            f"--seeds compares tables of scores, and {score.name!r} scores whole paths: set score.distill=true"
+        )
+    if cfg.retrain.init == "inherit":
+        raise ConfigError(
+            "--seeds retrains from fresh weights, because the supernets of the seeds differ: set "
+            "retrain.init=orthogonal, or another of its values"
+        )
+
+
+def with_threads(cfg: RunConfig, seeds: int) -> RunConfig:
+    """The settings with a number of threads, which results depend on."""
+    return cfg.replace(threads=cfg.threads or threads_for(seeds))
+
+
+def networks(cfg: RunConfig, space: SearchSpace, answer: Arch, seeds: int) -> list[Network]:
+    """What is retrained: the answer and the structural baseline with every seed, random architectures with one each."""
+    found = [Network("answer", answer, seed) for seed in range(seeds)]
+    for number, (role, arch) in enumerate(rivals(cfg, space, answer).items()):
+        if role != "structure":
+            found.append(Network(role, arch, (number - 1) % seeds))
+        elif arch != answer:
+            found += [Network(role, arch, seed) for seed in range(seeds)]
+    return found
+
+
+def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(), *, resume: bool = False) -> Path:
+    """Run everything for `seeds` seeds, and write `stability.json` and the page `report.html`.
+
+    The tasks are `seed-I` and `networks/ARCH/seed-I`, folders of the run directory. What is there when the time limit
+    comes, or when tasks fail in every attempt, is reported; the page names what is missing.
+
+    Args:
+        cfg: settings of the run; seed I of the seeds is `cfg.seed + I`.
+        seeds: number of seeds, at least 2. It may grow when a run resumes.
+        settings: where the tasks run, and for how long.
+        resume: whether the run directory may have such a run already, which then continues.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        ConfigError: see `check_seeds`.
+        FileExistsError: the run directory has a run, and `resume` is false.
+        CheckpointError: that run has other settings.
+        TaskError: fewer than two seeds ended well, so there is nothing to compare.
+        RunDirectoryError: another process writes to the run directory.
+    """
+    check_seeds(cfg, seeds)
+    cfg = with_threads(cfg, seeds)
+    # nothing is written before the executor is there
+    with TaskRunner(cfg.run_dir, settings) as runner:
+        if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
+            raise FileExistsError(f"{cfg.run_dir} has a run already: add --resume, or choose another --out")
+        check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+        write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
+        return _run(cfg, seeds, runner)
+
+
+def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
+    found: Agreement | None = None
+    trained: list[tuple[Network, TaskResult]] = []
+    # which networks come later is not known yet, but about how many
+    later = [float(cfg.retrain.train.epochs)] * (2 * seeds + cfg.retrain.random_architectures)
+    scored = runner.run([seed_task(cfg, number) for number in range(seeds)], later=later)
+    good = [result.name for result in scored if result.status == "done"]
+    if len(good) >= LEAST_SEEDS:
+        tables = [IndicatorTable.load(cfg.run_dir / name / TABLE_FILE) for name in good]
+        search = cfg.search
+        found = agreement(tables, search.limits, k=search.top_k, allow_identity=search.allow_identity)
+        trained = _retrain(cfg, runner, networks(cfg, tables[0].space, found.top[0].arch, seeds), tables[0].space)
+    elif not runner.time_is_over:
+        raise TaskError(
+            f"{len(good)} of {seeds} seeds ended well, at least {LEAST_SEEDS} are needed: "
+            + "; ".join(f"{r.name}: {r.error} (log: {r.log})" for r in scored if r.status == "failed")
+        )
+    form = _form(seeds, good, found, trained, [*scored, *(result for _, result in trained)])
+    write_atomic(cfg.run_dir / STABILITY_FILE, seal(form).encode())
+    return write_stability_page(cfg.run_dir)
+
+
+def _retrain(
+    cfg: RunConfig, runner: TaskRunner, chosen: Sequence[Network], space: SearchSpace
+) -> list[tuple[Network, TaskResult]]:
+    """Each network with its result; what has two roles is trained once."""
+    tasks = [network_task(cfg, space, network.arch, network.seed) for network in chosen]
+    results = {result.name: result for result in runner.run({task.name: task for task in tasks}.values())}
+    return [(network, results[task.name]) for network, task in zip(chosen, tasks, strict=True)]
+
+
+def _form(
+    seeds: int,
+    good: Sequence[str],
+    found: Agreement | None,
+    trained: Sequence[tuple[Network, TaskResult]],
+    results: Sequence[TaskResult],
+) -> dict[str, Any]:
+    """`stability.json`: what was asked for, what was found, and what is missing."""
+    networks = [
+        {"role": network.role, "arch": list(network.arch), "seed": network.seed, "result": result.result}
+        for network, result in trained
+        if result.status == "done"
+    ]
+    missing = {
+        result.name: {"status": result.status, "error": result.error, "log": result.log.name}
+        for result in results
+        if result.status != "done"
+    }
+    return {
+        "seeds": seeds,
+        "scored": list(good),
+        "agreement": None if found is None else _plain(found),
+        "networks": networks,
+        "missing": missing,
+    }
+
+
+def _plain(found: Agreement) -> dict[str, Any]:
+    """The agreement as JSON, with what follows from it."""
+    form = json.loads(json.dumps(found, default=lambda part: vars(part)))
+    return {**form, "stable": found.stable, "of_mean": found.of_mean, "seeds_needed": found.seeds_needed}

@@ -1,0 +1,113 @@
+"""The tasks of `nasfast run --seeds`: a supernet with its score, and a retrained network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nasfast import pipeline
+from nasfast.indicators.structure import structure_table
+from nasfast.retrain import retrain
+from nasfast.run_inputs import image_loaders
+from nasfast.search import Limits, equal_cost_peers, top_k
+from nasfast.search.sampling import EQUAL_COST_TOLERANCE
+from nasfast.settings.run import RunConfig
+from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.tasks import Task
+
+_HERE = __name__
+
+
+def seed_task(cfg: RunConfig, number: int) -> Task:
+    """Supernet, score and search of one seed, in `seed-NUMBER`, which is a run directory like any other."""
+    return Task(
+        f"seed-{number}",
+        f"{_HERE}:score_seed",
+        {"config": _settings(cfg, number)},
+        threads=cfg.threads,
+        cost=float(cfg.train.epochs),
+        gpus=_gpus(cfg),
+    )
+
+
+def network_task(cfg: RunConfig, space: SearchSpace, arch: Arch, number: int) -> Task:
+    """The retraining of one architecture with one seed, in `networks/ARCH/seed-NUMBER`."""
+    return Task(
+        f"networks/{format_arch(arch).replace(' ', '_')}/seed-{number}",
+        f"{_HERE}:retrain_network",
+        {"config": _settings(cfg, number), "space": space.to_dict(), "arch": list(arch)},
+        threads=cfg.threads,
+        cost=float(cfg.retrain.train.epochs),
+        gpus=_gpus(cfg),
+    )
+
+
+def _settings(cfg: RunConfig, number: int) -> dict[str, Any]:
+    """The settings of one seed, without the place of its files; all seeds have the same validation images."""
+    data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
+    # a resumed run finds the seed of the search resolved in its config.yaml; each seed has its own
+    search = cfg.search.replace(seed=None)
+    form = cfg.replace(seed=cfg.seed + number, data=data, search=search).resolved().to_dict()
+    del form["out"]
+    return form
+
+
+def _gpus(cfg: RunConfig) -> int:
+    return int(cfg.torch_device.startswith("cuda"))
+
+
+def score_seed(folder: Path, *, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Train and score a supernet; the result names its best architectures."""
+    cfg = RunConfig.from_dict({**config, "out": str(folder)})
+    pipeline.supernet(cfg, resume=(folder / "checkpoints").exists())
+    pipeline.score(cfg)
+    return {"top": [list(candidate.arch) for candidate in pipeline.search(cfg)]}
+
+
+def retrain_network(
+    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], arch: Sequence[int]
+) -> dict[str, Any]:
+    """Retrain one architecture; the result is its `result.json` without the time."""
+    cfg = RunConfig.from_dict({**config, "out": str(folder)})
+    the_space = SearchSpace.from_dict(space)
+    train, val = image_loaders(cfg, the_space, hold_out=False)
+    result = retrain(
+        the_space,
+        tuple(arch),
+        train,
+        val,
+        cfg.retrain,
+        run_dir=folder,
+        name="network",
+        activation=cfg.supernet.activation,
+        seed=cfg.seed,
+        resume=True,
+        device=cfg.torch_device,
+    )
+    form = result.to_dict()
+    del form["seconds"]
+    return form
+
+
+def rivals(cfg: RunConfig, space: SearchSpace, answer: Arch) -> dict[str, Arch]:
+    """The architectures that the answer is compared with, by name: `structure`, `random`, `random-2`, ...
+
+    `structure` has the highest `sqrt_size` (`nasfast.indicators.structure`) within the limits and at most 1 % more MACs
+    than the answer. It may be the answer itself.
+    """
+    search = cfg.search
+    macs = space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
+    limits = Limits(min(macs, search.max_macs or macs), search.max_params)
+    table = structure_table(space, "sqrt_size")
+    found = {"structure": top_k(table, space, limits, k=1)[0].arch}
+    peers = equal_cost_peers(
+        space,
+        random.Random(cfg.seed),
+        answer,
+        cfg.retrain.random_architectures,
+        limits=search.limits,
+        allow_identity=search.allow_identity,
+    )
+    return found | {"random" if i == 0 else f"random-{i + 1}": arch for i, arch in enumerate(peers)}

@@ -1,0 +1,256 @@
+"""Agreement of seeds: tau against scipy, intervals by hand and by simulation, ranks by enumeration, the advice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from tiny import tiny_space
+
+from nasfast.indicators.distill import z_sum
+from nasfast.indicators.scores import with_structure
+from nasfast.indicators.table import IndicatorTable
+from nasfast.report.evidence import compare, compare_runs
+from nasfast.search import Limits
+from nasfast.settings.run import RunConfig
+from nasfast.stability import page
+from nasfast.stability.agreement import agreement, mean_tau, random_architectures
+from nasfast.stability.run import check_seeds, networks
+from nasfast.stability.work import network_task, rivals, seed_task
+
+SPACE = tiny_space()
+EVERY = list(itertools.product(range(3), repeat=4))
+
+
+def noisy_tables(noise: float, seeds: int, *, seed: int = 0) -> list[IndicatorTable]:
+    """Tables that are one common truth with noise of their own."""
+    rng = np.random.default_rng(seed)
+    truth = rng.normal(size=(4, 3))
+    rows = [truth + noise * rng.normal(size=truth.shape) for _ in range(seeds)]
+    return [IndicatorTable.of_rows(SPACE, [dict(enumerate(map(float, row))) for row in table], {}) for table in rows]
+
+
+def test_tau_is_the_mean_over_pairs_and_its_interval_is_that_of_the_jackknife():
+    scores = np.random.default_rng(3).normal(size=(4, 30)) + np.linspace(0, 3, 30)
+    found = mean_tau(scores, np.ones((1, 30)))
+    tau = {(i, j): stats.kendalltau(scores[i], scores[j]).statistic for i, j in itertools.combinations(range(4), 2)}
+    assert found.value == pytest.approx(np.mean(list(tau.values())))
+    without = np.array([np.mean([t for pair, t in tau.items() if s not in pair]) for s in range(4)])
+    error = math.sqrt(3 / 4 * ((without - without.mean()) ** 2).sum())
+    assert found.high - found.value == pytest.approx(3.182446305 * error)
+    assert found.value - found.low == pytest.approx(3.182446305 * error)
+
+
+def test_the_interval_covers_the_tau_of_other_seeds():
+    """Four seeds with noise, many times: the interval has the mean tau of very many seeds in most of them."""
+    truth = np.linspace(0, 3, 40)
+    rng = np.random.default_rng(0)
+    expected = mean_tau(truth + rng.normal(size=(60, 40)), np.ones((1, 40))).value
+    hits = 0
+    for _ in range(200):
+        found = mean_tau(truth + rng.normal(size=(4, 40)), np.ones((1, 40)))
+        hits += found.low <= expected <= found.high
+    assert hits >= 180
+
+
+def test_seeds_that_agree_are_stable_and_noise_is_not():
+    alike = agreement(noisy_tables(0.05, 3), Limits(), k=3)
+    assert alike.stable and alike.tau.low > 0.7
+    noise = agreement(noisy_tables(20.0, 3), Limits(), k=3)
+    assert not noise.stable and noise.tau.low < 0.5
+    assert alike.correlation > 0.9 > noise.correlation
+    assert alike.seeds_needed == 1
+
+
+def test_the_top_has_the_ranks_of_an_enumeration():
+    tables, k = noisy_tables(0.7, 3), 4
+    found = agreement(tables, Limits(), k=k)
+    own = [sorted(EVERY, key=table.score, reverse=True)[:k] for table in tables]
+    mean = z_sum([(table, 1.0) for table in tables], meta={})
+    pool = set(itertools.chain(*own)) | set(sorted(EVERY, key=mean.score, reverse=True)[:k])
+    rank = {a: np.mean([1 + sum(t.score(b) > t.score(a) for b in pool) for t in tables]) for a in pool}
+    assert [p.mean_rank for p in found.top] == sorted(rank.values())[:k]
+    for place in found.top:
+        assert place.mean_rank == rank[place.arch]
+        assert place.in_top == sum(place.arch in best for best in own)
+        assert (place.macs, place.params) == (SPACE.cost(place.arch).macs, SPACE.cost(place.arch).params)
+
+
+def test_limits_hold_for_the_answer_and_for_what_tau_is_measured_on():
+    limits = Limits(max_macs=sorted(SPACE.cost(a).macs for a in EVERY)[20])
+    found = agreement(noisy_tables(0.3, 2), limits, k=3)
+    archs = random_architectures(SPACE, limits, allow_identity=False, seed=0)
+    assert sorted(archs) == sorted(a for a in EVERY if SPACE.cost(a).macs <= limits.max_macs)
+    assert found.architectures == len(archs) == 21
+    assert all(place.macs <= limits.max_macs for place in found.top)
+
+
+def test_layers_by_hand():
+    """Two of three seeds favour candidate 2 of layer 0; their order of the others is opposite."""
+    rows = [[0.0, 1.0, 2.0], [1.0, 0.0, 2.0], [2.0, 1.0, 0.0]]
+    same = {0: 0.0, 1: 1.0, 2: 2.0}
+    tables = [IndicatorTable.of_rows(SPACE, [dict(enumerate(row)), same, same, same], {}) for row in rows]
+    first, second, *_ = agreement(tables, Limits(), k=1).layers
+    assert (first.options, first.favourite, first.favoured) == (3, 2, 2)
+    # the taus of the pairs are 1/3, -1 and -1/3
+    assert first.tau.value == pytest.approx(-1 / 3)
+    assert (second.tau.value, second.tau.low, second.tau.high, second.favoured) == (1.0, 1.0, 1.0, 3)
+
+
+def test_what_was_learned_is_the_score_without_its_structure():
+    tables = [with_structure(IndicatorTable(t.space, t.block, t.layer, {}, t.rule), 1.0) for t in noisy_tables(20.0, 3)]
+    assert tables[0].meta["structure"] == 1.0
+    plain = agreement(noisy_tables(20.0, 3), Limits(), k=2)
+    found = agreement(tables, Limits(), k=2)
+    assert plain.learned is None
+    # each seed's own part is divided by its standard deviation, which changes no rank
+    assert found.learned.value == pytest.approx(plain.tau.value, abs=1e-6)
+    assert found.tau.value > found.learned.value + 0.2
+
+
+def test_how_many_seeds_are_needed_by_hand():
+    found = agreement(noisy_tables(1.0, 3), Limits(), k=2)
+    r, n = found.correlation, found.seeds_needed
+    assert 0 < r < 0.9
+    assert n * r / (1 + (n - 1) * r) >= 0.9 - 1e-9 > (n - 1) * r / (1 + (n - 2) * r)
+    assert found.of_mean == pytest.approx(3 * r / (1 + 2 * r))
+
+
+def test_a_single_table_is_refused():
+    with pytest.raises(ValueError, match="at least two seeds, got 1"):
+        agreement(noisy_tables(1.0, 1), Limits(), k=1)
+
+
+def form(right) -> dict:
+    right = np.asarray(right, dtype=np.uint8)
+    return {"images": len(right), "correct": np.packbits(right).tobytes().hex(), "top1": float(right.mean())}
+
+
+def test_several_trainings_widen_the_interval_by_their_scatter():
+    rng = np.random.default_rng(0)
+    ours = [rng.random(400) < share for share in (0.8, 0.83, 0.9)]
+    theirs = [rng.random(400) < share for share in (0.7, 0.72)]
+    found = compare_runs([form(r) for r in ours], [form(r) for r in theirs])
+    d = np.mean(ours, axis=0) - np.mean(theirs, axis=0)
+    half = 100 * math.sqrt(
+        (1.959963985 * np.std(d, ddof=1) / 20) ** 2
+        + (4.302652730 * np.std([r.mean() for r in ours], ddof=1) / math.sqrt(3)) ** 2
+        + (12.70620474 * np.std([r.mean() for r in theirs], ddof=1) / math.sqrt(2)) ** 2
+    )
+    assert (found.gain, found.runs, found.peers) == (pytest.approx(100 * d.mean()), 3, 2)
+    assert (found.low, found.high) == (pytest.approx(found.gain - half), pytest.approx(found.gain + half))
+
+
+def config(**changes) -> RunConfig:
+    return RunConfig.from_dict(
+        {"threads": 1, "search": {"top_k": 2}, "retrain": {"random_architectures": 2}, **changes}
+    )
+
+
+def test_what_is_retrained_has_equal_cost():
+    cfg, answer = config(), (1, 0, 2, 1)
+    found = networks(cfg, SPACE, answer, 3)
+    assert [(n.role, n.seed) for n in found if n.role in ("answer", "structure")] == [
+        (role, seed) for role in ("answer", "structure") for seed in range(3)
+    ]
+    assert [n.seed for n in found if n.role.startswith("random")] == [0, 1]
+    macs = SPACE.cost(answer).macs
+    assert all(SPACE.cost(n.arch).macs <= 1.01 * macs for n in found)
+    assert all(n.arch != answer for n in found if n.role.startswith("random"))
+    # where the structural baseline is the answer, nothing is trained twice
+    best = rivals(cfg, SPACE, (2, 2, 2, 2))["structure"]
+    assert {n.role for n in networks(cfg, SPACE, best, 2)}.isdisjoint({"structure"})
+
+
+def test_tasks_are_json_and_say_nothing_of_the_place():
+    cfg = config(out="somewhere", seed=5)
+    for task in (seed_task(cfg, 2), network_task(cfg, SPACE, (1, 0, 2, 1), 2)):
+        settings = task.identity["arguments"]["config"]
+        assert (settings["seed"], settings["data"]["split_seed"]) == (7, 5), "all seeds have one validation split"
+        assert "somewhere" not in json.dumps(task.identity)
+        assert task.name.endswith("seed-2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "seeds", "text"),
+    [
+        ({}, 1, "at least 2"),
+        ({"method": "spos"}, 3, "score.distill=true"),
+        ({"retrain": {"init": "inherit"}}, 3, "retrain.init=orthogonal"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(changes, seeds, text):
+    with pytest.raises(ValueError, match=text):
+        check_seeds(config(**changes), seeds)
+
+
+def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None):
+    """The files that the page reads, of seeds without training."""
+    tables = noisy_tables(noise, seeds)
+    found = agreement(tables, Limits(), k=2)
+    for number, table in enumerate(tables):
+        out = folder / f"seed-{number}"
+        out.mkdir(parents=True)
+        IndicatorTable.of_rows(SPACE, table.scores, {"cross_validated_tau": fit}).save(out / "indicators.json")
+        (out / "metrics.jsonl").write_text(json.dumps({"stage": "supernet", "step": 1, "top1": top1}) + "\n")
+    rng = np.random.default_rng(0)
+    trained = [
+        {
+            "role": n.role,
+            "arch": list(n.arch),
+            "seed": n.seed,
+            "result": {**form(rng.random(500) < (0.9 if n.role == "answer" else 0.5)), "macs": 1, "params": 1},
+        }
+        for n in networks(config(), SPACE, found.top[0].arch, seeds)
+    ]
+    from nasfast.stability.run import _plain
+
+    content = {
+        "seeds": seeds,
+        "scored": [f"seed-{i}" for i in range(seeds)],
+        "agreement": _plain(found),
+        "networks": trained,
+        "missing": missing or {},
+    }
+    (folder / page.STABILITY_FILE).write_text(json.dumps(content))
+    (folder / "config.yaml").write_text("method: dinas\n")
+    return page.sentences(folder)
+
+
+def test_a_stable_run_says_so_and_advises_nothing(tmp_path):
+    said = write_run(tmp_path, 0.05, 3)
+    assert said[0].startswith("Stable: tau between seeds is +0.9")
+    assert not any(s.startswith(("Epochs", "Score", "Seeds", "More")) for s in said)
+    assert "the answer is 3" in " ".join(said) or "percentage points above 2 random architectures" in " ".join(said)
+    html = page.write_stability_page(tmp_path).read_text()
+    assert "stable" in html and html.count("<section") == 6 and (tmp_path / "report/layers.png").exists()
+
+
+def test_an_unstable_run_says_what_would_help(tmp_path):
+    said = " ".join(write_run(tmp_path, 0.6, 2, top1=0.26, fit=0.5))
+    assert "Not stable" in said
+    assert "Epochs: the supernets of seed-0, seed-1 classify at chance" in said
+    assert "Score: the tables predict" in said and "0.50" in said
+    assert "--seeds" in said
+    noise = " ".join(write_run(tmp_path / "noise", 50.0, 3))
+    assert "More seeds alone would not do" in noise
+
+
+def test_what_is_missing_is_named(tmp_path):
+    gone = {"status": "stopped", "error": "", "log": "task.log"}
+    bad = {"status": "failed", "error": "DataError: <no images>", "log": "task.log"}
+    said = write_run(tmp_path, 0.05, 2, missing={"networks/1/seed-0": gone, "seed-1": bad})
+    assert "The time limit came first: 1 tasks are missing (networks/1/seed-0); --resume continues." in said
+    assert any(s.startswith("seed-1 failed in every attempt: DataError: <no images>; its log is ") for s in said)
+    html = page.write_stability_page(tmp_path).read_text()
+    assert "&lt;no images&gt;" in html and "<no images>" not in html
+
+
+def test_one_run_of_the_best_is_compared_as_before():
+    rng = np.random.default_rng(1)
+    best, *peers = ({**form(rng.random(100) < 0.6), "macs": 1, "epochs": 1, "ranks": 1} for _ in range(4))
+    assert compare(best, peers) == compare_runs([best], peers)
