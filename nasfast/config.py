@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -89,11 +90,19 @@ class ConfigBase:
         Raises:
             ConfigError: the value has the wrong type.
         """
-        *outer, name = key.split(".")
+        _convert(value, cls.annotation(key), key)
+
+    @classmethod
+    def annotation(cls, key: str) -> Any:
+        """The annotated type of a field; the name of a nested config's field has dots.
+
+        Raises:
+            KeyError: there is no such field.
+        """
         kind: Any = cls
-        for part in outer:
+        for part in key.split("."):
             kind = typing.get_type_hints(kind)[part]
-        _convert(value, typing.get_type_hints(kind)[name], key)
+        return kind
 
     def to_dict(self) -> dict[str, Any]:
         """The config as a nested dict of lists, dicts and scalars; `from_dict` makes an equal config of it."""
@@ -198,6 +207,18 @@ def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> st
     return "; ".join(parts)
 
 
+_SUFFIXES = {"K": "e3", "M": "e6", "G": "e9"}
+
+
+def expand_suffix(text: str) -> str:
+    """A number with K, M or G for thousands, millions or thousands of millions, as one with an exponent: 2.4M, 2.4e6.
+
+    Any other text stays as it is.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMG])", text)
+    return match[1] + _SUFFIXES[match[2]] if match else text
+
+
 def _plain(value: Any) -> Any:
     """A value as dicts, lists and scalars."""
     if dataclasses.is_dataclass(value):
@@ -239,7 +260,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 4e-5 and 475e6 as strings, because they have no dot
         try:
-            return float(value)
+            return float(expand_suffix(value))
         except ValueError:
             pass
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

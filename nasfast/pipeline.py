@@ -50,7 +50,7 @@ from nasfast.search import (
     save_candidates,
 )
 from nasfast.settings.run import CONFIG_FILE, RunConfig
-from nasfast.spaces import SearchSpace, load_arch, space_kind
+from nasfast.spaces import SearchSpace, load_arch, read_cost_table, space_kind
 from nasfast.train.checkpoint import CheckpointError, CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
 
@@ -174,16 +174,21 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
 
     Raises:
         FileNotFoundError, CheckpointError: see `load_supernet`.
-        ConfigError, ScoreError, TableError: the supernet cannot have this score, or the score is not finite.
+        ConfigError, ScoreError, TableError: the supernet cannot have this score, the score is not finite, or the user's
+            table cannot be used.
     """
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
     settings = cfg.score.resolved(cfg.method)
     if not settings.gives_table:
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
         return None
-    evidence, checkpoint = evidence_of(cfg)
-    meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"]}
-    table = score_table(settings.score.name, evidence, structure=settings.structure or 0.0, meta=meta)
+    if settings.table is not None:
+        costs = read_cost_table(settings.table, saved_space(cfg))
+        table = IndicatorTable.of_costs(saved_space(cfg), costs, {"score": settings.label})
+    else:
+        evidence, checkpoint = evidence_of(cfg)
+        meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"]}
+        table = score_table(settings.score.name, evidence, structure=settings.structure or 0.0, meta=meta)
     table.save(cfg.run_dir / TABLE_FILE)
     _save_config(cfg)
     return table
@@ -196,12 +201,12 @@ def search(cfg: RunConfig) -> list[Candidate]:
     Raises:
         FileNotFoundError: the stage before has not run.
         InfeasibleConstraintError: no architecture meets a limit; the text gives the smallest attainable value.
-        ConfigError, TableError: the table has another score, or is damaged.
+        ConfigError, TableError: a table cannot be used; that of scores has another score, or is damaged.
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
-    space, run_dir, front = saved_space(cfg), cfg.run_dir, []
-    settings = cfg.resolved().search
+    space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.resolved().search
+    limits, front, fronts = settings.limits_in(space), [], []
     scoring = cfg.score.resolved(cfg.method)
     if not scoring.gives_table:
         check_search(cfg, space)
@@ -217,8 +222,10 @@ def search(cfg: RunConfig) -> list[Candidate]:
         table = _searched_table(cfg)
         kept = run_dir / "history.jsonl" if settings.method == "evolution" else None
         candidates = run_search(table, space, settings, history=kept)
-        front = pareto_front(table, space, allow_identity=settings.allow_identity)
-    save_candidates(run_dir / ARCHS_FILE, space, candidates, limits=settings.limits, pareto=front)
+        identity = settings.allow_identity
+        front = pareto_front(table, space, allow_identity=identity)
+        fronts = [pareto_front(table, space, against=cost, allow_identity=identity) for cost, _ in limits.tables]
+    save_candidates(run_dir / ARCHS_FILE, space, candidates, limits=limits, pareto=front, table_fronts=fronts)
     _save_config(cfg)
     return candidates
 
@@ -229,7 +236,7 @@ def _table(cfg: RunConfig) -> IndicatorTable:
     Raises:
         FileNotFoundError, TableError, ConfigError: it is missing, damaged, or of another score.
     """
-    path, name = cfg.run_dir / TABLE_FILE, cfg.score.resolved(cfg.method).name
+    path, name = cfg.run_dir / TABLE_FILE, cfg.score.resolved(cfg.method).label
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {cfg.out}` first")
     try:
@@ -339,7 +346,7 @@ def _chosen(cfg: RunConfig) -> dict[str, Any]:
         random.Random(cfg.seed),
         candidates[0].arch,
         cfg.retrain.random_architectures,
-        limits=cfg.search.limits,
+        limits=cfg.search.limits_in(space),
         allow_identity=cfg.search.allow_identity,
     )
     chosen |= {"random" if i == 0 else f"random-{i + 1}": arch for i, arch in enumerate(peers)}

@@ -69,6 +69,7 @@ def check_search(cfg: RunConfig, space: SearchSpace) -> None:
 
     Raises:
         ConfigError: the search needs additive scores, and the score scores whole paths.
+        ConfigError: a table of costs cannot be read, or is of another space.
         AccuracyError: `search.refine` is not a file of accuracies of this space.
         InfeasibleConstraintError: no architecture meets the limits.
     """
@@ -85,4 +86,4 @@ def check_search(cfg: RunConfig, space: SearchSpace) -> None:
                 "search.refine=null"
             )
         read_accuracies(cfg.search.refine, space)
-    cfg.search.limits.check(space, allow_identity=cfg.search.allow_identity)
+    cfg.search.limits_in(space).check(space, allow_identity=cfg.search.allow_identity)

@@ -22,6 +22,8 @@ class ScoreConfig(ConfigBase):
             deviations; 0 leaves the score in its own unit.
         paths: number of sampled paths; null takes 300, or more for a space of many candidates.
         images: number of images on which paths are scored.
+        table: file of the user's own values by layer and choice, which are the score instead of `name`; docs/latency.md
+            has its format.
     """
 
     name: str | None = None
@@ -29,6 +31,7 @@ class ScoreConfig(ConfigBase):
     structure: float | None = None
     paths: int | None = None
     images: int = 1000
+    table: str | None = None
 
     def __post_init__(self) -> None:
         if self.name is not None:
@@ -59,7 +62,12 @@ class ScoreConfig(ConfigBase):
     @property
     def gives_table(self) -> bool:
         """Whether a resolved config makes a table, which the exact search needs."""
-        return self.score.additive or bool(self.distill)
+        return self.table is not None or self.score.additive or bool(self.distill)
+
+    @property
+    def label(self) -> str:
+        """What a table of this score of a resolved config says about its origin."""
+        return self.score.name if self.table is None else f"table {self.table}"
 
 
 def _get_score(name: str) -> Score:

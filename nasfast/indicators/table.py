@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nasfast.runtime.files import seal, unseal, write_atomic
-from nasfast.spaces import SKIP, Arch, SearchSpace
+from nasfast.spaces import SKIP, Arch, CostTable, SearchSpace
 
 _FORMAT = "nasfast.indicator_table/2"
 # the format before tables had a rule; such tables have the rule "product"
@@ -60,6 +60,12 @@ class IndicatorTable:
         )
         layer = tuple(None if v is None else row.get(v) for row, v in zip(rows, identities, strict=True))
         return cls(space, block, layer, meta, "sum")
+
+    @classmethod
+    def of_costs(cls, space: SearchSpace, costs: CostTable, meta: dict[str, Any]) -> IndicatorTable:
+        """The user's values as scores, negated where lower is better, because a search maximises scores."""
+        sign = 1.0 if costs.better == "higher" else -1.0
+        return cls.of_rows(space, [{choice: sign * value for choice, value in row} for row in costs.rows], meta)
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):

@@ -158,10 +158,12 @@ def _summary(run: _Run) -> str:
     result, space = run.result, run.space
     best = result.candidates[0]
     limits = [f"{_millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
+    limits += [f"{t.maximum:g} {t.unit} of {escape(t.quantity)}" for t in result.tables if t.maximum is not None]
     cards = [
         (f"{best.score:.4g}", "score, proven highest within the limits" if best.optimal else "score"),
         (_millions(best.macs), "MACs per image"),
         (_millions(best.params), "parameters"),
+        *((f"{value:.4g} {t.unit}", t.quantity) for t, value in zip(result.tables, best.values, strict=True)),
     ]
     retrained = run.retrained
     trained = retrained.get("best")
@@ -177,6 +179,7 @@ def _summary(run: _Run) -> str:
         f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
         f"Limits: {' and '.join(limits) or 'none'}.",
+        *(f"{escape(t.quantity.capitalize())}: {escape(t.about)}." for t in result.tables if t.about),
         f"Best architecture: <code>{escape(format_arch(best.arch))}</code>",
     ]
     if trained is None:
@@ -209,18 +212,18 @@ def _strip(run: _Run) -> str:
 
 
 def _top_k(run: _Run) -> str:
-    rows = []
+    rows, tables = [], run.result.tables
     for place, c in enumerate(run.result.candidates, 1):
+        costs = [_millions(c.macs), _millions(c.params), *(f"{v:.4g}" for v in c.values)]
         proof = f"highest score (gap {c.gap:.1e})" if c.optimal else "not proven"
-        rows.append(
-            [place, f"{c.score:.6g}", _millions(c.macs), _millions(c.params), format_arch(c.arch), proof, c.status]
-        )
+        rows.append([place, f"{c.score:.6g}", *costs, format_arch(c.arch), proof, c.status])
     note = (
         "Highest score: no architecture within the limits scores higher, except those listed above it. The gap is the "
         f"distance between its score and the proven bound. {escape(worth_of_score(run.folder))}"
     )
-    header = ["#", "score", "MACs", "parameters", "architecture", "proof", "status"]
-    return table_of(header, rows, text_columns=(4, 5, 6)) + f'<p class="soft">{note}</p>'
+    costs = ["MACs", "parameters", *(f"{t.quantity}, {t.unit}" for t in tables)]
+    header = ["#", "score", *costs, "architecture", "proof", "status"]
+    return table_of(header, rows, text_columns=range(len(costs) + 2, len(header))) + f'<p class="soft">{note}</p>'
 
 
 def _needs_indicators(build: Callable[[_Run], str]) -> Callable[[_Run], str]:
@@ -245,13 +248,22 @@ def _pareto(run: _Run) -> str:
     front = result.pareto or pareto_front(table, table.space)
     rng = random.Random(0)
     archs = [sample_under(table.space, rng) for _ in range(_CLOUD)]
-    figure = plots.score_macs(
-        [(p.macs, p.score) for p in front],
-        [(table.space.cost(a).macs, table.score(a)) for a in archs],
-        [(c.macs, c.score) for c in result.candidates],
-        max_macs=result.max_macs,
+    caption = "The front is exact: no architecture lies above and to the left of it."
+    figure = plots.score_cost(
+        [(p.macs * 1e-6, p.score) for p in front],
+        [(table.space.cost(a).macs * 1e-6, table.score(a)) for a in archs],
+        [(c.macs * 1e-6, c.score) for c in result.candidates],
+        label="MACs (millions)",
+        limit=None if result.max_macs is None else result.max_macs * 1e-6,
     )
-    return run.figure("pareto", figure, "The front is exact: no architecture lies above and to the left of it.")
+    html = run.figure("pareto", figure, caption)
+    for i, cost in enumerate(result.tables):
+        if cost.pareto:
+            points, found = ([(p.values[i], p.score) for p in ps] for ps in (cost.pareto, result.candidates))
+            figure = plots.score_cost(points, [], found, label=f"{cost.quantity} ({cost.unit})", limit=cost.maximum)
+            where = f" {cost.quantity}: {cost.about}" if cost.about else ""
+            html += run.figure(f"pareto_{i}", figure, caption + where)
+    return html
 
 
 @_needs_indicators

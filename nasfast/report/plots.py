@@ -90,41 +90,38 @@ def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure
     return figure
 
 
-def score_macs(
+def score_cost(
     front: Sequence[tuple[float, float]],
     cloud: Sequence[tuple[float, float]],
     chosen: Sequence[tuple[float, float]],
     *,
-    max_macs: float | None = None,
+    label: str,
+    limit: float | None = None,
 ) -> Figure:
-    """Score against MACs; every argument is a list of (MACs, score).
+    """Score against a cost; the first three arguments are lists of (cost, score).
 
     Args:
-        front: non-dominated points, fewest MACs first.
+        front: non-dominated points, smallest cost first.
         cloud: random architectures.
         chosen: the result of the search, best first.
-        max_macs: limit of the search, which is drawn as a line; None for none.
+        label: name and unit of the cost.
+        limit: limit of the search, which is drawn as a line; None for none.
     """
     figure, (ax,) = new_figure(8, 4.6)
-    million = 1e-6
     if cloud:
-        macs, scores = np.array(cloud).T
-        ax.scatter(
-            macs * million, scores, s=7, color=GREY, alpha=0.35, lw=0, label=f"{len(cloud)} random architectures"
-        )
+        costs, scores = np.array(cloud).T
+        ax.scatter(costs, scores, s=7, color=GREY, alpha=0.35, lw=0, label=f"{len(cloud)} random architectures")
     if front:
-        macs, scores = np.array(front).T
-        ax.step(macs * million, scores, where="post", color=_BLUE, lw=1.6, label=f"Pareto front ({len(front)})")
-        ax.scatter(macs * million, scores, s=9, color=_BLUE, zorder=3)
+        costs, scores = np.array(front).T
+        ax.step(costs, scores, where="post", color=_BLUE, lw=1.6, label=f"Pareto front ({len(front)})")
+        ax.scatter(costs, scores, s=9, color=_BLUE, zorder=3)
     if chosen:
-        macs, scores = np.array(chosen).T
-        ax.scatter(macs[1:] * million, scores[1:], s=45, color=_ORANGE, ec="black", lw=0.6, zorder=4, label="top K")
-        ax.scatter(
-            macs[:1] * million, scores[:1], s=170, marker="*", color=_RED, ec="black", lw=0.6, zorder=5, label="best"
-        )
-    if max_macs is not None:
-        ax.axvline(max_macs * million, color="black", lw=1, ls="--", label=f"limit {max_macs * million:,.4g} M")
-    ax.set(xlabel="MACs (millions)", ylabel="score", title="Score against cost")
+        costs, scores = np.array(chosen).T
+        ax.scatter(costs[1:], scores[1:], s=45, color=_ORANGE, ec="black", lw=0.6, zorder=4, label="top K")
+        ax.scatter(costs[:1], scores[:1], s=170, marker="*", color=_RED, ec="black", lw=0.6, zorder=5, label="best")
+    if limit is not None:
+        ax.axvline(limit, color="black", lw=1, ls="--", label=f"limit {limit:,.4g}")
+    ax.set(xlabel=literal(label), ylabel="score", title="Score against cost")
     legend = ax.legend(fontsize=8, frameon=False, loc="lower right")
     if cloud:
         # the dots of the cloud are too faint and too small for a legend, which has None only for what it cannot draw

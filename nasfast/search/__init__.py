@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.search.candidate import Candidate, ParetoPoint, SearchResult, load_candidates, save_candidates
+from nasfast.search.candidate import (
+    Candidate,
+    ParetoPoint,
+    SearchResult,
+    TableLimit,
+    load_candidates,
+    save_candidates,
+)
 from nasfast.search.config import SearchConfig
 from nasfast.search.evolution import evolve
 from nasfast.search.exact import option_scores, top_k
@@ -32,6 +39,7 @@ __all__ = [
     "ParetoPoint",
     "SearchConfig",
     "SearchResult",
+    "TableLimit",
     "equal_cost_peers",
     "equal_cost_random",
     "evolve",
@@ -56,6 +64,8 @@ def search(
     *,
     max_macs: float | None = None,
     max_params: float | None = None,
+    max_latency_ms: float | None = None,
+    latency_table: str | Path | None = None,
     top_k: int = 5,
     method: Literal["exact", "evolution"] = "exact",
     allow_identity: bool = False,
@@ -69,6 +79,8 @@ def search(
         space: the space of the table.
         max_macs: largest MACs per image; None for no limit.
         max_params: largest number of parameters; None for no limit.
+        max_latency_ms: largest latency in ms by `latency_table`; None for no limit.
+        latency_table: file of latencies, which `nasfast latency` writes; each result has its latency in `values`.
         top_k: number of architectures.
         method: `exact` proves its answer; `evolution` is the papers' search, for comparison.
         allow_identity: whether normal layers may be skipped; a skipped layer scores its layer indicator.
@@ -78,9 +90,17 @@ def search(
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
         TableError: the table belongs to another space.
+        ConfigError: the table of latencies cannot be used.
     """
     config = SearchConfig(
-        method=method, top_k=top_k, max_macs=max_macs, max_params=max_params, seed=seed, allow_identity=allow_identity
+        method=method,
+        top_k=top_k,
+        max_macs=max_macs,
+        max_params=max_params,
+        max_latency_ms=max_latency_ms,
+        latency_table=None if latency_table is None else str(latency_table),
+        seed=seed,
+        allow_identity=allow_identity,
     )
     return run_search(table, space, config, history=history)
 
@@ -95,7 +115,7 @@ def run_search(
             f"{space.name!r} ({space.fingerprint}): score again, or load the space of the table"
         )
     if config.method != "evolution":
-        return _top_k(table, space, config.limits, k=config.top_k, allow_identity=config.allow_identity)
+        return _top_k(table, space, config.limits_in(space), k=config.top_k, allow_identity=config.allow_identity)
     scores = option_scores(table, allow_identity=config.allow_identity)
     record = None
     if history is not None:

@@ -29,6 +29,7 @@ class Candidate(ConfigBase):
             None if nothing is proven (evolution).
         gap: `bound - score`.
         status: how the search ended; for an exact search, the solver's message.
+        values: its cost by each table of the search, such as its latency in ms.
     """
 
     arch: Arch
@@ -39,23 +40,43 @@ class Candidate(ConfigBase):
     bound: float | None = None
     gap: float | None = None
     status: str = ""
+    values: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class ParetoPoint(ConfigBase):
-    """A non-dominated architecture: no other has at most its MACs and a higher score.
+    """A non-dominated architecture: no other has at most its cost and a higher score.
 
     Attributes:
         arch: one value per layer.
         score: its score.
         macs: MACs per image of the standalone network.
         params: number of parameters of the standalone network.
+        values: its cost by each table of the search.
     """
 
     arch: Arch
     score: float
     macs: int
     params: int
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class TableLimit(ConfigBase):
+    """A table of costs that a search had, and the front of score against it.
+
+    Attributes:
+        quantity, unit, about: as in the table.
+        maximum: largest cost that was allowed; None for no limit.
+        pareto: the Pareto front of score against this cost, smallest first; empty if it was not computed.
+    """
+
+    quantity: str
+    unit: str
+    about: str
+    maximum: float | None
+    pareto: tuple[ParetoPoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,7 @@ class SearchResult(ConfigBase):
         max_macs, max_params: the limits of the search; None for none.
         candidates: the best architectures, best first.
         pareto: the Pareto front of score against MACs, fewest MACs first; empty if it was not computed.
+        tables: the tables of costs that the search had; `values` of an architecture has their order.
         format: version of the file's format.
     """
 
@@ -77,6 +99,7 @@ class SearchResult(ConfigBase):
     max_params: float | None
     candidates: tuple[Candidate, ...]
     pareto: tuple[ParetoPoint, ...] = ()
+    tables: tuple[TableLimit, ...] = ()
     format: str = _FORMAT
 
     def __post_init__(self) -> None:
@@ -91,6 +114,7 @@ def save_candidates(
     *,
     limits: Limits | None = None,
     pareto: Sequence[ParetoPoint] = (),
+    table_fronts: Sequence[Sequence[ParetoPoint]] = (),
 ) -> None:
     """Write `archs.json`; an older one is replaced atomically.
 
@@ -100,10 +124,15 @@ def save_candidates(
         candidates: the best architectures, best first.
         limits: the limits of the search; None for none.
         pareto: the Pareto front, fewest MACs first.
+        table_fronts: for each table of the limits its Pareto front; none by default.
     """
     limits = limits or Limits()
+    tables = tuple(
+        TableLimit(table.quantity, table.unit, table.about, maximum, tuple(front))
+        for (table, maximum), front in zip(limits.tables, table_fronts or [()] * len(limits.tables), strict=True)
+    )
     result = SearchResult(
-        space.name, space.fingerprint, limits.max_macs, limits.max_params, tuple(candidates), tuple(pareto)
+        space.name, space.fingerprint, limits.max_macs, limits.max_params, tuple(candidates), tuple(pareto), tables
     )
     write_atomic(Path(path), seal(result.to_dict()).encode())
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from nasfast.search.candidate import Candidate
 from nasfast.search.config import SearchConfig
 from nasfast.search.history import History
-from nasfast.search.limits import option_costs
+from nasfast.search.limits import Limits, option_costs
 from nasfast.search.sampling import sample_under
 from nasfast.spaces import Arch, SearchSpace
 
@@ -54,8 +54,9 @@ def evolve(
         InfeasibleConstraintError: no architecture meets the limits.
         ValueError: `score` returned NaN.
     """
-    config.limits.check(space, allow_identity=config.allow_identity)
-    evolution = _Evolution(space, config)
+    limits = config.limits_in(space)
+    limits.check(space, allow_identity=config.allow_identity)
+    evolution = _Evolution(space, config, limits)
     for generation in range(config.generations):
         population = evolution.next_population()
         if not population:
@@ -72,7 +73,7 @@ def evolve(
                     )
                 if history is not None:
                     history.add(arch, value, macs=cost.macs, params=cost.params, generation=generation, origin=origin)
-            evolution.evaluated[arch] = Candidate(arch, value, cost.macs, cost.params)
+            evolution.evaluated[arch] = Candidate(arch, value, cost.macs, cost.params, values=limits.values(arch))
         _LOG.info(
             "evolution: generation %d of %d, %d architectures evaluated, best score %.6g",
             generation + 1,
@@ -87,8 +88,8 @@ def evolve(
 class _Evolution:
     """The architectures evaluated so far, and the next population made from them."""
 
-    def __init__(self, space: SearchSpace, config: SearchConfig) -> None:
-        self.space, self.config, self.rng = space, config, random.Random(config.seed or 0)
+    def __init__(self, space: SearchSpace, config: SearchConfig, limits: Limits) -> None:
+        self.space, self.config, self.limits, self.rng = space, config, limits, random.Random(config.seed or 0)
         self.options = [tuple(row) for row in option_costs(space, allow_identity=config.allow_identity)]
         self.evaluated: dict[Arch, Candidate] = {}
 
@@ -113,18 +114,18 @@ class _Evolution:
             self._extend(population, "crossover", config.crossovers, child)
 
         def stranger() -> Arch:
-            return sample_under(self.space, rng, config.limits, allow_identity=config.allow_identity)
+            return sample_under(self.space, rng, self.limits, allow_identity=config.allow_identity)
 
         self._extend(population, "random", config.population - len(population), stranger)
         return list(population.items())
 
     def _extend(self, population: dict[Arch, str], origin: str, wanted: int, propose: Callable[[], Arch]) -> None:
         """Add up to `wanted` proposals that are new and within the limits."""
-        limits, target = self.config.limits, len(population) + wanted
+        target = len(population) + wanted
         for _ in range(_TRIES_PER_WANTED * wanted):
             if len(population) == target:
                 return
             arch = propose()
             unseen = arch not in self.evaluated and arch not in population
-            if unseen and limits.admits(self.space.cost(arch)):
+            if unseen and self.limits.admits(self.space.cost(arch), arch):
                 population[arch] = origin

@@ -68,7 +68,17 @@ def top_k(
         # the two sums round differently in the last bit
         bound = max(-best.bound, score)
         found.append(
-            Candidate(arch, score, cost.macs, cost.params, bound - score <= 2 * tie, bound, bound - score, best.status)
+            Candidate(
+                arch,
+                score,
+                cost.macs,
+                cost.params,
+                bound - score <= 2 * tie,
+                bound,
+                bound - score,
+                best.status,
+                limits.values(arch),
+            )
         )
         program.exclude(arch)
         # if another architecture of the tie was taken, `best` is the best of the rest

@@ -5,13 +5,56 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nasfast.search.milp import ChoiceProgram
-from nasfast.spaces import SKIP, Arch, Cost, SearchSpace
+from nasfast.spaces import SKIP, Arch, Cost, CostTable, SearchSpace
+
+CostName = Literal["macs", "params"]
 
 
 class InfeasibleConstraintError(ValueError):
     """No architecture of the space meets the limits; the text gives the smallest attainable values."""
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One cost of the architectures of a space: integers that add up over the layers.
+
+    Attributes:
+        name: `macs`, `params`, or the quantity of a table.
+        unit: for texts.
+        rows: for each layer, option -> integer; options ascending.
+        fixed: integer of stem, head and classifier together.
+        decimals: the cost in its unit is the integer / 10^decimals.
+    """
+
+    name: str
+    unit: str
+    rows: tuple[dict[int, int], ...]
+    fixed: int
+    decimals: int = 0
+
+    def text(self, total: int) -> str:
+        """The cost of a network whose layers and fixed parts have this sum, with its unit."""
+        if self.decimals <= 0:
+            return f"{total * 10**-self.decimals:,} {self.unit}"
+        whole, rest = divmod(total, 10**self.decimals)
+        return f"{whole:,}.{rest:0{self.decimals}d}".rstrip("0").rstrip(".") + f" {self.unit}"
+
+    def total(self, arch: Arch) -> int:
+        """The integer of a whole network."""
+        return self.fixed + sum(row[choice] for row, choice in zip(self.rows, arch, strict=True))
+
+
+def layer_costs(space: SearchSpace, cost: CostName | CostTable, *, allow_identity: bool = False) -> LayerCosts:
+    """MACs, parameters or a table of the user's, for every option of every layer."""
+    options = option_costs(space, allow_identity=allow_identity)
+    if isinstance(cost, CostTable):
+        rows = tuple({v: row[v] for v in values} for row, values in zip(cost.integers, options, strict=True))
+        return LayerCosts(cost.quantity, cost.unit, rows, cost.fixed_steps, cost.decimals)
+    rows = tuple({choice: getattr(value, cost) for choice, value in row.items()} for row in options)
+    return LayerCosts(cost, {"macs": "MACs", "params": "parameters"}[cost], rows, getattr(space.fixed_cost, cost))
 
 
 @dataclass(frozen=True)
@@ -21,10 +64,12 @@ class Limits:
     Attributes:
         max_macs: largest MACs per image; None for no limit.
         max_params: largest number of parameters; None for no limit.
+        tables: tables of the user's with the largest cost of each; None for a cost that is only reported.
     """
 
     max_macs: float | None = None
     max_params: float | None = None
+    tables: tuple[tuple[CostTable, float | None], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
@@ -34,28 +79,45 @@ class Limits:
     @property
     def given(self) -> dict[str, float]:
         """The limits that are not None, by name."""
-        both = {"max_macs": self.max_macs, "max_params": self.max_params}
-        return {name: value for name, value in both.items() if value is not None}
+        return {name: value for name, _, value in self._costs}
 
-    def admits(self, cost: Cost) -> bool:
-        """Whether the cost of a whole network is within all limits."""
-        return all(getattr(cost, name.removeprefix("max_")) <= value for name, value in self.given.items())
+    @property
+    def _costs(self) -> list[tuple[str, CostName | CostTable, float]]:
+        """Name, cost and largest value of each limit that is not None."""
+        plain: list[tuple[CostName, float | None]] = [("macs", self.max_macs), ("params", self.max_params)]
+        found: list[tuple[str, CostName | CostTable, float]] = []
+        found += [(f"max_{name}", name, value) for name, value in plain if value is not None]
+        for number, (table, value) in enumerate(self.tables):
+            if value is not None:
+                name = f"max_{table.quantity}_{table.unit}"
+                # two tables may have the same quantity
+                found.append((name if name not in {n for n, _, _ in found} else f"{name}_{number}", table, value))
+        return found
 
-    def rows(self, space: SearchSpace, *, allow_identity: bool = False) -> list[tuple[list[dict[int, int]], int]]:
-        """For each limit, the cost of every (layer, value), and the largest sum over the searchable layers."""
-        costs, rows = option_costs(space, allow_identity=allow_identity), []
-        for name, value in self.given.items():
-            field = name.removeprefix("max_")
-            table = [{choice: getattr(cost, field) for choice, cost in row.items()} for row in costs]
-            rows.append((table, math.floor(value) - getattr(space.fixed_cost, field)))
-        return rows
+    def admits(self, cost: Cost, arch: Arch) -> bool:
+        """Whether an architecture, whose network has this cost, is within all limits."""
+        for _, which, maximum in self._costs:
+            within = which.admits(arch, maximum) if isinstance(which, CostTable) else getattr(cost, which) <= maximum
+            if not within:
+                return False
+        return True
+
+    def values(self, arch: Arch) -> tuple[float, ...]:
+        """The cost of an architecture by each table."""
+        return tuple(table.cost(arch) for table, _ in self.tables)
+
+    def costs(self, space: SearchSpace, *, allow_identity: bool = False) -> list[tuple[str, LayerCosts, int]]:
+        """For each limit its name, the costs, and the largest sum over the searchable layers."""
+        found = []
+        for name, which, value in self._costs:
+            costs = layer_costs(space, which, allow_identity=allow_identity)
+            top = which.largest_sum(value) if isinstance(which, CostTable) else math.floor(value) - costs.fixed
+            found.append((name, costs, top))
+        return found
 
     def program(self, space: SearchSpace, *, allow_identity: bool = False) -> ChoiceProgram:
         """The integer program of the architectures within the limits."""
-        program = ChoiceProgram([tuple(row) for row in option_costs(space, allow_identity=allow_identity)])
-        for table, maximum in self.rows(space, allow_identity=allow_identity):
-            program.limit(table, maximum)
-        return program
+        return _program(space, self.costs(space, allow_identity=allow_identity), allow_identity)
 
     def check(self, space: SearchSpace, *, allow_identity: bool = False) -> None:
         """Refuse limits that no architecture meets.
@@ -63,29 +125,36 @@ class Limits:
         Raises:
             InfeasibleConstraintError: no architecture meets the limits; the text gives the smallest attainable values.
         """
-        rows = dict(zip(self.given, self.rows(space, allow_identity=allow_identity), strict=True))
-        for name, (table, maximum) in rows.items():
-            least = sum(min(row.values()) for row in table)
+        limits, given = self.costs(space, allow_identity=allow_identity), self.given
+        for name, costs, maximum in limits:
+            least = sum(min(row.values()) for row in costs.rows)
             if least > maximum:
-                smallest = least - maximum + math.floor(self.given[name])
                 raise InfeasibleConstraintError(
-                    f"{name}={self.given[name]:,.0f} cannot be met: the smallest architecture of space {space.name!r} "
-                    f"has {smallest:,} {_unit(name)}; raise {name} to at least that"
+                    f"{name}={given[name]:,.10g} cannot be met: the smallest architecture of space {space.name!r} "
+                    f"has {costs.text(least + costs.fixed)}; raise {name} to at least that"
                 )
-        if len(rows) < 2:
-            return
-        if self.program(space, allow_identity=allow_identity).minimise(rows["max_macs"][0]) is not None:
+        if len(limits) < 2 or _program(space, limits, allow_identity).minimise(limits[0][1].rows) is not None:
             return
         attainable = []
-        for name, other in (("max_macs", "max_params"), ("max_params", "max_macs")):
-            alone = Limits(**{other: self.given[other]}).program(space, allow_identity=allow_identity)
-            arch = alone.minimiser(rows[name][0])
-            smallest = getattr(space.cost(arch), name.removeprefix("max_"))
-            attainable.append(f"under {other}={self.given[other]:,.0f} the smallest is {smallest:,} {_unit(name)}")
+        for limit in limits:
+            name, costs, _ = limit
+            others = [other for other in limits if other is not limit]
+            solution = _program(space, others, allow_identity).minimise(costs.rows)
+            if solution is not None:
+                under = " and ".join(f"{other}={given[other]:,.10g}" for other, _, _ in others)
+                attainable.append(f"under {under} the smallest is {costs.text(costs.total(solution.arch))}")
+        together = " and ".join(f"{name}={value:,.10g}" for name, value in given.items())
         raise InfeasibleConstraintError(
-            f"max_macs={self.max_macs:,.0f} and max_params={self.max_params:,.0f} cannot both be met in space "
-            f"{space.name!r}: {'; '.join(attainable)}; raise one of the two"
+            f"{together} cannot {'both' if len(limits) == 2 else 'all'} be met in space {space.name!r}: "
+            f"{'; '.join(attainable) or 'nor without any one of them'}; raise one of them"
         )
+
+
+def _program(space: SearchSpace, limits: Sequence[tuple[str, LayerCosts, int]], allow_identity: bool) -> ChoiceProgram:
+    program = ChoiceProgram([tuple(row) for row in option_costs(space, allow_identity=allow_identity)])
+    for _, costs, maximum in limits:
+        program.limit(costs.rows, maximum)
+    return program
 
 
 def option_costs(space: SearchSpace, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
@@ -99,7 +168,3 @@ def option_costs(space: SearchSpace, *, allow_identity: bool = False) -> tuple[d
 def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:
     """Sum over layers of the entries of `table` that `arch` chooses."""
     return sum(row[choice] for row, choice in zip(table, arch, strict=True))
-
-
-def _unit(name: str) -> str:
-    return {"max_macs": "MACs", "max_params": "parameters"}[name]

@@ -1,29 +1,47 @@
-"""The exact Pareto front of score against MACs, computed layer by layer."""
+"""The exact Pareto front of score against a cost, computed layer by layer."""
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 import numpy as np
 
 from nasfast.indicators.table import IndicatorTable
 from nasfast.search.candidate import ParetoPoint
 from nasfast.search.exact import option_scores
-from nasfast.search.limits import Limits, arch_sum, option_costs
-from nasfast.spaces import SearchSpace
+from nasfast.search.limits import CostName, Limits, arch_sum, layer_costs
+from nasfast.spaces import CostTable, SearchSpace
 
 # The span of the sum becomes an integer of this many bits, so that equal sums are equal in any order of addition.
 _SCORE_BITS = 40
+# no sum of costs is as large, and numpy's integers can be compared with it
+_NO_LIMIT = 2**62
+# rows that are compared with all others at a time, where there are several criteria
+_BLOCK = 256
 
 
 def pareto_front(
-    table: IndicatorTable, space: SearchSpace, *, limits: Limits | None = None, allow_identity: bool = False
+    table: IndicatorTable,
+    space: SearchSpace,
+    *,
+    limits: Limits | None = None,
+    against: CostName | CostTable = "macs",
+    allow_identity: bool = False,
 ) -> list[ParetoPoint]:
-    """The non-dominated architectures within the limits, fewest MACs first; of equal score and MACs only one.
+    """The non-dominated architectures within the limits, smallest cost first; of equal score and cost only one.
 
-    Partial architectures are extended layer by layer. One is dropped if another has at most its MACs and at least its
-    score. Costs and scores are integers; scores are rounded to 2^-40 of their span. Under a parameter limit the
-    parameters are a third criterion, except for partial architectures that no completion brings above the limit.
+    Partial architectures are extended layer by layer. One is dropped if another has at most its cost and at least its
+    score. Costs and scores are integers; scores are rounded to 2^-40 of their span. The cost under any other limit is a
+    further criterion, except for partial architectures that no completion brings above that limit.
+
+    Args:
+        table: scores per layer and choice.
+        space: the space of the table.
+        limits: limits on costs; None for none.
+        against: the cost: MACs, parameters, or a table. `values` of a point has the costs by the tables of `limits`,
+            then by this table if it is not among them.
+        allow_identity: whether normal layers may be skipped.
 
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
@@ -31,63 +49,91 @@ def pareto_front(
     limits = limits or Limits()
     limits.check(space, allow_identity=allow_identity)
     scores = option_scores(table, allow_identity=allow_identity)
-    costs = option_costs(space, allow_identity=allow_identity)
+    axis = layer_costs(space, against, allow_identity=allow_identity)
+    limited = [(costs, min(top, _NO_LIMIT)) for _, costs, top in limits.costs(space, allow_identity=allow_identity)]
     span = sum(max(row.values()) - min(row.values()) for row in scores)
     scale = 2**_SCORE_BITS / span if span else 0.0
-    max_macs = np.inf if limits.max_macs is None else limits.max_macs - space.fixed_cost.macs
-    max_params = np.inf if limits.max_params is None else limits.max_params - space.fixed_cost.params
 
-    macs, params, gain = (np.zeros(1, np.int64) for _ in range(3))
+    cost, gain = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    sums = [np.zeros(1, np.int64) for _ in limited]
     trail: list[tuple[np.ndarray, np.ndarray]] = []
-    for i, (score_row, cost_row) in enumerate(zip(scores, costs, strict=True)):
-        options = list(cost_row)
-        parent = np.tile(np.arange(len(macs)), len(options))
-        choice = np.repeat(options, len(macs))
-        macs = np.concatenate([macs + cost_row[v].macs for v in options])
-        params = np.concatenate([params + cost_row[v].params for v in options])
+    for i, score_row in enumerate(scores):
+        options = list(axis.rows[i])
+        parent, choice = np.tile(np.arange(len(cost)), len(options)), np.repeat(options, len(cost))
         floor = min(score_row.values())
         gain = np.concatenate([gain + round((score_row[v] - floor) * scale) for v in options])
-        rest = costs[i + 1 :]
-        fits = macs + sum(min(c.macs for c in row.values()) for row in rest) <= max_macs
-        fits &= params + sum(min(c.params for c in row.values()) for row in rest) <= max_params
-        # a partial architecture that can no longer exceed the parameter limit is as good as one without parameters
-        safe = params + sum(max(c.params for c in row.values()) for row in rest) <= max_params
+        cost = np.concatenate([cost + axis.rows[i][v] for v in options])
+        sums = [
+            np.concatenate([s + costs.rows[i][v] for v in options]) for s, (costs, _) in zip(sums, limited, strict=True)
+        ]
+        fits, criteria = np.ones(len(cost), bool), []
+        for total, (costs, top) in zip(sums, limited, strict=True):
+            rest = costs.rows[i + 1 :]
+            fits &= total + sum(min(row.values()) for row in rest) <= top
+            if costs.rows != axis.rows:
+                # a partial architecture that can no longer exceed this limit is as good as one without this cost
+                safe = total + sum(max(row.values()) for row in rest) <= top
+                criteria.append(np.where(safe, 0, total))
         keep = np.flatnonzero(fits)
-        keep = keep[_non_dominated(macs[keep], np.where(safe, 0, params)[keep], gain[keep])]
-        macs, params, gain = macs[keep], params[keep], gain[keep]
+        keep = keep[_non_dominated(cost[keep], [column[keep] for column in criteria], gain[keep])]
+        cost, gain, sums = cost[keep], gain[keep], [total[keep] for total in sums]
         trail.append((parent[keep], choice[keep]))
 
+    extra = against if isinstance(against, CostTable) and against not in [t for t, _ in limits.tables] else None
     points = []
-    for end in range(len(macs)):
-        values, index = [], end
+    for end in range(len(cost)):
+        chosen, index = [], end
         for parent, choice in reversed(trail):
-            values.append(int(choice[index]))
+            chosen.append(int(choice[index]))
             index = parent[index]
-        arch = tuple(reversed(values))
-        cost = space.cost(arch)
-        points.append(ParetoPoint(arch, arch_sum(scores, arch), cost.macs, cost.params))
+        arch = tuple(reversed(chosen))
+        whole = space.cost(arch)
+        values = limits.values(arch) + (() if extra is None else (extra.cost(arch),))
+        points.append(ParetoPoint(arch, arch_sum(scores, arch), whole.macs, whole.params, values))
     return points
 
 
-def _non_dominated(macs: np.ndarray, params: np.ndarray, gain: np.ndarray) -> np.ndarray:
-    """Indices, by ascending MACs, of the rows that no other row equals or beats in all three columns."""
-    order = np.lexsort((params, -gain, macs))
-    if not params.any():
-        gain = gain[order]
+def _non_dominated(cost: np.ndarray, criteria: Sequence[np.ndarray], gain: np.ndarray) -> np.ndarray:
+    """Indices, by ascending cost, of the rows that no other row equals or beats in all columns."""
+    criteria = [column for column in criteria if column.any()]
+    order = np.lexsort((*reversed(criteria), -gain, cost))
+    gain, columns = gain[order], [column[order] for column in criteria]
+    if not columns:
         return order[gain > np.concatenate(([-1], np.maximum.accumulate(gain)[:-1]))]
-    # sweep by ascending MACs; the staircase has the rows kept so far, with ascending parameters and ascending gain
-    stair_params: list[int] = []
+    return order[_by_staircase(columns[0], gain) if len(columns) == 1 else _by_blocks(np.stack([*columns, -gain], 1))]
+
+
+def _by_staircase(column: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    """Indices of the rows that no earlier row equals or beats in both columns."""
+    # the staircase has the rows kept so far, with an ascending column and ascending gain
+    stair: list[int] = []
     stair_gain: list[int] = []
     kept = []
-    for index, p, g in zip(order.tolist(), params[order].tolist(), gain[order].tolist(), strict=True):
-        at = bisect.bisect_right(stair_params, p)
+    for index, (value, g) in enumerate(zip(column.tolist(), gain.tolist(), strict=True)):
+        at = bisect.bisect_right(stair, value)
         if at and stair_gain[at - 1] >= g:
             continue
         kept.append(index)
-        start = bisect.bisect_left(stair_params, p)
+        start = bisect.bisect_left(stair, value)
         stop = start
         while stop < len(stair_gain) and stair_gain[stop] <= g:
             stop += 1
-        stair_params[start:stop] = [p]
+        stair[start:stop] = [value]
         stair_gain[start:stop] = [g]
     return np.array(kept, dtype=np.int64)
+
+
+def _at_most(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """[i, j]: whether row j is at most as large as other row i in all columns."""
+    return np.all(rows <= others[:, None], axis=2)
+
+
+def _by_blocks(rows: np.ndarray) -> np.ndarray:
+    """Indices of the rows of which no earlier row is at most as large in all columns."""
+    kept = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(rows), _BLOCK):
+        block = np.arange(start, min(start + _BLOCK, len(rows)))
+        block = block[~np.any(_at_most(rows[kept], rows[block]), axis=1)]
+        beaten = np.any(np.tril(_at_most(rows[block], rows[block]), -1), axis=1)
+        kept = np.concatenate([kept, block[~beaten]])
+    return kept

@@ -18,8 +18,10 @@ from nasfast.search.limits import InfeasibleConstraintError, Limits, option_cost
 from nasfast.spaces import Arch, Cost, SearchSpace
 
 # Bins of the budget per dimension, by the number of limits. With one limit, bins are finer than the greatest common
-# divisor of the costs in every built-in space, which makes the count exact. With two, 20 layers take 45 MB.
-_MAX_BINS = {0: 1, 1: 1 << 17, 2: 512}
+# divisor of the MACs and parameters in every built-in space, which makes the count exact. With two or three, 20 layers
+# take 45 MB.
+_MAX_BINS = {0: 1, 1: 1 << 17, 2: 512, 3: 64}
+_FEWEST_BINS = 16
 # A proposal is accepted with probability 1 (exact count) to about 0.2 (20 layers, coarse bins, tight limits).
 _MAX_TRIES = 200
 # Tries of equal_cost_random, whose proposals respect the MACs but not the parameters; a try takes about 0.1 ms.
@@ -46,14 +48,15 @@ class _Completions:
         self.space = space
         self.costs = option_costs(space, allow_identity=allow_identity)
         self.options = [tuple(row) for row in self.costs]
-        rows = limits.rows(space, allow_identity=allow_identity)
+        rows = limits.costs(space, allow_identity=allow_identity)
+        bins = _MAX_BINS.get(len(rows), _FEWEST_BINS)
         steps, self.budget, self.floors, self.units, self.exact = [], [], [], [], True
-        for table, maximum in rows:
-            floors = [min(row.values()) for row in table]
-            excess = [[row[v] - low for v in row] for row, low in zip(table, floors, strict=True)]
+        for _, costs, maximum in rows:
+            floors = [min(row.values()) for row in costs.rows]
+            excess = [[row[v] - low for v in row] for row, low in zip(costs.rows, floors, strict=True)]
             room = min(maximum - sum(floors), sum(map(max, excess)))
             divisor = math.gcd(*(e for row in excess for e in row)) or 1
-            coarse = max(1, math.ceil(room // divisor / _MAX_BINS[len(rows)]))
+            coarse = max(1, math.ceil(room // divisor / bins))
             self.exact &= coarse == 1
             unit = divisor * coarse
             steps.append([[e // unit for e in row] for row in excess])
@@ -122,11 +125,11 @@ def sample_under(
 ) -> Arch:
     """Draw an architecture uniformly from all within the limits.
 
-    With no limit, or one limit that 131072 bins resolve (as in every built-in space), the count is exact and the first
-    proposal is taken. Otherwise proposals are uniform over a slightly larger set (costs rounded down to bins, 512 per
-    cost under two limits). Those above a limit are rejected, so the result is still uniform. If 200 in a row are
-    rejected (two limits that leave a handful of architectures), the result is the feasible architecture of smallest
-    random weight, which is not uniform.
+    With no limit, or one limit that 131072 bins resolve (MACs or parameters of every built-in space), the count is
+    exact and the first proposal is taken. Otherwise proposals are uniform over a slightly larger set (costs rounded
+    down to bins, 512 per cost under two limits). Those above a limit are rejected, so the result is still uniform. If
+    200 in a row are rejected (two limits that leave a handful of architectures), the result is the feasible
+    architecture of smallest random weight, which is not uniform.
 
     Args:
         space: the search space.
@@ -141,7 +144,7 @@ def sample_under(
     completions = _completions(space, limits, allow_identity)
     for _ in range(_MAX_TRIES):
         arch = completions.draw(rng)
-        if arch is not None and limits.admits(completions.cost(arch)):
+        if arch is not None and limits.admits(completions.cost(arch), arch):
             return arch
     weights = [{v: rng.random() for v in values} for values in completions.options]
     return limits.program(space, allow_identity=allow_identity).minimiser(weights)
@@ -197,7 +200,7 @@ def equal_cost_random(
         if other is None or other == arch:
             continue
         cost = completions.cost(other)
-        if low <= cost.macs <= high and limits.admits(cost):
+        if low <= cost.macs <= high and limits.admits(cost, other):
             return other
     raise InfeasibleConstraintError(
         f"{_EQUAL_COST_TRIES} tries found no architecture of space {space.name!r} within the limits, other than the "

@@ -8,6 +8,7 @@ from nasfast.spaces.arch_space import ArchSpace, arch_from_json, arch_to_json, l
 from nasfast.spaces.blocks import Block, SqueezeExcite, block_cost
 from nasfast.spaces.builders import digits_mini, mobilenet_v2, mobilenet_v3, nas_bench_macro, shufflenet_v2
 from nasfast.spaces.cost import Cost, Operator
+from nasfast.spaces.cost_table import CostTable, read_cost_table
 from nasfast.spaces.registry import BUILDERS, from_yaml, get_space, named_space, names_file, read_space, space_kind
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import FixedLayer, Layer, SearchSpace, Stage
@@ -21,6 +22,7 @@ __all__ = [
     "ArchSpace",
     "Block",
     "Cost",
+    "CostTable",
     "FairSampler",
     "FixedLayer",
     "Layer",
@@ -46,6 +48,7 @@ __all__ = [
     "names_file",
     "nas_bench_macro",
     "parse_arch",
+    "read_cost_table",
     "read_space",
     "shufflenet_v2",
     "space_kind",

@@ -59,7 +59,7 @@ def test_evaluates_each_legal_architecture_once(small_space, make_table, config)
 
     found = evolve(small_space, score, config)
     assert len(seen) == len(set(seen)) == 100
-    assert all(config.limits.admits(small_space.cost(a)) for a in seen)
+    assert all(config.limits_in(small_space).admits(small_space.cost(a), a) for a in seen)
     assert [c.score for c in found] == sorted((table.score(a) for a in seen), reverse=True)[:3]
     assert not any(c.optimal or c.bound is not None for c in found)
 
@@ -71,14 +71,14 @@ def test_beats_its_own_random_generation_and_nears_the_exact_answer(make_table):
     config = SearchConfig(method="evolution", top_k=1, max_macs=475e6)
     (evolved,) = run_search(table, space, config)
     (first,) = run_search(table, space, config.replace(generations=1))
-    (exact,) = top_k(table, space, config.limits, k=1)
+    (exact,) = top_k(table, space, config.limits_in(space), k=1)
     assert first.score < evolved.score <= exact.score + 1e-9
     assert exact.score - evolved.score < 0.25 * (exact.score - first.score)
 
 
 def test_ends_when_everything_was_seen(small_space, all_archs, make_table, config):
     few = Limits(max_macs=sorted(small_space.cost(a).macs for a in all_archs)[10])
-    legal = [a for a in all_archs if few.admits(small_space.cost(a))]
+    legal = [a for a in all_archs if few.admits(small_space.cost(a), a)]
     table = make_table(small_space, 0)
     found = evolve(small_space, table.score, config.replace(max_macs=few.max_macs, top_k=50))
     assert sorted(c.arch for c in found) == sorted(legal)

@@ -19,7 +19,7 @@ def brute_force(table, space, limits, archs):
     rows = []
     for arch in archs:
         cost = space.cost(arch)
-        if limits.admits(cost):
+        if limits.admits(cost, arch):
             rows.append((-round(sum(r[v] for r, v in zip(scores, arch, strict=True)), 9), cost.macs, arch))
     return [arch for _, _, arch in sorted(rows)]
 
@@ -48,13 +48,13 @@ def test_top_k_equals_enumeration(small_space, all_archs, make_table, levels, qu
         assert candidate.optimal
         assert 0 <= candidate.gap < 1e-6
         assert candidate.bound >= candidate.score
-        assert limits.admits(small_space.cost(candidate.arch))
+        assert limits.admits(small_space.cost(candidate.arch), candidate.arch)
 
 
 def test_returns_all_there_are_when_fewer_than_k(small_space, all_archs, make_table):
     limits = Limits(max_macs=sorted(small_space.cost(a).macs for a in all_archs)[2])
     found = top_k(make_table(small_space, 0), small_space, limits, k=10)
-    expected = [a for a in all_archs if limits.admits(small_space.cost(a))]
+    expected = [a for a in all_archs if limits.admits(small_space.cost(a), a)]
     assert sorted(c.arch for c in found) == sorted(expected)
 
 

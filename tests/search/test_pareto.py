@@ -11,7 +11,7 @@ from nasfast.spaces import mobilenet_v2
 def brute_force(table, space, limits, archs):
     """(MACs, score) of every non-dominated architecture, fewest MACs first."""
     costs = {a: space.cost(a) for a in archs}
-    rows = sorted((costs[a].macs, -round(table.score(a), 9)) for a in archs if limits.admits(costs[a]))
+    rows = sorted((costs[a].macs, -round(table.score(a), 9)) for a in archs if limits.admits(costs[a], a))
     front = []
     for macs, loss in rows:
         if not front or -loss > front[-1][1]:
@@ -33,7 +33,7 @@ def test_front_equals_enumeration(small_space, all_archs, make_table, levels, qu
     assert [(p.macs, round(p.score, 9)) for p in front] == brute_force(table, small_space, limits, all_archs)
     for point in front:
         assert small_space.cost(point.arch).macs == point.macs
-        assert limits.admits(small_space.cost(point.arch))
+        assert limits.admits(small_space.cost(point.arch), point.arch)
 
 
 def test_front_of_a_large_space_ends_at_the_exact_answer(make_table):

@@ -46,7 +46,8 @@ def test_always_feasible(name, macs, params, seed):
     except InfeasibleConstraintError:
         return
     for _ in range(5):
-        assert limits.admits(space.cost(sample_under(space, rng, limits)))
+        arch = sample_under(space, rng, limits)
+        assert limits.admits(space.cost(arch), arch)
 
 
 @pytest.mark.slow
@@ -59,7 +60,7 @@ def test_uniform_over_the_feasible_set(small_space, all_archs, monkeypatch, bins
     costs = [small_space.cost(a) for a in all_archs]
     at = {"max_macs": sorted(c.macs for c in costs), "max_params": sorted(c.params for c in costs)}
     limits = Limits(**{name: at[name][int(q * len(costs))] for name, q in quantile.items()})
-    feasible = [a for a in all_archs if limits.admits(small_space.cost(a))]
+    feasible = [a for a in all_archs if limits.admits(small_space.cost(a), a)]
     rng, draws = random.Random(0), 25 * len(feasible)
     counts = Counter(sample_under(small_space, rng, limits) for _ in range(draws))
     module._completions.cache_clear()
@@ -79,7 +80,8 @@ def test_two_limits_that_leave_a_handful():
         Limits(max_macs=ends(space, "macs")[0], max_params=least_params).check(space)
     words = str(caught.value).split("the smallest is ")[1].split()[0]
     tight = Limits(max_macs=int(words.replace(",", "")), max_params=least_params)
-    assert tight.admits(space.cost(sample_under(space, rng, tight)))
+    arch = sample_under(space, rng, tight)
+    assert tight.admits(space.cost(arch), arch)
 
 
 def test_seed_decides():
@@ -123,7 +125,7 @@ def test_equal_cost_random_keeps_the_limits(small_space, all_archs):
     near = {
         a
         for a in all_archs
-        if a != arch and small_space.cost(a).macs >= 0.98 * cost.macs and limits.admits(small_space.cost(a))
+        if a != arch and small_space.cost(a).macs >= 0.98 * cost.macs and limits.admits(small_space.cost(a), a)
     }
     assert near
     found = {equal_cost_random(small_space, rng, arch, tolerance=0.02, limits=limits) for _ in range(30 * len(near))}

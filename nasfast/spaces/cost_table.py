@@ -1,0 +1,186 @@
+"""A table of the user's own costs, such as milliseconds or millijoules, by layer and choice. No torch.
+
+A search takes such a table as a limit, as the axis of a Pareto front, or as the score. `nasfast latency` writes one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from nasfast.config import ConfigError
+from nasfast.spaces.arch import SKIP, Arch
+from nasfast.spaces.space import SearchSpace
+
+FORMAT = "nasfast.cost_table/1"
+
+Better = Literal["lower", "higher"]
+
+# Digits of the largest sum that count. The integer program needs integers, and these are as large as counts of MACs.
+_DIGITS = 8
+# entries that an error names, of those that are missing or that no layer has
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """A cost that adds up over layers: what every candidate of every layer adds to it.
+
+    Sums are exact: values are read as decimal numbers and rounded to a grid on which the largest sum has eight digits
+    (a nanosecond for a network of 99 ms).
+
+    Attributes:
+        quantity: what it measures, such as `latency`.
+        unit: unit of the values, such as `ms`.
+        rows: for each layer, pairs of a value of an Arch and its cost, in ascending order of the former. The identity
+            of a layer that may be skipped is among them.
+        fixed: cost of stem, head and classifier together.
+        better: whether lower or higher sums are better, where the table is the score of a search.
+        about: where the numbers are from; it is shown beside results.
+        device, batch: what a table of latencies was measured on, and images per run; None if the file does not say.
+    """
+
+    quantity: str
+    unit: str
+    rows: tuple[tuple[tuple[int, float], ...], ...]
+    fixed: float = 0.0
+    better: Better = "lower"
+    about: str = ""
+    device: str | None = None
+    batch: int | None = None
+
+    @cached_property
+    def decimals(self) -> int:
+        """Digits behind the point of the grid to which values are rounded; below 0 for very large values."""
+        largest = self.fixed + sum(max(value for _, value in row) for row in self.rows)
+        return _DIGITS - math.ceil(math.log10(largest)) if largest > 0 else 0
+
+    @cached_property
+    def integers(self) -> tuple[dict[int, int], ...]:
+        """For each layer, value of an Arch -> cost in steps of the grid."""
+        return tuple({choice: self._steps(value, ROUND_HALF_EVEN) for choice, value in row} for row in self.rows)
+
+    @cached_property
+    def fixed_steps(self) -> int:
+        """`fixed` in steps of the grid."""
+        return self._steps(self.fixed, ROUND_HALF_EVEN)
+
+    def largest_sum(self, maximum: float) -> int:
+        """A limit on the cost of a network as a limit on the sum over its layers, in steps of the grid."""
+        return self._steps(maximum, ROUND_FLOOR) - self.fixed_steps
+
+    def steps_of(self, arch: Arch) -> int:
+        """Sum over the layers of an architecture, in steps of the grid."""
+        return sum(row[choice] for row, choice in zip(self.integers, arch, strict=True))
+
+    def value(self, steps: int) -> float:
+        """The cost of a network whose layers cost this many steps of the grid."""
+        return float(Decimal(steps + self.fixed_steps).scaleb(-self.decimals))
+
+    def cost(self, arch: Arch) -> float:
+        """The cost of the network of an architecture, in the table's unit."""
+        return self.value(self.steps_of(arch))
+
+    def admits(self, arch: Arch, maximum: float) -> bool:
+        """Whether an architecture costs at most this, exactly."""
+        return self.steps_of(arch) <= self.largest_sum(maximum)
+
+    def _steps(self, value: float, rounding: str) -> int:
+        return int(Decimal(repr(float(value))).scaleb(self.decimals).to_integral_value(rounding))
+
+
+def read_cost_table(path: str | Path, space: SearchSpace) -> CostTable:
+    """Read the JSON file of a table, and check it against a space; docs/latency.md has the format.
+
+    Raises:
+        ConfigError: the file cannot be read or has another form, belongs to another space, lacks an entry, or has a
+            value that is negative or not finite; the text names the file and the entry.
+    """
+    try:
+        form = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the table {path}: {error.strerror}") from error
+    except ValueError as error:  # bytes that are not text raise one too
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    try:
+        return table_of(form, space)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def table_of(form: Any, space: SearchSpace) -> CostTable:
+    """The table of a file's content.
+
+    Raises:
+        ConfigError: see `read_cost_table`.
+    """
+    if not isinstance(form, Mapping) or not isinstance(form.get("entries"), list):
+        raise ConfigError('expected {"quantity", "unit", "entries": [{"layer", "choice", "value"}, ...]}')
+    if form.get("format", FORMAT) != FORMAT:
+        raise ConfigError(f"its format is {form['format']!r}, this version reads {FORMAT!r}")
+    for key in ("quantity", "unit"):
+        if not isinstance(form.get(key), str) or not form[key]:
+            raise ConfigError(f"{key!r} must be a text such as {'latency' if key == 'quantity' else 'ms'!r}")
+    if form.get("better", "lower") not in get_args(Better):
+        raise ConfigError(f"'better' must be 'lower' or 'higher', got {form['better']!r}")
+    if form.get("fingerprint", space.fingerprint) != space.fingerprint:
+        raise ConfigError(_other_space(form, space))
+    return CostTable(
+        form["quantity"],
+        form["unit"],
+        _rows(form["entries"], space),
+        _number(form.get("fixed", 0.0), "'fixed'"),
+        form.get("better", "lower"),
+        str(form.get("about", "")),
+        form.get("device"),
+        form.get("batch"),
+    )
+
+
+def _rows(entries: list[Any], space: SearchSpace) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """The values by layer; those of skipped layers are 0 where the file has none."""
+    found: list[dict[int, float]] = [{} for _ in space.layers]
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or not {"layer", "choice", "value"} <= entry.keys():
+            raise ConfigError(f'entry {number} must be {{"layer", "choice", "value"}}, got {entry!r}')
+        i, choice = entry["layer"], entry["choice"]
+        if type(i) is not int or not 0 <= i < len(space):
+            raise ConfigError(f"entry {number}: layer must be from 0 to {len(space) - 1}, got {i!r}")
+        legal = space.layers[i].legal
+        if type(choice) is not int or choice not in legal:
+            raise ConfigError(f"entry {number}: layer {i} has the choices {', '.join(map(str, legal))}, got {choice!r}")
+        if choice in found[i]:
+            raise ConfigError(f"entry {number}: layer {i}, choice {choice} is there twice")
+        found[i][choice] = _number(entry["value"], f"layer {i}, choice {choice} ({space.label(i, choice)})")
+    for row, layer in zip(found, space.layers, strict=True):
+        if SKIP in layer.legal:
+            row.setdefault(SKIP, 0.0)
+    missing = [(i, v) for i, layer in enumerate(space.layers) for v in layer.legal if v not in found[i]]
+    if missing:
+        names = ", ".join(f"layer {i} choice {v} ({space.label(i, v)})" for i, v in missing[:_NAMED])
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise ConfigError(f"it has no value for {names}{more}: add them, or measure the space again")
+    return tuple(tuple(sorted(row.items())) for row in found)
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(f"{what}: the value must be a finite number of at least 0, got {value!r}")
+    return float(value)
+
+
+def _other_space(form: Mapping[str, Any], space: SearchSpace) -> str:
+    """Says how a table's space differs from the one that is searched."""
+    own = {key: form.get(key) for key in ("resolution", "num_classes") if form.get(key) is not None}
+    given = [f"{key} {value}, not {getattr(space, key)}" for key, value in own.items() if value != getattr(space, key)]
+    differs = f" ({', '.join(given)})" if given else ""
+    return (
+        f"it is of space {form.get('space')!r} ({form['fingerprint']}){differs}, and the search is in {space.name!r} "
+        f"({space.fingerprint}): measure this space, with its resolution and num_classes"
+    )
