@@ -123,7 +123,9 @@ bench: install  ## run every benchmark that needs no GPU; takes an hour or two
 	$(BIN)/python -m benchmarks.bench_supernet_step --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json
 	$(BIN)/python -m benchmarks.bench_fuse --out benchmarks/results/fuse.json
 	$(BIN)/python -m benchmarks.bench_fuse_models --out benchmarks/results/fuse_models.json
-	$(BIN)/nasfast latency --out benchmarks/results/latency.json
+	$(BIN)/nasfast step --out benchmarks/results/step.json
+	$(BIN)/nasfast latency --out benchmarks/results/latency_table_cpu.json --validate 20
+	$(BIN)/nasfast latency --out benchmarks/results/latency_table_onnx.json --validate 20 --device onnx
 	$(BIN)/python -m benchmarks.bench_build --out benchmarks/results/build.json
 	$(BIN)/python -m benchmarks.bench_moments --out benchmarks/results/moments.json
 	$(BIN)/python -m benchmarks.bench_cells --batch 32 --out benchmarks/results/cells.json

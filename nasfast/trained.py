@@ -134,12 +134,13 @@ def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> lis
         raise AccuracyError(
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
         )
-    space, limits = space_of(cfg), cfg.search.limits
+    space = space_of(cfg)
+    limits = cfg.search.limits_in(space)
     archs = stratified_sample(space, count, limits=limits, allow_identity=cfg.search.allow_identity, seed=cfg.seed)
     _check_images(cfg, space, count)
     # a folder is named after its architecture
     before = [space.parse(path.parent.name.replace("_", " ")) for path in _finished(cfg)]
-    archs += [arch for arch in before if arch not in archs and limits.admits(space.cost(arch))]
+    archs += [arch for arch in before if arch not in archs and limits.admits(space.cost(arch), arch)]
     return _tasks(cfg, space, archs, _shared_settings(cfg, count, epochs))
 
 

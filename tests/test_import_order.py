@@ -120,12 +120,12 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli.commands": {
         "config", "runtime.launcher", "runtime", "settings", "settings.run", "stability", "spaces", "indicators",
-        "indicators.accuracies", "indicators.table", "indicators.rank", "report", "measure", "studies",
+        "indicators.accuracies", "indicators.table", "indicators.rank", "report", "measure", "search", "studies",
         "studies.registry", "pipeline", "run_inputs", "trained",
     },
     "cli": {
         "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",
-        "runtime.launcher", "settings.run",
+        "runtime.launcher", "settings.run", "",
     },
     "__main__": {"cli"},
     # it imports the others only for a type checker

@@ -50,7 +50,8 @@ SIGNATURES = {
     "nasfast.indicators.zero_cost:zico": ("module images labels", "batches="),
     "nasfast.indicators.zero_cost:ntk_q": ("module images labels", ""),
     "nasfast.search:search": (
-        "table space", "max_macs= max_params= top_k= method= allow_identity= seed= history=",
+        "table space",
+        "max_macs= max_params= max_latency_ms= latency_table= top_k= method= allow_identity= seed= history=",
     ),
     "nasfast.retrain:retrain": (
         "space arch train_loader val_loader cfg=", "run_dir name= supernet= activation= seed= resume= device= world=",
@@ -98,6 +99,7 @@ SIGNATURES = {
     "nasfast.ops:pool_3x3": ("x", "kind stride= backend="),
     "nasfast.ops:use_backend": ("name", ""),
     "nasfast.measure.latency:latency": ("cfg=", ""),
+    "nasfast.measure.step_times:step_times": ("cfg=", ""),
     "nasfast.studies.isometry:isometry_study": ("cfg=", ""),
     "nasfast.studies.isometry:indicator_stability": ("space loader", "init= seeds= cfg="),
     "nasfast.studies.moments:quick_study": ("cfg=", "out="),

@@ -16,15 +16,17 @@ from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.scores import score_paths
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.measure.config import LatencyConfig, ProfileConfig
+from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
-from nasfast.measure.latency import latency
+from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.profile import profile
+from nasfast.measure.step_times import step_times
 from nasfast.report import write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
 from nasfast.run_inputs import evidence_to_rank
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.launcher import environment_size
+from nasfast.search import load_candidates
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
@@ -37,9 +39,14 @@ from nasfast.trained import ACCURACIES_FILE, REPORT_FILE, compare_trained, estim
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
+    tables = load_candidates(cfg.run_dir / pipeline.ARCHS_FILE).tables
     for place, c in enumerate(found, start=1):
+        costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
+        costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
         proof = (PROVEN if place == 1 else PROVEN_NEXT) if c.optimal else c.status
-        print(f"{place}. [{format_arch(c.arch)}]  score {c.score:.6g}  {c.macs:,} MACs  {c.params:,} params  ({proof})")
+        print(f"{place}. [{format_arch(c.arch)}]  score {c.score:.6g}  {'  '.join(costs)}  ({proof})")
+    for table in tables:
+        print(f"{table.quantity}: {table.about or 'a table of your own'}")
     if any(c.optimal for c in found):
         print(worth_of_score(cfg.run_dir))
     print(f"written: {cfg.run_dir / pipeline.ARCHS_FILE}")
@@ -192,8 +199,17 @@ def _report(run_dir: Path) -> None:
     print(write_stability_page(run_dir) if of_seeds else write_report(run_dir))
 
 
-def _latency(cfg: LatencyConfig, out: str | None) -> None:
+def _latency(cfg: LatencyConfig, out: str) -> None:
+    # a file that must not be replaced is named before minutes of measuring
+    check_replaceable(out, head_of(cfg, cfg.resolve()))
     report = latency(cfg)
+    print(report)
+    report.save(out)
+    print(f"written: {out}")
+
+
+def _step(cfg: StepTimesConfig, out: str | None) -> None:
+    report = step_times(cfg)
     print(report)
     if out is not None:
         report.save(out)
@@ -228,6 +244,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "rank": _rank,
     "report": _report,
     "latency": _latency,
+    "step": _step,
     **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _doctor,

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import re
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -17,8 +18,8 @@ from typing import Any, NoReturn, TypeVar
 import jsonargparse
 import yaml
 
-from nasfast.config import ConfigBase, ConfigError, load_yaml, local, nearest
-from nasfast.measure.config import LatencyConfig, ProfileConfig
+from nasfast.config import ConfigBase, ConfigError, expand_suffix, load_yaml, local, nearest
+from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.studies import registry
@@ -43,6 +44,27 @@ class Parser(jsonargparse.ArgumentParser):
         self.add_class_arguments(kind)
         self.settings = kind
 
+    def parse_flags(self, argv: Sequence[str]) -> Any:
+        """Parse flags; numbers of settings may have K, M or G behind them."""
+        expanded: list[str] = []
+        before = ""
+        for text in argv:
+            flag, equals, value = text.partition("=")
+            if equals and self._takes_number(flag):
+                text = flag + equals + expand_suffix(value)
+            elif self._takes_number(before):
+                text = expand_suffix(text)
+            expanded.append(text)
+            before = text
+        return self.parse_args(expanded)
+
+    def _takes_number(self, flag: str) -> bool:
+        try:
+            hint = None if self.settings is None else self.settings.annotation(flag.removeprefix("--"))
+        except (KeyError, TypeError):
+            return False
+        return hint is float or float in typing.get_args(hint)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         wrong = re.search(r'Parser key "([\w.]+)":.* value: ([^\n]*)$', message, re.DOTALL)
         if wrong and self.settings is not None:
@@ -52,6 +74,13 @@ class Parser(jsonargparse.ArgumentParser):
                 message = str(error)
             except yaml.YAMLError:
                 pass
+        dump = re.search(r"Parser key \"([\w.]+)\":\s+Expected an? <class '(\w+)'>\. Got value: ([^\n]*)", message)
+        if dump:
+            expected = "true or false" if dump[2] == "bool" else dump[2]
+            message = f"--{dump[1]}: expected {expected}, got {dump[3]!r}"
+        group = re.search(r"Parser key \"([\w.]+)\":\s*Unable to load config", message)
+        if group:
+            message = f"--{group[1]} is a group of settings: give one of them, --{group[1]}.NAME"
         match = re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
         if match:
             flags = [s[2:] for action in self._actions for s in action.option_strings if s.startswith("--")]
@@ -122,7 +151,7 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     except ConfigError as error:
         raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
     parser.set_defaults({key: checked[key] for key in _flatten(given)})
-    parsed = parser.parse_args(list(argv)).as_dict()
+    parsed = parser.parse_flags(argv).as_dict()
     settings = {field.name for field in dataclasses.fields(RunConfig)}
     others = {name: parsed.pop(name) for name in list(parsed) if name not in settings}
     return RunConfig.from_dict(parsed), others
@@ -180,7 +209,7 @@ def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tu
     except ConfigError as error:
         raise ConfigError(f"{', '.join(files)}: {error}") from error
     parser.set_defaults({key: checked[key] for key in given})
-    parsed = parser.parse_args(list(argv)).as_dict()
+    parsed = parser.parse_flags(argv).as_dict()
     parsed.pop("config")
     out = parsed.pop("out")
     return kind.from_dict(parsed), out
@@ -214,7 +243,7 @@ def _export(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
         "--name", default="best", help="which retrained network: best, best-2, ..., random, random-2, ..."
     )
     parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
-    return (parser.parse_args(list(argv)),)
+    return (parser.parse_flags(argv),)
 
 
 def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, TaskSettings, bool]:
@@ -235,7 +264,7 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
     parser.add_argument("--epochs", type=int, help="with --train: epochs of each training, the same in all calls")
     parser.add_argument("--interval", type=float, default=0.1, help="with --train: says what tau within +-this needs")
     _add_task_flags(parser)
-    parsed = parser.parse_args(list(argv)).as_dict()
+    parsed = parser.parse_flags(argv).as_dict()
     settings, dry_run = _task_settings(parsed)
     args = argparse.Namespace(**parsed)
     if (args.table is None) == (args.train is None):
@@ -255,15 +284,24 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
 
 def _report(parser: Parser, argv: Sequence[str]) -> tuple[Path]:
     parser.add_argument("--out", required=True, help="run directory")
-    return (Path(parser.parse_args(list(argv)).out),)
+    return (Path(parser.parse_flags(argv).out),)
 
 
-def _latency(parser: Parser, argv: Sequence[str]) -> tuple[LatencyConfig, str | None]:
-    parser.add_argument("--out", metavar="FILE", help="also write the rows as JSON, with machine, versions and ISA")
+def _latency(parser: Parser, argv: Sequence[str]) -> tuple[LatencyConfig, str]:
+    text = "the table, as JSON; one of another space, device or batch is not replaced"
+    parser.add_argument("--out", metavar="FILE", default="latency.json", help=text)
     parser.add_settings(LatencyConfig)
-    settings = parser.parse_args(list(argv)).as_dict()
+    settings = parser.parse_flags(argv).as_dict()
     out = settings.pop("out")
     return LatencyConfig(**settings), out
+
+
+def _step(parser: Parser, argv: Sequence[str]) -> tuple[StepTimesConfig, str | None]:
+    parser.add_argument("--out", metavar="FILE", help="also write the rows as JSON, with machine, versions and ISA")
+    parser.add_settings(StepTimesConfig)
+    settings = parser.parse_flags(argv).as_dict()
+    out = settings.pop("out")
+    return StepTimesConfig(**settings), out
 
 
 def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigBase, str | None]:
@@ -298,11 +336,11 @@ def _study_flags(
 
 def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:
     parser.add_settings(ProfileConfig)
-    return (ProfileConfig(**parser.parse_args(list(argv)).as_dict()),)
+    return (ProfileConfig(**parser.parse_flags(argv).as_dict()),)
 
 
 def _no_flags(parser: Parser, argv: Sequence[str]) -> tuple[()]:
-    parser.parse_args(list(argv))
+    parser.parse_flags(argv)
     return ()
 
 
@@ -316,6 +354,7 @@ _FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
     "rank": _rank,
     "report": _report,
     "latency": _latency,
+    "step": _step,
     **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _no_flags,

@@ -12,6 +12,7 @@ import traceback
 import types
 from collections.abc import Sequence
 
+from nasfast import __version__
 from nasfast.config import nearest
 from nasfast.runtime.files import NO_ROOM
 from nasfast.runtime.launcher import environment_rank
@@ -29,7 +30,8 @@ _COMMANDS = {
     "export": "files of a retrained network, ONNX included",
     "rank": "rank correlation of a predictor with trained accuracies, beside trivial baselines",
     "report": "write report.html of a run directory",
-    "latency": "the latency rows of the paper's Table 2 on this machine, beside the published figures",
+    "latency": "latency of every candidate on this machine, as a table for --search.max_latency_ms",
+    "step": "times of a training step: the rows of the paper's Table 2 on this machine, beside the published figures",
     **{name: command.text for name, command in registry.COMMANDS.items()},
     "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
@@ -45,7 +47,11 @@ _NO_ROOM_REMEDY = (
 
 def _usage() -> str:
     lines = [f"  {name:9} {text}" for name, text in _COMMANDS.items()]
-    return "usage: nasfast COMMAND [FLAGS]\n\n" + "\n".join(lines) + "\n\nflags of a command: nasfast COMMAND --help"
+    return (
+        "usage: nasfast COMMAND [FLAGS]\n\n"
+        + "\n".join(lines)
+        + "\n\nflags of a command: nasfast COMMAND --help; version: nasfast --version"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +86,9 @@ def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"nasfast {__version__}")
+        return 0
     command, *rest = argv
     if command not in _COMMANDS:
         print(f"nasfast: unknown command {command!r}; {nearest(command, _COMMANDS)}", file=sys.stderr)

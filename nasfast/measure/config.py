@@ -1,4 +1,4 @@
-"""Settings of the measurements of one training step."""
+"""Settings of the measurements of one training step, and of latencies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.measure.cards import get_card
-from nasfast.settings.checks import check_device
+from nasfast.settings.checks import check_common, check_device
 from nasfast.settings.supernet import MethodName
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
 from nasfast.spaces.cost import output_size
@@ -65,8 +65,8 @@ class StepConfig(ConfigBase):
 
 
 @dataclass(frozen=True)
-class LatencyConfig(StepConfig):
-    """Which step `latency` measures, and how often.
+class StepTimesConfig(StepConfig):
+    """Which step `step` measures, and how often.
 
     Attributes:
         rounds: timed steps per row, after two that are not timed.
@@ -83,6 +83,71 @@ class LatencyConfig(StepConfig):
             get_card(self.project)
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+
+
+@dataclass(frozen=True)
+class LatencyConfig(ConfigBase):
+    """Which latencies are measured, and how.
+
+    Attributes:
+        space: a layer-wise space: `mobilenet_v2`, ..., or the path of a YAML file, such as the space.yaml of a run.
+        num_classes: outputs of the classifier; null takes the space's.
+        resolution: height and width of the images in pixels; null takes the space's.
+        device: `cpu`, `cuda` or `cuda:N` (PyTorch), or `onnx` (onnxruntime).
+        compiled: whether PyTorch runs the networks through `torch.compile`.
+        provider: execution provider of onnxruntime.
+        dtype: `fp32` or `bf16`, the type of weights and images; onnxruntime has fp32.
+        batch: images per run.
+        threads: number of CPU threads; 0 takes the runtime's choice.
+        rounds: timed runs of every candidate and network, after two that are not timed.
+        calibrate: number of whole networks to which the sums over layers are fitted: the two with fewest and most MACs,
+            and random ones. 0 leaves the times of single layers as they are.
+        validate: number of other random architectures whose networks are timed and compared with the table.
+        clock: `wall`, or `cpu`, which is the processor time of one thread: on a busy machine it leaves out the time in
+            which other programs ran.
+        seed: seed of weights, images and random architectures.
+    """
+
+    space: str = "mobilenet_v2"
+    num_classes: int | None = None
+    resolution: int | None = None
+    device: str = "cpu"
+    compiled: bool = False
+    provider: str = "CPUExecutionProvider"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    batch: int = 1
+    threads: int = 0
+    rounds: int = 30
+    calibrate: int = 8
+    validate: int = 0
+    clock: Literal["wall", "cpu"] = "wall"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_common(self.threads, self.seed, batch=self.batch, rounds=self.rounds)
+        if self.device == "auto":
+            raise ValueError("device must be cpu, cuda, cuda:N or onnx, because a table is of one device; got 'auto'")
+        if self.device != "onnx":
+            check_device(self.device)
+        elif self.compiled or self.dtype != "fp32":
+            raise ValueError("device='onnx' runs fp32 files of onnxruntime: leave out compiled and dtype")
+        if self.calibrate != 0 and self.calibrate < 4:
+            raise ValueError(f"calibrate must be 0 or at least 4, because two numbers are fitted, got {self.calibrate}")
+        if self.validate < 0:
+            raise ValueError(f"validate must not be negative, got {self.validate}")
+        if self.clock == "cpu" and (self.threads != 1 or self.device.startswith("cuda")):
+            raise ValueError(
+                f"clock='cpu' needs threads=1 and a CPU, got threads={self.threads} and device={self.device!r}: the "
+                "processor time of several threads is not a latency"
+            )
+
+    def resolve(self) -> SearchSpace:
+        """The space.
+
+        Raises:
+            ConfigError: the space is unknown, is one of cells, or its YAML file cannot be read.
+        """
+        return get_space(self.space, num_classes=self.num_classes, resolution=self.resolution)
 
 
 @dataclass(frozen=True)

@@ -1,222 +1,380 @@
-"""The latency rows of the paper's Table 2, measured on this machine, beside the published figures."""
+"""`nasfast latency`: the times of all candidates of a space on this machine, as a table that a search can take.
+
+Every candidate is timed alone at its shapes. What that adds or hides is fitted to the times of a few whole networks:
+T = scale * (sum of the parts) + (number of parts) * per_part. Both numbers go into the entries, so that the table stays
+additive. docs/latency.md says what such a table can tell.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from nasfast.config import ConfigError
-from nasfast.engine import GraphEngine
-from nasfast.measure.cards import Card, get_card
 from nasfast.measure.config import LatencyConfig
+from nasfast.measure.deployed import deployed
 from nasfast.measure.doctor import environment
-from nasfast.measure.floor import measure_machine, trace
-from nasfast.measure.projection import Projection, kernels_of, passes_of, project
-from nasfast.measure.timing import (
-    EngineStep,
-    GraphedStep,
-    TrainingStep,
-    machine,
-    measure,
-    measuring,
-    random_batch,
-)
+from nasfast.measure.timing import machine, measure, measuring
+from nasfast.runtime import moved
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
-from nasfast.settings.supernet import METHODS, MethodName
-from nasfast.spaces import Arch, SearchSpace, format_arch
-from nasfast.supernet import StandaloneNetwork, Supernet
+from nasfast.runtime.onnx import check_provider
+from nasfast.spaces import SKIP, Arch, CostTable, SearchSpace, UniformSampler, format_arch
+from nasfast.spaces.cost import output_size
+from nasfast.spaces.cost_table import FORMAT, table_of
+from nasfast.supernet import StandaloneNetwork, build
 
 _LOG = logging.getLogger(__name__)
 
-PUBLISHED_MS = {"spos": 137.4, "bnnas": 96.3, "dinas_paper": 93.1}
-"""Published ms per step by method: Table 2, column latency, rows SPOS, BNNAS(S), and Ours(F) with layer indicators."""
+# draws of an architecture that was not drawn before
+_TRIES = 100
+_STEM, _HEAD = "stem", "head and classifier"
+# settings and places that must agree before a file is replaced
+_SAME = ("fingerprint", "device", "runtime", "batch")
 
-PUBLISHED = (
-    "published: DI-NAS paper, Table 2; ms of one complete forward and backward propagation, NVIDIA GeForce RTX 3080, "
-    "batch 32;\nits path, resolution and number type are not stated"
-)
 
-_OURS = "DI-NAS, nasfast ops"
-# row, method, whether it uses the operators of nasfast, and how it runs
-_ROWS: tuple[tuple[str, MethodName, bool, str], ...] = (
-    ("SPOS", "spos", False, "eager"),
-    ("BNNAS", "bnnas", False, "eager"),
-    ("DI-NAS, reference ops", "dinas_paper", False, "eager"),
-    (_OURS, "dinas_paper", True, "eager"),
-)
-_GRAPH_ROWS: tuple[tuple[str, MethodName, bool, str], ...] = (
-    ("DI-NAS, torch graph", "dinas_paper", False, "graph"),
-    ("DI-NAS, nasfast engine", "dinas_paper", True, "engine"),
-)
-_GRAPH_NOTE = (
-    "torch graph: forward and backward of this one path on the reference ops, as one CUDA graph;\n"
-    "nasfast engine: CUDA graphs per layer and candidate, which serve every path"
-)
+class _Head(nn.Module):
+    """What follows the searchable layers: (N, C, H, W) -> logits (N, num_classes)."""
+
+    def __init__(self, network: StandaloneNetwork) -> None:
+        super().__init__()
+        self.head, self.classifier = network.head, network.classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.head(x).mean((2, 3)))
 
 
 @dataclass(frozen=True)
-class LatencyRow:
-    """The times of one method.
+class Parts:
+    """The parts of all networks of a space, each once.
 
     Attributes:
-        name: name of the row.
-        method: method of `nasfast.settings.supernet.METHODS`.
-        trainable: what trains.
-        times: phase (`forward`, `backward`, `step`) -> `median_ms`, `q20_ms`, `q80_ms`; rows on CUDA graphs have only
-            `step`.
-        published_ms: the paper's ms per step; None if it has none.
+        modules: name -> module and the shape (C, H, W) of its input.
+        of_layers: for each layer, option -> name of its part; None for an identity, which takes no time.
     """
 
-    name: str
-    method: str
-    trainable: str
-    times: dict[str, dict[str, float]]
-    published_ms: float | None
+    modules: dict[str, tuple[nn.Module, tuple[int, int, int]]]
+    of_layers: tuple[dict[int, str | None], ...]
 
-    @property
-    def step_ms(self) -> float:
-        """Median ms of the step."""
-        return self.times["step"]["median_ms"]
+    def of(self, arch: Arch) -> list[str]:
+        """The names of the parts of a network."""
+        chosen = (row[choice] for row, choice in zip(self.of_layers, arch, strict=True))
+        return [*(name for name in (_STEM, _HEAD) if name in self.modules), *(name for name in chosen if name)]
+
+
+def parts_of(space: SearchSpace, *, seed: int = 0) -> Parts:
+    """The parts of a space; layers of equal shapes share those of equal candidates.
+
+    They are taken from whole networks, so that they are what a network runs.
+    """
+    side = output_size(space.layers[-1].size, space.layers[-1].stride)
+    modules: dict[str, tuple[nn.Module, tuple[int, int, int]]] = {}
+    of_layers: list[dict[int, str | None]] = [{} for _ in space.layers]
+    names: dict[object, str | None] = {}
+    for number in range(max(map(len, space.options))):
+        arch = tuple(options[min(number, len(options) - 1)] for options in space.options)
+        network = _network(space, arch, seed)
+        if number == 0:
+            if len(network.stem):
+                modules[_STEM] = network.stem, (space.in_channels, space.resolution, space.resolution)
+            modules[_HEAD] = _Head(network), (space.layers[-1].out_channels, side, side)
+        for i, (layer, choice, module) in enumerate(zip(space.layers, arch, network.blocks, strict=True)):
+            block = None if choice == SKIP else layer.choices[choice]
+            shapes = (layer.in_channels, layer.out_channels, layer.stride, layer.size, layer.activation)
+            if (block, shapes) not in names:
+                name = None if isinstance(module, nn.Identity) else f"layer {i}, {layer.label(choice)}"
+                names[block, shapes] = name
+                if name is not None:
+                    modules[name] = module, (layer.in_channels, layer.size, layer.size)
+            of_layers[i][choice] = names[block, shapes]
+    return Parts(modules, tuple(of_layers))
+
+
+def _network(space: SearchSpace, arch: Arch, seed: int) -> StandaloneNetwork:
+    network = build(space, arch, init="he", seed=seed)
+    assert isinstance(network, StandaloneNetwork)  # the network of a space of layers
+    return network
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the time of a network follows from the times of its parts: scale * sum + parts * per_part, in ms.
+
+    Attributes:
+        scale: below 1 where parts run faster in a network than alone, above 1 where they run slower.
+        per_part: what every part adds; below 0 where timing a part alone adds the overhead of a call.
+    """
+
+    scale: float = 1.0
+    per_part: float = 0.0
+
+    @classmethod
+    def of(cls, sums: Sequence[float], counts: Sequence[int], measured: Sequence[float]) -> Fit:
+        """The least squares of the relative errors over some networks.
+
+        Args:
+            sums: for each network, the sum of the times of its parts in ms.
+            counts: for each network, the number of its parts.
+            measured: its time in ms.
+
+        Raises:
+            RuntimeError: the times of networks do not grow with those of their parts.
+        """
+        rows = np.array([sums, counts], float).T / np.array(measured)[:, None]
+        scale, per_part = map(float, np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0])
+        if not scale > 0:
+            raise RuntimeError(
+                f"the times of {len(measured)} networks do not grow with those of their layers (scale {scale:.2f}): "
+                "the machine was too busy, or too few networks were timed: give more --rounds or --calibrate"
+            )
+        return cls(scale, per_part)
+
+    def value(self, milliseconds: float) -> float:
+        """What a part adds to the time of a network."""
+        return max(0.0, self.scale * milliseconds + self.per_part)
 
 
 @dataclass(frozen=True)
 class LatencyReport:
-    """The rows, the step that was measured, and the machine; `str` of a report is a table."""
+    """A measured table; `str` of a report is a text for a terminal.
 
-    config: LatencyConfig
+    Attributes:
+        form: the content of the file, which `nasfast.spaces.read_cost_table` reads.
+        space: the space.
+    """
+
+    form: dict[str, Any]
     space: SearchSpace
-    path: Arch
-    rows: tuple[LatencyRow, ...]
-    machine: dict[str, Any]
-    environment: dict[str, list[str]]
-    projection: Projection | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """All contents as JSON; the published figures have a label."""
-        return {
-            "config": self.config.to_dict(),
-            "space": self.space.name,
-            "resolution": self.space.resolution,
-            "path": format_arch(self.path),
-            "macs_per_image": self.space.cost(self.path).macs,
-            "rows": [asdict(row) for row in self.rows],
-            "published": PUBLISHED,
-            "machine": self.machine,
-            "environment": self.environment,
-            "projection": None
-            if self.projection is None
-            else {"label": "PROJECTION, not measured", "step_ms": self.projection.step_ms, **asdict(self.projection)},
-        }
+    @property
+    def table(self) -> CostTable:
+        """The table as a search takes it."""
+        return table_of(self.form, self.space)
 
     def save(self, path: str | Path) -> None:
-        """Write `to_dict` to a file."""
-        write_atomic(Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
+        """Write the file; an older one of the same space, device, runtime and batch is replaced.
+
+        Raises:
+            ConfigError: there is one of another.
+        """
+        check_replaceable(path, self.form)
+        write_atomic(Path(path), (json.dumps(self.form, indent=1) + "\n").encode())
 
     def __str__(self) -> str:
-        cfg, first = self.config, self.rows[0]
-        where = self.machine["gpu"] if self.machine["device"].startswith("cuda") else self.machine["cpu"]
+        form, table = self.form, self.table
+        rows = [[row[v] for v in options] for row, options in zip(table.integers, self.space.options, strict=True)]
+        least, most = table.value(sum(map(min, rows))), table.value(sum(map(max, rows)))
         lines = [
-            f"one training step, forward and backward, in ms: {self.space.name}, batch {cfg.batch}, "
-            f"{self.space.resolution} x {self.space.resolution}, {cfg.dtype}",
-            f"path [{format_arch(self.path)}], {self.space.cost(self.path).macs / 1e6:.0f} million MACs per image",
-            f"machine: {where}, {self.machine['threads']} threads, {self.machine['cpu_capability']}, "
-            f"nasfast {self.machine['nasfast_isa'] or 'without native kernels'}, torch {self.machine['torch']}",
+            f"latency in ms of {self.space.name}, {self.space.resolution} x {self.space.resolution}: {form['about']}",
+            f"{len(form['parts'])} different parts, {form['rounds']} interleaved rounds, medians",
             "",
-            f"{'':22} {'trains':>10} {'forward':>9} {'backward':>9} {'step':>9} {'q20 - q80':>17} {'per image':>9} "
-            f"{'/ SPOS':>7} | {'published':>9} {'/ SPOS':>7}",
         ]
-        for row in self.rows:
-            step = row.times["step"]
-            quantiles = f"{step['q20_ms']:.1f} - {step['q80_ms']:.1f}"
-            published = f"{'-':>9} {'-':>7}"
-            if row.published_ms is not None:
-                published = f"{row.published_ms:9.1f} {row.published_ms / PUBLISHED_MS['spos']:7.2f}"
-            forward, backward = (
-                f"{row.times[phase]['median_ms']:9.1f}" if phase in row.times else f"{'-':>9}"
-                for phase in ("forward", "backward")
-            )
+        values: dict[int, list[str]] = {}
+        for entry in form["entries"]:
+            values.setdefault(entry["layer"], []).append(f"{entry['label']} {entry['value']:.3f}")
+        lines += [f"layer {i:2}: {', '.join(texts)}" for i, texts in values.items()]
+        lines += [
+            f"stem, head and classifier: {form['fixed']:.3f}",
+            f"whole networks: {least:.2f} to {most:.2f}",
+        ]
+        fit = form["fit"]
+        if fit["networks"]:
             lines.append(
-                f"{row.name:22} {row.trainable:>10} {forward} {backward} {row.step_ms:9.1f} {quantiles:>17} "
-                f"{row.step_ms / cfg.batch:9.2f} {row.step_ms / first.step_ms:7.2f} | {published}"
+                f"fitted to {len(fit['networks'])} whole networks: {fit['scale']:.3f} times the sum of the parts "
+                f"{'+' if fit['per_part_ms'] >= 0 else '-'} {abs(fit['per_part_ms']):.4f} per part"
             )
-        return "\n".join(
-            [
-                *lines,
-                "",
-                PUBLISHED,
-                "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",
-                *([_GRAPH_NOTE] if len(self.rows) > len(_ROWS) else []),
-                "times are medians over interleaved rounds",
-                *([] if self.projection is None else ["", str(self.projection)]),
-            ]
-        )
+        return "\n".join([*lines, *_validation_lines(form["validation"])])
+
+
+def _validation_lines(validation: Mapping[str, Any] | None) -> list[str]:
+    if validation is None:
+        return ["not validated: --validate 20 compares the table with the times of 20 random networks"]
+    error = validation["error"]
+    lines = [
+        f"predicted against measured on {len(validation['networks'])} random networks: relative error "
+        f"{error['median']:.1%} median, {error['q80']:.1%} for 80 % of them, {error['max']:.1%} at most; "
+        f"predictions are {error['bias']:+.1%} in the median"
+    ]
+    if "median_by_macs" in error:
+        lines.append(f"a line in the MACs, fitted to the same networks: {error['median_by_macs']:.1%} median")
+    return lines + [
+        f"  {row['predicted_ms']:8.2f} against {row['median_ms']:8.2f} ({row['q20_ms']:.2f} - {row['q80_ms']:.2f})  "
+        f"[{row['arch']}]"
+        for row in validation["networks"]
+    ]
+
+
+def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:
+    """Refuse to replace a table of another space, device, runtime or batch.
+
+    Raises:
+        ConfigError: the file is such a table, or is no table at all.
+    """
+    if not Path(path).exists():
+        return
+    try:
+        old = json.loads(Path(path).read_text(encoding="utf-8"))
+        changes = [f"{key} {old[key]!r}, not {form[key]!r}" for key in _SAME if old[key] != form[key]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} exists and is no table of latencies: choose another --out") from error
+    if changes:
+        raise ConfigError(f"{path} is a table of {old['space']!r} with {', '.join(changes)}: choose another --out")
+
+
+def head_of(cfg: LatencyConfig, space: SearchSpace) -> dict[str, Any]:
+    """The part of a file that says what is measured; it is known before the measurement."""
+    device = cfg.device.partition(":")[0]
+    return {
+        "format": FORMAT,
+        "quantity": "latency",
+        "unit": "ms",
+        "space": space.name,
+        "fingerprint": space.fingerprint,
+        "resolution": space.resolution,
+        "num_classes": space.num_classes,
+        "device": device,
+        "runtime": f"onnxruntime {cfg.provider}" if device == "onnx" else "compiled" if cfg.compiled else "eager",
+        "batch": cfg.batch,
+        "clock": cfg.clock,
+    }
 
 
 def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
-    """Time one training step of SPOS, BN-NAS and DI-NAS on plain PyTorch, and of DI-NAS on the operators of nasfast.
-
-    All rows run the same path of the same space on the same images, interleaved in this process. A step is forward,
-    cross entropy and backward, as in the paper, without the optimiser's update. On a GPU, DI-NAS also runs on CUDA
-    graphs: PyTorch's graph of this one path, and the graphs of nasfast's engine.
+    """Time every candidate of every layer at its shapes, and whole networks, interleaved; make a table of latencies.
 
     Raises:
-        ConfigError: the space is unknown, the device does not exist, or a projection is asked for without a GPU.
-        ArchError: the path does not belong to the space.
-        EngineError: the engine's buffers do not fit the GPU's memory, or something cannot be captured.
-        ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
+        ConfigError: the space is unknown or too small for the networks asked for, the device does not exist, or
+            onnxruntime has no such provider.
+        RuntimeError: the extra `onnx` is missing, a network cannot be exported or compiled, or the times contradict
+            each other.
     """
-    space, path = cfg.resolve()
-    images, labels = random_batch(space, cfg.batch, device=torch_device(cfg.device), seed=cfg.seed)
-    if cfg.project is not None and images.device.type != "cuda":
-        raise ConfigError(
-            f"project={cfg.project!r} scales kernels that were measured on a GPU, and this runs on {images.device}: "
-            "use a machine with a GPU, or leave project out"
-        )
-    rows = _ROWS + (_GRAPH_ROWS if images.device.type == "cuda" else ())
-    steps: dict[str, TrainingStep | GraphedStep | EngineStep] = {}
-    eager, trainable = {}, {}
+    space = cfg.resolve()
+    if cfg.device == "onnx":
+        check_provider(cfg.provider)
+    else:
+        torch_device(cfg.device)
+    archs = _architectures(space, cfg)
     with measuring(cfg.threads):
-        for name, method, fused, how in rows:
-            preset = METHODS[method]
-            net = Supernet(
-                space, init=preset.init, layer_indicators=preset.layer_indicators, fused=fused, seed=cfg.seed
-            )
-            trainable[name] = net.freeze(preset.trainable).trainable
-            net.to(images.device).to(memory_format=torch.channels_last).train()
-            bf16 = cfg.dtype == "bf16"
-            if how == "engine":
-                steps[name] = EngineStep(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
-                continue
-            eager[name] = TrainingStep(net, images, labels, path=path, bf16=bf16)
-            steps[name] = GraphedStep(eager[name]) if how == "graph" else eager[name]
-        _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
-        times = measure(steps, rounds=cfg.rounds)
-        measured_on = {"device": str(images.device), **machine()}
-        projection = None
-        if cfg.project is not None:
-            projection = _project(cfg, get_card(cfg.project), space, path, eager[_OURS], times)
-    # the paper has no figures for nasfast's operators or for graphs
-    measured = tuple(
-        LatencyRow(
-            name, method, trainable[name], times[name], None if fused or how != "eager" else PUBLISHED_MS[method]
+        parts = parts_of(space, seed=cfg.seed)
+        work = {name: deployed(module, _images(cfg, shape), cfg) for name, (module, shape) in parts.modules.items()}
+        shape = (space.in_channels, space.resolution, space.resolution)
+        for arch in archs:
+            network = _network(space, arch, cfg.seed)
+            work[format_arch(arch)] = deployed(network, _images(cfg, shape), cfg)
+        _LOG.info("timing %d parts and %d networks, %d rounds", len(parts.modules), len(archs), cfg.rounds)
+        times = {name: phases["run"] for name, phases in measure(work, rounds=cfg.rounds).items()}
+        where = machine()
+    fitted, validated = archs[: cfg.calibrate], archs[cfg.calibrate :]
+    medians = {name: summary["median_ms"] for name, summary in times.items()}
+    sums = [sum(medians[name] for name in parts.of(arch)) for arch in fitted]
+    counts = [len(parts.of(arch)) for arch in fitted]
+    fit = Fit.of(sums, counts, [medians[format_arch(arch)] for arch in fitted]) if fitted else Fit()
+    form = {
+        **head_of(cfg, space),
+        "about": "",
+        "fixed": sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians),
+        "entries": list(_entries(space, parts, times, fit)),
+        "parts": {name: times[name] for name in parts.modules},
+        "fit": {
+            "scale": fit.scale,
+            "per_part_ms": fit.per_part,
+            "networks": [{"arch": format_arch(arch), **times[format_arch(arch)]} for arch in fitted],
+        },
+        "rounds": cfg.rounds,
+        "config": cfg.to_dict(),
+        "machine": where,
+        "environment": environment(),
+        "validation": None,
+    }
+    if validated:
+        form["validation"] = _validation(table_of(form, space), space, fitted, validated, times)
+    form["about"] = _about(form)
+    return LatencyReport(form, space)
+
+
+def _images(cfg: LatencyConfig, shape: tuple[int, int, int]) -> Tensor:
+    return torch.randn(cfg.batch, *shape, generator=torch.Generator().manual_seed(cfg.seed))
+
+
+def _architectures(space: SearchSpace, cfg: LatencyConfig) -> list[Arch]:
+    """Different architectures: those to which sums are fitted, then those that validate.
+
+    The extremes are among the former, because a search under a limit goes there.
+    """
+    wanted = cfg.calibrate + cfg.validate
+    if wanted > space.cardinality:
+        raise ConfigError(
+            f"space {space.name!r} has {space.cardinality} architectures, and {wanted} different ones are to be timed: "
+            "lower --calibrate or --validate"
         )
-        for name, method, fused, how in rows
+    extremes = (
+        tuple(extreme(row, key=lambda choice: row[choice].macs) for row in space.cost_table) for extreme in (min, max)
     )
-    return LatencyReport(cfg, space, path, measured, measured_on, environment(), projection)
+    found = dict.fromkeys(list(extremes)[: cfg.calibrate])
+    sampler = UniformSampler(space, seed=cfg.seed)
+    for _ in range(_TRIES * wanted):
+        if len(found) >= wanted:
+            break
+        found.setdefault(sampler.step()[0])
+    if len(found) < wanted:
+        raise ConfigError(f"{_TRIES * wanted} draws gave only {len(found)} different architectures: lower --validate")
+    return list(found)
 
 
-def _project(
-    cfg: LatencyConfig, card: Card, space: SearchSpace, path: Arch, step: TrainingStep, times: dict[str, dict]
-) -> Projection:
-    """Project the row on nasfast's operators to another card."""
-    device = step.images.device
-    traced = trace(lambda: StandaloneNetwork(space, path), tuple(step.images.shape))
-    here = measure_machine(torch.bfloat16 if cfg.dtype == "bf16" else torch.float32, device=device)
-    passes = passes_of(kernels_of(step, device), traced)
-    return project(passes, times[_OURS]["step"]["median_ms"], here, card, cfg.dtype)
+def _entries(
+    space: SearchSpace, parts: Parts, times: Mapping[str, dict[str, float]], fit: Fit
+) -> Iterator[dict[str, Any]]:
+    for i, row in enumerate(parts.of_layers):
+        for choice, name in sorted(row.items()):
+            value = 0.0 if name is None else fit.value(times[name]["median_ms"])
+            yield {"layer": i, "choice": choice, "label": space.label(i, choice), "value": value, "part": name}
+
+
+def _validation(
+    table: CostTable,
+    space: SearchSpace,
+    fitted: Sequence[Arch],
+    archs: Sequence[Arch],
+    times: Mapping[str, dict[str, float]],
+) -> dict[str, Any]:
+    """Predicted and measured times of architectures that were not fitted, and quantiles of the relative error.
+
+    A line in the MACs, fitted to the same networks as the table, is the baseline that the table must beat.
+    """
+    rows = [{"arch": format_arch(a), "predicted_ms": table.cost(a), **times[format_arch(a)]} for a in archs]
+    measured = np.array([row["median_ms"] for row in rows])
+    signed = np.array([row["predicted_ms"] for row in rows]) / measured - 1
+    median, q80, most = np.quantile(np.abs(signed), (0.5, 0.8, 1))
+    error = {"median": float(median), "q80": float(q80), "max": float(most), "bias": float(np.median(signed))}
+    if fitted:
+        macs = [[space.cost(arch).macs, 1] for arch in fitted]
+        line = np.linalg.lstsq(macs, [times[format_arch(arch)]["median_ms"] for arch in fitted], rcond=None)[0]
+        by_macs = np.array([[space.cost(arch).macs, 1] for arch in archs]) @ line / measured - 1
+        error["median_by_macs"] = float(np.median(np.abs(by_macs)))
+    return {"error": error, "networks": rows}
+
+
+def _about(form: Mapping[str, Any]) -> str:
+    """One line on the origin of the table."""
+    where = form["machine"]
+    on_gpu = form["device"] == "cuda"
+    device = where["gpu"] if on_gpu else f"{where['cpu']}, {form['config']['threads'] or where['threads']} threads"
+    text = f"{form['device']} ({form['runtime']}), batch {form['batch']}, {device}"
+    if form["clock"] == "cpu":
+        text += ", processor time"
+    if form["validation"] is None:
+        return f"{text}; not validated"
+    count, error = len(form["validation"]["networks"]), form["validation"]["error"]["median"]
+    return f"{text}; median error {error:.1%} on {count} random networks"
+
+
+__getattr__ = partial(moved.find, __name__)

@@ -1,6 +1,6 @@
 """One training step of a supernet as the unit of measurement, and the interleaved timing of variants.
 
-`nasfast latency`, `nasfast profile` and the benchmarks use it.
+`nasfast step`, `nasfast profile` and the benchmarks use it.
 """
 
 from __future__ import annotations
@@ -98,12 +98,14 @@ class TrainingStep:
         return {name: ms / 1e3 for name, ms in {**phases, "step": start.elapsed_time(end)}.items()}
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call; on a GPU, between events around the work it queues, all of it on the current stream."""
+def seconds_of(
+    work: Callable[[], object], device: torch.device, *, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds of one call by a clock; on a GPU, between events around the work it queues on the current stream."""
     if device.type != "cuda":
-        start = time.perf_counter()
+        start = clock()
         work()
-        return time.perf_counter() - start
+        return clock() - start
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)

@@ -11,6 +11,7 @@ import torch
 import nasfast.cells.network  # noqa: F401  registers the networks of cells with standalone_network
 from nasfast.config import nearest
 from nasfast.runtime.files import temporary_beside, write_atomic
+from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx, write_onnx
 from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
 from nasfast.supernet import ArchNetwork, standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
@@ -102,12 +103,7 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
     Raises:
         RuntimeError: the extra `onnx` is not installed, or onnxruntime and PyTorch disagree.
     """
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(f"ONNX export needs {error.name}: pip install 'nasfast[onnx]'") from error
+    require_onnx()
     path, space = Path(path), network.space
     network = network.eval().cpu()
     images = torch.randn(
@@ -118,20 +114,8 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
         expected = network(images)
     unchecked = temporary_beside(path)
     try:
-        torch.onnx.export(
-            network,
-            (images,),
-            str(unchecked),
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
-        # the content is given, because onnxruntime takes every file name to be UTF-8
-        session = onnxruntime.InferenceSession(unchecked.read_bytes(), providers=["CPUExecutionProvider"])
-        (got,) = session.run(["logits"], {"images": images.numpy()})
+        write_onnx(network, images, unchecked)
+        (got,) = open_session(unchecked).run([OUTPUT], {INPUT: images.numpy()})
         difference = ((torch.from_numpy(got) - expected).abs().max() / expected.abs().max()).item()
         if not difference <= _ONNX_TOLERANCE:
             raise RuntimeError(

@@ -26,7 +26,6 @@ MODULES = {
     "nasfast.files": "nasfast.runtime.files",
     "nasfast.floor": "nasfast.measure.floor",
     "nasfast.isometry": "nasfast.studies.isometry",
-    "nasfast.latency": "nasfast.measure.latency",
     "nasfast.lock": "nasfast.runtime.lock",
     "nasfast.moments": "nasfast.studies.moments",
     "nasfast.profile": "nasfast.measure.profile",
@@ -53,6 +52,10 @@ NAMES = _by_name(
     {
         "nasfast.cells": {"nasfast.spaces:BUILDERS": "CELL_SPACES"},
         "nasfast.data.datasets": {"nasfast.data.digits": "DigitsSource"},
+        "nasfast.measure.latency": {
+            "nasfast.measure.step_times": "PUBLISHED PUBLISHED_MS",
+            "nasfast.measure.step_times:StepTimesRow": "LatencyRow",
+        },
         "nasfast.measure.projection": {"nasfast.measure.cards": "CARDS get_card"},
         "nasfast.measure.timing": {"nasfast.measure.config": "StepConfig"},
         "nasfast.nasi": {

@@ -115,7 +115,8 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
     if len(good) >= LEAST_SEEDS:
         tables = [IndicatorTable.load(cfg.run_dir / name / TABLE_FILE) for name in good]
         search = cfg.search
-        found = agreement(tables, search.limits, k=search.top_k, allow_identity=search.allow_identity)
+        limits = search.limits_in(tables[0].space)
+        found = agreement(tables, limits, k=search.top_k, allow_identity=search.allow_identity)
         trained = _retrain(cfg, runner, networks(cfg, tables[0].space, found.top[0].arch, seeds), tables[0].space)
     elif not runner.time_is_over:
         raise TaskError(

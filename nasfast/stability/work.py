@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from nasfast import pipeline
 from nasfast.indicators.structure import structure_table
 from nasfast.retrain import retrain
 from nasfast.run_inputs import image_loaders
-from nasfast.search import Limits, equal_cost_peers, top_k
+from nasfast.search import equal_cost_peers, top_k
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
@@ -99,7 +100,8 @@ def rivals(cfg: RunConfig, space: SearchSpace, answer: Arch) -> dict[str, Arch]:
     """
     search = cfg.search
     macs = space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
-    limits = Limits(min(macs, search.max_macs or macs), search.max_params)
+    given = search.limits_in(space)
+    limits = dataclasses.replace(given, max_macs=min(macs, given.max_macs or macs))
     table = structure_table(space, "sqrt_size")
     found = {"structure": top_k(table, space, limits, k=1)[0].arch}
     peers = equal_cost_peers(
@@ -107,7 +109,7 @@ def rivals(cfg: RunConfig, space: SearchSpace, answer: Arch) -> dict[str, Arch]:
         random.Random(cfg.seed),
         answer,
         cfg.retrain.random_architectures,
-        limits=search.limits,
+        limits=given,
         allow_identity=search.allow_identity,
     )
     return found | {"random" if i == 0 else f"random-{i + 1}": arch for i, arch in enumerate(peers)}

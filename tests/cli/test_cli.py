@@ -20,7 +20,7 @@ from nasfast.cli import main as cli
 from nasfast.cli.flags import _FLAGS, Parser
 from nasfast.cli.main import main
 from nasfast.config import load_yaml
-from nasfast.measure.config import LatencyConfig, ProfileConfig
+from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import save_model
 from nasfast.runtime.distributed import SINGLE
@@ -169,6 +169,8 @@ def test_an_absent_config_file(tmp_path, capsys):
         (["--train.precision", "fp8"], "precision"),
         (["--data.mean", "[1, 2]"], "'data.mean': expected 3 values, got 2\n"),
         (["--search.max_macs", "many"], "'search.max_macs': expected float, got 'many'\n"),
+        (["--search.max_macs", "2.4X"], "'search.max_macs': expected float, got '2.4X'\n"),
+        (["--search", "3"], "--search is a group of settings: give one of them, --search.NAME\n"),
     ],
 )
 def test_a_wrong_flag_exits_with_2(capsys, flags, message):
@@ -314,7 +316,9 @@ def test_help_of_stages_explains_every_setting(capsys, command):
     assert ("--resume" in text) == (command in ("run", "supernet", "retrain"))
 
 
-@pytest.mark.parametrize("config", [RunConfig, LatencyConfig, ProfileConfig, *registry.names()], ids=str)
+@pytest.mark.parametrize(
+    "config", [RunConfig, LatencyConfig, StepTimesConfig, ProfileConfig, *registry.names()], ids=str
+)
 def test_every_flag_has_a_help_text(config):
     parser = Parser("run", "")
     parser.add_class_arguments(registry.find(config).load("config") if isinstance(config, str) else config)
@@ -337,9 +341,9 @@ def test_doctor(capsys):
 SMALL_STEP = ["--space", "digits_mini", "--batch", "2", "--resolution", "16", "--device", "cpu"]
 
 
-def test_latency(tmp_path, capsys):
-    out = tmp_path / "latency.json"
-    assert main(["latency", *SMALL_STEP, "--rounds", "1", "--out", str(out)]) == 0
+def test_step(tmp_path, capsys):
+    out = tmp_path / "step.json"
+    assert main(["step", *SMALL_STEP, "--rounds", "1", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     for words in ("DI-NAS, nasfast ops", "published: DI-NAS paper, Table 2", "RTX 3080", f"written: {out}"):
         assert words in text
@@ -354,7 +358,7 @@ def test_profile(tmp_path, capsys):
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
 
 
-@pytest.mark.parametrize("command", ["latency", "profile"])
+@pytest.mark.parametrize("command", ["step", "profile"])
 def test_a_path_of_another_space_is_refused(capsys, command):
     assert main([command, "--space", "digits_mini", "--path", "0 1"]) == 1
     assert "must have 6 values, got 2" in capsys.readouterr().err

@@ -6,10 +6,10 @@ import pytest
 
 from nasfast.config import ConfigError
 from nasfast.measure.cards import CARDS, Card, get_card
-from nasfast.measure.config import LatencyConfig
+from nasfast.measure.config import StepTimesConfig
 from nasfast.measure.floor import Conv, Machine, conv_floor, trace
-from nasfast.measure.latency import latency
 from nasfast.measure.projection import Pass, passes_of, project
+from nasfast.measure.step_times import step_times
 from nasfast.spaces import digits_mini, mean_path
 from nasfast.supernet import StandaloneNetwork
 
@@ -61,7 +61,7 @@ def test_kernels_are_matched_with_the_convolutions_of_the_network():
 
 def test_unknown_cards_and_cpus_are_refused():
     with pytest.raises(ConfigError, match="unknown card 'rtx3081'.*rtx3080"):
-        LatencyConfig(project="rtx3081")
+        StepTimesConfig(project="rtx3081")
     with pytest.raises(ConfigError, match="scales kernels that were measured on a GPU, and this runs on cpu"):
-        latency(LatencyConfig(space="digits_mini", batch=2, project="rtx3080"))
+        step_times(StepTimesConfig(space="digits_mini", batch=2, project="rtx3080"))
     assert all(card.bf16 > card.bytes and card.fp32 <= card.bf16 for card in CARDS.values())

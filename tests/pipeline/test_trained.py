@@ -43,7 +43,7 @@ def test_a_sample_is_trained_once_and_grows(settings, capsys):
     assert main([*command, "--train", "10"]) == 0
     first = read_accuracies(out / "accuracies.json", trained.space_of(settings))
     space = trained.space_of(settings)
-    assert list(first) == stratified_sample(space, 10, limits=settings.search.limits, seed=3)
+    assert list(first) == stratified_sample(space, 10, limits=settings.search.limits_in(space), seed=3)
     assert all(0 < accuracy < 100 for accuracy in first.values()) and len(set(first.values())) > 3
     shown = capsys.readouterr().out
     assert "10 trained architectures" in shown and "naswot" in shown and "sqrt_size" in shown

@@ -141,10 +141,10 @@ def test_a_stratified_sample_has_its_share_of_every_cost_and_grows_at_its_end():
     cheapest, dearest = ends(space, "macs")
     limits = Limits(max_macs=(cheapest + 2 * dearest) / 3)
     sample = stratified_sample(space, 64, limits=limits, seed=5)
-    assert len(set(sample)) == 64 and all(limits.admits(space.cost(a)) for a in sample)
+    assert len(set(sample)) == 64 and all(limits.admits(space.cost(a), a) for a in sample)
     assert stratified_sample(space, 10, limits=limits, seed=5) == sample[:10]
     assert stratified_sample(space, 10, limits=limits, seed=6) != sample[:10]
-    every = sorted(space.cost(a).macs for a in product(range(3), repeat=8) if limits.admits(space.cost(a)))
+    every = sorted(space.cost(a).macs for a in product(range(3), repeat=8) if limits.admits(space.cost(a), a))
     # of 16 equal parts of the space, each has 4 of 64; the draws and the borders may move one or two
     parts = Counter(bisect_left(every, space.cost(a).macs) * 16 // len(every) for a in sample)
     assert len(parts) == 16 and max(parts.values()) <= 6

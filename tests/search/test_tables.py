@@ -81,8 +81,17 @@ def test_the_search_by_name_and_by_evolution(small_space, all_archs, make_table,
     best = max((a for a in all_archs if exact_cost(form, a) <= limit), key=scores.score)
     (found,) = search(scores, small_space, max_latency_ms=limit, latency_table=path, top_k=1)
     assert (found.arch, found.values) == (best, (float(exact_cost(form, best)),))
-    config = SearchConfig(method="evolution", top_k=3, max_latency_ms=limit, latency_table=str(path), population=20,
-                          generations=3, parents=5, crossovers=8, mutations=8)  # fmt: skip
+    config = SearchConfig(
+        method="evolution",
+        top_k=3,
+        max_latency_ms=limit,
+        latency_table=str(path),
+        population=20,
+        generations=3,
+        parents=5,
+        crossovers=8,
+        mutations=8,
+    )
     for candidate in run_search(scores, small_space, config):
         assert candidate.values == (float(exact_cost(form, candidate.arch)),) and candidate.values[0] <= limit
 

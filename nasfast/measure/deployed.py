@@ -1,0 +1,77 @@
+"""Networks and their parts as they are deployed: PyTorch with folded BatchNorms, `torch.compile`, or onnxruntime."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from nasfast.measure.config import LatencyConfig
+from nasfast.measure.timing import seconds_of
+from nasfast.ops.modules import ConvBNAct
+from nasfast.runtime.onnx import INPUT, open_session, write_onnx
+
+Timed = Callable[[], dict[str, float]]
+"""Runs a network once; the seconds by the key `run`."""
+
+_CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def deployed(module: nn.Module, images: Tensor, cfg: LatencyConfig) -> Timed:
+    """A function that runs a network without gradients on the settings' device, and times it.
+
+    Before each run the input is written again, because in a network the layer before has just written it.
+
+    Args:
+        module: the network or a part of one, on the CPU. It is put into eval mode, and PyTorch folds its BatchNorms.
+        images: (batch, C, H, W), the input.
+        cfg: device, number type, threads and clock.
+
+    Raises:
+        RuntimeError: the extra `onnx` is not installed, or the network cannot be exported or compiled.
+    """
+    module = module.eval()
+    clock = _CLOCKS[cfg.clock]
+    if cfg.device == "onnx":
+        return _in_onnxruntime(module, images, cfg, clock)
+    device = torch.device(cfg.device)
+    dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
+    network: Callable[[Tensor], Tensor] = fold(module).to(device, dtype).to(memory_format=torch.channels_last)
+    if cfg.compiled:
+        network = torch.compile(network)
+    x = images.to(device, dtype, memory_format=torch.channels_last)
+
+    def run() -> dict[str, float]:
+        with torch.inference_mode():
+            x.add_(0)
+            return {"run": seconds_of(lambda: network(x), device, clock=clock)}
+
+    return run
+
+
+def fold(module: nn.Module) -> nn.Module:
+    """Fold the BatchNorms of a module in eval mode into its convolutions, in place."""
+    for unit in module.modules():
+        if isinstance(unit, ConvBNAct):
+            unit.conv = fuse_conv_bn_eval(unit.conv, unit.bn)
+            unit.bn = nn.Identity()  # type: ignore[assignment]  # the module is only run from here on
+    return module
+
+
+def _in_onnxruntime(module: nn.Module, images: Tensor, cfg: LatencyConfig, clock: Callable[[], float]) -> Timed:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "network.onnx"
+        write_onnx(module, images.new_zeros(4, *images.shape[1:]), path)
+        session = open_session(path, provider=cfg.provider, threads=cfg.threads)
+    array = images.contiguous().numpy()
+
+    def run() -> dict[str, float]:
+        array.__iadd__(0)
+        return {"run": seconds_of(lambda: session.run(None, {INPUT: array}), torch.device("cpu"), clock=clock)}
+
+    return run

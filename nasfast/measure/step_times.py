@@ -1,0 +1,222 @@
+"""The latency rows of the paper's Table 2, measured on this machine, beside the published figures."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nasfast.config import ConfigError
+from nasfast.engine import GraphEngine
+from nasfast.measure.cards import Card, get_card
+from nasfast.measure.config import StepTimesConfig
+from nasfast.measure.doctor import environment
+from nasfast.measure.floor import measure_machine, trace
+from nasfast.measure.projection import Projection, kernels_of, passes_of, project
+from nasfast.measure.timing import (
+    EngineStep,
+    GraphedStep,
+    TrainingStep,
+    machine,
+    measure,
+    measuring,
+    random_batch,
+)
+from nasfast.runtime.device import torch_device
+from nasfast.runtime.files import write_atomic
+from nasfast.settings.supernet import METHODS, MethodName
+from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.supernet import StandaloneNetwork, Supernet
+
+_LOG = logging.getLogger(__name__)
+
+PUBLISHED_MS = {"spos": 137.4, "bnnas": 96.3, "dinas_paper": 93.1}
+"""Published ms per step by method: Table 2, column latency, rows SPOS, BNNAS(S), and Ours(F) with layer indicators."""
+
+PUBLISHED = (
+    "published: DI-NAS paper, Table 2; ms of one complete forward and backward propagation, NVIDIA GeForce RTX 3080, "
+    "batch 32;\nits path, resolution and number type are not stated"
+)
+
+_OURS = "DI-NAS, nasfast ops"
+# row, method, whether it uses the operators of nasfast, and how it runs
+_ROWS: tuple[tuple[str, MethodName, bool, str], ...] = (
+    ("SPOS", "spos", False, "eager"),
+    ("BNNAS", "bnnas", False, "eager"),
+    ("DI-NAS, reference ops", "dinas_paper", False, "eager"),
+    (_OURS, "dinas_paper", True, "eager"),
+)
+_GRAPH_ROWS: tuple[tuple[str, MethodName, bool, str], ...] = (
+    ("DI-NAS, torch graph", "dinas_paper", False, "graph"),
+    ("DI-NAS, nasfast engine", "dinas_paper", True, "engine"),
+)
+_GRAPH_NOTE = (
+    "torch graph: forward and backward of this one path on the reference ops, as one CUDA graph;\n"
+    "nasfast engine: CUDA graphs per layer and candidate, which serve every path"
+)
+
+
+@dataclass(frozen=True)
+class StepTimesRow:
+    """The times of one method.
+
+    Attributes:
+        name: name of the row.
+        method: method of `nasfast.settings.supernet.METHODS`.
+        trainable: what trains.
+        times: phase (`forward`, `backward`, `step`) -> `median_ms`, `q20_ms`, `q80_ms`; rows on CUDA graphs have only
+            `step`.
+        published_ms: the paper's ms per step; None if it has none.
+    """
+
+    name: str
+    method: str
+    trainable: str
+    times: dict[str, dict[str, float]]
+    published_ms: float | None
+
+    @property
+    def step_ms(self) -> float:
+        """Median ms of the step."""
+        return self.times["step"]["median_ms"]
+
+
+@dataclass(frozen=True)
+class StepTimesReport:
+    """The rows, the step that was measured, and the machine; `str` of a report is a table."""
+
+    config: StepTimesConfig
+    space: SearchSpace
+    path: Arch
+    rows: tuple[StepTimesRow, ...]
+    machine: dict[str, Any]
+    environment: dict[str, list[str]]
+    projection: Projection | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All contents as JSON; the published figures have a label."""
+        return {
+            "config": self.config.to_dict(),
+            "space": self.space.name,
+            "resolution": self.space.resolution,
+            "path": format_arch(self.path),
+            "macs_per_image": self.space.cost(self.path).macs,
+            "rows": [asdict(row) for row in self.rows],
+            "published": PUBLISHED,
+            "machine": self.machine,
+            "environment": self.environment,
+            "projection": None
+            if self.projection is None
+            else {"label": "PROJECTION, not measured", "step_ms": self.projection.step_ms, **asdict(self.projection)},
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_dict` to a file."""
+        write_atomic(Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
+
+    def __str__(self) -> str:
+        cfg, first = self.config, self.rows[0]
+        where = self.machine["gpu"] if self.machine["device"].startswith("cuda") else self.machine["cpu"]
+        lines = [
+            f"one training step, forward and backward, in ms: {self.space.name}, batch {cfg.batch}, "
+            f"{self.space.resolution} x {self.space.resolution}, {cfg.dtype}",
+            f"path [{format_arch(self.path)}], {self.space.cost(self.path).macs / 1e6:.0f} million MACs per image",
+            f"machine: {where}, {self.machine['threads']} threads, {self.machine['cpu_capability']}, "
+            f"nasfast {self.machine['nasfast_isa'] or 'without native kernels'}, torch {self.machine['torch']}",
+            "",
+            f"{'':22} {'trains':>10} {'forward':>9} {'backward':>9} {'step':>9} {'q20 - q80':>17} {'per image':>9} "
+            f"{'/ SPOS':>7} | {'published':>9} {'/ SPOS':>7}",
+        ]
+        for row in self.rows:
+            step = row.times["step"]
+            quantiles = f"{step['q20_ms']:.1f} - {step['q80_ms']:.1f}"
+            published = f"{'-':>9} {'-':>7}"
+            if row.published_ms is not None:
+                published = f"{row.published_ms:9.1f} {row.published_ms / PUBLISHED_MS['spos']:7.2f}"
+            forward, backward = (
+                f"{row.times[phase]['median_ms']:9.1f}" if phase in row.times else f"{'-':>9}"
+                for phase in ("forward", "backward")
+            )
+            lines.append(
+                f"{row.name:22} {row.trainable:>10} {forward} {backward} {row.step_ms:9.1f} {quantiles:>17} "
+                f"{row.step_ms / cfg.batch:9.2f} {row.step_ms / first.step_ms:7.2f} | {published}"
+            )
+        return "\n".join(
+            [
+                *lines,
+                "",
+                PUBLISHED,
+                "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",
+                *([_GRAPH_NOTE] if len(self.rows) > len(_ROWS) else []),
+                "times are medians over interleaved rounds",
+                *([] if self.projection is None else ["", str(self.projection)]),
+            ]
+        )
+
+
+def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
+    """Time one training step of SPOS, BN-NAS and DI-NAS on plain PyTorch, and of DI-NAS on the operators of nasfast.
+
+    All rows run the same path of the same space on the same images, interleaved in this process. A step is forward,
+    cross entropy and backward, as in the paper, without the optimiser's update. On a GPU, DI-NAS also runs on CUDA
+    graphs: PyTorch's graph of this one path, and the graphs of nasfast's engine.
+
+    Raises:
+        ConfigError: the space is unknown, the device does not exist, or a projection is asked for without a GPU.
+        ArchError: the path does not belong to the space.
+        EngineError: the engine's buffers do not fit the GPU's memory, or something cannot be captured.
+        ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
+    """
+    space, path = cfg.resolve()
+    images, labels = random_batch(space, cfg.batch, device=torch_device(cfg.device), seed=cfg.seed)
+    if cfg.project is not None and images.device.type != "cuda":
+        raise ConfigError(
+            f"project={cfg.project!r} scales kernels that were measured on a GPU, and this runs on {images.device}: "
+            "use a machine with a GPU, or leave project out"
+        )
+    rows = _ROWS + (_GRAPH_ROWS if images.device.type == "cuda" else ())
+    steps: dict[str, TrainingStep | GraphedStep | EngineStep] = {}
+    eager, trainable = {}, {}
+    with measuring(cfg.threads):
+        for name, method, fused, how in rows:
+            preset = METHODS[method]
+            net = Supernet(
+                space, init=preset.init, layer_indicators=preset.layer_indicators, fused=fused, seed=cfg.seed
+            )
+            trainable[name] = net.freeze(preset.trainable).trainable
+            net.to(images.device).to(memory_format=torch.channels_last).train()
+            bf16 = cfg.dtype == "bf16"
+            if how == "engine":
+                steps[name] = EngineStep(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
+                continue
+            eager[name] = TrainingStep(net, images, labels, path=path, bf16=bf16)
+            steps[name] = GraphedStep(eager[name]) if how == "graph" else eager[name]
+        _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
+        times = measure(steps, rounds=cfg.rounds)
+        measured_on = {"device": str(images.device), **machine()}
+        projection = None
+        if cfg.project is not None:
+            projection = _project(cfg, get_card(cfg.project), space, path, eager[_OURS], times)
+    # the paper has no figures for nasfast's operators or for graphs
+    measured = tuple(
+        StepTimesRow(
+            name, method, trainable[name], times[name], None if fused or how != "eager" else PUBLISHED_MS[method]
+        )
+        for name, method, fused, how in rows
+    )
+    return StepTimesReport(cfg, space, path, measured, measured_on, environment(), projection)
+
+
+def _project(
+    cfg: StepTimesConfig, card: Card, space: SearchSpace, path: Arch, step: TrainingStep, times: dict[str, dict]
+) -> Projection:
+    """Project the row on nasfast's operators to another card."""
+    device = step.images.device
+    traced = trace(lambda: StandaloneNetwork(space, path), tuple(step.images.shape))
+    here = measure_machine(torch.bfloat16 if cfg.dtype == "bf16" else torch.float32, device=device)
+    passes = passes_of(kernels_of(step, device), traced)
+    return project(passes, times[_OURS]["step"]["median_ms"], here, card, cfg.dtype)

@@ -1,0 +1,89 @@
+"""ONNX files and onnxruntime, both from the extra `onnx`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.config import ConfigError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+INPUT, OUTPUT = "images", "logits"
+"""Names of the input and the output of a written network."""
+
+# the package that has an execution provider, by the provider's name without `ExecutionProvider`
+_PACKAGES = {
+    "CUDA": "onnxruntime-gpu",
+    "Tensorrt": "onnxruntime-gpu",
+    "OpenVINO": "onnxruntime-openvino",
+    "Dml": "onnxruntime-directml",
+}
+
+
+def require_onnx() -> None:
+    """Raise RuntimeError, which says what to install, unless the extra `onnx` is there."""
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise RuntimeError(f"ONNX export needs {error.name}: pip install 'nasfast[onnx]'") from error
+
+
+def check_provider(provider: str) -> None:
+    """Refuse an execution provider that the installed onnxruntime has not.
+
+    Raises:
+        ConfigError: it has not; the text says what to install.
+        RuntimeError: the extra `onnx` is not installed.
+    """
+    require_onnx()
+    import onnxruntime
+
+    there = onnxruntime.get_available_providers()
+    if provider not in there:
+        package = _PACKAGES.get(provider.removesuffix("ExecutionProvider"))
+        remedy = f"pip install {package} in place of onnxruntime" if package else "choose one of these"
+        raise ConfigError(f"onnxruntime has no provider {provider!r}, but {', '.join(there)}: {remedy}")
+
+
+def write_onnx(network: nn.Module, images: Tensor, path: Path) -> None:
+    """Write a network with a free batch size.
+
+    Args:
+        network: in eval mode, on the CPU.
+        images: (N, C, H, W) with N > 1, an example of the input.
+        path: the file.
+
+    Raises:
+        RuntimeError: the extra `onnx` is not installed.
+    """
+    require_onnx()
+    torch.onnx.export(
+        network,
+        (images,),
+        str(path),
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
+
+
+def open_session(
+    path: Path, *, provider: str = "CPUExecutionProvider", threads: int = 0
+) -> onnxruntime.InferenceSession:
+    """The network of a file, ready to run; `threads` is the number of CPU threads, 0 for one per core."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    # the content is given, because onnxruntime takes every file name to be UTF-8
+    return onnxruntime.InferenceSession(path.read_bytes(), options, providers=[provider])

@@ -1,0 +1,164 @@
+"""The rows of Table 2: what each runs, the published figures beside them, and the file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import tiny_space
+
+from benchmarks.captures import EagerCapture
+from nasfast.config import ConfigError
+from nasfast.measure import step_times as module
+from nasfast.measure.config import StepTimesConfig
+from nasfast.measure.step_times import PUBLISHED_MS, StepTimesReport, StepTimesRow, step_times
+from nasfast.spaces import ArchError
+
+
+@pytest.fixture
+def cfg(tmp_path) -> StepTimesConfig:
+    tiny_space().save(tmp_path / "tiny.yaml")
+    return StepTimesConfig(space=str(tmp_path / "tiny.yaml"), batch=4, rounds=2, device="cpu")
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[tuple[dict, set[str]]]:
+    """Settings and trainable parameters of the supernets that `step_times` times."""
+    networks = []
+
+    class Noted(module.Supernet):
+        def __init__(self, space, **settings):
+            super().__init__(space, **settings)
+            networks.append((settings, self))
+
+    monkeypatch.setattr(module, "Supernet", Noted)
+    return networks
+
+
+def test_every_row_is_what_its_method_publishes(cfg, made):
+    report = step_times(cfg)
+    assert [(row.name, row.trainable, row.published_ms) for row in report.rows] == [
+        ("SPOS", "all", 137.4),
+        ("BNNAS", "indicators", 96.3),
+        ("DI-NAS, reference ops", "indicators", 93.1),
+        ("DI-NAS, nasfast ops", "indicators", None),
+    ]
+    settings = [(s["init"], s["layer_indicators"], s["fused"]) for s, _ in made]
+    assert settings == [
+        ("he", False, False),
+        ("he", False, False),
+        ("orthogonal", True, False),
+        ("orthogonal", True, True),
+    ]
+    trained = [{name for name, p in net.named_parameters() if p.grad is not None} for _, net in made]
+    path = report.path
+    assert f"layers.0.candidates.{path[0]}.depthwise.conv.weight" in trained[0]
+    assert all(name.endswith((".bn.weight", ".bn.bias")) for name in trained[1])
+    assert trained[1] == trained[2] == trained[3]
+
+
+def test_all_rows_take_the_same_images_and_the_same_path(cfg, monkeypatch):
+    steps = []
+
+    class Noted(module.TrainingStep):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            steps.append((args[1], args[2], kwargs))
+
+    monkeypatch.setattr(module, "TrainingStep", Noted)
+    report = step_times(cfg.replace(dtype="bf16", path="0 1 2 -1"))
+    assert report.path == (0, 1, 2, -1)
+    assert len(steps) == 4
+    for images, labels, options in steps:
+        assert images is steps[0][0] and labels is steps[0][1]
+        assert options == {"path": (0, 1, 2, -1), "bf16": True}
+
+
+def test_the_table_labels_the_published_figures(cfg):
+    text = str(step_times(cfg))
+    assert "one training step, forward and backward, in ms: tiny, batch 4, 16 x 16, fp32" in text
+    for row in ("SPOS", "BNNAS", "DI-NAS, reference ops", "DI-NAS, nasfast ops"):
+        assert f"\n{row} " in text
+    assert "published: DI-NAS paper, Table 2" in text
+    assert "NVIDIA GeForce RTX 3080, batch 32" in text
+    for figure in PUBLISHED_MS.values():
+        assert f" {figure}" in text
+
+
+def test_the_file_holds_rows_machine_and_versions(cfg, tmp_path):
+    report = step_times(cfg)
+    report.save(tmp_path / "deep" / "latency.json")
+    form = json.loads((tmp_path / "deep" / "latency.json").read_text())
+    assert form == json.loads(json.dumps(report.to_dict()))
+    assert [row["published_ms"] for row in form["rows"]] == [137.4, 96.3, 93.1, None]
+    assert form["rows"][0]["times"].keys() == {"forward", "backward", "step"}
+    assert form["config"]["batch"] == 4
+    assert form["machine"]["torch"] == torch.__version__
+    assert {"versions", "operators"} <= form["environment"].keys()
+    assert "nasfast_isa" in form["machine"]
+    assert form["macs_per_image"] == tiny_space().cost(report.path).macs
+
+
+def test_threads_are_those_asked_for(cfg):
+    before = torch.get_num_threads()
+    assert step_times(cfg.replace(threads=1, rounds=1)).machine["threads"] == 1
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"rounds": 0}, ValueError, "rounds must be at least 1, got 0"),
+        ({"dtype": "fp16"}, ConfigError, "got 'fp16', allowed: 'fp32', 'bf16'"),
+        ({"path": "0 0"}, ArchError, "must have 4 values, got 2"),
+        ({"roundz": 1}, ConfigError, "unknown config key 'roundz'; did you mean 'rounds'"),
+    ],
+)
+def test_wrong_settings_are_named(cfg, changes, error, message):
+    with pytest.raises(error, match=message):
+        step_times(StepTimesConfig.from_dict({**cfg.to_dict(), **changes}))
+
+
+def test_a_graph_and_the_engine_run_the_step(cfg):
+    """The functions that are captured give the gradients and the loss of the eager step."""
+    space, path = cfg.resolve()
+    images, labels = module.random_batch(space, cfg.batch)
+    gradients = []
+    for make in (
+        lambda net: module.TrainingStep(net, images, labels, path=path),
+        lambda net: module.GraphedStep(module.TrainingStep(net, images, labels, path=path), EagerCapture()),
+        lambda net: module.EngineStep(
+            module.GraphEngine(net, tuple(images.shape), capture=EagerCapture()), images, labels, path
+        ),
+    ):
+        net = module.Supernet(space).train()
+        net.freeze("indicators")
+        run = make(net)
+        for _ in range(2):  # the second adds to nothing
+            assert run()["step"] > 0
+        gradients.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
+    eager, *others = gradients
+    for found in others:
+        assert found.keys() == eager.keys()
+        assert all(torch.equal(grad, eager[name]) for name, grad in found.items())
+
+
+def test_rows_on_graphs_have_no_phases_and_nothing_published(cfg):
+    report = step_times(cfg.replace(rounds=1))
+    step = {"step": {"median_ms": 1.25, "q20_ms": 1.0, "q80_ms": 1.5}}
+    row = StepTimesRow("DI-NAS, nasfast engine", "dinas_paper", "indicators", step, None)
+    assert "one CUDA graph" not in str(report)
+    text = str(replace(report, rows=(*report.rows, row)))
+    (line,) = (line for line in text.splitlines() if line.startswith("DI-NAS, nasfast engine"))
+    assert line.split()[3:8] == ["indicators", "-", "-", "1.2", "1.0"] and line.split()[-2:] == ["-", "-"]
+    assert "one CUDA graph" in text
+
+
+def test_on_a_gpu(cfg, gpu):
+    report = step_times(cfg.replace(device=gpu))
+    assert isinstance(report, StepTimesReport)
+    assert report.machine["device"].startswith("cuda")
+    assert [row.name for row in report.rows[4:]] == ["DI-NAS, torch graph", "DI-NAS, nasfast engine"]
+    assert all(row.step_ms > 0 and row.published_ms is None for row in report.rows[4:])
