@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "train": {
         "config", "runtime.files", "runtime.lock", "runtime.moved", "runtime.progress", "runtime.termination",
-        "runtime", "spaces", "supernet", "engine", "settings",
+        "runtime", "spaces", "ops", "supernet", "engine", "settings",
     },
     "cells": {
         "config", "seeds", "runtime.files", "runtime.moved", "spaces", "ops", "supernet", "engine", "train",
@@ -146,6 +146,7 @@ LATE = {
     ("nasfast.ops.registry", "nasfast.ops.triton.bn"),
     ("nasfast.ops.registry", "nasfast.ops.triton.conv"),
     ("nasfast.ops.registry", "nasfast.ops.triton.mixed"),
+    ("nasfast.ops.registry", "nasfast.ops.triton.training"),
 }
 TORCH_FREE = {
     "cli", "__main__", "config", "seeds", "runtime.files", "runtime.lock", "runtime.moved", "runtime.progress",

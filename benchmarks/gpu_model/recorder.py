@@ -41,6 +41,7 @@ from nasfast.ops.cuda import conv as conv_cuda
 from nasfast.ops.cuda_times import Chain
 from nasfast.ops.plan import read_plan
 from nasfast.ops.triton import bn as bn_triton
+from nasfast.ops.triton import training as training_triton
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, get_space, mean_path
 from nasfast.supernet import Supernet
@@ -236,8 +237,10 @@ def no_gpu(arch: int, backend: str = "triton") -> Iterator[None]:
     """Within this context, Triton's just-in-time path ends at a driver that launches nothing."""
     driver.set_active(NoDriver(arch))
     # on a GPU these counters are zero already (nasfast/ops/arrivals.py), so filling them is no launch
-    counters = [patch.object(m, "zeros", _counters) for m in (bn_triton, conv_cuda)]
-    with _chosen(backend, arch), counters[0], counters[1]:
+    with ExitStack() as stack:
+        for module in (bn_triton, conv_cuda, training_triton):
+            stack.enter_context(patch.object(module, "zeros", _counters))
+        stack.enter_context(_chosen(backend, arch))
         yield
 
 
@@ -377,9 +380,9 @@ def _phase(frame: FrameType | None) -> str:
         code = frame.f_code
         if code.co_name == "_engine_run_backward":
             return "backward"
-        if "/torch/optim/" in code.co_filename or code.co_name.startswith("clip_grad"):
+        if "/torch/optim/" in code.co_filename or code.co_name.startswith(("clip_grad", "clipped_s")):
             return "optimizer"
-        if code.co_filename.startswith(_ENGINE) and code.co_name != "loss_and_correct":
+        if code.co_filename.startswith(_ENGINE):
             return "forward" if inside_model else "engine"
         inside_model |= code.co_filename.startswith(_PACKAGE) or "/torch/nn/" in code.co_filename
         frame = frame.f_back
@@ -413,9 +416,8 @@ def make_step(workload: Workload, arch: int = 90) -> tuple[Arch, Any, Any]:
         group["foreach"] = True  # PyTorch chooses this on a GPU
 
     def update() -> None:
-        used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch.nn.utils.clip_grad_norm_(used, 5.0, foreach=True)
-        optimizer.step()
+        with _chosen(workload.backend, arch):
+            optimizer.clipped_step(5.0)
 
     return path, lambda: engine.forward_backward(images, labels, [path]), update
 

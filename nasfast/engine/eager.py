@@ -8,16 +8,27 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from nasfast.ops.training import cross_entropy
 from nasfast.spaces import Arch
 
 
 class StepResult(NamedTuple):
-    """Result of one step, as tensors on the device: mean loss over the paths, and correct predictions of all paths."""
+    """Result of one step, as tensors on the device: mean loss over the paths, and correct predictions of all paths.
+
+    Both are float32, in which counts are exact up to 2^24.
+    """
 
     loss: Tensor
     correct: Tensor
+
+
+def result_of(outcomes: Sequence[Tensor]) -> StepResult:
+    """The result of a step from the outcome of each of its paths; see `nasfast.ops.training.cross_entropy`."""
+    losses, correct = zip(*outcomes, strict=True)
+    if len(outcomes) == 1:
+        return StepResult(losses[0], correct[0])
+    return StepResult(torch.stack(losses).mean(), torch.stack(correct).sum())
 
 
 class Engine(Protocol):
@@ -26,12 +37,6 @@ class Engine(Protocol):
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """Set `grad` of the parameters on the paths to the sum over the paths, and `grad` of all others to None."""
         ...
-
-
-def loss_and_correct(logits: Tensor, y: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in float32 and the number of correct predictions."""
-    loss = F.cross_entropy(logits.float(), y, label_smoothing=label_smoothing)
-    return loss, (logits.detach().argmax(1) == y).sum()
 
 
 @dataclass
@@ -51,13 +56,12 @@ class EagerEngine:
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         for parameter in self.model.parameters():
             parameter.grad = None  # the optimiser skips parameters without a gradient, also their momentum and decay
-        losses, correct = [], []
+        outcomes = []
         for arguments in [(path,) for path in paths] if paths is not None else [()]:
             with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
                 logits = self.model(x, *arguments)
-            loss, right = loss_and_correct(logits, y, self.label_smoothing)
-            if loss.requires_grad:  # false if nothing on the path trains
-                loss.backward()
-            losses.append(loss.detach())
-            correct.append(right)
-        return StepResult(torch.stack(losses).mean(), torch.stack(correct).sum())
+            outcome, gradient = cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+            if logits.requires_grad:  # false if nothing on the path trains
+                logits.backward(gradient)
+            outcomes.append(outcome)
+        return result_of(outcomes)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nasfast.engine.capture import Capture, CudaCapture
-from nasfast.engine.eager import EagerEngine, Engine, StepResult
+from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
 from nasfast.engine.segments import Head, Segment
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
@@ -143,11 +143,15 @@ class GraphEngine:
         # the cache could hold casts from another capture
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
+    def _image_type(self) -> torch.dtype:
+        # the first convolution of a stem would round images under autocast; so they are rounded as they are copied
+        return torch.bfloat16 if self.bf16 else torch.float32
+
     def _make_plan(self) -> tuple[list[tuple[torch.Size, torch.dtype]], MemoryPlan]:
         """Shapes and types of the boundaries, and the bytes of everything, from a run on fake tensors."""
         boundaries, arenas = [], []
         with FakeTensorMode(allow_non_fake_inputs=True):
-            x = torch.empty(self.batch, device=self.device).contiguous(memory_format=torch.channels_last)
+            x = torch.empty(self.batch, dtype=self._image_type(), device=self.device, memory_format=torch.channels_last)
             for i, (_, choices) in enumerate(self._modules()):
                 results, kept = [], []
                 for choice, function in choices.items():
@@ -179,7 +183,7 @@ class GraphEngine:
         def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device, memory_format=torch.channels_last)
 
-        self.images = empty(self.batch, torch.float32)
+        self.images = empty(self.batch, self._image_type())
         self.labels = torch.zeros(self.batch[0], dtype=torch.long, device=self.device)
         layers = self._modules()
         # a boundary's gradient is needed if something before it trains
@@ -249,7 +253,7 @@ class GraphEngine:
     def _replay(self, x: Tensor, y: Tensor, paths: list[list[Segment]]) -> StepResult:
         self.images.copy_(x)
         self.labels.copy_(y)
-        results = []
+        outcomes = []
         ran: dict[int, Segment] = {}
         for segments in paths:
             for segment in segments:
@@ -262,12 +266,9 @@ class GraphEngine:
                     break
             head = segments[-1]
             assert isinstance(head, Head)
-            results.append((head.loss.clone(), head.correct.clone()))
+            outcomes.append(head.outcome.clone())
         self._set_gradients(ran.values())
-        if len(results) == 1:
-            return StepResult(*results[0])
-        losses, correct = zip(*results, strict=True)
-        return StepResult(torch.stack(losses).mean(), torch.stack(correct).sum())
+        return result_of(outcomes)
 
     def _set_gradients(self, segments: Iterable[Segment]) -> None:
         """Set `grad` of the parameters that these segments reached; clear those that the step before has set."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.engine.capture import Replay
-from nasfast.engine.eager import loss_and_correct
 from nasfast.ops import destinations
+from nasfast.ops.training import cross_entropy
 
 
 @dataclass
@@ -142,13 +142,12 @@ class Head(Segment):
     Attributes:
         labels: (N,).
         label_smoothing: label smoothing of the cross-entropy.
-        loss, correct: results of the last replay, see `StepResult`.
+        outcome: result of the last replay, see `nasfast.ops.training.cross_entropy`.
     """
 
     labels: Tensor
     label_smoothing: float = 0.0
-    loss: Tensor = field(init=False, repr=False)
-    correct: Tensor = field(init=False, repr=False)
+    outcome: Tensor = field(init=False, repr=False)
 
     def functions(self) -> list[Replay]:
         return [self.backward]
@@ -158,8 +157,8 @@ class Head(Segment):
         self.release()
 
     def backward(self) -> None:
-        loss, self.correct = loss_and_correct(self.run(None), self.labels, self.label_smoothing)
+        logits = self.run(None)
         # static too: a graph writes a result to the same memory at every replay, as long as someone holds the result
-        self.loss = loss.detach()
-        self.differentiate(loss, None)
+        self.outcome, gradient = cross_entropy(logits, self.labels, label_smoothing=self.label_smoothing)
+        self.differentiate(logits, gradient)
         self.release()

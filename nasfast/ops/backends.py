@@ -162,6 +162,8 @@ _TABLE["orthogonalize"] = (
     Backend("orthogonalize", "cuda", _can_use_cuda_kernels),
     Backend("orthogonalize", "reference", _can_use_reference),
 )
+for _op in ("cross_entropy", "clipped_sgd"):
+    _TABLE[_op] = (Backend(_op, "triton", _can_use_triton), Backend(_op, "reference", _can_use_reference))
 for _op in ("depthwise_conv2d", "pool_3x3"):
     _TABLE[_op] = (Backend(_op, "cpu", _can_use_cpu), Backend(_op, "reference", _can_use_reference))
 

@@ -50,6 +50,18 @@ class Stage(NamedTuple):
     eps: float = 1e-5
 
 
+class SgdUpdate(NamedTuple):
+    """Parameters that SGD updates together, with their gradients and momenta, and the settings of torch.optim.SGD."""
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    momenta: Sequence[Tensor]
+    lr: float
+    momentum: float
+    decay: float
+    nesterov: bool
+
+
 def bn_act(
     x: Tensor,
     weight: Tensor,
@@ -339,3 +351,13 @@ def _scale_columns(z: Tensor) -> Tensor:
         return z
     exponents = torch.frexp(z.detach().abs().amax(-2, keepdim=True)).exponent
     return z * torch.exp2(-exponents.clamp(-1022, 1022).to(z.dtype))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """See nasfast/ops/training.py."""
+    leaf = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = F.cross_entropy(leaf.float(), labels, label_smoothing=label_smoothing)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    correct = (leaf.detach().argmax(1) == labels).sum()
+    return torch.stack((loss.detach(), correct.to(loss.dtype))), gradient

@@ -32,6 +32,7 @@ from nasfast.train.evaluate import Evaluation
 from nasfast.train.exchange import Exchange, FlatExchange, Outcome, OverlappedExchange
 from nasfast.train.log import TrainLog
 from nasfast.train.schedule import lr_at
+from nasfast.train.sgd import ClippedSGD
 from nasfast.train.state import Sums, TrainState, begin, seed_other_rank
 
 
@@ -39,7 +40,7 @@ class TrainingDivergedError(RuntimeError):
     """The loss or a gradient is no longer finite; the last good checkpoint is kept."""
 
 
-def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
+def make_optimizer(model: nn.Module, cfg: TrainConfig) -> ClippedSGD:
     """SGD over the parameters that train; weight decay applies only to tensors of two or more dimensions.
 
     Raises:
@@ -50,15 +51,13 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
         raise ValueError("nothing to train: no parameter has requires_grad=True; see Supernet.freeze")
     decayed, plain = [p for p in trainable if p.ndim > 1], [p for p in trainable if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.SGD(
-        [g for g in groups if g["params"]], lr=cfg.peak_lr, momentum=cfg.momentum, nesterov=cfg.nesterov
-    )
+    return ClippedSGD([g for g in groups if g["params"]], lr=cfg.peak_lr, momentum=cfg.momentum, nesterov=cfg.nesterov)
 
 
 def _step(
     engine: Engine,
     exchange: Exchange,
-    optimizer: torch.optim.SGD,
+    optimizer: ClippedSGD,
     x: Tensor,
     y: Tensor,
     paths: list[tuple[int, ...]] | None,
@@ -72,9 +71,7 @@ def _step(
         the step's outcome over all ranks, and the gradient norm before clipping.
     """
     outcome = exchange.step(x, lambda: engine.forward_backward(x, y, paths), stop=stop)
-    used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(used, cfg.clip_norm or math.inf)
-    optimizer.step()
+    norm = optimizer.clipped_step(cfg.clip_norm)
     return outcome, norm.to(outcome.result.loss.device)
 
 

@@ -146,7 +146,8 @@ def test_a_step_launches_no_more_than_the_results_say(run, tmp_path):
     out = tmp_path / "launches.json"
     run("-m", "benchmarks.gpu_model", "--arch", "--out", str(out), cache=tmp_path / "cache")
     found, expected = _rows(out)[0], _rows(STEP)[0]
-    assert found["engine"]["triton"] == found["optimizer"]["triton"] == 0
+    # the norm of the gradients and the update; PyTorch copies the addresses of the tensors
+    assert found["optimizer"] == {"triton": 2, "cuda": 0, "pytorch": 1} and found["engine"]["triton"] == 0
     assert found["forward"]["triton"] > 0 and found["backward"]["triton"] > 0
     assert sum(sum(counts.values()) for counts in found.values()) <= MOST_LAUNCHES
     for phase, counts in expected.items():

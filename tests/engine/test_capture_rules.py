@@ -68,14 +68,15 @@ class Rules(TorchDispatchMode):
 
 
 LAUNCHERS = {
-    "nasfast_triton": ["nasfast.ops.triton.bn", "nasfast.ops.triton.conv", "nasfast.ops.triton.mixed"],
+    "nasfast_triton": [f"nasfast.ops.triton.{name}" for name in ("bn", "conv", "mixed", "training")],
     "nasfast_cuda": ["nasfast.ops.cuda.conv"],
 }
 
 
 def launchers(namespace):
     modules = map(import_module, LAUNCHERS[namespace])
-    return {name: f for module in modules for name, f in vars(module).items() if name.endswith(("_fwd", "_bwd"))}
+    ends = ("_fwd", "_bwd", "cross_entropy")
+    return {name: f for module in modules for name, f in vars(module).items() if name.endswith(ends)}
 
 
 def is_index_of_integers(func, args):

@@ -19,6 +19,8 @@ OPS = (
     "depthwise_conv2d",
     "pool_3x3",
 )
+# what a CPU leaves to PyTorch
+GPU_OPS = ("cross_entropy", "clipped_sgd")
 
 
 @pytest.fixture(autouse=True)
@@ -111,13 +113,14 @@ def test_automatic_fallback_is_logged_once(native, caplog):
 
 def test_explain_covers_every_operator_and_backend(native):
     rows = backends.explain()
-    assert {(row.op, row.backend) for row in rows} == {(op, name) for op in OPS for name in ops.BACKENDS}
-    assert [row.backend for row in rows if row.chosen] == ["cpu"] * len(OPS)
+    assert {(row.op, row.backend) for row in rows} == {(op, name) for op in OPS + GPU_OPS for name in ops.BACKENDS}
+    chosen = {row.op: row.backend for row in rows if row.chosen}
+    assert chosen == {**dict.fromkeys(OPS, "cpu"), **dict.fromkeys(GPU_OPS, "reference")}
     assert all(bool(row.reason) != row.available for row in rows)
     with ops.use_backend("cuda"):
         # what has CUDA kernels cannot run on a CPU
         left = [row.op for row in backends.explain() if row.chosen]
-    assert left == ["bn_act", "mixed_bn", "depthwise_conv2d", "pool_3x3"]
+    assert left == ["bn_act", "mixed_bn", *GPU_OPS, "depthwise_conv2d", "pool_3x3"]
 
 
 def test_works_without_the_extension():

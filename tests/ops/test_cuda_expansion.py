@@ -153,11 +153,14 @@ def test_only_gradients_of_batchnorm_are_wanted():
     assert all(torch.equal(got[name], want[name]) for name in got)
 
 
-@pytest.mark.parametrize("units, kept", [
-    ("pw48/relu6 dw3s2/relu6 pw32/identity", [48 * 16, 32 * 16, 24 * 64]),
-    ("pw48/identity dw3s2/relu6 pw32/identity", [48 * 64, 48 * 16, 32 * 16]),  # the kernels have no such expansion
-    ("pw40/relu6 dw3s2/relu6 pw32/identity", [40 * 64, 40 * 16, 32 * 16]),  # x is not much smaller
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "units, kept",
+    [
+        ("pw48/relu6 dw3s2/relu6 pw32/identity", [48 * 16, 32 * 16, 24 * 64]),
+        ("pw48/identity dw3s2/relu6 pw32/identity", [48 * 64, 48 * 16, 32 * 16]),  # the kernels have no such expansion
+        ("pw40/relu6 dw3s2/relu6 pw32/identity", [40 * 64, 40 * 16, 32 * 16]),  # x is not much smaller
+    ],
+)
 def test_x_is_kept_instead_of_the_expansion(units, kept):
     drawn = ChainCase((2, 24, 8, 8), units, dtype=BFLOAT16).draw_once()
     saved = []

@@ -1,0 +1,98 @@
+"""What a training step computes besides its network: cross_entropy with its gradient, and clipped_sgd.
+
+A small network on a GPU would spend as long on PyTorch's launches for these as on a layer.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nasfast.ops import _triton, reference
+from nasfast.ops.backends import resolve_backend
+from nasfast.ops.plan import Refusal
+from nasfast.ops.reference import SgdUpdate
+from nasfast.ops.registry import operators
+
+if _triton.why_missing() is None:
+    from nasfast.ops.triton import training as launchers
+
+# The most classes, of which a program has a row in registers.
+_MOST_CLASSES = 1 << 14
+# The most elements of an update: with more, PyTorch's launches take no longer than the memory.
+_MOST_ELEMENTS = 1 << 22
+
+
+def _runs_on_triton(op: str, x: Tensor, why_not: Callable[[], str], backend: str | None) -> bool:
+    """Whether Triton runs this call; `why_not` says what it lacks, or returns nothing."""
+    if x.device.type == "cpu" and not _triton.interpreted():
+        return False
+
+    def refusal(name: str) -> Refusal | None:
+        reason = why_not() if name == "triton" else ""
+        # whoever names the backend of all operators did not mean what this one lacks
+        return Refusal(reason, "operator") if reason else None
+
+    return resolve_backend(op, x, backend, refusal).name == "triton"
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The mean cross-entropy, its gradient, and the number of correct predictions. Records nothing for autograd.
+
+    On a GPU all of them are one launch. A label that is no class then makes the loss NaN; PyTorch raises.
+
+    Args:
+        logits: (N, classes), any floating type; the arithmetic is float32.
+        labels: (N,), int64.
+        label_smoothing: as in torch.nn.functional.cross_entropy.
+        backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
+
+    Returns:
+        (2,) float32, the mean loss and the number of correct predictions, and (N, classes), the gradient of the mean
+        loss by the logits, in their type.
+    """
+
+    def why_not() -> str:
+        classes = logits.shape[1]
+        return "" if classes <= _MOST_CLASSES else f"serves up to {_MOST_CLASSES} classes, got {classes}"
+
+    logits = logits.detach()
+    if _runs_on_triton("cross_entropy", logits, why_not, backend):
+        return operators("triton").cross_entropy(logits, labels, label_smoothing)
+    return reference.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+
+
+def clipped_sgd_serves(parameters: Sequence[Tensor], *, backend: str | None = None) -> bool:
+    """Whether `clipped_sgd` can update these parameters by their `grad`, and is the chosen backend's way to do it."""
+    return bool(parameters) and _runs_on_triton(
+        "clipped_sgd", parameters[0], lambda: _why_not_fused(parameters), backend
+    )
+
+
+def _why_not_fused(parameters: Sequence[Tensor]) -> str:
+    for p in parameters:
+        if p.dtype != torch.float32 or p.grad is None or p.grad.dtype != torch.float32:
+            return f"updates float32, got {p.dtype} and a gradient of {None if p.grad is None else p.grad.dtype}"
+        dense = p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)
+        if not dense or p.stride() != p.grad.stride():
+            return "updates dense parameters whose gradients have the same strides"
+    # every path has another number of elements, which in the reason would be another line of the log
+    return "" if sum(p.numel() for p in parameters) <= _MOST_ELEMENTS else f"updates up to {_MOST_ELEMENTS} elements"
+
+
+def clipped_sgd(updates: Sequence[SgdUpdate], clip: float) -> Tensor:
+    """Scale the gradients to a norm of at most `clip`, and make a step of SGD, as torch.optim.SGD does.
+
+    The gradients themselves stay as they are. On a GPU this is a copy of addresses and two launches.
+
+    Args:
+        updates: of parameters for which `clipped_sgd_serves` is true; these and the momenta change.
+        clip: may be infinite.
+
+    Returns:
+        The norm of all gradients before the clipping, a float32 scalar on their device.
+    """
+    with torch.no_grad():
+        return launchers.clipped_sgd(updates, clip)
