@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nasfast.indicators.table import IndicatorTable
     from nasfast.ops import orthogonalize_, use_backend
     from nasfast.pipeline import run
+    from nasfast.retrain import classify, load_model
     from nasfast.settings.run import RunConfig
     from nasfast.supernet import Supernet, build, inherit
     from nasfast.train import train_supernet
@@ -40,8 +41,10 @@ _HOMES = {
     "RunConfig": "nasfast.settings.run",
     "Supernet": "nasfast.supernet",
     "build": "nasfast.supernet",
+    "classify": "nasfast.retrain",
     "fuse": "nasfast.fusion",
     "inherit": "nasfast.supernet",
+    "load_model": "nasfast.retrain",
     "orthogonalize_": "nasfast.ops",
     "rank": "nasfast.indicators.rank",
     "run": "nasfast.pipeline",
@@ -57,9 +60,11 @@ __all__ = [
     "Supernet",
     "__version__",
     "build",
+    "classify",
     "data",
     "fuse",
     "inherit",
+    "load_model",
     "ops",
     "orthogonalize_",
     "rank",

@@ -26,7 +26,7 @@ from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
 from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE, model_folder
-from nasfast.run_checks import check_same_run, check_scoring, check_search
+from nasfast.run_checks import check_same_run, check_scoring, check_search, warn_if_superseded
 from nasfast.run_inputs import (
     configured_space,
     evidence_of,
@@ -356,12 +356,12 @@ def _chosen(cfg: RunConfig) -> dict[str, Any]:
 
 
 def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> list[Path]:
-    """The files of a retrained network; writes model.onnx beside model.safetensors if asked.
+    """The files of a retrained network, of which a warning says if a later search has found another.
 
     Args:
         run_dir: the run directory.
-        name: name of the network: `best`, `best-2`, ..., `random`, ...
-        onnx: whether to write model.onnx.
+        name: `best`, `best-2`, ..., `random`, ...
+        onnx: whether to write model.onnx beside model.safetensors.
 
     Raises:
         FileNotFoundError: no network of this name was retrained.
@@ -369,6 +369,8 @@ def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> lis
     """
     folder = model_folder(Path(run_dir) / "retrain", name)
     network = load_model(folder)
+    if name == "best":
+        warn_if_superseded(Path(run_dir) / ARCHS_FILE, network)
     files = [folder / file for file in (MODEL_FILE, ARCH_FILE, SPACE_FILE)]
     if onnx:
         with run_lock(run_dir):

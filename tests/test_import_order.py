@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "indicators.config": {"config", "settings", "indicators"},
     "search": {"config", "runtime.files", "spaces", "indicators.table"},
     "retrain": {
-        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "cells",
+        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "cells",
         "settings",
     },
     "report": {"config", "runtime.files", "runtime.moved", "spaces", "indicators.table", "indicators.rank", "search"},
@@ -98,7 +98,9 @@ ALLOWED: dict[str, set[str]] = {
         "config", "runtime.files", "runtime", "spaces", "supernet", "cells", "data", "train", "report",
         "studies", "runtime.late", "settings",
     },
-    "run_checks": {"config", "indicators", "indicators.accuracies", "settings.run", "spaces", "supernet", "train"},
+    "run_checks": {
+        "config", "indicators", "indicators.accuracies", "search", "settings.run", "spaces", "supernet", "train",
+    },
     "run_inputs": {
         "config", "runtime", "spaces", "supernet", "data", "train", "indicators", "retrain", "run_checks",
         "settings.run",

@@ -14,9 +14,9 @@ import nasfast
 ROOT = Path(nasfast.__file__).parent
 
 NAMES = [
-    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "data", "fuse", "inherit", "ops",
-    "orthogonalize_", "rank", "retrain", "run", "score", "search", "spaces", "supernet", "train", "train_supernet",
-    "unfuse", "use_backend",
+    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "classify", "data", "fuse", "inherit",
+    "load_model", "ops", "orthogonalize_", "rank", "retrain", "run", "score", "search", "spaces", "supernet", "train",
+    "train_supernet", "unfuse", "use_backend",
 ]  # fmt: skip
 
 # positional arguments, then keyword-only ones; a trailing = marks one that may be left out
@@ -58,6 +58,7 @@ SIGNATURES = {
     ),
     "nasfast.retrain:save_model": ("network path", ""),
     "nasfast.retrain:load_model": ("path", ""),
+    "nasfast.retrain:classify": ("network image", "top_k="),
     "nasfast.retrain:export_onnx": ("network path", ""),
     "nasfast.cells:CellSupernet": ("space", "init= fused= seed="),
     "nasfast.cells:CellSupernet.forward": ("self x gates runs=", "measures= measured= nodes="),

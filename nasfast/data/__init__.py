@@ -15,7 +15,9 @@ from nasfast.data.datasets import (
 )
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.loader import Loader, make_loader, make_loaders
+from nasfast.data.preprocess import preprocess
 from nasfast.settings.data import DataConfig
+from nasfast.settings.images import ImageInfo
 
 __all__ = [
     "Augmentation",
@@ -25,11 +27,13 @@ __all__ = [
     "DatasetSource",
     "DigitsSource",
     "FolderSource",
+    "ImageInfo",
     "ImageSource",
     "ListSource",
     "Loader",
     "TorchvisionBackend",
     "make_loader",
     "make_loaders",
+    "preprocess",
     "random_subset",
 ]

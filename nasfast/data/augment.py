@@ -107,12 +107,14 @@ class Augmentation:
         window[:, :2] = np.floor(u[:, 20:22] * (2 * padding + 1)) - padding
         return Views(np.full((count, 2), side), window, mirror & (self.kind == "cifar"), None)
 
-    def _centre(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sizes and centre windows at evaluation, with torchvision's rounding.
+    @property
+    def short_side(self) -> int:
+        """Pixels of the short side before the centre crop: `resolution`, or 8/7 of it where that is above SMALL."""
+        return self.resolution if self.resolution <= SMALL else round(self.resolution / _EVAL_CROP)
 
-        The short side becomes `resolution`, or 8/7 of it where `resolution` is above SMALL.
-        """
-        side = self.resolution if self.resolution <= SMALL else round(self.resolution / _EVAL_CROP)
+    def _centre(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sizes and centre windows at evaluation, with torchvision's rounding."""
+        side = self.short_side
         short = sizes.min(axis=1, keepdims=True)
         fit = np.where(sizes == short, side, side * sizes // short)
         corner = np.rint((fit - self.resolution) / 2).astype(np.int64)

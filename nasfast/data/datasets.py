@@ -32,13 +32,32 @@ class DataError(ValueError):
     """Images that cannot be used: missing, empty or one-class folder, or too many unreadable files."""
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The image with 8 bits per channel: red, green and blue.
+
+    Raises:
+        ValueError: its pixels have no fixed range.
+    """
     # convert() clamps at 255 and does not scale: 16-bit grey would become white
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BIT_FORMATS):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode!r} have no fixed range: save the image with 8 or 16 bits")
     return image.convert("RGB")
+
+
+def open_image(path: str) -> Image.Image:
+    """The image of a file, in RGB.
+
+    Raises:
+        OSError: the file is missing, damaged or no image; the text names it.
+    """
+    try:
+        with Image.open(path) as opened:
+            return to_rgb(opened)
+    except Exception as error:
+        # damaged files make PIL's decoders raise anything: ValueError, SyntaxError, DecompressionBombError, ...
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 class ImageSource(ABC):
@@ -91,12 +110,7 @@ class _FileSource(ImageSource):
     _paths: list[str]
 
     def image(self, index: int) -> Image.Image:
-        try:
-            with Image.open(self._paths[index]) as opened:
-                return _to_rgb(opened)
-        except Exception as error:
-            # damaged files make PIL's decoders raise anything: ValueError, SyntaxError, DecompressionBombError, ...
-            raise OSError(f"{self._paths[index]}: {type(error).__name__}: {error}") from error
+        return open_image(self._paths[index])
 
     def name(self, index: int) -> str:
         return self._paths[index]
@@ -285,13 +299,13 @@ class DatasetSource(ImageSource):
         except Exception as error:  # a data set may raise anything for a damaged file
             raise OSError(f"{self.name(index)}: {type(error).__name__}: {error}") from error
         if isinstance(image, Image.Image):
-            return _to_rgb(image)
+            return to_rgb(image)
         if getattr(image, "dtype", None) not in (torch.uint8, np.uint8):
             raise DataError(
                 f"{self.name(index)}: expected a PIL image, or a uint8 tensor (C, H, W) or array (H, W, C), "
                 f"got {type(image).__name__} with {getattr(image, 'dtype', 'no dtype')}: leave out transforms to floats"
             )
-        return _to_rgb(F.to_pil_image(image))
+        return to_rgb(F.to_pil_image(image))
 
     def name(self, index: int) -> str:
         return f"item {index} of {type(self._dataset).__name__}"

@@ -17,8 +17,10 @@ from nasfast.data.backends import Backend, Request, TorchvisionBackend
 from nasfast.data.cache import CacheBackend
 from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
+from nasfast.data.preprocess import normalise, scale_and_offset
 from nasfast.seeds import derive_seed
 from nasfast.settings.data import DataConfig
+from nasfast.settings.images import ImageInfo
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,9 +44,10 @@ class Loader:
         rank, world: this rank's number and the number of ranks. Each rank has its share of every batch, in the order of
             the ranks; the sizes of shares differ by at most one image.
         max_bad_files, mean, std: see `DataConfig`; mean and std have one value per channel.
+        images: preprocessing at evaluation and classes, which a network is saved with.
 
     Attributes:
-        source: the given source.
+        source, images: as given.
         kind: name of the backend: `torchvision`, `dali` or `cache`.
         bad_files: names of the images that could not be read.
 
@@ -65,8 +68,9 @@ class Loader:
         max_bad_files: int = 0,
         mean: tuple[float, ...] = (0.0, 0.0, 0.0),
         std: tuple[float, ...] = (1.0, 1.0, 1.0),
+        images: ImageInfo | None = None,
     ) -> None:
-        self.source = source
+        self.source, self.images = source, images
         self.bad_files: set[str] = set()
         self._backend, self._batch_size, self._shuffle, self._seed = backend, batch_size, shuffle, seed
         self._rank, self._world, self._max_bad_files = rank, world, max_bad_files
@@ -75,9 +79,7 @@ class Loader:
                 f"batches of {min(batch_size, len(source))} images cannot be shared by {world} ranks: set "
                 "data.batch_size higher, or start fewer processes"
             )
-        # (x / 255 - mean) / std, written as one product and one sum
-        scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
-        self._scale, self._offset = scale.float(), (-255 * scale * torch.tensor(mean, dtype=torch.float64)).float()
+        self._scale, self._offset = scale_and_offset(mean, std)
 
     @property
     def kind(self) -> str:
@@ -124,7 +126,7 @@ class Loader:
         device = torch.device(device)
         scale, offset = self._scale.to(device), self._offset.to(device)
         for images, labels in _ahead(self._host_batches(self._requests(epoch, start), device), device):
-            yield _normalise(images, scale, offset), labels
+            yield normalise(images, scale, offset), labels
 
     def _host_batches(self, requests: list[Request], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """uint8 images, on the device where the backend left them, and labels."""
@@ -150,15 +152,6 @@ class Loader:
                 f"{len(self.bad_files)} images could not be read, more than data.max_bad_files={self._max_bad_files}: "
                 f"{_shown(sorted(self.bad_files))}. Repair or delete them, or raise the limit"
             )
-
-
-def _normalise(images: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """uint8 (N, C, H, W) in channels_last to fp32 `images * scale + offset`, one value of each per channel."""
-    rows = images.permute(0, 2, 3, 1).flatten(2).float()
-    # the factors are repeated for a whole row of pixels: an inner loop over three channels would be ten times as slow
-    scale, offset = scale.repeat(images.shape[3]), offset.repeat(images.shape[3])
-    torch.addcmul(offset, rows, scale, out=rows)  # in place, because fresh memory costs as much as the arithmetic
-    return rows.unflatten(2, (images.shape[3], images.shape[1])).permute(0, 3, 1, 2)
 
 
 def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -284,6 +277,7 @@ def make_loader(
     grey = in_channels == 1
     augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed)
     mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
+    images = ImageInfo(tuple(source.classes), augmentation.short_side, resolution, mean, std)
     return Loader(
         source,
         _make_backend(cfg, source, augmentation, -(-cfg.batch_size // world)),
@@ -295,6 +289,7 @@ def make_loader(
         max_bad_files=cfg.max_bad_files,
         mean=mean,
         std=std,
+        images=images,
     )
 
 

@@ -29,6 +29,10 @@ _STALE = (
     "The retrained network has another architecture than the best of the present search: run "
     "<code>nasfast retrain</code> again."
 )
+_USE = """import nasfast
+
+model = nasfast.load_model({!r})  # nn.Module; model.images has the classes and the preprocessing
+print(nasfast.classify(model, "photo.jpg"))  # the most probable classes with their probabilities"""
 _AT_CHANCE = (
     "The supernet's training accuracy is at chance, so the ranking does not come from what it learned. Check the "
     "ranking with <code>nasfast rank</code> or by the comparison with random architectures."
@@ -310,7 +314,12 @@ def _retrain(run: _Run) -> str:
             current = True
         if not current:
             table = f'<p class="note">{_STALE}</p>{table}'
-    return table + (_curves(run, "retrain", stages, "nasfast retrain") if stages else "")
+    use = (
+        f"<p>To use the network:</p><pre>{escape(_USE.format(str(run.folder / 'retrain' / 'best')))}</pre>"
+        if results
+        else ""
+    )
+    return table + use + (_curves(run, "retrain", stages, "nasfast retrain") if stages else "")
 
 
 def _curves(run: _Run, name: str, stages: Sequence[str], command: str) -> str:

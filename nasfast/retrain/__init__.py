@@ -1,10 +1,22 @@
 """Retraining: the chosen architecture as a plain trained network, and its files.
 
-`retrain` trains it, `save_model`, `load_model` and `export_onnx` are its files; a plug-in gives it to timm.
+`retrain` trains it, `save_model`, `load_model` and `export_onnx` are its files, `classify` asks it about an image; a
+plug-in gives it to timm.
 """
 
 from nasfast.retrain.export import export_onnx, load_model, save_model
+from nasfast.retrain.inference import classify
 from nasfast.retrain.retrain import RetrainResult, retrain
+from nasfast.settings.images import ImageInfo
 from nasfast.settings.retrain import RetrainConfig
 
-__all__ = ["RetrainConfig", "RetrainResult", "export_onnx", "load_model", "retrain", "save_model"]
+__all__ = [
+    "ImageInfo",
+    "RetrainConfig",
+    "RetrainResult",
+    "classify",
+    "export_onnx",
+    "load_model",
+    "retrain",
+    "save_model",
+]

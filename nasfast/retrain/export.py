@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import nasfast.cells.network  # noqa: F401  registers the networks of cells with
 from nasfast.config import nearest
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx, write_onnx
+from nasfast.settings.images import ImageInfo
 from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
 from nasfast.supernet import ArchNetwork, standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
@@ -25,14 +27,18 @@ _ONNX_TOLERANCE = 1e-3
 def save_model(network: ArchNetwork, path: str | Path) -> None:
     """Write the weights to `path`, and arch.json and space.yaml beside it; `load_model` needs all three.
 
+    arch.json also has the costs, and `network.images`: the classes, and how an image becomes the input. The metadata of
+    the safetensors file has the latter too.
+
     Raises:
         OSError, CheckpointError: a file cannot be written.
     """
     path = Path(path)
     space = network.space
     write_atomic(path.parent / SPACE_FILE, space.to_yaml().encode())
-    write_atomic(path.parent / ARCH_FILE, (arch_to_json(network.arch, space) + "\n").encode())
-    save_checkpoint(path, Checkpoint(network.state_dict(), _state(network)))
+    form = {**json.loads(arch_to_json(network.arch, space)), **_description(network)}
+    write_atomic(path.parent / ARCH_FILE, (json.dumps(form, indent=1) + "\n").encode())
+    save_checkpoint(path, Checkpoint(network.state_dict(), {**_state(network), "images": _images(network)}))
 
 
 def _state(network: ArchNetwork) -> dict[str, Any]:
@@ -42,6 +48,16 @@ def _state(network: ArchNetwork) -> dict[str, Any]:
         "arch": format_arch(network.arch),
         "fingerprint": network.space.fingerprint,
     }
+
+
+def _images(network: ArchNetwork) -> dict[str, Any] | None:
+    return network.images.to_dict() if network.images else None
+
+
+def _description(network: ArchNetwork) -> dict[str, Any]:
+    """What a user of the network needs to know of it, as JSON."""
+    cost = network.space.cost(network.arch)
+    return {"macs": cost.macs, "params": cost.params, "images": _images(network)}
 
 
 def model_folder(folder: Path, name: str) -> Path:
@@ -58,7 +74,7 @@ def model_folder(folder: Path, name: str) -> Path:
 
 
 def load_model(path: str | Path) -> ArchNetwork:
-    """The network that `save_model` wrote, in eval mode on the CPU.
+    """The network that `save_model` wrote, in eval mode on the CPU, with its `images`.
 
     Raises:
         FileNotFoundError: the weights, arch.json or space.yaml are missing.
@@ -77,9 +93,11 @@ def load_model(path: str | Path) -> ArchNetwork:
     try:
         saved = load_checkpoint(path)
         network = standalone_network(space, arch, activation=saved.state["activation"])
+        images = saved.state.pop("images", None)  # files of earlier versions have none
         if saved.state != _state(network):
             raise CheckpointError(f"they belong to {saved.state}")
         network.load_state_dict(saved.tensors)
+        network.images = ImageInfo.from_dict(images) if images else None
     except (RuntimeError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} does not have the weights of {path.parent / ARCH_FILE}: {error}; "
@@ -96,6 +114,7 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
     Args:
         network: the network; it is put into eval mode.
         path: the .onnx file. Its input is `images` (N, in_channels, resolution, resolution) fp32, its output `logits`.
+            Its metadata has, as JSON: `space`, `arch`, `macs`, `params`, and `images` (`ImageInfo`).
 
     Returns:
         Largest absolute difference of logits over 4 random images, divided by the largest absolute logit.
@@ -122,7 +141,18 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
                 f"{path} is not written: onnxruntime differs from PyTorch by {difference:.2g} of the largest logit, "
                 f"expected at most {_ONNX_TOLERANCE:g}; export again with another version of onnxruntime or torch"
             )
+        _describe(unchecked, network)
         os.replace(unchecked, path)
     finally:
         unchecked.unlink(missing_ok=True)
     return difference
+
+
+def _describe(path: Path, network: ArchNetwork) -> None:
+    """Put what a user needs to know of the network into the metadata of an ONNX file."""
+    import onnx
+
+    model = onnx.load_model_from_string(path.read_bytes())
+    form = {"space": network.space.name, "arch": list(network.arch), **_description(network)}
+    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in form.items()})
+    path.write_bytes(model.SerializeToString())

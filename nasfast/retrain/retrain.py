@@ -107,6 +107,8 @@ def retrain(
     else:
         network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
 
+    network.images = getattr(val_loader, "images", None)  # a loader of another kind does not say
+
     def evaluation(model: nn.Module) -> Evaluation:
         return evaluate(model, val_loader, device=device, world=world)
 

@@ -8,6 +8,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor, nn
 
+from nasfast.settings.images import ImageInfo
 from nasfast.settings.supernet import Init
 from nasfast.spaces import SKIP, Arch, ArchSpace, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
@@ -24,12 +25,14 @@ class ArchNetwork(nn.Module):
         space, arch: what it is the network of.
         activation: activation of the blocks of layers that have none of their own.
         classifier: its last layer.
+        images: how images become its input, and its classes; None where that is not known.
     """
 
     space: ArchSpace
     arch: Arch
     activation: str
     classifier: nn.Linear
+    images: ImageInfo | None = None
 
     def features(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) images -> (N, features, H', W'), which is pooled for the classifier."""

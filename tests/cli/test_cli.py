@@ -24,6 +24,7 @@ from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import save_model
 from nasfast.runtime.distributed import SINGLE
+from nasfast.search import Candidate, Limits, save_candidates
 from nasfast.spaces import format_arch, nas_bench_macro
 from nasfast.studies import registry
 from nasfast.supernet import build
@@ -455,6 +456,19 @@ def test_export_without_onnx(exported, capsys):
     names = [line.rsplit("/", 1)[-1] for line in capsys.readouterr().out.splitlines()]
     assert names == ["model.safetensors", "arch.json", "space.yaml"]
     assert not (out / "retrain/best-2/model.onnx").exists()
+
+
+def test_export_says_if_a_later_search_found_another(tmp_path, caplog):
+    space, archs = tiny_space(), [(1, 0, 2, 1), (0, 0, 2, 1)]
+    save_model(build(space, archs[0]), tmp_path / "retrain" / "best" / "model.safetensors")
+    for found, said in ((archs[0], 0), (archs[1], 1)):
+        cost = space.cost(found)
+        candidates = [Candidate(found, 1.0, cost.macs, cost.params)]
+        save_candidates(tmp_path / "archs.json", space, candidates, limits=Limits())
+        assert main(["export", "--out", str(tmp_path), "--onnx", "false"]) == 0
+        texts = [record.message for record in caplog.records if "a later search found" in record.message]
+        assert len(texts) == said
+    assert f"this network is {format_arch(archs[0])}, and a later search found {format_arch(archs[1])}" in texts[0]
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ def test_finished_run(finished_run):
         "Kendall",
         "max_macs",
         "avx2",
+        f"model = nasfast.load_model({str(finished_run / 'retrain/best')!r})",
     ):
         assert expected in page.text
 
