@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 from itertools import pairwise
+from math import fsum
 from pathlib import Path
 
 from imports import imports_in, read_sources
@@ -89,7 +90,8 @@ def layers(graph: Mapping[str, set[str]]) -> tuple[list[list[Node]], dict[Node, 
 
 def _middle(node: Node, steps: Mapping[Node, set[Node]], place: Mapping[Node, float], downward: bool) -> float:
     others = {user for user, below in steps.items() if node in below} if downward else steps.get(node, set())
-    return sum(place[other] for other in others) / len(others) if others else place[node]
+    # fsum, because the order of a set changes from run to run, and with it the rounding of a sum
+    return fsum(place[other] for other in others) / len(others) if others else place[node]
 
 
 def picture(graph: Mapping[str, set[str]]) -> str:

@@ -13,11 +13,10 @@ import nasfast
 
 ROOT = Path(nasfast.__file__).parent
 
-NAMES = [
-    "IndicatorTable", "RunConfig", "Supernet", "__version__", "build", "classify", "data", "fuse", "inherit",
-    "load_model", "ops", "orthogonalize_", "rank", "retrain", "run", "score", "search", "spaces", "supernet", "train",
-    "train_supernet", "unfuse", "use_backend",
-]  # fmt: skip
+NAMES = """
+    IndicatorTable RunConfig Supernet __version__ build classify data fuse inherit load_model ops orthogonalize_
+    rank retrain run score search spaces supernet train train_supernet unfuse use_backend
+""".split()
 
 # positional arguments, then keyword-only ones; a trailing = marks one that may be left out
 SIGNATURES = {

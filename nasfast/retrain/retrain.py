@@ -106,7 +106,6 @@ def retrain(
         recalibrate_bn(network, train_loader, device=device)
     else:
         network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
-
     network.images = getattr(val_loader, "images", None)  # a loader of another kind does not say
 
     def evaluation(model: nn.Module) -> Evaluation:
