@@ -305,12 +305,14 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
 }
 
 void depthwise_fwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
+  const TileRegisters tiles;
   const Act act = p.expansion.in_channels ? p.expansion.bn.act : p.x.folded ? p.x.bn.act : Act::kIdentity;
   by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_fwd_items<decltype(t), decltype(a)>; })(p, begin, end);
   if (p.streams) finish_streams();
 }
 
 void depthwise_bwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
+  const TileRegisters tiles;
   if (p.expansion.in_channels) {
     const Act act = p.expansion.bn.act;
     by_type(p.bfloat16, act, [](auto t, auto a) { return expansion_bwd_items<decltype(t), decltype(a)>; })(p, begin,

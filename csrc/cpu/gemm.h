@@ -3,11 +3,12 @@
 //
 // A block of C, kBlockRows x (1 to kPanelVectors vectors), stays in registers while the loop goes through the depth.
 // Tensors of bfloat16 are multiplied as bfloat16 with float sums where the processor has a dot product for it,
-// otherwise as float.
+// otherwise as float. Where it has AMX, tiles.h multiplies both types.
 #pragma once
 
 #include "bn_tile.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace nasfast::cpu::NASFAST_ISA {
 
@@ -16,7 +17,18 @@ constexpr int kBlockRows = 8;  // 8 x 3 sums, 3 vectors of B, 1 of A: 28 of 32 r
 #else
 constexpr int kBlockRows = 4;  // 4 x 3 sums, 3 vectors of B, 1 of A: all 16 registers
 #endif
+#if defined(__AMX_BF16__)
+constexpr int kPanelVectors = 2;  // two tiles
+constexpr int kRowMultiple = kTileSide;
+#else
 constexpr int kPanelVectors = 3;
+constexpr int kRowMultiple = kBlockRows;
+
+class TileRegisters {
+ public:
+  TileRegisters() {}  // written out, so that a variable of this type counts as used
+};
+#endif
 
 // The type in which tensors of storage type T are multiplied.
 template <typename T>
@@ -29,12 +41,32 @@ struct Multiplied<BFloat16> {
   using Type = BFloat16;
 };
 #endif
-
-// Elements of depth per multiply-add instruction.
-template <typename C>
-constexpr int kDepthStep = 1;
+#if defined(__AMX_BF16__)
 template <>
-constexpr int kDepthStep<BFloat16> = 2;
+struct Multiplied<float> {
+  using Type = SplitFloat;
+};
+#endif
+
+// How B is packed: kStep elements of depth lie side by side, and zeros fill the depth up to a multiple of kMultiple.
+template <typename C>
+struct Packing {
+  static constexpr int kStep = 1, kMultiple = 1;
+};
+template <>
+struct Packing<BFloat16> {
+#if defined(__AMX_BF16__)
+  static constexpr int kStep = 2, kMultiple = kTileDepth;
+#else
+  static constexpr int kStep = 2, kMultiple = 2;
+#endif
+};
+#if defined(__AMX_BF16__)
+template <>
+struct Packing<SplitFloat> {
+  static constexpr int kStep = 2, kMultiple = kTileDepth;
+};
+#endif
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -47,15 +79,21 @@ inline int64_t tile_ld(int64_t depth) {
 }
 
 // Rows of memory that a tile of A needs: blocks read whole rows beyond its end.
-inline int64_t tile_rows(int64_t rows) { return divide_up(rows, kBlockRows) * kBlockRows; }
+inline int64_t tile_rows(int64_t rows) { return divide_up(rows, kRowMultiple) * kRowMultiple; }
 
 // Vectors of the next panel when this many are left: 3 where possible, but 2 + 2 rather than 3 + 1.
 inline int panel_width(int64_t vectors) { return static_cast<int>(vectors == 4 ? 2 : lesser(vectors, kPanelVectors)); }
 
+// The depth of a packed B.
+template <typename C>
+inline int64_t packed_depth(int64_t depth) {
+  return divide_up(depth, Packing<C>::kMultiple) * Packing<C>::kMultiple;
+}
+
 // Elements of a packed B.
 template <typename C>
 inline int64_t packed_size(int64_t depth, int64_t columns) {
-  return divide_up(depth, kDepthStep<C>) * kDepthStep<C> * divide_up(columns, kLanes) * kLanes;
+  return packed_depth<C>(depth) * divide_up(columns, kLanes) * kLanes;
 }
 
 // Stores two vectors that are neighbours in depth, with their bfloat16 elements side by side.
@@ -68,8 +106,8 @@ inline void store_pair(BFloat16* packed, VecF low, VecF high) {
 template <typename C>
 void pack_panel_by_rows(const float* w, int64_t depth, int64_t columns, int64_t stride_k, const float* scale_k,
                         const float* scale_n, int64_t first, int width, C* packed) {
-  constexpr int step = kDepthStep<C>;
-  for (int64_t k = 0; k < depth; k += step) {
+  constexpr int step = Packing<C>::kStep;
+  for (int64_t k = 0; k < packed_depth<C>(depth); k += step) {
     for (int j = 0; j < width; ++j) {
       const int64_t n = first + j * kLanes;
       const int lanes = static_cast<int>(lesser(kLanes, columns - n));
@@ -98,11 +136,11 @@ void pack_panel_by_rows(const float* w, int64_t depth, int64_t columns, int64_t 
 template <typename C>
 void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns, int64_t stride_n, const float* scale_k,
                            const float* scale_n, int64_t first, int width, C* packed) {
-  constexpr int step = kDepthStep<C>;
+  constexpr int step = Packing<C>::kStep;
   // this part of the panel stays in the first-level cache while columns are scattered over it
   constexpr int64_t kPart = 4 * kLanes;
   const int64_t held = width * kLanes;
-  const int64_t padded = divide_up(depth, step) * step;
+  const int64_t padded = packed_depth<C>(depth);
   for (int64_t part = 0; part < padded; part += kPart) {
     const int64_t last = lesser(part + kPart, padded);
     for (int64_t n = 0; n < held; ++n) {
@@ -111,7 +149,7 @@ void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns, int64
       for (int64_t k = part; k < last; k += kLanes) {
         const int lanes = static_cast<int>(lesser(kLanes, depth - k));
         C values[kLanes] = {};
-        if (first + n < columns) {
+        if (first + n < columns && k < depth) {
           VecF v = lanes == kLanes ? load(from + k, AllLanes{}) : load(from + k, lanes);
           v *= scale;
           if (scale_k) v *= load(scale_k + k, lanes);
@@ -128,6 +166,45 @@ void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns, int64
   }
 }
 
+template <typename C>
+void pack_panel(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
+                const float* scale_k, const float* scale_n, int64_t first, int width, C* packed) {
+  if (stride_n == 1) {
+    pack_panel_by_rows(w, depth, columns, stride_k, scale_k, scale_n, first, width, packed);
+  } else {
+    pack_panel_by_columns(w, depth, columns, stride_n, scale_k, scale_n, first, width, packed);
+  }
+}
+
+#if defined(__AMX_BF16__)
+// The same for products of split floats: a panel is [depth / kTileDepth][vectors][part][pair in depth][lanes][2].
+inline void pack_panel(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
+                       const float* scale_k, const float* scale_n, int64_t first, int width, SplitFloat* packed) {
+  constexpr int64_t kPart = kSplitTile / sizeof(BFloat16);
+  BFloat16* to = reinterpret_cast<BFloat16*>(packed);
+  for (int64_t k = 0; k < depth; k += kTileDepth) {
+    for (int j = 0; j < width; ++j) {
+      const int64_t n = first + j * kLanes;
+      alignas(64) float values[kTileDepth][kLanes] = {};
+      const int64_t down = lesser(kTileDepth, depth - k), across = lesser(kLanes, columns - n);
+      for (int64_t r = 0; r < down; ++r) {
+        const float scale = scale_k ? scale_k[k + r] : 1.0f;
+        for (int64_t i = 0; i < across; ++i) values[r][i] = w[(k + r) * stride_k + (n + i) * stride_n] * scale;
+      }
+      VecF scale = broadcast(1.0f);
+      if (scale_n) scale = load(scale_n + n, static_cast<int>(across));
+      for (int r = 0; r < kTileDepth; r += 2, to += 2 * kLanes) {
+        const Parts a = split(load(values[r], AllLanes{}) * scale), b = split(load(values[r + 1], AllLanes{}) * scale);
+        store_pair(to, a.high, b.high);
+        store_pair(to + kPart, a.middle, b.middle);
+        store_pair(to + 2 * kPart, a.low, b.low);
+      }
+      to += (kSplitParts - 1) * kPart;
+    }
+  }
+}
+#endif
+
 // The number of panels of a packed weight.
 inline int64_t panel_count(int64_t columns) {
   int64_t count = 0;
@@ -142,15 +219,12 @@ template <typename C>
 void pack(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n, const float* scale_k,
           const float* scale_n, C* packed, int64_t begin, int64_t end) {
   const int64_t vectors = divide_up(columns, kLanes);
-  const int64_t padded = divide_up(depth, kDepthStep<C>) * kDepthStep<C>;
   int64_t v = 0;
   for (int64_t panel = 0; panel < end; ++panel) {
     const int width = panel_width(vectors - v);
-    C* to = packed + v * kLanes * padded;
-    if (panel >= begin && stride_n == 1) {
-      pack_panel_by_rows(w, depth, columns, stride_k, scale_k, scale_n, v * kLanes, width, to);
-    } else if (panel >= begin) {
-      pack_panel_by_columns(w, depth, columns, stride_n, scale_k, scale_n, v * kLanes, width, to);
+    C* to = packed + v * kLanes * packed_depth<C>(depth);
+    if (panel >= begin) {
+      pack_panel(w, depth, columns, stride_k, stride_n, scale_k, scale_n, v * kLanes, width, to);
     }
     v += width;
   }
@@ -180,7 +254,7 @@ inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t dept
   for (int j = 0; j < kWidth; ++j) finish(j, sum[j]);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 template <int kWidth, typename Finish>
 inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_t depth, const Finish& finish) {
   VecF sum[kWidth][kBlockRows];
@@ -209,30 +283,56 @@ inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_
 }
 #endif
 
+// Calls epilogue for the vector of columns at c in `count` rows from `row` on.
+template <typename Epilogue>
+inline void finish_block(int64_t row, int count, int64_t c, int64_t columns, const VecF* sums,
+                         const Epilogue& epilogue) {
+  if (c + kLanes <= columns) {
+    epilogue(row, count, c, sums, AllLanes{});
+  } else {
+    epilogue(row, count, c, sums, static_cast<int>(columns - c));
+  }
+}
+
 template <int kWidth, typename C, typename Epilogue>
 inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column,
                        int64_t columns, const Epilogue& epilogue) {
+#if defined(__AMX_BF16__)
+  alignas(64) float block[kWidth][2 * kTileSide * kLanes];
+  for (int64_t row = 0; row < rows; row += 2 * kTileSide) {
+    const int64_t here = lesser(2 * kTileSide, rows - row);
+    if (here > kTileSide) {
+      tile_block<kWidth, true>(a + row * lda, lda, b, depth, block);
+    } else {
+      tile_block<kWidth, false>(a + row * lda, lda, b, depth, block);
+    }
+    for (int j = 0; j < kWidth; ++j) {
+      for (int64_t r = 0; r < here; r += kBlockRows) {
+        VecF sums[kBlockRows];
+#pragma GCC unroll 8
+        for (int i = 0; i < kBlockRows; ++i) sums[i] = load(block[j] + (r + i) * kLanes, AllLanes{});
+        finish_block(row + r, static_cast<int>(lesser(kBlockRows, here - r)), column + j * kLanes, columns, sums,
+                     epilogue);
+      }
+    }
+  }
+#else
   for (int64_t row = 0; row < rows; row += kBlockRows) {
     const int count = static_cast<int>(lesser(kBlockRows, rows - row));
     gemm_block<kWidth>(a + row * lda, lda, b, depth, [&](int j, const VecF* sums) {
-      const int64_t c = column + j * kLanes;
-      if (c + kLanes <= columns) {
-        epilogue(row, count, c, sums, AllLanes{});
-      } else {
-        epilogue(row, count, c, sums, static_cast<int>(columns - c));
-      }
+      finish_block(row, count, column + j * kLanes, columns, sums, epilogue);
     });
   }
+#endif
 }
 
 // Calls body(Count<vectors>{}, first column, part of the packed weight) for every panel.
 template <typename C, typename Body>
 inline void for_each_panel(const C* packed, int64_t depth, int64_t columns, const Body& body) {
-  const int64_t padded = divide_up(depth, kDepthStep<C>) * kDepthStep<C>;
   const int64_t vectors = divide_up(columns, kLanes);
   for (int64_t v = 0; v < vectors;) {
     const int width = panel_width(vectors - v);
-    const C* b = packed + v * kLanes * padded;
+    const C* b = packed + v * kLanes * packed_depth<C>(depth);
     if (width == 3) {
       body(Count<3>{}, v * kLanes, b);
     } else if (width == 2) {
@@ -255,7 +355,7 @@ inline void for_each_row(int count, const VecF* sums, const Body& body) {
 }
 
 // Computes C = A B and calls epilogue(row, count, column, sums, lanes) for each piece of it: one vector of columns in
-// `count` rows. `a` must have tile_rows(rows) rows of memory and, for bfloat16, zeros up to an even depth.
+// `count` rows. `a` must have tile_rows(rows) rows of memory, and zeros behind its depth up to packed_depth.
 template <typename C, typename Epilogue>
 inline void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, int64_t depth, int64_t columns,
                       const Epilogue& epilogue) {

@@ -3,6 +3,12 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#ifdef NASFAST_X86_ISAS
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace nasfast::cpu {
 namespace {
 
@@ -14,6 +20,19 @@ bool is_compiled(Isa isa) {
   return isa == Isa::kBaseline;
 #endif
 }
+
+#ifdef NASFAST_X86_ISAS
+// Whether the tile registers of AMX and their bf16 product are here. Linux refuses them to a process that has not asked
+// for them, because they add 8 KiB to the state of a thread.
+bool has_tiles() {
+  constexpr unsigned kFeatures = 1u << 24 | 1u << 22;          // AMX-TILE and AMX-BF16, in edx of leaf 7
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kFeatures) != kFeatures) return false;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+#endif
 
 bool runs_here(Isa isa) {
   switch (isa) {
@@ -27,13 +46,15 @@ bool runs_here(Isa isa) {
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     case Isa::kAvx512Bf16:
       return runs_here(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16");
+    case Isa::kAmx:
+      return runs_here(Isa::kAvx512Bf16) && has_tiles();
 #endif
     default:
       return false;
   }
 }
 
-constexpr Isa kAllIsas[] = {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16};
+constexpr Isa kAllIsas[] = {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
 
 std::string join(const std::vector<std::string>& names) {
   std::string text;
@@ -89,6 +110,8 @@ std::string isa_name(Isa isa) {
       return "avx512";
     case Isa::kAvx512Bf16:
       return "avx512bf16";
+    case Isa::kAmx:
+      return "amx";
   }
   throw std::logic_error("isa_name: not a level");
 }

@@ -7,7 +7,7 @@
 namespace nasfast::cpu {
 
 // In ascending order: a processor that runs one of them also runs those before it.
-enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
+enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
 // Names of the levels that this build contains, in ascending order; `baseline` is always one of them.
 std::vector<std::string> compiled_isas();

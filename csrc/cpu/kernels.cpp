@@ -19,11 +19,17 @@ NASFAST_DECLARE(baseline)
 NASFAST_DECLARE(avx2)
 NASFAST_DECLARE(avx512)
 NASFAST_DECLARE(avx512bf16)
+NASFAST_DECLARE(amx)  // only the kernels with matrix products
 #undef NASFAST_DECLARE
 
 Kernels kernels() {
   switch (current_isa()) {
 #ifdef NASFAST_X86_ISAS
+    case Isa::kAmx:
+      return {avx512bf16::kBnActKernels,      amx::kConvKernels,
+              amx::kDepthwiseKernels,         avx512bf16::kMixedBnKernels,
+              avx512bf16::kOrthogonalKernels, avx512bf16::kDepthwiseConv2dKernels,
+              avx512bf16::kPool3x3Kernels};
     case Isa::kAvx512Bf16:
       return {avx512bf16::kBnActKernels,   avx512bf16::kConvKernels,       avx512bf16::kDepthwiseKernels,
               avx512bf16::kMixedBnKernels, avx512bf16::kOrthogonalKernels, avx512bf16::kDepthwiseConv2dKernels,

@@ -11,8 +11,8 @@ namespace nasfast::cpu::NASFAST_ISA {
 namespace {
 
 // Gathers the patches of the output pixels [row, row + rows) of a dense convolution, with zeros outside the image.
-template <typename T, typename C>
-void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, int64_t lda) {
+template <typename T>
+void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, T* patches, int64_t ld) {
   const T* x = static_cast<const T*>(p.x.data);
   const int64_t run = p.kernel * p.in_channels;
   const int64_t plane = p.out_height * p.out_width;
@@ -25,18 +25,18 @@ void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, i
     const int64_t left = x0 < 0 ? lesser(-x0, p.kernel) : 0;
     const int64_t inside = lesser(p.kernel, p.width - x0);
     for (int64_t ky = 0; ky < p.kernel; ++ky) {
-      C* to = a + r * lda + ky * run;
+      T* to = patches + r * ld + ky * run;
       const int64_t iy = oy * p.stride - p.padding + ky;
       const bool outside = iy < 0 || iy >= p.height || inside <= left;
       const int64_t begin = outside ? run : left * p.in_channels;
       const int64_t end = outside ? run : inside * p.in_channels;
-      for (int64_t i = 0; i < begin; ++i) to[i] = C{};
+      for (int64_t i = 0; i < begin; ++i) to[i] = T{};
       if (!outside) {
         const T* from = x + ((image * p.height + iy) * p.width + x0) * p.in_channels;
         for_each_vector(end - begin,
                         [&](int64_t i, auto lanes) { store(to + begin + i, load(from + begin + i, lanes), lanes); });
       }
-      for (int64_t i = end; i < run; ++i) to[i] = C{};
+      for (int64_t i = end; i < run; ++i) to[i] = T{};
     }
     if (++ox == p.out_width) {
       ox = 0;
@@ -48,14 +48,31 @@ void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, C* a, i
   }
 }
 
+// Gathers patches into a tile of A: through `patches`, which has memory for them, where A has another type.
+template <typename T>
+inline void gather_tile(const PointwiseParams& p, int64_t row, int64_t rows, T*, T* a, int64_t lda) {
+  gather_patches(p, row, rows, a, lda);
+}
+
+template <typename T, typename C>
+inline void gather_tile(const PointwiseParams& p, int64_t row, int64_t rows, T* patches, C* a, int64_t lda) {
+  const int64_t depth = p.kernel * p.kernel * p.in_channels;
+  gather_patches(p, row, rows, patches, depth);
+  copy_tile(patches, depth, a, lda, rows, depth);
+}
+
 template <typename T, typename A>
 void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
   const int64_t depth = p.in_channels * p.kernel * p.kernel;
   const int64_t lda = tile_ld<C>(depth);
   const int64_t padded = divide_up(p.out_channels, kLanes) * kLanes;
-  Scratch scratch(Scratch::size<C>(kTileRows * lda) + 3 * Scratch::size<float>(padded));
+  const bool gathers = p.kernel > 1 || p.stride > 1;
+  const int64_t patches_size = gathers ? kTileRows * depth : 0;
+  Scratch scratch(Scratch::size<C>(kTileRows * lda) + Scratch::size<T>(patches_size) +
+                  3 * Scratch::size<float>(padded));
   C* a = scratch.take<C>(kTileRows * lda);
+  T* patches = scratch.take<T>(patches_size);
   float* pivot = scratch.take<float>(padded);
   float* sums = scratch.take<float>(padded);
   float* squares = scratch.take<float>(padded);
@@ -63,8 +80,8 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end; ++item) {
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const T* x = static_cast<const T*>(p.x.data) + row * p.in_channels;
-      if (p.kernel > 1 || p.stride > 1) {
-        gather_patches<T>(p, row, rows, a, lda);
+      if (gathers) {
+        gather_tile(p, row, rows, patches, a, lda);
       } else if (p.x.folded) {
         bn_act_tile<A, false>(p.x.bn, x, static_cast<const T*>(nullptr), p.in_channels, a, lda, rows, p.in_channels);
       } else {
@@ -194,7 +211,8 @@ inline void covariance_block(const float* a, int64_t lda, int64_t rows, int64_t 
 
 template <typename T>
 void covariance_items(const CovarianceParams& p, int64_t begin, int64_t end) {
-  const int64_t lda = divide_up(p.channels, kPanelVectors * kLanes) * kPanelVectors * kLanes + kBlockRows;
+  constexpr int kWidest = 3;  // vectors of a block
+  const int64_t lda = divide_up(p.channels, kWidest * kLanes) * kWidest * kLanes + kBlockRows;
   Scratch scratch(Scratch::size<float>(kTileRows * lda));
   float* a = scratch.take<float>(kTileRows * lda);
   for (int64_t item = begin; item < end; ++item) {
@@ -215,9 +233,9 @@ void covariance_items(const CovarianceParams& p, int64_t begin, int64_t end) {
         // only the upper triangle: the matrix is symmetric
         for (int64_t j = i / kLanes * kLanes; j < p.channels;) {
           const int64_t vectors = divide_up(p.channels - j, kLanes);
-          if (vectors >= 3) {
-            covariance_block<3>(a, lda, rows, i, j, p.channels, second);
-            j += 3 * kLanes;
+          if (vectors >= kWidest) {
+            covariance_block<kWidest>(a, lda, rows, i, j, p.channels, second);
+            j += kWidest * kLanes;
           } else {
             covariance_block<1>(a, lda, rows, i, j, p.channels, second);
             j += kLanes;
@@ -284,27 +302,31 @@ void shuffle_merge_items(const ShuffleParams& p, int64_t begin, int64_t end) {
 }
 
 int64_t packed_bytes(bool bfloat16, int64_t depth, int64_t columns) {
-  using C = Multiplied<BFloat16>::Type;
-  return bfloat16 ? packed_size<C>(depth, columns) * sizeof(C) : packed_size<float>(depth, columns) * sizeof(float);
+  using Narrow = Multiplied<BFloat16>::Type;
+  using Wide = Multiplied<float>::Type;
+  return bfloat16 ? packed_size<Narrow>(depth, columns) * sizeof(Narrow)
+                  : packed_size<Wide>(depth, columns) * sizeof(Wide);
 }
 
 void pack_weight(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
                  const float* scale_k, const float* scale_n, void* packed, int64_t begin, int64_t end) {
-  using C = Multiplied<BFloat16>::Type;
+  const auto run = [&](auto* to) { pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, to, begin, end); };
   if (bfloat16) {
-    pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, static_cast<C*>(packed), begin, end);
+    run(static_cast<Multiplied<BFloat16>::Type*>(packed));
   } else {
-    pack(w, depth, columns, stride_k, stride_n, scale_k, scale_n, static_cast<float*>(packed), begin, end);
+    run(static_cast<Multiplied<float>::Type*>(packed));
   }
 }
 
 void pointwise_fwd(const PointwiseParams& p, int64_t begin, int64_t end) {
+  const TileRegisters tiles;
   const Act act = p.x.folded ? p.x.bn.act : Act::kIdentity;
   by_type(p.bfloat16, act, [](auto t, auto a) { return pointwise_fwd_items<decltype(t), decltype(a)>; })(p, begin, end);
   if (p.streams) finish_streams();
 }
 
 void pointwise_bwd(const PointwiseParams& p, int64_t begin, int64_t end) {
+  const TileRegisters tiles;
   if (p.dx.folded) {
     by_type(p.bfloat16, p.dx.bn.act,
             [](auto t, auto a) { return pointwise_bwd_items<decltype(t), decltype(a), true>; })(p, begin, end);
@@ -320,6 +342,7 @@ void covariance(const CovarianceParams& p, int64_t begin, int64_t end) {
 }
 
 void correction(const CorrectionParams& p, int64_t begin, int64_t end) {
+  const TileRegisters tiles;
   (p.bfloat16 ? correction_items<BFloat16> : correction_items<float>)(p, begin, end);
 }
 
