@@ -257,10 +257,12 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
     parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap and of --sample")
     parser.add_argument(
-        "--train", type=int, metavar="N",
+        "--train",
+        type=int,
+        metavar="N",
         help="instead of --table, with --out: trains until N architectures have an accuracy (RUN/accuracies.json), and "
         "ranks all scores, or that of --score",
-    )  # fmt: skip
+    )
     parser.add_argument("--epochs", type=int, help="with --train: epochs of each training, the same in all calls")
     parser.add_argument("--interval", type=float, default=0.1, help="with --train: says what tau within +-this needs")
     _add_task_flags(parser)
