@@ -49,12 +49,10 @@ from nasfast.tasks.view import duration
 
 ACCURACIES_FILE, REPORT_FILE, SETTINGS_FILE, FOLDER = "accuracies.json", "trained.json", "settings.yaml", "trained"
 
-RECIPE = RetrainConfig(
-    init="he", train=TrainConfig(epochs=2, lr=0.1, warmup_epochs=0.2, label_smoothing=0.0, keep_checkpoints=1)
-)
+RECIPE = RetrainConfig(init="orthogonal", train=TrainConfig(epochs=1, lr=0.02, warmup_epochs=0.1, label_smoothing=0.0))
 """The short training of each architecture; `rank --train --epochs` changes the number of epochs."""
 
-BATCH_SIZE = 64
+BATCH_SIZE = 32
 
 IMAGES: dict[str, Any] = {"batch_size": BATCH_SIZE, "augment": "none", "workers": 0}
 """Settings of `data` for it: in so few epochs small batches give more steps, and nothing can be learned by heart. The

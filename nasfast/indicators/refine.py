@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -90,8 +90,7 @@ def refine(
     structure = _rows(z_sum([(table, 0.0), (structure_table(space, "sqrt_size"), 1.0)], meta={}))
     columns = {(i, v): column for column, (i, v) in enumerate((i, v) for i, row in enumerate(prior) for v in row)}
     features = np.zeros((len(archs), 1 + len(columns)))
-    p, q = (np.array([sum(r.get(v, 0.0) for r, v in zip(rows, arch, strict=True)) for arch in archs])
-            for rows in (prior, structure))  # fmt: skip
+    p, q = (_scores(rows, archs) for rows in (prior, structure))
     features[:, 0] = q - p
     for row, arch in zip(features, archs, strict=True):
         row[[1 + columns[pair] for pair in enumerate(arch) if pair in columns]] = 1
@@ -121,6 +120,11 @@ def _rows(table: IndicatorTable) -> list[dict[int, float]]:
         row if score is None or layer.indicator_choice is None else {**row, layer.indicator_choice: score}
         for row, score, layer in zip(table.scores, table.layer, table.space.layers, strict=True)
     ]
+
+
+def _scores(rows: Sequence[Mapping[int, float]], archs: Sequence[Arch]) -> np.ndarray:
+    """(archs,) sums over layers; a value without a score adds nothing."""
+    return np.array([sum(row.get(v, 0.0) for row, v in zip(rows, arch, strict=True)) for arch in archs])
 
 
 def _ridge(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> np.ndarray:
