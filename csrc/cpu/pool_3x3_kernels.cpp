@@ -11,7 +11,7 @@ namespace {
 
 typedef uint8_t VecB __attribute__((vector_size(kLanes)));
 
-// One instruction; for __builtin_convertvector, GCC 12 emits dozens.
+// One to three instructions; for __builtin_convertvector, GCC 12 emits dozens on some processors.
 inline VecI widen(VecB b) {
 #if defined(__AVX512F__)
   return (VecI)_mm512_cvtepu8_epi32((__m128i)b);
@@ -19,8 +19,24 @@ inline VecI widen(VecB b) {
   long long bytes[2] = {0, 0};
   memcpy(bytes, &b, sizeof b);
   return (VecI)_mm256_cvtepu8_epi32(_mm_set_epi64x(0, bytes[0]));
+#elif defined(__aarch64__)
+  uint32_t bytes;
+  memcpy(&bytes, &b, sizeof b);
+  return (VecI)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes))));
 #else
   return __builtin_convertvector(b, VecI);
+#endif
+}
+
+inline VecB narrow(VecI v) {
+#if defined(__aarch64__)
+  const uint16x4_t halves = vmovn_u32((uint32x4_t)v);
+  const uint8x8_t bytes = vmovn_u16(vcombine_u16(halves, halves));
+  VecB b;
+  memcpy(&b, &bytes, sizeof b);
+  return b;
+#else
+  return __builtin_convertvector(v, VecB);
 #endif
 }
 
@@ -37,12 +53,12 @@ inline VecI load_index(const uint8_t* p, int lanes) {
 }
 
 inline void store_index(uint8_t* p, VecI v, AllLanes) {
-  const VecB b = __builtin_convertvector(v, VecB);
+  const VecB b = narrow(v);
   memcpy(p, &b, sizeof b);
 }
 
 inline void store_index(uint8_t* p, VecI v, int lanes) {
-  const VecB b = __builtin_convertvector(v, VecB);
+  const VecB b = narrow(v);
   memcpy(p, &b, lanes);
 }
 

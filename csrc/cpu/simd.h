@@ -12,6 +12,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifdef __SANITIZE_ADDRESS__
@@ -54,7 +56,14 @@ inline VecU as_bits(VecF v) {
   return bits;
 }
 
-inline VecF widen(VecH h) { return as_float(__builtin_convertvector(h, VecU) << 16); }
+inline VecF widen(VecH h) {
+#if defined(__aarch64__)
+  // for __builtin_convertvector, GCC 12 moves every lane through a register of integers
+  return as_float((VecU)vmovl_u16((uint16x4_t)h) << 16);
+#else
+  return as_float(__builtin_convertvector(h, VecU) << 16);
+#endif
+}
 
 inline VecH narrow(VecF v) {
 #if defined(__AVX512BF16__)
