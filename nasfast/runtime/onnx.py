@@ -85,5 +85,7 @@ def open_session(
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    # idle threads would spin for a while after each run, and slow the networks that are timed next
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     # the content is given, because onnxruntime takes every file name to be UTF-8
     return onnxruntime.InferenceSession(path.read_bytes(), options, providers=[provider])
