@@ -7,7 +7,18 @@ import torch
 
 from nasfast.ops import _native, backends, cuda_times
 
-_PACKAGES = ("nasfast", "torch", "torchvision", "triton", "nvidia-dali-cuda130", "timm", "onnx", "numpy", "scipy")
+_PACKAGES = (
+    "nasfast",
+    "torch",
+    "torchvision",
+    "triton",
+    "nvidia-dali-cuda130",
+    "timm",
+    "onnx",
+    "onnxruntime",
+    "numpy",
+    "scipy",
+)
 
 
 def environment() -> dict[str, list[str]]:

@@ -367,7 +367,8 @@ def _about(form: Mapping[str, Any]) -> str:
     """One line on the origin of the table."""
     where = form["machine"]
     on_gpu = form["device"] == "cuda"
-    device = where["gpu"] if on_gpu else f"{where['cpu']}, {form['config']['threads'] or where['threads']} threads"
+    threads = form["config"]["threads"] or where["threads"]
+    device = where["gpu"] if on_gpu else f"{where['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
     text = f"{form['device']} ({form['runtime']}), batch {form['batch']}, {device}"
     if form["clock"] == "cpu":
         text += ", processor time"
