@@ -65,7 +65,9 @@ def sentences(run_dir: str | Path) -> list[str]:
         text += [] if found["stable"] else _advice(folder, form)
         text += [_compared(name, comparison) for name, comparison in comparisons(form["networks"]).items()]
         if found["top"] and not any(n["role"] == "structure" for n in form["networks"]) and not form["missing"]:
-            text.append("The structural baseline of equal cost is the answer itself, so there is nothing to compare.")
+            text.append(
+                "The structural baseline of no higher cost is the answer itself, so there is nothing to compare."
+            )
     else:
         text.append(f"{len(form['scored'])} of {form['seeds']} seeds are scored: too few to compare.")
     stopped = [name for name, m in form["missing"].items() if m["status"] == "stopped"]
@@ -160,16 +162,18 @@ def _table(seed: Path) -> dict[str, Any]:
 
 def _compared(name: str, found: Comparison) -> str:
     """A comparison in words."""
-    others = "the structural baseline" if name == "structure" else f"{found.peers} random architectures"
-    if name == "random" and found.peers == 1:
-        others = "one random architecture"
+    one = name == "random" and found.peers == 1
+    others = "one random architecture" if one else f"the mean of {found.peers} random architectures"
+    others = "the structural baseline of no higher cost" if name == "structure" else f"{others} of equal cost"
     where = "above" if found.gain > 0 else "below" if found.gain < 0 else "away from"
     runs = f"{found.runs} seed{'s' if found.runs > 1 else ''}"
     text = (
-        f"Retrained with {runs}, the answer is {abs(found.gain):.2f} percentage points {where} {others} of equal cost "
+        f"Retrained with {runs}, the answer is {abs(found.gain):.2f} percentage points {where} {others} "
         f"(95 % interval {found.low:+.2f} to {found.high:+.2f}, over {found.images:,} images and the seeds)"
     )
-    return f"{text}." if found.significant else f"{text}: the difference is not significant."
+    if not found.significant:
+        return f"{text}: the difference is not significant."
+    return f"{text}. Other random architectures may be better or worse." if one else f"{text}."
 
 
 def _summary(folder: Path, form: Mapping[str, Any]) -> str:
