@@ -37,7 +37,7 @@ from nasfast.tasks.work import execute
 from nasfast.train import TrainConfig, train_supernet
 
 _NETWORKS, _WORKERS = 4, 2
-_DRIVER_SHARE = 0.3
+_DRIVER_SHARE = 0.25
 """Share of the kills that hit the driver."""
 
 
