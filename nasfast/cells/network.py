@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast import ops
-from nasfast.cells.operations import Operation, Style, is_plain_batch_norm, make_operation, make_preprocess
+from nasfast.cells.operations import (
+    Operation,
+    Style,
+    is_plain_batch_norm,
+    make_operation,
+    make_preprocess,
+    make_transition,
+)
 from nasfast.spaces.cells import CellSpace
 from nasfast.supernet import ArchNetwork, Init, InitScheme, initialize, standalone_network
 
@@ -189,11 +196,8 @@ class _Skeleton(nn.Module):
         self.cells: Sequence[CellModule] = cells  # type: ignore[assignment]
         self.transitions = nn.ModuleDict()
         for i in range(space.cells):
-            if i in space.reductions and space.reduce_by == "conv":
-                channels = space.channels_of(i)
-                convolution = nn.Conv2d(channels // 2, channels, 3, 2, 1, bias=False)
-                norm = style.make_norm(channels, affine=True)
-                self.transitions[str(i)] = nn.Sequential(nn.ReLU(), convolution, norm)
+            if i in space.reductions and space.reduce_by != "cell":
+                self.transitions[str(i)] = make_transition(space.reduce_by, space.channels_of(i), style)
             cells.append(CellModule(space, i, options[space.type_of(i)], style))
         head = [style.make_norm(space.features, affine=True), nn.ReLU()] if space.head else []
         self.head = nn.Sequential(*head)

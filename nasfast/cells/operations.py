@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast import ops
-from nasfast.spaces.cell_costs import KERNELS, NONE, SKIP_CONNECT
+from nasfast.spaces.cell_costs import KERNELS, NONE, SKIP_CONNECT, ReduceBy
 from nasfast.spaces.cells import Norm, Order
 
 NormLayer = nn.BatchNorm2d | nn.GroupNorm
@@ -94,6 +94,41 @@ class FactorizedReduce(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # padding at the far sides gives two halves of equal size even if the size of the map is odd
         return torch.cat([self.even(x), self.odd(F.pad(x, (-1, 1, -1, 1)))], 1)
+
+
+class ResidualReduction(nn.Module):
+    """NAS-Bench-201's block between stages: two 3 x 3 convolutions, beside average pooling and a 1 x 1 convolution.
+
+    (N, channels / 2, H, W) -> (N, channels, H / 2, W / 2). Each 3 x 3 convolution stands between a ReLU and a norm;
+    the path beside them has neither.
+
+    Args:
+        channels: channels of the output.
+        style: how its norms are built; they have scale and shift.
+    """
+
+    def __init__(self, channels: int, style: Style) -> None:
+        super().__init__()
+        self.first = _relu_conv_norm(channels // 2, channels, 2, style)
+        self.second = _relu_conv_norm(channels, channels, 1, style)
+        pointwise = nn.Conv2d(channels // 2, channels, 1, bias=False)
+        self.beside = nn.Sequential(nn.AvgPool2d(2, ceil_mode=True), pointwise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) + self.beside(x)
+
+
+def _relu_conv_norm(in_channels: int, channels: int, stride: int, style: Style) -> nn.Sequential:
+    """ReLU, 3 x 3 convolution, and a norm with scale and shift."""
+    convolution = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
+    return nn.Sequential(nn.ReLU(), convolution, style.make_norm(channels, affine=True))
+
+
+def make_transition(reduce_by: ReduceBy, channels: int, style: Style) -> nn.Module:
+    """What halves the maps before a cell and doubles their channels to `channels`; not for `reduce_by="cell"`."""
+    if reduce_by == "conv":
+        return _relu_conv_norm(channels // 2, channels, 2, style)
+    return ResidualReduction(channels, style)
 
 
 class Operation(nn.Module):

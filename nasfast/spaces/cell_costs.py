@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from nasfast.spaces.cost import Cost, conv_bn_cost
+
+ReduceBy = Literal["cell", "conv", "residual"]
+"""How a network of cells halves its maps, see `nasfast.spaces.cells.CellSpace`."""
 
 NONE, SKIP_CONNECT = "none", "skip_connect"
 
@@ -27,6 +32,17 @@ KERNELS = {name: int(name[-1]) for name in OPERATIONS[2:]}
 def factorized_reduce_cost(in_channels: int, out_channels: int, size_out: int) -> Cost:
     """Two 1x1 convolutions of stride 2 on maps shifted by a pixel, joined, then a norm."""
     return conv_bn_cost(in_channels, out_channels, 1, size_out)
+
+
+def transition_cost(reduce_by: ReduceBy, channels: int, size_out: int) -> Cost:
+    """What stands before a cell that halves the maps; `channels` and `size_out` are those of its output."""
+    if reduce_by == "cell":
+        return Cost()
+    strided = conv_bn_cost(channels // 2, channels, 3, size_out)
+    if reduce_by == "conv":
+        return strided
+    weights = channels // 2 * channels
+    return strided + conv_bn_cost(channels, channels, 3, size_out) + Cost(weights * size_out**2, weights)
 
 
 def operation_cost(op: str, channels: int, stride: int, size_out: int, *, pool_norm: bool = True) -> Cost:

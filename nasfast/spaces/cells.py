@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from nasfast.config import ConfigBase, nearest
 from nasfast.spaces.arch import Arch, ArchError, parse_arch
 from nasfast.spaces.arch_space import ArchSpace
-from nasfast.spaces.cell_costs import NONE, OPERATIONS, SKIP_CONNECT, factorized_reduce_cost, operation_cost
+from nasfast.spaces.cell_costs import (
+    NONE,
+    OPERATIONS,
+    SKIP_CONNECT,
+    ReduceBy,
+    factorized_reduce_cost,
+    operation_cost,
+    transition_cost,
+)
 from nasfast.spaces.cost import Cost, Operator, conv_bn_cost, output_size
 
 if TYPE_CHECKING:
@@ -178,6 +186,7 @@ class CellSpace(ArchSpace):
         reductions: indices of cells that halve the resolution and double the channels.
         reduce_by: `cell`: in these cells the edges from input nodes have stride 2, and they have an architecture of
             their own. `conv`: a 3 x 3 convolution of stride 2 precedes them, and all cells have one architecture.
+            `residual`: as `conv`, but a residual block of two 3 x 3 convolutions precedes them.
         stem_multiplier: channels of the stem divided by `channels`.
         preprocess: whether a 1 x 1 convolution brings the inputs of a cell to the cell's channels.
         head: whether a norm and a ReLU precede the pooling.
@@ -198,7 +207,7 @@ class CellSpace(ArchSpace):
     cells: int = 8
     channels: int = 16
     reductions: tuple[int, ...] = ()
-    reduce_by: Literal["cell", "conv"] = "cell"
+    reduce_by: ReduceBy = "cell"
     stem_multiplier: int = 3
     preprocess: bool = True
     head: bool = False
@@ -227,9 +236,13 @@ class CellSpace(ArchSpace):
             if self.cell.inputs != 1 or self.stem_multiplier != 1 or len(self.cell.outputs) != 1:
                 raise ValueError(f"{where}: without preprocessing cells need one input, one output, stem_multiplier 1")
             if self.reductions and self.reduce_by == "cell":
-                raise ValueError(f"{where}: without preprocessing, channels change by reduce_by='conv' alone")
-        elif self.reductions and self.reduce_by == "conv":
-            raise ValueError(f"{where}: reduce_by='conv' needs preprocess=False: its convolution doubles the channels")
+                raise ValueError(
+                    f"{where}: without preprocessing, channels change by reduce_by='conv' or 'residual' alone"
+                )
+        elif self.reductions and self.reduce_by != "cell":
+            raise ValueError(
+                f"{where}: reduce_by={self.reduce_by!r} needs preprocess=False: its convolution doubles the channels"
+            )
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
@@ -285,6 +298,8 @@ class CellSpace(ArchSpace):
                 op = op.removeprefix("nor_")
                 if op not in self.ops or not source.isdigit() or (int(source), target) not in edges:
                     raise ArchError(f"space {self.name!r} has no operation {part!r} into node {target}, in {text!r}")
+                if (int(source), target) in found:
+                    raise ArchError(f"{text!r} names edge ({source},{target}) of space {self.name!r} twice")
                 found[int(source), target] = self.ops.index(op)
         if len(self.types) > 1 or len(found) != len(edges):
             raise ArchError(f"{text!r} names {len(found)} of the {len(self)} values of space {self.name!r}")
@@ -367,7 +382,7 @@ class CellSpace(ArchSpace):
         """Height of the maps at a cell's input nodes, in pixels."""
         size = self.resolution
         for i in range(cell + 1):
-            if i in self.reductions and (i < cell or self.reduce_by == "conv"):
+            if i in self.reductions and (i < cell or self.reduce_by != "cell"):
                 size = output_size(size, 2)
         return size
 
@@ -377,8 +392,8 @@ class CellSpace(ArchSpace):
         total = conv_bn_cost(self.in_channels, self.stem_channels, 3, self.resolution)
         for i in range(self.cells):
             channels, size = self.channels_of(i), self.size_of(i)
-            if i in self.reductions and self.reduce_by == "conv":
-                total += conv_bn_cost(channels // 2, channels, 3, size)
+            if i in self.reductions:
+                total += transition_cost(self.reduce_by, channels, size)
             if self.preprocess:
                 for before, stride in self.cell_inputs(i):
                     # the input of a strided preprocessing has twice the cell's size
@@ -432,16 +447,24 @@ def darts_space(
 
 
 def nas_bench_201_space(
-    *, cells: int = 15, channels: int = 16, num_classes: int = 10, resolution: int = 32
+    *,
+    cells: int = 15,
+    channels: int = 16,
+    num_classes: int = 10,
+    resolution: int = 32,
+    reduce_by: ReduceBy = "residual",
 ) -> CellSpace:
-    """NAS-Bench-201's cells in three stages, with a strided convolution between them instead of a residual block."""
+    """NAS-Bench-201 (arXiv 2001.00326): three stages of five cells, 16 channels, a residual block between stages.
+
+    `reduce_by="conv"` has a strided convolution instead of each residual block, which costs less.
+    """
     return CellSpace(
         name="nas_bench_201",
         cell=nas_bench_201_cell(),
         cells=cells,
         channels=channels,
         reductions=tuple(index for index in at_thirds(cells) if index > 0),
-        reduce_by="conv",
+        reduce_by=reduce_by,
         stem_multiplier=1,
         preprocess=False,
         head=True,
@@ -464,5 +487,7 @@ def choice_blocks_space(
     """
     ops = ("none", "max_pool_3x3", "conv_1x1", "conv_3x3")
     edges = tuple(Edge(i, j, ops) for j in range(1, 5) for i in range(j))
-    network = nas_bench_201_space(cells=cells, channels=channels, num_classes=num_classes, resolution=resolution)
+    network = nas_bench_201_space(
+        cells=cells, channels=channels, num_classes=num_classes, resolution=resolution, reduce_by="conv"
+    )
     return network.replace(name="choice_blocks", cell=Cell(1, 4, edges, (4,)), order="conv_norm_relu")

@@ -21,7 +21,7 @@ from nasfast.cells import (
     simplified_cell,
 )
 from nasfast.cells.gates import one_hot
-from nasfast.cells.operations import FactorizedReduce
+from nasfast.cells.operations import FactorizedReduce, Style, make_transition
 from nasfast.spaces import ArchError
 from nasfast.supernet import build, initialize, standalone_network
 
@@ -32,6 +32,7 @@ SPACES = {
     "modified": S1.replace(cell=modified_cell(), cells=2),
     "reductions": darts_space(cells=4, channels=4, num_classes=3, resolution=9),
     "201": nas_bench_201_space(cells=3, channels=4, num_classes=3, resolution=8),
+    "201, convolutions": nas_bench_201_space(cells=3, channels=4, num_classes=3, resolution=8, reduce_by="conv"),
     "conv_relu_norm": S1.replace(order="conv_relu_norm"),
     "conv_norm_relu": S1.replace(order="conv_norm_relu", classifier_bias=True),
     "layer norm": S1.replace(norm="layer"),
@@ -185,6 +186,25 @@ def test_a_network_of_none_alone_answers_with_its_bias(make, fused):
         assert torch.equal(logits, logits[:1].expand(3, 3))
     if not space.classifier_bias:
         assert not logits.any()
+
+
+@pytest.mark.parametrize("size", [8, 9])
+def test_the_residual_block_between_stages(size):
+    """Each part by plain functions of its weights; an odd map is pooled to the size that the convolution leaves."""
+    block = make_transition("residual", 8, Style()).double().train()
+    x = torch.randn(4, 4, size, size, dtype=torch.float64)
+
+    def unit(y, part, stride):
+        y = F.conv2d(y.clamp(min=0), part[1].weight, stride=stride, padding=1)
+        mean, variance = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), unbiased=False, keepdim=True)
+        return (y - mean) / (variance + 1e-5).sqrt()
+
+    pooled = torch.stack(
+        [x[:, :, i : i + 2, j : j + 2].mean((2, 3)) for i in range(0, size, 2) for j in range(0, size, 2)], -1
+    )
+    beside = torch.einsum("oc,ncp->nop", block.beside[1].weight[:, :, 0, 0], pooled)
+    want = unit(unit(x, block.first, 2), block.second, 1) + beside.view(4, 8, -(-size // 2), -(-size // 2))
+    torch.testing.assert_close(block(x), want, rtol=1e-9, atol=1e-10)
 
 
 def test_reduction_cells_halve_and_double():

@@ -39,6 +39,7 @@ SPACES = {
     "simplified": S1.replace(cell=simplified_cell()),
     "modified": S1.replace(cell=modified_cell(), cells=2),
     "201": nas_bench_201_space(cells=6, channels=4, resolution=16),
+    "201, convolutions between stages": nas_bench_201_space(cells=6, channels=4, resolution=15, reduce_by="conv"),
     "adjacent reductions": darts_space(cells=5, channels=4, resolution=17).replace(reductions=(0, 1, 3)),
     "no pool norm, bias, grey": S1.replace(pool_norm=False, classifier_bias=True, in_channels=1, num_classes=3),
     "head": S1.replace(cell=simplified_cell(), head=True, stem_multiplier=1),
@@ -146,8 +147,9 @@ def test_no_skip_on_intermediate_edges():
         (lambda: S1.replace(reductions=(1,)), "from 0 to 0, got"),
         (lambda: S1.replace(cells=3, reductions=(1, 1)), "different indices"),
         (lambda: S1.replace(preprocess=False), "without preprocessing cells need one input"),
-        (lambda: nas_bench_201_space().replace(reduce_by="cell"), "reduce_by='conv' alone"),
+        (lambda: nas_bench_201_space().replace(reduce_by="cell"), "reduce_by='conv' or 'residual' alone"),
         (lambda: darts_space().replace(reduce_by="conv"), "reduce_by='conv' needs preprocess=False"),
+        (lambda: darts_space().replace(reduce_by="residual"), "reduce_by='residual' needs preprocess=False"),
     ],
 )
 def test_impossible_cells_and_spaces_say_why(make, message):
@@ -186,6 +188,9 @@ def test_nas_bench_201():
     assert [space.size_of(i) for i in (4, 5, 9, 10)] == [32, 16, 16, 8]
     assert [space.channels_of(i) for i in (4, 5, 9, 10)] == [16, 32, 32, 64]
     assert {space.stride_of(5, e) for e in range(6)} == {1}
+    # the published costs of the cells without any operation and of 3 x 3 convolutions: 7.783 and 220.120 million MACs
+    assert space.cost((0,) * 6) == Cost(7_783_040, 73_306)
+    assert space.cost((4,) * 6) == Cost(220_119_680, 1_531_546)
 
 
 def test_cardinality():

@@ -94,7 +94,7 @@ def nasi_compare_study(cfg: NasiCompareConfig, *, out: str | Path | None = None)
 
 def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
     """The quick experiment; see `nasi_quick_study`."""
-    space = nas_bench_201_space(cells=2, channels=8, resolution=12)
+    space = nas_bench_201_space(cells=2, channels=8, resolution=12, reduce_by="conv")
     train, test = prototypes(NOISE, SYNTHETIC, 1000, seed=cfg.seed)
     trainer = Trainer(space, train, test, cfg)
     cells = random_cells(space, train, trainer, cfg, task)
