@@ -120,10 +120,11 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.rank", "indicators.structure", "indicators.table", "search", "retrain", "report", "settings",
         "settings.run", "tasks", "run_checks", "run_inputs", "pipeline",
     },
+    "untrained": {"config", "spaces", "data", "indicators"},
     "cli.commands": {
         "config", "runtime.launcher", "runtime", "settings", "settings.run", "stability", "spaces", "indicators",
         "indicators.accuracies", "indicators.table", "indicators.rank", "report", "measure", "search", "studies",
-        "studies.registry", "pipeline", "run_inputs", "trained",
+        "studies.registry", "pipeline", "run_inputs", "trained", "untrained",
     },
     "cli": {
         "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",

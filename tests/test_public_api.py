@@ -48,6 +48,8 @@ SIGNATURES = {
     "nasfast.indicators.zero_cost:naswot": ("module images labels=", ""),
     "nasfast.indicators.zero_cost:zico": ("module images labels", "batches="),
     "nasfast.indicators.zero_cost:ntk_q": ("module images labels", ""),
+    "nasfast.indicators.zero_cost:beta_norm": ("module images labels", ""),
+    "nasfast.indicators.zero_cost:log_volume": ("module images labels=", ""),
     "nasfast.search:search": (
         "table space",
         "max_macs= max_params= max_latency_ms= latency_table= top_k= method= allow_identity= seed= history=",
@@ -63,7 +65,7 @@ SIGNATURES = {
     "nasfast.cells:CellSupernet.forward": ("self x gates runs=", "measures= measured= nodes="),
     "nasfast.cells:CellStandalone": ("space arch", "activation="),
     "nasfast.cells:darts_space": ("", "cells= channels= reductions= num_classes= resolution="),
-    "nasfast.cells:nas_bench_201_space": ("", "cells= channels= num_classes= resolution="),
+    "nasfast.cells:nas_bench_201_space": ("", "cells= channels= num_classes= resolution= reduce_by="),
     "nasfast.cells:read_space": ("path", ""),
     "nasfast.nasi.score:score": ("network x y", "kind= chunk="),
     "nasfast.nasi.score:score_architecture": ("space arch batches", "kind= seed="),

@@ -14,7 +14,7 @@ from nasfast import pipeline
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import score_paths
+from nasfast.indicators.scores import check_network_score, get_score, rank_sum, score_networks, score_paths
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
@@ -36,6 +36,7 @@ from nasfast.stability.run import run_seeds
 from nasfast.studies import registry
 from nasfast.studies.run import run_study
 from nasfast.trained import ACCURACIES_FILE, REPORT_FILE, compare_trained, estimate_sample, train_sample
+from nasfast.untrained import untrained_networks
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
@@ -131,17 +132,20 @@ def _rank(args: argparse.Namespace, settings: TaskSettings, dry_run: bool) -> No
     if args.train is not None:
         _rank_trained(args, settings, dry_run)
         return
-    name = "rank" if args.score is None else f"rank-{args.score}"
     if args.score is None:
         predictor, space = _predictor(args)
         accuracies = read_accuracies(args.table, space, column=args.column)
-    else:
+    elif args.images is None:
         accuracies, predictor, space = _ranked_by_score(args)
+    else:
+        accuracies, predictor, space = _ranked_networks(args)
     report = rank(accuracies, predictor, space, resamples=args.resamples, seed=args.seed)
     print(report)
-    if args.out is not None:
-        report.save(Path(args.out) / f"{name}.json")
-        print(f"written: {Path(args.out) / name}.json")
+    name = "rank" if args.score is None else f"rank-{args.score}"
+    files = [] if args.out is None else [Path(args.out) / f"{name}.json"]
+    for file in [*files, *([] if args.save is None else [Path(args.save)])]:
+        report.save(file)
+        print(f"written: {file}")
 
 
 def _rank_trained(args: argparse.Namespace, settings: TaskSettings, dry_run: bool) -> None:
@@ -185,13 +189,45 @@ def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, fl
 def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
     """Accuracies and scores of the same architectures; the score is computed for each and not distilled."""
     cfg = _config_of(args.out)
-    evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=args.score)))
-    space = evidence.net.space
+    parts = []
+    for name in args.score.split("+"):
+        evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
+        accuracies = _sampled(args, evidence.space)
+        parts.append(score_paths(name, evidence, accuracies))
+    return accuracies, _summed(parts), evidence.space
+
+
+def _ranked_networks(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
+    """As `_ranked_by_score`, for single untrained networks of any space; says how many have no score."""
+    names = args.score.split("+")
+    for name in names:
+        check_network_score(get_score(name), named_space(args.space))
+    evidence = untrained_networks(
+        args.space, args.images, batch=args.batch, seed=args.seed, cells=args.cells, channels=args.channels
+    )
+    accuracies = _sampled(args, evidence.space)
+    parts = []
+    for name in names:
+        scores, failed = score_networks(name, evidence, accuracies)
+        parts.append(scores)
+        if failed:
+            first = next(iter(failed.values()))
+            print(f"{len(failed)} of {len(scores)} architectures have no {name} and count as the lowest. {first}")
+    return accuracies, _summed(parts), evidence.space
+
+
+def _summed(parts: Sequence[dict[Arch, float]]) -> dict[Arch, float]:
+    """One score itself, or the sum of the ranks of several."""
+    return parts[0] if len(parts) == 1 else rank_sum(parts)
+
+
+def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:
+    """The accuracies of the table, or of a random sample of it."""
     accuracies = read_accuracies(args.table, space, column=args.column)
     archs = sorted(accuracies)
     if args.sample is not None:
         archs = random.Random(args.seed).sample(archs, min(args.sample, len(archs)))
-    return {arch: accuracies[arch] for arch in archs}, score_paths(args.score, evidence, archs), space
+    return {arch: accuracies[arch] for arch in archs}
 
 
 def _report(run_dir: Path) -> None:

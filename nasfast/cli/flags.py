@@ -250,12 +250,17 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
     parser.add_argument("--table", help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
-    parser.add_argument("--score", help="with --out: ranks this score, computed for each architecture of the table")
-    parser.add_argument("--sample", type=int, help="with --score: only this many random architectures")
     parser.add_argument("--predictor", help="instead of --out: an indicators.json, or scores as JSON or CSV")
-    parser.add_argument("--space", default="nas_bench_macro", help="space of a file of scores: a name or a YAML file")
+    parser.add_argument("--images", help="instead of --out, with --score: folder of images for untrained networks")
+    parser.add_argument("--score", help="ranks this score of every architecture; A+B ranks the sum of ranks")
+    parser.add_argument("--sample", type=int, help="with --score: only this many random architectures")
+    parser.add_argument("--space", default="nas_bench_macro", help="space without --out: a name or a YAML file")
+    parser.add_argument("--batch", type=int, default=64, help="with --images: images of the batch that is scored")
+    parser.add_argument("--cells", type=int, help="with --images: cells of a network of cells; default: the space's")
+    parser.add_argument("--channels", type=int, help="with --images: channels of its first cell; default: the space's")
+    parser.add_argument("--save", metavar="FILE", help="also write the report as JSON to this file")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap and of --sample")
+    parser.add_argument("--seed", type=int, default=0, help="seed of bootstrap and --sample; of weights with --images")
     parser.add_argument(
         "--train",
         type=int,
@@ -277,11 +282,23 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
         parser.error("--epochs needs --train, and must be at least 1")
     if args.train is None and (settings != TaskSettings() or dry_run):
         parser.error("--executor, --workers, --attempts, --max-hours and --dry-run are about --train N")
-    if (args.out is None) == (args.predictor is None):
-        parser.error("give either --out RUN or --predictor FILE")
-    if args.score is not None and args.out is None or args.sample is not None and args.score is None:
-        parser.error("--score needs --out, and --sample needs --score")
+    _check_predictor(parser, args)
     return args, settings, dry_run
+
+
+def _check_predictor(parser: Parser, args: argparse.Namespace) -> None:
+    """Refuse flags of `rank` that contradict each other or need another one."""
+    if sum(value is not None for value in (args.out, args.predictor, args.images)) != 1:
+        parser.error("give one of --out RUN, --predictor FILE, and --images FOLDER with --score NAME")
+    if args.score is None and (args.images is not None or args.sample is not None):
+        parser.error("--images and --sample need --score")
+    if args.score is not None and args.predictor is not None:
+        parser.error("--score needs --out or --images: a file has its scores already")
+    if args.images is None and (args.cells is not None or args.channels is not None):
+        parser.error("--cells and --channels need --images")
+    for name in ("sample", "cells", "channels", "batch"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
 
 
 def _report(parser: Parser, argv: Sequence[str]) -> tuple[Path]:

@@ -21,6 +21,7 @@ from nasfast.spaces import Arch, ArchError, ArchSpace
 MIN_ARCHITECTURES = 10
 """Smallest number to compare. Even for 10 architectures in random order, tau is beyond +-0.47 once in 20 times."""
 
+_LARGEST = 100
 # Names of the accuracy of an architecture in published files, in order of preference.
 _ACCURACY_KEYS = ("mean_acc", "accuracy", "acc", "test_acc", "val_acc")
 
@@ -30,7 +31,7 @@ class AccuracyError(ValueError):
 
 
 def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = None) -> dict[Arch, float]:
-    """Trained accuracies of architectures, in the unit of the file.
+    """Trained accuracies of architectures, in the unit of the file: percent, or a share of 1.
 
     Args:
         path: a CSV file if the name ends with `.csv`, otherwise a JSON file.
@@ -39,11 +40,22 @@ def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = 
             test_acc, val_acc.
 
     Raises:
-        AccuracyError: the file has another form, fewer than `MIN_ARCHITECTURES` architectures, or architectures that
-            are not of `space`; the text says how many.
+        AccuracyError: the file has another form or fewer than `MIN_ARCHITECTURES` architectures; or architectures are
+            not of `space`, occur twice, or have no accuracy from 0 to 100. The text counts these and names the first.
     """
     names = _ACCURACY_KEYS if column is None else (column,)
-    accuracies = {arch: _accuracy(entry, key, path, names) for key, arch, entry in _read_entries(path, space)}
+    accuracies, unusable = {}, []
+    entries = _read_entries(path, space)
+    for key, arch, entry in entries:
+        try:
+            accuracies[arch] = _accuracy(entry, names)
+        except AccuracyError as error:
+            unusable.append(f"entry {key!r}: {error}")
+    if unusable:
+        raise AccuracyError(
+            f"{path}: {len(unusable)} of {len(entries)} architectures have no accuracy from 0 to 100; the first, "
+            f"{unusable[0]}. Correct or delete these entries, or give another column"
+        )
     if len(accuracies) < MIN_ARCHITECTURES:
         raise AccuracyError(
             f"{path} has {len(accuracies)} architectures, at least {MIN_ARCHITECTURES} are needed to compare rankings: "
@@ -78,7 +90,7 @@ def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, A
     except UnicodeDecodeError as error:
         raise AccuracyError(f"{path} is not {'CSV' if is_csv else 'JSON'}: {error}") from error
     entries: dict[Arch, tuple[str, Arch, Any]] = {}
-    foreign = []
+    foreign, repeated = [], []
     for key, entry in form:
         try:
             arch = space.parse(key)
@@ -86,23 +98,41 @@ def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, A
             foreign.append(f"entry {key!r}: {error}")
             continue
         if arch in entries:
-            raise AccuracyError(f"{path}: {entries[arch][0]!r} and {key!r} are the same architecture: keep one")
-        entries[arch] = key, arch, entry
+            repeated.append(f"{entries[arch][0]!r} and {key!r} are the same architecture")
+        else:
+            entries[arch] = key, arch, entry
     if foreign:
         raise AccuracyError(
             f"{path}: {len(foreign)} of {len(form)} architectures are not of space {space.name!r}; the first, "
             f"{foreign[0]}. Give the space of the file, or delete these entries"
+        )
+    if repeated:
+        raise AccuracyError(
+            f"{path}: {len(repeated)} of {len(form)} entries repeat an architecture; the first, {repeated[0]}: keep one"
         )
     return list(entries.values())
 
 
 def _json_entries(text: str, path: str | Path) -> dict[str, Any]:
     try:
-        form = json.loads(text)
+        form = json.loads(text, object_pairs_hook=_without_repeats)
+    except AccuracyError as error:
+        raise AccuracyError(f"{path}: {error}") from error
     except ValueError as error:
         raise AccuracyError(f"{path} is not JSON: {error}") from error
     if not isinstance(form, dict) or not form:
         raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {type(form).__name__}")
+    return form
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of JSON, in which a repeated key would silently replace the first."""
+    form = dict(pairs)
+    if len(form) < len(pairs):
+        repeated = next(key for key in form if sum(key == other for other, _ in pairs) > 1)
+        raise AccuracyError(
+            f"{len(pairs) - len(form)} of {len(pairs)} entries repeat a key; the first, {repeated!r}: keep one"
+        )
     return form
 
 
@@ -131,17 +161,21 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _accuracy(entry: Any, key: str, path: str | Path, names: tuple[str, ...]) -> float:
-    """The accuracy of an entry; the mean if it has several runs."""
+def _accuracy(entry: Any, names: tuple[str, ...]) -> float:
+    """The accuracy of an entry; the mean if it has several runs.
+
+    Raises:
+        AccuracyError: it has none, or one below 0 or above 100.
+    """
     value = entry
     if isinstance(entry, dict):
         name = next((name for name in names if name in entry), None)
         if name is None:
-            raise AccuracyError(
-                f"{path}, entry {key!r}: no accuracy; expected one of {', '.join(names)}, got {', '.join(entry)}"
-            )
+            raise AccuracyError(f"no accuracy; expected one of {', '.join(names)}, got {', '.join(entry)}")
         value = entry[name]
     runs = value if isinstance(value, list) else [value]
     if not runs or any(isinstance(r, bool) or not isinstance(r, (int, float)) or not math.isfinite(r) for r in runs):
-        raise AccuracyError(f"{path}, entry {key!r}: accuracy must be a number or a list of numbers, got {value!r}")
+        raise AccuracyError(f"accuracy must be a number or a list of numbers, got {value!r}")
+    if any(not 0 <= r <= _LARGEST for r in runs):
+        raise AccuracyError(f"accuracy must be from 0 to 100 (percent) or to 1, got {value!r}")
     return math.fsum(runs) / len(runs)

@@ -1,18 +1,20 @@
-"""`Evidence`: what scores are computed from, which is a supernet, images and sampled paths."""
+"""What scores are computed from: `Evidence` has a supernet, `NetworkEvidence` single untrained networks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.indicators.registry import ScoreError
-from nasfast.spaces import Arch, FairSampler
-from nasfast.supernet import Supernet
+from nasfast.nasi.score import untrained
+from nasfast.spaces import Arch, ArchSpace, FairSampler, SearchSpace
+from nasfast.supernet import Supernet, inherit
 from nasfast.train.batches import as_epochs
 
 _LEAST_PATHS = 300
@@ -51,6 +53,15 @@ class Evidence:
         self._outcomes: dict[Arch, tuple[float, float]] = {}
         free = sum(len(values) - 1 for values in self.values)
         self.paths = max(_LEAST_PATHS, 4 * free) if paths is None else paths
+
+    @property
+    def space(self) -> SearchSpace:
+        """The supernet's space."""
+        return self.net.space
+
+    def network(self, arch: Arch) -> nn.Module:
+        """The standalone network of an architecture, with the supernet's weights."""
+        return inherit(self.net, arch)
 
     @property
     def device(self) -> torch.device:
@@ -114,3 +125,32 @@ class Evidence:
             for p, required in before.items():
                 p.requires_grad_(required)
                 p.grad = None
+
+
+class NetworkEvidence:
+    """Untrained networks of any space, and images, from which scores of single networks are computed.
+
+    Args:
+        space: a space of layers or of cells.
+        images: any sized iterable of (images, labels), or an epoch loader; a score of a network takes the first batch.
+        seed: seed of the weights; all networks are initialised from the same seed.
+    """
+
+    def __init__(self, space: ArchSpace, images: object, *, seed: int = 0) -> None:
+        self.space, self.images, self.seed = space, images, seed
+
+    @cached_property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """The first batch: images (N, C, H, W) and labels (N,).
+
+        Raises:
+            ScoreError: the loader gave no image.
+        """
+        batches = list(islice(as_epochs(self.images).epoch(0), 1))
+        if not batches:
+            raise ScoreError("the loader gave no image to score on: give a loader with at least one batch")
+        return batches
+
+    def network(self, arch: Arch) -> nn.Module:
+        """The network of an architecture as PyTorch initialises its modules, in training mode."""
+        return untrained(self.space, arch, seed=self.seed)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
-from nasfast.indicators.structure import BASELINES, structure_scores
+from nasfast.indicators.structure import baselines, structure_scores
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, ArchSpace
@@ -158,17 +158,20 @@ class RankReport:
         """The report as a text table."""
         above = {name: str(estimate) for name, estimate in self.above.items()}
         quantiles = " ".join(f"{f'{q:.0%}':>7}" for q in _BUDGET_QUANTILES)
+        rows = (self.predictor, *self.baselines)
+        width = max(10, *(len(row.name) for row in rows))
         lines = [
-            f"{self.architectures} architectures, 95 % intervals from {self.resamples} bootstrap resamples",
-            f"{'':10} {'Kendall tau-b':>24} {'predictor minus it':>24} {'tau within equal depth':>24} "
+            f"{self.architectures} architectures, 95 % intervals from {self.resamples} bootstrap resamples"
+            + (f"; {self.unscored} others have no score and are left out" if self.unscored else ""),
+            f"{'':{width}} {'Kendall tau-b':>24} {'predictor minus it':>24} {'tau within equal depth':>24} "
             f"{'Spearman rho':>24}   regret under the MACs quantile",
-            f"{'':10} {'':>24} {'':>24} {'':>24} {'':>24}   {quantiles}",
+            f"{'':{width}} {'':>24} {'':>24} {'':>24} {'':>24}   {quantiles}",
         ]
-        for row in (self.predictor, *self.baselines):
+        for row in rows:
             regret = " ".join(f"{r:7.2f}" for r in row.regret)
             lines.append(
-                f"{row.name:10} {row.kendall!s:>24} {above.get(row.name, '-'):>24} {row.kendall_within_depth!s:>24} "
-                f"{row.spearman!s:>24}   {regret}"
+                f"{row.name:{width}} {row.kendall!s:>24} {above.get(row.name, '-'):>24} "
+                f"{row.kendall_within_depth!s:>24} {row.spearman!s:>24}   {regret}"
             )
         return "\n".join([*lines, self.verdict])
 
@@ -207,6 +210,7 @@ def rank(
             f"are of {space.name!r} ({space.fingerprint}): give accuracies of the table's space"
         )
     scores: Mapping[Arch, float]
+    additive = isinstance(predictor, IndicatorTable)
     if isinstance(predictor, IndicatorTable):
         scores, meta = {arch: predictor.score(arch) for arch in accuracies}, dict(predictor.meta)
     else:
@@ -220,8 +224,9 @@ def rank(
     truth = np.array([accuracies[a] for a in archs], dtype=np.float64)
     macs = np.array([space.cost(a).macs for a in archs], dtype=np.float64)
     # sums that differ only by the order of their additions must tie
-    columns = {"predictor": _merge_rounding(np.array([scores[a] for a in archs], dtype=np.float64))}
-    columns |= {name: _merge_rounding(np.array(structure_scores(space, name, archs))) for name in BASELINES}
+    columns = {"predictor": _merge_rounding(np.array([scores[a] for a in archs], dtype=np.float64), additive=additive)}
+    structural = {name: _merge_rounding(np.array(structure_scores(space, name, archs))) for name in baselines(space)}
+    columns |= structural
     depth = columns["depth"]
 
     weights = bootstrap_weights(len(archs), resamples, seed)
@@ -236,7 +241,7 @@ def rank(
         best_accuracy=tuple(float(truth[macs <= b].max()) for b in budgets),
         predictor=reports[0],
         baselines=tuple(reports[1:]),
-        above={name: Estimate.of(taus["predictor"] - taus[name]) for name in BASELINES},
+        above={name: Estimate.of(taus["predictor"] - taus[name]) for name in structural},
         resamples=resamples,
         seed=seed,
         meta=meta,
@@ -343,10 +348,18 @@ def _midranks(values: ArrayLike, weights: np.ndarray) -> np.ndarray:
     return (below + (groups + 1) / 2)[:, dense]
 
 
-def _merge_rounding(values: np.ndarray) -> np.ndarray:
-    """Make values equal that differ by less than 1e-12 of the largest magnitude."""
+def _merge_rounding(values: np.ndarray, *, additive: bool = True) -> np.ndarray:
+    """Make values equal that differ by rounding: by less than 1e-12 of their magnitude.
+
+    Args:
+        values: (n,) scores.
+        additive: whether they are sums of terms that may cancel. Then the largest magnitude of all counts. Otherwise it
+            is that of the values themselves, because scores such as SynFlow's span more than twelve orders.
+    """
     order = np.argsort(values, kind="stable")
-    steps = np.diff(values[order]) > 1e-12 * np.abs(values).max()
+    magnitude = np.abs(values[order])
+    scale = magnitude.max() if additive else np.maximum(magnitude[1:], magnitude[:-1])
+    steps = np.diff(values[order]) > 1e-12 * scale
     merged = np.empty_like(values)
     starts = np.concatenate(([0], np.flatnonzero(steps) + 1))
     merged[order] = values[order][starts][np.concatenate(([0], np.cumsum(steps)))]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nasfast.config import nearest
 
 if TYPE_CHECKING:
+    from nasfast.spaces import ArchSpace
     from nasfast.supernet import Supernet
 
 
@@ -32,6 +33,7 @@ class Score:
         trained: whether it needs the trained supernet; otherwise it takes the weights before training.
         images: whether it needs images.
         held_out: whether these must be images that the supernet was not trained on.
+        networks: whether it needs no supernet, but single untrained networks of any space (`NetworkEvidence`).
         refusal: supernet -> why it cannot have this score, or None if it can.
     """
 
@@ -41,6 +43,7 @@ class Score:
     trained: bool
     images: bool
     held_out: bool
+    networks: bool
     refusal: Callable[[Supernet], str | None]
 
     @property
@@ -59,6 +62,7 @@ def register(
     trained: bool = True,
     images: bool = True,
     held_out: bool = False,
+    networks: bool = False,
     refusal: Callable[[Supernet], str | None] = lambda net: None,
 ) -> Callable[[Callable], Callable]:
     """Decorator that makes a function a score; the arguments are the attributes of `Score`.
@@ -70,7 +74,7 @@ def register(
     def decorate(function: Callable) -> Callable:
         if name in SCORES:
             raise KeyError(f"a score {name!r} is registered already: choose another name")
-        SCORES[name] = Score(name, function, additive, trained, images, held_out, refusal)
+        SCORES[name] = Score(name, function, additive, trained, images, held_out, networks, refusal)
         return function
 
     return decorate
@@ -96,6 +100,19 @@ def check_score(score: Score, net: Supernet) -> None:
     why = score.refusal(net)
     if why is not None:
         raise ScoreError(f"{net.space.name} has no score {score.name!r}: {why}. It can have {_names(available(net))}")
+
+
+def check_network_score(score: Score, space: ArchSpace) -> None:
+    """Refuse a score that needs a supernet where there are only untrained networks.
+
+    Raises:
+        ScoreError: it needs one; the text lists the scores that do not.
+    """
+    if not score.networks:
+        raise ScoreError(
+            f"the score {score.name!r} needs a supernet, and {space.name} has only single untrained networks here. "
+            f"These can have {_names(name for name, other in SCORES.items() if other.networks)}"
+        )
 
 
 def available(net: Supernet) -> list[str]:

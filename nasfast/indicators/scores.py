@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from scipy.stats import rankdata
 
 from nasfast.indicators import (  # noqa: F401  each registers its scores
     ablation,
     accuracy,
     bn_gamma,
+    nasi_table,
     norm_gradients,
     path_accuracy,
     path_loss,
@@ -16,8 +19,17 @@ from nasfast.indicators import (  # noqa: F401  each registers its scores
     zero_cost_paths,
 )
 from nasfast.indicators.distill import distill, z_sum
-from nasfast.indicators.evidence import Evidence
-from nasfast.indicators.registry import SCORES, Score, ScoreError, available, check_score, get_score, register
+from nasfast.indicators.evidence import Evidence, NetworkEvidence
+from nasfast.indicators.registry import (
+    SCORES,
+    Score,
+    ScoreError,
+    available,
+    check_network_score,
+    check_score,
+    get_score,
+    register,
+)
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch
@@ -25,12 +37,15 @@ from nasfast.spaces import Arch
 __all__ = [
     "SCORES",
     "Evidence",
+    "NetworkEvidence",
     "Score",
     "ScoreError",
     "available",
     "check_score",
     "get_score",
+    "rank_sum",
     "register",
+    "score_networks",
     "score_paths",
     "score_table",
     "with_structure",
@@ -91,3 +106,47 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
         table = score.function(evidence)
         return {arch: table.score(arch) for arch in archs}
     return {arch: score.function(evidence, arch) for arch in archs}
+
+
+def rank_sum(scores: Iterable[Mapping[Arch, float]]) -> dict[Arch, float]:
+    """The sum of several scores of the same architectures, each replaced by its rank.
+
+    The rank is the share of the architectures that are lower, with half of those that tie. So units, outliers and
+    logarithms have no influence, and all scores weigh the same.
+    """
+    total: dict[Arch, float] = {}
+    for part in scores:
+        ranks = rankdata(list(part.values())) - 0.5
+        for arch, rank in zip(part, ranks, strict=True):
+            total[arch] = total.get(arch, 0.0) + float(rank) / len(part)
+    return total
+
+
+def score_networks(
+    name: str, evidence: NetworkEvidence, archs: Iterable[Arch]
+) -> tuple[dict[Arch, float], dict[Arch, ScoreError]]:
+    """The score of the untrained network of each architecture, and why some have none.
+
+    An architecture without a score, such as a cell through which nothing reaches the output, counts as lower than all
+    others.
+
+    Raises:
+        ScoreError: the score is unknown or needs a supernet, or no architecture has it.
+        ArchError: an architecture is not of the space.
+    """
+    score = get_score(name)
+    check_network_score(score, evidence.space)
+    if score.additive:
+        table = score.function(evidence)
+        return {arch: table.score(arch) for arch in archs}, {}
+    scores: dict[Arch, float] = {}
+    failed: dict[Arch, ScoreError] = {}
+    for arch in archs:
+        try:
+            scores[arch] = score.function(evidence, arch)
+        except ScoreError as error:
+            failed[arch] = error
+    if failed and not scores:
+        raise next(iter(failed.values()))
+    lowest = min(scores.values(), default=0.0)
+    return {**scores, **dict.fromkeys(failed, lowest - abs(lowest) - 1)}, failed

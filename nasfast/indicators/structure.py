@@ -59,19 +59,44 @@ BASELINES: dict[str, Callable[[Mapping[int, Operator]], dict[int, float]]] = {
 """
 
 
+def baselines(space: ArchSpace) -> tuple[str, ...]:
+    """The names of the baselines of a space.
+
+    In a space of cells the number of times that each operation occurs is a baseline, too. The sign is fixed in advance:
+    `more NAME` counts an operation with weights, `fewer NAME` is minus the count of one without.
+    """
+    return (*BASELINES, *_counts(space))
+
+
+def _counts(space: ArchSpace) -> dict[str, Rows]:
+    if space.LAYERWISE:
+        return {}
+    labels = [{k: space.label(i, k) for k in options} for i, options in enumerate(space.operators)]
+    work = {labels[i][k] for i, options in enumerate(space.operators) for k in options if options[k].works}
+    return {
+        f"{'more' if op in work else 'fewer'} {op}": tuple(
+            {k: (1.0 if op in work else -1.0) * (label == op) for k, label in row.items()} for row in labels
+        )
+        for op in space.columns
+    }
+
+
 def structure_rows(space: ArchSpace, name: str) -> Rows:
     """The terms of a baseline, for each value of an architecture and each allowed option.
 
     Args:
         space: a space of layers or of cells.
-        name: one of `BASELINES`.
+        name: one of `baselines(space)`.
 
     Raises:
         ValueError: the name is unknown.
     """
-    if name not in BASELINES:
-        raise ValueError(f"unknown baseline {name!r}; {nearest(name, BASELINES)}")
-    return tuple(BASELINES[name](options) for options in space.operators)
+    if name in BASELINES:
+        return tuple(BASELINES[name](options) for options in space.operators)
+    counts = _counts(space)
+    if name not in counts:
+        raise ValueError(f"unknown baseline {name!r}; {nearest(name, (*BASELINES, *counts))}")
+    return counts[name]
 
 
 def structure_scores(space: ArchSpace, name: str, archs: Iterable[Iterable[int]]) -> list[float]:

@@ -1,12 +1,12 @@
-"""The zero-cost scores as scores of paths; a path is scored as a standalone network with the supernet's weights."""
+"""The zero-cost scores of standalone networks: of a supernet's paths with its weights, or of untrained networks."""
 
 from __future__ import annotations
 
-from nasfast.indicators.evidence import Evidence
+from nasfast.indicators.evidence import Evidence, NetworkEvidence
 from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.zero_cost import ZERO_COST
 from nasfast.spaces import Arch, format_arch
-from nasfast.supernet import Supernet, inherit
+from nasfast.supernet import Supernet
 
 _LINEAR_REGIONS = {"relu", "relu6"}
 
@@ -17,14 +17,16 @@ def _no_relu(net: Supernet) -> str | None:
 
 
 def _register(name: str) -> None:
-    @register(name, additive=False, trained=False, refusal=_no_relu if name == "naswot" else lambda net: None)
-    def path_score(evidence: Evidence, arch: Arch) -> float:
+    refusal = _no_relu if name == "naswot" else lambda net: None
+
+    @register(name, additive=False, trained=False, networks=True, refusal=refusal)
+    def path_score(evidence: Evidence | NetworkEvidence, arch: Arch) -> float:
         # a standalone network is scored because all weights count, also those that are frozen in the supernet
-        network = inherit(evidence.net, arch)
+        network = evidence.network(arch)
         try:
             return ZERO_COST[name](network, *evidence.batches[0])
         except ScoreError as error:
-            raise ScoreError(f"path {format_arch(arch)} of {evidence.net.space.name} has no {name}: {error}") from error
+            raise ScoreError(f"path {format_arch(arch)} of {evidence.space.name} has no {name}: {error}") from error
 
     path_score.__doc__ = f"The zero-cost score {name} of docs/ranking_zero_cost.md, on the first batch of images."
 

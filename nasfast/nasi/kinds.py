@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nasfast.cells.derive import derive
+from nasfast.indicators.table import IndicatorTable
 from nasfast.nasi.cells import CellMixture
 from nasfast.nasi.layers import LayerMixture
 from nasfast.nasi.search import Mixture, NasiResult
-from nasfast.nasi.table import METHOD, layer_arch, nasi_table
+from nasfast.nasi.table import METHOD, LogitTable, layer_arch, nasi_table
 from nasfast.runtime.files import write_atomic
 from nasfast.settings.cells import Rule
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_to_json
@@ -66,6 +67,26 @@ def _(space: CellSpace, result: NasiResult, *, rule: Rule | None = None) -> Arch
 @chosen_arch.register
 def _(space: SearchSpace, result: NasiResult, *, rule: Rule | None = None) -> Arch:
     return layer_arch(space, result)
+
+
+@singledispatch
+def table_of(space: ArchSpace, result: NasiResult) -> IndicatorTable | LogitTable:
+    """The logits of a search as a table, whose `score` of an architecture is log p(arch) up to a constant.
+
+    Raises:
+        TypeError: NASI has no implementation for this kind of space.
+    """
+    raise TypeError(f"NASI makes no table of a {type(space).__name__}")
+
+
+@table_of.register
+def _(space: CellSpace, result: NasiResult) -> LogitTable:
+    return LogitTable(result.logits.flatten(0, 1))
+
+
+@table_of.register
+def _(space: SearchSpace, result: NasiResult) -> IndicatorTable:
+    return nasi_table(space, result)
 
 
 @singledispatch

@@ -1,8 +1,11 @@
-"""The result of NASI in a layer-wise space, as the table of scores that every search of the package reads."""
+"""The result of NASI as a table of scores: for cells, and for layers in the form that every search reads."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from nasfast.indicators.table import IndicatorTable
 from nasfast.nasi.search import NasiResult
@@ -10,6 +13,21 @@ from nasfast.spaces import Arch, SearchSpace
 
 METHOD = "nasi"
 """The `method` in the meta of a table that NASI made."""
+
+
+@dataclass(frozen=True)
+class LogitTable:
+    """The logits of cells as scores of candidates; that of an architecture is their sum, log p up to a constant.
+
+    Attributes:
+        logits: (choices, candidates), by the values of an architecture.
+    """
+
+    logits: Tensor
+
+    def score(self, arch: Arch) -> float:
+        """The sum over the values of an architecture."""
+        return float(sum(row[k] for row, k in zip(self.logits, arch, strict=True)))
 
 
 def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] | None = None) -> IndicatorTable:

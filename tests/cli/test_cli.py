@@ -407,40 +407,6 @@ def test_rank_of_a_run_writes_rank_json(tmp_path, capsys):
     assert "rank.json" in capsys.readouterr().out
 
 
-def test_rank_of_cells_from_csv(tmp_path, capsys):
-    """Names of operations, a column by name, a space of cells; the score is the accuracy itself."""
-    ops = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3")
-    cells = [f"|{a}~0|+|none~0|{b}~1|+|none~0|none~1|{c}~2|" for a in ops for b in ops for c in ops]
-    rows = [f"{cell},1,{i}" for i, cell in enumerate(cells)]
-    (tmp_path / "table.csv").write_text("\n".join(["arch,accuracy,late", *rows]))
-    (tmp_path / "scores.csv").write_text("\n".join(["arch,score", *(f"{c},{i}" for i, c in enumerate(cells))]))
-    argv = [
-        "rank",
-        "--table",
-        str(tmp_path / "table.csv"),
-        "--column",
-        "late",
-        "--resamples",
-        "20",
-        "--predictor",
-        str(tmp_path / "scores.csv"),
-        "--space",
-    ]
-    assert main([*argv, "nas_bench_201"]) == 0
-    out = capsys.readouterr().out
-    assert "64 architectures" in out and "predictor   +1.000" in out
-    assert main([*argv, "nas_bench_macro"]) == 1
-    assert "64 of 64 architectures are not of space 'nas_bench_macro'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("extra", [[], ["--out", "a", "--predictor", "b"]])
-def test_rank_needs_one_predictor(tmp_path, capsys, extra):
-    with pytest.raises(SystemExit) as stopped:
-        main(["rank", "--table", "t.json", *extra])
-    assert stopped.value.code == 2
-    assert "give either --out RUN or --predictor FILE" in capsys.readouterr().err
-
-
 @pytest.fixture
 def exported(tmp_path):
     arch = (1, 0, 2, 1)

@@ -68,6 +68,7 @@ def test_cells_by_names_of_operations(tmp_path):
         "|conv_5x5~0|+|none~0|none~1|+|none~0|none~1|none~2|",
         "|none~0|+|none~0|none~1|+|none~0|none~1|none~3|",
         "|none~0|+|none~0|none~1|",
+        "|none~0|skip_connect~0|+|none~0|none~1|+|none~0|none~1|none~2|",
         "|none~0|+|none~0|none~1|+|none~0|none~1|none|",
         "|",
     ],
@@ -93,6 +94,15 @@ def test_names_of_another_cell_are_refused(text):
         (table({"00000011": float("nan")}), "got nan"),
         (table({"00000011": []}), r"got \[\]"),
         (table({"00000011": 1, "0 0 0 0 0 0 1 1": 2}), "'00000011' and '0 0 0 0 0 0 1 1' are the same architecture"),
+        (
+            table({"00000011": 100.5, "00000100": -1, "00000111": [50, 101]}),
+            "3 of 12 architectures have no accuracy from 0 to 100; the first, entry '00000011': .*got 100.5",
+        ),
+        (
+            table({"00000011": 1, "0 0 0 0 0 0 1 1": 2, "0,0,0,0,0,0,1,1": 3}),
+            "2 of 12 entries repeat an architecture; the first, '00000011' and '0 0 0 0 0 0 1 1'",
+        ),
+        ('{"00000011": 1, "00000100": 2, "00000011": 3}', "1 of 3 entries repeat a key; the first, '00000011'"),
         ({a: 1.0 for a in ARCHS[:9]}, "has 9 architectures, at least 10 are needed.*train more"),
     ],
 )

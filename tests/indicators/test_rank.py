@@ -127,6 +127,15 @@ def test_sums_that_differ_only_by_rounding_are_ties(accuracies):
     assert rank(accuracies, scores, SPACE, resamples=10).predictor.constant
 
 
+def test_scores_of_many_orders_of_magnitude_are_not_ties(accuracies):
+    """Such as SynFlow's: here from 1e-100 to 1e100."""
+    order = sorted(accuracies, key=accuracies.__getitem__)
+    scores = {arch: 10.0 ** (200 * i / len(order) - 100) for i, arch in enumerate(order)}
+    found = rank(accuracies, scores, SPACE, resamples=10).predictor.spearman.value
+    assert found == pytest.approx(stats.spearmanr(list(scores.values()), [accuracies[a] for a in order]).statistic)
+    assert found > 0.99
+
+
 def test_baselines_rank_by_cost(accuracies):
     report = rank(accuracies, accuracies, SPACE, resamples=10)
     truth = list(accuracies.values())

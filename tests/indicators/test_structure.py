@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nasfast.cells import darts_space, nas_bench_201_space
-from nasfast.indicators.structure import BASELINES, structure_rows, structure_scores, structure_table
+from nasfast.indicators.structure import BASELINES, baselines, structure_rows, structure_scores, structure_table
 from nasfast.search import search
 from nasfast.spaces import SKIP, digits_mini, mobilenet_v2, nas_bench_macro, shufflenet_v2
 
@@ -69,6 +69,16 @@ def test_cells_by_hand():
     arch = (4, 1, 3, 0, 2, 3)
     assert structure_scores(space, "sqrt_size", [arch]) == [pytest.approx((1.2 + 1 + 1) * root)]
     assert structure_scores(space, "depth", [arch]) == [3.0]
+
+
+def test_operations_of_cells_are_counted_with_a_sign_that_is_fixed():
+    space = nas_bench_201_space()
+    counts = {name: structure_scores(space, name, [(4, 1, 3, 0, 2, 4)]) for name in baselines(space)[4:]}
+    assert counts == {
+        "fewer none": [-1], "fewer skip_connect": [-1], "fewer avg_pool_3x3": [-1], "more conv_1x1": [1],
+        "more conv_3x3": [2],
+    }  # fmt: skip
+    assert baselines(nas_bench_macro()) == tuple(BASELINES)
 
 
 def test_intermediate_edges_of_reduction_cells_have_smaller_inputs():

@@ -15,7 +15,17 @@ from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
 from nasfast.cells import nas_bench_201_space
 from nasfast.indicators.registry import ScoreError, available
 from nasfast.indicators.scores import Evidence, score_paths
-from nasfast.indicators.zero_cost import ZERO_COST, gradient_norm, naswot, ntk_q, snip, synflow, zico
+from nasfast.indicators.zero_cost import (
+    ZERO_COST,
+    beta_norm,
+    gradient_norm,
+    log_volume,
+    naswot,
+    ntk_q,
+    snip,
+    synflow,
+    zico,
+)
 from nasfast.spaces import nas_bench_macro
 from nasfast.supernet import Supernet, build, inherit
 
@@ -172,6 +182,56 @@ def test_zico_leaves_out_what_does_not_vary():
     smaller = Pointwise()
     smaller.conv.weight = nn.Parameter(network.conv.weight[:, :1].detach().clone())
     assert zico(network, images, labels) == pytest.approx(zico(smaller, images[:, :1], labels), rel=1e-5)
+
+
+class Normed(nn.Module):
+    """BatchNorm, mean over pixels, linear layer: the maps that enter the last BatchNorm are the images."""
+
+    def __init__(self, channels=2):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm2d(channels), nn.Linear(channels, CLASSES, bias=False)
+
+    def forward(self, x):
+        return self.linear(self.norm(x).mean((2, 3)))
+
+
+def test_log_volume_is_highest_for_images_at_equal_distances():
+    images = torch.eye(6)[:, :, None, None]
+    assert log_volume(Normed(6), images) == pytest.approx(math.log(1 / 5 + 1e-6))
+    # scale and a common map have no influence
+    assert log_volume(Normed(6), 3 * images + 2) == pytest.approx(math.log(1 / 5 + 1e-6))
+    # all images on a line: one of five eigenvalues has everything
+    line = torch.arange(6.0)[:, None, None, None] * torch.ones(6, 1, 1)
+    assert log_volume(Normed(6), line) == pytest.approx((math.log(1 + 1e-6) + 4 * math.log(1e-6)) / 5)
+
+
+def test_log_volume_takes_the_input_of_the_last_norm_that_runs():
+    """By singular values of the maps, which a plain forward pass gives."""
+    network, (images, _) = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), Normed(3)), batch()
+    maps = network[:3].train()(images).detach().flatten(1).double()
+    shares = torch.linalg.svdvals(maps - maps.mean(0))[:-1].square()
+    assert log_volume(network, images) == pytest.approx((shares / shares.sum() + 1e-6).log().mean().item(), rel=1e-6)
+
+
+def test_log_volume_needs_a_norm_and_different_images():
+    with pytest.raises(ScoreError, match="no BatchNorm module ran in this Pointwise"):
+        log_volume(Pointwise(), *batch())
+    with pytest.raises(ScoreError, match="all 4 images have the same map"):
+        log_volume(Normed(), torch.ones(4, 2, 3, 3))
+
+
+def test_beta_norm_by_hand():
+    """The shift of channel c adds to every pixel, so dL/dbeta = sum_n e_n W / N; two norms in a row count both."""
+    network, (images, labels) = Normed(), batch()
+    w = network.linear.weight.detach()
+    pooled = network.norm.train()(images).mean((2, 3)).detach()
+    e = torch.softmax(pooled @ w.T, 1) - F.one_hot(labels, CLASSES)
+    assert beta_norm(network, images, labels) == pytest.approx((e @ w).mean(0).norm().item(), rel=1e-5)
+    # the shift of a norm before another one is removed by it
+    both = nn.Sequential(nn.BatchNorm2d(2), network)
+    assert beta_norm(both, images, labels) == pytest.approx((e @ w).mean(0).norm().item(), rel=1e-3)
+    with pytest.raises(ScoreError, match="no BatchNorm of this Sequential has a shift"):
+        beta_norm(nn.Sequential(nn.BatchNorm2d(2, affine=False), Pointwise()), images, labels)
 
 
 NETWORKS = {

@@ -1,0 +1,70 @@
+"""`nasfast rank` on cells, and its flags; `tests/indicators/test_networks.py` ranks untrained networks with it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from nasfast.cli.main import main
+
+
+def test_rank_of_cells_from_csv(tmp_path, capsys):
+    """Names of operations, a column by name, a space of cells; the score is the accuracy itself."""
+    ops = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3")
+    cells = [f"|{a}~0|+|none~0|{b}~1|+|none~0|none~1|{c}~2|" for a in ops for b in ops for c in ops]
+    rows = [f"{cell},1,{i}" for i, cell in enumerate(cells)]
+    (tmp_path / "table.csv").write_text("\n".join(["arch,accuracy,late", *rows]))
+    (tmp_path / "scores.csv").write_text("\n".join(["arch,score", *(f"{c},{i}" for i, c in enumerate(cells))]))
+    argv = [
+        "rank",
+        "--table",
+        str(tmp_path / "table.csv"),
+        "--column",
+        "late",
+        "--resamples",
+        "20",
+        "--predictor",
+        str(tmp_path / "scores.csv"),
+        "--space",
+    ]
+    assert main([*argv, "nas_bench_201"]) == 0
+    out = capsys.readouterr().out
+    assert "64 architectures" in out
+    table = re.findall(r"^(\w[\w ]*?) +([+-]\d\.\d+|undefined)(?: \[|  )", out, re.MULTILINE)
+    taus = dict(table)
+    assert taus["predictor"] == "+1.000"
+    # the sign of a count is fixed in advance: fewer of an operation without weights, more of one with weights
+    assert list(taus)[-5:] == [
+        "fewer none",
+        "fewer skip_connect",
+        "fewer avg_pool_3x3",
+        "more conv_1x1",
+        "more conv_3x3",
+    ]
+    assert (float(taus["fewer none"]) > 0, float(taus["more conv_3x3"]) > 0, taus["fewer avg_pool_3x3"]) == (
+        True,
+        True,
+        "undefined",
+    )
+    assert main([*argv, "nas_bench_macro"]) == 1
+    assert "64 of 64 architectures are not of space 'nas_bench_macro'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("", "give one of --out RUN, --predictor FILE, and --images FOLDER"),
+        ("--out a --predictor b", "give one of --out RUN"),
+        ("--out a --images b --score naswot", "give one of --out RUN"),
+        ("--images b", "--images and --sample need --score"),
+        ("--predictor b --score naswot", "--score needs --out or --images"),
+        ("--out a --score naswot --cells 5", "--cells and --channels need --images"),
+        ("--images b --score naswot --cells 0", "--cells must be at least 1, got 0"),
+    ],
+)
+def test_rank_needs_one_predictor(capsys, extra, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["rank", "--table", "t.json", *extra.split()])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
