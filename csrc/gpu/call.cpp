@@ -217,7 +217,7 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
     stage.norm.interval = coefficients.interval;
     stage.norm.eps = static_cast<float>(eps[i]);
     stage.norm.act = static_cast<Act>(s.act);
-    stage.norm.count = static_cast<double>(s.rows);
+    stage.norm.share = 1 / static_cast<double>(s.rows);
     if (stage.y != nullptr) given = stage.y;
     fold = coefficients.fold;
     act = stage.norm.act;
@@ -276,7 +276,7 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
     g.dgamma = wanted("dgamma", dweights[i]);
     g.dbeta = wanted("dbeta", dbiases[i]);
     g.eps = static_cast<float>(eps[i]);
-    g.count = static_cast<double>(s.rows);
+    g.share = 1 / static_cast<double>(s.rows);
     intervals[i] = coefficients.interval;
   }
   const StagePlan& last = plan.stages.back();

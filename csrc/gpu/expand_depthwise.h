@@ -13,14 +13,14 @@ namespace nasfast::gpu {
 // need (84 for a 7 x 7).
 NASFAST_ANYWHERE constexpr int expand_blocks(int kernel) { return kernel == 3 ? 4 : 3; }
 
-// Columns of x that a part of the map needs, and its rows of the hidden tensor in shared memory.
+// The columns of x that a part of the map needs, and how its rows of the hidden tensor lie in shared memory.
 template <int kKernel, int kStride>
 struct HiddenRows {
   static constexpr int kPad = kKernel / 2;
-  int side;            // images
+  int side;            // number of images
   int pitch;           // pixels of a row, with zeros outside of the image
-  int first, columns;  // of x
-  int lead;            // pixels of a row in front of them
+  int first, columns;  // first column of x, and number of columns
+  int lead;            // pixels of a row in front of these columns
 
   NASFAST_ANYWHERE HiddenRows(const Cut& cut, int width, int column) : side(cut.side) {
     pitch = cut.strips * kStrip * kStride + kKernel - kStride;
@@ -29,7 +29,7 @@ struct HiddenRows {
     columns = (end < width ? end : width) - first;
     lead = first - begin;
   }
-  // pixels of a row of all images, and of two rows in whole tiles of 16
+  // pixels in a row of all images; in two rows, rounded up to whole tiles of 16
   NASFAST_ANYWHERE int row_pixels() const { return side * columns; }
   NASFAST_ANYWHERE int pixels() const { return (2 * row_pixels() + 15) / 16 * 16; }
 };
@@ -43,7 +43,7 @@ struct ExpandForwardMemory {
     const int pixels = rows.pixels(), hidden_pixels = 2 * rows.side * rows.pitch;
     x = tile.bytes(kChunk);
     hidden = x + tile.bytes(pixels);
-    filters = hidden + (hidden_pixels + 1) * kChunk * 2;  // and one for pixels that nothing reads
+    filters = hidden + (hidden_pixels + 1) * kChunk * 2;  // one pixel more, for results that nothing reads
     folds = filters + taps * kChunk * 4;
     from = folds + kChunk * 8;
     to = from + pixels * 4;
@@ -66,7 +66,8 @@ struct ExpandForwardKernel {
   static constexpr int kThreads = kExpandThreads;
   static constexpr int kBlocks = expand_blocks(kKernel);
   static constexpr int kPad = kKernel / 2;
-  // Rows of x that a part needs in front of its own, and rows of the map by which it is late.
+  // kBefore: rows of x that a part needs in front of its own. kLate: by how many rows of the map a result comes later
+  // than the row of x in its middle.
   static constexpr int kBefore = kStride == 1 ? kPad : 2 * ((kPad + 1) / 2), kLate = kStride == 1 ? kPad : kKernel / 4;
   using Args = ExpandForwardArgs;
   using Rows = HiddenRows<kKernel, kStride>;
@@ -76,9 +77,9 @@ struct ExpandForwardKernel {
     Sums sums[2];
     float pivot[2];
     uint16_t* y;        // where the next row of the strip goes
-    const uint16_t* x;  // its piece of the first pixel of the next turn
+    const uint16_t* x;  // the thread's piece of the first pixel of the next turn
     int from;           // where its strip of the hidden tensor begins, or -1 if this thread has nothing to do
-    int columns;        // of the strip that are in the map
+    int columns;        // columns of the strip that are in the map
   };
 
   template <class Block>
@@ -153,7 +154,7 @@ struct ExpandForwardKernel {
       for (int i = thread; i < 2 * rows.side * rows.pitch * kChunk / 8; i += kThreads) {
         reinterpret_cast<Vec4*>(hidden)[i] = Vec4{0, 0, 0, 0};
       }
-      // both rows of a turn: first row, then the images of it
+      // a turn has the first row of all images and then the second
       each_pixel(2 * rows.side, rows.columns, thread, [&](int m, int line, int column) {
         const int row = line >= rows.side, image = line - row * rows.side;
         // what nothing reads is copied from elsewhere
@@ -181,7 +182,7 @@ struct ExpandForwardKernel {
     });
   }
 
-  // x -> two rows of the hidden tensor behind BatchNorm and activation
+  // Computes two rows of the hidden tensor, behind BatchNorm and activation, from x.
   template <class Block>
   static NASFAST_DEVICE void expand(const Block& block, const Args& args, const Rows& rows, unsigned char* shared) {
     const ExpandForwardMemory& at = args.memory;
@@ -230,7 +231,7 @@ struct ExpandForwardKernel {
     }
   }
 
-  // A row of the map is complete.
+  // Stores a complete row of the map, and adds it to the sums.
   static NASFAST_DEVICE void leave(const float (&out)[kStrip][2], bool first, int row_step, int channels, Thread& s) {
     if (first) s.pivot[0] = out[0][0], s.pivot[1] = out[0][1];
     const auto put = [&](int t) {
@@ -250,7 +251,7 @@ struct ExpandForwardKernel {
     s.y += row_step;
   }
 
-  // The rows `row` and `row` + 1 of x, if they are before `end`.
+  // Takes the rows `row` and `row` + 1 of the hidden tensor, if they are before `end`, into the stencils.
   template <class Block>
   static NASFAST_DEVICE void stencils(const Block& block, const Args& args, const Part& part, const Rows& rows, int row,
                                       int end, Local<Thread>& state, unsigned char* shared) {
@@ -290,7 +291,7 @@ struct ExpandForwardKernel {
     });
   }
 
-  // The last rows of the map, whose lower neighbours are outside of the image.
+  // Makes the last rows of the map, whose lower neighbours are outside of the image.
   template <class Block>
   static NASFAST_DEVICE void drain(const Block& block, const Args& args, const Part& part, int end,
                                    Local<Thread>& state) {
@@ -309,7 +310,7 @@ struct ExpandForwardKernel {
     });
   }
 
-  // strips and images one after the other, and then all blocks
+  // Adds up the strips and images of the block in their order, and then the blocks.
   template <class Block>
   static NASFAST_DEVICE void finish(const Block& block, const Args& args, int channel, const Part& part,
                                     Local<Thread>& state, unsigned char* shared) {
@@ -354,7 +355,7 @@ Cut expand_cut(const Geometry& g, const Machine& machine) {
   return cut_of(g, machine, expand_blocks(g.kernel), g.stride == 1 ? g.kernel - 1 : g.kernel / 2);
 }
 
-// The layout of shared memory of the block that needs most. Rows: HiddenRows or DyRows.
+// The layout of shared memory in the block that needs most of it. Rows: HiddenRows or DyRows.
 template <class Memory, class Rows>
 Memory largest_memory(const Geometry& g, const Cut& cut, const ExpandTile& tile) {
   Memory largest(tile, Rows(cut, g.width, 0), g.kernel * g.kernel);
@@ -365,7 +366,7 @@ Memory largest_memory(const Geometry& g, const Cut& cut, const ExpandTile& tile)
   return largest;
 }
 
-// The grid of either direction.
+// The grid of the forward or backward kernel.
 template <class Memory, template <int, int> class Rows, class Machine>
 Grid expand_depthwise_grid(const Geometry& g, int channels, const Machine& machine) {
   const Cut cut = expand_cut(g, machine);
@@ -376,7 +377,7 @@ Grid expand_depthwise_grid(const Geometry& g, int channels, const Machine& machi
   return grid;
 }
 
-// Launches the kernel of either direction.
+// Launches the forward or backward kernel.
 template <template <class, int, int> class Kernel, class Memory, class Format, class Machine, class Stage>
 void launch_expand_depthwise(const Machine& machine, const Grid& grid, const Stage& stage) {
   const Geometry& g = stage.depthwise.geometry;

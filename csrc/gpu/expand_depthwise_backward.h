@@ -18,10 +18,10 @@ struct ExpandBackwardKernel {
   using Stencil = std::conditional_t<kStride == 1, Stencil1<kKernel>, Gather2<kKernel>>;
   using Rows = DyRows<kKernel, kStride>;
   static constexpr int kThreads = kExpandThreads;
-  static constexpr int kBlocks = kKernel == 7 && kStride == 1 ? 2 : 3;         // 255 or 168 registers of a thread
-  static constexpr int kWarm = kStride == 1 ? kKernel / 2 : Rows::kReach - 1;  // turns before the first result
-  static constexpr int kPieces = kChunk / 8;                                   // of 16 bytes of a pixel
-  // Pieces of dy of a thread in a turn, and how many of them are loaded a phase earlier: registers are short.
+  static constexpr int kBlocks = kKernel == 7 && kStride == 1 ? 2 : 3;  // 255 or 168 registers of a thread
+  static constexpr int kPieces = kChunk / 8;                            // of 16 bytes of a pixel
+  // kLoads: pieces of dy that a thread loads for a turn. kEarly: how many of them it loads a phase earlier; all would need
+  // too many registers.
   static constexpr int kLoads = Rows::kLoaded * kPieces / kThreads, kEarly = kKernel == 3 ? kLoads : kLoads / 2;
   using Args = ExpandBackwardArgs;
 
@@ -29,11 +29,11 @@ struct ExpandBackwardKernel {
     Stencil stencil;
     GradientSums sums[8];                // of its channels in expand()
     Vec4 grad[kLoads], y[kLoads];        // of the next turn
-    const uint16_t *next_grad, *next_y;  // its piece of the first pixel of that turn
-    const uint16_t* x;                   // likewise
-    uint16_t* dx;                        // likewise, of its channels in expand()
+    const uint16_t *next_grad, *next_y;  // the thread's piece of the first pixel of that turn
+    const uint16_t* x;                   // the same of x
+    uint16_t* dx;                        // the same of dx, for the thread's channels in expand()
     int from, to;  // places of its strip in the rows of dy and of the result; -1 if this thread has nothing to do
-    int columns;   // of the result that it makes
+    int columns;   // columns of the result that it makes
   };
 
   template <class Block>
@@ -122,7 +122,7 @@ struct ExpandBackwardKernel {
         back[i] = there ? stage.back[channel + i] : Back{0, 0, 0, 0};
         if (there) {
           open.set(i, stage.interval[channel + i], stage.gradient.statistics[g.out_channels + channel + i],
-                   stage.gradient.count);
+                   stage.gradient.share);
         } else {
           open.set(i, 0, 0);
         }
@@ -131,7 +131,7 @@ struct ExpandBackwardKernel {
       for (int i = thread; i < rows.places() * kPieces; i += kThreads) {
         reinterpret_cast<Vec4*>(shared + at.dy)[i] = Vec4{0, 0, 0, 0};
       }
-      // the rows of a turn: first row, then the images of it
+      // a turn has the first row of all images and then the second
       each_pixel(Rows::kTurnRows * rows.side, rows.columns, thread, [&](int m, int line, int column) {
         const int row = line >= rows.side, image = line - row * rows.side;
         const int pixel = (image * g.out_height + row) * g.out_width + rows.first + column;
@@ -166,7 +166,7 @@ struct ExpandBackwardKernel {
     });
   }
 
-  // Where the first turn reads and writes: rows `row` of dy and `x_row` of x.
+  // Sets where the first turn reads and writes: from row `row` of dy and row `x_row` of x on.
   static NASFAST_DEVICE void begin_turns(const Args& args, const Part& part, int channel, int row, int x_row,
                                          int thread, Thread& s) {
     const BackwardStage& stage = args.stage.depthwise;
@@ -205,7 +205,7 @@ struct ExpandBackwardKernel {
     });
   }
 
-  // dy = a dz + b y + c -> shared memory. kMasked: what was loaded as dz is the gradient behind the activation.
+  // Computes dy = a dz + b y + c into shared memory. kMasked: what was loaded as dz is the gradient behind the activation.
   template <bool kMasked, class Block>
   static NASFAST_DEVICE void fill(const Block& block, const Args& args, Local<Thread>& state, unsigned char* shared) {
     const ExpandBackwardMemory& at = args.memory;
@@ -217,7 +217,7 @@ struct ExpandBackwardKernel {
       const Interval* const mask = reinterpret_cast<const Interval*>(shared + at.mask) + piece;
       NASFAST_UNROLL
       for (int part = 0; part < kLoads; part += kEarly) {
-        // a pair of channels after the other, because registers are short
+        // one pair of channels after the other, because all at once would need too many registers
         NASFAST_UNROLL
         for (int i = 0; i < 4; ++i) {
           const Back* const both = reinterpret_cast<const Back*>(shared + at.back) + piece + 2 * i;
@@ -274,7 +274,7 @@ struct ExpandBackwardKernel {
         for (int r = 0; r < 2; ++r) {
           float out[kStrip][2];
           if constexpr (Inside::value) {
-            if (row + r < 0 || !has_row(args, row + r)) continue;
+            if (row + r < 0) continue;
             float in[Stencil::kIn][2];
             unpack_row(from + r * next, in);
             s.stencil.row(in, w, zero, out);
@@ -286,7 +286,7 @@ struct ExpandBackwardKernel {
       } else {
         s.stencil.advance();
         auto& last = s.stencil.dy[Stencil::kRows - 1];
-        if (row >= 0 && has_row(args, row)) {
+        if (row >= 0 && row < args.stage.depthwise.geometry.out_height) {
           unpack_row(from, last);
         } else {
           NASFAST_UNROLL
@@ -302,11 +302,7 @@ struct ExpandBackwardKernel {
     });
   }
 
-  static NASFAST_DEVICE bool has_row(const Args& args, int row) {
-    return row < args.stage.depthwise.geometry.out_height;
-  }
-
-  // A row of a strip, of which the first `columns` are in the image.
+  // Stores a row of a strip, of which the first `columns` pixels are in the image.
   template <int kCount>
   static NASFAST_DEVICE void leave(const float (&out)[kCount][2], uint16_t* to, int columns) {
     const auto put = [&](int t) { *reinterpret_cast<uint32_t*>(to + t * kChunk) = Format::pack(out[t][0], out[t][1]); };
@@ -321,7 +317,7 @@ struct ExpandBackwardKernel {
     }
   }
 
-  // The gradient behind the activation -> dz, for the pixels from `begin` to `end` of a turn.
+  // Turns the gradient behind the activation into dz, for the pixels from `begin` to `end` of a turn.
   template <class Block>
   static NASFAST_DEVICE void expand(const Block& block, const Args& args, int channel, int begin, int end,
                                     Local<Thread>& state, unsigned char* shared) {
@@ -373,7 +369,7 @@ struct ExpandBackwardKernel {
     });
   }
 
-  // the threads that have a channel one after the other, and then all blocks
+  // Adds up the threads that have a channel in their order, and then the blocks.
   template <class Block>
   static NASFAST_DEVICE void finish(const Block& block, const Args& args, int channel, Local<Thread>& state,
                                     unsigned char* shared) {

@@ -42,10 +42,12 @@ struct alignas(16) Open {
   float shift[kChunk / 2][4];  // of two channels, for two rows of a product
   float half[kChunk];
 
-  // No number of a channel is farther from its mean than the root of `numbers` variances, so neither is the middle, and
-  // a bound that is infinite becomes one that lets all through. 1.01 and the second term are for roundings.
-  NASFAST_DEVICE void set(int channel, const Interval& interval, double variance, double numbers) {
-    const float reach = 1.01f * sqrtf(static_cast<float>(variance * numbers)) + 1e-3f * fabsf(interval.mean) + 1e-30f;
+  // No number of a channel is farther from its mean than the root of variance / share, where 1 / share is the count of
+  // its numbers. So neither is the middle, and a bound that is infinite becomes one that lets all through. 1.01 and the
+  // second term are for roundings.
+  NASFAST_DEVICE void set(int channel, const Interval& interval, double variance, double share) {
+    const float distance = sqrtf(static_cast<float>(variance) / static_cast<float>(share));
+    const float reach = 1.01f * distance + 1e-3f * fabsf(interval.mean) + 1e-30f;
     const float least = interval.mean - reach, most = interval.mean + reach;
     const float low = interval.low > least ? interval.low : least, high = interval.high < most ? interval.high : most;
     const bool some = low < high;  // or a closed interval, whose middle may not be a number only if the mean is not

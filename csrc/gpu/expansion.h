@@ -20,7 +20,7 @@ constexpr int kMaxExpandDepth = 64;  // channels of x
 // Hidden channels: the weights of all of them are in the 99 KB of shared memory that a block can have on sm_86.
 constexpr int kMaxExpandHidden = 512;
 
-// What a block has of the smaller of the two maps of the depthwise convolution.
+// The part that a block computes of the smaller one of the two maps of the depthwise convolution.
 struct Part {
   int image, images;
   int row, rows;
@@ -30,16 +30,16 @@ struct Part {
 // How the smaller map is divided among blocks.
 struct Cut {
   int images, height, width;    // of the map
-  int strips;                   // of a row of a block
+  int strips;                   // strips in a row of a block
   int side;                     // images of a block, side by side
-  int rows;                     // of a block
-  int tiles, segments, sets;    // blocks in the direction of columns, of rows and of images
-  int chunks;                   // of channels
+  int rows;                     // rows of a block
+  int tiles, segments, sets;    // numbers of blocks in the direction of columns, of rows and of images
+  int chunks;                   // number of chunks of channels
   float per_segment, per_tile;  // 1 / segments, 1 / tiles
 
   NASFAST_ANYWHERE int parts() const { return tiles * segments * sets; }
-  // The last block asks for the sizes of all parts, and a division of integers takes it longer than what it adds. This
-  // one is exact, as there are fewer than 2^21 parts.
+  // a / b from 1 / b. The last block asks for the sizes of all parts, and a division of integers would take longer than
+  // the sums. The result is exact, because there are fewer than 2^21 parts.
   static NASFAST_DEVICE int quotient(int a, float inverse) {
     return static_cast<int>((static_cast<float>(a) + 0.5f) * inverse);
   }
@@ -61,8 +61,8 @@ struct Cut {
   }
 };
 
-// Divides the map. Block (x, y) of the grid has chunk x and part y: blocks that read the same x run at the same time.
-// `resident`: blocks of a multiprocessor. `around`: rows that a block needs more than it makes.
+// Divides the map. Block (x, y) of the grid has chunk x and part y, so blocks that read the same x run at the same time.
+// `resident`: blocks that a multiprocessor holds. `around`: how many more rows a block reads than it makes.
 template <class Machine>
 Cut cut_of(const Geometry& g, const Machine& machine, int resident, int around) {
   Cut cut{};
@@ -103,8 +103,8 @@ Cut cut_of(const Geometry& g, const Machine& machine, int resident, int around) 
   return cut;
 }
 
-// The weights of a chunk and pixels of x in shared memory, both in rows of 16 `steps` channels and a gap, with zeros
-// behind the last channel.
+// How the weights of a chunk and the pixels of x lie in shared memory. A row has 16 `steps` channels and a gap; there are
+// zeros behind the last channel.
 struct ExpandTile {
   int channels, steps, pitch;
   int lane_bits;  // logarithm of the number of threads that load a pixel
@@ -132,7 +132,8 @@ NASFAST_DEVICE float float_weight(const Weight& weight, int64_t at) {
                          : Format::first(static_cast<const uint16_t*>(weight.data)[at]);
 }
 
-// Column of the product of 32 channels at which channel c is: the results of a lane are then 8 neighbouring channels.
+// The column that channel c has in the product of 32 channels. With this order the results of a lane are 8 neighbouring
+// channels.
 NASFAST_DEVICE int column_of(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
 
 // 8 neighbouring weights, rounded to the type of the tensors.
@@ -148,7 +149,7 @@ NASFAST_DEVICE Vec4 rounded_weights(const Weight& weight, int64_t at) {
   return rounded;
 }
 
-// A chunk of the weights [hidden][channels] of the expansion -> shared memory.
+// Copies a chunk of the expansion's weights, [hidden][channels], to shared memory.
 template <class Format>
 NASFAST_DEVICE void fill_expansion(const ExpandTile& tile, const Weight& weight, int first, int hidden, uint16_t* to,
                                    int thread) {
@@ -162,7 +163,8 @@ NASFAST_DEVICE void fill_expansion(const ExpandTile& tile, const Weight& weight,
   }
 }
 
-// The filters [hidden][k][k] -> [pair of channels][k * k][2] floats in shared memory, each turned round if `flipped`.
+// Copies the filters, [hidden][k][k], to shared memory as floats, [pair of channels][k * k][2]. `flipped` turns each
+// filter round.
 template <class Format, int kKernel>
 NASFAST_DEVICE void fill_filters(const Weight& weight, int first, int hidden, bool flipped, float* to, int thread) {
   constexpr int kTaps = kKernel * kKernel;
@@ -173,7 +175,7 @@ NASFAST_DEVICE void fill_filters(const Weight& weight, int first, int hidden, bo
   }
 }
 
-// Calls f(m, line, column) for the pixels m of a few lines, which lie one behind the other, without a division.
+// Calls f(m, line, column) for every pixel m of a few lines that lie one behind the other. It needs no division.
 template <class F>
 NASFAST_DEVICE void each_pixel(int lines, int columns, int thread, const F& f) {
   NASFAST_NO_UNROLL
@@ -196,15 +198,15 @@ NASFAST_DEVICE void fetch_pixels(const Block& block, const ExpandTile& tile, con
   for (; m < end; m += step, to += step * tile.pitch) block.copy(to, x + from[m]);
 }
 
-// Zeros in `count` pixels, of which no copy touches the channels behind the last. What nothing has been copied to is
-// then finite too, and so is its expansion.
+// Fills `count` pixels with zeros, because no copy writes the channels behind the last. Pixels to which nothing is copied
+// are then finite too, and so is their expansion.
 NASFAST_DEVICE void clear_pixels(const ExpandTile& tile, int count, uint16_t* to, int thread) {
   Vec4* const pieces = reinterpret_cast<Vec4*>(to);
   for (int i = thread; i < count * tile.pitch / 8; i += kExpandThreads) pieces[i] = Vec4{0, 0, 0, 0};
 }
 
-// The expansion of 16 pixels to 32 channels by one warp, plus a number of each channel. acc(lane)[j][2 h + e] is pixel
-// 8 h + lane / 4 and channel 8 (lane % 4) + 2 j + e, and start(lane, j)[2 h + e] is what is added to it.
+// Expands 16 pixels to 32 channels by one warp, and adds a number to each channel. acc(lane)[j][2 h + e] is the result for
+// pixel 8 h + lane / 4 and channel 8 (lane % 4) + 2 j + e, and start(lane, j)[2 h + e] is what is added to it.
 template <class Format, class Acc, class Start>
 NASFAST_DEVICE void expand_pixels(const Warp& warp, const ExpandTile& tile, const uint16_t* x, const uint16_t* weights,
                                   const Acc& acc, const Start& start) {

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
+#include <string>
 
 #include "pointwise_backward.h"
 #include "pointwise_forward.h"
@@ -64,11 +66,18 @@ void consider(const Machine& machine, const ProductShape& shape, int index, Prod
 // The tiles of a kernel.
 template <class... Tiles>
 struct TileList {
+  // Raises if the shared memory of this machine has no room for any tile.
   template <class Machine>
   static ProductPlan plan(const Machine& machine, const ProductShape& shape) {
     ProductPlan best;
     int index = 0;
     (consider<Tiles>(machine, shape, index++, best), ...);
+    if (best.tile < 0) {
+      throw std::runtime_error("conv_bn_act_chain: the " + std::to_string(machine.shared_memory) +
+                               " bytes of shared memory of a block have no room for a product of " +
+                               std::to_string(shape.depth) + " to " + std::to_string(shape.columns) +
+                               " channels: use backend triton");
+    }
     return best;
   }
   // Launches a kernel with the tile that the plan has.

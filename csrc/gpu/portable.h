@@ -216,14 +216,18 @@ struct Block {
   // has written what the last one reads (with load_fresh) before it calls this.
   NASFAST_DEVICE bool comes_last(int* counter, int count) const {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      last = atomicAdd(counter, 1) == count - 1;
+      // the barriers extend what this releases and acquires to all threads of the block
+      int before;
+      asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                   : "=r"(before)
+                   : "l"(__cvta_generic_to_global(counter))
+                   : "memory");
+      last = before == count - 1;
       if (last) *counter = 0;
     }
     __syncthreads();
-    __threadfence();
     return last;
   }
 };

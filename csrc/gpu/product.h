@@ -13,15 +13,17 @@
 
 namespace nasfast::gpu::pointwise {
 
-// What a block does with the depth. kWhole: it is one slab; kKept: the weights of all slabs are kept; kStreamed: they do
-// not fit, or a block has one tile of rows only, and are loaded slab by slab, for every tile again.
+// What a block does with the depth. kWhole: the depth is one slab. kKept: the block keeps the weights of all slabs.
+// kStreamed: the weights do not fit, or a block has one tile of rows only; they are loaded slab by slab, for every tile
+// again.
 enum class Depth { kWhole, kKept, kStreamed };
 
 NASFAST_ANYWHERE constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 // Elements between two rows in shared memory: an odd number of 16 bytes, so that 8 rows are in different banks.
 NASFAST_ANYWHERE constexpr int odd_pitch(int elements) { return elements + (elements % 16 == 0 ? 8 : 0); }
 
-// kTiles: tiles of 16 rows of a warp. kSlab: depth of a slab. kBlocks: of a multiprocessor, to keep registers for.
+// kTiles: tiles of 16 rows that a warp has. kSlab: depth of a slab. kBlocks: blocks per multiprocessor that registers are
+// kept for.
 template <int kTiles_, int kRowWarps_, int kColumnWarps_, int kSlab_, Depth kDepth_, int kBlocks_>
 struct Tile {
   static constexpr int kTiles = kTiles_, kRowWarps = kRowWarps_, kColumnWarps = kColumnWarps_, kSlab = kSlab_;
@@ -74,8 +76,8 @@ struct Memory {
   }
 };
 
-// Loads the weights slab by slab, rounds them to 16 bits and stores them to shared memory. Rows in memory are columns, or,
-// transposed, the depth.
+// Loads the weights slab by slab, rounds them to 16 bits and stores them to shared memory. A row in global memory is a
+// column of the product, or, if transposed, one place of the depth.
 template <class Format, class Tile, bool kTransposed>
 struct Weights {
   // depth of a slab of the weights; weights that are kept need no slab to be as deep as those of `in`
@@ -87,7 +89,7 @@ struct Weights {
 
   // What a thread keeps of the slab that comes next.
   struct Thread {
-    const char* from;  // its first piece
+    const char* from;  // where its first piece is
     Vec4 raw[Threads::kMost][2];
   };
 
@@ -102,8 +104,8 @@ struct Weights {
         kTransposed ? row * factor.columns + first_column + piece : (first_column + row) * factor.depth + piece;
     t.from = static_cast<const char*>(factor.weight.data) + int64_t{at} * size();
   }
-  // Rows of a slab from a thread's first on, if `deep` of the depth are left. Columns behind the last are left as they
-  // are: nothing reads their results.
+  // Number of rows of a slab from the thread's first row on, if `deep` places of the depth are left. Columns behind the
+  // last stay as they are, because nothing reads their results.
   NASFAST_DEVICE int left(int thread, int deep) const {
     const int columns = factor.columns - first_column;
     const int across = kTransposed ? columns : deep, along = kTransposed ? deep : columns;
@@ -164,7 +166,7 @@ struct Weights {
   }
 };
 
-// acc += in w for a slab of `deep` channels, by one warp.
+// One warp's share of acc += in w for a slab of `deep` channels.
 template <class Format, class Tile, bool kTransposed, class Acc>
 struct SlabProduct {
   static constexpr int kTiles = Tile::kTiles;
@@ -208,7 +210,7 @@ struct SlabProduct {
           [&](int lane) -> auto& { return a[lane][i]; },
           [&](int lane) { return rows() + lane % 16 * Tile::kPitch + lane / 16 * 8 + 16 * i * Tile::kPitch + k; });
     }
-    // of two neighbouring tiles of 8 columns: matrices (j, k), (j, k + 8), (j + 1, k), (j + 1, k + 8)
+    // one load has the matrices (j, k), (j, k + 8), (j + 1, k), (j + 1, k + 8) of the tiles j and j + 1 of 8 columns
     NASFAST_UNROLL
     for (int j = 0; j < 2; ++j) {
       load_b([&](int lane) -> auto& { return b[lane][j]; },
@@ -290,7 +292,7 @@ struct RowProduct {
     NASFAST_DEVICE bool last() const { return Tile::kWhole || deep <= kSlab; }
   };
   NASFAST_DEVICE Place first(int tile) const { return {tile, rows_of(tile), factor.depth}; }
-  // Bytes of `in` from a slab to the one that follows.
+  // Bytes of `in` from this slab to the one that the block takes next.
   NASFAST_DEVICE int64_t step(const Place& at, int row_blocks) const {
     if (!at.last()) return 2 * kSlab;
     return int64_t{2} * Tile::kRows * row_blocks * factor.depth - int64_t{2} * kSlab * (slabs() - 1);

@@ -85,9 +85,9 @@ struct TwoFloats {
 
 // Rows of partial results that one block adds. With more rows, the last block of each kGroup rows adds these, and the
 // last of those blocks adds the results: no block then reads more than a few dozen rows.
-constexpr int kGroup = 16;
+constexpr int kGroup = 32;
 constexpr int kOneLevel = 48;
-constexpr int kMostRows = 128 * kGroup;
+constexpr int kMostRows = 64 * kGroup;
 
 // Counters that a launch needs for each of its groups of channels.
 NASFAST_ANYWHERE int counters_of(int rows) { return rows <= kOneLevel ? 1 : 1 + (rows + kGroup - 1) / kGroup; }
@@ -111,7 +111,7 @@ struct Norm {
   Interval* interval;  // [channels]
   float eps;
   Act act;
-  double count;  // numbers per channel
+  double share;  // 1 / numbers per channel
 };
 
 // The gradient through that BatchNorm.
@@ -122,7 +122,7 @@ struct NormGradient {
   Back* back;             // [channels]
   float *dgamma, *dbeta;  // [channels], or null
   float eps;
-  double count;
+  double share;  // 1 / numbers per channel
 };
 
 NASFAST_DEVICE Interval interval_of(Act act, float scale, float shift, float mean) {
@@ -137,84 +137,98 @@ NASFAST_DEVICE Interval interval_of(Act act, float scale, float shift, float mea
   return scale > 0 ? Interval{zero, six, mean, 0} : Interval{six, zero, mean, 0};
 }
 
-// Adds rows of pairs of one channel. kMoments: a pair is mean and m2 of numbers[row - begin] numbers; otherwise two sums.
-struct RowSum {
-  TwoFloats first, second;
+// What rows of pairs add up to in one channel: mean and m2 of all numbers, or two sums.
+struct RowTotal {
+  double first, second;
 };
 
+// Adds rows of pairs of one channel. kMoments: a pair is mean and m2 of numbers[row - begin] numbers; otherwise two sums.
+// Means are taken as distances to the first one, so one pass is enough: nothing is as large as the square of a mean.
 template <bool kMoments>
-NASFAST_DEVICE RowSum add_rows(const Vec2* at, int stride, int begin, int end, const float* numbers) {
-  constexpr int kAhead = 8;  // loads that are under way at once
-  RowSum total;
-  float count = 0;
+NASFAST_DEVICE RowTotal add_rows(const Vec2* at, int stride, int begin, int end, const float* numbers) {
+  constexpr int kAhead = 16;  // loads that are under way at once
+  TwoFloats first, second;
+  float count = 0, pivot = 0;
   NASFAST_NO_UNROLL
   for (int row = begin; row < end; row += kAhead) {
     Vec2 pair[kAhead];
     NASFAST_UNROLL
     for (int i = 0; i < kAhead; ++i) pair[i] = row + i < end ? load_fresh(at + int64_t{row + i} * stride) : Vec2{0, 0};
+    if (row == begin) pivot = as_float(pair[0].v[0]);
     NASFAST_UNROLL
     for (int i = 0; i < kAhead; ++i) {
-      const float first = as_float(pair[i].v[0]), second = as_float(pair[i].v[1]);
+      const float a = as_float(pair[i].v[0]), b = as_float(pair[i].v[1]);
       if (kMoments) {
         const float weight = row + i < end ? numbers[row + i - begin] : 0.f;
+        const float distance = a - pivot, weighted = weight * distance;
         count += weight;
-        total.first.add(weight * first);
+        first.add(weighted);
+        second.add(fma(weighted, distance, b));
       } else {
-        total.first.add(first);
-        total.second.add(second);
+        first.add(a);
+        second.add(b);
       }
     }
   }
-  if (!kMoments) return total;
-  // the second pass adds only what is not negative, so nothing cancels
-  const float mean = count > 0 ? static_cast<float>(total.first.value() / count) : 0;
-  NASFAST_NO_UNROLL
-  for (int row = begin; row < end; row += kAhead) {
-    Vec2 pair[kAhead];
-    NASFAST_UNROLL
-    for (int i = 0; i < kAhead; ++i) pair[i] = row + i < end ? load_fresh(at + int64_t{row + i} * stride) : Vec2{0, 0};
-    NASFAST_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      if (row + i >= end) continue;
-      const float distance = as_float(pair[i].v[0]) - mean;
-      total.second.add(fma(numbers[row + i - begin] * distance, distance, as_float(pair[i].v[1])));
-    }
+  const double sum = first.value(), square = second.value();
+  if (!kMoments) return {sum, square};
+  // the sum of squares around pivot + shift; a shift that is rounded changes it by the square of its error only
+  const float shift = count > 0 ? static_cast<float>(sum) / count : 0;
+  const double m2 = square - shift * (2 * sum - static_cast<double>(count) * shift);
+  return {static_cast<double>(pivot) + shift, m2 > 0 ? m2 : (m2 == m2 ? 0. : m2)};
+}
+
+// Fills numbers[i] with the numbers per channel of all rows of group i, or, with few rows, of row i.
+template <int kThreads, class Block, class Count>
+NASFAST_DEVICE void count_numbers(const Block& block, int rows, const Count& count, float* numbers) {
+  if (rows <= kOneLevel) {
+    block.each([&](int thread) {
+      for (int i = thread; i < rows; i += kThreads) numbers[i] = count(i);
+    });
+    return;
   }
-  return total;
+  static_assert(kGroup == 32, "a lane has a row of a group");
+  block.warps([&](const Warp& warp) {
+    Local<float> sum(warp);
+    NASFAST_NO_UNROLL
+    for (int begin = kGroup * warp.index; begin < rows; begin += kGroup * (kThreads / 32)) {
+      warp.each([&](int lane) { sum[lane] = begin + lane < rows ? count(begin + lane) : 0.f; });
+      warp.add_lanes([&](int lane) -> float& { return sum[lane]; }, 1);
+      warp.each([&](int lane) {
+        if (lane == 0) numbers[begin / kGroup] = sum[lane];
+      });
+    }
+  });
 }
 
 // Completes the reduction of the `mine` channels from `first` on. Every block calls it once, behind a barrier-free
-// point where it has written its row to partial[row * channels + first ...]. `finish(channel, RowSum)` runs in the last
-// block, for every channel in one thread. count(row): numbers per channel in that block, for moments.
+// point where it has written its row to partial[row * channels + first ...]. `finish(channel)` runs in the last block,
+// for every channel in one thread: it loads what it needs while the rows are on their way, and returns a function of
+// their RowTotal. count(row): numbers per channel in that block, for moments.
 //
 // group: which group of channels this is, of those that have counters of their own.
 template <int kThreads, bool kMoments, class Block, class Count, class Finish>
 NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row, int group, int first, int mine,
                                 const Count& count, const Finish& finish) {
   int* counters = r.counters + group * counters_of(r.rows);
+  static_assert(kMostRows / kGroup >= kOneLevel, "a number for each row of one level");
   float* numbers = block.template shared_floats<kMostRows / kGroup>();
-  const auto rows_of = [&](int i) { return r.rows - i * kGroup < kGroup ? r.rows - i * kGroup : kGroup; };
   int begin = 0, end = r.rows;
   if (r.rows > kOneLevel) {
     const int groups = (r.rows + kGroup - 1) / kGroup, here = row / kGroup, from = here * kGroup;
-    if (!block.comes_last(counters + 1 + here, rows_of(here))) return;
+    const int rows = r.rows - from < kGroup ? r.rows - from : kGroup;
+    if (!block.comes_last(counters + 1 + here, rows)) return;
     if (kMoments) {
       block.each([&](int thread) {
-        for (int i = thread; i < rows_of(here); i += kThreads) numbers[i] = count(from + i);
+        for (int i = thread; i < rows; i += kThreads) numbers[i] = count(from + i);
       });
       block.sync();
     }
     block.each([&](int thread) {
       for (int c = thread; c < mine; c += kThreads) {
-        const RowSum s = add_rows<kMoments>(r.partial + first + c, r.channels, from, from + rows_of(here), numbers);
-        double a = s.first.value();
-        if (kMoments) {
-          float total = 0;
-          for (int i = 0; i < rows_of(here); ++i) total += numbers[i];
-          a /= total;
-        }
-        r.partial[int64_t{r.rows + here} * r.channels + first + c] = {as_bits(static_cast<float>(a)),
-                                                                      as_bits(static_cast<float>(s.second.value()))};
+        const RowTotal t = add_rows<kMoments>(r.partial + first + c, r.channels, from, from + rows, numbers);
+        r.partial[int64_t{r.rows + here} * r.channels + first + c] = {as_bits(static_cast<float>(t.first)),
+                                                                      as_bits(static_cast<float>(t.second))};
       }
     });
     begin = r.rows;
@@ -224,19 +238,13 @@ NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row,
     return;
   }
   if (kMoments) {
-    block.each([&](int thread) {
-      for (int i = thread; i < end - begin; i += kThreads) {
-        float total = begin == 0 ? count(i) : 0;
-        NASFAST_NO_UNROLL
-        for (int j = 0; begin > 0 && j < rows_of(i); ++j) total += count(i * kGroup + j);
-        numbers[i] = total;
-      }
-    });
+    count_numbers<kThreads>(block, r.rows, count, numbers);
     block.sync();
   }
   block.each([&](int thread) {
     for (int c = thread; c < mine; c += kThreads) {
-      finish(first + c, add_rows<kMoments>(r.partial + first + c, r.channels, begin, end, numbers));
+      const auto complete = finish(first + c);
+      complete(add_rows<kMoments>(r.partial + first + c, r.channels, begin, end, numbers));
     }
   });
 }
@@ -245,14 +253,17 @@ NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row,
 template <int kThreads, class Block, class Count>
 NASFAST_DEVICE void finish_norm(const Block& block, const Norm& norm, int row, int group, int first, int mine,
                                 const Count& count) {
-  reduce_rows<kThreads, true>(block, norm.reduction, row, group, first, mine, count, [&](int c, const RowSum& sum) {
-    const double mean = sum.first.value() / norm.count, variance = sum.second.value() / norm.count;
-    norm.statistics[c] = mean;
-    norm.statistics[norm.reduction.channels + c] = variance;
-    const float scale = norm.gamma[c] / sqrtf(static_cast<float>(variance) + norm.eps);
-    const float shift = fma(-static_cast<float>(mean), scale, norm.beta[c]);
-    norm.fold[c] = {scale, shift};
-    norm.interval[c] = interval_of(norm.act, scale, shift, static_cast<float>(mean));
+  reduce_rows<kThreads, true>(block, norm.reduction, row, group, first, mine, count, [&norm](int c) {
+    const float gamma = norm.gamma[c], beta = norm.beta[c];
+    return [&norm, c, gamma, beta](const RowTotal& total) {
+      const double mean = total.first, variance = total.second * norm.share;
+      norm.statistics[c] = mean;
+      norm.statistics[norm.reduction.channels + c] = variance;
+      const float scale = gamma / sqrtf(static_cast<float>(variance) + norm.eps);
+      const float shift = fma(-static_cast<float>(mean), scale, beta);
+      norm.fold[c] = {scale, shift};
+      norm.interval[c] = interval_of(norm.act, scale, shift, static_cast<float>(mean));
+    };
   });
 }
 
@@ -261,16 +272,19 @@ template <int kThreads, class Block>
 NASFAST_DEVICE void finish_gradient(const Block& block, const NormGradient& g, int row, int group, int first,
                                     int mine) {
   const auto one = [](int) { return 1.f; };
-  reduce_rows<kThreads, false>(block, g.reduction, row, group, first, mine, one, [&](int c, const RowSum& sums) {
+  reduce_rows<kThreads, false>(block, g.reduction, row, group, first, mine, one, [&g](int c) {
     const double mean = g.statistics[c], variance = g.statistics[g.reduction.channels + c];
-    const float r = 1 / sqrtf(static_cast<float>(variance) + g.eps);
-    const double dbeta = sums.first.value();
-    // the distances were taken to the rounded mean
-    const double dgamma = r * (sums.second.value() + dbeta * (static_cast<float>(mean) - mean));
-    if (g.dgamma != nullptr) g.dgamma[c] = static_cast<float>(dgamma);
-    if (g.dbeta != nullptr) g.dbeta[c] = static_cast<float>(dbeta);
-    const float a = g.gamma[c] * r, b = static_cast<float>(-a * r * dgamma / g.count);
-    g.back[c] = {a, b, static_cast<float>(-a * dbeta / g.count - b * mean), 0};
+    const float gamma = g.gamma[c];
+    return [&g, c, mean, variance, gamma](const RowTotal& sums) {
+      const float r = 1 / sqrtf(static_cast<float>(variance) + g.eps);
+      const double dbeta = sums.first;
+      // the distances were taken to the rounded mean
+      const double dgamma = r * (sums.second + dbeta * (static_cast<float>(mean) - mean));
+      if (g.dgamma != nullptr) g.dgamma[c] = static_cast<float>(dgamma);
+      if (g.dbeta != nullptr) g.dbeta[c] = static_cast<float>(dbeta);
+      const float a = gamma * r, b = static_cast<float>(-a * r * dgamma * g.share);
+      g.back[c] = {a, b, static_cast<float>(-a * dbeta * g.share - b * mean), 0};
+    };
   });
 }
 

@@ -103,6 +103,18 @@ def test_float16_gradients_keep_their_relative_size(grad_scale):
     assert error < (0.05 if grad_scale < 1 else 5e-3)
 
 
+@pytest.mark.parametrize("case", [CASES[6], CASES[-2]], ids=str)
+def test_float16_gradients_whose_mean_is_far_from_zero_cancel(case):
+    # BatchNorm takes the mean of dz away, which here is 30 times as large as what is left
+    drawn = replace(case, dtype=torch.float16).draw_once()
+    drawn = drawn._replace(grad=drawn.grad + 30 * drawn.grad.std())
+    exact = exact_chain(drawn)
+    ours = relative_errors(run_chain(cuda_chain, drawn), exact)
+    theirs = relative_errors(run_chain(eager_autocast, drawn), exact)
+    for name, error in ours.items():
+        assert error <= 1.1 * theirs[name] + 1e-3, (name, ours, theirs)
+
+
 def test_a_large_mean_of_x_cancels():
     # x - mean has few bits left, for every implementation; products of x must not lose more
     drawn = replace(CASES[7], dtype=BFLOAT16, mean=30.0).draw_once()
