@@ -34,6 +34,7 @@ def settings(tmp_path, config):
     return cfg
 
 
+@pytest.mark.slow
 def test_a_sample_is_trained_once_and_grows(settings, capsys):
     out = settings.run_dir
     command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
@@ -76,6 +77,7 @@ def test_a_training_gives_the_accuracy_of_the_trained_network(settings, tmp_path
     assert train_one(tmp_path / "a", **task.arguments) == form
 
 
+@pytest.mark.slow
 def test_every_score_is_ranked_or_says_why_not(settings):
     space = trained.space_of(settings)
     archs = stratified_sample(space, 12, seed=1)
