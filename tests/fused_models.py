@@ -16,9 +16,16 @@ timm = pytest.importorskip("timm")
 
 # models whose forwards all have programs
 MODELS = [
-    "mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small", "regnet_y_400mf", "timm/mobilenetv2_100",
-    "timm/mobilenetv3_small_100", "timm/ghostnet_100", "timm/rexnet_100",
-]  # fmt: skip
+    "mobilenet_v2",
+    "shufflenet_v2_x0_5",
+    "resnet18",
+    "mobilenet_v3_small",
+    "regnet_y_400mf",
+    "timm/mobilenetv2_100",
+    "timm/mobilenetv3_small_100",
+    "timm/ghostnet_100",
+    "timm/rexnet_100",
+]
 
 
 def make(name: str) -> nn.Module:

@@ -13,10 +13,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members, rule
 from nasfast.fusion.chain import Chain
-from nasfast.fusion.execute import Executor, Way
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
 from nasfast.fusion.forward import ChainForward
-from nasfast.fusion.measure import GAIN, measure
+from nasfast.fusion.measure import measure
+from nasfast.fusion.stages import Way
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import stage_kind
 from nasfast.ops.reference import Stage
@@ -175,21 +175,21 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
         module = model.get_submodule(owner)
         programs = findings.programs.get(owner, ())
         module.forward = ChainForward(module, its_chains, programs, always=not only_faster)
-    ratios: dict[Executor, tuple[Way, float]] = {}
+    measured: dict[tuple[nn.Conv2d, ...], Way] = {}
     if example is not None:
         try:
-            ratios = measure(model, [example] if isinstance(example, Tensor) else list(example))
+            measured = measure(model, [example] if isinstance(example, Tensor) else list(example))
         except BaseException:
             unfuse(model)
             raise
     more = ["the model was fused before: what was measured is forgotten"] if again else []
-    if example is not None and findings.chains and not ratios:
+    if example is not None and findings.chains and not measured:
         more.append("the example reached no chain that could be measured")
     on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
     if only_faster and on_cpu and findings.chains:
         more.append("without gradients and with running statistics, chains on a CPU run with folded BatchNorms")
     runs = {located: _runs(model, located, only_faster) for located in findings.chains}
-    return _report(model, findings, runs, _examples(model, findings, ratios), more)
+    return _report(model, findings, runs, _examples(model, findings, measured), more)
 
 
 def unfuse(model: nn.Module) -> int:
@@ -234,6 +234,8 @@ def _rule_says(stages: Sequence[Stage]) -> str:
         least = rule.least_results(x, stages, trains=any(weight.requires_grad for weight in weights))
     except RuntimeError:
         return "on no backend; see above"
+    if not rule.knows(x):
+        return "as it is measured in its first forward: the rule is for processors with AVX-512"
     dtype = str(x.dtype).removeprefix("torch.")
     if least is None:
         return f"on PyTorch: no operator is faster in {dtype} on {x.device.type}"
@@ -243,20 +245,15 @@ def _rule_says(stages: Sequence[Stage]) -> str:
 
 
 def _examples(
-    model: nn.Module, findings: Findings, ratios: dict[Executor, tuple[Way, float]]
+    model: nn.Module, findings: Findings, measured: dict[tuple[nn.Conv2d, ...], Way]
 ) -> dict[LocatedChain, str]:
     """`FusedChain.example` of the chains that were measured."""
-    names = {Way.OPERATOR: "on the operator", Way.FOLDED: "folded"}
-    # a program runs the chains of the modules inside too
-    measured: dict[tuple[nn.Conv2d, ...], str] = {}
-    for executor, (way, ratio) in ratios.items():
-        if executor.members is not None:
-            measured[executor.members.convs] = names[way] if ratio < GAIN else "on PyTorch"
+    names = {Way.OPERATOR: "on the operator", Way.FOLDED: "folded", Way.PLAIN: "on PyTorch"}
     found = {}
     for located in findings.chains:
         chain_members = located.chain.members(model.get_submodule(located.owner))
         if chain_members is not None and chain_members.convs in measured:
-            found[located] = measured[chain_members.convs]
+            found[located] = names[measured[chain_members.convs]]
     return found
 
 

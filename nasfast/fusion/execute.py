@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from enum import Enum
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from nasfast.fusion import rule
-from nasfast.fusion.calls import IN_PLACE
+from nasfast.fusion import measure, rule
 from nasfast.fusion.chain import ChainStage, Members
 from nasfast.fusion.fold import Folded, sources_of
+from nasfast.fusion.stages import ORDINARY, Way, in_float32, result_dtype, run_stages, wrapped
 from nasfast.ops import checks
-from nasfast.ops.conv import conv_bn_act_chain
-from nasfast.ops.reference import Stage
 
 # decisions that one chain keeps; one for each shape of its input
 _KEPT_WAYS = 256
-
-
-class Way(Enum):
-    """How a chain runs."""
-
-    OPERATOR = "operator"
-    FOLDED = "folded"
-    PLAIN = "PyTorch"
-
-
-# decides in place of the rule while `fuse` measures an example: the executor, its stages and input, the way that would
-# be taken -> way
-measuring: ContextVar[Callable[[Executor, list[ChainStage], Tensor, Way], Way] | None] = ContextVar(
-    "measuring", default=None
-)
 
 
 class _Reading:
@@ -63,7 +43,7 @@ class _Reading:
         self.learned = [p.conv_weight for p in params] + others
         self.batch = any(stage.stage.training for stage in stages)
         self.only_folded = any(stage.conv.only_folded for stage in stages)
-        self.ordinary = set(map(type, self.tensors)) <= _PLAIN
+        self.ordinary = set(map(type, self.tensors)) <= ORDINARY
         norms = [bn for bn in members.norms if bn.training and bn.track_running_stats]
         self.counters = [bn.num_batches_tracked for bn in norms if bn.num_batches_tracked is not None]
         self.cumulative = any(bn.momentum is None for bn in norms)
@@ -102,12 +82,12 @@ class Executor:
 
     def way(self, x: Tensor) -> Way | None:
         """How the chain runs on x; None if PyTorch must run it, as with tensors that are not ordinary ones."""
-        if type(x) not in _PLAIN or x.dim() != 4:
+        if type(x) not in ORDINARY or x.dim() != 4:
             return None
         reading = self._reading
         if reading is None or not reading.watch.same():
             reading = self._read()
-        if reading is None or not reading.ordinary or _wrapped(x, *reading.tensors):
+        if reading is None or not reading.ordinary or wrapped(x, *reading.tensors):
             return None
         if self._always:
             return None if reading.only_folded else Way.OPERATOR
@@ -142,14 +122,16 @@ class Executor:
         folds = not batch and not wanted and _can_fold(x, stages)
         if reading.only_folded and not folds:
             return Way.PLAIN
-        decide = measuring.get()
-        if decide is not None:
-            self.measured[situation] = decide(self, stages, x, Way.FOLDED if folds else Way.OPERATOR)
+        example = measure.example.get()
+        if example is not None or (situation not in self.measured and not folds and not rule.knows(x)):
+            self.measured[situation] = measure.faster(stages, x, Way.FOLDED if folds else Way.OPERATOR)
+            if example is not None and self.members is not None:
+                example[self.members.convs] = self.measured[situation]
         if situation in self.measured:
             return self.measured[situation]
         if folds:
             return Way.FOLDED
-        return Way.OPERATOR if rule.pays(x, _in_float32(stages), trains=trains) else Way.PLAIN
+        return Way.OPERATOR if rule.pays(x, in_float32(stages), trains=trains) else Way.PLAIN
 
     def run_all(self, way: Way, x: Tensor, residual: Tensor | None) -> Tensor:
         """The result of the whole chain with its modules in their present modes, which count the batch."""
@@ -180,38 +162,7 @@ class Executor:
         return folded.run(x, residual)
 
 
-def run_stages(x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None) -> Tensor:
-    """The stages on the operator, or on PyTorch where the operator lacks or refuses them."""
-    exact = _in_float32(stages)
-    try:
-        if any([stage.dilation != 1 for stage in stages]):
-            raise ValueError("the operator has no dilations")
-        # checks its arguments before it computes or changes anything
-        y = conv_bn_act_chain(x, exact, residual=residual)
-    except (TypeError, ValueError):
-        # PyTorch may accept what the operator refuses, such as a residual that is broadcast. If PyTorch refuses it too,
-        # its error is the one that users of the model know.
-        if residual is not None:
-            return run_stages(x, stages, None) + residual
-        return plain_stages(x, stages)
-    for (given, *_), used in zip(stages, exact, strict=True):
-        if given is not used and given.training:
-            for running, moved in zip(given.params[3:5], used.params[3:5], strict=True):
-                if running is not None and moved is not None:
-                    running.copy_(moved)
-    return y
-
-
-def plain_stages(x: Tensor, stages: Sequence[ChainStage]) -> Tensor:
-    """The stages as PyTorch's functions."""
-    for stage in stages:
-        params, _, _, _, act, training, momentum, eps = stage.stage
-        x = F.conv2d(x, *stage.conv)
-        x = F.batch_norm(
-            x, params.running_mean, params.running_var, params.bn_weight, params.bn_bias, training, momentum, eps
-        )
-        x = IN_PLACE[act](x)
-    return x
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def surroundings(x: Tensor) -> tuple | None:
@@ -225,48 +176,11 @@ def surroundings(x: Tensor) -> tuple | None:
     return x.device, x.shape, x.dtype, autocast, x.requires_grad if torch.is_grad_enabled() else None
 
 
-def result_dtype(x: Tensor) -> torch.dtype:
-    """Type of the result of convolution and BatchNorm on x."""
-    device = "cpu" if x.is_cpu else x.device.type
-    # autocast does not convert float64
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
-def plain(*tensors: Tensor) -> bool:
-    """Whether these are ordinary tensors and not subclasses or functorch's wrappers, which follow other rules."""
-    return set(map(type, tensors)) <= _PLAIN and not _wrapped(*tensors)
-
-
-def _wrapped(*tensors: Tensor) -> bool:
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return False
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
-
-
-_PLAIN = {Tensor, nn.Parameter}
-_HALF = (torch.bfloat16, torch.float16)
-_REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-def _in_float32(stages: Sequence[ChainStage]) -> list[Stage]:
-    """The stages with BatchNorms in float32, which the operator needs; a stage that has them is the same object."""
-    return [_norm_in_float32(stage) if stage.params.bn_weight.dtype in _HALF else stage for stage, *_ in stages]
-
-
-def _norm_in_float32(stage: Stage) -> Stage:
-    params = stage.params
-    mean, var = (None if tensor is None else tensor.float() for tensor in (params.running_mean, params.running_var))
-    affine = {"bn_weight": params.bn_weight.float(), "bn_bias": params.bn_bias.float()}
-    return stage._replace(params=params._replace(**affine, running_mean=mean, running_var=var))
-
-
 def _fits(x: Tensor, stages: Sequence[ChainStage]) -> bool:
     """Whether shapes and types are those of a chain."""
     exact = [_undilated(stage) for stage in stages]
     try:
-        checks.check_chain("conv_bn_act_chain", x, _in_float32(exact), None)
+        checks.check_chain("conv_bn_act_chain", x, in_float32(exact), None)
     except (TypeError, ValueError):
         return False
     return True

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_state
 
 from nasfast.fusion.chain import Chain, descendant, passed
-from nasfast.fusion.execute import Executor, Way, surroundings
+from nasfast.fusion.execute import Executor, surroundings
 from nasfast.fusion.placeholders import run_own_forward
 from nasfast.fusion.program import BoundProgram, Program
+from nasfast.fusion.stages import Way
 from nasfast.fusion.watch import Watch, hooks_of
 
 # situations that one module keeps in which nothing of it runs fused

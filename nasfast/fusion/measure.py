@@ -1,65 +1,65 @@
-"""Measures which chains of a fused model run faster fused, for one example."""
+"""Measures which chains run faster fused: for an example, and where the rule knows nothing."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nasfast.fusion import execute
 from nasfast.fusion.chain import ChainStage
-from nasfast.fusion.execute import Executor, Way
 from nasfast.fusion.fold import Folded
+from nasfast.fusion.stages import Way, plain_stages, result_dtype, run_stages
 from nasfast.ops.reference import ConvBNParams
 
 _ROUNDS = 5
 # the largest ratio of times at which a chain runs fused: noise must not make a model slower
-GAIN = 0.97
+_GAIN = 0.97
 
 
-def measure(model: nn.Module, example: Sequence[Any]) -> dict[Executor, tuple[Way, float]]:
+# while `fuse` measures an example: for the convolutions of each chain, how it runs fastest
+example: ContextVar[dict[tuple[nn.Conv2d, ...], Way] | None] = ContextVar("example", default=None)
+
+
+def measure(model: nn.Module, arguments: Sequence[Any]) -> dict[tuple[nn.Conv2d, ...], Way]:
     """Run the model once, and every chain that it reaches several times, fused and on PyTorch.
 
     Buffers are restored. The chains keep what was measured.
 
     Args:
         model: a fused model.
-        example: arguments of its forward.
+        arguments: those of its forward.
 
     Returns:
-        For each chain that was measured, how it ran fused, and that time divided by PyTorch's.
+        For the convolutions of each chain that was measured, how it runs fastest.
     """
-    ratios: dict[Executor, tuple[Way, float]] = {}
-
-    def decide(executor: Executor, stages: list[ChainStage], x: Tensor, way: Way) -> Way:
-        ratios[executor] = way, _ratio(stages, x, way)
-        return way if ratios[executor][1] < GAIN else Way.PLAIN
-
+    found: dict[tuple[nn.Conv2d, ...], Way] = {}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    token = execute.measuring.set(decide)
+    token = example.set(found)
     try:
         with torch.random.fork_rng():
-            model(*example)
+            model(*arguments)
     finally:
-        execute.measuring.reset(token)
+        example.reset(token)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-    return ratios
+    return found
 
 
-def _ratio(stages: Sequence[ChainStage], x: Tensor, way: Way) -> float:
+def faster(stages: Sequence[ChainStage], x: Tensor, way: Way) -> Way:
+    """This way of running the stages on x, or PyTorch where that takes less time; nothing is changed."""
     x = x.detach().requires_grad_(x.requires_grad)
     stages = [_own(stage) for stage in stages]
-    fused: Callable[[], Tensor] = partial(execute.run_stages, x, stages, None)
+    fused: Callable[[], Tensor] = partial(run_stages, x, stages, None)
     if way is Way.FOLDED:
-        fused = partial(Folded(stages, execute.result_dtype(x), x.shape).run, x, None)
-    runs: list[Callable[[], Tensor]] = [fused, partial(execute.plain_stages, x, stages)]
+        fused = partial(Folded(stages, result_dtype(x), x.shape).run, x, None)
+    runs: list[Callable[[], Tensor]] = [fused, partial(plain_stages, x, stages)]
     params = [t for stage in stages for t in stage.stage.params]
     leaves = [t for t in (x, *params) if t is not None and t.requires_grad]
     times: list[list[float]] = [[], []]
@@ -69,7 +69,7 @@ def _ratio(stages: Sequence[ChainStage], x: Tensor, way: Way) -> float:
             # the first round makes plans and primitives
             its_times += [seconds] if i_round else []
     ours, theirs = map(statistics.median, times)
-    return ours / theirs
+    return way if ours < _GAIN * theirs else Way.PLAIN
 
 
 def _seconds(run: Callable[[], Tensor], leaves: list[Tensor], device: torch.device) -> float:

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from nasfast.fusion.calls import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
 from nasfast.fusion.chain import Chain, ChainStage
-from nasfast.fusion.execute import Executor, Way, plain, result_dtype
+from nasfast.fusion.execute import Executor
+from nasfast.fusion.stages import Way, plain, result_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 

@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nasfast.fusion import members
 from nasfast.fusion.calls import IN_PLACE
 from nasfast.fusion.chain import Chain, Path, descendant
-from nasfast.fusion.execute import Executor, Way, result_dtype
+from nasfast.fusion.execute import Executor
+from nasfast.fusion.stages import Way, result_dtype
 
 
 class Slot(int):

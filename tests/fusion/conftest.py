@@ -2,7 +2,7 @@
 
 import pytest
 
-from nasfast.fusion import execute
+from nasfast.fusion import stages
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -14,11 +14,11 @@ def threads(one_thread):
 def executed(monkeypatch):
     """The stages of every chain that really ran."""
     calls = []
-    run = execute.conv_bn_act_chain
+    run = stages.conv_bn_act_chain
 
-    def record(x, stages, *, residual=None):
-        calls.append((len(stages), residual is not None))
-        return run(x, stages, residual=residual)
+    def record(x, given, *, residual=None):
+        calls.append((len(given), residual is not None))
+        return run(x, given, residual=residual)
 
-    monkeypatch.setattr(execute, "conv_bn_act_chain", record)
+    monkeypatch.setattr(stages, "conv_bn_act_chain", record)
     return calls

@@ -292,6 +292,22 @@ def test_what_trains_counts_at_the_next_call(executed):
     assert len(executed) == 2
 
 
+@pytest.mark.parametrize("operator", [0.5, 2.0])
+def test_other_instructions_are_measured_in_the_first_forward(operator, executed, monkeypatch):
+    """The clock says how long the operator takes, when PyTorch takes 1."""
+    times = []
+    monkeypatch.setattr(measure, "_seconds", lambda run, *_: times.append(run) or (operator if len(times) % 2 else 1.0))
+    monkeypatch.setattr(rule._native.extension, "isa", lambda: "avx2")
+    model = block().train()
+    report = nasfast.fuse(model)
+    assert report.chains[0].runs.startswith("as it is measured in its first forward")
+    for twin in (lambda: model, lambda: model, lambda: copy.deepcopy(model)):
+        executed.clear()
+        twin()(torch.randn(2, 16, 9, 9))
+        assert executed == ([(3, False)] if operator < 1 else [])
+    assert len(times) == 12
+
+
 def nested() -> nn.Sequential:
     torch.manual_seed(0)
     return disturb(nn.Sequential(Candidate(3), unit(), Candidate(5)).double()).requires_grad_(False)
