@@ -37,6 +37,9 @@ from nasfast.tasks.work import execute
 from nasfast.train import TrainConfig, train_supernet
 
 _NETWORKS, _WORKERS = 4, 2
+_MOST_SECONDS = 5.0
+"""Longest time from the moment at which a worker is seen at work to the kill."""
+
 _DRIVER_SHARE = 0.25
 """Share of the kills that hit the driver."""
 
@@ -119,7 +122,7 @@ def _round(target: Path, epochs: int, number: int, rng: random.Random, found: di
             if not workers:
                 time.sleep(0.01)
                 continue
-            time.sleep(rng.uniform(0, 1.5))
+            time.sleep(rng.uniform(0, _MOST_SECONDS))
             if rng.random() < _DRIVER_SHARE:
                 driver.kill()
                 found["driver"] += 1
