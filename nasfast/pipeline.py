@@ -26,15 +26,6 @@ from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
 from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE, model_folder
-from nasfast.run_checks import check_same_run, check_scoring, check_search, warn_if_superseded
-from nasfast.run_inputs import (
-    configured_space,
-    evidence_of,
-    image_loaders,
-    load_supernet,
-    saved_space,
-    space_of_cells,
-)
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
@@ -51,6 +42,15 @@ from nasfast.search import (
 )
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.spaces import SearchSpace, load_arch, read_cost_table, space_kind
+from nasfast.stages.checks import check_same_run, check_scoring, check_search, warn_if_superseded
+from nasfast.stages.inputs import (
+    configured_space,
+    evidence_of,
+    image_loaders,
+    load_supernet,
+    saved_space,
+    space_of_cells,
+)
 from nasfast.train.checkpoint import CheckpointError, CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
 

@@ -98,33 +98,25 @@ ALLOWED: dict[str, set[str]] = {
         "config", "runtime.files", "runtime", "spaces", "supernet", "cells", "data", "train", "report",
         "studies", "runtime.late", "settings",
     },
-    "run_checks": {
-        "config", "indicators", "indicators.accuracies", "search", "settings.run", "spaces", "supernet", "train",
-    },
-    "run_inputs": {
-        "config", "runtime", "spaces", "supernet", "data", "train", "indicators", "retrain", "run_checks",
-        "settings.run",
-    },
-    "trained": {
-        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "engine", "data", "measure",
-        "indicators", "indicators.accuracies", "indicators.rank", "indicators.structure", "indicators.table", "search",
-        "retrain", "settings", "settings.run", "tasks", "pipeline", "run_inputs",
+    "stages": {
+        "config", "runtime", "spaces", "supernet", "data", "train", "indicators", "indicators.accuracies", "search",
+        "retrain", "settings.run",
     },
     "pipeline": {
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "indicators",
-        "indicators.accuracies", "indicators.table", "search", "retrain", "report", "measure", "settings",
-        "run_checks", "run_inputs", "settings.run",
+        "indicators.accuracies", "indicators.table", "search", "retrain", "report", "measure", "settings", "stages",
+        "settings.run",
     },
     "stability": {
-        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "indicators",
-        "indicators.rank", "indicators.structure", "indicators.table", "search", "retrain", "report", "settings",
-        "settings.run", "tasks", "run_checks", "run_inputs", "pipeline",
+        "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "engine", "data", "train",
+        "measure", "indicators", "indicators.accuracies", "indicators.rank", "indicators.structure",
+        "indicators.table", "search",
+        "retrain", "report", "settings", "settings.run", "tasks", "stages", "pipeline",
     },
-    "untrained": {"config", "spaces", "data", "indicators"},
     "cli.commands": {
         "config", "runtime.launcher", "runtime", "settings", "settings.run", "stability", "spaces", "indicators",
         "indicators.accuracies", "indicators.table", "indicators.rank", "report", "measure", "search", "studies",
-        "studies.registry", "pipeline", "run_inputs", "trained", "untrained",
+        "studies.registry", "pipeline", "stages",
     },
     "cli": {
         "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",

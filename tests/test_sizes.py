@@ -108,3 +108,8 @@ def test_a_long_function_is_measured(length):
     assert cpp_functions(before + function + after) == [("template <typename T>\nvoid f(T x)", length)]
     python = "@decorated\ndef f(x):\n" + "    x\n" * (length - 1)
     assert python_functions(python) == [("f", length)]
+
+
+def test_few_files_lie_beside_the_packages():
+    files = sorted(path.name for path in (ROOT / "nasfast").glob("*.py"))
+    assert len(files) <= 6, f"put a new module into a package: {files}"

@@ -23,7 +23,6 @@ from nasfast.measure.profile import profile
 from nasfast.measure.step_times import step_times
 from nasfast.report import write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
-from nasfast.run_inputs import evidence_to_rank
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.launcher import environment_size
 from nasfast.search import load_candidates
@@ -33,10 +32,11 @@ from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 from nasfast.stability.estimate import plan_seeds
 from nasfast.stability.page import STABILITY_FILE, sentences, write_stability_page
 from nasfast.stability.run import run_seeds
+from nasfast.stability.trained import ACCURACIES_FILE, REPORT_FILE, compare_trained, estimate_sample, train_sample
+from nasfast.stages.inputs import evidence_to_rank
+from nasfast.stages.untrained import untrained_networks
 from nasfast.studies import registry
 from nasfast.studies.run import run_study
-from nasfast.trained import ACCURACIES_FILE, REPORT_FILE, compare_trained, estimate_sample, train_sample
-from nasfast.untrained import untrained_networks
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:

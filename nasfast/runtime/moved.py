@@ -71,7 +71,7 @@ NAMES = _by_name(
             "nasfast.studies.page": "study_figure write_study_page",
         },
         "nasfast.settings": {
-            "nasfast.run_checks": "check_same_run check_scoring check_search",
+            "nasfast.stages.checks": "check_same_run check_scoring check_search",
             # not SpaceConfig: jsonargparse looks that name up here for every help, which would then warn
             "nasfast.settings.run": "RunConfig",
         },

@@ -16,11 +16,11 @@ from typing import Any
 
 from nasfast.data import Loader
 from nasfast.retrain import retrain
-from nasfast.run_inputs import configured_space, evidence_for, image_loaders
 from nasfast.runtime.device import use_threads
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.stability.run import check_seeds, with_threads
+from nasfast.stages.inputs import configured_space, evidence_for, image_loaders
 from nasfast.supernet import build
 from nasfast.tasks import Task
 from nasfast.tasks.room import workers_for

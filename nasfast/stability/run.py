@@ -12,7 +12,6 @@ from typing import Any
 from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import TABLE_FILE
-from nasfast.run_checks import check_same_run
 from nasfast.runtime.files import seal, write_atomic
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.settings.tasks import TaskSettings
@@ -20,6 +19,7 @@ from nasfast.spaces import Arch, SearchSpace
 from nasfast.stability.agreement import Agreement, agreement
 from nasfast.stability.page import STABILITY_FILE, write_stability_page
 from nasfast.stability.work import network_task, rivals, seed_task
+from nasfast.stages.checks import check_same_run
 from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
 
 _LOG = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from typing import Any
 from nasfast import pipeline
 from nasfast.indicators.structure import structure_table
 from nasfast.retrain import retrain
-from nasfast.run_inputs import image_loaders
 from nasfast.search import equal_cost_peers, top_k
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.stages.inputs import image_loaders
 from nasfast.tasks import Task
 
 _HERE = __name__

@@ -14,9 +14,9 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
-from nasfast.run_inputs import image_loaders
 from nasfast.search import load_candidates
 from nasfast.spaces import SearchSpace, load_arch
+from nasfast.stages.inputs import image_loaders
 from nasfast.train.checkpoint import load_checkpoint
 
 

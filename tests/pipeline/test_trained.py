@@ -15,12 +15,12 @@ from nasfast.indicators.scores import SCORES
 from nasfast.indicators.structure import BASELINES
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import load_model
-from nasfast.run_inputs import image_loaders
 from nasfast.search import stratified_sample
 from nasfast.settings.tasks import TaskSettings
+from nasfast.stability.trained import train_one, train_sample
+from nasfast.stages.inputs import image_loaders
 from nasfast.tasks import TaskResult
 from nasfast.train import evaluate
-from nasfast.trained import train_one, train_sample
 
 ONE = TaskSettings(workers=1, attempts=1)
 

@@ -31,7 +31,6 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.measure.timing import seconds_of
 from nasfast.pipeline import TABLE_FILE
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult, retrain
-from nasfast.run_inputs import evidence_to_rank, image_loaders, space_of
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
@@ -41,6 +40,7 @@ from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.stages.inputs import evidence_to_rank, image_loaders, space_of
 from nasfast.supernet import build
 from nasfast.tasks import Task, TaskRunner, threads_for
 from nasfast.tasks.room import workers_for
