@@ -178,7 +178,11 @@ def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog):
 @pytest.mark.slow
 def test_the_time_limit_stops_cleanly_and_a_later_call_continues(tmp_path):
     wait = Task("wait", "task_functions:wait_for_ever")
-    with TaskRunner(tmp_path, TaskSettings(workers=1, max_hours=8 / 3600)) as runner:
+    with TaskRunner(tmp_path, TaskSettings(workers=1, max_hours=1.0)) as runner:
+        assert runner.run([ADD])[0].status == "done"
+        assert not runner.time_is_over and runner._deadline > time.time() + 3000
+        # counted from here, because on a busy machine a worker takes long to start
+        runner._deadline = time.time() + 5
         found = runner.run([ADD, wait, DIE])
         assert runner.time_is_over
     assert [r.status for r in found] == ["done", "stopped", "stopped"]
