@@ -146,7 +146,7 @@ def test_a_forward_patched_on_a_class_runs(cls, when, training, monkeypatch):
 @pytest.mark.parametrize("path", ["body", "body.0", "body.0.0", "body.0.1", "body.0.2"])
 def test_hooks_in_a_new_dictionary_fire(path):
     """Some libraries replace the dictionary in order to remove or to set hooks."""
-    model = Switch().eval()
+    model = Switch().eval().requires_grad_(False)
     nasfast.fuse(model)
     x = torch.randn(2, 4, 9, 9)
     model(x)
