@@ -55,7 +55,7 @@ if [[ ! -d $packages ]]; then
 fi
 
 NASFAST_NATIVE=OFF "$bin/python" setup.py -q egg_info --egg-base build build --build-base "$here/setup" --build-lib "$built"
-export PYTHONPATH=$built:$packages
+export PYTHONPATH=$built:$packages:$PWD/tests
 "$bin/cmake" -G Ninja -S . -B "$here/cmake" -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DNASFAST_CUDA=OFF \
     -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
     -DPython_EXECUTABLE="$python" -DPython_INCLUDE_DIR="$system/usr/include/python3.11" \

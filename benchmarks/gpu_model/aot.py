@@ -77,10 +77,11 @@ def record_calls() -> list[Launch]:
     for dtype in (torch.bfloat16, torch.float32):
         name = "bf16" if dtype == torch.bfloat16 else "fp32"
         for space in ("mobilenet_v2", "shufflenet_v2"):
-            _, forward_backward, _ = make_step(Workload(space, dtype=name, engine="eager"))
+            _, forward_backward, update = make_step(Workload(space, dtype=name, engine="eager"))
             step = Step()
             with recorded(step, every_configuration=True):
                 forward_backward()
+                update()
             launches += step.launches
         step = Step()
         with recorded(step, every_configuration=True):
@@ -99,8 +100,9 @@ def jobs(launches: list[Launch], archs: list[int], *, default_only: bool, names:
     """Choose the first call of each kernel, configuration, storage type and stencil, for every architecture."""
     chosen: dict[tuple, _Job] = {}
     for launch in launches:
-        family, config = launch.configuration
-        default = config == next(iter(FAMILIES[family]))
+        # the kernels of the loss and of SGD have one configuration
+        family, config = launch.configuration or ("training", "only")
+        default = family == "training" or config == next(iter(FAMILIES[family]))
         other_stencil = family == "depthwise" and launch.arguments.get("KERNEL", _STENCIL) != _STENCIL
         if (names and launch.kernel not in names) or (not default and (default_only or other_stencil)):
             continue

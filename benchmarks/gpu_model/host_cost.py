@@ -102,9 +102,10 @@ def fill_cache(workload: Workload, arch: int, cache: Path, processes: int) -> di
     def count(*, cache_hit: bool, **rest: Any) -> None:
         found["found" if cache_hit else "compiled_again"] += 1
 
-    _, forward_backward, _ = make_step(workload)
+    _, forward_backward, update = make_step(workload)
     with no_gpu(arch), patch.object(knobs.cache, "dir", str(cache)), patch.object(knobs.compilation, "listener", count):
         forward_backward()
+        update()
     return found
 
 

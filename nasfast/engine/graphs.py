@@ -144,8 +144,9 @@ class GraphEngine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
     def _image_type(self) -> torch.dtype:
-        # the first convolution of a stem would round images under autocast; so they are rounded as they are copied
-        return torch.bfloat16 if self.bf16 else torch.float32
+        # under autocast a convolution rounds its input; where one comes first, images are rounded as they are copied
+        stem = self.net.space.stem_layers
+        return torch.bfloat16 if self.bf16 and stem and stem[0].choices[0].kind == "conv" else torch.float32
 
     def _make_plan(self) -> tuple[list[tuple[torch.Size, torch.dtype]], MemoryPlan]:
         """Shapes and types of the boundaries, and the bytes of everything, from a run on fake tensors."""

@@ -72,6 +72,7 @@ def plain(*tensors: Tensor) -> bool:
 
 
 def wrapped(*tensors: Tensor) -> bool:
+    """Whether one of these is a wrapper of functorch."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)

@@ -40,8 +40,8 @@ def conv_bn_act(
     Only the gradients that are needed are computed. A frozen convolution weight needs none, and its input is not kept.
     The native backends have their own pointwise and depthwise (k 3, 5, 7, stride 1 or 2, padding k // 2) convolutions,
     and their own dense ones for the few channels of a stem. Other convolutions, and trainable ones, run on PyTorch,
-    with the native `bn_act` behind them. A bias of a convolution costs nothing, because BatchNorm subtracts it again.
-    With batch statistics its gradient is exactly zero.
+    with the native `bn_act` behind them. A bias of a convolution costs one small operation per channel vector, because
+    BatchNorm subtracts it again. With batch statistics its gradient is exactly zero.
 
     Args:
         x: (N, Cin, H, W); types and layouts as in `nasfast.ops.bn_act`.

@@ -30,7 +30,7 @@ def _runs_on_triton(op: str, x: Tensor, why_not: Callable[[], str], backend: str
 
     def refusal(name: str) -> Refusal | None:
         reason = why_not() if name == "triton" else ""
-        # whoever names the backend of all operators did not mean what this one lacks
+        # NASFAST_BACKEND and use_backend must not raise for calls that this kernel lacks
         return Refusal(reason, "operator") if reason else None
 
     return resolve_backend(op, x, backend, refusal).name == "triton"
@@ -41,7 +41,8 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The mean cross-entropy, its gradient, and the number of correct predictions. Records nothing for autograd.
 
-    On a GPU all of them are one launch. A label that is no class then makes the loss NaN; PyTorch raises.
+    On a GPU all of them are one launch. A label that is no class then makes the loss NaN; on the CPU, PyTorch raises,
+    or leaves out rows of label -100.
 
     Args:
         logits: (N, classes), any floating type; the arithmetic is float32.

@@ -166,7 +166,7 @@ def _teller(path: Path) -> Callable[[str, int, int], None]:
         # only the screen shows it, so a full disk may lose it, and it need not survive a crash
         with contextlib.suppress(OSError):
             temporary = temporary_beside(path)
-            temporary.write_text(json.dumps([stage, done, total]))
+            temporary.write_text(json.dumps([stage, done, total]), encoding="utf-8")
             os.replace(temporary, path)
 
     return tell

@@ -40,6 +40,9 @@ class ClippedSGD(torch.optim.SGD):
             if state.get("momentum_buffer") is None:
                 # torch.optim.SGD begins with the first gradient, which is what zeros become
                 state["momentum_buffer"] = torch.zeros_like(p)
+            elif state["momentum_buffer"].stride() != p.stride():
+                # a step of torch.optim.SGD began with a gradient of other strides, and the kernel pairs by address
+                state["momentum_buffer"] = torch.empty_like(p).copy_(state["momentum_buffer"])
             momenta.append(state["momentum_buffer"])
         return SgdUpdate(
             parameters,

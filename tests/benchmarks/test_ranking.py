@@ -27,7 +27,8 @@ def argv(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_ranking, "nas_bench_macro", tiny_macro_space)
     monkeypatch.setattr(bench_ranking, "QUEUE", QUEUE)
     folders = [write_folder(tmp_path / name, dict.fromkeys("abcd", count)) for name, count in (("t", 20), ("v", 2))]
-    truth = {"".join(map(str, a)): space.cost(a).params / 100 for a in itertools.product(range(3), repeat=4)}
+    params = {"".join(map(str, a)): space.cost(a).params for a in itertools.product(range(3), repeat=4)}
+    truth = {arch: 100 * count / max(params.values()) for arch, count in params.items()}
     (tmp_path / "truth.json").write_text(json.dumps(truth))
     return [
         f"--train={folders[0]}",

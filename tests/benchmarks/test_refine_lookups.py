@@ -18,8 +18,9 @@ def test_the_curve(tmp_path, monkeypatch, capsys, known):
     space = tiny_macro_space()
     archs = list(itertools.product(range(3), repeat=4))
     values = structure_scores(space, "sqrt_size" if known else "params", archs)
+    percent = [90 * v / max(values) for v in values]
     (tmp_path / "truth.json").write_text(
-        json.dumps({"".join(map(str, a)): v + 1e-6 * i for i, (a, v) in enumerate(zip(archs, values, strict=True))})
+        json.dumps({"".join(map(str, a)): v + 1e-6 * i for i, (a, v) in enumerate(zip(archs, percent, strict=True))})
     )
     out = tmp_path / "out.jsonl"
     argv = [f"--accuracies={tmp_path / 'truth.json'}", f"--out={out}", "--draws=3", "--priors", "sqrt_size"]

@@ -165,6 +165,13 @@ def test_autocast():
     compare(space, "bn", [[(0, 1, 2, 0)], [(2,) * 4]], bf16=True, layer_indicators=True)
 
 
+def test_autocast_without_a_stem_leaves_the_images_as_they_are():
+    """A residual of the first block adds the images themselves."""
+    blocks = Block("mbconv", 3, 2), Block("mbconv", 5, 1)
+    space = tiny_space(resolution=8, stem=(), stages=(Stage(3, 2, 1, blocks), Stage(12, 2, 1, blocks)))
+    compare(space, "bn", [[(0, 1, 0, 1)], [(1, 0, 1, 0)]], bf16=True, layer_indicators=False)
+
+
 class Copies(TorchDispatchMode):
     """Counts the operators that move numbers without computing any, or add gradients up."""
 

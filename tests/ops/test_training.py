@@ -186,6 +186,24 @@ def test_other_types_and_strides_go_to_pytorch():
 
 
 @needs_triton
+def test_momentum_that_began_on_pytorch_has_the_strides_of_its_parameter(monkeypatch):
+    """A gradient of other strides goes to PyTorch, whose momentum then has these; the next one does not."""
+    shape = (4, 3, 3, 3)
+    ours, theirs = (torch.nn.Parameter(torch.ones(shape, device=DEVICE)) for _ in range(2))
+    optimizer, reference = (
+        kind([p], lr=0.3, momentum=0.9) for kind, p in ((ClippedSGD, ours), (torch.optim.SGD, theirs))
+    )
+    for step in range(3):
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        theirs.grad = gradient.clone()
+        ours.grad = gradient.to(memory_format=torch.channels_last) if step == 0 else gradient
+        reference.step()
+        optimizer.clipped_step(None)
+        fused(monkeypatch)
+        torch.testing.assert_close(ours, theirs)
+
+
+@needs_triton
 def test_where_all_operators_run_on_triton_other_updates_are_pytorchs(monkeypatch):
     fused(monkeypatch)
     monkeypatch.setattr(training, "_MOST_ELEMENTS", 4)

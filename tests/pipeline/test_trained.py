@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 
-from nasfast import trained
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.accuracies import AccuracyError, read_accuracies
@@ -17,6 +16,7 @@ from nasfast.pipeline import RunConfig
 from nasfast.retrain import load_model
 from nasfast.search import stratified_sample
 from nasfast.settings.tasks import TaskSettings
+from nasfast.stability import trained
 from nasfast.stability.trained import train_one, train_sample
 from nasfast.stages.inputs import image_loaders
 from nasfast.tasks import TaskResult
