@@ -23,7 +23,7 @@ from nasfast.fusion.chain import ChainStage
 # cores.
 _MIN_PRODUCTS = 8_000_000
 
-# bytes of a weight or bias that are compared
+# bytes that are compared of every source but a running mean
 _WINDOW = 64
 
 # oneDNN's name and numbers of each activation of a stage that it computes with the convolution
@@ -60,9 +60,9 @@ class Folded:
         # another tensor cannot get the same memory while it is held here
         self._memory = [tensor.untyped_storage() for tensor in self._sources]
         params = [stage.stage.params for stage in stages]
-        weights = [tensor for p in params for tensor in (*p[:3], p.conv_bias) if tensor is not None]
-        self._windows = [_window(tensor) for tensor in weights]
-        # a variance changes with its mean, which may stay the same in dead channels
+        others = [tensor for p in params for tensor in (*p[:3], p.running_var, p.conv_bias) if tensor is not None]
+        self._windows = [_window(tensor) for tensor in others]
+        # training changes a variance with its mean, which may stay the same in dead channels
         self._windows += [_window(p.running_mean, whole=True) for p in params if p.running_mean is not None]
         self._seen = [window.raw for window in self._windows]
         self._convolutions: list[Callable[[Tensor], Tensor]] = []

@@ -51,7 +51,7 @@ class ChainForward:
         self.chains = tuple(chains)
         self.programs = tuple(programs)
         self.always = always
-        # of a program, whose first chains are those of the module
+        # a program's first chains are the module's own
         chains = programs[0].chains if programs else self.chains
         self.executors = [Executor(always, known) for known in ways or [{}] * len(chains)]
         self._binding: _Binding | None = None
@@ -140,6 +140,9 @@ class _Binding:
         below = [m for path in sorted(paths) for m in passed(module, path)[1:]]
         functions: list[tuple[type, str]] = [(type(m), "_conv_forward") for m in below if isinstance(m, nn.Conv2d)]
         places = [(module._modules, name) for name in module._modules]
+        # a BatchNorm of timm has its activation inside
+        clamps = {m for one in below for m in (one, *one._modules.values()) if isinstance(m, nn.Hardtanh)}
+        places += [(vars(m), name) for m in clamps for name in ("min_val", "max_val")]
         own = ["_modules"]
         for frame in frames:
             place = passed(module, frame.path)[-1]

@@ -79,7 +79,7 @@ def _runs(module: nn.Module, cls: type[nn.Module], forward: Callable) -> bool:
 _CONV_FORWARD, _CONV_FUNCTION = nn.Conv2d.forward, nn.Conv2d._conv_forward
 _NORM_FORWARD = nn.BatchNorm2d.forward
 _ACTIVATIONS = {(cls, getattr(cls, "forward")): name for name, cls in ACTIVATION_MODULES.items()}  # noqa: B009
-_HARDTANH = nn.Hardtanh, nn.Hardtanh.forward
+_CLAMPS = [(cls, cls.forward) for cls in (nn.Hardtanh, nn.ReLU6)]
 
 
 def has_activation(bn: nn.Module) -> bool:
@@ -94,7 +94,8 @@ def module_activation(module: nn.Module) -> str | None:
     runs = type(module), type(module).forward
     if "forward" in vars(module):
         return None
-    if runs == _HARDTANH:
+    if runs in _CLAMPS:
+        # since torch 2.15 the forward of nn.ReLU6 reads its bounds, too
         return activation_of(torch.nn.functional.hardtanh, module.min_val, module.max_val)
     return _ACTIVATIONS.get(runs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import operator
+import re
 from collections.abc import Callable, Sequence
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType
@@ -29,6 +30,8 @@ _UNUSED = {"checkpoint": "grad_checkpointing", "checkpoint_seq": "grad_checkpoin
 # instructions that may change what outlives the forward
 _CHANGES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"}
 _CHANGES |= {"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"}
+# instructions that read an attribute of what was loaded last
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
@@ -63,12 +66,8 @@ def _read(module: nn.Module, name: str, attributes: dict[str, Any], functions: d
     inputs = code.co_argcount - len(function.__defaults__ or ())
     if inputs != 2 or code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
         raise Unrecognised("its forward takes more than one input")
-    if any(instruction.opname in _CHANGES for instruction in dis.get_instructions(code)):
-        raise Unrecognised("its forward may change what outlives it")
-    names = set(code.co_names)
-    if "getattr" in names:
-        names |= {constant for constant in code.co_consts[1:] if isinstance(constant, str)}
-    for name in names:
+    own, others = _names(code)
+    for name in own:
         method = getattr(type(module), name, None)
         if name in module._modules:
             if isinstance(module._modules[name], (nn.ModuleList, nn.ModuleDict)):
@@ -82,13 +81,51 @@ def _read(module: nn.Module, name: str, attributes: dict[str, Any], functions: d
             if name not in functions:
                 functions[name] = method
                 _read(module, name, attributes, functions)
-        elif name in _MODULES:
+        else:
+            raise Unrecognised(f"its forward reads {name}")
+    for name in others:
+        if name in _MODULES:
             if function.__globals__.get(name) is not _MODULES[name]:
                 raise Unrecognised(f"{name} is another module")
         elif name in _UNUSED and vars(module).get(_UNUSED[name]) is False:
             continue
-        elif name not in _NAMES or name in function.__globals__ or method is not None:
+        elif name not in _NAMES or name in function.__globals__:
             raise Unrecognised(f"its forward reads {name}")
+
+
+def _names(code: CodeType) -> tuple[set[str], set[str]]:
+    """The names that a method reads of its module, and those that it reads of anything else.
+
+    A name is one of the module if it is read directly behind the method's first argument.
+
+    Raises:
+        Unrecognised: the method may change what outlives it, or its first argument.
+    """
+    module = code.co_varnames[0]
+    own: set[str] = set()
+    others: set[str] = set()
+    calls_getattr = "getattr" in code.co_names
+    behind_module = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _CHANGES:
+            raise Unrecognised("its forward may change what outlives it")
+        value = instruction.argval
+        of_module = behind_module and not instruction.is_jump_target
+        if instruction.opname in _ATTRIBUTES or (calls_getattr and _is_string(instruction)):
+            (own if of_module else others).add(value)
+        elif instruction.opcode in dis.hasname:
+            others.add(value)
+        # since Python 3.13 one instruction may have two variables
+        kinds = re.findall("(LOAD|STORE)_FAST", instruction.opname)
+        variables = list(zip(kinds, value if isinstance(value, tuple) else [value], strict=True)) if kinds else []
+        if ("STORE", module) in variables:
+            raise Unrecognised(f"its forward gives {module} another value")
+        behind_module = variables[-1:] == [("LOAD", module)]
+    return own, others
+
+
+def _is_string(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str)
 
 
 class TracedChain:

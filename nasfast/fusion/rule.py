@@ -3,8 +3,8 @@
 The numbers were measured on one core of a processor with AVX-512 and AMX, for the chains of six networks of torchvision
 at batch 8 and 160 pixels, forward and backward. A chain gains by the memory traffic that it saves, so it pays from a
 number of results on: elements of the outputs of its convolutions, over all stages. Smaller chains pay less than a call
-of the operator costs. With bfloat16, PyTorch multiplies on AMX and the operator does not. Where the operator runs on
-kernels for other instructions, `execute` measures every chain instead.
+of the operator costs. The operator multiplied without AMX in these measurements; with it, it gains more than the rule
+expects. Where the operator runs on kernels for other instructions, `execute` measures every chain instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class _Least(NamedTuple):
     other: int
 
 
-# The instruction sets of the operator's kernels for which the rule holds. It was measured with the first two; with AMX
-# products are faster, so that the operator gains more than the rule expects.
+# The instruction sets of the operator's kernels for which the rule holds. It was measured with the first two.
 _KNOWN = {"avx512bf16", "avx512", "amx"}
 
 # by type and whether a convolution trains
@@ -42,7 +41,7 @@ _LEAST = {
 
 
 def knows(x: Tensor) -> bool:
-    """Whether the rule was measured for a processor like the one that runs the operator on x; True on other devices."""
+    """Whether the rule holds for the processor that runs the operator on x; True on other devices."""
     if resolve_backend("conv_bn_act_chain", x).name != "cpu" or _native.extension is None:
         return True
     return _native.extension.isa() in _KNOWN

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from nasfast.fusion.forward import ChainForward
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from nasfast.fusion.watch import HOOKS
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -26,7 +25,7 @@ def twin_of(model: nn.Module) -> nn.Module:
     for module in model.modules():
         values = (*module._parameters.values(), *vars(module).values())
         shared += [value for value in values if isinstance(value, torch.Tensor)]
-        for name in _HOOKS:
+        for name in HOOKS:
             memo[id(getattr(module, name))] = OrderedDict()
         if isinstance(vars(module).get("forward"), ChainForward):
             memo[id(module.forward)] = None

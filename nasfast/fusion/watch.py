@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def hooks_of(module: nn.Module) -> tuple[dict, ...]:
     """The dictionaries of the hooks that a call of the module runs."""
-    return tuple(vars(module)[name] for name in _HOOKS)
+    return tuple(vars(module)[name] for name in HOOKS)
 
 
 class Watch:
@@ -52,7 +52,7 @@ class Watch:
         functions = dict.fromkeys([*functions, *((cls, "forward") for cls in self._classes)])
         self._owners, self._names = _columns(functions)
         self._functions = list(map(getattr, self._owners, self._names, repeat(None)))
-        self._hooked, self._hooks = _columns([(vars(module), name) for module in self._modules for name in _HOOKS])
+        self._hooked, self._hooks = _columns([(vars(module), name) for module in self._modules for name in HOOKS])
         self._has_hooks = self._find_hooks()
 
     def same(self) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nasfast.fusion import stages
+from nasfast.fusion import fold, stages
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,4 +21,18 @@ def executed(monkeypatch):
         return run(x, given, residual=residual)
 
     monkeypatch.setattr(stages, "conv_bn_act_chain", record)
+    return calls
+
+
+@pytest.fixture
+def folds(monkeypatch):
+    """The chains that were folded, by their number of stages."""
+    calls = []
+
+    class Recorded(fold.Folded):
+        def __init__(self, stages, *args):
+            calls.append(len(stages))
+            super().__init__(stages, *args)
+
+    monkeypatch.setattr("nasfast.fusion.execute.Folded", Recorded)
     return calls

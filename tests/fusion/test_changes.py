@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from fused_models import check_same, disturb, fuse_all, observe, unit
+from fused_models import check_same, conv, disturb, fuse_all, observe, unit
 from tolerances import FLOAT32_CHAIN, assert_close
 from torch import nn
 
 import nasfast
+
+BatchNormAct2d = pytest.importorskip("timm").layers.BatchNormAct2d
 
 
 def momentum_none(m: nn.Sequential) -> None:
@@ -70,6 +72,36 @@ def test_settings_changed_after_fusing(change, executed):
         check_same(observe(fused, x), want)
         if step == 0:
             plain.eval(), fused.eval()
+
+
+CLAMPS = {
+    "Hardtanh": lambda: unit(nn.Hardtanh(0, 6)),
+    "ReLU6": lambda: unit(nn.ReLU6()),
+    "in a BatchNorm": lambda: nn.Sequential(conv(4, 4, 3), BatchNormAct2d(4, act_layer=nn.ReLU6)),
+}
+
+
+@pytest.mark.parametrize("clamp", CLAMPS)
+@pytest.mark.parametrize("when", ["before fuse", "later"])
+@pytest.mark.parametrize("only_faster", [True, False])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_bounds_of_activations(training, only_faster, when, clamp, folds, executed):
+    """Since torch 2.15 the forward of nn.ReLU6 reads its bounds, too."""
+    plain = disturb(CLAMPS[clamp]().double()).train(training).requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    if when == "later":
+        nasfast.fuse(fused, only_faster=only_faster)
+        assert_close("before", fused(x), plain(x))
+        assert bool(folds) == (only_faster and not training)
+        assert bool(executed) == (not only_faster)
+    for model in (plain, fused):
+        for module in model.modules():
+            if isinstance(module, nn.Hardtanh):
+                module.max_val = 0.5
+    if when == "before fuse":
+        nasfast.fuse(fused, only_faster=only_faster)
+    assert_close("after", fused(x), plain(x))
 
 
 @pytest.mark.parametrize("path", ["0", "1", "2", "0.0", "0.1", "0.2", "1.0", "1.2"])

@@ -190,6 +190,99 @@ def test_a_forward_with_side_effects_has_no_program(cls):
     assert model.calls == before + 3
 
 
+training = False
+
+
+class Part(nn.Identity):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = None
+
+
+class Borrower(nn.Module):
+    """It has everything that its forward reads of something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop, self.down = unit(), unit(), Part(), None
+
+    def scale(self, x: Tensor) -> Tensor:
+        """What a changed part or global changes."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.b(self.a(x)))
+
+
+class OfAPart(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        return x * 2 if self.drop.training else x
+
+
+class OfALocal(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        drop = self.drop
+        return x * 2 if drop.training else x
+
+
+class ByGetattr(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        return x * 2 if getattr(self.drop, "training") else x  # noqa: B009
+
+
+class OfEither(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        return x * 2 if (self.drop or self).training else x
+
+
+class OfAnotherSelf(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        self = self.drop  # noqa: PLW0642
+        return x * 2 if self.training else x
+
+
+class AModule(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        return x if self.drop.down is None else x * 2
+
+
+class AGlobal(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        return x * 2 if training else x
+
+
+@pytest.mark.parametrize("cls", [OfAPart, OfALocal, ByGetattr, OfEither, OfAnotherSelf, AModule, AGlobal])
+def test_names_of_the_module_that_are_read_of_something_else(cls, monkeypatch):
+    plain = disturb(cls().double()).eval()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused, only_faster=False)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    assert_close("before", fused(x), plain(x))
+    for model in (plain, fused):
+        model.drop.train()
+        model.drop.down = nn.Identity()
+    monkeypatch.setitem(globals(), "training", True)
+    assert_close("after", fused(x), plain(x))
+
+
+class Own(Borrower):
+    """All of these are its own."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        x = self.drop(x)
+        return x * 2 if self.training and getattr(self, "down") is None else x  # noqa: B009
+
+
+def test_own_names_of_the_module_are_recognised(no_own_forward):
+    plain = disturb(Own().double()).eval()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused, only_faster=False)
+    assert fused.forward.programs
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    for mode in (False, True):
+        assert_close("result", fused.train(mode)(x), plain.train(mode)(x))
+
+
 def test_programs_free_what_nothing_reads_again(no_own_forward):
     model = nn.Sequential(*unit(), nn.MaxPool2d(2), nn.Flatten()).eval()
     nasfast.fuse(model)
