@@ -179,7 +179,8 @@ def _add_task_flags(parser: Parser) -> None:
         default=default.attempts,
         help="how often a failing task is tried",
     )
-    parser.add_argument("--max-hours", type=float, help="stop cleanly after this time; --resume continues")
+    continues = "--resume" if parser.command == "run" else "the same command"
+    parser.add_argument("--max-hours", type=float, help=f"stop cleanly after this time; {continues} continues")
     parser.add_argument("--dry-run", action="store_true", help="only print the tasks with their time and memory")
 
 

@@ -52,7 +52,7 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
     If a run has several processes, the leading one holds the lock for all (`nasfast.runtime.distributed.World.leads`).
 
     `nasfast report` and `nasfast rank` take no lock, so that they can report on a run that is going on. No other
-    command writes their files, and they replace them atomically.
+    command writes their files, and they replace them atomically. `nasfast rank --train` trains, and takes the lock.
 
     Args:
         run_dir: the directory.

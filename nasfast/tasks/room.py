@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from nasfast.tasks.task import Task
+
+_LOG = logging.getLogger(__name__)
 
 MEMORY = 2 << 30
 """Bytes that a task needs which does not say how many: PyTorch with its libraries, a small network and its images."""
@@ -38,8 +41,11 @@ def free_memory(system: Path = _SYSTEM) -> int:
     group = system / "sys/fs/cgroup"
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no control group of version 2, or no limit ("max")
         return free
+    # files that were read count as used, and the kernel drops them where a process needs the memory
+    used -= int(statistics.get("inactive_file", 0))
     return min(free, max(0, limit - used))
 
 
@@ -51,5 +57,15 @@ def workers_for(tasks: Sequence[Task]) -> int:
     if not tasks or any(task.gpus for task in tasks):
         return 1
     by_cores = cores() // max(task.threads for task in tasks)
-    by_memory = free_memory() // max(task.memory or MEMORY for task in tasks)
+    free, each = free_memory(), max(task.memory or MEMORY for task in tasks)
+    by_memory = max(1, free // each)
+    if by_memory < min(by_cores, len(tasks)):
+        _LOG.info(
+            "%d tasks at a time, although the cores would do for %d: %.1f GiB of memory are free, and a task counts as "
+            "%.1f GiB; --workers sets another number",
+            by_memory,
+            min(by_cores, len(tasks)),
+            free / 2**30,
+            each / 2**30,
+        )
     return max(1, min(by_cores, by_memory, len(tasks)))

@@ -18,7 +18,7 @@ from nasfast.tasks.processes import Processes
 from nasfast.tasks.room import workers_for
 from nasfast.tasks.task import LOG_FILE, Status, Task, TaskError, TaskResult, saved_result
 from nasfast.tasks.view import View
-from nasfast.tasks.work import Ending
+from nasfast.tasks.work import GRACE, Ending
 
 _LOG = logging.getLogger(__name__)
 
@@ -167,7 +167,16 @@ class _Round:
             self._seconds[task.name] += time.monotonic() - begin
             self._executor.release(future)
             self._take(task, future)
+        if runner._deadline is not None and time.time() > runner._deadline + GRACE:
+            self._leave()
         runner._view.show({task.name: (task, runner.folder / task.name) for task, _ in self._running.values()})
+
+    def _leave(self) -> None:
+        """Wait no longer for what has not ended: a cluster may never have started it. The executor ends it."""
+        for task, begin in self._running.values():
+            self._seconds[task.name] += time.monotonic() - begin
+            self._end(task, "stopped")
+        self._running.clear()
 
     def _take(self, task: Task, future: Future[Ending]) -> None:
         """Take in an attempt that has ended."""
@@ -181,7 +190,7 @@ class _Round:
         # its result may be there although it was stopped, or its worker killed, just behind its end
         if (saved := saved_result(self.runner.folder / task.name, task)) is not None:
             self._end(task, "done", result=saved[0])
-        elif status == "stopped" and self.runner._deadline is not None:
+        elif status == "stopped" and self.runner.time_is_over:
             self._end(task, "stopped")
         elif self._attempts[task.name] < self.runner.settings.attempts:
             _LOG.warning("task %s, attempt %d: %s; it is tried again", task.name, self._attempts[task.name], error)
