@@ -79,6 +79,8 @@ def _run(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_r
         _run_seeds(cfg, resume, seeds, settings, dry_run)
         return
     with _joined(cfg) as (cfg, world):
+        if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
+            raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
         result = pipeline.run(cfg, resume=resume, world=world)
         if world.is_main:
             _show_candidates(cfg, result.candidates)

@@ -20,10 +20,10 @@ from nasfast.runtime.device import use_threads
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.stability.run import check_seeds, with_threads
+from nasfast.stability.work import seed_task
 from nasfast.stages.inputs import configured_space, evidence_for, image_loaders
 from nasfast.supernet import build
-from nasfast.tasks import Task
-from nasfast.tasks.room import workers_for
+from nasfast.tasks.room import MEMORY, workers_for
 from nasfast.tasks.view import duration
 from nasfast.train import evaluate
 from nasfast.train.supernet import make_supernet, train_supernet
@@ -71,6 +71,10 @@ class Plan:
             lines.append(f"{e.what:{width}}  {e.number:6}  {self.threads:7}  {duration(e.seconds):>11}  {memory:>13}")
         where = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
         lines.append(f"{self.at_a_time} at a time: about {duration(self.seconds)}{where}. Nothing was written.")
+        if not self.settings.workers and max(e.memory for e in self.estimates) > MEMORY:
+            lines.append(
+                f"A run counts {MEMORY / 2**30:.0f} GiB for each task, and these need more: set --workers to what fits."
+            )
         if self.settings.max_hours is not None and 3600 * self.settings.max_hours < self.seconds:
             lines.append(f"--max-hours {self.settings.max_hours:g} ends before that; --resume continues.")
         return "\n".join(lines)
@@ -93,8 +97,8 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
             ("networks (retraining)", trainings, trial.network_seconds),
         ]
         estimates = [Estimate(what, number, seconds(), _memory()) for what, number, seconds in kinds]
-    gpus = int(cfg.torch_device.startswith("cuda"))
-    tasks = [Task(str(i), "", threads=cfg.threads, memory=estimates[0].memory, gpus=gpus) for i in range(seeds)]
+    # the tasks of the run, so that as many count as fitting here as there
+    tasks = [seed_task(cfg, number) for number in range(seeds)]
     return Plan(tuple(estimates), cfg.threads, settings.workers or workers_for(tasks), settings)
 
 

@@ -27,6 +27,9 @@ _MANY_SEEDS = 20
 _POOR_FIT = 0.8
 """A table whose cross-validated tau with the scores of the paths is below this loses much of what the paths say."""
 
+_BASELINE_COST = "at most 1 % more MACs, perhaps fewer"
+"""MACs of the structural baseline beside those of the answer (`nasfast.stability.work.rivals`)."""
+
 
 def write_stability_page(run_dir: str | Path) -> Path:
     """Write `report.html` from `stability.json` and the folders of the seeds.
@@ -64,10 +67,13 @@ def sentences(run_dir: str | Path) -> list[str]:
         text.append(_verdict(found))
         text += [] if found["stable"] else _advice(folder, form)
         text += [_compared(name, comparison) for name, comparison in comparisons(form["networks"]).items()]
-        if found["top"] and not any(n["role"] == "structure" for n in form["networks"]) and not form["missing"]:
+        if form.get("no_structure"):
             text.append(
-                "The structural baseline of no higher cost is the answer itself, so there is nothing to compare."
+                "There is no structural baseline to compare with: the answer skips layers, and without skips no "
+                "architecture within the limits is so cheap."
             )
+        elif found["top"] and not any(n["role"] == "structure" for n in form["networks"]) and not form["missing"]:
+            text.append(f"The structural baseline ({_BASELINE_COST}) is the answer itself, so nothing is compared.")
     else:
         text.append(f"{len(form['scored'])} of {form['seeds']} seeds are scored: too few to compare.")
     stopped = [name for name, m in form["missing"].items() if m["status"] == "stopped"]
@@ -113,13 +119,14 @@ def _advice(folder: Path, form: Mapping[str, Any]) -> list[str]:
     if lost:
         text.append(
             f"Epochs: the supernets of {', '.join(lost)} classify at chance, so their scores say little. Train longer "
-            "(--train.epochs), or let more parameters train (--supernet.trainable)."
+            "(--train.epochs), or let more parameters train (--supernet.trainable), with another --out."
         )
     fits = [tau for name in form["scored"] if (tau := _fit(folder / name)) is not None]
     if fits and min(fits) < _POOR_FIT:
         text.append(
             f"Score: the tables predict the scores of paths that they were not fitted to with a tau of {min(fits):.2f} "
-            f"to {max(fits):.2f}. More paths (--score.paths) or more images (--score.images) make them more exact."
+            f"to {max(fits):.2f}. More paths (--score.paths) or more images (--score.images) make them more exact, "
+            "with another --out."
         )
     needed, seeds = found["seeds_needed"], found["seeds"]
     if needed is not None and seeds < needed <= _MANY_SEEDS:
@@ -130,12 +137,13 @@ def _advice(folder: Path, form: Mapping[str, Any]) -> list[str]:
     elif needed is None or needed > _MANY_SEEDS:
         text.append(
             f"More seeds alone would not do: {'any number' if needed is None else f'{needed} seeds'} would be needed "
-            f"for a correlation of {GOAL}. Train longer (--train.epochs), or use another score (--score.name)."
+            f"for a correlation of {GOAL}. Train longer (--train.epochs), or use another score (--score.name), with "
+            "another --out."
         )
     elif not lost:
         text.append(
             "The mean of the seeds is more stable than one seed, and is used for the answer; more epochs "
-            "(--train.epochs) would make each seed more stable."
+            "(--train.epochs, with another --out) would make each seed more stable."
         )
     return text
 
@@ -164,16 +172,26 @@ def _compared(name: str, found: Comparison) -> str:
     """A comparison in words."""
     one = name == "random" and found.peers == 1
     others = "one random architecture" if one else f"the mean of {found.peers} random architectures"
-    others = "the structural baseline of no higher cost" if name == "structure" else f"{others} of equal cost"
+    others = f"the structural baseline ({_BASELINE_COST})" if name == "structure" else f"{others} of equal cost"
     where = "above" if found.gain > 0 else "below" if found.gain < 0 else "away from"
     runs = f"{found.runs} seed{'s' if found.runs > 1 else ''}"
     text = (
         f"Retrained with {runs}, the answer is {abs(found.gain):.2f} percentage points {where} {others} "
-        f"(95 % interval {found.low:+.2f} to {found.high:+.2f}, over {found.images:,} images and the seeds)"
+        f"(95 % interval {found.low:+.2f} to {found.high:+.2f}, over {_covered(name, found)})"
     )
     if not found.significant:
         return f"{text}: the difference is not significant."
     return f"{text}. Other random architectures may be better or worse." if one else f"{text}."
+
+
+def _covered(name: str, found: Comparison) -> str:
+    """What an interval covers: a group of one training has no scatter in it."""
+    parts = [f"{found.images:,} images"]
+    if found.runs > 1:
+        parts.append("the seeds of the answer")
+    if found.peers > 1:
+        parts.append("the random architectures" if name == "random" else "the seeds of the baseline")
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def _summary(folder: Path, form: Mapping[str, Any]) -> str:
@@ -197,7 +215,9 @@ def _agreement(folder: Path, found: Mapping[str, Any]) -> str:
     rows = [["score", _estimate(found["tau"])]]
     if found["learned"] is not None:
         rows.append(["score without the structural baseline in it", _estimate(found["learned"])])
-    covers = "the architectures and the seeds" if found["seeds"] > 2 else "the architectures; two seeds do not say more"
+    covers = "the architectures and the seeds"
+    if found["seeds"] == 2:
+        covers = "only the architectures: two seeds give no estimate of their own scatter"
     note = (
         f"Mean of Kendall's tau-b between two seeds, over {found['architectures']:,} random architectures within the "
         f"limits; the 95 % interval covers {covers}. The mean of all seeds is expected to correlate with the mean of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from nasfast.stability.page import STABILITY_FILE, write_stability_page
 from nasfast.stability.work import network_task, rivals, seed_task
 from nasfast.stages.checks import check_same_run
 from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
+from nasfast.tasks.task import saved_result
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ def check_seeds(cfg: RunConfig, seeds: int) -> None:
     """Refuse what cannot be repeated with several seeds, before anything is written.
 
     Raises:
-        ConfigError: there are too few seeds, or the settings have no table or need a supernet for retraining.
+        ConfigError: there are too few seeds, or the settings have no table, refine it, or need a supernet for
+            retraining.
     """
     if seeds < LEAST_SEEDS:
         raise ConfigError(f"--seeds must be at least {LEAST_SEEDS}, to compare them, got {seeds}")
@@ -48,6 +50,12 @@ def check_seeds(cfg: RunConfig, seeds: int) -> None:
     if not score.gives_table:
         raise ConfigError(
             f"--seeds compares tables of scores, and {score.name!r} scores whole paths: set score.distill=true"
+        )
+    if cfg.search.refine is not None:
+        raise ConfigError(
+            "--seeds compares what each seed has learned, and search.refine adds the same accuracies to each: set "
+            f"search.refine=null, and then refine one of them: nasfast search --out {cfg.run_dir / 'seed-0'} "
+            f"--search.refine {cfg.search.refine}"
         )
     if cfg.retrain.init == "inherit":
         raise ConfigError(
@@ -61,15 +69,19 @@ def with_threads(cfg: RunConfig, seeds: int) -> RunConfig:
     return cfg.replace(threads=cfg.threads or threads_for(seeds))
 
 
-def networks(cfg: RunConfig, space: SearchSpace, answer: Arch, seeds: int) -> list[Network]:
-    """What is retrained: the answer and the structural baseline with every seed, random architectures with one each."""
+def networks(answer: Arch, others: Mapping[str, Arch], seeds: int) -> list[Network]:
+    """What is retrained: the answer and the structural baseline with every seed, random architectures with one each.
+
+    Args:
+        answer: the answer.
+        others: its `rivals`.
+        seeds: number of seeds.
+    """
     found = [Network("answer", answer, seed) for seed in range(seeds)]
-    for number, (role, arch) in enumerate(rivals(cfg, space, answer).items()):
-        if role != "structure":
-            found.append(Network(role, arch, (number - 1) % seeds))
-        elif arch != answer:
-            found += [Network(role, arch, seed) for seed in range(seeds)]
-    return found
+    if others.get("structure", answer) != answer:
+        found += [Network("structure", others["structure"], seed) for seed in range(seeds)]
+    peers = [role for role in others if role != "structure"]
+    return found + [Network(role, others[role], number % seeds) for number, role in enumerate(peers)]
 
 
 def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(), *, resume: bool = False) -> Path:
@@ -91,7 +103,8 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
         ConfigError: see `check_seeds`.
         FileExistsError: the run directory has a run, and `resume` is false.
         CheckpointError: that run has other settings.
-        TaskError: fewer than two seeds ended well, so there is nothing to compare.
+        TaskError: finished seeds had other settings; nothing was changed. Or fewer than two seeds ended well, so there
+            is nothing to compare.
         RunDirectoryError: another process writes to the run directory.
     """
     check_seeds(cfg, seeds)
@@ -101,6 +114,8 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
         if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
             raise FileExistsError(f"{cfg.run_dir} has a run already: add --resume, or choose another --out")
         check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+        for task in (seed_task(cfg, number) for number in range(seeds)):
+            saved_result(cfg.run_dir / task.name, task)
         write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
         return _run(cfg, seeds, runner)
 
@@ -108,6 +123,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
 def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
     found: Agreement | None = None
     trained: list[tuple[Network, TaskResult]] = []
+    others: dict[str, Arch] | None = None
     # which networks come later is not known yet, but about how many
     later = [float(cfg.retrain.train.epochs)] * (2 * seeds + cfg.retrain.random_architectures)
     scored = runner.run([seed_task(cfg, number) for number in range(seeds)], later=later)
@@ -117,13 +133,16 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
         search = cfg.search
         limits = search.limits_in(tables[0].space)
         found = agreement(tables, limits, k=search.top_k, allow_identity=search.allow_identity)
-        trained = _retrain(cfg, runner, networks(cfg, tables[0].space, found.top[0].arch, seeds), tables[0].space)
+        answer, space = found.top[0].arch, tables[0].space
+        others = rivals(cfg, space, answer)
+        trained = _retrain(cfg, runner, networks(answer, others, seeds), space)
     elif not runner.time_is_over:
         raise TaskError(
             f"{len(good)} of {seeds} seeds ended well, at least {LEAST_SEEDS} are needed: "
             + "; ".join(f"{r.name}: {r.error} (log: {r.log})" for r in scored if r.status == "failed")
         )
     form = _form(seeds, good, found, trained, [*scored, *(result for _, result in trained)])
+    form["no_structure"] = others is not None and "structure" not in others
     write_atomic(cfg.run_dir / STABILITY_FILE, seal(form).encode())
     return write_stability_page(cfg.run_dir)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 from nasfast import pipeline
 from nasfast.indicators.structure import structure_table
 from nasfast.retrain import retrain
-from nasfast.search import equal_cost_peers, top_k
+from nasfast.search import InfeasibleConstraintError, equal_cost_peers, top_k
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.stages.checks import MACHINE_DATA
 from nasfast.stages.inputs import image_loaders
 from nasfast.tasks import Task
+
+_LOG = logging.getLogger(__name__)
 
 _HERE = __name__
 
@@ -30,6 +34,7 @@ def seed_task(cfg: RunConfig, number: int) -> Task:
         threads=cfg.threads,
         cost=float(cfg.train.epochs),
         gpus=_gpus(cfg),
+        machine=_machine(cfg),
     )
 
 
@@ -42,36 +47,49 @@ def network_task(cfg: RunConfig, space: SearchSpace, arch: Arch, number: int) ->
         threads=cfg.threads,
         cost=float(cfg.retrain.train.epochs),
         gpus=_gpus(cfg),
+        machine=_machine(cfg),
     )
 
 
 def _settings(cfg: RunConfig, number: int) -> dict[str, Any]:
-    """The settings of one seed, without the place of its files; all seeds have the same validation images."""
+    """The settings of one seed that decide its results; all seeds have the same validation images."""
     data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
     # a resumed run finds the seed of the search resolved in its config.yaml; each seed has its own
     search = cfg.search.replace(seed=None)
     form = cfg.replace(seed=cfg.seed + number, data=data, search=search).resolved().to_dict()
-    del form["out"]
+    for mapping, keys in ((form, ("out",)), (form["data"], MACHINE_DATA)):
+        for key in keys:
+            del mapping[key]
     return form
+
+
+def _machine(cfg: RunConfig) -> dict[str, Any]:
+    """The settings that `_settings` leaves out, without the place of the files."""
+    return {"data": {key: getattr(cfg.data, key) for key in MACHINE_DATA}}
+
+
+def _joined(config: Mapping[str, Any], data: Mapping[str, Any], folder: Path) -> RunConfig:
+    """The settings of a task, from those that decide its results, those of `data` that do not, and its folder."""
+    return RunConfig.from_dict({**config, "data": {**config["data"], **data}, "out": str(folder)})
 
 
 def _gpus(cfg: RunConfig) -> int:
     return int(cfg.torch_device.startswith("cuda"))
 
 
-def score_seed(folder: Path, *, config: Mapping[str, Any]) -> dict[str, Any]:
+def score_seed(folder: Path, *, config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Train and score a supernet; the result names its best architectures."""
-    cfg = RunConfig.from_dict({**config, "out": str(folder)})
+    cfg = _joined(config, data, folder)
     pipeline.supernet(cfg, resume=(folder / "checkpoints").exists())
     pipeline.score(cfg)
     return {"top": [list(candidate.arch) for candidate in pipeline.search(cfg)]}
 
 
 def retrain_network(
-    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], arch: Sequence[int]
+    folder: Path, *, config: Mapping[str, Any], data: Mapping[str, Any], space: Mapping[str, Any], arch: Sequence[int]
 ) -> dict[str, Any]:
     """Retrain one architecture; the result is its `result.json` without the time."""
-    cfg = RunConfig.from_dict({**config, "out": str(folder)})
+    cfg = _joined(config, data, folder)
     the_space = SearchSpace.from_dict(space)
     train, val = image_loaders(cfg, the_space, hold_out=False)
     result = retrain(
@@ -96,14 +114,18 @@ def rivals(cfg: RunConfig, space: SearchSpace, answer: Arch) -> dict[str, Arch]:
     """The architectures that the answer is compared with, by name: `structure`, `random`, `random-2`, ...
 
     `structure` has the highest `sqrt_size` (`nasfast.indicators.structure`) within the limits and at most 1 % more MACs
-    than the answer. It may be the answer itself.
+    than the answer. It may be the answer itself. It skips no layer, so there is none if only skips are so cheap.
     """
     search = cfg.search
     macs = space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
     given = search.limits_in(space)
     limits = dataclasses.replace(given, max_macs=min(macs, given.max_macs or macs))
     table = structure_table(space, "sqrt_size")
-    found = {"structure": top_k(table, space, limits, k=1)[0].arch}
+    found = {}
+    try:
+        found["structure"] = top_k(table, space, limits, k=1)[0].arch
+    except InfeasibleConstraintError as error:
+        _LOG.warning("no structural baseline to compare with: %s", error)
     peers = equal_cost_peers(
         space,
         random.Random(cfg.seed),

@@ -16,8 +16,11 @@ from nasfast.train import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 
+MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
+"""Settings of `data` on which no result depends."""
+
 _LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches")
-_LATER_DATA = ("train", "val", "workers", "max_bad_files", "loader", "prefetch", "cache_dir")
+_LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
 """Settings, and settings of `data`, that may change when a run resumes: they belong to later stages or the machine."""
 
 

@@ -33,6 +33,7 @@ class Task:
         cost: work in any unit that all tasks share; only the estimate of the remaining time uses it.
         memory: bytes that it needs; 0 takes `nasfast.tasks.MEMORY`.
         gpus: number of GPUs that it needs, 0 or 1.
+        machine: further arguments, on which no result depends; they may change from one call to the next.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Task:
     cost: float = 1.0
     memory: int = 0
     gpus: int = 0
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ PROGRESS_FILE = ".progress"
 """In the folder of a running task: stage, done, total."""
 
 GRACE = 30.0
-"""Seconds in which a worker saves what it has when its driver is gone."""
+"""Seconds in which a worker saves what it has when its driver is gone, or the time is over."""
 
 _SECONDS_PER_TELLING = 1.0
 
@@ -67,7 +67,7 @@ def _attempt(task: Task, path: Path, here: str, deadline: float | None) -> Endin
             os.chdir(here)
             use_threads(task.threads)
             with listening(_teller(path / PROGRESS_FILE)):
-                result = _function(task)(path, **task.arguments)
+                result = _function(task)(path, **task.arguments, **task.machine)
             save_result(path, task, result)
             return "done", ""
     except (Terminated, KeyboardInterrupt) as stop:

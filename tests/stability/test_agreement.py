@@ -17,10 +17,13 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs
 from nasfast.search import Limits
 from nasfast.settings.run import RunConfig
+from nasfast.spaces import SKIP
 from nasfast.stability import page
 from nasfast.stability.agreement import agreement, mean_tau, random_architectures
-from nasfast.stability.run import check_seeds, networks
-from nasfast.stability.work import network_task, rivals, seed_task
+from nasfast.stability.run import check_seeds, networks, run_seeds
+from nasfast.stability.work import network_task, rivals, score_seed, seed_task
+from nasfast.tasks import TaskError
+from nasfast.tasks.task import save_result, saved_result
 
 SPACE = tiny_space()
 EVERY = list(itertools.product(range(3), repeat=4))
@@ -153,7 +156,7 @@ def config(**changes) -> RunConfig:
 
 def test_what_is_retrained_has_equal_cost():
     cfg, answer = config(), (1, 0, 2, 1)
-    found = networks(cfg, SPACE, answer, 3)
+    found = networks(answer, rivals(cfg, SPACE, answer), 3)
     assert [(n.role, n.seed) for n in found if n.role in ("answer", "structure")] == [
         (role, seed) for role in ("answer", "structure") for seed in range(3)
     ]
@@ -163,7 +166,23 @@ def test_what_is_retrained_has_equal_cost():
     assert all(n.arch != answer for n in found if n.role.startswith("random"))
     # where the structural baseline is the answer, nothing is trained twice
     best = rivals(cfg, SPACE, (2, 2, 2, 2))["structure"]
-    assert {n.role for n in networks(cfg, SPACE, best, 2)}.isdisjoint({"structure"})
+    assert {n.role for n in networks(best, rivals(cfg, SPACE, best), 2)}.isdisjoint({"structure"})
+
+
+def test_an_answer_that_skips_layers_may_have_no_structural_baseline(tmp_path, caplog):
+    cfg = config(search={"top_k": 2, "allow_identity": True})
+    cheapest = min(EVERY, key=lambda arch: SPACE.cost(arch).macs)
+    answer = (cheapest[0], SKIP, cheapest[2], SKIP)
+    others = rivals(cfg, SPACE, answer)
+    assert "structure" not in others and "no structural baseline to compare with" in caplog.text
+    assert [(n.role, n.seed) for n in networks(answer, {"random": cheapest, "random-2": cheapest}, 2)] == [
+        ("answer", 0),
+        ("answer", 1),
+        ("random", 0),
+        ("random-2", 1),
+    ]
+    said = " ".join(write_run(tmp_path, 0.05, 2, no_structure=True))
+    assert "There is no structural baseline to compare with" in said and "is the answer itself" not in said
 
 
 def test_tasks_are_json_and_say_nothing_of_the_place():
@@ -181,6 +200,7 @@ def test_tasks_are_json_and_say_nothing_of_the_place():
         ({}, 1, "at least 2"),
         ({"method": "spos"}, 3, "score.distill=true"),
         ({"retrain": {"init": "inherit"}}, 3, "retrain.init=orthogonal"),
+        ({"search": {"refine": "accuracies.json"}}, 3, "seed-0 --search.refine accuracies.json"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused(changes, seeds, text):
@@ -188,7 +208,29 @@ def test_what_cannot_be_repeated_is_refused(changes, seeds, text):
         check_seeds(config(**changes), seeds)
 
 
-def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None):
+def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tmp_path, monkeypatch):
+    cfg = config(out=str(tmp_path), data={"source": "digits"})
+    cfg.resolved().save(tmp_path / "config.yaml")
+    save_result(tmp_path / "seed-1", seed_task(cfg, 1), {"top": []})
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(TaskError, match=r"search.top_k was 2, now 3; choose another --out"):
+        run_seeds(cfg.replace(search=cfg.search.replace(top_k=3)), 2, resume=True)
+    assert (tmp_path / "config.yaml").read_bytes() == before
+
+    # settings of the machine may change: the seed counts as finished, and the function gets the new ones
+    other = cfg.replace(data=cfg.data.replace(workers=7, prefetch=3, cache_dir="elsewhere", max_bad_files=1))
+    assert saved_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
+    seen = []
+    monkeypatch.setattr("nasfast.stability.work.pipeline.supernet", lambda cfg, *, resume: seen.append(cfg))
+    monkeypatch.setattr("nasfast.stability.work.pipeline.score", seen.append)
+    monkeypatch.setattr("nasfast.stability.work.pipeline.search", lambda cfg: [])
+    task = seed_task(other, 1)
+    score_seed(tmp_path / "seed-1", **task.arguments, **task.machine)
+    assert seen[0] == seen[1]
+    assert seen[0].data == other.data.replace(split_seed=0) and seen[0].out == str(tmp_path / "seed-1")
+
+
+def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_structure=False):
     """The files that the page reads, of seeds without training."""
     tables = noisy_tables(noise, seeds)
     found = agreement(tables, Limits(), k=2)
@@ -197,7 +239,7 @@ def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None):
         out.mkdir(parents=True)
         IndicatorTable.of_rows(SPACE, table.scores, {"cross_validated_tau": fit}).save(out / "indicators.json")
         (out / "metrics.jsonl").write_text(json.dumps({"stage": "supernet", "step": 1, "top1": top1}) + "\n")
-    rng = np.random.default_rng(0)
+    rng, answer = np.random.default_rng(0), found.top[0].arch
     trained = [
         {
             "role": n.role,
@@ -205,7 +247,7 @@ def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None):
             "seed": n.seed,
             "result": {**form(rng.random(500) < (0.9 if n.role == "answer" else 0.5)), "macs": 1, "params": 1},
         }
-        for n in networks(config(), SPACE, found.top[0].arch, seeds)
+        for n in networks(answer, {} if no_structure else rivals(config(), SPACE, answer), seeds)
     ]
     from nasfast.stability.run import _plain
 
@@ -215,6 +257,7 @@ def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None):
         "agreement": _plain(found),
         "networks": trained,
         "missing": missing or {},
+        "no_structure": no_structure,
     }
     (folder / page.STABILITY_FILE).write_text(json.dumps(content))
     (folder / "config.yaml").write_text("method: dinas\n")
@@ -228,18 +271,39 @@ def test_a_stable_run_says_so_and_advises_nothing(tmp_path):
     # no other architecture of this space has the cost of the answer
     assert "points above one random architecture of equal cost (95 % interval" in " ".join(said)
     assert "Other random architectures may be better or worse." in " ".join(said)
+    assert "over 500 images and the seeds of the answer)" in " ".join(said), "one training of one random architecture"
     html = page.write_stability_page(tmp_path).read_text()
     assert "stable" in html and html.count("<section") == 6 and (tmp_path / "report/layers.png").exists()
 
 
 def test_an_unstable_run_says_what_would_help(tmp_path):
-    said = " ".join(write_run(tmp_path, 0.6, 2, top1=0.26, fit=0.5))
+    sentences = write_run(tmp_path, 0.6, 2, top1=0.26, fit=0.5)
+    said = " ".join(sentences)
     assert "Not stable" in said
     assert "Epochs: the supernets of seed-0, seed-1 classify at chance" in said
     assert "Score: the tables predict" in said and "0.50" in said
     assert "--seeds" in said
-    noise = " ".join(write_run(tmp_path / "noise", 50.0, 3))
-    assert "More seeds alone would not do" in noise
+    assert "only the architectures: two seeds" in page.write_stability_page(tmp_path).read_text()
+    noise = write_run(tmp_path / "noise", 50.0, 3)
+    assert "More seeds alone would not do" in " ".join(noise)
+    # a resumed run refuses other settings
+    advice = [s for s in [*sentences, *noise] if "--train." in s or "--score." in s]
+    assert len(advice) == 3 and all("another --out" in s for s in advice)
+
+
+def test_an_interval_covers_the_groups_of_several_trainings():
+    one, two = form([1, 0, 1]), form([1, 1, 0])
+    answer, structure = {"role": "answer", "result": one}, {"role": "structure", "result": two}
+    peers = [{"role": "random", "result": two}, {"role": "random-2", "result": one}]
+
+    def said(*networks):
+        return " ".join(page._compared(*found) for found in page.comparisons(networks).items())
+
+    assert "over 3 images)" in said(answer, structure)
+    assert "over 3 images, the seeds of the answer and the seeds of the baseline)" in said(
+        answer, answer, structure, structure
+    )
+    assert "over 3 images and the random architectures)" in said(answer, *peers)
 
 
 def test_what_is_missing_is_named(tmp_path):

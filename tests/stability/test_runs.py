@@ -8,6 +8,7 @@ from in_process import run_tasks_here
 
 from nasfast.cli.main import main
 from nasfast.runtime.files import unseal
+from nasfast.tasks import room
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +59,9 @@ def test_seeds_are_plain_runs_and_a_stopped_run_continues(tmp_path, config, here
     assert (out / "report.html").read_text() == before
     assert main(["run", "--out", str(out), *flags]) == 1
     assert "has a run already: add --resume" in capfd.readouterr().err
+    assert main(["run", "--out", str(out), "--config", config, "--resume"]) == 1
+    assert "has a run of --seeds: add --seeds N" in capfd.readouterr().err
+    assert (out / "report.html").read_text() == before
 
     # 0.2 s end in the middle of the first supernet
     assert main(["run", "--out", str(stopped), *flags, "--max-hours", str(0.2 / 3600)]) == 0
@@ -82,13 +86,16 @@ def test_a_failing_seed_is_reported_and_the_rest_goes_on(tmp_path, config, here,
     assert "failed no answer" in (out / "report.html").read_text()
 
 
-def test_a_dry_run_writes_nothing(tmp_path, config, capfd):
+def test_a_dry_run_writes_nothing(tmp_path, config, capfd, monkeypatch):
+    monkeypatch.setattr(room, "cores", lambda: 3)
+    monkeypatch.setattr(room, "free_memory", lambda: 5 << 30)
     assert main(["run", "--out", str(tmp_path / "out"), "--config", config, "--seeds", "3", "--dry-run"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[1].startswith("seeds (supernet, score, search)") and lines[2].startswith("networks (retraining)")
     assert lines[1].split("search)")[1].split()[:2] == ["3", "1"]
     assert lines[2].split("(retraining)")[1].split()[0] == "7", "three of the answer and of the baseline, one random"
     assert "GiB" in lines[1] and "Nothing was written" in lines[3]
+    assert lines[3].startswith("2 at a time"), "as in the run, where a task counts as 2 GiB"
     assert not (tmp_path / "out").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import task_functions
 from nasfast.runtime import progress
 from nasfast.runtime.lock import RunDirectoryError, run_lock
 from nasfast.tasks import Task, TaskError, TaskRunner, TaskSettings, room, threads_for
+from nasfast.tasks import runner as runner_module
 from nasfast.tasks.task import LOG_FILE, TASK_FILE, save_result, saved_result
 from nasfast.tasks.view import View, duration
 from nasfast.tasks.work import PROGRESS_FILE, execute
@@ -110,11 +112,15 @@ def test_settings_that_cannot_be_are_refused(changes, text):
         TaskSettings(**changes)
 
 
-def test_how_many_tasks_fit(tmp_path, monkeypatch):
+def test_how_many_tasks_fit(monkeypatch, caplog):
     monkeypatch.setattr(room, "cores", lambda: 8)
     monkeypatch.setattr(room, "free_memory", lambda: 7 << 30)
     assert [threads_for(n) for n in (1, 3, 8, 20)] == [8, 2, 1, 1]
-    assert room.workers_for([DIE] * 20) == 3, "2 GiB each"
+    with caplog.at_level("INFO", "nasfast"):
+        assert room.workers_for([DIE] * 20) == 3, "2 GiB each"
+    assert "3 tasks at a time, although the cores would do for 8: 7.0 GiB of memory are free" in caplog.text
+    caplog.clear()
+    assert room.workers_for([DIE] * 3) == 3 and not caplog.text
     assert room.workers_for([Task("t", "f", memory=1 << 30, threads=2)] * 20) == 4
     assert room.workers_for([Task("t", "f", memory=1 << 40)] * 20) == 1
     assert room.workers_for([Task("t", "f", memory=1, gpus=1)] * 20) == 1
@@ -127,7 +133,8 @@ def test_memory_is_what_the_machine_and_the_container_leave(tmp_path, monkeypatc
     assert room.free_memory(tmp_path) == 50 * 1024
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
-    (group / "memory.current").write_text("1000\n")
+    (group / "memory.current").write_text("1400\n")
+    (group / "memory.stat").write_text("anon 900\ninactive_file 400\nactive_file 100\n")
     for limit, free in (("max", 50 * 1024), ("21000", 20000), ("500", 0)):
         (group / "memory.max").write_text(f"{limit}\n")
         assert room.free_memory(tmp_path) == free
@@ -154,6 +161,47 @@ def test_only_listeners_hear_of_progress():
         progress.tell("a", 1, 2)
     progress.tell("b", 2, 2)
     assert heard == [("a", 1, 2)]
+
+
+class Answers:
+    """An executor whose attempts end as it is told: an ending, or None for one that never ends."""
+
+    def __init__(self, *endings) -> None:
+        self.capacity, self.endings = 1, list(endings)
+
+    def submit(self, task, folder, deadline):
+        future = Future()
+        ending = self.endings.pop(0)
+        if ending == ("done", ""):
+            save_result(folder, task, 1)
+        if ending is not None:
+            future.set_result(ending)
+        return future
+
+    def release(self, future):
+        assert future.done()
+
+    def close(self):
+        pass
+
+
+def test_a_worker_that_is_told_to_stop_before_the_time_is_over_is_no_time_limit(tmp_path):
+    with TaskRunner(tmp_path, TaskSettings(max_hours=1.0)) as runner:
+        runner._take(Answers(("stopped", ""), ("done", "")), runner._stack)
+        (found,) = runner.run([ADD])
+    assert (found.status, found.attempts) == ("done", 2)
+
+
+def test_what_a_cluster_never_starts_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "GRACE", 0.2)
+    with TaskRunner(tmp_path, TaskSettings(max_hours=0.2 / 3600)) as runner:
+        runner._take(Answers(None), runner._stack)
+
+        def show(running):
+            assert time.time() < runner._deadline + 20, "it waits for ever"
+
+        monkeypatch.setattr(runner._view, "show", show)
+        assert [found.status for found in runner.run([ADD, DIE])] == ["stopped", "stopped"]
 
 
 @pytest.mark.slow
