@@ -36,12 +36,12 @@ def free_memory(system: Path = _SYSTEM) -> int:
     Args:
         system: root of the file system, for tests.
     """
-    lines = (system / "proc/meminfo").read_text().splitlines()
+    lines = (system / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     group = system / "sys/fs/cgroup"
     try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        limit, used = (int((group / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):  # no control group of version 2, or no limit ("max")
         return free
     # files that were read count as used, and the kernel drops them where a process needs the memory
