@@ -21,7 +21,7 @@ from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.refine import refine
 from nasfast.indicators.scores import score_table
-from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
@@ -33,6 +33,7 @@ from nasfast.runtime.lock import run_lock
 from nasfast.search import (
     Candidate,
     History,
+    Limits,
     equal_cost_peers,
     evolve,
     load_candidates,
@@ -57,7 +58,7 @@ from nasfast.train.supernet import make_supernet, train_supernet
 _LOG = logging.getLogger(__name__)
 StageFunction = TypeVar("StageFunction", bound=Callable[..., Any])
 
-TABLE_FILE, REFINED_FILE, ARCHS_FILE = "indicators.json", "refined.json", "archs.json"
+ARCHS_FILE = "archs.json"
 
 
 def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
@@ -218,13 +219,19 @@ def search(cfg: RunConfig) -> list[Candidate]:
         history = History(run_dir / "history.jsonl", space, scorer=scorer)
         score_path = functools.partial(scoring.score.function, evidence)
         candidates = evolve(space, score_path, settings, history=history)
+        # what refined an earlier search says nothing about this one
+        (run_dir / REFINED_FILE).unlink(missing_ok=True)
     else:
         table = _searched_table(cfg)
         kept = run_dir / "history.jsonl" if settings.method == "evolution" else None
         candidates = run_search(table, space, settings, history=kept)
-        identity = settings.allow_identity
-        front = pareto_front(table, space, allow_identity=identity)
-        fronts = [pareto_front(table, space, against=cost, allow_identity=identity) for cost, _ in limits.tables]
+        # the fronts are of the whole space, and their points have the costs by all tables, as candidates have
+        free = Limits(tables=tuple((cost, None) for cost, _ in limits.tables))
+        front_against = functools.partial(
+            pareto_front, table, space, limits=free, allow_identity=settings.allow_identity
+        )
+        front = front_against()
+        fronts = [front_against(against=cost) for cost, _ in limits.tables]
     save_candidates(run_dir / ARCHS_FILE, space, candidates, limits=limits, pareto=front, table_fronts=fronts)
     _save_config(cfg)
     return candidates

@@ -120,7 +120,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {
         "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",
-        "runtime.launcher", "settings.run", "",
+        "runtime.launcher", "settings.run", "indicators.rank", "",
     },
     "__main__": {"cli"},
     # it imports the others only for a type checker

@@ -14,7 +14,7 @@ from nasfast import pipeline
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import check_network_score, get_score, rank_sum, score_networks, score_paths
+from nasfast.indicators.scores import check_network_score, get_score, score_networks, score_paths, summed
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
@@ -32,7 +32,14 @@ from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 from nasfast.stability.estimate import plan_seeds
 from nasfast.stability.page import STABILITY_FILE, sentences, write_stability_page
 from nasfast.stability.run import run_seeds
-from nasfast.stability.trained import ACCURACIES_FILE, REPORT_FILE, compare_trained, estimate_sample, train_sample
+from nasfast.stability.trained import (
+    ACCURACIES_FILE,
+    REPORT_FILE,
+    check_names,
+    compare_trained,
+    estimate_sample,
+    train_sample,
+)
 from nasfast.stages.inputs import evidence_to_rank
 from nasfast.stages.untrained import untrained_networks
 from nasfast.studies import registry
@@ -152,13 +159,19 @@ def _rank(args: argparse.Namespace, settings: TaskSettings, dry_run: bool) -> No
 
 def _rank_trained(args: argparse.Namespace, settings: TaskSettings, dry_run: bool) -> None:
     cfg = _config_of(args.out)
+    names = () if args.score is None else (args.score,)
+    check_names(cfg, names)
     if dry_run:
         print(estimate_sample(cfg, args.train, settings, epochs=args.epochs))
         return
     accuracies = train_sample(cfg, args.train, epochs=args.epochs, settings=settings)
-    names = () if args.score is None else (args.score,)
-    print(compare_trained(cfg, accuracies, names=names, half_width=args.interval))
-    print(f"written: {cfg.run_dir / ACCURACIES_FILE}, {cfg.run_dir / REPORT_FILE}")
+    found = compare_trained(cfg, accuracies, names=names, half_width=args.interval, resamples=args.resamples)
+    print(found)
+    files = [cfg.run_dir / ACCURACIES_FILE, cfg.run_dir / REPORT_FILE]
+    if args.save is not None:
+        found.save(args.save)
+        files.append(Path(args.save))
+    print(f"written: {', '.join(map(str, files))}")
 
 
 def _config_of(out: str) -> RunConfig:
@@ -196,7 +209,7 @@ def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[
         evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
         accuracies = _sampled(args, evidence.space)
         parts.append(score_paths(name, evidence, accuracies))
-    return accuracies, _summed(parts), evidence.space
+    return accuracies, summed(parts), evidence.space
 
 
 def _ranked_networks(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
@@ -215,12 +228,7 @@ def _ranked_networks(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[
         if failed:
             first = next(iter(failed.values()))
             print(f"{len(failed)} of {len(scores)} architectures have no {name} and count as the lowest. {first}")
-    return accuracies, _summed(parts), evidence.space
-
-
-def _summed(parts: Sequence[dict[Arch, float]]) -> dict[Arch, float]:
-    """One score itself, or the sum of the ranks of several."""
-    return parts[0] if len(parts) == 1 else rank_sum(parts)
+    return accuracies, summed(parts), evidence.space
 
 
 def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:

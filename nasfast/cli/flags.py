@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import re
 import sys
 import typing
@@ -19,6 +20,7 @@ import jsonargparse
 import yaml
 
 from nasfast.config import ConfigBase, ConfigError, expand_suffix, load_yaml, local, nearest
+from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.settings.tasks import TaskSettings
@@ -130,11 +132,13 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     early.add_argument("--out")
     early.add_argument("--config", action="append", default=[])
     early.add_argument("--resume", action="store_true")
+    early.add_argument("-h", "--help", action="store_true")
     known, _ = early.parse_known_args(argv)
-    files = [_recipe(name) for name in known.config]
+    # help needs no file; the check of a file that names a score would import torch
+    files = [] if known.help else [_recipe(name) for name in known.config]
     out = known.out or next((o for f in reversed(files) if (o := local(load_yaml(f)).get("out"))), RunConfig.out)
     saved = Path(out) / CONFIG_FILE
-    if (known.resume or parser.command not in ("run", "supernet")) and saved.exists():
+    if (known.resume or parser.command not in ("run", "supernet")) and saved.exists() and not known.help:
         files.insert(0, saved)
 
     recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
@@ -255,13 +259,14 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
     parser.add_argument("--images", help="instead of --out, with --score: folder of images for untrained networks")
     parser.add_argument("--score", help="ranks this score of every architecture; A+B ranks the sum of ranks")
     parser.add_argument("--sample", type=int, help="with --score: only this many random architectures")
-    parser.add_argument("--space", default="nas_bench_macro", help="space without --out: a name or a YAML file")
-    parser.add_argument("--batch", type=int, default=64, help="with --images: images of the batch that is scored")
+    parser.add_argument("--space", help="space without --out: a name or a YAML file; default: nas_bench_macro")
+    parser.add_argument("--batch", type=int, help="with --images: images of the batch that is scored; default: 64")
     parser.add_argument("--cells", type=int, help="with --images: cells of a network of cells; default: the space's")
     parser.add_argument("--channels", type=int, help="with --images: channels of its first cell; default: the space's")
     parser.add_argument("--save", metavar="FILE", help="also write the report as JSON to this file")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
-    parser.add_argument("--seed", type=int, default=0, help="seed of bootstrap and --sample; of weights with --images")
+    text = "seed of bootstrap and --sample, and of weights with --images; default: 0. --train takes the run's"
+    parser.add_argument("--seed", type=int, help=text)
     parser.add_argument(
         "--train",
         type=int,
@@ -270,20 +275,29 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
         "ranks all scores, or that of --score",
     )
     parser.add_argument("--epochs", type=int, help="with --train: epochs of each training, the same in all calls")
-    parser.add_argument("--interval", type=float, default=0.1, help="with --train: says what tau within +-this needs")
+    text = "with --train: half width of the interval of tau for which the number of architectures is estimated"
+    parser.add_argument("--interval", type=float, help=f"{text}; default: 0.1")
     _add_task_flags(parser)
     parsed = parser.parse_flags(argv).as_dict()
     settings, dry_run = _task_settings(parsed)
     args = argparse.Namespace(**parsed)
     if (args.table is None) == (args.train is None):
         parser.error("give either --table FILE or --train N")
-    if args.train is not None and (args.out is None or args.sample is not None or args.column is not None):
-        parser.error("--train needs --out RUN, and takes neither --sample nor --column")
+    if args.train is not None:
+        if args.out is None or any(v is not None for v in (args.sample, args.column, args.seed)):
+            parser.error("--train needs --out RUN, and takes neither --sample nor --column nor --seed")
     if args.epochs is not None and (args.train is None or args.epochs < 1):
         parser.error("--epochs needs --train, and must be at least 1")
     if args.train is None and (settings != TaskSettings() or dry_run):
         parser.error("--executor, --workers, --attempts, --max-hours and --dry-run are about --train N")
+    if args.interval is not None and (args.train is None or not 0 < args.interval < math.inf):
+        parser.error("--interval needs --train, and must be positive and finite")
+    if args.resamples < MIN_RESAMPLES:
+        parser.error(f"--resamples must be at least {MIN_RESAMPLES}, got {args.resamples}; 1000 is usual")
     _check_predictor(parser, args)
+    for name, default in (("space", "nas_bench_macro"), ("batch", 64), ("seed", 0), ("interval", 0.1)):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     return args, settings, dry_run
 
 
@@ -295,8 +309,10 @@ def _check_predictor(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("--images and --sample need --score")
     if args.score is not None and args.predictor is not None:
         parser.error("--score needs --out or --images: a file has its scores already")
-    if args.images is None and (args.cells is not None or args.channels is not None):
-        parser.error("--cells and --channels need --images")
+    if args.images is None and any(v is not None for v in (args.cells, args.channels, args.batch)):
+        parser.error("--cells, --channels and --batch need --images")
+    if args.out is not None and args.space is not None:
+        parser.error("--space needs --predictor or --images: --out has the space of the run")
     for name in ("sample", "cells", "channels", "batch"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}")
@@ -308,7 +324,7 @@ def _report(parser: Parser, argv: Sequence[str]) -> tuple[Path]:
 
 
 def _latency(parser: Parser, argv: Sequence[str]) -> tuple[LatencyConfig, str]:
-    text = "the table, as JSON; one of another space, device or batch is not replaced"
+    text = "the table, as JSON; one of another space, device, runtime, dtype, threads or batch is not replaced"
     parser.add_argument("--out", metavar="FILE", default="latency.json", help=text)
     parser.add_settings(LatencyConfig)
     settings = parser.parse_flags(argv).as_dict()

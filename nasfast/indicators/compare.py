@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nasfast.indicators.rank import Estimate, rank
 from nasfast.indicators.structure import BASELINES, structure_scores
+from nasfast.indicators.table import IndicatorTable
 from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, ArchSpace
 
@@ -76,7 +77,7 @@ class ScoreComparison:
 
 def compare_scores(
     accuracies: Mapping[Arch, float],
-    scores: Mapping[str, Mapping[Arch, float]],
+    scores: Mapping[str, IndicatorTable | Mapping[Arch, float]],
     space: ArchSpace,
     *,
     half_width: float = 0.1,
@@ -91,7 +92,7 @@ def compare_scores(
 
     Args:
         accuracies: architecture -> accuracy, in any unit.
-        scores: name -> score of each architecture.
+        scores: name -> table, or score of each architecture.
         space: the space of the architectures.
         half_width: half the width of the interval that `ScoreRow.wanted` is about.
         refused: score -> why it is not in `scores`; kept in the comparison.
@@ -102,7 +103,7 @@ def compare_scores(
     """
     if not 0 < half_width < math.inf:
         raise ValueError(f"the half width of the interval must be positive, got {half_width}")
-    every = {
+    every: dict[str, IndicatorTable | Mapping[Arch, float]] = {
         **scores,
         **{n: dict(zip(accuracies, structure_scores(space, n, accuracies), strict=True)) for n in BASELINES},
     }

@@ -22,8 +22,9 @@ from nasfast.spaces import Arch, ArchSpace
 
 _BUDGET_QUANTILES = (0.10, 0.25, 0.50, 0.75, 1.00)
 _INTERVAL = (0.025, 0.975)
-# Fewer resamples give no meaningful quantiles.
-_MIN_RESAMPLES = 10
+MIN_RESAMPLES = 10
+"""Fewer bootstrap resamples give no meaningful quantiles."""
+
 # Rows of the sign matrices in memory at a time: 256 x 2187 in float32 take 2 MB.
 _CHUNK = 256
 
@@ -202,8 +203,8 @@ def rank(
         TableError: the table belongs to another space.
         ValueError: there are too few resamples.
     """
-    if resamples < _MIN_RESAMPLES:
-        raise ValueError(f"rank: resamples must be at least {_MIN_RESAMPLES}, got {resamples}; 1000 is usual")
+    if resamples < MIN_RESAMPLES:
+        raise ValueError(f"rank: resamples must be at least {MIN_RESAMPLES}, got {resamples}; 1000 is usual")
     if isinstance(predictor, IndicatorTable) and predictor.space.fingerprint != space.fingerprint:
         raise TableError(
             f"the table was scored in space {predictor.space.name!r} ({predictor.space.fingerprint}), the accuracies "

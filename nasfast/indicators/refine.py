@@ -64,8 +64,10 @@ def refine(
         y = c + s p + d (q - p) + sum over layers of w[layer, candidate]
 
     minimises the squared error plus penalty * (d^2 + sum of w^2). So the larger the penalty, the nearer is the order to
-    that of the score. The penalty is the largest whose error in ten-fold cross-validation is within one standard error
-    of the least (Hastie, Tibshirani and Friedman, The Elements of Statistical Learning, 7.10). The choice of the
+    that of the score. The penalty is the largest whose error in ten-fold cross-validation is above the least by at most
+    one standard error of this difference. The standard error is that of the paired differences: each architecture's
+    squared error minus its squared error under the best penalty. (The rule of Hastie, Tibshirani and Friedman, The
+    Elements of Statistical Learning, 7.10, takes the standard error of the least error itself.) The choice of the
     penalty is a part of what `Refinement.refined` cross-validates. A gain that chance could explain is not taken,
     because with few or noisy accuracies such a gain is mostly a loss (docs/ranking.md 6).
 
@@ -137,7 +139,7 @@ def _ridge(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> np.ndarray
 
 
 def _chosen(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> int:
-    """Index of the largest penalty whose cross-validated error is within a standard error of the least."""
+    """Index of the largest penalty whose cross-validated error is near the least; see `refine`."""
     errors = np.empty((len(_PENALTIES), len(y)))
     for test in _folds(len(y)):
         coefficients = _ridge(fixed[~test], features[~test], y[~test])

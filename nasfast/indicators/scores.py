@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scipy.stats import rankdata
@@ -48,6 +48,7 @@ __all__ = [
     "score_networks",
     "score_paths",
     "score_table",
+    "summed",
     "with_structure",
 ]
 
@@ -120,6 +121,11 @@ def rank_sum(scores: Iterable[Mapping[Arch, float]]) -> dict[Arch, float]:
         for arch, rank in zip(part, ranks, strict=True):
             total[arch] = total.get(arch, 0.0) + float(rank) / len(part)
     return total
+
+
+def summed(scores: Sequence[dict[Arch, float]]) -> dict[Arch, float]:
+    """One score itself, or the `rank_sum` of several, as a name such as `log_volume+synflow` says."""
+    return scores[0] if len(scores) == 1 else rank_sum(scores)
 
 
 def score_networks(

@@ -12,6 +12,9 @@ from typing import Any, Literal, get_args
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.spaces import SKIP, Arch, CostTable, SearchSpace
 
+TABLE_FILE, REFINED_FILE = "indicators.json", "refined.json"
+"""In a run directory: the table of the score stage, and the one that a search with `search.refine` searched."""
+
 _FORMAT = "nasfast.indicator_table/2"
 # the format before tables had a rule; such tables have the rule "product"
 _OLD_FORMAT = "nasfast.indicator_table/1"

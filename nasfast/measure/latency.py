@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 _TRIES = 100
 _STEM, _HEAD = "stem", "head and classifier"
 # settings and places that must agree before a file is replaced
-_SAME = ("fingerprint", "device", "runtime", "batch")
+_SAME = ("fingerprint", "device", "runtime", "dtype", "threads", "batch")
 
 
 class _Head(nn.Module):
@@ -161,7 +161,7 @@ class LatencyReport:
         return table_of(self.form, self.space)
 
     def save(self, path: str | Path) -> None:
-        """Write the file; an older one of the same space, device, runtime and batch is replaced.
+        """Write the file; an older one of the same space and settings of the runtime is replaced.
 
         Raises:
             ConfigError: there is one of another.
@@ -214,7 +214,7 @@ def _validation_lines(validation: Mapping[str, Any] | None) -> list[str]:
 
 
 def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:
-    """Refuse to replace a table of another space, device, runtime or batch.
+    """Refuse to replace a table of another space, device, runtime, dtype, number of threads or batch.
 
     Raises:
         ConfigError: the file is such a table, or is no table at all.
@@ -223,6 +223,8 @@ def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:
         return
     try:
         old = json.loads(Path(path).read_text(encoding="utf-8"))
+        # files of earlier versions have dtype and threads only among the settings
+        old = {**old["config"], **old}
         changes = [f"{key} {old[key]!r}, not {form[key]!r}" for key in _SAME if old[key] != form[key]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} exists and is no table of latencies: choose another --out") from error
@@ -243,6 +245,8 @@ def head_of(cfg: LatencyConfig, space: SearchSpace) -> dict[str, Any]:
         "num_classes": space.num_classes,
         "device": device,
         "runtime": f"onnxruntime {cfg.provider}" if device == "onnx" else "compiled" if cfg.compiled else "eager",
+        "dtype": cfg.dtype,
+        "threads": cfg.threads,
         "batch": cfg.batch,
         "clock": cfg.clock,
     }
@@ -367,7 +371,7 @@ def _about(form: Mapping[str, Any]) -> str:
     """One line on the origin of the table."""
     where = form["machine"]
     on_gpu = form["device"] == "cuda"
-    threads = form["config"]["threads"] or where["threads"]
+    threads = form["threads"] or where["threads"]
     device = where["gpu"] if on_gpu else f"{where['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
     text = f"{form['device']} ({form['runtime']}), batch {form['batch']}, {device}"
     if form["clock"] == "cpu":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nasfast.cells.derive import derive
-from nasfast.indicators.table import IndicatorTable
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.nasi.cells import CellMixture
 from nasfast.nasi.layers import LayerMixture
 from nasfast.nasi.search import Mixture, NasiResult
@@ -19,8 +19,6 @@ from nasfast.runtime.files import write_atomic
 from nasfast.settings.cells import Rule
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_to_json
 from nasfast.spaces.cells import CellSpace
-
-TABLE_FILE = "indicators.json"
 
 
 @singledispatch

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from nasfast.indicators.table import REFINED_FILE
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 
 PROVEN = "proven: no other within the limits has a higher score"
@@ -134,7 +135,7 @@ def is_peer(name: str) -> bool:
 
 def worth_of_score(run_dir: str | Path) -> str:
     """What is known about the score that the search maximised: what refined it, or the verdict of `nasfast rank`."""
-    refinement = _text_in(Path(run_dir) / "refined.json", "meta", "refinement")
+    refinement = _text_in(Path(run_dir) / REFINED_FILE, "meta", "refinement")
     if refinement is not None:
         return f"The proof is about the score only. {refinement}"
     verdict = _text_in(Path(run_dir) / "rank.json", "verdict")

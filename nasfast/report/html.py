@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from nasfast.config import load_yaml, portable
-from nasfast.indicators.table import IndicatorTable
+from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, worth_of_score
 from nasfast.report.page import embedded, escape, page_of, table_of
@@ -82,8 +82,8 @@ class _Run:
     @property
     def table(self) -> IndicatorTable:
         """The table that was searched."""
-        refined = (self.folder / "refined.json").exists()
-        return IndicatorTable.from_json(self.text("refined.json" if refined else "indicators.json", "nasfast score"))
+        refined = (self.folder / REFINED_FILE).exists()
+        return IndicatorTable.from_json(self.text(REFINED_FILE if refined else TABLE_FILE, "nasfast score"))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -234,7 +234,7 @@ def _needs_indicators(build: Callable[[_Run], str]) -> Callable[[_Run], str]:
     """A section that says so if the run's score gives no table of indicators."""
 
     def section(run: _Run) -> str:
-        if not (run.folder / "indicators.json").exists() and (run.folder / "config.yaml").exists():
+        if not (run.folder / TABLE_FILE).exists() and (run.folder / "config.yaml").exists():
             form = load_yaml(run.folder / "config.yaml")
             # configs of earlier versions have no score; there these two methods scored paths by accuracy
             score = form.get("score") or {"distill": form.get("method") not in ("spos", "fairnas")}

@@ -12,6 +12,9 @@ from nasfast.spaces import SKIP, Arch, Cost, CostTable, SearchSpace
 
 CostName = Literal["macs", "params"]
 
+_SETTINGS = ("max_macs", "max_params", "max_latency_ms")
+"""Names of limits that are settings of a search; the others stand in `search.tables`."""
+
 
 class InfeasibleConstraintError(ValueError):
     """No architecture of the space meets the limits; the text gives the smallest attainable values."""
@@ -129,9 +132,10 @@ class Limits:
         for name, costs, maximum in limits:
             least = sum(min(row.values()) for row in costs.rows)
             if least > maximum:
+                which = name if name in _SETTINGS else "its limit in search.tables"
                 raise InfeasibleConstraintError(
                     f"{name}={given[name]:,.10g} cannot be met: the smallest architecture of space {space.name!r} "
-                    f"has {costs.text(least + costs.fixed)}; raise {name} to at least that"
+                    f"has {costs.text(least + costs.fixed)}; raise {which} to at least that"
                 )
         if len(limits) < 2 or _program(space, limits, allow_identity).minimise(limits[0][1].rows) is not None:
             return

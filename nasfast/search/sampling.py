@@ -19,9 +19,9 @@ from nasfast.spaces import Arch, Cost, SearchSpace
 
 # Bins of the budget per dimension, by the number of limits. With one limit, bins are finer than the greatest common
 # divisor of the MACs and parameters in every built-in space, which makes the count exact. With two or three, 20 layers
-# take 45 MB.
+# take 45 MB. With more, there are as many bins as keep each array of counts at _MAX_COUNTS numbers.
 _MAX_BINS = {0: 1, 1: 1 << 17, 2: 512, 3: 64}
-_FEWEST_BINS = 16
+_MAX_COUNTS = 1 << 18
 # A proposal is accepted with probability 1 (exact count) to about 0.2 (20 layers, coarse bins, tight limits).
 _MAX_TRIES = 200
 # Tries of equal_cost_random, whose proposals respect the MACs but not the parameters; a try takes about 0.1 ms.
@@ -49,7 +49,7 @@ class _Completions:
         self.costs = option_costs(space, allow_identity=allow_identity)
         self.options = [tuple(row) for row in self.costs]
         rows = limits.costs(space, allow_identity=allow_identity)
-        bins = _MAX_BINS.get(len(rows), _FEWEST_BINS)
+        bins = _MAX_BINS.get(len(rows)) or max(1, int(_MAX_COUNTS ** (1 / len(rows))) - 1)
         steps, self.budget, self.floors, self.units, self.exact = [], [], [], [], True
         for _, costs, maximum in rows:
             floors = [min(row.values()) for row in costs.rows]
@@ -128,8 +128,8 @@ def sample_under(
     With no limit, or one limit that 131072 bins resolve (MACs or parameters of every built-in space), the count is
     exact and the first proposal is taken. Otherwise proposals are uniform over a slightly larger set (costs rounded
     down to bins, 512 per cost under two limits). Those above a limit are rejected, so the result is still uniform. If
-    200 in a row are rejected (two limits that leave a handful of architectures), the result is the feasible
-    architecture of smallest random weight, which is not uniform.
+    200 in a row are rejected (two limits that leave a handful of architectures, or many limits), the result is the
+    feasible architecture of smallest random weight, which is not uniform.
 
     Args:
         space: the search space.

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from nasfast.config import portable
+from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import at_chance
 from nasfast.report.evidence import Comparison, compare_runs, is_peer
 from nasfast.report.page import cards_of, embedded, escape, page_of, table_of
@@ -165,7 +166,7 @@ def _fit(seed: Path) -> float | None:
 
 
 def _table(seed: Path) -> dict[str, Any]:
-    return unseal((seed / "indicators.json").read_text(encoding="utf-8"))
+    return unseal((seed / TABLE_FILE).read_text(encoding="utf-8"))
 
 
 def _compared(name: str, found: Comparison) -> str:

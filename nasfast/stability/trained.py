@@ -25,11 +25,10 @@ from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, compare_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import SCORES, ScoreError, score_paths
+from nasfast.indicators.scores import SCORES, Evidence, ScoreError, score_paths, summed
 from nasfast.indicators.structure import BASELINES
-from nasfast.indicators.table import IndicatorTable
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.timing import seconds_of
-from nasfast.pipeline import TABLE_FILE
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult, retrain
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import write_atomic
@@ -55,8 +54,8 @@ RECIPE = RetrainConfig(init="orthogonal", train=TrainConfig(epochs=1, lr=0.02, w
 BATCH_SIZE = 32
 
 IMAGES: dict[str, Any] = {"batch_size": BATCH_SIZE, "augment": "none", "workers": 0}
-"""Settings of `data` for it: in so few epochs small batches give more steps, and nothing can be learned by heart. The
-trainings run side by side, so each decodes its images itself."""
+"""Settings of `data` for it: in so few epochs small batches give more steps, and the network cannot memorise the
+images. The trainings run side by side, so each decodes its images itself."""
 
 _NETWORK = "network"
 
@@ -96,7 +95,8 @@ def train_sample(
         settings: where and how long the trainings run.
 
     Returns:
-        Architecture -> accuracy in percent, of all that are finished.
+        Architecture -> accuracy in percent, of all that are finished and within the limits of the search.
+        accuracies.json also has those that were trained under wider limits.
 
     Raises:
         AccuracyError: `count` or the number of finished trainings is below 10, or there are too few images.
@@ -112,14 +112,17 @@ def train_sample(
         done = {tuple(t.arguments["arch"]): r.result for t, r in zip(tasks, results, strict=True) if r.status == "done"}
         if len(done) < len(tasks):
             _LOG.warning("%d of %d architectures are trained: the same command continues", len(done), len(tasks))
-        if len(done) < MIN_ARCHITECTURES:
+        space = space_of(cfg)
+        limits = cfg.search.limits_in(space)
+        within = {a: 100 * form["top1"] for a, form in done.items() if limits.admits(space.cost(a), a)}
+        if len(within) < MIN_ARCHITECTURES:
             raise AccuracyError(
-                f"{len(done)} of {len(tasks)} architectures are trained, at least {MIN_ARCHITECTURES} are needed to "
+                f"{len(within)} of {len(tasks)} architectures are trained, at least {MIN_ARCHITECTURES} are needed to "
                 f"compare rankings: the same command continues; {folder} has the logs"
             )
         entries = {format_arch(a): {"accuracy": 100 * form["top1"], **form} for a, form in done.items()}
         write_atomic(cfg.run_dir / ACCURACIES_FILE, (json.dumps(entries, indent=1) + "\n").encode())
-    return {arch: 100 * form["top1"] for arch, form in done.items()}
+    return within
 
 
 def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> list[Task]:
@@ -138,7 +141,7 @@ def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> lis
     _check_images(cfg, space, count)
     # a folder is named after its architecture
     before = [space.parse(path.parent.name.replace("_", " ")) for path in _finished(cfg)]
-    archs += [arch for arch in before if arch not in archs and limits.admits(space.cost(arch), arch)]
+    archs += [arch for arch in before if arch not in archs]
     return _tasks(cfg, space, archs, _shared_settings(cfg, count, epochs))
 
 
@@ -202,30 +205,54 @@ def train_one(folder: Path, *, arch: list[int], space: dict, data: dict, recipe:
 
 
 def compare_trained(
-    cfg: RunConfig, accuracies: Mapping[Arch, float], *, names: Sequence[str] = (), half_width: float = 0.1
+    cfg: RunConfig,
+    accuracies: Mapping[Arch, float],
+    *,
+    names: Sequence[str] = (),
+    half_width: float = 0.1,
+    resamples: int = 1000,
 ) -> ScoreComparison:
     """Rank a trained sample by the run's table, by scores and by baselines; writes trained.json and rank.json.
 
     Args:
         cfg: settings of the run.
         accuracies: what `train_sample` returned.
-        names: scores, each computed for each architecture; empty takes every registered score that is no baseline.
-        half_width: see `compare_scores`.
+        names: scores, each computed for each architecture; `A+B` is the sum of the ranks of two. Empty takes every
+            registered score that is no baseline.
+        half_width, resamples: see `compare_scores`.
     """
-    space, table, scores, refused = space_of(cfg), cfg.run_dir / TABLE_FILE, {}, {}
+    space, table, refused = space_of(cfg), cfg.run_dir / TABLE_FILE, {}
+    scores: dict[str, IndicatorTable | Mapping[Arch, float]] = {}
     if table.exists():
-        loaded = IndicatorTable.load(table)
-        scores[TABLE_FILE] = {arch: loaded.score(arch) for arch in accuracies}
-        rank(accuracies, loaded, space, seed=cfg.seed).save(cfg.run_dir / "rank.json")
+        scores[TABLE_FILE] = loaded = IndicatorTable.load(table)
+        rank(accuracies, loaded, space, resamples=resamples, seed=cfg.seed).save(cfg.run_dir / "rank.json")
     for name in names or [name for name in SCORES if name not in BASELINES]:
         try:
-            evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
-            scores[name] = score_paths(name, evidence, accuracies)
+            parts = [score_paths(part, _evidence(cfg, part), accuracies) for part in name.split("+")]
+            scores[name] = summed(parts)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
-    found = compare_scores(accuracies, scores, space, half_width=half_width, refused=refused, seed=cfg.seed)
+    found = compare_scores(
+        accuracies, scores, space, half_width=half_width, refused=refused, resamples=resamples, seed=cfg.seed
+    )
     found.save(cfg.run_dir / REPORT_FILE)
     return found
+
+
+def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
+    """Refuse scores that `compare_trained` could not compute, before hours of training.
+
+    Raises:
+        ScoreError, ConfigError: there is no such score, or the supernet cannot have it.
+        FileNotFoundError, CheckpointError: it needs a trained supernet, and there is none.
+    """
+    for part in [part for name in names for part in name.split("+")]:
+        _evidence(cfg, part)
+
+
+def _evidence(cfg: RunConfig, name: str) -> Evidence:
+    """What a score is computed from."""
+    return evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
 
 
 def _tasks(cfg: RunConfig, space: SearchSpace, archs: Sequence[Arch], shared: SampleSettings) -> list[Task]:

@@ -276,6 +276,17 @@ def test_no_help_waits_for_heavy_packages():
         assert f"usage: nasfast {name}" in done.stdout
 
 
+def test_help_reads_no_saved_settings(tmp_path):
+    """The check of a saved score would import torch."""
+    (tmp_path / "config.yaml").write_text("score:\n  name: path_loss\n")
+    command = f"search --out {tmp_path} --config {tmp_path / 'config.yaml'}"
+    done = subprocess.run(
+        [sys.executable, "-c", HELP.format(heavy=HEAVY), command], timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: nasfast search" in done.stdout
+
+
 def test_every_command_is_carried_out():
     assert cli._COMMANDS.keys() == _FLAGS.keys() == commands._COMMANDS.keys()
 

@@ -59,7 +59,11 @@ def test_rank_of_cells_from_csv(tmp_path, capsys):
         ("--out a --images b --score naswot", "give one of --out RUN"),
         ("--images b", "--images and --sample need --score"),
         ("--predictor b --score naswot", "--score needs --out or --images"),
-        ("--out a --score naswot --cells 5", "--cells and --channels need --images"),
+        ("--out a --score naswot --cells 5", "--cells, --channels and --batch need --images"),
+        ("--out a --batch 8", "--cells, --channels and --batch need --images"),
+        ("--out a --space darts", "--space needs --predictor or --images"),
+        ("--out a --interval 0.2", "--interval needs --train"),
+        ("--out a --resamples 5", "--resamples must be at least 10, got 5"),
         ("--images b --score naswot --cells 0", "--cells must be at least 1, got 0"),
     ],
 )

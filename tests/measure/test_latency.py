@@ -206,9 +206,16 @@ def test_a_table_of_another_kind_is_not_replaced(cfg, clockwork, tmp_path, capsy
     before = out.read_bytes()
     assert main([*flags, "--batch", "8"]) == 1
     assert "is a table of 'tiny' with batch 1, not 8: choose another --out" in capsys.readouterr().err
+    assert main([*flags, "--dtype", "bf16", "--threads", "4"]) == 1
+    assert "with dtype 'fp32', not 'bf16', threads 0, not 4: choose another --out" in capsys.readouterr().err
     assert main([*flags, "--num_classes", "7"]) == 1
     assert "with fingerprint" in capsys.readouterr().err
     assert out.read_bytes() == before
+    # a file of an earlier version has dtype and threads among the settings only
+    form = {key: value for key, value in json.loads(before).items() if key not in ("dtype", "threads")}
+    out.write_text(json.dumps(form))
+    assert main([*flags, "--threads", "4"]) == 1
+    assert "with threads 0, not 4" in capsys.readouterr().err
     assert main(flags) == 0
     out.write_text("{}")
     assert main(flags) == 1

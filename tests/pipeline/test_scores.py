@@ -122,11 +122,12 @@ def test_a_score_of_untrained_weights_is_ranked_from_the_settings_alone(config, 
 def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)
-    (out / "indicators.json").unlink()
+    (out / "indicators.json").rename(out / "refined.json")
     flags = ["--score.distill", "false", *(f"--search.{key}={value}" for key, value in EVOLUTION.items())]
     assert main(["score", "--out", str(out), *flags]) == 0
     assert not (out / "indicators.json").exists()
     assert main(["search", "--out", str(out), *flags]) == 0
+    assert not (out / "refined.json").exists()
     (best, *_) = load_candidates(out / "archs.json").candidates
     evidence, checkpoint = pipeline.evidence_of(RunConfig.load(out / "config.yaml").replace(out=str(out)))
     assert best.score == score_paths("path_loss", evidence, [best.arch])[best.arch]

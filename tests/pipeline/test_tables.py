@@ -56,6 +56,32 @@ def test_a_latency_limit_reaches_result_and_report(run, capsys):
     assert load_candidates(folder / "archs.json", space) == result
 
 
+def test_each_of_two_tables_has_its_front_in_the_report(run, tmp_path):
+    folder, file, space = run
+    form = json.loads(file.read_text())
+    entries = [{**e, "value": 10 / e["value"]} for e in form["entries"]]
+    energy = tmp_path / "energy.json"
+    energy.write_text(json.dumps({**form, "quantity": "energy", "unit": "mJ", "entries": entries}))
+    flags = ["--search.latency_table", str(file), "--search.tables", json.dumps([f"{energy} <= 17"])]
+    assert main(["search", "--out", str(folder), *flags]) == 0
+    result, costs = load_candidates(folder / "archs.json", space), [read_cost_table(f, space) for f in (file, energy)]
+    for i, limit in enumerate(result.tables):
+        assert limit.pareto == tuple(sorted(limit.pareto, key=lambda p, i=i: p.values[i])) != ()
+        assert all(p.values == tuple(c.cost(p.arch) for c in costs) for p in limit.pareto)
+    assert max(p.values[1] for p in result.tables[1].pareto) > 17  # the front is of the whole space
+    assert main(["report", "--out", str(folder)]) == 0
+    assert {"pareto_0.png", "pareto_1.png"} <= {path.name for path in (folder / "report").iterdir()}
+    assert "IndexError" not in (folder / "report.html").read_text()
+
+
+def test_a_limit_of_a_table_names_where_it_is_set(run, tmp_path, capsys):
+    folder, file, _ = run
+    energy = tmp_path / "energy.json"
+    energy.write_text(json.dumps({**json.loads(file.read_text()), "quantity": "energy", "unit": "mJ"}))
+    assert main(["search", "--out", str(folder), "--search.tables", json.dumps([f"{energy} <= 1"])]) == 1
+    assert "mJ; raise its limit in search.tables to at least that" in capsys.readouterr().err
+
+
 def test_a_table_is_the_score(run, capsys):
     folder, file, space = run
     assert main(["search", "--out", str(folder), "--score.table", str(file)]) == 0  # a table of no known origin

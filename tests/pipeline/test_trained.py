@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 
@@ -12,6 +13,7 @@ from nasfast.config import ConfigError
 from nasfast.indicators.accuracies import AccuracyError, read_accuracies
 from nasfast.indicators.scores import SCORES
 from nasfast.indicators.structure import BASELINES
+from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import load_model
 from nasfast.search import stratified_sample
@@ -20,6 +22,7 @@ from nasfast.stability import trained
 from nasfast.stability.trained import train_one, train_sample
 from nasfast.stages.inputs import image_loaders
 from nasfast.tasks import TaskResult
+from nasfast.tasks.task import save_result
 from nasfast.train import evaluate
 
 ONE = TaskSettings(workers=1, attempts=1)
@@ -107,11 +110,58 @@ def test_what_cannot_be_trained_is_refused_before_training(settings, monkeypatch
         "--train 10 --table t.json --out o",
         "--table t.json --out o --epochs 2",
         "--train 10 --out o --epochs 0",
+        "--train 10 --out o --interval 0",
+        "--train 10 --out o --resamples 5",
+        "--train 10 --out o --seed 1",
+        "--train 10 --out o --space darts",
+        "--train 10 --out o --batch 8",
     ):
         with pytest.raises(SystemExit):
             main(["rank", *flags.split()])
     assert main(["rank", "--train", "10", "--out", str(settings.run_dir / "none")]) == 1
     assert "config.yaml is missing" in capsys.readouterr().err
+    for score, message in (("naswott", "unknown score 'naswott'"), ("naswot+path_loss", "run `nasfast supernet")):
+        assert main(["rank", "--train", "10", "--out", str(settings.run_dir), "--score", score]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_trainings_outside_tighter_limits_stay_in_the_file(settings, monkeypatch):
+    """They are not compared, and need no second training when the limits are raised again."""
+
+    def finished(self, tasks):
+        for task in tasks:
+            save_result(self.folder / task.name, task, {"top1": task.cost * 1e-9})
+        return [TaskResult(t.name, "done", {"top1": t.cost * 1e-9}, "", self.folder, 1, 0.0) for t in tasks]
+
+    monkeypatch.setattr(trained.TaskRunner, "run", finished)
+    space = trained.space_of(settings)
+    settings = settings.replace(search=settings.search.replace(max_macs=None))
+    first = train_sample(settings, 12, epochs=1)
+    limit = sorted(space.cost(arch).macs for arch in first)[8]
+    second = train_sample(settings.replace(search=settings.search.replace(max_macs=float(limit))), 10)
+    written = read_accuracies(settings.run_dir / "accuracies.json", space)
+    assert all(space.cost(arch).macs <= limit for arch in second)
+    assert written.keys() == first.keys() | second.keys() and len(first.keys() - second.keys()) == 3
+
+
+def test_a_comparison_takes_a_table_and_a_sum_of_scores(settings):
+    """trained.json has the tau of rank.json where sums of the table differ only by rounding, and that of A+B."""
+    space = trained.space_of(settings)
+    archs = stratified_sample(space, 40, seed=1)
+    # 0.1 + 0.2 - 0.3 and 0.3 + 0 - 0.3 differ by rounding
+    rows = [
+        {0: 1.0, 1: 0.1, 2: 0.3},
+        {0: 0.2, 1: 0.0, 2: 0.2},
+        dict.fromkeys(range(3), -0.3),
+        dict.fromkeys(range(3), 0.0),
+    ]
+    IndicatorTable.of_rows(space, rows, {}).save(settings.run_dir / "indicators.json")
+    accuracies = {arch: float(i) for i, arch in enumerate(archs)}
+    found = trained.compare_trained(settings, accuracies, names=["naswot+synflow"], resamples=10)
+    by_table, summed_up = found.rows[:2]
+    form = json.loads((settings.run_dir / "rank.json").read_text())
+    assert form["resamples"] == 10 and form["predictor"]["kendall"] == asdict(by_table.kendall)
+    assert summed_up.name == "naswot+synflow" and summed_up.kendall.value is not None
 
 
 def test_too_few_finished_trainings_say_how_to_go_on(settings, monkeypatch):

@@ -15,7 +15,7 @@ from tiny import tiny_space
 
 from nasfast.search import InfeasibleConstraintError, Limits, equal_cost_random, sample_under, stratified_sample
 from nasfast.search import sampling as module
-from nasfast.spaces import mobilenet_v2, nas_bench_macro, shufflenet_v2
+from nasfast.spaces import CostTable, mobilenet_v2, nas_bench_macro, shufflenet_v2
 
 SPACES = {"mobilenet_v2": mobilenet_v2(), "bnnas": mobilenet_v2(variant="bnnas"), "shufflenet_v2": shufflenet_v2()}
 
@@ -66,6 +66,22 @@ def test_uniform_over_the_feasible_set(small_space, all_archs, monkeypatch, bins
     module._completions.cache_clear()
     assert set(counts) <= set(feasible)
     assert stats.chisquare([counts[a] for a in feasible]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("number", [4, 6, 10])
+def test_many_limits_need_little_memory(small_space, number):
+    """An array of counts has as many dimensions as there are limits."""
+    rng = random.Random(0)
+    rows = [
+        tuple(tuple((v, rng.uniform(1, 2)) for v in layer.options) for layer in small_space.layers)
+        for _ in range(number)
+    ]
+    tables = [CostTable(f"cost {i}", "unit", table) for i, table in enumerate(rows)]
+    limits = Limits(tables=tuple((table, 9.5) for table in tables))
+    completions = module._Completions(small_space, limits, allow_identity=False)
+    assert max(counts.size for counts in completions.counts) <= 1 << 18
+    arch = sample_under(small_space, random.Random(0), limits)
+    assert all(table.cost(arch) <= 9.5 for table in tables)
 
 
 def test_limit_equal_to_the_minimum_gives_the_one_architecture():
