@@ -216,7 +216,8 @@ def expand_suffix(text: str) -> str:
     Any other text stays as it is.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMG])", text)
-    return match[1] + _SUFFIXES[match[2]] if match else text
+    # the zero, because not every version of jsonargparse reads .5e9 as a number
+    return ("0" if match[1].startswith(".") else "") + match[1] + _SUFFIXES[match[2]] if match else text
 
 
 def _plain(value: Any) -> Any:
