@@ -163,9 +163,11 @@ class TorchvisionBackend:
                 for decoded in batches:
                     yield decoded
                     done, restarts = done + 1, 0
-            except RuntimeError as error:
-                # PyTorch's messages for a worker that the kernel or a person killed; a worker's own error is passed on
-                if "exited unexpectedly" not in str(error) and "is killed by signal" not in str(error):
+            except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+                # PyTorch's messages for a worker that the kernel or a person killed, or the end of its connection if it
+                # died while it handed over a batch; a worker's own error is passed on
+                told = "exited unexpectedly" in str(error) or "is killed by signal" in str(error)
+                if isinstance(error, RuntimeError) and not told:
                     raise
                 restarts += 1
                 if restarts > _RESTARTS:
