@@ -39,6 +39,7 @@ from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.stability.work import gpus_of
 from nasfast.stages.inputs import evidence_to_rank, image_loaders, space_of
 from nasfast.supernet import build
 from nasfast.tasks import Task, TaskRunner, threads_for
@@ -271,7 +272,7 @@ def _tasks(cfg: RunConfig, space: SearchSpace, archs: Sequence[Arch], shared: Sa
             {"arch": list(arch), **common},
             threads=shared.threads,
             cost=float(space.cost(arch).macs),
-            gpus=int(cfg.torch_device != "cpu"),
+            gpus=gpus_of(cfg),
         )
         for arch in archs
     ]

@@ -33,7 +33,7 @@ def seed_task(cfg: RunConfig, number: int) -> Task:
         {"config": _settings(cfg, number)},
         threads=cfg.threads,
         cost=float(cfg.train.epochs),
-        gpus=_gpus(cfg),
+        gpus=gpus_of(cfg),
         machine=_machine(cfg),
     )
 
@@ -46,7 +46,7 @@ def network_task(cfg: RunConfig, space: SearchSpace, arch: Arch, number: int) ->
         {"config": _settings(cfg, number), "space": space.to_dict(), "arch": list(arch)},
         threads=cfg.threads,
         cost=float(cfg.retrain.train.epochs),
-        gpus=_gpus(cfg),
+        gpus=gpus_of(cfg),
         machine=_machine(cfg),
     )
 
@@ -73,7 +73,8 @@ def _joined(config: Mapping[str, Any], data: Mapping[str, Any], folder: Path) ->
     return RunConfig.from_dict({**config, "data": {**config["data"], **data}, "out": str(folder)})
 
 
-def _gpus(cfg: RunConfig) -> int:
+def gpus_of(cfg: RunConfig) -> int:
+    """Number of GPUs that a task of these settings needs."""
     return int(cfg.torch_device.startswith("cuda"))
 
 
