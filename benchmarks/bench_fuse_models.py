@@ -31,6 +31,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
@@ -145,6 +146,8 @@ def bench(
             print(f"{name}: torch.fx does not fold it: {str(error).splitlines()[0]}")
     if compiled:
         torch.compiler.reset()
+        # dropout must drop the same as in eager PyTorch
+        torch._inductor.config.fallback_random = True
         models["compile"] = torch.compile(copy.deepcopy(eager))  # type: ignore[assignment]
     runs = {variant: make_run(model, trains, kind, images, labels) for variant, model in models.items()}
     times = measure(runs, rounds=rounds, warmup=1)
