@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,31 +33,28 @@ from nasfast.search import (
     Candidate,
     History,
     Limits,
-    equal_cost_peers,
     evolve,
-    load_candidates,
     pareto_front,
     run_search,
     save_candidates,
 )
+from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings.run import CONFIG_FILE, RunConfig
-from nasfast.spaces import SearchSpace, load_arch, read_cost_table, space_kind
-from nasfast.stages.checks import check_same_run, check_scoring, check_search, warn_if_superseded
+from nasfast.spaces import Arch, SearchSpace, read_cost_table, space_kind
+from nasfast.stages.checks import check_same_run, check_scoring, check_search
+from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded
 from nasfast.stages.inputs import (
     configured_space,
     evidence_of,
     image_loaders,
     load_supernet,
     saved_space,
-    space_of_cells,
 )
 from nasfast.train.checkpoint import CheckpointError, CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
 StageFunction = TypeVar("StageFunction", bound=Callable[..., Any])
-
-ARCHS_FILE = "archs.json"
 
 
 def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
@@ -269,7 +265,14 @@ def _searched_table(cfg: RunConfig) -> IndicatorTable:
 
 
 @_stage(create=False)
-def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> dict[str, RetrainResult]:
+def retrain_best(
+    cfg: RunConfig,
+    *,
+    archs: Sequence[Arch] = (),
+    pareto: bool = False,
+    resume: bool = False,
+    world: World = SINGLE,
+) -> dict[str, RetrainResult]:
     """Retrain the best architectures, and random ones of equal cost if asked; writes retrain/NAME/.
 
     Where a search of cells wrote space.yaml and arch_NAME.json, each of these architectures is retrained under its name
@@ -277,6 +280,9 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
 
     Args:
         cfg: settings of the run.
+        archs: retrain these architectures of the run's space instead, each named after its values: `arch-1_0_2_1`. No
+            search need have run.
+        pareto: retrain every point of the Pareto fronts in archs.json instead, named in the same way.
         resume: whether to continue each from its newest good checkpoint. A run that torchrun starts again continues in
             any case.
         world: the ranks that retrain, together or each its own networks (`cfg.retrain.parallel`). Only rank 0 reads the
@@ -287,9 +293,14 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
 
     Raises:
         FileNotFoundError: the search has not run.
+        ArchError: one of `archs` is not in the space.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
-    form = json.loads(world.broadcast(json.dumps(_chosen(cfg) if world.is_main else None).encode()))
+    form: Any = None
+    if world.is_main:
+        found, names = to_retrain(cfg, archs, pareto=pareto)
+        form = {"space": found.to_dict(), "chosen": names}
+    form = json.loads(world.broadcast(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     chosen = {n: tuple(a) for n, a in form["chosen"].items()}
     side_by_side = cfg.retrain.parallel == "networks"
@@ -331,59 +342,41 @@ def retrain_best(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE)
     return {name: RetrainResult.from_dict(everyone[name]) for name in chosen}
 
 
-def _chosen(cfg: RunConfig) -> dict[str, Any]:
-    """What to retrain, as JSON: the space, and the architectures by name."""
-    check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
-    if (searched := space_of_cells(cfg)) is not None:
-        paths = sorted(cfg.run_dir.glob("arch_*.json"))
-        if not paths:
-            raise FileNotFoundError(f"no arch_NAME.json in {cfg.run_dir}: a search of cells writes them at its end")
-        archs = {path.stem.removeprefix("arch_"): load_arch(path, searched) for path in paths}
-        return {"space": searched.to_dict(), "chosen": archs}
-    space, path = saved_space(cfg), cfg.run_dir / ARCHS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {cfg.out}` first")
-    try:
-        candidates = load_candidates(path, space).candidates[: cfg.retrain.top_k]
-    except ConfigError as error:
-        raise ConfigError(f"{error}: run `nasfast search --out {cfg.out}` again") from error
-    chosen = {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(candidates)}
-    peers = equal_cost_peers(
-        space,
-        random.Random(cfg.seed),
-        candidates[0].arch,
-        cfg.retrain.random_architectures,
-        limits=cfg.search.limits_in(space),
-        allow_identity=cfg.search.allow_identity,
-    )
-    chosen |= {"random" if i == 0 else f"random-{i + 1}": arch for i, arch in enumerate(peers)}
-    if len(candidates) < cfg.retrain.top_k:
-        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(candidates))
-    return {"space": space.to_dict(), "chosen": chosen}
-
-
-def export(run_dir: str | Path, *, name: str = "best", onnx: bool = True) -> list[Path]:
-    """The files of a retrained network, of which a warning says if a later search has found another.
+def export(
+    run_dir: str | Path,
+    *,
+    name: str = "best",
+    arch: Arch | None = None,
+    pareto: bool = False,
+    onnx: bool = True,
+) -> list[Path]:
+    """The files of retrained networks; a warning says if a network is not what the last search found.
 
     Args:
         run_dir: the run directory.
-        name: `best`, `best-2`, ..., `random`, ...
+        name: which network: `best`, `best-2`, ..., `random`, ...
+        arch: the network of this architecture instead, whatever its name.
+        pareto: the networks of all points of the Pareto fronts in archs.json instead; a warning says if some of them
+            were not retrained.
         onnx: whether to write model.onnx beside model.safetensors.
 
     Raises:
-        FileNotFoundError: no network of this name was retrained.
+        FileNotFoundError: no such network was retrained.
         RuntimeError: the extra `onnx` is missing, or onnxruntime disagrees with PyTorch.
     """
-    folder = model_folder(Path(run_dir) / "retrain", name)
-    network = load_model(folder)
-    if name == "best":
-        warn_if_superseded(Path(run_dir) / ARCHS_FILE, network)
-    files = [folder / file for file in (MODEL_FILE, ARCH_FILE, SPACE_FILE)]
-    if onnx:
-        with run_lock(run_dir):
-            difference = export_onnx(network, folder / "model.onnx")
-        _LOG.info("model.onnx agrees with PyTorch to %.1e of the largest logit", difference)
-        files.append(folder / "model.onnx")
+    run_dir = Path(run_dir)
+    names = to_export(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
+    files = []
+    for one in names:
+        folder = model_folder(run_dir / "retrain", one)
+        network = load_model(folder)
+        warn_if_superseded(run_dir, one, network)
+        files += [folder / file for file in (MODEL_FILE, ARCH_FILE, SPACE_FILE)]
+        if onnx:
+            with run_lock(run_dir):
+                difference = export_onnx(network, folder / "model.onnx")
+            _LOG.info("%s: model.onnx agrees with PyTorch to %.1e of the largest logit", one, difference)
+            files.append(folder / "model.onnx")
     return files
 
 

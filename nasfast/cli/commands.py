@@ -28,7 +28,7 @@ from nasfast.runtime.launcher import environment_size
 from nasfast.search import load_candidates
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.settings.tasks import TaskSettings
-from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
+from nasfast.spaces import Arch, ArchSpace, format_arch, named_space, parse_arch
 from nasfast.stability.estimate import plan_seeds
 from nasfast.stability.page import STABILITY_FILE, sentences, write_stability_page
 from nasfast.stability.run import run_seeds
@@ -125,15 +125,17 @@ def _search(cfg: RunConfig) -> None:
     _show_candidates(cfg, pipeline.search(cfg))
 
 
-def _retrain(cfg: RunConfig, resume: bool) -> None:
+def _retrain(cfg: RunConfig, resume: bool, archs: Sequence[str], pareto: bool) -> None:
+    given = [parse_arch(text) for text in archs]
     with _joined(cfg) as (cfg, world):
-        results = pipeline.retrain_best(cfg, resume=resume, world=world)
+        results = pipeline.retrain_best(cfg, archs=given, pareto=pareto, resume=resume, world=world)
         if world.is_main:
             _show_retrained(cfg, results)
 
 
 def _export(args: argparse.Namespace) -> None:
-    for file in pipeline.export(args.out, name=args.name, onnx=args.onnx):
+    arch = None if args.arch is None else parse_arch(args.arch)
+    for file in pipeline.export(args.out, name=args.name or "best", arch=arch, pareto=args.pareto, onnx=args.onnx):
         print(file)
 
 

@@ -225,6 +225,21 @@ def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
     return cfg, others["resume"]
 
 
+def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list[str], bool]:
+    """The settings, whether to resume, the architectures that are named, and whether to take the Pareto fronts."""
+    parser.add_argument(
+        "--arch",
+        action="append",
+        metavar="ARCH",
+        help='retrain this architecture of the space, e.g. "1 0 2 1", and not those of the search; may be repeated',
+    )
+    parser.add_argument("--pareto", action="store_true", help="retrain all points of the Pareto fronts of the search")
+    cfg, others = _run_config(parser, argv, resumable=True)
+    if others["arch"] and others["pareto"]:
+        parser.error("--arch and --pareto say both what to retrain: give one of them")
+    return cfg, others["resume"], others["arch"] or [], others["pareto"]
+
+
 def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings, bool]:
     """The settings, whether to resume, the number of seeds (1 is a plain run), and how and whether to run the tasks."""
     parser.add_argument(
@@ -244,11 +259,14 @@ def _stage(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig]:
 
 def _export(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
     parser.add_argument("--out", required=True, help="run directory")
-    parser.add_argument(
-        "--name", default="best", help="which retrained network: best, best-2, ..., random, random-2, ..."
-    )
+    parser.add_argument("--name", help="which retrained network: best (default), best-2, ..., random, random-2, ...")
+    parser.add_argument("--arch", metavar="ARCH", help='instead of --name: the network of this architecture, "1 0 2 1"')
+    parser.add_argument("--pareto", action="store_true", help="instead of --name: all retrained points of the fronts")
     parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
-    return (parser.parse_flags(argv),)
+    args = parser.parse_flags(argv)
+    if (args.name is not None) + (args.arch is not None) + args.pareto > 1:
+        parser.error("--name, --arch and --pareto say all what to export: give one of them")
+    return (args,)
 
 
 def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, TaskSettings, bool]:
@@ -385,7 +403,7 @@ _FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
     "supernet": _resumable,
     "score": _stage,
     "search": _stage,
-    "retrain": _resumable,
+    "retrain": _retrain,
     "export": _export,
     "rank": _rank,
     "report": _report,

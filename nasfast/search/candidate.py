@@ -11,6 +11,9 @@ from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.search.limits import Limits
 from nasfast.spaces import Arch, SearchSpace
 
+ARCHS_FILE = "archs.json"
+"""Name of the result of a search in a run directory."""
+
 _FORMAT = "nasfast.archs/1"
 
 

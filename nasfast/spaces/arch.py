@@ -22,14 +22,14 @@ class ArchError(ValueError):
 
 
 def parse_arch(form: str | Iterable[int]) -> Arch:
-    """Tuple from any written form: `"3 -1 0"`, `"3,-1,0"`, a string of digits like `"01220122"`, or a sequence of ints.
+    """Tuple from any written form: `"3 -1 0"`, `"3,-1,0"`, both also in brackets, `"01220122"`, or a sequence of ints.
 
     Raises:
         ArchError: something in it is not an integer.
     """
     values: Iterable[int | str] = form
     if isinstance(form, str):
-        text = form.replace(",", " ").split()
+        text = form.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
         values = list(text[0]) if len(text) == 1 and text[0].isdigit() else text
     try:
         # int() alone would cut 0.9 down to 0

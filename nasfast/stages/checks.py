@@ -1,20 +1,16 @@
-"""Settings that a run refuses before it trains or replaces a file, and files that no longer belong together."""
+"""Settings that a run refuses before it trains or replaces a file."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from nasfast.config import ConfigError, difference, load_yaml
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.scores import check_score
-from nasfast.search import load_candidates
 from nasfast.settings.run import RunConfig
-from nasfast.spaces import SearchSpace, format_arch
-from nasfast.supernet import ArchNetwork, Supernet
+from nasfast.spaces import SearchSpace
+from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError
-
-_LOG = logging.getLogger(__name__)
 
 MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
 """Settings of `data` on which no result depends."""
@@ -94,24 +90,3 @@ def check_search(cfg: RunConfig, space: SearchSpace) -> None:
             )
         read_accuracies(cfg.search.refine, space)
     cfg.search.limits_in(space).check(space, allow_identity=cfg.search.allow_identity)
-
-
-def warn_if_superseded(path: Path, network: ArchNetwork) -> None:
-    """Say if the search has found another best architecture than that of the retrained network.
-
-    Args:
-        path: archs.json of the run; nothing is checked if it does not exist.
-        network: the best network of the run.
-
-    Raises:
-        ConfigError: the file is damaged, or of another space.
-    """
-    if not path.exists() or not isinstance(network.space, SearchSpace):
-        return
-    found = load_candidates(path, network.space).candidates[0].arch
-    if found != network.arch:
-        _LOG.warning(
-            "this network is %s, and a later search found %s: `nasfast retrain` trains that one",
-            format_arch(network.arch),
-            format_arch(found),
-        )

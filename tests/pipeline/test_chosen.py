@@ -1,0 +1,186 @@
+"""Retraining and exporting architectures by name, by their values, and from the Pareto fronts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_space
+
+from nasfast import pipeline
+from nasfast.cli.main import main
+from nasfast.retrain import load_model, save_model
+from nasfast.search import Candidate, Limits, ParetoPoint, save_candidates
+from nasfast.settings.run import RunConfig
+from nasfast.spaces import SKIP, CostTable
+from nasfast.supernet import build
+
+SPACE = tiny_space(num_classes=10)
+BEST, SECOND, CHEAP, FAST, FREE = (1, 2, 1, 1), (2, 2, 1, 1), (0, 0, 0, 0), (0, 1, 0, 2), (2, SKIP, 0, 1)
+FLAGS = ["--data.source", "digits", "--data.workers", "0", "--threads", "1", "--retrain.train.epochs", "1"]
+
+
+def candidate(kind, arch):
+    cost = SPACE.cost(arch)
+    return kind(arch, 1.0, cost.macs, cost.params, values=(1.0,))
+
+
+@pytest.fixture
+def searched(tmp_path):
+    """What a search leaves for the commands behind it: two candidates, a front against MACs and one against a table."""
+    SPACE.save(tmp_path / "space.yaml")
+    table = CostTable("latency", "ms", tuple(tuple((c, 0.25) for c in range(3)) for _ in range(4)))
+    save_candidates(
+        tmp_path / "archs.json",
+        SPACE,
+        [candidate(Candidate, BEST), candidate(Candidate, SECOND)],
+        limits=Limits(tables=((table, None),)),
+        pareto=[candidate(ParetoPoint, CHEAP), candidate(ParetoPoint, BEST)],
+        table_fronts=[[candidate(ParetoPoint, FAST), candidate(ParetoPoint, BEST)]],
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The stage replaced by one that saves an untrained network and notes its name."""
+    calls = {}
+
+    def retrain(space, arch, *_, run_dir, name, **__):
+        calls[name] = arch
+        save_model(build(space, arch), run_dir / "retrain" / name / "model.safetensors")
+        cost = space.cost(arch)
+        return pipeline.RetrainResult(arch, cost.macs, cost.params, 0.5, 1.0, 1.0, 1, 1.0)
+
+    monkeypatch.setattr(pipeline, "retrain", retrain)
+    return calls
+
+
+def test_architectures_are_named_after_their_values(searched, trained, capsys):
+    """Every form that is printed is understood, and the search need not have run."""
+    (searched / "archs.json").unlink()
+    argv = ["retrain", "--out", str(searched), *FLAGS, "--arch", "[2 -1 0 1]", "--arch", "0,0,0,0", "--arch", "1211"]
+    assert main(argv) == 0
+    assert trained == {"arch-2_-1_0_1": FREE, "arch-0_0_0_0": CHEAP, "arch-1_2_1_1": BEST}
+    assert "arch-2_-1_0_1: top-1 50.00%" in capsys.readouterr().out
+    assert load_model(searched / "retrain/arch-2_-1_0_1").arch == FREE
+
+
+def test_the_points_of_all_fronts_are_retrained_once(searched, trained):
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--pareto"]) == 0
+    assert list(trained.values()) == [CHEAP, BEST, FAST]
+
+
+@pytest.mark.slow
+def test_a_named_architecture_gets_the_training_of_the_best(searched):
+    """The weights are those that the same architecture has as the result of the search."""
+    flags = [*FLAGS, "--retrain.random_architectures", "0"]
+    assert main(["retrain", "--out", str(searched), *flags]) == 0
+    assert main(["retrain", "--out", str(searched), *flags, "--arch", "1 2 1 1"]) == 0
+    best, named = (load_model(searched / "retrain" / name) for name in ("best", "arch-1_2_1_1"))
+    for (name, a), b in zip(best.state_dict().items(), named.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    fresh = build(SPACE, BEST, seed=0)
+    assert not torch.equal(best.classifier.weight, fresh.classifier.weight)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--arch", "1 2 1 7"], "1 2 1 7|layer 3|value 7"),
+        (["--arch", "1 2 x 1"], "architecture must be integers such as '3 -1 0', got ['1', '2', 'x', '1']"),
+        (["--arch", "1 2 1"], "must have 4 values"),
+    ],
+)
+def test_an_architecture_of_another_space_is_refused(searched, trained, capsys, flags, message):
+    assert main(["retrain", "--out", str(searched), *FLAGS, *flags]) == 1
+    error = capsys.readouterr().err
+    assert any(part in error for part in message.split("|")), error
+    assert trained == {}
+
+
+@pytest.mark.parametrize("command", ["retrain", "export"])
+def test_contradicting_flags_are_refused(searched, capsys, command):
+    with pytest.raises(SystemExit) as error:
+        main([command, "--out", str(searched), "--arch", "1 2 1 1", "--pareto"])
+    assert error.value.code == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
+def test_a_search_without_fronts_says_so(searched, trained, capsys):
+    save_candidates(searched / "archs.json", SPACE, [candidate(Candidate, BEST).replace(values=())])
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--pareto"]) == 1
+    assert "archs.json has no Pareto front, because the score scores whole paths" in capsys.readouterr().err
+    assert trained == {}
+
+
+# --- export
+
+
+def export(run_dir, *flags) -> int:
+    return main(["export", "--out", str(run_dir), "--onnx", "false", *flags])
+
+
+def save(run_dir, **networks):
+    for name, arch in networks.items():
+        save_model(build(SPACE, arch), run_dir / "retrain" / name.replace("_", "-") / "model.safetensors")
+
+
+def test_a_network_is_exported_by_its_architecture(searched, capsys, caplog):
+    save(searched, random=FAST, best=BEST, best_2=SECOND, arch_x=BEST)
+    assert export(searched, "--arch", "[1 2 1 1]") == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(searched / "retrain/best/model.safetensors")
+    assert export(searched, "--arch", "0 1 0 2") == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(searched / "retrain/random/model.safetensors")
+    assert not caplog.records
+    assert export(searched, "--arch", "0 0 0 1") == 1
+    error = capsys.readouterr().err
+    assert f'run `nasfast retrain --out {searched} --arch "0 0 0 1"`' in error
+    assert "Retrained: best [1 2 1 1], best-2 [2 2 1 1], random [0 1 0 2]" in error
+
+
+def test_all_points_of_the_fronts_are_exported(searched, capsys, caplog):
+    assert export(searched, "--pareto") == 1
+    assert "no network of any of the 3 points of the Pareto fronts was retrained" in capsys.readouterr().err
+    save(searched, best=BEST, **{"arch-0_0_0_0".replace("-", "_"): CHEAP})
+    assert export(searched, "--pareto") == 0
+    files = capsys.readouterr().out.splitlines()
+    assert [file.split("/")[-2] for file in files] == ["arch-0-0-0-0"] * 3 + ["best"] * 3
+    assert f"1 of 3 points were not retrained: `nasfast retrain --out {searched} --pareto`" in caplog.text
+    save(searched, random=FAST)
+    caplog.clear()
+    assert export(searched, "--pareto") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 9
+    assert not caplog.records
+
+
+def test_a_network_that_the_last_search_did_not_find_is_told(searched, caplog):
+    save(searched, best=SECOND, best_2=SECOND, best_3=FREE, arch_y=FREE, arch_z=CHEAP, random=FREE)
+    said = {}
+    for name in ("best", "best-2", "best-3", "arch-y", "arch-z", "random"):
+        caplog.clear()
+        assert export(searched, "--name", name) == 0
+        said[name] = [record.message for record in caplog.records]
+    other = ": this network is 2 -1 0 1, which is neither a result nor on a Pareto front of the last search"
+    assert said == {
+        "best": ["best: this network is 2 2 1 1, and a later search found 1 2 1 1: `nasfast retrain` trains that one"],
+        "best-2": [],
+        "best-3": ["best-3" + other],
+        "arch-y": ["arch-y" + other],
+        "arch-z": [],
+        "random": [],
+    }
+
+
+def test_a_damaged_network_does_not_hide_the_others(searched, capsys, caplog):
+    save(searched, best=BEST, best_2=SECOND)
+    (searched / "retrain/best/arch.json").write_text("{")
+    assert export(searched, "--arch", "2 2 1 1") == 0
+    assert "retrain/best is left out" in caplog.text
+
+
+def test_python_takes_architectures_too(searched, trained):
+    cfg = RunConfig(out=str(searched), device="cpu", threads=1)
+    cfg = cfg.replace(data=cfg.data.replace(source="digits", workers=0))
+    assert list(pipeline.retrain_best(cfg, archs=[FREE])) == ["arch-2_-1_0_1"]
+    files = pipeline.export(searched, arch=FREE, onnx=False)
+    assert files[0] == searched / "retrain/arch-2_-1_0_1/model.safetensors"
