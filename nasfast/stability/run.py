@@ -12,6 +12,7 @@ from typing import Any
 from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import TABLE_FILE
+from nasfast.retrain.export import SPACE_FILE
 from nasfast.runtime.files import seal, write_atomic
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.settings.tasks import TaskSettings
@@ -101,7 +102,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
 
     Raises:
         ConfigError: see `check_seeds`.
-        FileExistsError: the run directory has a run, and `resume` is false.
+        FileExistsError: the run directory has a run, and `resume` is false; or a run of a single seed.
         CheckpointError: that run has other settings.
         TaskError: finished seeds had other settings; nothing was changed. Or fewer than two seeds ended well, so there
             is nothing to compare.
@@ -111,6 +112,11 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
     cfg = with_threads(cfg, seeds)
     # nothing is written before the executor is there
     with TaskRunner(cfg.run_dir, settings) as runner:
+        if (cfg.run_dir / SPACE_FILE).exists():
+            raise FileExistsError(
+                f"{cfg.run_dir} has a run without --seeds, whose report.html would be replaced: leave --seeds away, or "
+                "choose another --out"
+            )
         if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
             raise FileExistsError(f"{cfg.run_dir} has a run already: add --resume, or choose another --out")
         check_same_run(cfg.run_dir / CONFIG_FILE, cfg)

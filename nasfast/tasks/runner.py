@@ -18,7 +18,7 @@ from nasfast.tasks.processes import Processes
 from nasfast.tasks.room import workers_for
 from nasfast.tasks.task import LOG_FILE, Status, Task, TaskError, TaskResult, saved_result
 from nasfast.tasks.view import View
-from nasfast.tasks.work import GRACE, Ending
+from nasfast.tasks.work import GRACE, PROGRESS_FILE, Ending
 
 _LOG = logging.getLogger(__name__)
 
@@ -159,6 +159,9 @@ class _Round:
                 self._end(task, "stopped")
                 continue
             self._attempts[task.name] += 1
+            # a killed worker leaves this file, and the view would take the next attempt for begun
+            with contextlib.suppress(OSError):
+                (runner.folder / task.name / PROGRESS_FILE).unlink()
             future = self._executor.submit(task, runner.folder / task.name, runner._deadline)
             self._running[future] = task, time.monotonic()
         ended, _ = wait(self._running, _SECONDS_PER_VIEW, FIRST_COMPLETED)

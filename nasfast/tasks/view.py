@@ -50,16 +50,19 @@ class View:
         self._given += task.cost if before else 0.0
 
     def show(self, running: Mapping[str, tuple[Task, Path]]) -> None:
-        """Show the state; `running` has the tasks that run, with their folders, by name."""
+        """Show the state; `running` has the tasks that an executor has, with their folders, by name.
+
+        A task that no worker has begun yet, because a cluster queues it, is not shown as running.
+        """
         total, count = self._total + self._later, self._tasks + self._later_tasks
         states, part = [], 0.0
         for name, (task, folder) in running.items():
             state = _state(folder)
-            if state is not None:
-                stage, done, size = state
-                part += task.cost * min(1.0, done / max(1, size))
-                name = f"{name}: {stage} {done}/{size}"
-            states.append(name)
+            if state is None:
+                continue
+            stage, done, size = state
+            part += task.cost * min(1.0, done / max(1, size))
+            states.append(f"{name}: {stage} {done}/{size}" if stage else name)
         work = self._done + part
         gained, elapsed = work - self._given, time.monotonic() - self._begin
         text = f"{self._done_tasks} of {count} tasks ended" + (f", {self._failed} failed" if self._failed else "")
@@ -70,7 +73,7 @@ class View:
             text += f"; running {', '.join(states[:4])}{more}"
         if self._bars is not None:
             self._bars.update(self._bar, completed=work / total if total else 0.0, description=text)
-        elif text != self._last and (time.monotonic() - self._said >= _SECONDS_PER_LINE or not states):
+        elif text != self._last and (time.monotonic() - self._said >= _SECONDS_PER_LINE or not running):
             self._said, self._last = time.monotonic(), text
             _LOG.info("%s", text)
 
@@ -88,7 +91,7 @@ def duration(seconds: float) -> str:
 
 
 def _state(folder: Path) -> tuple[str, int, int] | None:
-    """What a running task told last; None if it told nothing."""
+    """What a running task told last; None if no worker has begun it."""
     try:
         stage, done, total = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

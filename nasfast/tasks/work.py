@@ -27,7 +27,7 @@ from nasfast.runtime.termination import Terminated, raised
 from nasfast.tasks.task import LOG_FILE, Status, Task, TaskError, save_result, saved_result
 
 PROGRESS_FILE = ".progress"
-"""In the folder of a running task: stage, done, total."""
+"""In the folder of a task that a worker has begun: stage, done, total. The stage is empty until the task tells one."""
 
 GRACE = 30.0
 """Seconds in which a worker saves what it has when its driver is gone, or the time is over."""
@@ -66,6 +66,7 @@ def _attempt(task: Task, path: Path, here: str, deadline: float | None) -> Endin
                 return "done", ""
             os.chdir(here)
             use_threads(task.threads)
+            _note(path / PROGRESS_FILE, "", 0, 0)
             with listening(_teller(path / PROGRESS_FILE)):
                 result = _function(task)(path, **task.arguments, **task.machine)
             save_result(path, task, result)
@@ -163,10 +164,15 @@ def _teller(path: Path) -> Callable[[str, int, int], None]:
         if time.monotonic() - last < _SECONDS_PER_TELLING:
             return
         last = time.monotonic()
-        # only the screen shows it, so a full disk may lose it, and it need not survive a crash
-        with contextlib.suppress(OSError):
-            temporary = temporary_beside(path)
-            temporary.write_text(json.dumps([stage, done, total]), encoding="utf-8")
-            os.replace(temporary, path)
+        _note(path, stage, done, total)
 
     return tell
+
+
+def _note(path: Path, stage: str, done: int, total: int) -> None:
+    """Write the state of a task."""
+    # only the screen shows it, so a full disk may lose it, and it need not survive a crash
+    with contextlib.suppress(OSError):
+        temporary = temporary_beside(path)
+        temporary.write_text(json.dumps([stage, done, total]), encoding="utf-8")
+        os.replace(temporary, path)

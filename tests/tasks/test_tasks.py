@@ -155,6 +155,38 @@ def test_the_view_estimates_what_is_left(tmp_path, monkeypatch, caplog):
     assert [duration(s) for s in (5, 600, 3600 * 5)] == ["5 s", "10 min", "5.0 h"]
 
 
+def test_the_view_shows_no_task_that_a_cluster_still_queues(tmp_path, caplog):
+    view, handed = View(), {task.name: (task, tmp_path / task.name) for task in (ADD, DIE)}
+    view.expect([ADD, DIE], later=[])
+    (tmp_path / "die").mkdir()
+    (tmp_path / "die" / PROGRESS_FILE).write_text(json.dumps(["", 0, 0]))
+    with caplog.at_level("INFO", "nasfast"):
+        view.show(handed)
+    assert caplog.messages == ["0 of 2 tasks ended; running die"]
+
+
+def test_a_task_counts_as_begun_from_its_begin_to_its_end(tmp_path, monkeypatch):
+    class Kills(Answers):
+        """An executor whose worker is killed in the first attempt, behind the begin of the task."""
+
+        def submit(self, task, folder, deadline):
+            begun.append((folder / PROGRESS_FILE).exists())
+            if len(begun) == 1:
+                folder.mkdir(parents=True)
+                (folder / PROGRESS_FILE).write_text(json.dumps(["supernet", 1, 4]))
+            return super().submit(task, folder, deadline)
+
+    begun = []
+    with TaskRunner(tmp_path) as runner:
+        runner._take(Kills(("failed", "killed"), ("done", "")), runner._stack)
+        runner.run([ADD])
+    assert begun == [False, False], "the second attempt, which is queued, is shown as the first one"
+
+    monkeypatch.setattr(task_functions, "add", lambda folder, a, b: (folder / PROGRESS_FILE).read_text())
+    assert here(ADD, tmp_path / "here") == ("done", "")
+    assert saved_result(tmp_path / "here/deep/add", ADD) == (json.dumps(["", 0, 0]),)
+
+
 def test_only_listeners_hear_of_progress():
     heard = []
     with progress.listening(lambda *state: heard.append(state)):
