@@ -6,9 +6,10 @@ The overhead has two parts: what each task takes besides its own time (its lock,
 worker and back), and what the first task of a worker takes, because the worker starts and imports PyTorch. Tasks sleep,
 so that other programs on the same cores count less.
 
-`--kills N` trains small supernets as tasks of two workers and kills the driver or a worker with SIGKILL at random
-moments, N times in all, over as many rounds as that takes. After each round, all results must have the bytes of
-undisturbed ones; `resumed` counts attempts that continued from a checkpoint.
+`--kills N` trains small supernets as tasks of two workers and kills the driver or a worker with SIGKILL, N times in
+all, over as many rounds as that takes. A part of the kills comes at any moment, the others wait until a task has a
+checkpoint and is not finished. After each round, all results must have the bytes of undisturbed ones. `saved` counts
+the kills that hit a task with a checkpoint, `resumed` the attempts that continued from one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from nasfast.train import TrainConfig, train_supernet
 
 _NETWORKS, _WORKERS = 4, 2
 _MOST_SECONDS = 5.0
-"""Longest time from the moment at which a worker is seen at work to the kill."""
+"""Longest time from the moment at which a worker is seen at work to a kill at any moment."""
+
+_SAVED_SHARE, _MOST_SECONDS_SAVED = 0.7, 1.0
+"""Share of the kills that wait for a checkpoint of a running task, and the longest time from then to the kill."""
 
 _DRIVER_SHARE = 0.25
 """Share of the kills that hit the driver."""
@@ -92,10 +96,12 @@ def drive(folder: str, epochs: int) -> None:
     sys.exit(f"not done: {bad}" if bad else 0)
 
 
-def kills(number: int, seed: int, epochs: int = 40) -> dict[str, Any]:
+def kills(number: int, seed: int, epochs: int = 100) -> dict[str, Any]:
     """Kill drivers and workers `number` times; counts of kills, rounds and results of other bytes."""
     rng = random.Random(seed)
-    found: dict[str, Any] = {"driver": 0, "worker": 0, "rounds": 0, "resumed": 0, "different": [], "lost": []}
+    found: dict[str, Any] = {
+        "driver": 0, "worker": 0, "saved": 0, "resumed": 0, "rounds": 0, "different": [], "lost": [],
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for task in _networks(epochs):
             assert execute(task, f"{folder}/undisturbed/{task.name}", ".", None)[0] == "done"
@@ -118,21 +124,7 @@ def _round(target: Path, epochs: int, number: int, rng: random.Random, found: di
     while True:
         driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         while driver.poll() is None and found["driver"] + found["worker"] < number:
-            workers = _workers(target, driver.pid)
-            if not workers:
-                time.sleep(0.01)
-                continue
-            time.sleep(rng.uniform(0, _MOST_SECONDS))
-            if rng.random() < _DRIVER_SHARE:
-                driver.kill()
-                found["driver"] += 1
-            else:
-                victim = rng.choice(workers)
-                try:
-                    os.kill(victim, signal.SIGKILL)
-                    found["worker"] += 1
-                except ProcessLookupError:
-                    continue
+            _kill(driver, target, rng, found)
         _, said = driver.communicate()
         if driver.returncode == 0:
             return
@@ -140,18 +132,43 @@ def _round(target: Path, epochs: int, number: int, rng: random.Random, found: di
             raise RuntimeError(f"the driver ended with status {driver.returncode}: {said}")
 
 
-def _workers(target: Path, driver: int) -> list[int]:
-    """Numbers of the processes of this driver that hold the lock of a task."""
-    numbers = []
+def _kill(driver: subprocess.Popen[str], target: Path, rng: random.Random, found: dict[str, Any]) -> None:
+    """Kill the driver or a worker at a random moment, and count it; nothing if there is none any more."""
+    aims = rng.random() < _SAVED_SHARE
+    while driver.poll() is None:
+        workers = _workers(target, driver.pid)
+        if any(saved for saved in workers.values()) if aims else workers:
+            break
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, _MOST_SECONDS_SAVED if aims else _MOST_SECONDS))
+    workers = _workers(target, driver.pid)
+    if rng.random() < _DRIVER_SHARE:
+        if driver.poll() is None:
+            driver.kill()
+            found["driver"] += 1
+            found["saved"] += any(workers.values())
+    elif candidates := [victim for victim, saved in workers.items() if saved or not aims]:
+        victim = rng.choice(candidates)
+        try:
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        found["worker"] += 1
+        found["saved"] += workers[victim]
+
+
+def _workers(target: Path, driver: int) -> dict[int, bool]:
+    """Numbers of the processes of this driver that hold the lock of a task, and whether it has a checkpoint."""
+    found = {}
     for path in target.glob("net-*/.lock"):
         try:
             number = json.loads(path.read_text())["pid"]
             parent = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1]
         except (OSError, ValueError):
             continue
-        if int(parent) == driver:
-            numbers.append(number)
-    return numbers
+        if int(parent) == driver and not (path.parent / TASK_FILE).exists():
+            found[number] = any(path.parent.glob("checkpoints/*.safetensors"))
+    return found
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
