@@ -61,6 +61,7 @@ def test_orthogonal_filters_against_gaussian(table, kind, act, norm, ratio):
     assert sum(ratios) / len(ratios) == pytest.approx(ratio, rel=0.2)
 
 
+@pytest.mark.slow
 def test_ratio_of_gaussian_to_itself_and_quantiles(table):
     for found in table.rows:
         if found.setting.kind == "gaussian":

@@ -190,6 +190,7 @@ def test_correlation_map_has_slope_chi_at_one(sigma_w, sigma_b):
     assert (c > 1 - 1e-6) == (found.chi < 1)
 
 
+@pytest.mark.slow
 def test_phase_diagram_is_the_fixed_points_and_fast():
     w, b = np.linspace(0.5, 3, 60), np.linspace(0, 1, 60)
     for name in ACTIVATIONS:

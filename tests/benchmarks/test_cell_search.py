@@ -107,6 +107,7 @@ def test_what_the_table_says(table):
     assert "one_edge_away" not in absent
 
 
+@pytest.mark.slow
 def test_rows_are_written_once_and_shown(table, tmp_path, monkeypatch, capsys):
     images = write_folder(tmp_path / "images", dict.fromkeys("abcdefghij", 16), side=32)
     names = ("nasi", "darts, second order", "random")

@@ -225,6 +225,7 @@ def test_d():
 """
 
 
+@pytest.mark.slow
 def test_a_lost_context_costs_one_test(tmp_path):
     pytest.importorskip("xdist")
     (tmp_path / "test_some.py").write_text(TESTS)

@@ -257,7 +257,7 @@ HELP = """if True:
 """
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["doctor"]])
+@pytest.mark.parametrize("flags", [["--help"], pytest.param(["doctor"], marks=pytest.mark.slow)])
 def test_a_reader_that_ends_early_is_no_error(flags):
     process = subprocess.Popen(
         [sys.executable, "-m", "nasfast", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

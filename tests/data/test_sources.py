@@ -194,6 +194,7 @@ def test_a_source_without_files_has_no_file_to_give():
         source.file(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_cluttered_digit_holds_a_digit_of_its_label_and_of_its_part(split):
     source, again, digits = ClutteredDigitsSource(split), ClutteredDigitsSource(split), load_digits()

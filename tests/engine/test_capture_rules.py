@@ -27,6 +27,7 @@ SPACES = {
     "nas_bench_macro": spaces.nas_bench_macro,
     "digits_mini": spaces.digits_mini,
 }
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("mobilenet_v2", "shufflenet_v2")]
 # they read numbers on the host without an operator that a mode sees on CPU tensors
 HOST_METHODS = ("tolist", "numpy", "__array__", "cpu", "cuda", "pin_memory")
 
@@ -144,7 +145,7 @@ def record_every_candidate(engine, space):
 
 
 @pytest.mark.parametrize("trainable", ["indicators", "bn", "all"])
-@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("name", [*LARGE, "nas_bench_macro", "digits_mini"])
 def test_every_candidate_can_be_recorded(name, trainable, rules):
     space = SPACES[name]()
     with use_backend("triton"), noted_launches(run=False) as launches:

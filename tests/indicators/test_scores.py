@@ -166,6 +166,7 @@ def test_recalibrated_accuracy_needs_training_images(trained):
     assert 0.25 < found[0, 0, 0, 0] <= 1
 
 
+@pytest.mark.slow
 def test_every_score_gives_a_table_or_says_why_not(macro_space):
     net = Supernet(macro_space, init="aligned")
     images = batches(2, resolution=12)

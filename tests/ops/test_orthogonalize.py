@@ -318,6 +318,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_fill_by_two_threads_ends(native):
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     subprocess.run([sys.executable, "-c", _FILLS], env=environment, check=True, timeout=120)

@@ -215,6 +215,7 @@ def test_workers_that_are_forked_have_their_own(pool, others):
     assert pool.pool_bytes()[0] == others + y.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 3 << 30], ids=["plain", "little address space"])
 def test_tensors_outlive_the_interpreter(limit):
     code = (

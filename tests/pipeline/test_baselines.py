@@ -54,6 +54,7 @@ def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
     assert counts == pytest.approx([round(c) for c in counts], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_evolution_over_a_table_has_a_history_too(run_dir, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)

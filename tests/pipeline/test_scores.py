@@ -46,6 +46,7 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
     assert [again.score(a) for a in evidence.sample(5)] == [table.score(a) for a in evidence.sample(5)]
 
 
+@pytest.mark.slow
 def test_another_score_of_the_same_supernet(run_dir, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)

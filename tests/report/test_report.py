@@ -225,6 +225,7 @@ def test_damaged_files_are_named_not_fatal(finished_run, tmp_path, content):
     assert page_of(tmp_path / "run").text.count("cannot be read") == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_damage_takes_the_page_with_it(finished_run, tmp_path, monkeypatch, seed):
     """Values of other kinds, noise and cuts in any file."""

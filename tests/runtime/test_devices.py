@@ -49,6 +49,7 @@ def test_last():
 """
 
 
+@pytest.mark.slow
 def test_where_there_is_a_gpu_only_tests_with_the_mark_find_it(tmp_path):
     (tmp_path / "with_a_gpu.py").write_text(WITH_A_GPU)
     (tmp_path / "test_some.py").write_text(TESTS)

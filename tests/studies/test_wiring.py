@@ -240,6 +240,7 @@ def test_help_and_unknown_kinds(capsys):
         assert stopped.value.code == 2
 
 
+@pytest.mark.slow
 def test_theorems_as_a_study_and_as_a_command(tmp_path):
     cfg = TheoremsConfig(channels=2, batch=4, threads=1)
     report = theorems_study(cfg)

@@ -92,8 +92,8 @@ def test_two_tasks_of_one_name_are_refused(tmp_path):
 
 
 def test_two_drivers_of_one_folder_are_refused(tmp_path, monkeypatch):
-    with run_lock(tmp_path):
-        monkeypatch.setattr("nasfast.runtime.lock._held", {})  # as another process sees it
+    with run_lock(tmp_path), monkeypatch.context() as other:
+        other.setattr("nasfast.runtime.lock._held", {})  # as another process sees it
         with pytest.raises(RunDirectoryError, match="in use by"), TaskRunner(tmp_path):
             pass
 
