@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from nasfast.config import load_yaml, portable
+from nasfast.config import ConfigError, load_yaml, portable
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, worth_of_score
-from nasfast.report.page import embedded, escape, page_of, table_of
+from nasfast.report.page import cards_of, command_of, embedded, escape, folded, page_of, table_of
 from nasfast.runtime.files import read_metrics, write_atomic
-from nasfast.search import SearchResult, load_candidates, pareto_front, sample_under
-from nasfast.spaces import SearchSpace, format_arch, get_space
+from nasfast.search import SearchConfig, SearchResult, load_candidates, pareto_front, sample_under
+from nasfast.spaces import Arch, SearchSpace, format_arch, get_space
 
 # Number of random architectures in the figure of score against MACs.
 _CLOUD = 1000
@@ -31,8 +33,14 @@ _STALE = (
 )
 _USE = """import nasfast
 
-model = nasfast.load_model({!r})  # nn.Module; model.images has the classes and the preprocessing
-print(nasfast.classify(model, "photo.jpg"))  # the most probable classes with their probabilities"""
+# an nn.Module; model.images has the classes and the preprocessing
+model = nasfast.load_model({!r})
+# the most probable classes with their probabilities
+print(nasfast.classify(model, "photo.jpg"))"""
+_LEGEND = (
+    "k: size of the convolution kernel. e: hidden channels per input channel (expansion). se: squeeze-and-excitation "
+    "with its ratio. skip: the layer is left out. s2: stride 2."
+)
 _AT_CHANCE = (
     "The supernet's training accuracy is at chance, so the ranking does not come from what it learned. Check the "
     "ranking with <code>nasfast rank</code> or by the comparison with random architectures."
@@ -98,8 +106,8 @@ class _Run:
         return {path.parent.name: self.form(str(path.relative_to(self.folder)), "nasfast retrain") for path in files}
 
     def figure(self, name: str, figure: Figure, caption: str) -> str:
-        """Write `report/NAME.png` and return it as an embedded image."""
-        return embedded(figure, caption, self.folder / "report" / f"{name}.png")
+        """Write `report/NAME.svg` and return it as an embedded image."""
+        return embedded(figure, caption, self.folder / "report" / f"{name}.svg")
 
 
 def at_chance(top1: float, num_classes: int) -> bool:
@@ -133,6 +141,8 @@ def write_report(run_dir: str | Path) -> Path:
         ("indicators", "Indicators", _heatmap),
         ("supernet", "Supernet training", _supernet_curves),
         ("retrain", "Retraining", _retrain),
+        ("use", "Use the network", _use),
+        ("stability", "Stability between seeds", _stability),
         ("rank", "Rank correlation", _rank),
         ("config", "Configuration", _config),
         ("environment", "Environment", _environment),
@@ -199,8 +209,7 @@ def _summary(run: _Run) -> str:
         )
     if best.optimal:
         sentences.append(escape(worth_of_score(run.folder)))
-    html_cards = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
-    return f'<div class="cards">{html_cards}</div>' + "".join(f"<p>{s}</p>" for s in sentences)
+    return cards_of(cards) + "".join(f"<p>{s}</p>" for s in sentences)
 
 
 def _label_of(comparison: Comparison) -> str:
@@ -212,21 +221,42 @@ def _label_of(comparison: Comparison) -> str:
 def _strip(run: _Run) -> str:
     figure = plots.architecture_strip(run.space, run.result.candidates[0].arch)
     caption = "Height: output channels (square-root scale). Hue: kernel. Shade: expansion. Arrow: stride."
-    return run.figure("architecture", figure, caption)
+    return run.figure("architecture", figure, caption) + _choices(run.space)
+
+
+def _choices(space: SearchSpace) -> str:
+    """What the numbers of an architecture stand for; layers with the same candidates share rows."""
+    layers: dict[tuple[tuple[int, str], ...], list[int]] = {}
+    for i, layer in enumerate(space.layers):
+        layers.setdefault(tuple((choice, layer.label(choice)) for choice in layer.options), []).append(i)
+    rows = [
+        [_ranges(places) if j == 0 else "", choice, label]
+        for options, places in layers.items()
+        for j, (choice, label) in enumerate(options)
+    ]
+    table = table_of(["layers", "number", "candidate"], rows, text_columns=(0, 2))
+    return f'<p class="soft">{_LEGEND}</p>' + folded("What each number of an architecture stands for", table)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0 to 3, 5` for ascending numbers 0, 1, 2, 3, 5."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{low} to {high}" if high > low else str(low) for low, high in zip(starts, ends, strict=True))
 
 
 def _top_k(run: _Run) -> str:
     rows, tables = [], run.result.tables
     for place, c in enumerate(run.result.candidates, 1):
         costs = [_millions(c.macs), _millions(c.params), *(f"{v:.4g}" for v in c.values)]
-        proof = f"highest score (gap {c.gap:.1e})" if c.optimal else "not proven"
-        rows.append([place, f"{c.score:.6g}", *costs, format_arch(c.arch), proof, c.status])
+        proof = f"highest score (gap {c.gap:.1e})" if c.optimal else f"not proven: {c.status}"
+        rows.append([place, f"{c.score:.6g}", *costs, format_arch(c.arch), proof])
     note = (
         "Highest score: no architecture within the limits scores higher, except those listed above it. The gap is the "
         f"distance between its score and the proven bound. {escape(worth_of_score(run.folder))}"
     )
     costs = ["MACs", "parameters", *(f"{t.quantity}, {t.unit}" for t in tables)]
-    header = ["#", "score", *costs, "architecture", "proof", "status"]
+    header = ["#", "score", *costs, "architecture", "proof"]
     return table_of(header, rows, text_columns=range(len(costs) + 2, len(header))) + f'<p class="soft">{note}</p>'
 
 
@@ -288,6 +318,7 @@ def _supernet_curves(run: _Run) -> str:
 
 def _retrain(run: _Run) -> str:
     results = run.retrained
+    tables, costs = _table_costs(run)
     rows = [
         [
             name,
@@ -295,17 +326,18 @@ def _retrain(run: _Run) -> str:
             _percent(r["top5"]),
             _millions(r["macs"]),
             _millions(r["params"]),
+            *costs(tuple(r["arch"])),
             r["epochs"],
             f"{r['seconds']:,.0f}",
             format_arch(r["arch"]),
         ]
         for name, r in results.items()
     ]
-    header = ["network", "top-1", "top-5", "MACs", "parameters", "epochs", "seconds", "architecture"]
+    header = ["network", "top-1", "top-5", "MACs", "parameters", *tables, "epochs", "seconds", "architecture"]
     stages = [s for s in dict.fromkeys(m["stage"] for m in run.metrics) if s.startswith("retrain/")]
     if not results and not stages:
         raise _NotRun("`nasfast retrain` writes retrain/*/result.json")
-    table = table_of(header, rows, text_columns=(0, 7)) if rows else ""
+    table = table_of(header, rows, text_columns=(0, len(header) - 1)) if rows else ""
     if "best" in results and (run.folder / "archs.json").exists():
         # the summary reports a damaged archs.json
         try:
@@ -314,12 +346,70 @@ def _retrain(run: _Run) -> str:
             current = True
         if not current:
             table = f'<p class="note">{_STALE}</p>{table}'
-    use = (
-        f"<p>To use the network:</p><pre>{escape(_USE.format(str(run.folder / 'retrain' / 'best')))}</pre>"
-        if results
-        else ""
+    return table + (_curves(run, "retrain", stages, "nasfast retrain") if stages else "")
+
+
+def _table_costs(run: _Run) -> tuple[list[str], Callable[[Arch], list[str]]]:
+    """The headings of the costs of the search's tables, and what gives them for an architecture.
+
+    They are read from the tables' files. Where these are gone or are others, only architectures that the search found
+    have them.
+    """
+    try:
+        result, space = run.result, run.space
+        search = SearchConfig.from_dict(load_yaml(run.folder / "config.yaml").get("search") or {})
+    except (_NotRun, ValueError, OSError):
+        # the sections of these files say so
+        return [], lambda arch: []
+    found = {c.arch: c.values for c in result.candidates}
+    limits = None
+    # a file may be gone, or a table of another space
+    with contextlib.suppress(ConfigError):
+        limits = search.limits_in(space)
+    if limits and [(t.quantity, t.unit) for t, _ in limits.tables] != [(t.quantity, t.unit) for t in result.tables]:
+        limits = None
+
+    def costs(arch: Arch) -> list[str]:
+        values = found.get(arch) or (limits.values(arch) if limits else None)
+        return [f"{value:.4g}" for value in values] if values else ["-"] * len(result.tables)
+
+    return [f"{t.quantity}, {t.unit}" for t in result.tables], costs
+
+
+def _use(run: _Run) -> str:
+    results = run.retrained
+    if not results:
+        raise _NotRun("`nasfast retrain` trains a network to use")
+    name = "best" if "best" in results else next(iter(results))
+    export = shlex.join(["nasfast", "export", "--out", str(run.folder), *([] if name == "best" else ["--name", name])])
+    return (
+        f"<p>In Python, for a photograph or as a module of your own program:</p>"
+        f"{command_of(_USE.format(str(run.folder / 'retrain' / name)))}"
+        "<p>For other programs, as safetensors and ONNX, checked with onnxruntime where that is installed:</p>"
+        f"{command_of(export)}"
+        '<p class="soft">The accuracy above is about images like those of the validation set; check it on your own '
+        "before you rely on it.</p>"
     )
-    return table + use + (_curves(run, "retrain", stages, "nasfast retrain") if stages else "")
+
+
+def _stability(run: _Run) -> str:
+    parent = run.folder.resolve().parent / "stability.json"
+    if not parent.exists():
+        config, out = str(run.folder / "config.yaml"), f"{run.folder}-seeds"
+        command = shlex.join(["nasfast", "run", "--config", config, "--out", out, "--seeds", "3"])
+        return (
+            "<p>This is one seed, so whether others find the same is not known. This repeats the run with three:</p>"
+            f"{command_of(command)}"
+        )
+    form = json.loads(parent.read_text(encoding="utf-8"))
+    found = form["agreement"]
+    page = '<a href="../report.html">The page of all seeds</a>'
+    if found is None:
+        return f"<p>This is one of {form['seeds']} seeds; too few of them are scored to compare. {page}.</p>"
+    return (
+        f"<p>This is one of {form['seeds']} seeds. Kendall's tau between two seeds is {_interval(found['tau'])}: the "
+        f"ranking is {'stable' if found['stable'] else 'not stable'}. {page} has the rest.</p>"
+    )
 
 
 def _curves(run: _Run, name: str, stages: Sequence[str], command: str) -> str:
@@ -355,13 +445,13 @@ def _rank(run: _Run) -> str:
 
 
 def _config(run: _Run) -> str:
-    return f"<pre>{escape(run.text('config.yaml', 'nasfast run'))}</pre>"
+    return folded("All settings", f"<pre>{escape(run.text('config.yaml', 'nasfast run'))}</pre>")
 
 
 def _environment(run: _Run) -> str:
     form = run.form("environment.json", "nasfast run")
     rows = [[key, "; ".join(value) if isinstance(value, list) else str(value)] for key, value in form.items()]
-    return table_of(["", ""], rows, text_columns=(0, 1))
+    return folded("Versions and machine", table_of(["", ""], rows, text_columns=(0, 1)))
 
 
 def _interval(form: Mapping[str, float | None]) -> str:

@@ -14,10 +14,13 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from nasfast.indicators.table import IndicatorTable
+from nasfast.report.style import EMPTY, INK, ON_DARK, ON_LIGHT
+from nasfast.report.vector import with_value
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
 # Okabe and Ito's palette, whose colours can be distinguished with any colour vision.
@@ -70,16 +73,18 @@ def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure
             grid[i, labels.index(layer.label(choice))] = score
     column = np.array([[np.nan if s is None else s] for s in table.layer])
     with_layer = not np.isnan(column).all()
-    height = 1.4 + 0.27 * len(layers)
-    figure = Figure(figsize=(3.4 + 0.75 * (len(labels) + 2 * with_layer), height), dpi=144, layout="constrained")
-    axes = figure.subplots(
-        1, 1 + with_layer, squeeze=False, width_ratios=[len(labels), 1.3][: 1 + with_layer], sharey=True
-    )[0]
-    _heat(figure, axes[0], grid, "block score $S_v$ = mean |γ|", "viridis", show_bar=True)
-    axes[0].set_xticks(range(len(labels)), map(literal, labels), fontsize=9)
+    figure, axes = new_figure(
+        3.4 + 0.75 * (len(labels) + 2 * with_layer),
+        1.4 + 0.27 * len(layers),
+        columns=1 + with_layer,
+        width_ratios=[len(labels), 1.3][: 1 + with_layer],
+        sharey=True,
+    )
     axes[0].set_yticks(range(len(layers)), [_layer_name(i, layer) for i, layer in enumerate(layers)], fontsize=8)
+    _heat(figure, axes[0], grid, "block score $S_v$ = mean |γ|", "viridis")
+    axes[0].set_xticks(range(len(labels)), map(literal, labels), fontsize=9)
     if with_layer:
-        _heat(figure, axes[1], column, "$S_u$", "magma", show_bar=True)
+        _heat(figure, axes[1], column, "$S_u$", "magma")
         axes[1].set_xticks([0], ["layer"], fontsize=9)
     for i, choice in enumerate(arch or ()):
         if choice != SKIP:
@@ -117,10 +122,10 @@ def score_cost(
         ax.scatter(costs, scores, s=9, color=_BLUE, zorder=3)
     if chosen:
         costs, scores = np.array(chosen).T
-        ax.scatter(costs[1:], scores[1:], s=45, color=_ORANGE, ec="black", lw=0.6, zorder=4, label="top K")
-        ax.scatter(costs[:1], scores[:1], s=170, marker="*", color=_RED, ec="black", lw=0.6, zorder=5, label="best")
+        ax.scatter(costs[1:], scores[1:], s=45, color=_ORANGE, ec=INK, lw=0.6, zorder=4, label="top K")
+        ax.scatter(costs[:1], scores[:1], s=170, marker="*", color=_RED, ec=INK, lw=0.6, zorder=5, label="best")
     if limit is not None:
-        ax.axvline(limit, color="black", lw=1, ls="--", label=f"limit {limit:,.4g}")
+        ax.axvline(limit, color=INK, lw=1, ls="--", label=f"limit {limit:,.4g}")
     ax.set(xlabel=literal(label), ylabel="score", title="Score against cost")
     legend = ax.legend(fontsize=8, frameon=False, loc="lower right")
     if cloud:
@@ -137,8 +142,8 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
     """
     layers = list(zip(space.layers, arch, strict=True))
     width = max(6.0, 1.6 + 0.52 * len(layers))
-    figure = Figure(figsize=(width, 4.6), dpi=144, layout="constrained")
-    strip, bars = figure.subplots(2, 1, sharex=True, height_ratios=[2.1, 1])
+    figure, (strip, bars) = new_figure(width, 4.6, rows=2, sharex=True, height_ratios=[2.1, 1])
+    macs = [layer.cost(choice).macs / 1e6 for layer, choice in layers]
     widest = math.sqrt(max(layer.out_channels for layer, _ in layers))
     shown: dict[str, str] = {}
     for i, (layer, choice) in enumerate(layers):
@@ -146,47 +151,56 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
         skipped = choice == SKIP or (layer.choices[choice].kind == "identity" and layer.normal)
         colour = "none" if skipped else _block_colour(layer.choices[choice])
         text = "skip" if skipped else layer.label(choice)
-        strip.add_patch(
-            Rectangle((i - 0.4, -height / 2), 0.8, height, fc=colour, ec="black", lw=0.8, ls="--" if skipped else "-")
+        outline = "--" if skipped else "-"
+        block = Rectangle((i - 0.4, -height / 2), 0.8, height, fc=colour, ec=INK, lw=0.8, ls=outline)
+        with_value(
+            strip.add_patch(block),
+            f"layer {i}: {text}\n{layer.in_channels} to {layer.out_channels} channels, stride {layer.stride}\n"
+            f"{macs[i]:,.4g} M MACs, {layer.cost(choice).params:,} parameters",
         )
         dark = not skipped and np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) < 0.55
-        strip.text(
-            i, 0, literal(text), rotation=90, ha="center", va="center", fontsize=8, color="white" if dark else "black"
-        )
+        ink = INK if skipped else ON_DARK if dark else ON_LIGHT
+        strip.text(i, 0, literal(text), rotation=90, ha="center", va="center", fontsize=8, color=ink)
         if layer.stride > 1:
             strip.annotate(f"s{layer.stride}\n▼", (i - 0.5, height / 2 + 0.03), ha="center", va="bottom", fontsize=8)
         first = i == 0 or layer.out_channels != space.layers[i - 1].out_channels
         if first:
-            strip.text(i - 0.4, -height / 2 - 0.04, f"{layer.out_channels} ch", fontsize=8, va="top", color="#444444")
+            strip.text(i - 0.4, -height / 2 - 0.04, f"{layer.out_channels} ch", fontsize=8, va="top")
         if not skipped:
             shown.setdefault(text, colour)
     strip.set(ylim=(-0.68, 0.74), xlim=(-0.8, len(layers) - 0.2))
     strip.axis("off")
     cost = space.fixed_cost + sum((layer.cost(c) for layer, c in layers), type(space.fixed_cost)())
     strip.set_title(f"{literal(space.name)}: {cost.macs / 1e6:,.1f} M MACs, {cost.params / 1e6:,.2f} M parameters")
-    handles = [Patch(fc=shown[text], ec="black", lw=0.6, label=literal(text)) for text in sorted(shown)]
+    handles = [Patch(fc=shown[text], ec=INK, lw=0.6, label=literal(text)) for text in sorted(shown)]
     figure.legend(handles=handles, ncols=max(1, len(handles)), fontsize=8, frameon=False, loc="outside lower center")
-    macs = [layer.cost(choice).macs / 1e6 for layer, choice in layers]
-    bars.bar(range(len(layers)), macs, width=0.8, color="#5b6770")
+    draw_bars(bars, range(len(layers)), macs, [f"layer {i}: {value:,.4g} M MACs" for i, value in enumerate(macs)])
     bars.set(ylabel="M MACs", xlabel="layer", xticks=range(len(layers)))
     bars.tick_params(labelsize=8)
-    _despine(bars)
     return figure
 
 
-def new_figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of this size in inches and its axes, row by row, in the style of the report."""
+def draw_bars(ax: Axes, at: Any, heights: Any, values: Sequence[str], **style: Any) -> None:
+    """Bars that show their values on hover; `style` goes to matplotlib."""
+    for bar, value in zip(ax.bar(at, heights, **{"width": 0.8, "color": GREY, **style}), values, strict=True):
+        with_value(bar, value)
+
+
+def new_figure(
+    width: float, height: float, *, rows: int = 1, columns: int = 1, **layout: Any
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of this size in inches and its axes, row by row, in the style of the report.
+
+    `layout` goes to `Figure.subplots`. The axes have no background, so that the page is seen.
+    """
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    axes = list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
     for ax in axes:
-        _despine(ax)
+        ax.set_facecolor("none")
+        ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
         ax.set_axisbelow(True)
     return figure, axes
-
-
-def _despine(ax: Axes) -> None:
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def _smoothed(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -207,26 +221,32 @@ def _plot_evaluation(
         ax.plot(*zip(*points, strict=True), color=colour, ls="--", marker="o", ms=4, lw=1, label=label)
 
 
-def _heat(figure: Figure, ax: Axes, grid: np.ndarray, title: str, colours: str, *, show_bar: bool) -> None:
-    """Draw a grid as an image with its numbers; cells without a score are grey."""
-    cmap = colormaps[colours].with_extremes(bad="#e3e3e3")
-    image = ax.imshow(np.ma.masked_invalid(grid), aspect="auto", cmap=cmap)
+def draw_cells(ax: Axes, grid: np.ndarray, colours: str, **limits: Any) -> AxesImage:
+    """Draw a grid as coloured cells, with `vmin` and `vmax` of the colours; cells that are nan look empty."""
+    ax.set_facecolor(EMPTY)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    cmap = colormaps[colours].with_extremes(bad=(0, 0, 0, 0))
+    # "none" keeps one pixel per cell in a vector figure, which stays sharp at any size
+    return ax.imshow(np.ma.masked_invalid(grid), aspect="auto", cmap=cmap, interpolation="none", **limits)
+
+
+def _heat(figure: Figure, ax: Axes, grid: np.ndarray, title: str, colours: str) -> None:
+    """Draw a grid as coloured cells with their numbers and a colour bar."""
+    image = draw_cells(ax, grid, colours)
     low, high = image.get_clim()
     digits = 3 if high - low < _FINE_SPREAD else 2
     for (i, j), value in np.ndenumerate(grid):
         if not math.isnan(value):
-            bright = high > low and (value - low) / (high - low) > 0.6
-            ax.text(
-                j, i, f"{value:.{digits}f}", ha="center", va="center", fontsize=7, color="black" if bright else "white"
-            )
+            ink = ON_LIGHT if high > low and (value - low) / (high - low) > 0.6 else ON_DARK
+            ax.text(j, i, f"{value:.{digits}f}", ha="center", va="center", fontsize=7, color=ink)
     ax.set_title(title, fontsize=10)
-    ax.tick_params(length=0)
-    if show_bar:
-        bar = figure.colorbar(image, ax=ax, pad=0.02, aspect=40)
-        # without offset, because "+1" above ticks of thousandths hides that all scores are near 1
-        bar.formatter = ScalarFormatter(useOffset=False)
-        bar.update_ticks()
-        bar.ax.tick_params(labelsize=8)
+    bar = figure.colorbar(image, ax=ax, pad=0.02, aspect=40)
+    # without offset, because "+1" above ticks of thousandths hides that all scores are near 1
+    bar.formatter = ScalarFormatter(useOffset=False)
+    bar.update_ticks()
+    bar.ax.tick_params(labelsize=8)
 
 
 def literal(text: str) -> str:
@@ -244,6 +264,7 @@ def _block_colour(block: Any) -> str:
     if block.kind == "identity":
         return "#d0d0d0"
     base = np.array(to_rgb(_RED if block.kind == "shuffle_xception" else _KERNEL_COLOURS.get(block.kernel, GREY)))
-    if block.kind == "mbconv":
-        base = 1 - (1 - base) * min(1.0, 0.35 + 0.65 * block.expand / 6)
+    # never quite the colour of the palette, which is lighter in a dark page: the text in the block does not change
+    shade = min(1.0, 0.35 + 0.65 * block.expand / 6) if block.kind == "mbconv" else 1.0
+    base = 1 - (1 - base) * 0.97 * shade
     return "#" + "".join(f"{round(255 * v):02x}" for v in base)

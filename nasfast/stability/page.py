@@ -13,8 +13,9 @@ from nasfast.config import portable
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import at_chance
 from nasfast.report.evidence import Comparison, compare_runs, is_peer
-from nasfast.report.page import cards_of, embedded, escape, page_of, table_of
-from nasfast.report.plots import SERIES, new_figure
+from nasfast.report.page import cards_of, embedded, escape, folded, page_of, table_of
+from nasfast.report.plots import SERIES, draw_bars, new_figure
+from nasfast.report.style import INK
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
 from nasfast.settings.run import CONFIG_FILE
 from nasfast.spaces import format_arch
@@ -41,6 +42,7 @@ def write_stability_page(run_dir: str | Path) -> Path:
     """
     folder = Path(run_dir)
     form = unseal((folder / STABILITY_FILE).read_text(encoding="utf-8"))
+    config = (folder / CONFIG_FILE).read_text(encoding="utf-8")
     sections = [("summary", "Summary", _summary(folder, form))]
     if form["agreement"] is not None:
         sections += [
@@ -50,7 +52,7 @@ def write_stability_page(run_dir: str | Path) -> Path:
         ]
     sections += [
         ("seeds", "Seeds", _seeds(folder, form)),
-        ("config", "Configuration", f"<pre>{escape((folder / CONFIG_FILE).read_text(encoding='utf-8'))}</pre>"),
+        ("config", "Configuration", folded("all settings", f"<pre>{escape(config)}</pre>")),
     ]
     page = page_of(portable(folder.resolve().name), "nasfast run --seeds", sections)
     path = folder / "report.html"
@@ -241,7 +243,7 @@ def _agreement(folder: Path, found: Mapping[str, Any]) -> str:
     return (
         table_of(["", "tau between seeds"], rows, text_columns=(0,))
         + f'<p class="soft">{escape(note)}</p>'
-        + embedded(_layer_figure(found["layers"]), caption, folder / "report" / "layers.png")
+        + embedded(_layer_figure(found["layers"]), caption, folder / "report" / "layers.svg")
         + table_of(header, layers, text_columns=())
     )
 
@@ -252,8 +254,9 @@ def _layer_figure(layers: Sequence[Mapping[str, Any]]) -> Figure:
     at = [layer["layer"] for layer in known]
     tau = np.array([[layer["tau"][key] for key in ("value", "low", "high")] for layer in known]).reshape(-1, 3)
     spread = np.abs(tau[:, 1:] - tau[:, :1]).T
-    ax.bar(at, tau[:, 0], color=SERIES[0], width=0.7, yerr=spread, ecolor="#333333", capsize=3)
-    ax.axhline(0, color="black", lw=0.8)
+    values = [f"layer {layer['layer']}: {_estimate(layer['tau'])}" for layer in known]
+    draw_bars(ax, at, tau[:, 0], values, color=SERIES[0], width=0.7, yerr=spread, ecolor=INK, capsize=3)
+    ax.axhline(0, color=INK, lw=0.8)
     ax.set(xlabel="layer", ylabel="tau between seeds", ylim=(-1.05, 1.05), xticks=[layer["layer"] for layer in layers])
     return figure
 

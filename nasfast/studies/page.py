@@ -127,7 +127,7 @@ def _page(form: Form, images: Path) -> Page:
         sections.append(claims_section(form))
     for i, figure in enumerate(form["figures"], 1):
         file = "".join(c if c.isalnum() else "_" for c in figure["title"])
-        image = embedded(study_figure(figure), drawings()[figure["kind"]].caption, images / f"{i}_{file}.png")
+        image = embedded(study_figure(figure), drawings()[figure["kind"]].caption, images / f"{i}_{file}.svg")
         sections.append((f"figure{i}", escape(figure["title"]), image))
     for i, table in enumerate(form["tables"], 1):
         header, rows = table["header"], table["rows"]

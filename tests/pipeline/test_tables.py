@@ -50,7 +50,7 @@ def test_a_latency_limit_reaches_result_and_report(run, capsys):
     assert main(["report", "--out", str(folder)]) == 0
     page = (folder / "report.html").read_text()
     assert "7.5 ms of latency" in page and "Latency: measured &lt;here&gt;." in page and "latency, ms" in page
-    assert (folder / "report" / "pareto_0.png").exists()
+    assert (folder / "report" / "pareto_0.svg").exists()
     assert main([*flags, "--search.max_latency_ms", "1"]) == 1
     assert "max_latency_ms=1 cannot be met: the smallest architecture of space 'tiny' has" in capsys.readouterr().err
     assert load_candidates(folder / "archs.json", space) == result
@@ -70,7 +70,7 @@ def test_each_of_two_tables_has_its_front_in_the_report(run, tmp_path):
         assert all(p.values == tuple(c.cost(p.arch) for c in costs) for p in limit.pareto)
     assert max(p.values[1] for p in result.tables[1].pareto) > 17  # the front is of the whole space
     assert main(["report", "--out", str(folder)]) == 0
-    assert {"pareto_0.png", "pareto_1.png"} <= {path.name for path in (folder / "report").iterdir()}
+    assert {"pareto_0.svg", "pareto_1.svg"} <= {path.name for path in (folder / "report").iterdir()}
     assert "IndexError" not in (folder / "report.html").read_text()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import random
@@ -13,7 +15,9 @@ import pytest
 
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import html, plots, write_report
-from nasfast.spaces import digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
+from nasfast.runtime.files import seal
+from nasfast.search.candidate import SearchResult, TableLimit
+from nasfast.spaces import SearchSpace, digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
 
 HOSTILE = '<script>alert("x")</script> $\\frac{$ & \'"'
 
@@ -29,8 +33,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self.sources += [value for key, value in attrs if key in ("src", "href")]
-        if tag not in ("meta", "img"):
+        self.sources += [value for key, value in attrs if key in ("src", "href", "xlink:href")]
+        if tag != "meta":
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -48,9 +52,9 @@ def test_finished_run(finished_run):
     page = page_of(finished_run)
     assert "Not run yet" not in page.text
     assert "cannot be read" not in page.text
-    assert page.tags.count("img") == 5
-    figures = {p.name for p in (finished_run / "report").glob("*.png")}
-    assert figures == {"architecture.png", "indicators.png", "pareto.png", "retrain.png", "supernet.png"}
+    assert page.tags.count("figure") == 5
+    figures = {p.name for p in (finished_run / "report").glob("*.svg")}
+    assert figures == {"architecture.svg", "indicators.svg", "pareto.svg", "retrain.svg", "supernet.svg"}
     archs = json.loads((finished_run / "archs.json").read_text())
     assert f"{archs['candidates'][0]['macs'] / 1e6:.2f} M" in page.text
     for expected in (
@@ -68,17 +72,22 @@ def test_finished_run(finished_run):
         assert expected in page.text
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_nothing_is_loaded_from_outside_the_page(finished_run):
-    assert all(source.startswith(("data:image/png;base64,", "#")) for source in page_of(finished_run).sources)
+    page = page_of(finished_run)
+    assert all(source.startswith(("data:image/png;base64,", "#")) for source in page.sources)
+    text = (finished_run / "report.html").read_text()
+    assert "default-src 'none'" in text and "http" not in text.replace("http-equiv", "")
+    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text
 
 
 def test_empty_run_names_what_is_missing(tmp_path):
     page = page_of(tmp_path)
-    assert page.text.count("Not run yet") == 10
+    assert page.text.count("Not run yet") == 11
     for command in ("supernet", "score", "search", "retrain", "rank"):
         assert f"nasfast {command}" in page.text
-    assert page.tags.count("img") == 0
+    assert page.tags.count("figure") == 0
 
 
 @pytest.mark.usefixtures("blank_figures")
@@ -90,7 +99,7 @@ def test_each_missing_file_costs_only_its_sections(finished_run, tmp_path, missi
     shutil.copytree(finished_run, tmp_path / "run")
     (tmp_path / "run" / missing).unlink()
     page = page_of(tmp_path / "run")
-    assert page.tags.count("img") == figures
+    assert page.tags.count("figure") == figures
     assert "Not run yet" in page.text
 
 
@@ -207,11 +216,71 @@ def test_a_failed_write_leaves_the_older_report(finished_run, tmp_path, monkeypa
 
 
 @pytest.mark.usefixtures("blank_figures")
+def test_every_retrained_network_has_its_cost_by_the_tables_of_the_search(finished_run, tmp_path):
+    """The search knows the costs of the best; those of random architectures come from the table's file."""
+    run, file = tmp_path / "run", tmp_path / "latency.json"
+    shutil.copytree(finished_run, run)
+    space = SearchSpace.load(run / "space.yaml")
+    rows = [(i, c, 1 + i + c / 10) for i, layer in enumerate(space.layers) for c in layer.options if c >= 0]
+    entries = [{"layer": i, "choice": c, "value": value} for i, c, value in rows]
+    file.write_text(json.dumps({"quantity": "latency", "unit": "ms", "entries": entries}))
+    values = {(i, c): value for i, c, value in rows}
+    archs = json.loads((run / "archs.json").read_text())
+    result = SearchResult.from_dict({k: v for k, v in archs.items() if k != "digest"})
+    table = TableLimit("latency", "ms", "", None)
+    found = tuple(c.replace(values=(sum(values[pair] for pair in enumerate(c.arch)),)) for c in result.candidates)
+    form = result.replace(candidates=found, pareto=(), tables=(table,)).to_dict()
+    (run / "archs.json").write_text(seal(form))
+    (run / "config.yaml").write_text(f"search: {{latency_table: {file}}}\n")
+
+    def costs():
+        """The column of the latencies of the table of retrained networks."""
+        write_report(run)
+        text = re.search('<section id="retrain">.*?</section>', (run / "report.html").read_text(), re.DOTALL)[0]
+        rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
+        return {row[0]: row[rows[0].index("latency, ms")] for row in rows[1:]}
+
+    expected = {}
+    for name in ("best", "random", "random-2", "random-3"):
+        arch = json.loads((run / "retrain" / name / "result.json").read_text())["arch"]
+        expected[name] = f"{sum(values[pair] for pair in enumerate(arch)):.4g}"
+    assert costs() == expected
+    file.unlink()
+    assert costs() == {name: text if name == "best" else "-" for name, text in expected.items()}
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_a_run_of_several_seeds_says_whether_they_agree(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "seed-0")
+    assert "--seeds 3" in page_of(tmp_path / "seed-0").text
+    tau = {"value": 0.5, "low": 0.25, "high": 0.75}
+    for found, said in (
+        ({"tau": tau, "stable": False}, "is +0.500 [+0.250, +0.750]: the ranking is not stable"),
+        (None, "one of 3 seeds; too few of them are scored"),
+    ):
+        (tmp_path / "stability.json").write_text(json.dumps({"seeds": 3, "agreement": found}))
+        page = page_of(tmp_path / "seed-0")
+        assert said in page.text and "--seeds 3" not in page.text and "../report.html" in page.sources
+    (tmp_path / "stability.json").write_text("[]")
+    assert page_of(tmp_path / "seed-0").text.count("cannot be read") == 1
+
+
+def test_the_legend_has_every_candidate_of_every_layer(tmp_path, make_run):
+    make_run(tmp_path, mobilenet_v2(variant="bnnas"), max_macs=520e6)
+    text = html._choices(SearchSpace.load(tmp_path / "space.yaml"))
+    space = mobilenet_v2(variant="bnnas")
+    for layer in space.layers:
+        for choice in layer.options:
+            assert re.search(rf">{choice}</td><td[^>]*>{layer.label(choice)}</td>", text)
+    assert html._ranges([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
+
+
+@pytest.mark.usefixtures("blank_figures")
 def test_torn_last_line_is_tolerated(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-30])
-    assert page_of(tmp_path / "run").tags.count("img") == 5
+    assert page_of(tmp_path / "run").tags.count("figure") == 5
 
 
 @pytest.mark.usefixtures("blank_figures")
@@ -221,15 +290,16 @@ def test_damaged_files_are_named_not_fatal(finished_run, tmp_path, content):
     (tmp_path / "run" / "metrics.jsonl").unlink()
     for name in ("archs.json", "indicators.json", "rank.json", "space.yaml", "retrain/best/result.json"):
         (tmp_path / "run" / name).write_text(content)
-    # summary, strip, top K, Pareto front, heat map, retraining, rank
-    assert page_of(tmp_path / "run").text.count("cannot be read") == 7
+    # summary, strip, top K, Pareto front, heat map, retraining, rank; how to use the network needs only that it exists
+    no_result = content in ("{", "[]")
+    assert page_of(tmp_path / "run").text.count("cannot be read") == 7 + no_result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_damage_takes_the_page_with_it(finished_run, tmp_path, monkeypatch, seed):
     """Values of other kinds, noise and cuts in any file."""
-    monkeypatch.setattr(html, "embedded", lambda figure, caption, path: "<img>")
+    monkeypatch.setattr(html, "embedded", lambda figure, caption, path: "<figure></figure>")
     monkeypatch.setattr(html, "_CLOUD", 10)
     rng = random.Random(seed)
     files = (path for path in finished_run.rglob("*") if path.suffix in (".json", ".jsonl", ".yaml"))
@@ -256,11 +326,11 @@ def test_hostile_strings_are_shown_not_obeyed(tmp_path, make_run):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"stage": "retrain/" + HOSTILE, "step": 1, "loss": 1.0, "top1": 0.1}) + "\n")
     page = page_of(tmp_path)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1  # the page's own
     assert "b" in page.tags  # of the cards only
     assert page.text.count(HOSTILE) >= 3
     assert "<b>$x$ &" in page.text
-    assert page.tags.count("img") == 5
+    assert page.tags.count("figure") == 5
 
 
 def test_run_dir_must_exist(tmp_path):

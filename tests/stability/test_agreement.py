@@ -273,7 +273,7 @@ def test_a_stable_run_says_so_and_advises_nothing(tmp_path):
     assert "Other random architectures may be better or worse." in " ".join(said)
     assert "over 500 images and the seeds of the answer)" in " ".join(said), "one training of one random architecture"
     html = page.write_stability_page(tmp_path).read_text()
-    assert "stable" in html and html.count("<section") == 6 and (tmp_path / "report/layers.png").exists()
+    assert "stable" in html and html.count("<section") == 6 and (tmp_path / "report/layers.svg").exists()
 
 
 def test_an_unstable_run_says_what_would_help(tmp_path):

@@ -57,7 +57,7 @@ def test_quick_tells_marks_and_tables(tmp_path):
     assert float(closed["largest E[Q] of norm 1, ascent"][2]) >= float(closed["closed form, exact gradient"][2]) - 1e-6
     page = report.save(tmp_path)
     assert page.name == "nasi-quick.html" and "pass marks met" in page.read_text(encoding="utf-8")
-    assert len(list((tmp_path / "nasi-quick").glob("*.png"))) == 4
+    assert len(list((tmp_path / "nasi-quick").glob("*.svg"))) == 4
 
 
 def test_the_gradient_by_enumeration_is_that_of_the_expectation_and_the_closed_form_is_its_best_direction():

@@ -140,7 +140,7 @@ def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, caps
     form = json.loads((out / f"wiring-{kind}.json").read_text(encoding="utf-8"))
     assert told(form) == told(found[kind].to_dict())
     page = (out / f"wiring-{kind}.html").read_text(encoding="utf-8")
-    assert page.count("<img ") == len(found[kind].figures) == len(list((out / f"wiring-{kind}").glob("*.png")))
+    assert page.count("<figure>") == len(found[kind].figures) == len(list((out / f"wiring-{kind}").glob("*.svg")))
     assert "settings are not those of the pass marks" in page and "Pass marks" not in page
     printed = capsys.readouterr().out
     assert printed.startswith(f"wiring-{kind}: ") and f"written: {out / f'wiring-{kind}.html'}" in printed

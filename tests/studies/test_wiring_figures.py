@@ -6,10 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 
+from nasfast.report.style import INK
 from nasfast.spaces.cell_costs import OPERATIONS
 from nasfast.spaces.cells import DARTS_OPS
 from nasfast.studies.page import study_figure, write_study_page
@@ -128,8 +129,8 @@ def test_edge_prob(cell):
     assert [ax.get_title() for ax in figure.axes] == data["edges"]
     assert legend(figure) == data["ops"]
     for ax, intermediate in zip(figure.axes, data["intermediate"], strict=True):
-        assert (to_hex(ax.get_facecolor()) != "#ffffff") == intermediate
-        assert (ax.title.get_color() != "black") == intermediate
+        assert (to_rgba(ax.get_facecolor())[3] > 0) == intermediate
+        assert (ax.title.get_color() != INK) == intermediate
     first, last = figure.axes[0].lines, figure.axes[-1].lines
     # candidates that an edge lacks are not drawn; None is bold and black where there is one
     assert len(first) == len(last) == len(DARTS_OPS) - 1
@@ -361,8 +362,8 @@ def test_a_page_of_every_figure(tmp_path):
     }
     (tmp_path / "wiring.json").write_text(json.dumps(form, allow_nan=False))
     page = write_study_page(tmp_path, "wiring").read_text()
-    assert page.count("<img ") == len(FIGURES) == 7
+    assert page.count("<figure>") == len(FIGURES) == 7
     for i, (kind, (_, caption)) in enumerate(FIGURES.items(), 1):
         assert caption in page
         assert f"a {kind} of $5" in page
-        assert (tmp_path / "wiring" / f"{i}_a_{kind}_of__5.png").read_bytes()[:4] == b"\x89PNG"
+        assert (tmp_path / "wiring" / f"{i}_a_{kind}_of__5.svg").read_text().startswith("<svg ")

@@ -11,8 +11,9 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nasfast.report.page import cards_of, embedded, escape, table_of
+from nasfast.report.page import cards_of, embedded, escape, folded, table_of
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.report.style import ON_LIGHT
 from nasfast.studies.page import (
     Drawing,
     Form,
@@ -44,7 +45,7 @@ def write_isometry_page(folder: str | Path) -> Path:
 
 def _page(form: Form, images: Path) -> Page:
     def image(name: str, figure: Figure, caption: str) -> str:
-        return embedded(figure, caption, images / f"{name}.png")
+        return embedded(figure, caption, images / f"{name}.svg")
 
     sections = [("summary", "Summary", _summary(form))]
     if form["claims"]:
@@ -99,14 +100,6 @@ def _summary(form: Form) -> str:
     )
 
 
-def _claims(form: Form) -> str:
-    return "".join(
-        f'<div class="note"><p><b>{escape(c["claim"])}</b></p><p class="soft">Measured: {escape(c["measured"])}.</p>'
-        f"<p>Verdict: {escape(c['verdict'])}</p></div><br>"
-        for c in form["claims"]
-    )
-
-
 def _rows(form: Form) -> str:
     header = ["layer", "name"]
     for setting in form["settings"]:
@@ -132,7 +125,7 @@ def _rows(form: Form) -> str:
             ]
         lines.append(line)
     table = table_of(header, lines, text_columns=(1,))
-    return f"<details><summary>All {len(lines)} rows</summary>{table}</details>"
+    return folded(f"All {len(lines)} rows", table)
 
 
 def _with_error(form: Form, key: str) -> str:
@@ -284,9 +277,9 @@ def _diagram(form: Form) -> Figure:
     )
     line = np.array(form["critical"])
     if len(line) > 1:
-        ax.plot(*line.T, color="black", lw=1.6)
-    ax.plot(1, 0, "o", color="black", ms=7, clip_on=False)
-    ax.annotate("q* = 0", (1, 0), (-42, 6), textcoords="offset points", fontsize=9)
+        ax.plot(*line.T, color=ON_LIGHT, lw=1.6)
+    ax.plot(1, 0, "o", color=ON_LIGHT, ms=7, clip_on=False)
+    ax.annotate("q* = 0", (1, 0), (-42, 6), textcoords="offset points", fontsize=9, color=ON_LIGHT)
     ax.set(xlabel="sigma_w", ylabel="sigma_b", title=f"order and chaos of {literal(form['act'])}")
     figure.colorbar(image, ax=ax, label="chi")
     return figure
@@ -307,20 +300,6 @@ def _convolutions(form: Form) -> str:
     note = "Every convolution of the supernet counts as one of stride 1 that wraps around at the border."
     header = ["setting", "kind", "count", "phi / g²", "varphi / g⁴", "closed form"]
     return f'<p class="soft">{note}</p>' + table_of(header, lines, text_columns=(0, 1))
-
-
-def _marks(form: Form) -> str:
-    lines = [
-        [
-            m["name"],
-            f"{m['expected']:.4f}",
-            f"{m['tolerance']:.4f}",
-            number(m["measured"]),
-            "ok" if m["passed"] else "MISSED",
-        ]
-        for m in form["marks"]
-    ]
-    return table_of(["", "expected", "within", "measured", ""], lines, text_columns=(0, 4))
 
 
 FIGURES: dict[str, Drawing] = {}

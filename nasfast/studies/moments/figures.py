@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from nasfast.analysis.moments import PowerLaw, Run, power_law_of, summarise
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.report.style import INK
 from nasfast.studies import parts
 from nasfast.studies.moments.measure import NOT_PUBLISHED, Array, Paths, Published
 from nasfast.studies.page import Drawing, Form
@@ -122,7 +123,7 @@ def _curve(ax: Axes, data: Form, key: str, colour: str, label: str | None = None
     ax.plot(depth, mean, color=colour, lw=1.5, label=label)
     reference = data.get("reference")
     if reference and f"{key}_mean" in reference:
-        ax.plot(reference["depth"], reference[f"{key}_mean"], color="black", lw=1, ls="--")
+        ax.plot(reference["depth"], reference[f"{key}_mean"], color=INK, lw=1, ls="--")
 
 
 def _vanilla(data: Form) -> Figure:
@@ -191,7 +192,7 @@ def _resnet(data: Form) -> Figure:
         label=f"{law['c']:.2f} l^{law['tau']:.3f}",
     )
     if data["reference"]:
-        axes[1].plot(data["reference"]["depth"], data["reference"]["chi_mean"], color="black", lw=1, ls="--")
+        axes[1].plot(data["reference"]["depth"], data["reference"]["chi_mean"], color=INK, lw=1, ls="--")
     axes[1].set(title=r"$\chi^l$", xlabel="l", xscale="log", yscale="log")
     axes[1].legend(fontsize=8, frameon=False)
     _ranks_and_tails(axes[2], axes[3], data)

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from nasfast.nasi.search import NasiResult
-from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.report.plots import GREY, SERIES, draw_cells, literal, new_figure
+from nasfast.report.style import ON_LIGHT
 from nasfast.spaces import ArchSpace
 from nasfast.studies import parts
 from nasfast.studies.nasi.measure import ExactTraces
@@ -127,12 +128,11 @@ def _logits(data: Form) -> Figure:
     values, columns = _numbers(data["values"]), data["columns"]
     figure, (ax,) = new_figure(2.5 + 0.75 * len(columns), 1.4 + 0.26 * len(values))
     largest = np.nanmax(np.abs(values)) or 1.0
-    image = ax.imshow(values, cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto")
+    image = draw_cells(ax, values, "RdBu_r", vmin=-largest, vmax=largest)
     best = np.nanargmax(values, 1)
-    ax.plot(best, np.arange(len(best)), ls="", marker="o", ms=5, mfc="none", mec="black")
+    ax.plot(best, np.arange(len(best)), ls="", marker="o", ms=5, mfc="none", mec=ON_LIGHT)
     ax.set_xticks(range(len(columns)), [literal(c) for c in columns], rotation=45, ha="right", fontsize=8)
     ax.set_yticks(range(len(values)), [literal(r) for r in data["rows"]], fontsize=8)
-    ax.grid(False)
     figure.colorbar(image, ax=ax, shrink=0.8)
     return figure
 

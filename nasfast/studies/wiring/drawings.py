@@ -17,12 +17,13 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
-from nasfast.report.plots import GREY, SERIES, literal, new_figure
+from nasfast.report.plots import GREY, SERIES, draw_cells, literal, new_figure
+from nasfast.report.style import EMPTY, INK, ON_DARK, ON_LIGHT, PAPER
 from nasfast.studies.page import Form
 
 _NONE = "none"
 _OPERATIONS = {
-    _NONE: ("none", "#000000"),
+    _NONE: ("none", INK),
     "skip_connect": ("skip", "#CF6BA0"),
     "max_pool_3x3": ("max 3", "#B3202A"),
     "avg_pool_3x3": ("avg 3", "#E08E00"),
@@ -63,7 +64,7 @@ def draw_edge_prob(data: Form) -> Figure:
             if not np.isnan(p[:, e, k]).all():
                 bold = op == _NONE
                 ax.plot(steps, p[:, e, k], color=_OPERATIONS[op][1], lw=2.4 if bold else 1.2, zorder=3 if bold else 2)
-        ax.set_title(edge, fontsize=10, color=_INTERMEDIATE if intermediate else "black")
+        ax.set_title(edge, fontsize=10, color=_INTERMEDIATE if intermediate else INK)
         if intermediate:
             ax.set_facecolor(_TINT)
         ax.set_ylim(0, top)
@@ -113,13 +114,13 @@ def draw_wiring(data: Form) -> Figure:
     return figure
 
 
-_NODES = {"input node": ("s", "#cfe3f3"), "intermediate node": ("o", "#ffffff"), "output": ("D", "#e3e3e3")}
+_NODES = {"input node": ("s", "#cfe3f3"), "intermediate node": ("o", PAPER), "output": ("D", EMPTY)}
 """Kind of node -> marker and fill."""
 
 
 def _node(kind: str) -> Line2D:
     marker, fill = _NODES[kind]
-    return Line2D([], [], ls="", marker=marker, ms=8, mfc=fill, mec="black", mew=0.8, label=kind)
+    return Line2D([], [], ls="", marker=marker, ms=8, mfc=fill, mec=INK, mew=0.8, label=kind)
 
 
 def _cell(ax: Axes, data: Form, p: np.ndarray) -> set[str]:
@@ -140,7 +141,7 @@ def _cell(ax: Axes, data: Form, p: np.ndarray) -> set[str]:
         style = {"color": GREY, "ls": (0, (5, 2.5)), "zorder": 2} if dropped else {"color": colour, "zorder": 3}
         tops.append(_arc(ax, source, target, 1 if source < inputs else -1, lw=0.6 + 2.9 * (1 - q), **style))
         if not dropped:
-            box = {"fc": "white", "ec": "none", "pad": 0.7}
+            box = {"fc": PAPER, "ec": "none", "pad": 0.7}
             ax.text(
                 (source + target) / 2,
                 tops[-1],
@@ -155,7 +156,7 @@ def _cell(ax: Axes, data: Form, p: np.ndarray) -> set[str]:
             )
     for x in range(end + 1):
         marker, fill = _NODES["output" if x == end else "input node" if x < inputs else "intermediate node"]
-        ax.plot(x, 0, ls="", marker=marker, ms=16, mfc=fill, mec="black", mew=0.9, zorder=6)
+        ax.plot(x, 0, ls="", marker=marker, ms=16, mfc=fill, mec=INK, mew=0.9, zorder=6)
         text, size = ("out", 6.5) if x == end else (str(x), 9)
         ax.text(x, 0, text, fontsize=size, ha="center", va="center_baseline", zorder=7)
     ax.set(xlim=(-0.4, end + 0.4), ylim=(min([*tops, -0.6]) - 0.4, max([*tops, 0.6]) + 0.4))
@@ -213,8 +214,7 @@ def draw_cost_heatmap(data: Form) -> Figure:
 
 def _heat(ax: Axes, grid: np.ndarray, limit: float) -> AxesImage:
     """Image between -limit and limit, white at zero, with its numbers written in it; cells without one are grey."""
-    colours = colormaps["RdBu_r"].with_extremes(bad="#e3e3e3")
-    image = ax.imshow(np.ma.masked_invalid(grid), aspect="auto", cmap=colours, vmin=-limit, vmax=limit)
+    image = draw_cells(ax, grid, "RdBu_r", vmin=-limit, vmax=limit)
     # two digits of the largest; adding zero turns -0.0 into 0.0
     digits = max(0, 1 - math.floor(math.log10(limit)))
     for (i, j), value in np.ndenumerate(grid):
@@ -226,11 +226,8 @@ def _heat(ax: Axes, grid: np.ndarray, limit: float) -> AxesImage:
                 ha="center",
                 va="center",
                 fontsize=7,
-                color="white" if abs(value) > 0.65 * limit else "black",
+                color=ON_DARK if abs(value) > 0.65 * limit else ON_LIGHT,
             )
-    ax.tick_params(length=0)
-    ax.grid(visible=False)
-    ax.spines[:].set_visible(False)
     return image
 
 
@@ -270,7 +267,7 @@ def draw_edge_cost(data: Form) -> Figure:
         frameon=False,
         ncols=2 if len(data["edges"]) > 8 else 1,
     )
-    total.plot(steps, _numbers(data["total"]), color="black", lw=1.8)
+    total.plot(steps, _numbers(data["total"]), color=INK, lw=1.8)
     total.set(ylabel="cost", title="sum over the edges")
     for ax in (costs, total):
         _zero(ax)
@@ -316,7 +313,7 @@ def draw_clh(data: Form) -> Figure:
     axes[0].set_ylabel("nats")
     handles = [Line2D([], [], color=c, label=name) for c, name in zip(SERIES, names.values(), strict=False)]
     if len(splits) > 1:
-        handles += [Line2D([], [], color="black", ls=style, label=split) for split, style in splits]
+        handles += [Line2D([], [], color=INK, ls=style, label=split) for split, style in splits]
     _legend(figure, handles)
     return figure
 
@@ -369,8 +366,8 @@ def draw_patterns(data: Form) -> Figure:
 def _run_handles(names: Sequence[str]) -> list[Line2D]:
     thin = ", ".join(map(literal, names)) if len(names) <= _NAMED_RUNS else f"{len(names)} runs"
     return [
-        Line2D([], [], color="black", lw=0.8, alpha=0.45, label=f"one run: {thin}"),
-        Line2D([], [], color="black", lw=2.3, label="mean"),
+        Line2D([], [], color=INK, lw=0.8, alpha=0.45, label=f"one run: {thin}"),
+        Line2D([], [], color=INK, lw=2.3, label="mean"),
     ]
 
 
