@@ -171,7 +171,7 @@ _EVERY = 4
 _KILLS = {0: [6], 3: [2, 9], 4: [5]}
 """Task -> the part behind which its worker dies, in its first attempt, its second, ...; numbers of parts begin at 0."""
 
-_MATRIX, _PRODUCTS = 384, 500
+_MATRIX, _PRODUCTS = 384, 1500
 
 
 def part() -> None:
@@ -458,7 +458,7 @@ def main() -> None:
             for kills in ({}, _KILLS):
                 rows.append(measured(workers, kills))
                 print(json.dumps(rows[-1]), flush=True)
-        write_json(args.out or CHECK, rows)
+                write_json(args.out or CHECK, rows)
     else:
         write_json(args.out or SIMULATED, simulated())
 
