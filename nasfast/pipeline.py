@@ -40,7 +40,9 @@ from nasfast.search import (
 )
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, SearchSpace, read_cost_table, space_kind
+from nasfast.stages.apart import retrain_apart
 from nasfast.stages.checks import check_same_run, check_scoring, check_search
 from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded
 from nasfast.stages.inputs import (
@@ -272,6 +274,7 @@ def retrain_best(
     pareto: bool = False,
     resume: bool = False,
     world: World = SINGLE,
+    tasks: TaskSettings | None = None,
 ) -> dict[str, RetrainResult]:
     """Retrain the best architectures, and random ones of equal cost if asked; writes retrain/NAME/.
 
@@ -287,6 +290,7 @@ def retrain_best(
             any case.
         world: the ranks that retrain, together or each its own networks (`cfg.retrain.parallel`). Only rank 0 reads the
             run directory; a rank that trains a network by itself writes the files of that network.
+        tasks: where each network is trained in a process of its own, with the same bytes; None for this process.
 
     Returns:
         Results by name: `best`, `best-2`, ..., `random`, `random-2`, ...
@@ -294,7 +298,7 @@ def retrain_best(
     Raises:
         FileNotFoundError: the search has not run.
         ArchError: one of `archs` is not in the space.
-        TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
+        TaskError: see `nasfast.stages.apart.retrain_apart`. CheckpointError and others: see `nasfast.train.train`.
     """
     form: Any = None
     if world.is_main:
@@ -311,6 +315,9 @@ def retrain_best(
             f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "
             "give the images of the run"
         )
+    if tasks is not None:
+        retrain_apart(cfg, space, chosen, tasks, resume=resume)
+        resume = True  # what follows finds them finished
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
@@ -396,18 +403,19 @@ class RunResult:
 
 
 @_stage(create=True)
-def run(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> RunResult:
+def run(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE, tasks: TaskSettings | None = None) -> RunResult:
     """Run all stages in order, from images to a retrained network and report.html.
 
     Args:
         cfg: settings of the run.
         resume: whether to continue an interrupted run; complete parts are not repeated.
         world: the ranks that train together; rank 0 runs the other stages while the others wait.
+        tasks: where networks are retrained; see `retrain_best`.
     """
     supernet(cfg, resume=resume, world=world)
     candidates = []
     if world.is_main:
         score(cfg)
         candidates = search(cfg)
-    retrained = retrain_best(cfg, resume=resume, world=world)
+    retrained = retrain_best(cfg, resume=resume, world=world, tasks=tasks)
     return RunResult(candidates, retrained, write_report(cfg.run_dir) if world.is_main else None)

@@ -100,7 +100,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "stages": {
         "config", "runtime", "spaces", "supernet", "data", "train", "indicators", "indicators.accuracies", "search",
-        "retrain", "settings.run",
+        "retrain", "settings", "settings.run", "tasks",
     },
     "pipeline": {
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "indicators",

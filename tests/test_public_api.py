@@ -83,7 +83,7 @@ SIGNATURES = {
     "nasfast.cells.montecarlo:monte_carlo": ("net loader", "batches seed= redraw= device="),
     "nasfast.cells.derive:derive": ("space logits rule", ""),
     "nasfast.runtime.lock:run_lock": ("run_dir", "create="),
-    "nasfast.pipeline:run": ("cfg", "resume= world="),
+    "nasfast.pipeline:run": ("cfg", "resume= world= tasks="),
     "nasfast.spaces:mobilenet_v2": ("", "num_classes= resolution= variant="),
     "nasfast.spaces:shufflenet_v2": ("", "num_classes= resolution="),
     "nasfast.spaces:nas_bench_macro": ("", "num_classes= resolution="),

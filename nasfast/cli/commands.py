@@ -88,11 +88,27 @@ def _run(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_r
     with _joined(cfg) as (cfg, world):
         if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
             raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
-        result = pipeline.run(cfg, resume=resume, world=world)
+        result = pipeline.run(cfg, resume=resume, world=world, tasks=_asked_for(settings))
         if world.is_main:
             _show_candidates(cfg, result.candidates)
             _show_retrained(cfg, result.retrained)
             print(f"report: {result.report}")
+
+
+def _asked_for(settings: TaskSettings) -> TaskSettings | None:
+    """The settings of tasks if a flag gave any, so that networks are retrained as tasks.
+
+    Raises:
+        ConfigError: torchrun has started several processes.
+    """
+    if settings == TaskSettings():
+        return None
+    if environment_size() > 1:
+        raise ConfigError(
+            "--executor, --workers and the like train each network in one process: run without torchrun, or let its "
+            "processes train networks of their own (--retrain.parallel networks)"
+        )
+    return settings
 
 
 def _run_seeds(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_run: bool) -> None:
@@ -125,10 +141,10 @@ def _search(cfg: RunConfig) -> None:
     _show_candidates(cfg, pipeline.search(cfg))
 
 
-def _retrain(cfg: RunConfig, resume: bool, archs: Sequence[str], pareto: bool) -> None:
-    given = [parse_arch(text) for text in archs]
+def _retrain(cfg: RunConfig, resume: bool, archs: Sequence[str], pareto: bool, settings: TaskSettings) -> None:
+    given, tasks = [parse_arch(text) for text in archs], _asked_for(settings)
     with _joined(cfg) as (cfg, world):
-        results = pipeline.retrain_best(cfg, archs=given, pareto=pareto, resume=resume, world=world)
+        results = pipeline.retrain_best(cfg, archs=given, pareto=pareto, resume=resume, world=world, tasks=tasks)
         if world.is_main:
             _show_retrained(cfg, results)
 

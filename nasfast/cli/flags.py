@@ -161,8 +161,13 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     return RunConfig.from_dict(parsed), others
 
 
-def _add_task_flags(parser: Parser) -> None:
-    """Add the flags that say where tasks run and for how long; `_task_settings` reads them."""
+def _add_task_flags(parser: Parser, *, dry_run: bool = True) -> None:
+    """Add the flags that say where tasks run and for how long; `_task_settings` reads them.
+
+    Args:
+        parser: gets the flags.
+        dry_run: whether the command can print its tasks instead.
+    """
     default = TaskSettings()
     parser.add_argument(
         "--executor",
@@ -183,9 +188,10 @@ def _add_task_flags(parser: Parser) -> None:
         default=default.attempts,
         help="how often a failing task is tried",
     )
-    continues = "--resume" if parser.command == "run" else "the same command"
+    continues = "the same command" if parser.command == "rank" else "--resume"
     parser.add_argument("--max-hours", type=float, help=f"stop cleanly after this time; {continues} continues")
-    parser.add_argument("--dry-run", action="store_true", help="only print the tasks with their time and memory")
+    if dry_run:
+        parser.add_argument("--dry-run", action="store_true", help="only print the tasks with their time and memory")
 
 
 def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings, bool]:
@@ -194,7 +200,7 @@ def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings, bool]:
     Raises:
         ConfigError: a value cannot be used.
     """
-    dry_run = parsed.pop("dry_run")
+    dry_run = parsed.pop("dry_run", False)
     given = {name: parsed.pop(name) for name in ("executor", "workers", "attempts", "max_hours")}
     return TaskSettings.from_dict({**given, "ray_address": parsed.pop("ray")["address"]}), dry_run
 
@@ -225,8 +231,8 @@ def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
     return cfg, others["resume"]
 
 
-def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list[str], bool]:
-    """The settings, whether to resume, the architectures that are named, and whether to take the Pareto fronts."""
+def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list[str], bool, TaskSettings]:
+    """The settings, whether to resume, which architectures are named, whether to take the Pareto fronts, and where."""
     parser.add_argument(
         "--arch",
         action="append",
@@ -234,10 +240,11 @@ def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list
         help='retrain this architecture of the space, e.g. "1 0 2 1", and not those of the search; may be repeated',
     )
     parser.add_argument("--pareto", action="store_true", help="retrain all points of the Pareto fronts of the search")
+    _add_task_flags(parser, dry_run=False)
     cfg, others = _run_config(parser, argv, resumable=True)
     if others["arch"] and others["pareto"]:
         parser.error("--arch and --pareto say both what to retrain: give one of them")
-    return cfg, others["resume"], others["arch"] or [], others["pareto"]
+    return cfg, others["resume"], others["arch"] or [], others["pareto"], _task_settings(others)[0]
 
 
 def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings, bool]:
@@ -248,8 +255,8 @@ def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, Tas
     _add_task_flags(parser)
     cfg, others = _run_config(parser, argv, resumable=True)
     settings, dry_run = _task_settings(others)
-    if others["seeds"] == 1 and (settings != TaskSettings() or dry_run):
-        parser.error("--executor, --ray.address, --workers, --attempts, --max-hours and --dry-run need --seeds N")
+    if others["seeds"] == 1 and (settings.max_hours is not None or dry_run):
+        parser.error("--max-hours and --dry-run need --seeds N")
     return cfg, others["resume"], others["seeds"], settings, dry_run
 
 

@@ -24,6 +24,7 @@ from nasfast.settings.supernet import default_lr
 from nasfast.spaces import Arch, ArchSpace, Cost, format_arch
 from nasfast.supernet import ArchNetwork, Supernet, build, inherit
 from nasfast.train import Evaluation, TrainStage, evaluate, recalibrate_bn
+from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.loop import train
 
 _LOG = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def retrain(
                 run_dir,
                 f"{space.fingerprint}/{arch}",
                 settings={"init": cfg.init, "seed": seed, "activation": network.activation},
-                prefix=f"retrain-{name}-{_file_text(arch)}",
+                prefix=_prefix(name, arch),
                 resume=resume,
             ),
             evaluate=evaluation,
@@ -141,6 +142,15 @@ def retrain(
             return earlier  # the run resumed a finished retraining
         write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
         return result
+
+
+def checkpoints_of(run_dir: str | Path, name: str, arch: Arch) -> CheckpointFolder:
+    """The checkpoints of a retraining; see `retrain`."""
+    return CheckpointFolder(Path(run_dir) / "checkpoints", _prefix(name, arch))
+
+
+def _prefix(name: str, arch: Arch) -> str:
+    return f"retrain-{name}-{_file_text(arch)}"
 
 
 def _inherited(space: ArchSpace, arch: Arch, supernet: Supernet | None) -> ArchNetwork:

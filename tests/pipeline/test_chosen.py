@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from in_process import run_tasks_here
 from tiny import tiny_space
 
+import nasfast.train.loop as loop
 from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.retrain import load_model, save_model
 from nasfast.search import Candidate, Limits, ParetoPoint, save_candidates
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import SKIP, CostTable
+from nasfast.stages import apart
 from nasfast.supernet import build
 
 SPACE = tiny_space(num_classes=10)
@@ -184,3 +190,78 @@ def test_python_takes_architectures_too(searched, trained):
     assert list(pipeline.retrain_best(cfg, archs=[FREE])) == ["arch-2_-1_0_1"]
     files = pipeline.export(searched, arch=FREE, onnx=False)
     assert files[0] == searched / "retrain/arch-2_-1_0_1/model.safetensors"
+
+
+def files(run_dir):
+    """What a repeated retraining must reproduce."""
+    found = {}
+    for path in run_dir.rglob("*"):
+        if path.name in ("model.safetensors", "arch.json") or path.parent.name == "checkpoints":
+            found[str(path.relative_to(run_dir))] = path.read_bytes()
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found["metrics"] = sorted(str({**line, "images_per_s": 0}) for line in lines)
+    for path in run_dir.glob("retrain/*/result.json"):
+        found[path.parent.name] = {**json.loads(path.read_text()), "seconds": 0}
+    return found
+
+
+@pytest.mark.slow
+def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_path_factory, monkeypatch, capsys):
+    many, once = (tmp_path_factory.mktemp(name) for name in ("many", "once"))
+    for folder in (many, once):
+        shutil.copytree(searched, folder, dirs_exist_ok=True)
+    flags = [*FLAGS, "--retrain.random_architectures", "0", "--retrain.top_k", "2"]
+    flags += ["--retrain.train.checkpoint_every", "3", "--retrain.train.keep_checkpoints", "9"]
+    assert main(["retrain", "--out", str(searched), *flags]) == 0
+    said, expected = capsys.readouterr().out, files(searched)
+
+    # in processes, while this one holds the lock of the run directory
+    assert main(["retrain", "--out", str(many), *flags, "--workers", "2"]) == 0
+    assert capsys.readouterr().out.replace(str(many), str(searched)) == said
+    assert files(many) == expected
+    assert not (many / "retrain-tasks").exists()
+
+    # what is there is refused, and continued as in one process
+    assert main(["retrain", "--out", str(many), *flags, "--workers", "2"]) == 1
+    assert "holds checkpoints of 'retrain/best'" in capsys.readouterr().err
+    assert files(many) == expected
+
+    # the first attempt of each network ends in the middle
+    run_tasks_here(monkeypatch)
+    steps, original = [], loop._step
+
+    def step(*args, **kwargs):
+        steps.append(0)
+        if len(steps) in (4, 12):
+            raise RuntimeError("killed")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_step", step)
+    assert main(["retrain", "--out", str(once), *flags, "--attempts", "2"]) == 0
+    assert files(once) == expected
+    assert main(["retrain", "--out", str(once), *flags, "--attempts", "2", "--resume"]) == 0
+    assert files(once) == expected
+
+
+def test_a_network_that_fails_is_named_with_its_log(searched, monkeypatch, capsys):
+    run_tasks_here(monkeypatch)
+
+    def fail(space, arch, *_, name, **__):
+        if name == "best":
+            raise ValueError("no images")
+
+    monkeypatch.setattr(apart, "retrain", fail)
+    flags = [*FLAGS, "--retrain.random_architectures", "0", "--retrain.top_k", "2", "--attempts", "1"]
+    assert main(["retrain", "--out", str(searched), *flags]) == 1
+    said = capsys.readouterr().err
+    assert "1 of 2 networks are not retrained; the same command with --resume continues" in said
+    assert "ValueError: no images (log: " in said
+    (log,) = searched.glob("retrain-tasks/best-????????/task.log")
+    assert "Traceback" in log.read_text()
+
+
+def test_torchrun_and_tasks_exclude_each_other(searched, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--workers", "2"]) == 1
+    assert "run without torchrun" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""The retraining of several networks of a run as tasks, in processes of this machine or on a Ray cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nasfast.retrain import retrain
+from nasfast.retrain.retrain import checkpoints_of
+from nasfast.runtime.distributed import SINGLE
+from nasfast.settings.run import RunConfig
+from nasfast.settings.tasks import TaskSettings
+from nasfast.spaces import Arch, ArchSpace, space_kind
+from nasfast.stages.inputs import image_loaders, load_supernet
+from nasfast.tasks import Task, TaskError, TaskRunner
+
+_LOG = logging.getLogger(__name__)
+
+FOLDER = "retrain-tasks"
+"""In the run directory while networks are retrained: what the executor keeps of its tasks, such as their logs."""
+
+
+def retrain_apart(
+    cfg: RunConfig, space: ArchSpace, chosen: Mapping[str, Arch], settings: TaskSettings, *, resume: bool
+) -> None:
+    """Retrain networks of a run, each in one task; they write the files that retraining in this process writes.
+
+    The caller holds the lock of the run directory. It may then retrain the same networks with `resume=True`, which
+    finds them finished, and has their results.
+
+    Args:
+        cfg: settings of the run.
+        space: the run's space.
+        chosen: the architectures by the names of their networks.
+        settings: where the tasks run.
+        resume: whether each may continue from checkpoints that are there already.
+
+    Raises:
+        FileExistsError: there are checkpoints, and `resume` is off; nothing was changed.
+        TaskError: some networks are not retrained; the others are.
+    """
+    for name, arch in chosen.items():
+        if not resume and (found := checkpoints_of(cfg.run_dir, name, arch)).paths():
+            raise FileExistsError(
+                f"{found.folder} holds checkpoints of 'retrain/{name}': continue them (--resume), delete them "
+                f"({found.prefix}-*), or choose another --out"
+            )
+    folder = cfg.run_dir / FOLDER
+    with TaskRunner(folder, settings) as runner:
+        results = runner.run([_task(cfg, space, name, arch) for name, arch in chosen.items()])
+    if missing := [result for result in results if result.status != "done"]:
+        failed = [f"{r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
+        raise TaskError(
+            f"{len(missing)} of {len(results)} networks are not retrained; the same command with --resume continues"
+            + "".join(f"; {text}" for text in failed)
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _task(cfg: RunConfig, space: ArchSpace, name: str, arch: Arch) -> Task:
+    # results depend on the number of threads, so a task has that of this process
+    threads = torch.get_num_threads()
+    arguments = {"config": cfg.to_dict(), "space": space.to_dict(), "network": name, "arch": list(arch)}
+    # a run may continue with other settings, such as more epochs, which make another task
+    digest = hashlib.blake2b(json.dumps([arguments, threads]).encode(), digest_size=4).hexdigest()
+    return Task(
+        f"{name}-{digest}",
+        f"{__name__}:retrain_one",
+        arguments,
+        threads=threads,
+        cost=float(space.cost(arch).macs),
+        gpus=int(cfg.torch_device.startswith("cuda")),
+    )
+
+
+def retrain_one(
+    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], network: str, arch: list[int]
+) -> None:
+    """The function of a task: retrain one network, from its newest checkpoint where there is one."""
+    cfg, the_space = RunConfig.from_dict(config), space_kind(space).from_dict(space)
+    train, val = image_loaders(cfg, the_space, hold_out=False)
+    retrain(
+        the_space,
+        tuple(arch),
+        train,
+        val,
+        cfg.retrain,
+        run_dir=cfg.run_dir,
+        name=network,
+        supernet=load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None,
+        activation=cfg.supernet.activation,
+        seed=cfg.seed,
+        resume=True,
+        device=cfg.torch_device,
+        # the driver holds the lock of the run directory
+        world=replace(SINGLE, leads=False),
+    )
