@@ -44,12 +44,12 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, SearchSpace, read_cost_table, space_kind
 from nasfast.stages.apart import retrain_apart
 from nasfast.stages.checks import check_same_run, check_scoring, check_search
-from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded
+from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded, with_seeds
 from nasfast.stages.inputs import (
     configured_space,
     evidence_of,
-    image_loaders,
     load_supernet,
+    retrain_loaders,
     saved_space,
 )
 from nasfast.train.checkpoint import CheckpointError, CheckpointFolder
@@ -270,7 +270,7 @@ def _searched_table(cfg: RunConfig) -> IndicatorTable:
 def retrain_best(
     cfg: RunConfig,
     *,
-    archs: Sequence[Arch] = (),
+    archs: Sequence[Arch | str] = (),
     pareto: bool = False,
     resume: bool = False,
     world: World = SINGLE,
@@ -283,8 +283,7 @@ def retrain_best(
 
     Args:
         cfg: settings of the run.
-        archs: retrain these architectures of the run's space instead, each named after its values: `arch-1_0_2_1`. No
-            search need have run.
+        archs: retrain these architectures of the run's space instead, as values or text, named like `arch-1_0_2_1`.
         pareto: retrain every point of the Pareto fronts in archs.json instead, named in the same way.
         resume: whether to continue each from its newest good checkpoint. A run that torchrun starts again continues in
             any case.
@@ -293,7 +292,7 @@ def retrain_best(
         tasks: where each network is trained in a process of its own, with the same bytes; None for this process.
 
     Returns:
-        Results by name: `best`, `best-2`, ..., `random`, `random-2`, ...
+        Results by name: `best`, `best-2`, ..., `random`, ..., and with `retrain.seeds` also `best-seed-1` and the like.
 
     Raises:
         FileNotFoundError: the search has not run.
@@ -303,39 +302,40 @@ def retrain_best(
     form: Any = None
     if world.is_main:
         found, names = to_retrain(cfg, archs, pareto=pareto)
-        form = {"space": found.to_dict(), "chosen": names}
+        form = {"space": found.to_dict(), "trainings": with_seeds(names, cfg)}
     form = json.loads(world.broadcast(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
-    chosen = {n: tuple(a) for n, a in form["chosen"].items()}
+    trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
-    train, val = image_loaders(cfg, space, hold_out=False, world=team)
+    seeds = sorted({seed for _, seed in trainings.values()})
+    loaders = {seed: retrain_loaders(cfg, space, seed=seed, world=team) for seed in seeds}
+    train, _ = loaders[cfg.seed]
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
             f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "
             "give the images of the run"
         )
     if tasks is not None:
-        retrain_apart(cfg, space, chosen, tasks, resume=resume)
+        retrain_apart(cfg, space, trainings, tasks, resume=resume)
         resume = True  # what follows finds them finished
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
         world.send(net.state_dict().values())
-    mine = list(chosen)[world.rank :: world.size] if side_by_side else list(chosen)
+    mine = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
     results = {
         name: retrain(
             space,
-            chosen[name],
-            train,
-            val,
+            trainings[name][0],
+            *loaders[trainings[name][1]],
             cfg.retrain,
             run_dir=cfg.run_dir,
             name=name,
             supernet=net,
             activation=cfg.supernet.activation,
-            seed=cfg.seed,
+            seed=trainings[name][1],
             resume=resume,
             device=cfg.torch_device,
             world=team,
@@ -346,14 +346,14 @@ def retrain_best(
     everyone = {name: result for form in forms for name, result in json.loads(form).items()}
     if world.is_main:
         _save_config(cfg)
-    return {name: RetrainResult.from_dict(everyone[name]) for name in chosen}
+    return {name: RetrainResult.from_dict(everyone[name]) for name in trainings}
 
 
 def export(
     run_dir: str | Path,
     *,
     name: str = "best",
-    arch: Arch | None = None,
+    arch: Arch | str | None = None,
     pareto: bool = False,
     onnx: bool = True,
 ) -> list[Path]:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import hashlib
 
+# what training images draw (`nasfast.data.augment`), followed by the epoch and the place in it; their windows have
+# no stream of their own, and draw from (seed, epoch)
+AUTO_AUGMENT = 1
+
 # what `nasfast.cells.prototypes` draws
 PROTOTYPES = 0
 """The fields that the images of a class are cut from."""

@@ -20,6 +20,7 @@ import torch
 from killable import at_call, die
 from tiny import batches, tiny_space
 from torch import Tensor, nn
+from torchvision.transforms import v2
 
 import nasfast.cli.commands
 import nasfast.cli.flags  # noqa: F401, so that not every forked command imports it
@@ -31,7 +32,7 @@ from nasfast.runtime.distributed import RankError, World, start
 from nasfast.runtime.termination import Terminated
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet, build
-from nasfast.train import CheckpointError, TrainConfig, TrainStage, evaluate, train, train_supernet
+from nasfast.train import CheckpointError, TrainConfig, TrainExtras, TrainStage, evaluate, train, train_supernet
 
 ARCH = (1, 0, 2, 1)
 SETTINGS = TrainConfig(epochs=2, lr=0.2, checkpoint_every=3, log_every=1)
@@ -73,7 +74,15 @@ class Dropout(nn.Sequential):
         super().__init__(nn.Dropout(), build(tiny_space(), ARCH, seed=3))
 
 
-def network(out: Path, world: World, *, resume: bool = False, model: nn.Module | None = None, **changes) -> nn.Module:
+def network(
+    out: Path,
+    world: World,
+    *,
+    resume: bool = False,
+    model: nn.Module | None = None,
+    extras: TrainExtras = TrainExtras(),
+    **changes,
+) -> nn.Module:
     torch.manual_seed(0)
     model = build(tiny_space(), ARCH, seed=world.rank) if model is None else model
     held_out = Shares(HELD_OUT, world)
@@ -83,6 +92,7 @@ def network(out: Path, world: World, *, resume: bool = False, model: nn.Module |
         SETTINGS.replace(**changes),
         TrainStage("retrain/best", out, "f", resume=resume),
         evaluate=lambda m: evaluate(m, held_out, world=world),
+        extras=extras,
         world=world,
     )
     return model
@@ -137,6 +147,11 @@ def _different_dropout(out: Path, world: World, **options) -> nn.Module:
     return network(out, world, model=Dropout(), **options)
 
 
+def _with_recipe(out: Path, world: World, **options) -> nn.Module:
+    mix = v2.MixUp(alpha=1.0, num_classes=4)
+    return network(out, world, extras=TrainExtras(ema=0.7, patience=5, mix=mix), **options)
+
+
 def _command(*argv: str) -> Callable[[Path, World], None]:
     """A command of `nasfast` in OUT/CASE with the settings of OUT/settings.yaml; it joins the ranks by itself."""
 
@@ -158,6 +173,8 @@ CASES = {
     "supernet as graphs": (2, _as_graphs, _nothing, False),
     "network": (2, network, _nothing, False),
     "network terminated": (2, network, terminated_at(5, 0, 1), True),
+    "recipe": (2, _with_recipe, _nothing, False),
+    "recipe terminated": (2, _with_recipe, terminated_at(5, 1), True),
     "three": (3, _different_dropout, _nothing, False),
     "three terminated": (3, _different_dropout, terminated_at(2, 2), True),
 }

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.profile import profile
 from nasfast.measure.step_times import step_times
 from nasfast.report import write_report
-from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, worth_of_score
+from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.launcher import environment_size
 from nasfast.search import load_candidates
 from nasfast.settings.run import CONFIG_FILE, RunConfig
 from nasfast.settings.tasks import TaskSettings
-from nasfast.spaces import Arch, ArchSpace, format_arch, named_space, parse_arch
+from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 from nasfast.stability.estimate import plan_seeds
 from nasfast.stability.page import STABILITY_FILE, sentences, write_stability_page
 from nasfast.stability.run import run_seeds
@@ -67,8 +68,16 @@ def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
             f"{name:>{width}}: top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  {result.macs:,} MACs  "
             f"{result.params:,} params  [{format_arch(result.arch)}]"
         )
-    peers = [result.to_dict() for name, result in results.items() if is_peer(name)]
-    comparison = compare(results["best"].to_dict(), peers) if "best" in results else None
+    forms = {name: result.to_dict() for name, result in results.items()}
+    for name, form in forms.items():
+        if repeats := repeats_of(name, forms):
+            accuracies = [form["top1"], *(again["top1"] for again in repeats)]
+            mean, scatter = statistics.mean(accuracies), statistics.stdev(accuracies)
+            print(
+                f"{name}: top-1 {mean:.2%} over {len(accuracies)} seeds, standard deviation {100 * scatter:.2f} points"
+            )
+    peers = [form for name, form in forms.items() if is_peer(name)]
+    comparison = compare(forms["best"], peers, repeats_of("best", forms)) if "best" in forms else None
     if comparison is not None:
         print(comparison.sentence.replace("it is", "the best is", 1))
     print(f"written: {cfg.run_dir / 'retrain'}")
@@ -142,16 +151,15 @@ def _search(cfg: RunConfig) -> None:
 
 
 def _retrain(cfg: RunConfig, resume: bool, archs: Sequence[str], pareto: bool, settings: TaskSettings) -> None:
-    given, tasks = [parse_arch(text) for text in archs], _asked_for(settings)
+    tasks = _asked_for(settings)
     with _joined(cfg) as (cfg, world):
-        results = pipeline.retrain_best(cfg, archs=given, pareto=pareto, resume=resume, world=world, tasks=tasks)
+        results = pipeline.retrain_best(cfg, archs=archs, pareto=pareto, resume=resume, world=world, tasks=tasks)
         if world.is_main:
             _show_retrained(cfg, results)
 
 
 def _export(args: argparse.Namespace) -> None:
-    arch = None if args.arch is None else parse_arch(args.arch)
-    for file in pipeline.export(args.out, name=args.name or "best", arch=arch, pareto=args.pareto, onnx=args.onnx):
+    for file in pipeline.export(args.out, name=args.name or "best", arch=args.arch, pareto=args.pareto, onnx=args.onnx):
         print(file)
 
 

@@ -7,6 +7,7 @@ ranks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,9 +16,11 @@ import torch
 from PIL import Image
 from scipy.special import ndtri
 from torch import Tensor
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from nasfast.seeds import derive_seed
+from nasfast.seeds import AUTO_AUGMENT, derive_seed
+from nasfast.settings.data import AutoAugment
 
 _PADDING = {"cifar": 4, "shift": 2, "none": 0}
 """Number of pixels by which a window of the whole image may be moved over its border."""
@@ -53,12 +56,15 @@ class Views(NamedTuple):
             The window is then resized to the resolution, with antialiasing (bilinear).
         mirror: (N,) bool, flip left and right.
         shift: (N, 3) float32 whole numbers added to the channels; results are clamped to 0 to 255. None adds nothing.
+        policy: (N,) int64 seeds of what the policy of the augmentation does to each image after mirroring; None if it
+            has no policy.
     """
 
     fit: np.ndarray
     window: np.ndarray
     mirror: np.ndarray
     shift: np.ndarray | None
+    policy: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,14 @@ class Augmentation:
         resolution: height and width of the results in pixels.
         grey: whether results have one channel; these get no lighting, because it is colour noise.
         seed: seed of the draws.
+        policy: what torchvision's transform of this name adds, which only the torchvision loader can; None for nothing.
     """
 
     kind: Literal["imagenet", "cifar", "shift", "none", "eval"]
     resolution: int
     grey: bool = False
     seed: int = 0
+    policy: AutoAugment | None = None
 
     @property
     def fixed(self) -> bool:
@@ -99,13 +107,17 @@ class Augmentation:
         generator.advance(start * (_DRAWS // 4))
         u = np.random.Generator(generator).random((count, _DRAWS))
         mirror = u[:, 22] < 0.5
+        policy = None
+        if self.policy is not None:
+            places = range(start, start + count)
+            policy = np.array([derive_seed(self.seed, AUTO_AUGMENT, epoch, place) for place in places], np.int64)
         if self.kind == "imagenet":
             shift = None if self.grey else _lighting(u[:, 23:26])
-            return Views(sizes, _resized_crop(sizes, u), mirror, shift)
+            return Views(sizes, _resized_crop(sizes, u), mirror, shift, policy)
         padding = _PADDING[self.kind]
         window = np.full((count, 4), side)
         window[:, :2] = np.floor(u[:, 20:22] * (2 * padding + 1)) - padding
-        return Views(np.full((count, 2), side), window, mirror & (self.kind == "cifar"), None)
+        return Views(np.full((count, 2), side), window, mirror & (self.kind == "cifar"), None, policy)
 
     @property
     def short_side(self) -> int:
@@ -119,6 +131,18 @@ class Augmentation:
         fit = np.where(sizes == short, side, side * sizes // short)
         corner = np.rint((fit - self.resolution) / 2).astype(np.int64)
         return fit, np.concatenate([corner, np.full_like(fit, self.resolution)], axis=1)
+
+
+_AUTO_AUGMENT = {"shift": v2.AutoAugmentPolicy.SVHN, "cifar": v2.AutoAugmentPolicy.CIFAR10}
+"""Policy of AutoAugment by the kind of augmentation; others take that of ImageNet."""
+
+
+@functools.cache
+def _transform(policy: AutoAugment, kind: str) -> v2.Transform:
+    """The transform of a policy, with torchvision's defaults."""
+    if policy == "autoaugment":
+        return v2.AutoAugment(_AUTO_AUGMENT.get(kind, v2.AutoAugmentPolicy.IMAGENET))
+    return v2.RandAugment() if policy == "randaugment" else v2.TrivialAugmentWide()
 
 
 def _resized_crop(sizes: np.ndarray, u: np.ndarray) -> np.ndarray:
@@ -159,6 +183,11 @@ def render(image: Image.Image, views: Views, row: int, augmentation: Augmentatio
         image = F.resize(image, [side, side], antialias=True)
     if views.mirror[row]:
         image = F.horizontal_flip(image)
+    if augmentation.policy is not None and views.policy is not None:
+        # torchvision draws from the global generator, which other parts of the program draw from too
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(views.policy[row]))
+            image = _transform(augmentation.policy, augmentation.kind)(image)
     pixels = F.pil_to_tensor(image)
     if views.shift is not None:
         # numpy adds here because PyTorch would start threads of its own beside each thread of a loader

@@ -19,7 +19,7 @@ from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_fi
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.preprocess import normalise, scale_and_offset
 from nasfast.seeds import derive_seed
-from nasfast.settings.data import DataConfig
+from nasfast.settings.data import AutoAugment, DataConfig, check_policy
 from nasfast.settings.images import ImageInfo
 
 _LOG = logging.getLogger(__name__)
@@ -45,9 +45,10 @@ class Loader:
             the ranks; the sizes of shares differ by at most one image.
         max_bad_files, mean, std: see `DataConfig`; mean and std have one value per channel.
         images: preprocessing at evaluation and classes, which a network is saved with.
+        policy: the policy that the backend augments by; None for none.
 
     Attributes:
-        source, images: as given.
+        source, images, policy: as given.
         kind: name of the backend: `torchvision`, `dali` or `cache`.
         bad_files: names of the images that could not be read.
 
@@ -69,8 +70,9 @@ class Loader:
         mean: tuple[float, ...] = (0.0, 0.0, 0.0),
         std: tuple[float, ...] = (1.0, 1.0, 1.0),
         images: ImageInfo | None = None,
+        policy: AutoAugment | None = None,
     ) -> None:
-        self.source, self.images = source, images
+        self.source, self.images, self.policy = source, images, policy
         self.bad_files: set[str] = set()
         self._backend, self._batch_size, self._shuffle, self._seed = backend, batch_size, shuffle, seed
         self._rank, self._world, self._max_bad_files = rank, world, max_bad_files
@@ -200,17 +202,24 @@ def _open_sources(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]
 
 
 def make_augmentation(
-    cfg: DataConfig, *, train: bool, resolution: int, grey: bool = False, seed: int = 0
+    cfg: DataConfig,
+    *,
+    train: bool,
+    resolution: int,
+    grey: bool = False,
+    seed: int = 0,
+    policy: AutoAugment | None = None,
 ) -> Augmentation:
     """The augmentation that `cfg` asks for; see `make_loader`."""
     kind = cfg.augment
     if kind == "auto":
         kind = "shift" if cfg.source != "folder" else "cifar" if resolution <= SMALL else "imagenet"
-    return Augmentation(kind if train else "eval", resolution, grey=grey, seed=seed)
+    return Augmentation(kind if train else "eval", resolution, grey=grey, seed=seed, policy=policy if train else None)
 
 
 def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentation, batch_size: int) -> Backend:
     kind: str = cfg.loader
+    check_policy(kind, augmentation.policy)
     common = {"workers": cfg.workers, "prefetch": cfg.prefetch}
     if kind == "auto":
         kind, reason = _choose(source, augmentation)
@@ -224,6 +233,8 @@ def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentati
 
 def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:
     """What `auto` means for these images, and why."""
+    if augmentation.policy is not None:
+        return "torchvision", f"only it can augment by {augmentation.policy}"
     if source.in_memory:
         return "cache", "they are in memory already"
     if source.path(0) is None:
@@ -246,6 +257,7 @@ def make_loader(
     resolution: int,
     in_channels: int = 3,
     seed: int = 0,
+    policy: AutoAugment | None = None,
     rank: int = 0,
     world: int = 1,
 ) -> Loader:
@@ -259,10 +271,12 @@ def make_loader(
         resolution: height and width of the batches in pixels.
         in_channels: 3 for RGB or 1 for grey images.
         seed: seed of the order and the augmentation.
+        policy: `autoaugment`, `randaugment` or `trivialaugment` of torchvision for training images, after crop and
+            flip; None for none.
         rank, world: this rank's number and the number of ranks.
 
     Raises:
-        ConfigError: `in_channels` is neither 3 nor 1, or `cfg.loader` cannot serve these images.
+        ConfigError: `in_channels` is neither 3 nor 1, or `cfg.loader` cannot serve these images or this policy.
         DataError: the data set cannot be used, or batches are smaller than the number of ranks.
         RuntimeError: an optional package is missing.
     """
@@ -275,7 +289,7 @@ def make_loader(
         dataset = _open_sources(cfg, seed)[0 if train else 1]
     source = dataset if isinstance(dataset, ImageSource) else DatasetSource(dataset)
     grey = in_channels == 1
-    augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed)
+    augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed, policy=policy)
     mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
     images = ImageInfo(tuple(source.classes), augmentation.short_side, resolution, mean, std)
     return Loader(
@@ -290,6 +304,7 @@ def make_loader(
         mean=mean,
         std=std,
         images=images,
+        policy=augmentation.policy,
     )
 
 
@@ -300,6 +315,7 @@ def make_loaders(
     in_channels: int = 3,
     seed: int = 0,
     hold_out: bool = False,
+    policy: AutoAugment | None = None,
     rank: int = 0,
     world: int = 1,
 ) -> tuple[Loader, Loader]:
@@ -309,7 +325,7 @@ def make_loaders(
         seed: seed of the order, the augmentation and the held-out split.
         hold_out: whether to validate on `val_fraction` of the training images, for a search that must not see the
             validation images.
-        cfg, resolution, in_channels, rank, world: see `make_loader`.
+        cfg, resolution, in_channels, policy, rank, world: see `make_loader`.
 
     Raises:
         ConfigError: `data.train` is needed and was not given, or see `make_loader`.
@@ -318,5 +334,7 @@ def make_loaders(
     train, val = _open_sources(cfg, seed)
     if hold_out:
         train, val = split_source(train, cfg.val_fraction, seed)
-    common = dict(resolution=resolution, in_channels=in_channels, seed=seed, rank=rank, world=world)
+    common: dict[str, Any] = dict(
+        resolution=resolution, in_channels=in_channels, seed=seed, policy=policy, rank=rank, world=world
+    )
     return make_loader(cfg, train, train=True, **common), make_loader(cfg, val, train=False, **common)

@@ -46,7 +46,8 @@ def cross_entropy(
 
     Args:
         logits: (N, classes), any floating type; the arithmetic is float32.
-        labels: (N,), int64.
+        labels: (N,), int64, or (N, classes), the probability of each class, whose largest one is the correct one.
+            Probabilities are for PyTorch alone.
         label_smoothing: as in torch.nn.functional.cross_entropy.
         backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
 
@@ -57,6 +58,8 @@ def cross_entropy(
 
     def why_not() -> str:
         classes = logits.shape[1]
+        if labels.ndim == 2:
+            return "serves labels, got probabilities of classes"
         return "" if classes <= _MOST_CLASSES else f"serves up to {_MOST_CLASSES} classes, got {classes}"
 
     logits = logits.detach()

@@ -57,6 +57,8 @@ class Comparison:
         peers = "one random architecture" if self.peers == 1 else f"the mean of {self.peers} random architectures"
         where = "above" if self.gain > 0 else "below" if self.gain < 0 else "away from"
         covers = f"over {self.images:,} images" + (" and the random architectures" if self.peers > 1 else "")
+        if self.runs > 1:
+            covers += f" and {self.runs} seeds"
         text = (
             f"Retrained, it is {abs(self.gain):.2f} percentage points {where} {peers} of equal cost "
             f"(95 % interval {self.low:+.2f} to {self.high:+.2f}, {covers})"
@@ -71,20 +73,23 @@ class Comparison:
         return f"{text}: neither the images nor the choice of random architectures explains the difference."
 
 
-def compare(best: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> Comparison | None:
+def compare(
+    best: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], repeats: Sequence[Mapping[str, Any]] = ()
+) -> Comparison | None:
     """Compare the best network with random ones on the images on which all of them were evaluated (`compare_runs`).
 
-    The best one was trained once, so the interval does not have the scatter of its own training.
+    If the best one was trained once, the interval does not have the scatter of its own training.
 
     Args:
         best: `result.json` of a retrained network.
+        repeats: `result.json` of the same architecture trained with other seeds.
         peers: `result.json` of random architectures; those of another cost or training (`same_terms`) are left out.
 
     Returns:
         The comparison, or None if no peer is comparable.
     """
     peers = [peer for peer in peers if same_terms(best, peer)]
-    return compare_runs([best], peers) if peers else None
+    return compare_runs([best, *(again for again in repeats if same_terms(best, again))], peers) if peers else None
 
 
 def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> Comparison:
@@ -126,6 +131,14 @@ def _right(form: Mapping[str, Any]) -> np.ndarray:
     """(images,) 1 for images on which the network is right, 0 for the others."""
     bits = np.unpackbits(np.frombuffer(bytes.fromhex(form["correct"]), dtype=np.uint8), count=form["images"])
     return bits.astype(np.float64)
+
+
+def repeats_of(name: str, retrained: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The results of the same architecture as that of `name`, trained with other seeds: `NAME-seed-1`, ..."""
+    arch = list(retrained[name]["arch"])
+    return [
+        form for other, form in retrained.items() if other.startswith(f"{name}-seed-") and list(form["arch"]) == arch
+    ]
 
 
 def is_peer(name: str) -> bool:

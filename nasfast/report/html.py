@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from nasfast.config import ConfigError, load_yaml, portable
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
 from nasfast.report import plots
-from nasfast.report.evidence import Comparison, compare, is_peer, worth_of_score
+from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
 from nasfast.report.page import cards_of, command_of, embedded, escape, folded, page_of, table_of
 from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.search import SearchConfig, SearchResult, load_candidates, pareto_front, sample_under
@@ -186,7 +186,7 @@ def _summary(run: _Run) -> str:
     current = trained is not None and trained["arch"] == list(best.arch)
     if trained is not None and current:
         cards.append((_percent(trained["top1"]), "top-1, retrained"))
-        comparison = compare(trained, peers)
+        comparison = compare(trained, peers, repeats_of("best", retrained))
         if comparison is not None:
             cards.append((_percent(trained["top1"] - comparison.gain / 100), _label_of(comparison)))
     sentences = [

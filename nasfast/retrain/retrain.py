@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torchvision.transforms import v2
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.retrain.export import MODEL_FILE, save_model
@@ -23,7 +24,8 @@ from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.supernet import default_lr
 from nasfast.spaces import Arch, ArchSpace, Cost, format_arch
 from nasfast.supernet import ArchNetwork, Supernet, build, inherit
-from nasfast.train import Evaluation, TrainStage, evaluate, recalibrate_bn
+from nasfast.train import Evaluation, TrainExtras, TrainStage, evaluate, recalibrate_bn
+from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.loop import train
 
@@ -42,11 +44,12 @@ class RetrainResult(ConfigBase):
         params: number of parameters.
         top1, top5: validation accuracies from 0 to 1.
         loss: validation cross-entropy in nats.
-        epochs: number of epochs.
+        epochs: number of epochs that were asked for.
         seconds: wall time of this process's part of the training.
         images: number of validation images; 0 in results of earlier versions, which do not record single images.
         correct: hexadecimal digits whose bits say for each image whether the network is right (numpy.packbits).
         ranks: number of ranks that shared the images; images are ordered by rank, then as the loader gives them.
+        stopped_after: number of epochs after which early stopping ended the training; None if it did not.
     """
 
     arch: Arch
@@ -60,6 +63,7 @@ class RetrainResult(ConfigBase):
     images: int = 0
     correct: str = ""
     ranks: int = 1
+    stopped_after: int | None = None
 
 
 def retrain(
@@ -90,21 +94,23 @@ def retrain(
         supernet: the supernet whose weights `cfg.init == "inherit"` takes.
         activation: activation of the blocks of layers that have none of their own; None takes the space's.
         seed: seed of fresh weights and of torch's global generator, whose state the checkpoints have.
-        resume: whether to continue from the newest good checkpoint.
+        resume: whether to continue from the newest good checkpoint. `cfg.train.epochs` may then be more than before,
+            even after the retraining has ended: see `nasfast.train.train` for the learning rate.
         device: where to train.
         world: the ranks that train the network together; the loaders give this rank's share of every batch.
 
     Raises:
         ArchError: `arch` does not belong to `space`.
-        ValueError: `cfg.init` is `inherit`, and there is no supernet or the network has cells.
+        ValueError: `cfg.init` is `inherit`, and there is no supernet or the network has cells; or `train_loader` does
+            not augment by `cfg.auto_augment`.
         TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated, RankError: see
             `nasfast.train.train`.
     """
     arch = space.check(arch)
+    _check_augments(train_loader, cfg)
     settings = cfg.train if cfg.train.lr is not None else cfg.train.replace(lr=default_lr("all"))
     if cfg.init == "inherit":
-        network = _inherited(space, arch, supernet).to(device)
-        recalibrate_bn(network, train_loader, device=device)
+        network = _inherited(space, arch, supernet, train_loader, device)
     else:
         network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
     network.images = getattr(val_loader, "images", None)  # a loader of another kind does not say
@@ -117,31 +123,29 @@ def retrain(
         earlier = _earlier_result(folder, arch) if world.is_main else None
         torch.manual_seed(seed)
         started = time.monotonic()
-        train(
+        stage = TrainStage(
+            f"retrain/{name}",
+            run_dir,
+            f"{space.fingerprint}/{arch}",
+            settings={"init": cfg.init, "seed": seed, "activation": network.activation, **cfg.recipe},
+            prefix=_prefix(name, arch),
+            resume=resume,
+            extends=True,
+        )
+        final = train(
             network,
             train_loader,
             settings,
-            TrainStage(
-                f"retrain/{name}",
-                run_dir,
-                f"{space.fingerprint}/{arch}",
-                settings={"init": cfg.init, "seed": seed, "activation": network.activation},
-                prefix=_prefix(name, arch),
-                resume=resume,
-            ),
+            stage,
             evaluate=evaluation,
+            extras=TrainExtras(cfg.ema, cfg.patience, mixing(cfg, space.num_classes)),
             device=device,
             world=world,
         )
         measured = evaluation(network)
-        result = _result(arch, space.cost(arch), measured, settings.epochs, time.monotonic() - started, world)
-        if not world.is_main:
-            return result
-        save_model(network, folder / MODEL_FILE)
-        if earlier is not None and result.replace(seconds=earlier.seconds) == earlier:
-            return earlier  # the run resumed a finished retraining
-        write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
-        return result
+        done = CheckpointFolder.step_of(final) // len(as_epochs(train_loader))
+        result = _result(arch, space.cost(arch), measured, (done, settings.epochs), time.monotonic() - started, world)
+        return _saved(network, result, earlier, folder) if world.is_main else result
 
 
 def checkpoints_of(run_dir: str | Path, name: str, arch: Arch) -> CheckpointFolder:
@@ -153,8 +157,45 @@ def _prefix(name: str, arch: Arch) -> str:
     return f"retrain-{name}-{_file_text(arch)}"
 
 
-def _inherited(space: ArchSpace, arch: Arch, supernet: Supernet | None) -> ArchNetwork:
-    """The network with the supernet's weights.
+def _saved(network: ArchNetwork, result: RetrainResult, earlier: RetrainResult | None, folder: Path) -> RetrainResult:
+    """Write the network and its result; returns the earlier one if a finished retraining was only resumed."""
+    save_model(network, folder / MODEL_FILE)
+    if earlier is not None and result.replace(seconds=earlier.seconds) == earlier:
+        return earlier
+    write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
+    return result
+
+
+def _check_augments(loader: object, cfg: RetrainConfig) -> None:
+    """Refuse a loader that does not augment as the settings say.
+
+    Raises:
+        ValueError: it has another policy, or none.
+    """
+    if cfg.auto_augment is not None and getattr(loader, "policy", None) != cfg.auto_augment:
+        raise ValueError(
+            f"retrain.auto_augment={cfg.auto_augment!r} is what the loader does, and this one does not: make it with "
+            f"nasfast.data.make_loader(..., policy={cfg.auto_augment!r}), or leave auto_augment out"
+        )
+
+
+def mixing(cfg: RetrainConfig, num_classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """What blends the images (N, C, H, W) and labels (N,) of a batch: torchvision's MixUp, CutMix, or one by chance.
+
+    The labels become probabilities (N, num_classes). None if the settings ask for neither.
+    """
+    transforms: list[v2.Transform] = []
+    if cfg.mixup is not None:
+        transforms.append(v2.MixUp(alpha=cfg.mixup, num_classes=num_classes))
+    if cfg.cutmix is not None:
+        transforms.append(v2.CutMix(alpha=cfg.cutmix, num_classes=num_classes))
+    return v2.RandomChoice(transforms) if len(transforms) == 2 else next(iter(transforms), None)
+
+
+def _inherited(
+    space: ArchSpace, arch: Arch, supernet: Supernet | None, train_loader: object, device: str
+) -> ArchNetwork:
+    """The network with the supernet's weights on its device, with BatchNorm statistics of its own path.
 
     Raises:
         ValueError: there is no supernet, or the network has cells.
@@ -165,11 +206,15 @@ def _inherited(space: ArchSpace, arch: Arch, supernet: Supernet | None) -> ArchN
         )
     if supernet is None:
         raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
-    return inherit(supernet, arch)
+    network = inherit(supernet, arch).to(device)
+    recalibrate_bn(network, train_loader, device=device)
+    return network
 
 
-def _result(arch: Arch, cost: Cost, measured: Evaluation, epochs: int, seconds: float, world: World) -> RetrainResult:
-    """The result of a training, with the images of all ranks."""
+def _result(
+    arch: Arch, cost: Cost, measured: Evaluation, epochs: tuple[int, int], seconds: float, world: World
+) -> RetrainResult:
+    """The result of a training, with the images of all ranks; `epochs` are those that were made and those asked for."""
     return RetrainResult(
         arch=arch,
         macs=cost.macs,
@@ -177,11 +222,12 @@ def _result(arch: Arch, cost: Cost, measured: Evaluation, epochs: int, seconds: 
         top1=measured.top1,
         top5=measured.top5,
         loss=measured.loss,
-        epochs=epochs,
+        epochs=epochs[1],
         seconds=seconds,
         images=measured.images,
         correct=_packed(world.gather(bytes(measured.correct))),
         ranks=world.size,
+        stopped_after=epochs[0] if epochs[0] < epochs[1] else None,
     )
 
 

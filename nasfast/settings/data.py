@@ -6,7 +6,23 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from nasfast.config import ConfigBase
+from nasfast.config import ConfigBase, ConfigError
+
+AutoAugment = Literal["autoaugment", "randaugment", "trivialaugment"]
+"""Augmentation policies of torchvision.transforms.v2 that are applied to images after crop and flip."""
+
+
+def check_policy(loader: str, policy: AutoAugment | None) -> None:
+    """Refuse a policy that a loader cannot apply.
+
+    Raises:
+        ConfigError: the loader is `dali` or `cache`, which do not call torchvision's transforms.
+    """
+    if policy is not None and loader in ("dali", "cache"):
+        raise ConfigError(
+            f"data.loader={loader!r} cannot augment by {policy!r}, which torchvision applies to single images: set "
+            "data.loader to torchvision or auto, or leave retrain.auto_augment out"
+        )
 
 
 @dataclass(frozen=True)

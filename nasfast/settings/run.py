@@ -10,7 +10,7 @@ from nasfast.config import ConfigBase
 from nasfast.indicators.config import ScoreConfig
 from nasfast.search.config import SearchConfig
 from nasfast.settings.checks import check_device
-from nasfast.settings.data import DataConfig
+from nasfast.settings.data import DataConfig, check_policy
 from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.supernet import MethodName, SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
@@ -78,6 +78,7 @@ class RunConfig(ConfigBase):
         if self.recalibration_batches < 1:
             raise ValueError(f"recalibration_batches must be at least 1, got {self.recalibration_batches}")
         check_device(self.device)
+        check_policy(self.data.loader, self.retrain.auto_augment)
 
     def resolved(self) -> RunConfig:
         """The same settings, with each null that the method's preset decides replaced by its value."""

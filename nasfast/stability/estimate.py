@@ -21,7 +21,7 @@ from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.stability.run import check_seeds, with_threads
 from nasfast.stability.work import seed_task
-from nasfast.stages.inputs import configured_space, evidence_for, image_loaders
+from nasfast.stages.inputs import configured_space, evidence_for, retrain_loaders
 from nasfast.supernet import build
 from nasfast.tasks.room import MEMORY, workers_for
 from nasfast.tasks.view import duration
@@ -135,7 +135,7 @@ class _Trial:
     def network_seconds(self) -> float:
         """Seconds of the retraining of a network."""
         cfg = self.cfg
-        train, val = image_loaders(cfg, self.space, hold_out=False)
+        train, val = retrain_loaders(cfg, self.space)
         arch = tuple(max(layer.options, key=lambda choice: _macs(layer, choice)) for layer in self.space.layers)
         few, _ = _timed_batches(val, cfg.torch_device)
 

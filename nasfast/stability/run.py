@@ -58,6 +58,10 @@ def check_seeds(cfg: RunConfig, seeds: int) -> None:
             f"search.refine=null, and then refine one of them: nasfast search --out {cfg.run_dir / 'seed-0'} "
             f"--search.refine {cfg.search.refine}"
         )
+    if cfg.retrain.seeds != 1:
+        raise ConfigError(
+            f"--seeds retrains the answer with each of its seeds, got retrain.seeds={cfg.retrain.seeds}: set it to 1"
+        )
     if cfg.retrain.init == "inherit":
         raise ConfigError(
             "--seeds retrains from fresh weights, because the supernets of the seeds differ: set "

@@ -17,7 +17,7 @@ from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.stages.checks import MACHINE_DATA
-from nasfast.stages.inputs import image_loaders
+from nasfast.stages.inputs import retrain_loaders
 from nasfast.tasks import Task
 
 _LOG = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def retrain_network(
     """Retrain one architecture; the result is its `result.json` without the time."""
     cfg = _joined(config, data, folder)
     the_space = SearchSpace.from_dict(space)
-    train, val = image_loaders(cfg, the_space, hold_out=False)
+    train, val = retrain_loaders(cfg, the_space)
     result = retrain(
         the_space,
         tuple(arch),

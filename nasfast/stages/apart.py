@@ -19,7 +19,7 @@ from nasfast.runtime.distributed import SINGLE
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, space_kind
-from nasfast.stages.inputs import image_loaders, load_supernet
+from nasfast.stages.inputs import load_supernet, retrain_loaders
 from nasfast.tasks import Task, TaskError, TaskRunner
 
 _LOG = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ FOLDER = "retrain-tasks"
 
 
 def retrain_apart(
-    cfg: RunConfig, space: ArchSpace, chosen: Mapping[str, Arch], settings: TaskSettings, *, resume: bool
+    cfg: RunConfig, space: ArchSpace, trainings: Mapping[str, tuple[Arch, int]], settings: TaskSettings, *, resume: bool
 ) -> None:
     """Retrain networks of a run, each in one task; they write the files that retraining in this process writes.
 
@@ -39,7 +39,7 @@ def retrain_apart(
     Args:
         cfg: settings of the run.
         space: the run's space.
-        chosen: the architectures by the names of their networks.
+        trainings: architectures and seeds by the names of their networks.
         settings: where the tasks run.
         resume: whether each may continue from checkpoints that are there already.
 
@@ -47,7 +47,7 @@ def retrain_apart(
         FileExistsError: there are checkpoints, and `resume` is off; nothing was changed.
         TaskError: some networks are not retrained; the others are.
     """
-    for name, arch in chosen.items():
+    for name, (arch, _) in trainings.items():
         if not resume and (found := checkpoints_of(cfg.run_dir, name, arch)).paths():
             raise FileExistsError(
                 f"{found.folder} holds checkpoints of 'retrain/{name}': continue them (--resume), delete them "
@@ -55,7 +55,7 @@ def retrain_apart(
             )
     folder = cfg.run_dir / FOLDER
     with TaskRunner(folder, settings) as runner:
-        results = runner.run([_task(cfg, space, name, arch) for name, arch in chosen.items()])
+        results = runner.run([_task(cfg, space, name, *training) for name, training in trainings.items()])
     if missing := [result for result in results if result.status != "done"]:
         failed = [f"{r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
         raise TaskError(
@@ -65,10 +65,10 @@ def retrain_apart(
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _task(cfg: RunConfig, space: ArchSpace, name: str, arch: Arch) -> Task:
+def _task(cfg: RunConfig, space: ArchSpace, name: str, arch: Arch, seed: int) -> Task:
     # results depend on the number of threads, so a task has that of this process
     threads = torch.get_num_threads()
-    arguments = {"config": cfg.to_dict(), "space": space.to_dict(), "network": name, "arch": list(arch)}
+    arguments = {"config": cfg.to_dict(), "space": space.to_dict(), "network": name, "arch": list(arch), "seed": seed}
     # a run may continue with other settings, such as more epochs, which make another task
     digest = hashlib.blake2b(json.dumps([arguments, threads]).encode(), digest_size=4).hexdigest()
     return Task(
@@ -82,11 +82,11 @@ def _task(cfg: RunConfig, space: ArchSpace, name: str, arch: Arch) -> Task:
 
 
 def retrain_one(
-    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], network: str, arch: list[int]
+    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], network: str, arch: list[int], seed: int
 ) -> None:
     """The function of a task: retrain one network, from its newest checkpoint where there is one."""
     cfg, the_space = RunConfig.from_dict(config), space_kind(space).from_dict(space)
-    train, val = image_loaders(cfg, the_space, hold_out=False)
+    train, val = retrain_loaders(cfg, the_space, seed=seed)
     retrain(
         the_space,
         tuple(arch),
@@ -97,7 +97,7 @@ def retrain_one(
         name=network,
         supernet=load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None,
         activation=cfg.supernet.activation,
-        seed=cfg.seed,
+        seed=seed,
         resume=True,
         device=cfg.torch_device,
         # the driver holds the lock of the run directory

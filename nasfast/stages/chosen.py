@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nasfast.config import ConfigError
@@ -19,15 +19,19 @@ from nasfast.supernet import ArchNetwork
 
 _LOG = logging.getLogger(__name__)
 
+SEED = "-seed-"
+"""Stands between the name of a network and its seed, where that is not the run's."""
+
 
 def to_retrain(
-    cfg: RunConfig, archs: Sequence[Arch] = (), *, pareto: bool = False
+    cfg: RunConfig, archs: Sequence[Arch | str] = (), *, pareto: bool = False
 ) -> tuple[ArchSpace, dict[str, Arch]]:
     """The space of a run, and the architectures to retrain by the names of their networks.
 
     Args:
         cfg: settings of the run.
-        archs: these architectures instead of those that the search chose; each is named after its values.
+        archs: these architectures instead of those that the search chose, as values or as text; each is named after its
+            values.
         pareto: whether to take every point of the fronts in archs.json, named in the same way.
 
     Raises:
@@ -39,7 +43,7 @@ def to_retrain(
     cells = space_of_cells(cfg)
     space = saved_space(cfg) if cells is None else cells
     if archs:
-        return space, _named(space.check(arch) for arch in archs)
+        return space, _named(_read(arch, space) for arch in archs)
     if cells is not None:
         if pareto:
             raise ConfigError("a search of cells computes no Pareto front: leave --pareto out")
@@ -48,6 +52,25 @@ def to_retrain(
     if pareto:
         return space, _named(_front(found, cfg.run_dir))
     return space, _of_layers(cfg, saved_space(cfg), found)
+
+
+def with_seeds(chosen: Mapping[str, Arch], cfg: RunConfig) -> dict[str, tuple[Arch, int]]:
+    """Every training by the name of its network: an architecture and a seed.
+
+    The first has the seed of the run and the name as given, the others have names such as `best-seed-1`. Random
+    architectures are trained once each, because they stand for architectures and not for one of them.
+    """
+    trainings = {}
+    for name, arch in chosen.items():
+        trainings[name] = (arch, cfg.seed)
+        if not name.startswith("random"):
+            seeds = range(cfg.seed + 1, cfg.seed + cfg.retrain.seeds)
+            trainings |= {f"{name}{SEED}{seed}": (arch, seed) for seed in seeds}
+    return trainings
+
+
+def _read(arch: Arch | str, space: ArchSpace) -> Arch:
+    return space.parse(arch) if isinstance(arch, str) else space.check(arch)
 
 
 def _named(archs: Iterable[Arch]) -> dict[str, Arch]:
@@ -118,20 +141,22 @@ def _retrained(run_dir: Path) -> dict[str, Arch]:
     return found
 
 
-def to_export(run_dir: Path, *, arch: Arch | None = None, pareto: bool = False) -> list[str]:
+def to_export(run_dir: Path, *, arch: Arch | str | None = None, pareto: bool = False) -> list[str]:
     """The names of the retrained networks of an architecture, or of the Pareto fronts.
 
     Raises:
         FileNotFoundError: none of them was retrained; the text has the command that does, and what there is.
-        ConfigError: archs.json is damaged or has no front.
+        ConfigError: space.yaml or archs.json is damaged, or the latter has no front.
+        ArchError: the architecture is not in the space of the run.
     """
+    space = read_space(run_dir / SPACE_FILE)
     names: dict[Arch, str] = {}
     for name, value in _retrained(run_dir).items():
         names.setdefault(value, name)
     if arch is not None:
-        wanted, flags = [arch], f'--arch "{format_arch(arch)}"'
+        wanted = [_read(arch, space)]
+        flags = f'--arch "{format_arch(wanted[0])}"'
     else:
-        space = read_space(run_dir / SPACE_FILE)
         if not isinstance(space, SearchSpace):
             raise ConfigError("a search of cells computes no Pareto front: give --name or --arch")
         wanted, flags = _front(_result(run_dir, space), run_dir), "--pareto"
@@ -159,8 +184,9 @@ def warn_if_superseded(run_dir: Path, name: str, network: ArchNetwork) -> None:
         ConfigError, ArchError: what the search wrote is damaged, or of another space.
     """
     space, path, others = network.space, run_dir / ARCHS_FILE, []
+    result = name.partition(SEED)[0]
     if not isinstance(space, SearchSpace):
-        if not (run_dir / f"arch_{name}.json").exists():
+        if not (run_dir / f"arch_{result}.json").exists():
             return
         searched = _of_cells(run_dir, space)
     elif path.exists():
@@ -169,12 +195,12 @@ def warn_if_superseded(run_dir: Path, name: str, network: ArchNetwork) -> None:
         others = [point.arch for point in (*found.pareto, *(p for table in found.tables for p in table.pareto))]
     else:
         return
-    if name in searched and searched[name] != network.arch:
+    if result in searched and searched[result] != network.arch:
         _LOG.warning(
             "%s: this network is %s, and a later search found %s: `nasfast retrain` trains that one",
             name,
             format_arch(network.arch),
-            format_arch(searched[name]),
+            format_arch(searched[result]),
         )
     elif not name.startswith("random") and network.arch not in (*searched.values(), *others):
         _LOG.warning(

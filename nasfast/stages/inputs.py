@@ -38,6 +38,32 @@ def image_loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: Wo
     )
 
 
+def retrain_loaders(
+    cfg: RunConfig, space: ArchSpace, *, seed: int | None = None, world: World = SINGLE
+) -> tuple[Loader, Loader]:
+    """The loaders of a retraining, with its augmentation; every seed has the same validation images.
+
+    Args:
+        cfg: settings of the run.
+        space: the space.
+        seed: seed of order and augmentation; None takes the run's.
+        world: the ranks that share every batch.
+
+    Raises:
+        ConfigError, DataError: see `make_loaders`.
+    """
+    data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
+    return make_loaders(
+        data,
+        resolution=space.resolution,
+        in_channels=space.in_channels,
+        seed=cfg.seed if seed is None else seed,
+        policy=cfg.retrain.auto_augment,
+        rank=world.rank,
+        world=world.size,
+    )
+
+
 def saved_space(cfg: RunConfig) -> SearchSpace:
     """The space in the run directory.
 

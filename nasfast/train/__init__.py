@@ -5,7 +5,7 @@
 
 from nasfast.settings.train import TrainConfig
 from nasfast.train.checkpoint import CheckpointError
-from nasfast.train.config import TrainStage
+from nasfast.train.config import TrainExtras, TrainStage
 from nasfast.train.evaluate import Evaluation, evaluate, recalibrate_bn
 from nasfast.train.loop import TrainingDivergedError, train
 from nasfast.train.supernet import train_supernet
@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "Evaluation",
     "TrainConfig",
+    "TrainExtras",
     "TrainStage",
     "TrainingDivergedError",
     "evaluate",

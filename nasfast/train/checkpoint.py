@@ -151,6 +151,11 @@ class CheckpointFolder:
         """The path of the checkpoint of a step, whether it exists or not."""
         return self.folder / f"{self.prefix}-{step:0{_DIGITS}d}{SUFFIX}"
 
+    @staticmethod
+    def step_of(path: Path) -> int:
+        """The step of a checkpoint by its path; inverse of `path`."""
+        return int(path.stem[-_DIGITS:])
+
     def paths(self) -> list[Path]:
         """The existing checkpoints, oldest first, without the best."""
         pattern = f"{self.prefix}-{'[0-9]' * _DIGITS}{SUFFIX}"

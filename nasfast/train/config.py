@@ -9,7 +9,29 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nasfast.runtime import moved
+
+
+@dataclass(frozen=True)
+class TrainExtras:
+    """What a training does beyond steps of SGD on batches as they come.
+
+    Attributes:
+        ema: decay of an exponential moving average of the parameters and buffers, which every step updates; it begins
+            with the weights after the first step. The average is evaluated, and the model has it in the end. None
+            averages nothing.
+        patience: the training ends after this many evaluations without a better top-1, and the model has the weights of
+            the best evaluation in the end. None trains all epochs.
+        mix: called with the images and labels of every batch, and returns what to train on instead: images of the same
+            shape, and labels or (N, classes) probabilities. It may draw from torch's global generator, whose state the
+            checkpoints have.
+    """
+
+    ema: float | None = None
+    patience: int | None = None
+    mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -25,6 +47,7 @@ class TrainStage:
         resume: whether to continue from the newest good checkpoint in `run_dir`. If not, the stage must have no
             checkpoints there, except those of this torchrun job, which continues them when it restarts its processes.
         quiet: whether to show nothing on the screen.
+        extends: whether checkpoints of fewer epochs may be continued; see `nasfast.train.train`.
     """
 
     name: str
@@ -34,6 +57,7 @@ class TrainStage:
     prefix: str | None = None
     resume: bool = False
     quiet: bool = False
+    extends: bool = False
 
     @property
     def file_prefix(self) -> str:

@@ -10,6 +10,7 @@ Several ranks make the same steps, each with its share of every batch; see `nasf
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nasfast.engine import Engine, make_engine
 from nasfast.runtime.distributed import SINGLE, World
@@ -26,14 +28,16 @@ from nasfast.runtime.termination import Terminated, noticed
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Sampler
 from nasfast.train.batches import EpochLoader, as_epochs
-from nasfast.train.checkpoint import CheckpointFolder, CheckpointWriter
-from nasfast.train.config import TrainStage, accept_old_keywords
+from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint
+from nasfast.train.config import TrainExtras, TrainStage, accept_old_keywords
 from nasfast.train.evaluate import Evaluation
 from nasfast.train.exchange import Exchange, FlatExchange, Outcome, OverlappedExchange
 from nasfast.train.log import TrainLog
 from nasfast.train.schedule import lr_at
 from nasfast.train.sgd import ClippedSGD
 from nasfast.train.state import Sums, TrainState, begin, seed_other_rank
+
+_LOG = logging.getLogger(__name__)
 
 
 class TrainingDivergedError(RuntimeError):
@@ -103,7 +107,7 @@ class _Loop:
 
     Attributes:
         folder: the checkpoints of the stage.
-        total: optimiser steps of the stage.
+        total: optimiser steps of the stage, if it does not stop early.
     """
 
     def __init__(
@@ -116,16 +120,21 @@ class _Loop:
         sampler: Sampler | None,
         evaluate: Callable[[nn.Module], Evaluation] | None,
         engine: Callable[[torch.optim.SGD], Engine] | None,
+        extras: TrainExtras,
         device: str,
         world: World,
     ) -> None:
         self._model, self._loader, self._cfg, self._stage = model, loader, cfg, stage
         self._sampler, self._evaluate, self._make_engine = sampler, evaluate, engine
-        self._device, self._world = device, world
+        self._extras, self._device, self._world = extras, device, world
         self._optimizer = make_optimizer(model, cfg)
         self._per_epoch, self.total = len(loader), cfg.epochs * len(loader)
         # the engine is left out: it changes how a step is executed, not what it computes
         trained = {name: value for name, value in cfg.to_dict().items() if name != "engine"}
+        self._averaged: AveragedModel | None = None
+        if extras.ema is not None:
+            average = get_ema_multi_avg_fn(extras.ema)
+            self._averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
         self._state = TrainState(
             model,
             self._optimizer,
@@ -133,10 +142,11 @@ class _Loop:
             fingerprint=stage.fingerprint,
             settings={"stage": stage.name, "train": trained, "batches_per_epoch": len(loader), **stage.settings},
             loader_kind=getattr(loader, "kind", None),
+            averaged=self._averaged,
         )
         folder = Path(stage.run_dir) / "checkpoints"
         self.folder = CheckpointFolder(folder, stage.file_prefix, keep=cfg.keep_checkpoints)
-        self._at = begin(self._state, self.folder, stage=stage.name, resume=stage.resume, world=world)
+        self._at = begin(self._state, self.folder, stage=stage, world=world)
         self._seed = torch.initial_seed()
         self._exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(model, world)
         self._log: TrainLog | None = None
@@ -144,8 +154,8 @@ class _Loop:
         self._runner: Engine | None = None
         self._largest, self._pending, self._stopped = 0, _Pending(), False
 
-    def run(self) -> None:
-        """Make the steps that are left."""
+    def run(self) -> Path:
+        """Make the steps that are left, and return the path of the last checkpoint."""
         with ExitStack() as stack:
             self._stop = stack.enter_context(noticed())  # first, so that SIGTERM waits for the last checkpoint
             if self._world.is_main:
@@ -155,8 +165,49 @@ class _Loop:
             if self._make_engine:
                 self._runner = self._make_engine(self._optimizer)
             self._clock, self._seen = time.monotonic(), 0
-            while self._at.step < self.total:
+            while self._at.step < self.total and not self._exhausted:
                 self._run_epoch()
+        if self._exhausted and self._at.step < self.total:
+            _LOG.info(
+                "%s: stopped after %d of %d epochs, because %d evaluations were not better than the best top-1, %.2f%%",
+                self._stage.name,
+                self._at.step // self._per_epoch,
+                self._cfg.epochs,
+                self._at.stale,
+                100 * (self._at.best or 0.0),
+            )
+        self._take_result()
+        return self.folder.path(self._at.step)
+
+    @property
+    def _exhausted(self) -> bool:
+        """Whether the training ends early."""
+        return self._extras.patience is not None and self._at.stale >= self._extras.patience
+
+    @property
+    def _judged(self) -> nn.Module:
+        """The network that is evaluated: the average of the weights where there is one."""
+        return self._model if self._averaged is None else self._averaged.module
+
+    def _take_result(self) -> None:
+        """Give the model the weights that count: those of the best evaluation with patience, else the average.
+
+        Raises:
+            CheckpointError: the best checkpoint cannot be read.
+        """
+        if self._extras.patience is not None and self._evaluate is not None:
+            if self._world.is_main:
+                try:
+                    best = load_checkpoint(self.folder.best)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{error}; it has the network that early stopping keeps: delete "
+                        f"{self.folder.stem}-*{SUFFIX} and train again"
+                    ) from error
+                self._model.load_state_dict(best.part("model." if self._averaged is None else "average.module."))
+            self._world.send(self._model.state_dict().values())
+        elif self._averaged is not None:
+            self._model.load_state_dict(self._averaged.module.state_dict())
 
     def _open_files(self, stack: ExitStack) -> None:
         """Lock the run directory, check that checkpoints fit on the disk, and open log and checkpoint writer."""
@@ -187,7 +238,12 @@ class _Loop:
         runner = self._runner_of(x)
         if self._world.rank:
             seed_other_rank(self._seed, self._world.rank, at.step, device=self._device)
+        if self._extras.mix is not None:
+            x, y = self._extras.mix(x, y)
+            x = x.contiguous(memory_format=torch.channels_last)
         outcome, norm = _step(runner, self._exchange, self._optimizer, x, y, paths, cfg, stop=self._stop.requested)
+        if self._averaged is not None:
+            self._averaged.update_parameters(self._model)
         at.step += 1
         self._pending.add(at.step, outcome, norm)
         epoch_ends, ends = at.step % self._per_epoch == 0, at.step == self.total
@@ -272,9 +328,10 @@ class _Loop:
         if self._evaluate is not None and evaluates and not self._stopped:
             try:
                 with self._stop.at_once():
-                    self._world.send(self._model.buffers())  # the running statistics of rank 0 count
-                    result = self._evaluate(self._model)
+                    self._world.send(self._judged.buffers())  # the running statistics of rank 0 count
+                    result = self._evaluate(self._judged)
                 at.evaluation_due, better = False, at.best is None or result.top1 > at.best
+                at.stale = 0 if better else at.stale + 1
                 if better:
                     at.best = result.top1
                 if self._log:
@@ -302,10 +359,15 @@ def train(
     sampler: Sampler | None = None,
     evaluate: Callable[[nn.Module], Evaluation] | None = None,
     engine: Callable[[torch.optim.SGD], Engine] | None = None,
+    extras: TrainExtras = TrainExtras(),
     device: str = "cpu",
     world: World = SINGLE,
 ) -> Path:
     """Train for `cfg.epochs` epochs and return the path of the final checkpoint.
+
+    With `stage.extends`, a training with checkpoints of fewer epochs continues from the newest one with more. From that
+    step on, the learning rate is that of the cosine over all epochs, so after a finished training it rises again from
+    `cfg.lr_end`: to a quarter of its range between `lr_end` and `lr` after 20 epochs of 30.
 
     Args:
         model: called as `model(x, path)` with a sampler, otherwise as `model(x)`; parameters with `requires_grad`
@@ -319,6 +381,7 @@ def train(
             all ranks.
         engine: takes the optimiser and returns what executes the steps; None takes `cfg.engine`. Whatever a step of it
             changes besides the parameters that train must be a buffer of the model, so that checkpoints have it.
+        extras: an average of the weights, early stopping, and what changes batches.
         device: where to train; the model is moved there in channels_last.
         world: the ranks that train together; each begins with the model, sampler and position of rank 0.
 
@@ -335,7 +398,15 @@ def train(
     loader = as_epochs(loader)
     model.to(device).to(memory_format=torch.channels_last).train()
     loop = _Loop(
-        model, loader, cfg, stage, sampler=sampler, evaluate=evaluate, engine=engine, device=device, world=world
+        model,
+        loader,
+        cfg,
+        stage,
+        sampler=sampler,
+        evaluate=evaluate,
+        engine=engine,
+        extras=extras,
+        device=device,
+        world=world,
     )
-    loop.run()
-    return loop.folder.path(loop.total)
+    return loop.run()

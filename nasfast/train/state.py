@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from nasfast.config import difference
 from nasfast.runtime.distributed import World
 from nasfast.spaces import Sampler
 from nasfast.train.checkpoint import SUFFIX, Checkpoint, CheckpointError, CheckpointFolder, decode, encode, storable
+from nasfast.train.config import TrainStage
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,12 +46,14 @@ class Progress:
         sums: sums since the last log line.
         best: largest validation top-1 so far; None before the first evaluation.
         evaluation_due: whether the evaluation after this step was interrupted.
+        stale: number of evaluations since the best one.
     """
 
     step: int = 0
     sums: Sums = field(default_factory=Sums)
     best: float | None = None
     evaluation_due: bool = False
+    stale: int = 0
 
 
 class TrainState:
@@ -57,6 +63,7 @@ class TrainState:
         model, optimizer, sampler: what the stage trains with; the sampler may be None.
         fingerprint: digest of what is trained.
         settings: what else the result depends on.
+        averaged: the moving average of the model's weights; None if there is none.
         loader_kind: the backend that decodes the images, None if unknown. All backends show the same windows up to
             rounding, except `cache` for random crops of photographs, which draws windows on reduced images.
     """
@@ -70,15 +77,17 @@ class TrainState:
         fingerprint: str,
         settings: dict[str, Any],
         loader_kind: str | None,
+        averaged: AveragedModel | None = None,
     ) -> None:
-        self._model, self._optimizer, self._sampler = model, optimizer, sampler
+        self._model, self._optimizer, self._sampler, self._averaged = model, optimizer, sampler, averaged
         self.fingerprint, self.settings, self.loader_kind = fingerprint, settings, loader_kind
 
     @property
     def size(self) -> int:
         """Bytes of a checkpoint, up to a few thousand."""
         momenta = (p.nbytes for p in self._model.parameters() if p.requires_grad)
-        return sum(t.nbytes for t in self._model.state_dict().values()) + sum(momenta)
+        states = [self._model.state_dict(), self._averaged.state_dict() if self._averaged else {}]
+        return sum(t.nbytes for state in states for t in state.values()) + sum(momenta)
 
     def capture(self, progress: Progress) -> Checkpoint:
         """A checkpoint on the CPU: copies of what later steps change, and the weights that do not train uncopied."""
@@ -91,6 +100,8 @@ class TrainState:
             buffer = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
             if buffer is not None:
                 tensors[f"momentum.{name}"] = buffer.clone()
+        if self._averaged is not None:
+            tensors |= {f"average.{name}": t.detach().clone() for name, t in self._averaged.state_dict().items()}
         tensors["rng.cpu"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
@@ -109,11 +120,17 @@ class TrainState:
         state = checkpoint.state
         try:
             self._model.load_state_dict(checkpoint.part("model."))
+            if self._averaged is not None:
+                self._averaged.load_state_dict(checkpoint.part("average."))
             if self._sampler is not None:
                 self._sampler.load_state_dict(state["sampler"])
-            # older checkpoints lack the last two
+            # older checkpoints lack the last three
             progress = Progress(
-                state["step"], Sums(**state["sums"]), state.get("best"), state.get("evaluation_due", False)
+                state["step"],
+                Sums(**state["sums"]),
+                state.get("best"),
+                state.get("evaluation_due", False),
+                state.get("stale", 0),
             )
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"checkpoint does not fit this run: {error}") from error
@@ -129,7 +146,7 @@ class TrainState:
         return progress
 
 
-def begin(state: TrainState, folder: CheckpointFolder, *, stage: str, resume: bool, world: World) -> Progress:
+def begin(state: TrainState, folder: CheckpointFolder, *, stage: TrainStage, world: World) -> Progress:
     """Where a stage begins: at the newest checkpoint of `folder` or at step 0; the same on every rank.
 
     Only rank 0 reads, because the others may be on machines that do not see its disk.
@@ -139,7 +156,7 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: str, resume: bo
         FileExistsError: there are checkpoints of another job than this torchrun job, and `resume` is off.
     """
     if world.is_main:
-        checkpoint = _newest(state, folder, stage, resume or world.has_begun(folder.stem))
+        checkpoint = _newest(state, folder, stage, stage.resume or world.has_begun(folder.stem))
         world.note_begun(folder.stem)
         progress = Progress() if checkpoint is None else state.restore(checkpoint)
         if world.size > 1:
@@ -153,7 +170,7 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: str, resume: bo
     return state.restore(checkpoint)
 
 
-def _newest(state: TrainState, folder: CheckpointFolder, stage: str, resume: bool) -> Checkpoint | None:
+def _newest(state: TrainState, folder: CheckpointFolder, stage: TrainStage, resume: bool) -> Checkpoint | None:
     """The newest checkpoint of a stage, if it is to continue from one.
 
     Raises:
@@ -162,14 +179,16 @@ def _newest(state: TrainState, folder: CheckpointFolder, stage: str, resume: boo
     if not resume:
         if folder.paths():
             raise FileExistsError(
-                f"{folder.folder} holds checkpoints of {stage!r}: continue them (--resume, resume=True), delete them "
-                f"({folder.prefix}-*{SUFFIX}), or choose another run directory (--out, run_dir)"
+                f"{folder.folder} holds checkpoints of {stage.name!r}: continue them (--resume, resume=True), delete "
+                f"them ({folder.prefix}-*{SUFFIX}), or choose another run directory (--out, run_dir)"
             )
         return None
     found = folder.latest(fingerprint=state.fingerprint)
     if found is None:
         return None
     path, checkpoint = found
+    if stage.extends:
+        checkpoint = _extended(path, checkpoint, state.settings)
     if checkpoint.state["settings"] != state.settings:
         raise CheckpointError(
             f"{path} was written with other settings: {difference(checkpoint.state['settings'], state.settings)}; "
@@ -181,12 +200,39 @@ def _newest(state: TrainState, folder: CheckpointFolder, stage: str, resume: boo
             "%s: until step %d the loader %r gave the images, now %r does: both show the same windows up to rounding "
             "('cache' draws windows of photographs on reduced images), so the result will not equal that of an "
             "unbroken run bit for bit",
-            stage,
+            stage.name,
             checkpoint.state["step"],
             before,
             now,
         )
-    _LOG.info("%s: continues from %s", stage, path)
+    _LOG.info("%s: continues from %s", stage.name, path)
+    return checkpoint
+
+
+def _extended(path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
+    """A checkpoint as one of a training with the number of epochs in `settings`.
+
+    Raises:
+        CheckpointError: it is of a training with more epochs.
+    """
+    before = checkpoint.state["settings"]
+    old, new = before["train"]["epochs"], settings["train"]["epochs"]
+    if new < old:
+        raise CheckpointError(
+            f"{path} belongs to a training of {old} epochs, now there are {new}: it can be extended, not shortened; "
+            f"give at least {old}, or choose another run directory (--out, run_dir)"
+        )
+    if new > old:
+        _LOG.info(
+            "extended from %d to %d epochs: from step %d on, the learning rate follows the cosine of %d epochs, and "
+            "evaluations without a better accuracy are counted anew",
+            old,
+            new,
+            checkpoint.state["step"],
+            new,
+        )
+        before = {**before, "train": {**before["train"], "epochs": new}}
+        checkpoint = Checkpoint(checkpoint.tensors, {**checkpoint.state, "settings": before, "stale": 0})
     return checkpoint
 
 

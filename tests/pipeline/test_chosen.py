@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 
+import numpy as np
 import pytest
 import torch
 from in_process import run_tasks_here
-from tiny import tiny_space
+from tiny import tiny_space, write_folder
 
 import nasfast.train.loop as loop
 from nasfast import pipeline
@@ -46,16 +48,29 @@ def searched(tmp_path):
     return tmp_path
 
 
+class Calls(dict):
+    """Architectures by name, and in `seeds` the seed and the loaders of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = {}
+
+
 @pytest.fixture
 def trained(monkeypatch):
-    """The stage replaced by one that saves an untrained network and notes its name."""
-    calls = {}
+    """The stage replaced by one that saves an untrained network and notes its name; the larger the seed, the worse."""
+    calls = Calls()
 
-    def retrain(space, arch, *_, run_dir, name, **__):
+    def retrain(space, arch, train, val, *_, run_dir, name, seed, **__):
         calls[name] = arch
+        calls.seeds[name] = (seed, train, val)
         save_model(build(space, arch), run_dir / "retrain" / name / "model.safetensors")
         cost = space.cost(arch)
-        return pipeline.RetrainResult(arch, cost.macs, cost.params, 0.5, 1.0, 1.0, 1, 1.0)
+        right = f"{0xFFFF << seed & 0xFFFF:04x}"
+        top1 = (16 - seed) / 16
+        result = pipeline.RetrainResult(arch, cost.macs, cost.params, top1, 1.0, 1.0, 1, 1.0, images=16, correct=right)
+        (run_dir / "retrain" / name / "result.json").write_text(json.dumps(result.to_dict()))
+        return result
 
     monkeypatch.setattr(pipeline, "retrain", retrain)
     return calls
@@ -67,13 +82,40 @@ def test_architectures_are_named_after_their_values(searched, trained, capsys):
     argv = ["retrain", "--out", str(searched), *FLAGS, "--arch", "[2 -1 0 1]", "--arch", "0,0,0,0", "--arch", "1211"]
     assert main(argv) == 0
     assert trained == {"arch-2_-1_0_1": FREE, "arch-0_0_0_0": CHEAP, "arch-1_2_1_1": BEST}
-    assert "arch-2_-1_0_1: top-1 50.00%" in capsys.readouterr().out
+    assert "arch-2_-1_0_1: top-1 100.00%" in capsys.readouterr().out
     assert load_model(searched / "retrain/arch-2_-1_0_1").arch == FREE
 
 
 def test_the_points_of_all_fronts_are_retrained_once(searched, trained):
     assert main(["retrain", "--out", str(searched), *FLAGS, "--pareto"]) == 0
     assert list(trained.values()) == [CHEAP, BEST, FAST]
+
+
+def test_several_seeds_are_compared_with_random_architectures(searched, trained, capsys):
+    flags = ["--retrain.seeds", "3", "--retrain.random_architectures", "2", "--seed", "1"]
+    assert main(["retrain", "--out", str(searched), *FLAGS, *flags]) == 0
+    assert list(trained) == ["best", "best-seed-2", "best-seed-3", "random"], "random architectures are trained once"
+    assert {trained[name] for name in list(trained)[:3]} == {BEST}
+    assert [trained.seeds[name][0] for name in trained] == [1, 2, 3, 1]
+    orders = [next(trained.seeds[name][1].epoch(0))[1].tolist() for name in list(trained)[:3]]
+    assert orders[0] != orders[1] != orders[2] != orders[0], "each seed has an order of images of its own"
+    assert len({id(trained.seeds[name][1]) for name in trained}) == 3
+    out = capsys.readouterr().out
+    scatter = 100 * statistics.stdev([15 / 16, 14 / 16, 13 / 16])
+    assert f"best: top-1 87.50% over 3 seeds, standard deviation {scatter:.2f} points" in out
+    # the random one has the seed of the run: 15 of 16 are right
+    assert "the best is 6.25 percentage points below one random architecture" in out
+    assert "over 16 images and 3 seeds" in out
+
+
+def test_seeds_share_the_validation_images(searched, trained, tmp_path_factory):
+    folder = write_folder(tmp_path_factory.mktemp("images"), {str(i): 6 for i in range(10)})
+    flags = ["--data.train", str(folder), "--data.val_fraction", "0.5", "--data.workers", "0", "--data.batch_size", "4"]
+    assert main(["retrain", "--out", str(searched), *flags, "--retrain.seeds", "2", "--arch", "0000"]) == 0
+    (_, train, val), (_, other, same) = trained.seeds.values()
+    assert np.array_equal(val.source.labels, same.source.labels)
+    assert [val.source.name(i) for i in range(30)] == [same.source.name(i) for i in range(30)]
+    assert next(train.epoch(0))[1].tolist() != next(other.epoch(0))[1].tolist()
 
 
 @pytest.mark.slow
@@ -210,7 +252,7 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
     many, once = (tmp_path_factory.mktemp(name) for name in ("many", "once"))
     for folder in (many, once):
         shutil.copytree(searched, folder, dirs_exist_ok=True)
-    flags = [*FLAGS, "--retrain.random_architectures", "0", "--retrain.top_k", "2"]
+    flags = [*FLAGS, "--retrain.random_architectures", "0", "--retrain.seeds", "2"]
     flags += ["--retrain.train.checkpoint_every", "3", "--retrain.train.keep_checkpoints", "9"]
     assert main(["retrain", "--out", str(searched), *flags]) == 0
     said, expected = capsys.readouterr().out, files(searched)

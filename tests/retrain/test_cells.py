@@ -12,9 +12,11 @@ from tiny import batches, tiny_space
 import nasfast
 from nasfast.cells import CellSpace, CellStandalone, CellSupernet, darts_space, minimal_cell, nas_bench_201_space
 from nasfast.cli.main import main
+from nasfast.config import ConfigError
 from nasfast.pipeline import RunConfig, retrain_best
 from nasfast.retrain import RetrainConfig, export_onnx, load_model, retrain, save_model, timm_plugin  # noqa: F401
 from nasfast.spaces import ArchError, arch_to_json, load_arch
+from nasfast.stages.chosen import to_retrain
 from nasfast.train import TrainConfig, evaluate
 
 SPACE = CellSpace("tiny cells", minimal_cell(), cells=2, channels=6, num_classes=4, resolution=16)
@@ -183,6 +185,24 @@ def test_the_commands_retrain_and_export_it(searched, capsys):
     assert (searched / "retrain/darts/model.safetensors").read_bytes() == weights
     assert main(["export", "--out", str(searched), "--name", "darts", "--onnx", "false"]) == 0
     assert str(searched / "retrain/darts/arch.json") in capsys.readouterr().out
+
+
+def test_an_architecture_may_be_named_by_its_operations(tmp_path):
+    nas_bench_201_space().save(tmp_path / "space.yaml")
+    text = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|avg_pool_3x3~0|nor_conv_1x1~1|none~2|"
+    space, found = to_retrain(RunConfig(out=str(tmp_path), device="cpu"), [text])
+    (name,), (arch,) = found.keys(), found.values()
+    assert [space.label(i, value).split()[-1] for i, value in enumerate(arch)] == [
+        "conv_3x3",
+        "none",
+        "skip_connect",
+        "avg_pool_3x3",
+        "conv_1x1",
+        "none",
+    ]
+    assert name == "arch-" + "_".join(map(str, arch))
+    with pytest.raises(ConfigError, match="a search of cells computes no Pareto front"):
+        to_retrain(RunConfig(out=str(tmp_path), device="cpu"), pareto=True)
 
 
 def test_what_is_missing_in_the_directory_is_named(searched):

@@ -110,7 +110,7 @@ def test_two_ranks_train_a_network_as_one_process_with_batchnorm_per_rank(done, 
     assert [m["step"] for m in read_metrics(tmp_path) if "eval_top1" in m] == [4, 8]
 
 
-@pytest.mark.parametrize("case", ["supernet", "network", "three"])
+@pytest.mark.parametrize("case", ["supernet", "network", "recipe", "three"])
 def test_all_ranks_end_with_the_same_bits(done, case):
     digests = [path.read_text() for path in sorted((done[0] / case).glob("weights *"))]
     assert len(digests) == ranks.CASES[case][0]
@@ -123,7 +123,7 @@ def test_the_engine_of_graphs_exchanges_the_same_gradients(done):
     assert one == other
 
 
-@pytest.mark.parametrize("case", ["supernet", "network", "three"])
+@pytest.mark.parametrize("case", ["supernet", "network", "recipe", "three"])
 def test_one_rank_told_to_stop_stops_all_and_nothing_is_lost(done, case):
     out, codes = done
     size = ranks.CASES[case][0]
