@@ -365,6 +365,8 @@ class _Trace:
         owner = self._modules[owner_path]
         names = {id(m): tuple(name.split(".")) for name, m in owner.named_modules() if name}
         called = [self._modules[node.target] for node in nodes if node.op == "call_module"]
+        # a BatchNorm of timm calls its own activation
+        called += [inner for module in called if isinstance(module, _BatchNorm) for inner in module.children()]
         between = [self._modules[path] for stack in stacks for _, path in stack[len(common) :]]
         convs = tuple(self._name(stage.conv) for stage in stages)
         if any(id(m) not in names for m in (*called, *between)):

@@ -135,13 +135,13 @@ class _Binding:
 
     def _watch(self, forward: ChainForward, module: nn.Module) -> None:
         frames = [frame for program in forward.programs for frame in program.frames]
-        paths = {path for chain in forward.chains for path in (*chain.convs, *chain.norms, *chain.watched)}
+        chains = {*forward.chains, *(chain for program in forward.programs for chain in program.chains)}
+        paths = {path for chain in chains for path in (*chain.convs, *chain.norms, *chain.watched)}
         paths |= {frame.path for frame in frames} | {path for p in forward.programs for path, _ in p.kinds}
         below = [m for path in sorted(paths) for m in passed(module, path)[1:]]
         functions: list[tuple[type, str]] = [(type(m), "_conv_forward") for m in below if isinstance(m, nn.Conv2d)]
         places = [(module._modules, name) for name in module._modules]
-        # a BatchNorm of timm has its activation inside
-        clamps = {m for one in below for m in (one, *one._modules.values()) if isinstance(m, nn.Hardtanh)}
+        clamps = {m for m in below if isinstance(m, nn.Hardtanh)}
         places += [(vars(m), name) for m in clamps for name in ("min_val", "max_val")]
         own = ["_modules"]
         for frame in frames:
@@ -193,7 +193,7 @@ def _bound(program: Program, module: nn.Module, executors: Sequence[Executor]) -
         # unfuse may have been called on a module inside
         if any(type(vars(m).get("forward")) is not (ChainForward if f.fused else type(None)) for f, m in inner):
             return None
-        if any(hooks for m in replaced for hooks in hooks_of(m)):
+        if any(hooks for m in replaced for hooks in hooks_of(m)) or any(c.hooked(module) for c in program.chains):
             return None
         return BoundProgram(program, module, executors)
     except LookupError:

@@ -89,7 +89,7 @@ def _read(module: nn.Module, name: str, attributes: dict[str, Any], functions: d
                 raise Unrecognised(f"{name} is another module")
         elif name in _UNUSED and vars(module).get(_UNUSED[name]) is False:
             continue
-        elif name not in _NAMES or name in function.__globals__:
+        elif name not in _NAMES or name in function.__globals__ or any(_has(part, name) for part in module.modules()):
             raise Unrecognised(f"its forward reads {name}")
 
 
@@ -122,6 +122,12 @@ def _names(code: CodeType) -> tuple[set[str], set[str]]:
             raise Unrecognised(f"its forward gives {module} another value")
         behind_module = variables[-1:] == [("LOAD", module)]
     return own, others
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether the name may be one of this module where it is not read of a tensor or of torch; runs no property."""
+    own = vars(module), module._modules, module._parameters, module._buffers
+    return any(name in names for names in own) or hasattr(type(module), name)
 
 
 def _is_string(instruction: dis.Instruction) -> bool:

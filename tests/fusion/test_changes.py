@@ -153,6 +153,43 @@ def test_only_the_bias_of_a_convolution_trains(training, only_faster, executed):
     assert executed == ([] if only_faster else [(2, False)])
 
 
+class OwnForward(nn.Sequential):
+    """It has no program, because it changes an attribute."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("inner", ["act", "drop"])
+@pytest.mark.parametrize("cls", [nn.Sequential, OwnForward])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("only_faster", [True, False], ids=["folded", "on the operator"])
+def test_hooks_inside_of_a_batch_norm_fire(only_faster, nested, cls, inner, folds, executed):
+    body = cls(conv(4, 4, 3), BatchNormAct2d(4), conv(4, 4, 3), BatchNormAct2d(4))
+    plain = disturb(nn.Sequential(body, *unit()) if nested else body).double().eval().requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused, only_faster=only_faster)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    assert_close("before", fused(x), plain(x))
+    ran = [len(runs) for runs in (folds, executed)]
+    assert bool(ran[0]) == only_faster and bool(ran[1]) != only_faster
+    path = f"0.1.{inner}" if nested else f"1.{inner}"
+    seen = []
+    handle = fused.get_submodule(path).register_forward_hook(lambda _, args, y: seen.append((args[0], y)))
+    want = plain(x)
+    for _ in range(2):
+        assert_close("with a hook", fused(x), want)
+    handle.remove()
+    assert [(type(given), type(y)) for given, y in seen] == [(torch.Tensor, torch.Tensor)] * 2
+    assert_close("after", fused(x), want)
+    if not only_faster:
+        # the other chain of the nested model runs as before, and the chain with a hook again without it
+        assert len(executed) == ran[1] * 2 + 2 * nested
+
+
 def test_global_hooks_see_every_module(executed):
     model = nn.Sequential(unit(), unit())
     fuse_all(model)

@@ -196,7 +196,7 @@ training = False
 class Part(nn.Identity):
     def __init__(self) -> None:
         super().__init__()
-        self.down = None
+        self.down, self.dropout = None, False
 
 
 class Borrower(nn.Module):
@@ -246,12 +246,34 @@ class AModule(Borrower):
         return x if self.drop.down is None else x * 2
 
 
+class LikeAFunction(Borrower):
+    """F.dropout has the same name."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * 2 if self.drop.dropout else x
+
+
+class LikeAFunctionOfALocal(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        drop = self.drop
+        return x * 2 if drop.dropout else x
+
+
+class LikeAFunctionByGetattr(Borrower):
+    def scale(self, x: Tensor) -> Tensor:
+        return x * 2 if getattr(self.drop, "dropout") else x  # noqa: B009
+
+
 class AGlobal(Borrower):
     def scale(self, x: Tensor) -> Tensor:
         return x * 2 if training else x
 
 
-@pytest.mark.parametrize("cls", [OfAPart, OfALocal, ByGetattr, OfEither, OfAnotherSelf, AModule, AGlobal])
+OF_OTHERS = [OfAPart, OfALocal, ByGetattr, OfEither, OfAnotherSelf, AModule, AGlobal]
+OF_OTHERS += [LikeAFunction, LikeAFunctionOfALocal, LikeAFunctionByGetattr]
+
+
+@pytest.mark.parametrize("cls", OF_OTHERS)
 def test_names_of_the_module_that_are_read_of_something_else(cls, monkeypatch):
     plain = disturb(cls().double()).eval()
     fused = copy.deepcopy(plain)
@@ -260,7 +282,7 @@ def test_names_of_the_module_that_are_read_of_something_else(cls, monkeypatch):
     assert_close("before", fused(x), plain(x))
     for model in (plain, fused):
         model.drop.train()
-        model.drop.down = nn.Identity()
+        model.drop.down, model.drop.dropout = nn.Identity(), True
     monkeypatch.setitem(globals(), "training", True)
     assert_close("after", fused(x), plain(x))
 
