@@ -3,9 +3,10 @@
     python -m benchmarks.bench_fuse_models [--models NAME ...] [--compile] [--out FILE]
 
 Every row has one model, what trains, and a type. All variants are in channels_last and on one thread. Times are CPU
-times of the thread, so that other programs on the machine disturb them less. The peers are eager PyTorch; without
-gradients also eager PyTorch with BatchNorms folded into convolutions by torch.nn.utils.fusion, which torch.fx applies;
-and with `--compile`, for a few models, torch.compile. A run that was stopped continues with the same `--out`.
+times of the thread, so that other programs on the machine disturb them less. Freed memory stays with the process:
+otherwise one variant gives it back to the system, and the next one waits for new pages. The peers are eager PyTorch;
+without gradients also eager PyTorch with BatchNorms folded into convolutions by torch.nn.utils.fusion, which torch.fx
+applies; and with `--compile`, for a few models, torch.compile. A run that was stopped continues with the same `--out`.
 
 In half, no rows train all weights: on a CPU, PyTorch takes more than a minute for such a step of two images.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import importlib.util
 import json
 import math
@@ -52,6 +54,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "half": torch.half}
 _TOLERANCE = {"fp32": 1e-3, "autocast bf16": 5e-2, "bfloat16": 5e-2, "half": 2e-2}
 # calls of a block in one measurement of the host's time
 _CALLS = 200
+# of glibc's mallopt: what is set, and to how many bytes; it allows no larger threshold for blocks of pages of their own
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_NEVER, _LARGEST = 2**31 - 1, 32 * 2**20
 
 MODELS = (
     "torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/mobilenet_v3_large",
@@ -64,6 +69,13 @@ MODELS = (
 )  # fmt: skip
 # a model takes minutes to compile, once for each type and mode
 COMPILED = ("torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/shufflenet_v2_x0_5")
+
+
+def keep_freed_memory() -> None:
+    """Make the C library keep what is freed, in blocks of up to 32 MiB."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
+    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
 
 
 def names() -> list[str]:
@@ -241,6 +253,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     rows: list[dict] = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
     if args.host:
         rows = [row for row in rows if "host_us" not in row] + [host_costs(args.rounds)]
