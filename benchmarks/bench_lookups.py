@@ -27,12 +27,12 @@ from nasfast.cells import nas_bench_201_space
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import PredictorReport, kendall_tau, rank
-from nasfast.indicators.scores import NetworkEvidence, rank_sum, score_networks
+from nasfast.indicators.scores import NetworkEvidence, parts_of, score_networks, summed
 from nasfast.indicators.structure import baselines, structure_scores
 from nasfast.indicators.zero_cost import ZERO_COST
 from nasfast.spaces import Arch, ArchSpace, nas_bench_macro
 
-SUMS = ("log_volume+synflow", "naswot+synflow")
+SUMS = ("log_volume+synflow", "log_volume+synflow-ntk_q", "naswot+synflow")
 """Sums of ranks. The first was chosen on the cells of `CHOSEN_ON`, the second is the same with a score of others."""
 SCORES = (*ZERO_COST, *SUMS)
 CHOSEN_ON = (100, 160)
@@ -72,6 +72,14 @@ def tasks(args: argparse.Namespace) -> list[Task]:
     return found
 
 
+class Scored(NamedTuple):
+    """A score of architectures, those that have none, and its CPU seconds."""
+
+    scores: dict[Arch, float]
+    failed: set[Arch]
+    seconds: float
+
+
 def evidence_of(args: argparse.Namespace, space: ArchSpace, seed: int) -> NetworkEvidence:
     """Untrained networks of a space, and augmented training images."""
     cfg = DataConfig(train=args.images, batch_size=args.batch)
@@ -83,20 +91,20 @@ def sampled(truth: dict[Arch, float], count: int, seed: int) -> list[Arch]:
 
 
 def scored(
-    evidence: NetworkEvidence, name: str, archs: Sequence[Arch], kept: dict[str, tuple[dict, dict]]
+    evidence: NetworkEvidence, name: str, archs: Sequence[Arch], kept: dict[str, Scored]
 ) -> tuple[dict[Arch, float], dict[str, float]]:
-    """The scores, the CPU seconds with making the networks, and how many have no score; `kept` has earlier results."""
-    if name not in kept:
-        parts = name.split("+")
-        if len(parts) > 1:
-            found = [scored(evidence, part, archs, kept) for part in parts]
-            costs = {key: sum(cost[key] for _, cost in found) for key in found[0][1]}
-            kept[name] = rank_sum([scores for scores, _ in found]), costs
-        else:
+    """The scores, the CPU seconds with making the networks, and how many have no score; `kept` has those of parts."""
+    parts = [part for _, part in parts_of(name)]
+    for part in parts:
+        if part not in kept:
             start = time.process_time()
-            scores, failed = score_networks(name, evidence, archs)
-            kept[name] = scores, {"cpu_seconds": round(time.process_time() - start, 2), "failed": len(failed)}
-    return kept[name]
+            scores, failed = score_networks(part, evidence, archs)
+            kept[part] = Scored(scores, set(failed), time.process_time() - start)
+    found = [kept[part] for part in parts]
+    failed_any = set().union(*(part.failed for part in found))
+    seconds = round(sum(part.seconds for part in found), 2)
+    total = summed(name, [part.scores for part in found], failed_any)
+    return total, {"cpu_seconds": seconds, "failed": len(failed_any)}
 
 
 def row_of(row: PredictorReport) -> dict[str, Any]:
@@ -116,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
     settings = {"batch": args.batch, "cells": args.cell_count, "channels": args.channels, "threads": args.threads}
     for seed in args.seeds:
         # tables of one space have the same architectures and images, and so the same scores
-        kept: dict[str, dict[str, tuple[dict, dict]]] = {}
+        kept: dict[str, dict[str, Scored]] = {}
         for name, task in itertools.product(args.scores or SCORES, tasks(args)):
             missing = [n for n in (name, *baselines(task.space)) if (task.name, n, seed) not in done]
             if not missing:

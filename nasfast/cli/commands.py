@@ -15,7 +15,7 @@ from nasfast import pipeline
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import check_network_score, get_score, score_networks, score_paths, summed
+from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, score_paths, summed
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
@@ -231,30 +231,32 @@ def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[
     """Accuracies and scores of the same architectures; the score is computed for each and not distilled."""
     cfg = _config_of(args.out)
     parts = []
-    for name in args.score.split("+"):
+    for _, name in parts_of(args.score):
         evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
         accuracies = _sampled(args, evidence.space)
         parts.append(score_paths(name, evidence, accuracies))
-    return accuracies, summed(parts), evidence.space
+    return accuracies, summed(args.score, parts), evidence.space
 
 
 def _ranked_networks(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
     """As `_ranked_by_score`, for single untrained networks of any space; says how many have no score."""
-    names = args.score.split("+")
+    names = [name for _, name in parts_of(args.score)]
     for name in names:
         check_network_score(get_score(name), named_space(args.space))
     evidence = untrained_networks(
         args.space, args.images, batch=args.batch, seed=args.seed, cells=args.cells, channels=args.channels
     )
     accuracies = _sampled(args, evidence.space)
-    parts = []
+    parts: list[dict[Arch, float]] = []
+    without: set[Arch] = set()
     for name in names:
         scores, failed = score_networks(name, evidence, accuracies)
         parts.append(scores)
+        without |= failed.keys()
         if failed:
             first = next(iter(failed.values()))
             print(f"{len(failed)} of {len(scores)} architectures have no {name} and count as the lowest. {first}")
-    return accuracies, summed(parts), evidence.space
+    return accuracies, summed(args.score, parts, without), evidence.space
 
 
 def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:

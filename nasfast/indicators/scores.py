@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from scipy.stats import rankdata
@@ -43,6 +45,7 @@ __all__ = [
     "available",
     "check_score",
     "get_score",
+    "parts_of",
     "rank_sum",
     "register",
     "score_networks",
@@ -109,23 +112,41 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
     return {arch: score.function(evidence, arch) for arch in archs}
 
 
-def rank_sum(scores: Iterable[Mapping[Arch, float]]) -> dict[Arch, float]:
-    """The sum of several scores of the same architectures, each replaced by its rank.
+def parts_of(name: str) -> list[tuple[float, str]]:
+    """The signs and the names in a sum such as `log_volume+synflow-ntk_q`; a single score is a sum of one."""
+    first, *rest = re.split(r"([+-])", name)
+    parts = [] if rest and not first else [(1.0, first)]
+    return parts + [(-1.0 if sign == "-" else 1.0, part) for sign, part in zip(rest[::2], rest[1::2], strict=True)]
+
+
+def rank_sum(
+    scores: Iterable[Mapping[Arch, float]], signs: Iterable[float] = itertools.repeat(1.0)
+) -> dict[Arch, float]:
+    """The sum of several scores of the same architectures, each replaced by its rank and multiplied by its sign.
 
     The rank is the share of the architectures that are lower, with half of those that tie. So units, outliers and
     logarithms have no influence, and all scores weigh the same.
     """
     total: dict[Arch, float] = {}
-    for part in scores:
+    for part, sign in zip(scores, signs, strict=False):
         ranks = rankdata(list(part.values())) - 0.5
         for arch, rank in zip(part, ranks, strict=True):
-            total[arch] = total.get(arch, 0.0) + float(rank) / len(part)
+            total[arch] = total.get(arch, 0.0) + sign * float(rank) / len(part)
     return total
 
 
-def summed(scores: Sequence[dict[Arch, float]]) -> dict[Arch, float]:
-    """One score itself, or the `rank_sum` of several, as a name such as `log_volume+synflow` says."""
-    return scores[0] if len(scores) == 1 else rank_sum(scores)
+def summed(name: str, scores: Sequence[dict[Arch, float]], failed: Collection[Arch] = ()) -> dict[Arch, float]:
+    """What a name says of its parts: one score itself, or the `rank_sum` of several.
+
+    Args:
+        name: such as `log_volume+synflow-ntk_q`.
+        scores: those of its parts, in the order of `parts_of`.
+        failed: architectures that lack one of the scores; they are lower than all others.
+    """
+    signs = [sign for sign, _ in parts_of(name)]
+    total = scores[0] if signs == [1.0] else rank_sum(scores, signs)
+    lowest = min(total.values(), default=0.0)
+    return {**total, **dict.fromkeys(failed, lowest - abs(lowest) - 1)}
 
 
 def score_networks(

@@ -25,7 +25,7 @@ from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, compare_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import SCORES, Evidence, ScoreError, score_paths, summed
+from nasfast.indicators.scores import SCORES, Evidence, ScoreError, parts_of, score_paths, summed
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.timing import seconds_of
@@ -218,7 +218,7 @@ def compare_trained(
     Args:
         cfg: settings of the run.
         accuracies: what `train_sample` returned.
-        names: scores, each computed for each architecture; `A+B` is the sum of the ranks of two. Empty takes every
+        names: scores, each computed for each architecture; `A+B-C` is a sum of ranks. Empty takes every
             registered score that is no baseline.
         half_width, resamples: see `compare_scores`.
     """
@@ -229,8 +229,8 @@ def compare_trained(
         rank(accuracies, loaded, space, resamples=resamples, seed=cfg.seed).save(cfg.run_dir / "rank.json")
     for name in names or [name for name in SCORES if name not in BASELINES]:
         try:
-            parts = [score_paths(part, _evidence(cfg, part), accuracies) for part in name.split("+")]
-            scores[name] = summed(parts)
+            parts = [score_paths(part, _evidence(cfg, part), accuracies) for _, part in parts_of(name)]
+            scores[name] = summed(name, parts)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
     found = compare_scores(
@@ -247,7 +247,7 @@ def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
         ScoreError, ConfigError: there is no such score, or the supernet cannot have it.
         FileNotFoundError, CheckpointError: it needs a trained supernet, and there is none.
     """
-    for part in [part for name in names for part in name.split("+")]:
+    for part in [part for name in names for _, part in parts_of(name)]:
         _evidence(cfg, part)
 
 

@@ -13,7 +13,7 @@ from nasfast.cells import nas_bench_201_space
 from nasfast.cli.main import main
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.registry import ScoreError
-from nasfast.indicators.scores import NetworkEvidence, rank_sum, score_networks
+from nasfast.indicators.scores import NetworkEvidence, parts_of, rank_sum, score_networks, summed
 from nasfast.indicators.zero_cost import ZERO_COST
 from nasfast.nasi.cells import CellMixture
 from nasfast.nasi.config import NasiConfig
@@ -67,6 +67,19 @@ def test_a_sum_of_ranks_by_hand():
     a, b, c = ARCHS
     found = rank_sum([{a: -5.0, b: 0.0, c: 1e9}, {a: 1.0, b: 2.0, c: 1.0}])
     assert found == pytest.approx({a: 1.5 / 3, b: 4 / 3, c: 3.5 / 3})
+
+
+def test_signs_of_a_sum_and_architectures_without_a_part():
+    assert parts_of("x") == [(1, "x")] and parts_of("-x") == [(-1, "x")]
+    assert parts_of("x+y-z") == [(1, "x"), (1, "y"), (-1, "z")]
+    a, b, c = ARCHS
+    parts = [{a: -5.0, b: 0.0, c: 1e9}, {a: 1.0, b: 2.0, c: 1.0}]
+    assert summed("x-y", parts) == pytest.approx({a: -0.5 / 3, b: -1 / 3, c: 1.5 / 3})
+    assert summed("x", parts[:1]) == parts[0]
+    assert summed("-x", parts[:1]) == pytest.approx({a: -0.5 / 3, b: -1.5 / 3, c: -2.5 / 3})
+    # what lacks a part is the lowest, although a minus would make it the highest
+    found = summed("x-y", parts, {c})
+    assert found[c] < min(found[a], found[b]) and found[a] == pytest.approx(-0.5 / 3)
 
 
 @pytest.fixture(scope="module")
