@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny import write_folder
 
 from benchmarks import bench_cell_search
-from benchmarks.bench_cell_search import COLUMNS, Entry, Judge, network_of, text_of
+from benchmarks.cell_judge import COLUMNS, Judge, network_of, text_of
+from benchmarks.cell_searches import norm_supernet
 from nasfast.cells import CellStandalone, nas_bench_201_space
 
 SPACE = nas_bench_201_space(cells=1, channels=2, resolution=8)
@@ -107,16 +109,47 @@ def test_what_the_table_says(table):
     assert "one_edge_away" not in absent
 
 
+def test_scores_of_candidates_are_compared_with_accuracies(table):
+    """The accuracies of the table rise with the first edge, and within it with the second."""
+    judge = Judge(str(table), SPACE)
+    rising = [[0.0] * 5 for _ in range(6)]
+    rising[0], rising[1], rising[4] = [[w * k for k in range(5)] for w in (100.0, 10.0, 1.0)]
+    found = judge.table(rising)
+    assert found["cells"] == 1.0 and found["candidates"] == 1.0
+    # only the first edge is known: of the 2775 pairs of cells, 5 * 105 have the same first edge and tie
+    first = [rising[0], *[[0.0] * 5] * 5]
+    assert judge.table(first)["cells"] == pytest.approx(2250 / (2250 * 2775) ** 0.5, abs=1e-4)
+    assert judge.table([[-v for v in row] for row in rising])["cells"] == -1.0
+
+
+def test_every_operation_of_the_indicator_supernet_has_its_own_norm():
+    net = norm_supernet(SPACE, seed=0)
+    train = {name for name, p in net.named_parameters() if p.requires_grad}
+    assert {"classifier.weight", "classifier.bias"} <= train
+    assert not any("conv" in name and name.endswith("body.0.weight") for name in train)
+    for edge in net.cells[0].edges:
+        assert set(edge) == set(OPS) - {"none"}
+        assert all(edge[op].norm.weight.requires_grad for op in edge)
+    # a gamma of 0 removes its operation, that of a skip too
+    x, gates = torch.randn(4, 3, 8, 8), torch.zeros(1, 6, 5)
+    gates[0, 3, SPACE.ops.index("skip_connect")] = 1
+    before = net(x, gates)
+    norm = net.cells[0].edges[3]["skip_connect"].norm
+    torch.nn.init.zeros_(norm.weight)
+    after = net(x, gates)
+    assert not torch.allclose(before, after) and torch.allclose(after, after[:1].expand(4, -1))
+
+
 @pytest.mark.slow
 def test_rows_are_written_once_and_shown(table, tmp_path, monkeypatch, capsys):
     images = write_folder(tmp_path / "images", dict.fromkeys("abcdefghij", 16), side=32)
-    names = ("nasi", "darts, second order", "random")
+    names = ("nasi", "darts, second order", "BN indicators", "random", "log_volume+synflow-ntk_q of 100 random cells")
     queue = [entry for entry in bench_cell_search.QUEUE if entry.name in names]
-    chosen = [Entry(e.name, 1, 2, e.changes, e.nasi, min(e.epochs, 1)) for e in queue]
+    chosen = [replace(e, cells=1, channels=2, epochs=min(e.epochs, 1), batch=16) for e in queue]
+    chosen = [replace(e, changes=(*e.changes, ("steps", 2))) if e.kind == "nasi" else e for e in chosen]
     monkeypatch.setattr(bench_cell_search, "QUEUE", chosen)
-    monkeypatch.setattr(bench_cell_search, "BATCH", 16)
     argv = [f"--images={images}", f"--table={table}", f"--work={tmp_path / 'w'}", f"--out={tmp_path / 'out.jsonl'}"]
-    argv += ["--seeds", "3", "--steps=2", "--seconds=1", "--threads=1"]
+    argv += ["--seeds", "3", "--seconds=1", "--candidates=3", "--threads=1"]
     bench_cell_search.main(argv)
     rows = bench_cell_search.rows(tmp_path / "out.jsonl")
     assert [(r["name"], r["seed"], r["cells"]) for r in rows] == [(entry.name, 3, 1) for entry in chosen]
@@ -127,4 +160,4 @@ def test_rows_are_written_once_and_shown(table, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     bench_cell_search.main([f"--out={tmp_path / 'out.jsonl'}", "--summary"])
     shown = capsys.readouterr().out
-    assert shown.count("| 1 x 2 | 3 |") == 3 and "nasi: median percentile " in shown
+    assert shown.count("| 1 x 2 | 3 |") == len(names) and "nasi: median percentile " in shown
