@@ -33,7 +33,7 @@ _FEW, _MORE = 2, 8
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TaskEstimate:
     """What one kind of task takes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Estimate:
 class Plan:
     """What a run with several seeds takes; `str` of it is a table."""
 
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[TaskEstimate, ...]
     threads: int
     at_a_time: int
     settings: TaskSettings
@@ -96,7 +96,7 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
             ("seeds (supernet, score, search)", seeds, trial.seed_seconds),
             ("networks (retraining)", trainings, trial.network_seconds),
         ]
-        estimates = [Estimate(what, number, seconds(), _memory()) for what, number, seconds in kinds]
+        estimates = [TaskEstimate(what, number, seconds(), _memory()) for what, number, seconds in kinds]
     # the tasks of the run, so that as many count as fitting here as there
     tasks = [seed_task(cfg, number) for number in range(seeds)]
     return Plan(tuple(estimates), cfg.threads, settings.workers or workers_for(tasks), settings)

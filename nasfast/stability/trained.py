@@ -25,7 +25,7 @@ from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, compare_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import SCORES, Evidence, ScoreError, parts_of, score_paths, summed
+from nasfast.indicators.scores import SCORES, ScoreError, parts_of, score_paths, summed
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.timing import seconds_of
@@ -40,7 +40,7 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.stability.work import gpus_of
-from nasfast.stages.inputs import evidence_to_rank, image_loaders, space_of
+from nasfast.stages.inputs import evidence_for, evidence_to_rank, image_loaders, space_of, supernet_to_rank
 from nasfast.supernet import build
 from nasfast.tasks import Task, TaskRunner, threads_for
 from nasfast.tasks.room import workers_for
@@ -229,7 +229,7 @@ def compare_trained(
         rank(accuracies, loaded, space, resamples=resamples, seed=cfg.seed).save(cfg.run_dir / "rank.json")
     for name in names or [name for name in SCORES if name not in BASELINES]:
         try:
-            parts = [score_paths(part, _evidence(cfg, part), accuracies) for _, part in parts_of(name)]
+            parts = [score_paths(part, evidence_to_rank(_named(cfg, part)), accuracies) for _, part in parts_of(name)]
             scores[name] = summed(name, parts)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
@@ -247,13 +247,16 @@ def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
         ScoreError, ConfigError: there is no such score, or the supernet cannot have it.
         FileNotFoundError, CheckpointError: it needs a trained supernet, and there is none.
     """
+    # of each kind one is loaded, because nothing is computed that could change it
+    supernet = functools.cache(functools.partial(supernet_to_rank, cfg))
     for part in [part for name in names for _, part in parts_of(name)]:
-        _evidence(cfg, part)
+        named = _named(cfg, part)
+        evidence_for(named, supernet(trained=named.score.resolved(cfg.method).score.trained))
 
 
-def _evidence(cfg: RunConfig, name: str) -> Evidence:
-    """What a score is computed from."""
-    return evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
+def _named(cfg: RunConfig, score: str) -> RunConfig:
+    """The settings with this score."""
+    return cfg.replace(score=cfg.score.replace(name=score))
 
 
 def _tasks(cfg: RunConfig, space: SearchSpace, archs: Sequence[Arch], shared: SampleSettings) -> list[Task]:

@@ -140,9 +140,16 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
 def evidence_to_rank(cfg: RunConfig) -> Evidence:
     """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
     use_threads(cfg.threads)
-    if cfg.score.resolved(cfg.method).score.trained:
-        return evidence_of(cfg)[0]
-    return evidence_for(cfg, _untrained_supernet(cfg, space_of(cfg)))
+    return evidence_for(cfg, supernet_to_rank(cfg, trained=cfg.score.resolved(cfg.method).score.trained))
+
+
+def supernet_to_rank(cfg: RunConfig, *, trained: bool) -> Supernet:
+    """The trained supernet of the run directory, or the untrained one of the settings.
+
+    Raises:
+        FileNotFoundError, CheckpointError: see `load_supernet`.
+    """
+    return load_supernet(cfg)[0] if trained else _untrained_supernet(cfg, space_of(cfg))
 
 
 def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:

@@ -20,6 +20,7 @@ from nasfast.search import stratified_sample
 from nasfast.settings.tasks import TaskSettings
 from nasfast.stability import trained
 from nasfast.stability.trained import train_one, train_sample
+from nasfast.stages import inputs
 from nasfast.stages.inputs import image_loaders
 from nasfast.tasks import TaskResult
 from nasfast.tasks.task import save_result
@@ -123,6 +124,13 @@ def test_what_cannot_be_trained_is_refused_before_training(settings, monkeypatch
     for score, message in (("naswott", "unknown score 'naswott'"), ("naswot+path_loss", "run `nasfast supernet")):
         assert main(["rank", "--train", "10", "--out", str(settings.run_dir), "--score", score]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_names_are_checked_on_one_supernet(settings, monkeypatch):
+    made, make = [], inputs.make_supernet
+    monkeypatch.setattr(inputs, "make_supernet", lambda *given, **named: made.append(make(*given, **named)) or made[-1])
+    trained.check_names(settings, ["naswot+synflow", "snip"])
+    assert len(made) == 1
 
 
 def test_trainings_outside_tighter_limits_stay_in_the_file(settings, monkeypatch):
