@@ -78,10 +78,10 @@ inline int64_t tile_ld(int64_t depth) {
   return ld * static_cast<int64_t>(sizeof(C)) % 2048 ? ld : ld + 32;
 }
 
-// Rows of memory that a tile of A needs: blocks read whole rows beyond its end.
+// Rows of memory that a tile of A needs: a product reads whole blocks of rows, so it may read beyond the tile's end.
 inline int64_t tile_rows(int64_t rows) { return divide_up(rows, kRowMultiple) * kRowMultiple; }
 
-// Vectors of the next panel when this many are left: 3 where possible, but 2 + 2 rather than 3 + 1.
+// Vectors of the next panel, when this many are left: as many as possible, but two panels of 2 rather than 3 and 1.
 inline int panel_width(int64_t vectors) { return static_cast<int>(vectors == 4 ? 2 : lesser(vectors, kPanelVectors)); }
 
 // The depth of a packed B.

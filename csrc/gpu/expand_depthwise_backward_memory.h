@@ -5,18 +5,19 @@
 
 namespace nasfast::gpu {
 
-// Rows of dy and of x that belong to a part of the smaller map.
+// The rows of dy and of x for a block's part of the map of dy.
 template <int kKernel, int kStride>
 struct DyRows {
-  // rows, and columns, of dy that reach one row of the result, or two with stride 2, and how many of them are before
+  // Number of rows, and of columns, of dy from which one row or column of the result is made, or two with stride 2; and
+  // how many of them come before it.
   static constexpr int kReach = kStride == 1 ? kKernel : Gather2<kKernel>::kRows;
   static constexpr int kBefore = kStride == 1 ? kKernel / 2 : Gather2<kKernel>::kBefore;
   static constexpr int kTurnRows = 2 / kStride;  // of dy
   static constexpr int kLoaded = 128 / kStride;  // the most pixels of dy in a turn, rounded up to whole threads
-  int side;                                      // images
-  int pitch;                                     // pixels of a row of dy, with zeros outside of the image
-  int first, columns, lead;                      // of dy: first column, columns, pixels of a row in front of them
-  int x_first, x_columns;
+  int side;                                      // images of the block, side by side
+  int pitch;                                     // pixels of a row of dy in shared memory, with the zeros around it
+  int first, columns, lead;                      // of dy: first column that exists, columns, zeros in front of them
+  int x_first, x_columns;                        // of x: first column and columns
 
   NASFAST_ANYWHERE DyRows(const Cut& cut, int width, int column) : side(cut.side) {
     const int wide = cut.strips * kStrip, begin = column - kBefore;
@@ -30,9 +31,10 @@ struct DyRows {
   }
   NASFAST_ANYWHERE int row_pixels() const { return side * columns; }
   NASFAST_ANYWHERE int x_row_pixels() const { return side * x_columns; }
-  // of a turn; those of x in whole tiles of 16
+  // pixels that a turn loads; those of x fill tiles of 16
   NASFAST_ANYWHERE int pixels() const { return kTurnRows * row_pixels(); }
   NASFAST_ANYWHERE int x_pixels() const { return (2 * x_row_pixels() + 15) / 16 * 16; }
+  // pixels of dy in shared memory
   NASFAST_ANYWHERE int places() const { return kTurnRows * side * pitch; }
 };
 
@@ -42,15 +44,15 @@ struct alignas(16) Open {
   float shift[kChunk / 2][4];  // of two channels, for two rows of a product
   float half[kChunk];
 
-  // No number of a channel is farther from its mean than the root of variance / share, where 1 / share is the count of
-  // its numbers. So neither is the middle, and a bound that is infinite becomes one that lets all through. 1.01 and the
-  // second term are for roundings.
+  // A bound may be infinite, and the interval would then have no middle. No number of a channel is farther from the mean
+  // than the root of variance / share, where 1 / share is how many numbers there are. So bounds are moved to a little
+  // beyond this distance, where they let the same numbers through. 1.01 and the second term are for roundings.
   NASFAST_DEVICE void set(int channel, const Interval& interval, double variance, double share) {
     const float distance = sqrtf(static_cast<float>(variance) / static_cast<float>(share));
     const float reach = 1.01f * distance + 1e-3f * fabsf(interval.mean) + 1e-30f;
     const float least = interval.mean - reach, most = interval.mean + reach;
     const float low = interval.low > least ? interval.low : least, high = interval.high < most ? interval.high : most;
-    const bool some = low < high;  // or a closed interval, whose middle may not be a number only if the mean is not
+    const bool some = low < high;  // not if the interval is empty, nor if the mean is NaN, which then reaches the sums
     set(channel, some ? -0.5f * low - 0.5f * high : -interval.mean, some ? 0.5f * high - 0.5f * low : 0.f);
   }
   NASFAST_DEVICE void set(int channel, float by, float distance) {

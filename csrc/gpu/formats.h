@@ -31,67 +31,56 @@ NASFAST_DEVICE float saturate(float x) { return __saturatef(x); }
 #else
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 inline float saturate(float x) { return x > 0 ? (x < 1 ? x : 1.f) : 0.f; }
-inline float relu(float x) { return x <= 0 ? 0.f : x; }
-template <class Format>
-uint32_t least_pair(uint32_t a, uint32_t b) {
-  const auto least = [](float x, float y) { return x != x || x < y ? x : y; };
-  return Format::pack(least(Format::first(a), Format::first(b)), least(Format::second(a), Format::second(b)));
-}
 #endif
 
 // The storage types. Two numbers share 32 bits, and the lower half is the first. pack_relu packs the numbers above 0,
 // and 0 for others, at no cost; at_most takes the smaller number of each half. Both keep NaN.
+#ifdef __CUDACC__
+#define NASFAST_PAIRS(TYPE)                                                             \
+  static NASFAST_DEVICE uint32_t pack(float first, float second) {                      \
+    uint32_t pair;                                                                      \
+    asm("cvt.rn." TYPE ".f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));      \
+    return pair;                                                                        \
+  }                                                                                     \
+  static NASFAST_DEVICE uint32_t pack_relu(float first, float second) {                 \
+    uint32_t pair;                                                                      \
+    asm("cvt.rn.relu." TYPE ".f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first)); \
+    return pair;                                                                        \
+  }                                                                                     \
+  static NASFAST_DEVICE uint32_t at_most(uint32_t pair, uint32_t limit) {               \
+    uint32_t least;                                                                     \
+    asm("min.NaN." TYPE " %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(limit));          \
+    return least;                                                                       \
+  }
+#else
+#define NASFAST_PAIRS(TYPE)                                                                        \
+  static uint32_t pack_relu(float a, float b) { return pack(a <= 0 ? 0.f : a, b <= 0 ? 0.f : b); } \
+  static uint32_t at_most(uint32_t pair, uint32_t limit) {                                         \
+    const auto least = [](float x, float y) { return x != x || x < y ? x : y; };                   \
+    return pack(least(first(pair), first(limit)), least(second(pair), second(limit)));             \
+  }
+#endif
+
 struct Bf16 {
   static constexpr uint32_t kSixes = 0x40c040c0;
   static NASFAST_DEVICE float first(uint32_t pair) { return as_float(pair << 16); }
   static NASFAST_DEVICE float second(uint32_t pair) { return as_float(pair & 0xffff0000u); }
-#ifdef __CUDACC__
-  static NASFAST_DEVICE uint32_t pack(float first, float second) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-  }
-  static NASFAST_DEVICE uint32_t pack_relu(float first, float second) {
-    uint32_t pair;
-    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-  }
-  static NASFAST_DEVICE uint32_t at_most(uint32_t pair, uint32_t limit) {
-    uint32_t least;
-    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(limit));
-    return least;
-  }
-#else
+  NASFAST_PAIRS("bf16x2")
+#ifndef __CUDACC__
   static uint32_t round(float x) {
     const uint32_t bits = as_bits(x);
     return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
   static uint32_t pack(float first, float second) { return round(first) | round(second) << 16; }
-  static uint32_t pack_relu(float first, float second) { return pack(relu(first), relu(second)); }
-  static uint32_t at_most(uint32_t pair, uint32_t limit) { return least_pair<Bf16>(pair, limit); }
 #endif
 };
 
 struct Fp16 {
   static constexpr uint32_t kSixes = 0x46004600;
+  NASFAST_PAIRS("f16x2")
 #ifdef __CUDACC__
   static NASFAST_DEVICE float first(uint32_t pair) { return convert(static_cast<uint16_t>(pair)); }
   static NASFAST_DEVICE float second(uint32_t pair) { return convert(static_cast<uint16_t>(pair >> 16)); }
-  static NASFAST_DEVICE uint32_t pack(float first, float second) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-  }
-  static NASFAST_DEVICE uint32_t pack_relu(float first, float second) {
-    uint32_t pair;
-    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-  }
-  static NASFAST_DEVICE uint32_t at_most(uint32_t pair, uint32_t limit) {
-    uint32_t least;
-    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(limit));
-    return least;
-  }
 
  private:
   static NASFAST_DEVICE float convert(uint16_t half) {
@@ -103,9 +92,8 @@ struct Fp16 {
   static float first(uint32_t pair) { return c10::Half(static_cast<uint16_t>(pair), c10::Half::from_bits()); }
   static float second(uint32_t pair) { return first(pair >> 16); }
   static uint32_t pack(float first, float second) { return c10::Half(first).x | uint32_t{c10::Half(second).x} << 16; }
-  static uint32_t pack_relu(float first, float second) { return pack(relu(first), relu(second)); }
-  static uint32_t at_most(uint32_t pair, uint32_t limit) { return least_pair<Fp16>(pair, limit); }
 #endif
 };
+#undef NASFAST_PAIRS
 
 }  // namespace nasfast::gpu

@@ -76,10 +76,6 @@ struct TwoFloats {
     low += (high - (s - t)) + (x - t);
     high = s;
   }
-  NASFAST_DEVICE void add(const TwoFloats& other) {
-    add(other.high);
-    low += other.low;
-  }
   NASFAST_DEVICE double value() const { return static_cast<double>(high) + low; }
 };
 
@@ -142,8 +138,9 @@ struct RowTotal {
   double first, second;
 };
 
-// Adds rows of pairs of one channel. kMoments: a pair is mean and m2 of numbers[row - begin] numbers; otherwise two sums.
-// Means are taken as distances to the first one, so one pass is enough: nothing is as large as the square of a mean.
+// Adds rows of pairs of one channel. A pair is the mean and the m2 of numbers[row - begin] numbers with kMoments, and two
+// sums without. The mean of the first row is subtracted from every mean. So one pass over the rows is enough: a sum of
+// squared means would be so large that m2 lost its digits.
 template <bool kMoments>
 NASFAST_DEVICE RowTotal add_rows(const Vec2* at, int stride, int begin, int end, const float* numbers) {
   constexpr int kAhead = 16;  // loads that are under way at once
@@ -178,7 +175,7 @@ NASFAST_DEVICE RowTotal add_rows(const Vec2* at, int stride, int begin, int end,
   return {static_cast<double>(pivot) + shift, m2 > 0 ? m2 : (m2 == m2 ? 0. : m2)};
 }
 
-// Fills numbers[i] with the numbers per channel of all rows of group i, or, with few rows, of row i.
+// Fills numbers[i] with how many numbers of a channel row i has or, with more than kOneLevel rows, the rows of group i.
 template <int kThreads, class Block, class Count>
 NASFAST_DEVICE void count_numbers(const Block& block, int rows, const Count& count, float* numbers) {
   if (rows <= kOneLevel) {
@@ -201,12 +198,12 @@ NASFAST_DEVICE void count_numbers(const Block& block, int rows, const Count& cou
   });
 }
 
-// Completes the reduction of the `mine` channels from `first` on. Every block calls it once, behind a barrier-free
-// point where it has written its row to partial[row * channels + first ...]. `finish(channel)` runs in the last block,
-// for every channel in one thread: it loads what it needs while the rows are on their way, and returns a function of
-// their RowTotal. count(row): numbers per channel in that block, for moments.
-//
-// group: which group of channels this is, of those that have counters of their own.
+// Completes the reduction of the `mine` channels from `first` on. Every block calls it once, after it has written its row
+// to partial[row * channels + first ...]; no barrier is needed in between.
+//   group: the number of this group of channels; each group has counters of its own.
+//   count(row): how many numbers of a channel that block has, for moments.
+//   finish(channel): is called in the last block, for each channel by one thread. It loads what it needs while the rows
+//     are on their way, and returns a function that gets their RowTotal.
 template <int kThreads, bool kMoments, class Block, class Count, class Finish>
 NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row, int group, int first, int mine,
                                 const Count& count, const Finish& finish) {
