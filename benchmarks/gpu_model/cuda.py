@@ -25,7 +25,9 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu_model.gpus import LIMITS
+from benchmarks.gpu_model.sass import TOOLS
 from benchmarks.harness import ROOT
+from nasfast.ops import _native
 from nasfast.ops.cuda import conv
 from nasfast.ops.plan import ChainPlan, read_plan
 
@@ -315,6 +317,46 @@ def compile_kernel(name: str, arch: int) -> CudaCode:
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     shared = re.search(r"(\d+) bytes smem", said)
     return CudaCode(path.read_bytes(), int(registers[1]), int(spilled[1]), int(shared[1]) if shared else 0)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel of the installed extension needs.
+
+    Attributes:
+        registers, stack_bytes: registers and bytes of stack per thread; the stack holds spilled registers only.
+        shared_bytes: shared memory of a block besides that which a launch asks for.
+    """
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def installed_kernels() -> dict[tuple[str, int], Resources]:
+    """The CUDA kernels of chains in the installed extension, by name and architecture.
+
+    Raises:
+        RuntimeError: cuobjdump or c++filt fails.
+    """
+    found: dict[tuple[str, int], Resources] = {}
+    said = _run([TOOLS / "cuobjdump", "-res-usage", _native.extension.__file__])
+    arch, name = 0, None
+    for line in _run(["c++filt"], said).splitlines():
+        if match := re.match(r"arch = sm_(\d+)", line):
+            arch = int(match[1])
+        elif match := re.match(r" *Function (.*):$", line):
+            name = re.search(r"run_kernel<(.*?)>\(", match[1])
+        elif name and (match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", line)):
+            found[name[1].strip(), arch] = Resources(*map(int, match.groups()))
+    return found
+
+
+def _run(command: Sequence[str | Path], given: str | None = None) -> str:
+    result = subprocess.run(command, input=given, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{command[0]}: {result.stdout[-500:]}{result.stderr[-500:]}")
+    return result.stdout
 
 
 def constants(words: str, arch: int) -> dict[int, int]:

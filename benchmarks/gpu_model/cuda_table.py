@@ -1,11 +1,11 @@
-"""Compile the CUDA kernels of conv_bn_act_chain, without a GPU, and list the resources that each one needs.
+"""List the resources that each CUDA kernel of conv_bn_act_chain needs, as the installed extension has it; needs no GPU.
 
     python -m benchmarks.gpu_model.cuda_table [--arch 80 86 89 90] [--kernel TEXT ...] [--out FILE]
 
 The table has registers and spilled bytes per thread, shared memory per block, and the number of blocks that fit a
 multiprocessor. What a launch asks for in shared memory depends on its shape, so it is read from a recorded step: the
 mean path of `mobilenet_v2` at batch 32 in bf16. sm_80 is an A100, sm_86 an RTX 3080, sm_89 an RTX 4090 and sm_90 an
-H200. Needs nvcc and g++.
+H200. Needs an extension that was built with CUDA for these architectures, and g++.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import benchmarks.gpu_model.compilable  # noqa: F401
 
 # isort: split
 import argparse
-import os
 import re
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu_model.cuda import CudaKernel, compile_kernel, known_kernels
+from benchmarks.gpu_model.cuda import CudaKernel, Resources, installed_kernels, known_kernels
 from benchmarks.gpu_model.gpus import LIMITS
 from benchmarks.gpu_model.recorder import Workload, record_step
-from benchmarks.harness import positive, write_json
+from benchmarks.harness import write_json
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,9 @@ def shared_memory(arch: int) -> dict[CudaKernel, list[int]]:
     return asked
 
 
-def make_row(kernel: CudaKernel, arch: int, asked: list[int]) -> Row:
-    """Compile a kernel and read its resources; asked: bytes of shared memory of its launches."""
-    code, limits = compile_kernel(kernel.name, arch), LIMITS[arch]
+def make_row(kernel: CudaKernel, arch: int, code: Resources, asked: list[int]) -> Row:
+    """The row of a kernel with these resources; asked: bytes of shared memory of its launches."""
+    limits = LIMITS[arch]
     most = max(asked, default=0)
     return Row(
         short_name(kernel),
@@ -76,7 +74,7 @@ def make_row(kernel: CudaKernel, arch: int, asked: list[int]) -> Row:
         kernel.threads,
         code.registers,
         limits.registers // (kernel.blocks * kernel.threads) // 8 * 8,
-        code.spilled_bytes,
+        code.stack_bytes,
         code.shared_bytes,
         len(asked),
         min(asked, default=None),
@@ -107,10 +105,7 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", type=int, choices=LIMITS, default=list(LIMITS))
-    parser.add_argument(
-        "--kernel", nargs="+", help="compile only kernels whose name in the table has one of these texts"
-    )
-    parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--kernel", nargs="+", help="list only kernels whose name in the table has one of these texts")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     kernels = [
@@ -118,12 +113,15 @@ def main() -> None:
         for kernel in known_kernels().values()
         if not args.kernel or any(text in short_name(kernel) for text in args.kernel)
     ]
-    jobs = []
+    installed = installed_kernels()
+    if missing := [arch for arch in args.arch if (kernels[0].name, arch) not in installed]:
+        parser.error(
+            f"the installed extension has no kernels for {missing}: build it without CUDAARCHS, or give --arch"
+        )
+    rows = []
     for arch in args.arch:
         asked = shared_memory(arch)
-        jobs += [(kernel, arch, asked.get(kernel, [])) for kernel in kernels]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        rows = list(pool.map(lambda job: make_row(*job), jobs))
+        rows += [make_row(kernel, arch, installed[kernel.name, arch], asked.get(kernel, [])) for kernel in kernels]
     show(rows)
     if args.out:
         write_json(args.out, [asdict(row) for row in rows])
