@@ -1,6 +1,6 @@
 """Compile every Triton kernel in every configuration, without a GPU, and list the resources that each one needs.
 
-    python -m benchmarks.gpu_model.aot [--arch 86 90] [--default] [--kernel NAME ...] [--out FILE]
+    python -m benchmarks.gpu_model.aot [--arch 86 90] [--sample] [--kernel NAME ...] [--out FILE]
 
 recorder.py records real calls, and the kernels are compiled for the arguments of these calls. The table has registers
 and spilled bytes per thread, shared memory per program, and the number of programs that fit a multiprocessor. sm_86 is
@@ -96,23 +96,46 @@ def record_calls() -> list[Launch]:
     return launches
 
 
-def jobs(launches: list[Launch], archs: list[int], *, default_only: bool, names: list[str] | None = None) -> list[_Job]:
-    """Choose the first call of each kernel, configuration, storage type and stencil, for every architecture."""
+def jobs(
+    launches: list[Launch], archs: list[int], *, sample: bool = False, names: list[str] | None = None
+) -> list[_Job]:
+    """Choose the first call of each kernel, configuration, storage type and stencil, for every architecture.
+
+    Args:
+        sample: leave out what `_adds_nothing` says.
+        names: choose only these kernels.
+    """
     chosen: dict[tuple, _Job] = {}
     for launch in launches:
         # the kernels of the loss and of SGD have one configuration
         family, config = launch.configuration or ("training", "only")
         default = family == "training" or config == next(iter(FAMILIES[family]))
         other_stencil = family == "depthwise" and launch.arguments.get("KERNEL", _STENCIL) != _STENCIL
-        if (names and launch.kernel not in names) or (not default and (default_only or other_stencil)):
+        if (names and launch.kernel not in names) or (not default and other_stencil):
             continue
         types = str(launch.specialization.signature)
         dtype = "bf16" if "*bf16" in types else "fp32"
         said = ",".join(f"{name}={launch.arguments[name]}" for name in _SHOWN if name in launch.arguments)
         for arch in archs:
+            if sample and _adds_nothing(family, launch.arguments, dtype, default=default, arch=arch):
+                continue
             job = _Job(launch.specialization, said, dtype, config, default, arch)
             chosen.setdefault((launch.kernel, said, dtype, config, arch), job)
     return list(chosen.values())
+
+
+def _adds_nothing(family: str, arguments: dict, dtype: str, *, default: bool, arch: int) -> bool:
+    """Whether another job has limits that are as tight as those of this one.
+
+    A program of sm_90 has as many registers as one of sm_86, and more shared memory. So on sm_90 only the defaults of
+    the type that is fast there remain. Stencils and mixtures keep everything in float32, whatever the storage type, and
+    their other configurations have no more elements than the default one, which is compiled for every type and stencil.
+    So each of the others remains for one type and stride.
+    """
+    if arch == 90:
+        # the kernels of the loss, of SGD and of given statistics have only float32
+        return not default or (dtype == "fp32" and family not in ("training", "fold"))
+    return not default and family in ("depthwise", "mixed") and (dtype == "fp32" or arguments.get("STRIDE", 1) != 1)
 
 
 def compile_job(job: _Job) -> Row:
@@ -149,13 +172,13 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", type=int, choices=GPUS, default=list(GPUS))
-    parser.add_argument("--default", action="store_true", help="compile default configurations only")
+    parser.add_argument("--sample", action="store_true", help="leave out what others show too, as the tests do")
     parser.add_argument("--kernel", nargs="+", help="compile only these kernels")
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="folder for Triton's cache")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    chosen = jobs(record_calls(), args.arch, default_only=args.default, names=args.kernel)
+    chosen = jobs(record_calls(), args.arch, sample=args.sample, names=args.kernel)
     rows = in_processes(compile_job, chosen, args.jobs, str(args.cache))
     show(rows)
     if args.out:

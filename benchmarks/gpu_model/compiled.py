@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from triton import compile as triton_compile
 from triton import knobs
@@ -115,7 +116,10 @@ def _flat(signature: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def in_processes(function: Callable[[Job], Result], jobs: Sequence[Job], processes: int, cache: str) -> list[Result]:
-    """Apply a function to every job, in processes whose Triton cache is the folder `cache`."""
+    """Apply a function to every job, in processes whose Triton cache is the folder `cache`; one process is this one."""
+    if processes == 1:
+        with patch.object(knobs.cache, "dir", cache):
+            return [function(job) for job in jobs]
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(cache,)) as pool:
         return list(pool.map(function, jobs))
 

@@ -217,6 +217,18 @@ def _product_cycles(gpu: Gpu, walk: Walk) -> float:
     return walk.products["HMMA"] / (16 * 8 * 16) * gpu.multiply_cycles + walk.products["HGMMA"] / _GROUP_PRODUCTS
 
 
+# the constants of a kernel that a sample has in every combination: stencils, and tiles of a product
+_VARIED = ("KERNEL", "STRIDE", "BN", "BK")
+
+
+def one_of_each(launches: Iterable[Launch]) -> list[Launch]:
+    """The first launch of every kernel, stencil and tile; most of these are among the kernels that `aot` compiles."""
+    first: dict[tuple, Launch] = {}
+    for launch in launches:
+        first.setdefault((launch.kernel, *map(launch.arguments.get, _VARIED)), launch)
+    return list(first.values())
+
+
 # ---- tables
 
 
@@ -332,7 +344,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="triton", help="see Workload")
     parser.add_argument("--arch", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="no value: only record")
     parser.add_argument("--kernel", nargs="+", help="model only these kernels")
-    parser.add_argument("--every", type=positive, default=1, metavar="N", help="model only every N-th launch")
+    parser.add_argument("--sample", action="store_true", help="model one launch of each kernel, stencil and tile")
     parser.add_argument("--each", action="store_true", help="list every launch")
     parser.add_argument("--mix", metavar="KERNEL", help="print the instructions of this kernel")
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
@@ -358,7 +370,8 @@ def main() -> None:
         step = steps[arch]
         if args.kernel:
             step.launches = [launch for launch in step.launches if launch.kernel in args.kernel]
-        step.launches = step.launches[:: args.every]
+        if args.sample:
+            step.launches = one_of_each(step.launches)
         found = costs(step, arch, processes=args.jobs, cache=str(args.cache))
         if args.each:
             show_each(step.launches, found)
