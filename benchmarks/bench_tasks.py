@@ -7,9 +7,9 @@ worker and back), and what the first task of a worker takes, because the worker 
 so that other programs on the same cores count less.
 
 `--kills N` trains small supernets as tasks of two workers and kills the driver or a worker with SIGKILL, N times in
-all, over as many rounds as that takes. A part of the kills comes at any moment, the others wait until a task has a
-checkpoint and is not finished. After each round, all results must have the bytes of undisturbed ones. `saved` counts
-the kills that hit a task with a checkpoint, `resumed` the attempts that continued from one.
+all, over as many rounds as that takes. A part of the kills comes at any moment, the others wait until the running
+attempt of a task has written a checkpoint. After each round, all results must have the bytes of undisturbed ones.
+`saved` counts the kills that hit a task with a checkpoint, `resumed` the attempts that continued from one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,7 +42,7 @@ _MOST_SECONDS = 5.0
 """Longest time from the moment at which a worker is seen at work to a kill at any moment."""
 
 _SAVED_SHARE, _MOST_SECONDS_SAVED = 0.7, 1.0
-"""Share of the kills that wait for a checkpoint of a running task, and the longest time from then to the kill."""
+"""Share of the kills that wait for a checkpoint of a running attempt, and the longest time from then to the kill."""
 
 _DRIVER_SHARE = 0.25
 """Share of the kills that hit the driver."""
@@ -137,7 +137,7 @@ def _kill(driver: subprocess.Popen[str], target: Path, rng: random.Random, found
     aims = rng.random() < _SAVED_SHARE
     while driver.poll() is None:
         workers = _workers(target, driver.pid)
-        if any(saved for saved in workers.values()) if aims else workers:
+        if any(folder.saved_now for folder in workers.values()) if aims else workers:
             break
         time.sleep(0.01)
     time.sleep(rng.uniform(0, _MOST_SECONDS_SAVED if aims else _MOST_SECONDS))
@@ -146,28 +146,36 @@ def _kill(driver: subprocess.Popen[str], target: Path, rng: random.Random, found
         if driver.poll() is None:
             driver.kill()
             found["driver"] += 1
-            found["saved"] += any(workers.values())
-    elif candidates := [victim for victim, saved in workers.items() if saved or not aims]:
+            found["saved"] += any(folder.saved for folder in workers.values())
+    elif candidates := [victim for victim, folder in workers.items() if folder.saved_now or not aims]:
         victim = rng.choice(candidates)
         try:
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:
             return
         found["worker"] += 1
-        found["saved"] += workers[victim]
+        found["saved"] += workers[victim].saved
 
 
-def _workers(target: Path, driver: int) -> dict[int, bool]:
-    """Numbers of the processes of this driver that hold the lock of a task, and whether it has a checkpoint."""
+class _Saved(NamedTuple):
+    """Whether a running task has a checkpoint, and whether its present attempt has written one."""
+
+    saved: bool
+    saved_now: bool
+
+
+def _workers(target: Path, driver: int) -> dict[int, _Saved]:
+    """Numbers of the processes of this driver that hold the lock of a task, and what the task has saved."""
     found = {}
     for path in target.glob("net-*/.lock"):
         try:
-            number = json.loads(path.read_text())["pid"]
+            number, since = json.loads(path.read_text())["pid"], path.stat().st_mtime
             parent = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1]
+            times = [p.stat().st_mtime for p in path.parent.glob("checkpoints/*.safetensors")]
         except (OSError, ValueError):
             continue
         if int(parent) == driver and not (path.parent / TASK_FILE).exists():
-            found[number] = any(path.parent.glob("checkpoints/*.safetensors"))
+            found[number] = _Saved(bool(times), max(times, default=0.0) > since)
     return found
 
 
