@@ -81,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "train", "settings",
     },
     "studies.registry": set(),
-    "studies": {"config", "runtime.files", "runtime", "measure", "report", "studies.registry"},
+    "studies": {"config", "runtime.files", "runtime", "measure", "report", "settings", "studies.registry"},
     "studies.isometry": {
         "config", "spaces", "ops", "supernet", "train", "indicators", "measure", "analysis", "analysis.meanfield",
         "report", "studies", "runtime.late", "settings",
@@ -96,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "studies.wiring": {
         "config", "runtime.files", "runtime", "spaces", "supernet", "cells", "data", "train", "report",
-        "studies", "runtime.late", "settings",
+        "studies", "runtime.late", "settings", "tasks",
     },
     "stages": {
         "config", "runtime", "spaces", "supernet", "data", "train", "indicators", "indicators.accuracies", "search",

@@ -114,8 +114,8 @@ def _asked_for(settings: TaskSettings) -> TaskSettings | None:
         return None
     if environment_size() > 1:
         raise ConfigError(
-            "--executor, --workers and the like train each network in one process: run without torchrun, or let its "
-            "processes train networks of their own (--retrain.parallel networks)"
+            "--executor, --workers and the like train each network in one process: run without torchrun, which lets "
+            "several processes train one network"
         )
     return settings
 
@@ -290,9 +290,9 @@ def _step(cfg: StepTimesConfig, out: str | None) -> None:
         print(f"written: {out}")
 
 
-def _study(study: registry.Study, cfg: ConfigBase, out: str | None) -> None:
+def _study(study: registry.Study, cfg: ConfigBase, out: str | None, settings: TaskSettings) -> None:
     """Print a study's report, save it, and raise where a mark is missed."""
-    report = run_study(study.name, cfg, out=out)
+    report = run_study(study.name, cfg, out=out, tasks=_asked_for(settings))
     print(report)
     if out is not None:
         print("written:", ", ".join(map(str, (report.save(out), *report.files))))

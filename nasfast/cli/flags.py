@@ -188,7 +188,7 @@ def _add_task_flags(parser: Parser, *, dry_run: bool = True) -> None:
         default=default.attempts,
         help="how often a failing task is tried",
     )
-    continues = "the same command" if parser.command == "rank" else "--resume"
+    continues = "--resume" if parser.command in ("run", "retrain") else "the same command"
     parser.add_argument("--max-hours", type=float, help=f"stop cleanly after this time; {continues} continues")
     if dry_run:
         parser.add_argument("--dry-run", action="store_true", help="only print the tasks with their time and memory")
@@ -205,8 +205,8 @@ def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings, bool]:
     return TaskSettings.from_dict({**given, "ray_address": parsed.pop("ray")["address"]}), dry_run
 
 
-def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, str | None]:
-    """The settings of a study, from defaults, then --config files, then flags; and its --out."""
+def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, dict[str, Any]]:
+    """The settings of a study, from defaults, then --config files, then flags; and the values of its other flags."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", action="append", default=[])
     files = early.parse_known_args(argv)[0].config
@@ -222,8 +222,8 @@ def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tu
     parser.set_defaults({key: checked[key] for key in given})
     parsed = parser.parse_flags(argv).as_dict()
     parsed.pop("config")
-    out = parsed.pop("out")
-    return kind.from_dict(parsed), out
+    others = {name: parsed.pop(name) for name in set(parsed) - {field.name for field in dataclasses.fields(kind)}}
+    return kind.from_dict(parsed), others
 
 
 def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
@@ -365,8 +365,8 @@ def _step(parser: Parser, argv: Sequence[str]) -> tuple[StepTimesConfig, str | N
     return StepTimesConfig(**settings), out
 
 
-def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigBase, str | None]:
-    """The study that a command, or the kind behind it, names, and its settings."""
+def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigBase, str | None, TaskSettings]:
+    """The study that a command, or the kind behind it, names, its settings, its directory, and where its tasks run."""
     command = registry.COMMANDS[parser.command]
     kinds, flags = command.kinds, list(argv)
     if not kinds:
@@ -386,13 +386,16 @@ def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigB
 
 def _study_flags(
     parser: Parser, argv: Sequence[str], study: registry.Study
-) -> tuple[registry.Study, ConfigBase, str | None]:
+) -> tuple[registry.Study, ConfigBase, str | None, TaskSettings]:
     more = f", {study.writes}" if study.writes else ""
     resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
     text = f"also write {study.files}.json, the page {study.files}.html{more}{resumed}"
     parser.add_argument("--out", metavar="DIR", help=text)
-    cfg, out = _study_config(parser, argv, study.load("config"))
-    return study, cfg, out
+    if study.tasks:
+        _add_task_flags(parser, dry_run=False)
+    cfg, others = _study_config(parser, argv, study.load("config"))
+    out = others.pop("out")
+    return study, cfg, out, _task_settings(others)[0] if study.tasks else TaskSettings()
 
 
 def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,8 +20,6 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, space_kind
 from nasfast.stages.inputs import load_supernet, retrain_loaders
 from nasfast.tasks import Task, TaskError, TaskRunner
-
-_LOG = logging.getLogger(__name__)
 
 FOLDER = "retrain-tasks"
 """In the run directory while networks are retrained: what the executor keeps of its tasks, such as their logs."""

@@ -25,6 +25,7 @@ class Study:
         files: stem of the JSON file and the page.
         resumes: whether it continues from what it finds in its output directory.
         writes: what it writes besides its report, as the help says it.
+        tasks: whether it has parts that may run in processes of their own; `run` then takes the keyword `tasks`.
     """
 
     folder: str
@@ -35,6 +36,7 @@ class Study:
     files: str
     resumes: bool = False
     writes: str = ""
+    tasks: bool = False
 
     @property
     def name(self) -> str:
@@ -113,6 +115,7 @@ _WIRING = (
         "growth",
         "wiring-p1",
         resumes=True,
+        tasks=True,
     ),
     Study(
         "wiring",
@@ -122,6 +125,7 @@ _WIRING = (
         "width",
         "wiring-p2",
         resumes=True,
+        tasks=True,
     ),
     Study(
         "wiring",
@@ -131,6 +135,7 @@ _WIRING = (
         "collapse",
         "wiring-p3",
         resumes=True,
+        tasks=True,
     ),
     Study(
         "wiring",
@@ -140,6 +145,7 @@ _WIRING = (
         "cost",
         "wiring-cost",
         resumes=True,
+        tasks=True,
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nasfast.measure.doctor import environment
 from nasfast.measure.timing import machine, measuring
 from nasfast.runtime.device import torch_device
+from nasfast.settings.tasks import TaskSettings
 from nasfast.studies import registry
 from nasfast.studies.report import StudyReport
 
@@ -97,13 +99,17 @@ def carry_out(
     return replace(found, name=name, config=config, seconds=seconds, machine=where, environment=environment())
 
 
-def run_study(name: str, config: Any = None, *, out: str | Path | None = None) -> Any:
+def run_study(
+    name: str, config: Any = None, *, out: str | Path | None = None, tasks: TaskSettings | None = None
+) -> Any:
     """Carry out a study of the registry; see `carry_out`.
 
     Args:
         name: such as `isometry` or `moments quick`.
         config: an instance of the study's config class; None takes its defaults.
         out: directory that the study may resume from and write to.
+        tasks: where the parts of a study that has `tasks` run in processes of their own; None for this process.
     """
     study = registry.find(name)
-    return carry_out(study.files, study.load("config")() if config is None else config, study.load("run"), out=out)
+    run = study.load("run") if tasks is None else functools.partial(study.load("run"), tasks=tasks)
+    return carry_out(study.files, study.load("config")() if config is None else config, run, out=out)

@@ -171,7 +171,8 @@ def test_every_study_of_the_registry_can_be_run():
         for study in command.studies:
             assert registry.find(study.name) is study
             assert {"threads", "seed"} <= set(study.load("config")().to_dict())
-            assert list(inspect.signature(study.load("run")).parameters) == ["cfg", "out", "task"]
+            expected = ["cfg", "out", "task"] + ["tasks"] * study.tasks
+            assert list(inspect.signature(study.load("run")).parameters) == expected
     with pytest.raises(KeyError, match="no study is called 'moments quik'; there are isometry, moments quick"):
         registry.find("moments quik")
 

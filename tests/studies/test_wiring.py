@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from in_process import run_tasks_here
 from tiny import write_folder
 
 from nasfast.cells import read_space
@@ -144,6 +145,45 @@ def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, caps
     assert "settings are not those of the pass marks" in page and "Pass marks" not in page
     printed = capsys.readouterr().out
     assert printed.startswith(f"wiring-{kind}: ") and f"written: {out / f'wiring-{kind}.html'}" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["p2", "p3"])
+def test_searches_as_tasks_have_the_same_bytes(reports, steps, kind, tmp_path, monkeypatch):
+    """Every search of a study is handed to the executor together, and read by the study as finished."""
+    out, found, taken = reports
+    run_tasks_here(monkeypatch)
+    steps.take()
+    told_of = []
+    monkeypatch.setattr("nasfast.studies.run._plain_lines", lambda name, total: told_of.append)
+    assert main(["wiring", kind, *flags(STUDIES[kind][1]), "--out", str(tmp_path), "--attempts", "2"]) == 0
+    folders = {path.parent for path in tmp_path.glob("*/task.json")}
+    assert (
+        folders == {path.parent for path in tmp_path.glob("*/search.npz")} and len(folders) == {"p2": 8, "p3": 6}[kind]
+    )
+    assert len(told_of) == len(folders), "a search ran in the study itself"
+    # p2 and p3 find the searches of p1 when they run behind it
+    assert steps.take() == taken[kind] + taken["p1"]
+    for folder in folders:
+        # a checkpoint also has the state of torch's global generator, which no search uses or sets
+        for path in (out / folder.name).glob("*.*"):
+            if path.suffix in (".npz", ".json", ".yaml"):
+                assert (folder / path.name).read_bytes() == path.read_bytes(), path
+    form = json.loads((tmp_path / f"wiring-{kind}.json").read_text(encoding="utf-8"))
+    assert told(form) == told(found[kind].to_dict())
+
+
+def test_a_search_that_fails_as_a_task_is_named_with_its_log(tmp_path, monkeypatch, capsys):
+    run_tasks_here(monkeypatch)
+
+    def fail(self, x, y, paths=None):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(CellSearchEngine, "forward_backward", fail)
+    assert main(["wiring", "p1", *flags(GrowthConfig(**TINY)), "--out", str(tmp_path), "--attempts", "1"]) == 1
+    said = capsys.readouterr().err
+    assert "2 of 2 searches are not finished; the same command continues; dsnas-s0: RuntimeError: no memory" in said
+    assert "Traceback" in (tmp_path / "dsnas-s0/task.log").read_text()
 
 
 def test_every_search_has_its_files(reports):

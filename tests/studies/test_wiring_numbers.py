@@ -197,16 +197,19 @@ def test_intervals_of_seeds():
 class Fabricating:
     """Replaces the runner: every search ends at once, and its arguments are recorded."""
 
-    device = "cpu"
+    device, prepare = "cpu", staticmethod(list)
 
     def __init__(self, records: int | None = None) -> None:
         self.records, self.found, self.asked = records, {}, {}
 
-    def search(self, name, cfg, search, *, cell=None) -> CellSearchResult:
-        records = self.records or search.records
-        seed = 100 * cfg.seed + len(name)
-        made = fabricated(cfg.space(cell), records=records, seed=seed, bilevel=search.bilevel, method=search.method)
-        self.found[name, cfg.seed], self.asked[name] = made, (cfg, search)
+    def all(self, searches) -> dict[int, CellSearchResult]:
+        return {key: self._made(search) for key, search in searches.items()}
+
+    def _made(self, search) -> CellSearchResult:
+        cfg, how, seed = search.cfg, search.how, 100 * search.cfg.seed + len(search.name)
+        settings = {"records": self.records or how.records, "bilevel": how.bilevel, "method": how.method}
+        made = fabricated(cfg.space(search.cell), seed=seed, **settings)
+        self.found[search.name, cfg.seed], self.asked[search.name] = made, (cfg, how)
         return made
 
 
@@ -452,12 +455,9 @@ def test_costs_are_those_of_the_last_cell(monkeypatch):
     monkeypatch.setattr(CostConfig, "published", True)
     monkeypatch.setattr(tables, "sums_table", lambda cfg, runner: None)
     monkeypatch.setattr(tables, "variants_table", lambda cfg, runner: None)
-    monkeypatch.setattr(
-        study,
-        "searches_of",
-        lambda *args, **changes: {seed: fabricated(cfg.space(), records=3, seed=seed) for seed in (0, 1)},
-    )
-    found = study._cost(cfg, SimpleNamespace(device="cpu"))
+
+    made = {seed: fabricated(cfg.space(), records=3, seed=seed) for seed in (0, 1)}
+    found = study._cost(cfg, SimpleNamespace(device="cpu", all=lambda searches: made))
     rows = found.tables[0].rows
     for row, pair, label in zip(rows, (given[:2], given[2:]), ("initialisation", "trained"), strict=True):
         total, count = (sum(g[i][1, :, 1:] for g in pair) for i in (0, 1))

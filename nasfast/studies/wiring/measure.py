@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,39 @@ from nasfast.data.datasets import split_source
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.settings.cells import CellSearchConfig
+from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces.cell_costs import NONE
 from nasfast.studies.parts import plain
-from nasfast.studies.run import Task
+from nasfast.studies.run import Done, Task
 from nasfast.studies.wiring.config import CostConfig, ExperimentConfig
 from nasfast.studies.wiring.images import folder_of
+from nasfast.tasks import Task as WorkerTask
+from nasfast.tasks import TaskError, TaskRunner
 
 _STEPS_PER_EPOCH = 100
 _WINDOWS = 15
 """Parts of a run over which costs are averaged. Probabilities do not scatter and are shown at every record."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search of a study.
+
+    Attributes:
+        name: name of the search; its files go to the directory NAME-sSEED.
+        cfg: data, space and training.
+        how: how operations are chosen.
+        cell: instead of the config's.
+    """
+
+    name: str
+    cfg: ExperimentConfig
+    how: CellSearchConfig
+    cell: Cell | None = None
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-s{self.cfg.seed}"
 
 
 class Runner:
@@ -40,53 +65,121 @@ class Runner:
         out: directory of the searches' directories.
         task: tells the progress.
         device: device of the networks.
+        tasks: where each search runs in a process of its own; None runs them in this one.
     """
 
-    def __init__(self, out: Path, task: Task, device: str) -> None:
-        self._out, self._task, self.device = out, task, device
+    def __init__(self, out: Path, task: Task, device: str, tasks: TaskSettings | None = None) -> None:
+        self._out, self._task, self.device, self._tasks = out, task, device, tasks
 
-    def search(
-        self, name: str, cfg: ExperimentConfig, search: CellSearchConfig, *, cell: Cell | None = None
-    ) -> CellSearchResult:
-        """One search. Its files and the measures of section 6 go to the directory NAME-sSEED.
+    def prepare(self, searches: Iterable[Search]) -> None:
+        """Carry out searches in processes of their own if the study was asked to; `all` then finds them finished.
 
-        Args:
-            name: name of the search.
-            cfg: data, space and training.
-            search: how operations are chosen.
-            cell: instead of the config's.
+        Raises:
+            TaskError: some have failed or were stopped; the others are finished.
         """
-        space = cfg.space(cell)
-        train_loader, held_out = loaders(cfg, bilevel=search.bilevel)
-        epochs = max(1, round(cfg.steps / len(train_loader)))
-        folder, steps = self._out / f"{name}-s{cfg.seed}", epochs * len(train_loader)
-        done = self._task(f"{name}, seed {cfg.seed}", steps)
-        found = search_cells(
-            space,
-            train_loader,
-            search,
-            cfg.weights.replace(epochs=epochs),
-            held_out=held_out,
-            run_dir=folder,
-            name="cells",
-            resume=True,
-            device=self.device,
-            settings={"data": _data_of(cfg)},
-            progress=done,
-        )
+        if self._tasks is None:
+            return
+        with TaskRunner(self._out, self._tasks) as runner:
+            results = runner.run([_task_of(search, self.device) for search in searches])
+        if missing := [result for result in results if result.status != "done"]:
+            failed = [f"; {r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
+            raise TaskError(
+                f"{len(missing)} of {len(results)} searches are not finished; the same command continues"
+                + "".join(failed)
+            )
+
+    def all(self, searches: Mapping[int, Search]) -> dict[int, CellSearchResult]:
+        """The results of searches, by the same keys."""
+        self.prepare(searches.values())
+        return {key: self._search(search) for key, search in searches.items()}
+
+    def _search(self, search: Search) -> CellSearchResult:
+        cfg, space = search.cfg, search.cfg.space(search.cell)
+
+        def progress(steps: int) -> Done:
+            return self._task(f"{search.name}, seed {cfg.seed}", steps)
+
+        return _carry_out(space, cfg, search.how, self._out / search.folder, self.device, progress)
+
+
+def _task_of(search: Search, device: str) -> WorkerTask:
+    # what the kinds of configs have in common decides a search; P1 and P2 share searches
+    own = {field.name: getattr(search.cfg, field.name) for field in fields(ExperimentConfig)}
+    return WorkerTask(
+        search.folder,
+        f"{__name__}:search_apart",
+        {
+            "config": ExperimentConfig(**{**own, "seeds": 1, "threads": 0}).to_dict(),
+            "space": search.cfg.space(search.cell).to_dict(),
+            "how": search.how.to_dict(),
+            "device": device,
+        },
+        # results depend on the number of threads, so a task has that of this process
+        threads=torch.get_num_threads(),
+        cost=float(search.cfg.steps),
+        gpus=int(device.startswith("cuda")),
+    )
+
+
+def search_apart(
+    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], how: Mapping[str, Any], device: str
+) -> None:
+    """The function of a task: one search, in its folder."""
+    cfg, cells = ExperimentConfig.from_dict(config), CellSpace.from_dict(space)
+    _carry_out(cells, cfg, CellSearchConfig.from_dict(how), folder, device)
+
+
+def _carry_out(
+    space: CellSpace,
+    cfg: ExperimentConfig,
+    how: CellSearchConfig,
+    folder: Path,
+    device: str,
+    progress: Callable[[int], Done] | None = None,
+) -> CellSearchResult:
+    """One search. Its files and the measures of section 6 go to `folder`.
+
+    Args:
+        space: the space of cells.
+        cfg: data and training.
+        how: how operations are chosen.
+        folder: where an earlier attempt is continued.
+        device: device of the network.
+        progress: given the number of steps, returns what is told how many are done; None shows the lines of a training.
+    """
+    train_loader, held_out = loaders(cfg, bilevel=how.bilevel)
+    epochs = max(1, round(cfg.steps / len(train_loader)))
+    steps = epochs * len(train_loader)
+    done = None if progress is None else progress(steps)
+    found = search_cells(
+        space,
+        train_loader,
+        how,
+        cfg.weights.replace(epochs=epochs),
+        held_out=held_out,
+        run_dir=folder,
+        name="cells",
+        resume=True,
+        device=device,
+        settings={"data": _data_of(cfg)},
+        progress=done,
+    )
+    if done is not None:
         done(steps)  # also where the search had ended before
-        write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
-        return found
+    write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
+    return found
 
 
 @contextmanager
-def runner_of(cfg: ExperimentConfig, out: Path | None, task: Task) -> Iterator[Runner]:
+def runner_of(
+    cfg: ExperimentConfig, out: Path | None, task: Task, tasks: TaskSettings | None = None
+) -> Iterator[Runner]:
     """A runner in a directory; without one, in a temporary directory that is removed at the end."""
     if out is not None:
-        yield Runner(out, task, torch_device(cfg.device))
+        yield Runner(out, task, torch_device(cfg.device), tasks)
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield Runner(Path(folder), task, torch_device(cfg.device))
+        yield Runner(Path(folder), task, torch_device(cfg.device), tasks)
 
 
 def _data_of(cfg: ExperimentConfig) -> dict[str, Any]:
@@ -118,13 +211,10 @@ def loaders(cfg: ExperimentConfig, *, bilevel: bool) -> tuple[Any, Any]:
     return of_weights, of_logits
 
 
-def searches_of(cfg: ExperimentConfig, runner: Runner, name: str, **changes: Any) -> dict[int, CellSearchResult]:
+def searches_of(cfg: ExperimentConfig, name: str, **changes: Any) -> dict[int, Search]:
     """The search of every seed."""
-    found = {}
-    for i in range(cfg.seeds):
-        of_seed = cfg.of_seed(i)
-        found[of_seed.seed] = runner.search(name, of_seed, of_seed.search(**changes))
-    return found
+    configs = [cfg.of_seed(i) for i in range(cfg.seeds)]
+    return {of_seed.seed: Search(name, of_seed, of_seed.search(**changes)) for of_seed in configs}
 
 
 def none_probability(found: CellSearchResult) -> np.ndarray:

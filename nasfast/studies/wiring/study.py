@@ -12,6 +12,7 @@ from typing import TypeVar
 from nasfast.cells import CELLS, DARTS_OPS
 from nasfast.cells.montecarlo import monte_carlo
 from nasfast.cells.search import CellSearchResult
+from nasfast.settings.tasks import TaskSettings
 from nasfast.studies.parts import Check
 from nasfast.studies.report import StudyReport
 from nasfast.studies.run import Task, run_study
@@ -35,6 +36,7 @@ from nasfast.studies.wiring.figures import (
 )
 from nasfast.studies.wiring.measure import (
     Runner,
+    Search,
     initial_costs,
     last_cell,
     live_operations,
@@ -116,13 +118,11 @@ def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
     )
 
 
-def _with_runner(
-    study: Callable[[Experiment, Runner], StudyReport],
-) -> Callable[[Experiment, Path | None, Task], StudyReport]:
-    """A study of searches as `run(config, out, task)`, which gives it a `Runner` in its directory."""
+def _with_runner(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
+    """A study of searches as `run(config, out, task, tasks=None)`, which gives it a `Runner` in its directory."""
 
-    def run(cfg: Experiment, out: Path | None, task: Task) -> StudyReport:
-        with runner_of(cfg, out, task) as runner:
+    def run(cfg: Experiment, out: Path | None, task: Task, tasks: TaskSettings | None = None) -> StudyReport:
+        with runner_of(cfg, out, task, tasks) as runner:
             return study(cfg, runner)
 
     run.__doc__ = study.__doc__
@@ -145,7 +145,7 @@ def _notes(cfg: ExperimentConfig) -> tuple[str, ...]:
 
 def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     """P1; see `growth_study`."""
-    runs = searches_of(cfg, runner, cfg.method)
+    runs = runner.all(searches_of(cfg, cfg.method))
     checks = []
     if cfg.published:
         checks = [check for seed, found in runs.items() for check in marks.growth_checks(seed, found)]
@@ -168,8 +168,10 @@ def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
 
 def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
     """P2; see `width_study`."""
-    runs = searches_of(cfg, runner, cfg.method)
-    controls = _control_searches(cfg, runner)
+    searches, controlled = searches_of(cfg, cfg.method), _control_searches(cfg)
+    runner.prepare(search for of_seeds in (searches, *controlled.values()) for search in of_seeds.values())
+    runs = runner.all(searches)
+    controls = {label: runner.all(of_seeds) for label, of_seeds in controlled.items()}
     checks = []
     if cfg.published:
         checks = [check for seed, found in runs.items() for check in marks.width_checks(seed, found)]
@@ -191,31 +193,32 @@ def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
     )
 
 
-def _control_searches(cfg: WidthConfig, runner: Runner) -> dict[str, dict[int, CellSearchResult]]:
+def _control_searches(cfg: WidthConfig) -> dict[str, dict[int, Search]]:
     """The searches of every control, with settings of their own, by seed."""
     control = CostConfig(
         cell="modified", steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
-    found: dict[str, dict[int, CellSearchResult]] = {}
+    found: dict[str, dict[int, Search]] = {}
     for label, cell in _CONTROLS.items():
         name = "control-" + "".join(c if c.isalnum() else "_" for c in label)
         found[label] = {}
         for i in range(cfg.seeds):
             of_seed = control.of_seed(i)
-            search = of_seed.search(method="uniform", redraw=label != "simplified")
-            found[label][of_seed.seed] = runner.search(name, of_seed, search, cell=cell)
+            how = of_seed.search(method="uniform", redraw=label != "simplified")
+            found[label][of_seed.seed] = Search(name, of_seed, how, cell)
     return found
 
 
 def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3; see `collapse_study`."""
     second = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
-    runs = searches_of(cfg, runner, f"{cfg.method}-bilevel", bilevel=True, **second)
-    single = searches_of(cfg, runner, cfg.method)
+    two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
     fixed = CostConfig(
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
-    gates = searches_of(fixed, runner, "table", method="darts", bilevel=True, alpha_lr=0.0)
+    tabled = searches_of(fixed, "table", method="darts", bilevel=True, alpha_lr=0.0)
+    runner.prepare(search for of_seeds in (two, one, tabled) for search in of_seeds.values())
+    runs, single, gates = (runner.all(of_seeds) for of_seeds in (two, one, tabled))
     windows = {seed: sign_window(found) for seed, found in gates.items()}
     checks = []
     if cfg.published:
@@ -248,7 +251,7 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs; see `cost_study`."""
     space = cfg.space()
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
-    trained = searches_of(cfg, runner, "uniform")
+    trained = runner.all(searches_of(cfg, "uniform"))
     late = []
     for seed, found in trained.items():
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
