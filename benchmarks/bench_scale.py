@@ -426,11 +426,8 @@ def summary() -> list[str]:
             f"| {r['starts']} x {r['start_cpu']:.1f} | {r['driver_cpu']:.2f} |"
         )
     rows = json.loads(SIMULATED.read_text())["rows"]
-    lines += [
-        "",
-        f"| search | scene | {' | '.join(f'{w:,}' for w in _WORKERS)} |",
-        "|---|---|" + "---|" * len(_WORKERS),
-    ]
+    heads = [f"{workers:,} worker{'s' * (workers > 1)}" for workers in _WORKERS]
+    lines += ["", f"| search | scene | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     for name in dict.fromkeys(r["search"] for r in rows):
         for scene_name in SCENES:
             cells = [_cell(r) for r in rows if (r["search"], r["scene"]) == (name, scene_name)]
