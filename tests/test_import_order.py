@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "seeds": set(),
     "runtime.files": set(),
     "runtime.late": set(),
+    "runtime.imports": set(),
     "runtime.launcher": set(),
     "runtime.lock": {"runtime.files"},
     "runtime.moved": set(),
@@ -33,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {"config", "runtime.moved"},
     "settings.run": {"config", "settings", "indicators.config", "search", "runtime"},
     "tasks": {
-        "config", "runtime.files", "runtime.lock", "runtime.progress", "runtime.termination", "runtime", "settings",
+        "config", "runtime.files", "runtime.imports", "runtime.lock", "runtime.progress", "runtime.termination",
+        "runtime", "settings",
     },
     "spaces": {"config", "runtime.moved"},
     "ops": {"runtime.files", "runtime.moved"},
@@ -119,7 +121,8 @@ ALLOWED: dict[str, set[str]] = {
         "studies.registry", "pipeline", "stages",
     },
     "cli": {
-        "config", "settings", "runtime.files", "runtime.termination", "studies.registry", "cli.commands", "measure",
+        "config", "settings", "runtime.files", "runtime.imports", "runtime.termination", "studies.registry",
+        "cli.commands", "measure",
         "runtime.launcher", "settings.run", "indicators.rank", "",
     },
     "__main__": {"cli"},
@@ -144,10 +147,10 @@ LATE = {
     ("nasfast.ops.registry", "nasfast.ops.triton.training"),
 }
 TORCH_FREE = {
-    "cli", "__main__", "config", "seeds", "runtime.files", "runtime.lock", "runtime.moved", "runtime.progress",
-    "runtime.termination", "spaces", "indicators.accuracies", "indicators.table", "indicators.structure",
-    "indicators.rank", "search", "runtime.late", "runtime.launcher", "settings", "settings.run", "indicators.config",
-    "studies.registry",
+    "cli", "__main__", "config", "seeds", "runtime.files", "runtime.imports", "runtime.lock", "runtime.moved",
+    "runtime.progress", "runtime.termination", "spaces", "indicators.accuracies", "indicators.table",
+    "indicators.structure", "indicators.rank", "search", "runtime.late", "runtime.launcher", "settings",
+    "settings.run", "indicators.config", "studies.registry",
 }  # fmt: skip
 OPTIONAL = {"sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "ray", "triton", "torch_tb_profiler"}
 

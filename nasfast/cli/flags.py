@@ -37,7 +37,11 @@ class Parser(jsonargparse.ArgumentParser):
     """
 
     def __init__(self, command: str, description: str) -> None:
-        super().__init__(prog=f"nasfast {command}", description=description, default_env=False, allow_abbrev=False)
+        # `nasfast.cli.main` takes this flag before a command's own are read
+        every = "With every command: --import MODULE or --import FILE.py imports that first, e.g. your own block kinds."
+        super().__init__(
+            prog=f"nasfast {command}", description=description, epilog=every, default_env=False, allow_abbrev=False
+        )
         self.command = command
         self.settings: type[ConfigBase] | None = None
 

@@ -131,7 +131,8 @@ def block_cost(kind: str) -> Callable[[BlockCost], BlockCost]:
 def check_kind(kind: str) -> None:
     """Raise ValueError naming the known kinds unless `kind` has a cost."""
     if kind not in _BLOCK_COSTS:
-        raise ValueError(f"unknown block kind {kind!r}; {nearest(kind, _BLOCK_COSTS)}")
+        own = "a kind of your own needs its module: --import FILE, or import it in Python (docs/spaces.md)"
+        raise ValueError(f"unknown block kind {kind!r}; {nearest(kind, _BLOCK_COSTS)}; {own}")
 
 
 def cost_of(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from nasfast.runtime.imports import imported
 from nasfast.tasks.task import Task, TaskError
 from nasfast.tasks.work import Ending, execute
 
@@ -56,7 +57,7 @@ class Cluster:
         if task.memory:
             needs["memory"] = task.memory
         remote = self._ray.remote(**needs)(execute)
-        reference = remote.remote(task, str(folder), os.getcwd(), deadline)
+        reference = remote.remote(task, str(folder), os.getcwd(), deadline, imported())
         future = reference.future()
         self._running[future] = reference
         return future

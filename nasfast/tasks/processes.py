@@ -12,6 +12,7 @@ from contextlib import suppress
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
+from nasfast.runtime.imports import imported
 from nasfast.tasks.task import Task
 from nasfast.tasks.work import GRACE, Ending, execute
 
@@ -31,7 +32,7 @@ class Processes:
     def submit(self, task: Task, folder: Path, deadline: float | None) -> Future[Ending]:
         """Start a task; call it only while fewer than `capacity` run. The future raises if the worker dies."""
         worker = self._idle.pop() if self._idle else _Worker()
-        arguments = task, str(folder), os.getcwd(), deadline
+        arguments = task, str(folder), os.getcwd(), deadline, imported()
         try:
             future = worker.pool.submit(_work, *arguments)
         except BrokenProcessPool:  # it died while it was idle
@@ -80,9 +81,9 @@ class _Worker:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _work(task: Task, folder: str, here: str, deadline: float | None) -> Ending:
+def _work(task: Task, folder: str, here: str, deadline: float | None, modules: tuple[str, ...]) -> Ending:
     """`execute` in a worker, which ends here if its driver has gone meanwhile."""
-    ending = execute(task, folder, here, deadline)
+    ending = execute(task, folder, here, deadline, modules)
     driver = parent_process()
     if driver is None or not driver.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)

@@ -21,6 +21,7 @@ from typing import Any
 
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import temporary_beside
+from nasfast.runtime.imports import import_modules
 from nasfast.runtime.lock import RunDirectoryError, run_lock
 from nasfast.runtime.progress import listening
 from nasfast.runtime.termination import Terminated, raised
@@ -38,7 +39,7 @@ Ending = tuple[Status, str]
 """How an attempt ended, and its error on one line."""
 
 
-def execute(task: Task, folder: str, here: str, deadline: float | None) -> Ending:
+def execute(task: Task, folder: str, here: str, deadline: float | None, modules: tuple[str, ...] = ()) -> Ending:
     """Run one task in this process, whose main thread this must be.
 
     Args:
@@ -46,6 +47,7 @@ def execute(task: Task, folder: str, here: str, deadline: float | None) -> Endin
         folder: the task's folder, an absolute path.
         here: working directory of the driver, to which relative paths in the arguments refer.
         deadline: time (`time.time`) at which the task saves what it has and stops; None for none.
+        modules: what `nasfast.runtime.imports` imports first.
 
     Returns:
         How it ended. Errors of the function are an ending, too, and their tracebacks are in the log.
@@ -54,18 +56,19 @@ def execute(task: Task, folder: str, here: str, deadline: float | None) -> Endin
     path.mkdir(parents=True, exist_ok=True)
     with _logged(path / LOG_FILE):
         _say(f"{task.function} on {socket.gethostname()}, process {os.getpid()}")
-        ending = _attempt(task, path, here, deadline)
+        ending = _attempt(task, path, here, deadline, modules)
         _say(": ".join(filter(None, ending)))
     return ending
 
 
-def _attempt(task: Task, path: Path, here: str, deadline: float | None) -> Ending:
+def _attempt(task: Task, path: Path, here: str, deadline: float | None, modules: tuple[str, ...]) -> Ending:
     try:
         with raised(), _stopped_at(deadline), _locked(path):
             if saved_result(path, task) is not None:
                 return "done", ""
             os.chdir(here)
             use_threads(task.threads)
+            import_modules(modules)
             _note(path / PROGRESS_FILE, "", 0, 0)
             with listening(_teller(path / PROGRESS_FILE)):
                 result = _function(task)(path, **task.arguments, **task.machine)
