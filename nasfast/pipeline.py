@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from nasfast.config import ConfigError, difference
+from nasfast.display import Tabular
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.refine import refine
 from nasfast.indicators.scores import score_table
@@ -24,7 +25,7 @@ from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, T
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
-from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, SPACE_FILE, model_folder
+from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, model_folder
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
@@ -39,9 +40,10 @@ from nasfast.search import (
     save_candidates,
 )
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
+from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
-from nasfast.spaces import Arch, SearchSpace, read_cost_table, space_kind
+from nasfast.spaces import Arch, SearchSpace, format_arch, read_cost_table, space_kind
 from nasfast.stages.apart import retrain_apart
 from nasfast.stages.checks import check_same_run, check_scoring, check_search
 from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded, with_seeds
@@ -387,8 +389,8 @@ def export(
     return files
 
 
-@dataclass(frozen=True)
-class RunResult:
+@dataclass(frozen=True, repr=False)
+class RunResult(Tabular):
     """The results of a whole run.
 
     Attributes:
@@ -400,6 +402,21 @@ class RunResult:
     candidates: list[Candidate]
     retrained: dict[str, RetrainResult]
     report: Path | None
+
+    @property
+    def caption(self) -> str:
+        return f"{len(self.retrained)} retrained networks; report: {self.report}"
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row per retrained network."""
+        return [
+            {
+                "network": name,
+                **{key: getattr(r, key) for key in ("top1", "top5", "macs", "params", "epochs")},
+                "arch": format_arch(r.arch),
+            }
+            for name, r in self.retrained.items()
+        ]
 
 
 @_stage(create=True)

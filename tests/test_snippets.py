@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,10 @@ DOCUMENTED = [
 @pytest.mark.parametrize("command", DOCUMENTED)
 def test_the_flags_of_a_documented_command_exist(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "my_blocks", None)  # what the command imports is forgotten after the test
+    del sys.modules["my_blocks"]
     (tmp_path / "published").mkdir()  # a folder that two commands read
+    (tmp_path / "my_blocks.py").touch()
     name, *flags = command
     parse(name, "", flags)
 

@@ -27,7 +27,8 @@ from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repea
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.launcher import environment_size
 from nasfast.search import load_candidates
-from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.settings.files import CONFIG_FILE
+from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 from nasfast.stability.estimate import plan_seeds

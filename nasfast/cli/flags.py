@@ -22,7 +22,9 @@ import yaml
 from nasfast.config import ConfigBase, ConfigError, expand_suffix, load_yaml, local, nearest
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
-from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.runtime.imports import import_modules
+from nasfast.settings.files import CONFIG_FILE
+from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.studies import registry
 
@@ -37,7 +39,7 @@ class Parser(jsonargparse.ArgumentParser):
     """
 
     def __init__(self, command: str, description: str) -> None:
-        # `nasfast.cli.main` takes this flag before a command's own are read
+        # `parse` takes this flag before a command's own are read
         every = "With every command: --import MODULE or --import FILE.py imports that first, e.g. your own block kinds."
         super().__init__(
             prog=f"nasfast {command}", description=description, epilog=every, default_env=False, allow_abbrev=False
@@ -441,5 +443,10 @@ def parse(command: str, description: str, argv: Sequence[str]) -> tuple[Any, ...
 
     Raises:
         ConfigError: a setting cannot be used; the text says which.
+        ValueError: a module of --import cannot be imported.
     """
-    return _FLAGS[command](Parser(command, description), argv)
+    early = argparse.ArgumentParser(prog=f"nasfast {command}", add_help=False, allow_abbrev=False)
+    early.add_argument("--import", action="append", default=[], dest="modules")
+    known, rest = early.parse_known_args(argv)
+    import_modules(known.modules)  # before any file is read that names what they define
+    return _FLAGS[command](Parser(command, description), rest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import logging
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from nasfast import __version__
 from nasfast.config import nearest
 from nasfast.runtime.files import NO_ROOM
-from nasfast.runtime.imports import import_modules
 from nasfast.runtime.launcher import environment_rank
 from nasfast.runtime.termination import Terminated, raised
 from nasfast.studies import registry
@@ -102,10 +100,6 @@ def _run(argv: list[str]) -> int:
                 return 0
             logging.getLogger("nasfast").setLevel(logging.WARNING)
         with raised():
-            early = argparse.ArgumentParser(prog=f"nasfast {command}", add_help=False, allow_abbrev=False)
-            early.add_argument("--import", action="append", default=[], dest="modules")
-            known, rest = early.parse_known_args(rest)
-            import_modules(known.modules)  # before any file is read that names what they define
             # imported here, because usage needs neither, and help not the commands, whose torch takes seconds
             arguments = importlib.import_module("nasfast.cli.flags").parse(command, _COMMANDS[command], rest)
             importlib.import_module("nasfast.cli.commands").execute(command, arguments)

@@ -48,7 +48,9 @@ class Loader:
         policy: the policy that the backend augments by; None for none.
 
     Attributes:
-        source, images, policy: as given.
+        source, images, policy, seed: as given.
+        config: the settings that name its images; None if it has others.
+        held_out: whether the images of its config are split, so that a search has images that no supernet saw.
         kind: name of the backend: `torchvision`, `dali` or `cache`.
         bad_files: names of the images that could not be read.
 
@@ -73,8 +75,11 @@ class Loader:
         policy: AutoAugment | None = None,
     ) -> None:
         self.source, self.images, self.policy = source, images, policy
+        self.config: DataConfig | None = None
+        self.held_out = False
         self.bad_files: set[str] = set()
-        self._backend, self._batch_size, self._shuffle, self._seed = backend, batch_size, shuffle, seed
+        self.seed = seed
+        self._backend, self._batch_size, self._shuffle = backend, batch_size, shuffle
         self._rank, self._world, self._max_bad_files = rank, world, max_bad_files
         if shuffle and min(batch_size, len(source)) < world:
             raise DataError(
@@ -101,7 +106,7 @@ class Loader:
         """This rank's shares of the batches `first`, `first + 1`, ... of an epoch."""
         count = len(self.source)
         if self._shuffle:
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
             order = torch.randperm(count, generator=generator).numpy()
         else:
             order = np.arange(count)
@@ -285,6 +290,7 @@ def make_loader(
             f"in_channels must be 3 (RGB) or 1 (grey) for images from files, got {in_channels}: change the space, or "
             "train from Python with a loader of your own"
         )
+    config = None if dataset is not None else cfg
     if dataset is None:
         dataset = _open_sources(cfg, seed)[0 if train else 1]
     source = dataset if isinstance(dataset, ImageSource) else DatasetSource(dataset)
@@ -292,7 +298,7 @@ def make_loader(
     augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed, policy=policy)
     mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
     images = ImageInfo(tuple(source.classes), augmentation.short_side, resolution, mean, std)
-    return Loader(
+    loader = Loader(
         source,
         _make_backend(cfg, source, augmentation, -(-cfg.batch_size // world)),
         batch_size=cfg.batch_size,
@@ -306,6 +312,8 @@ def make_loader(
         images=images,
         policy=augmentation.policy,
     )
+    loader.config = config
+    return loader
 
 
 def make_loaders(
@@ -337,4 +345,7 @@ def make_loaders(
     common: dict[str, Any] = dict(
         resolution=resolution, in_channels=in_channels, seed=seed, policy=policy, rank=rank, world=world
     )
-    return make_loader(cfg, train, train=True, **common), make_loader(cfg, val, train=False, **common)
+    loaders = make_loader(cfg, train, train=True, **common), make_loader(cfg, val, train=False, **common)
+    for loader in loaders:
+        loader.config, loader.held_out = cfg, hold_out
+    return loaders

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nasfast.display import Tabular
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.spaces import SKIP, Arch, CostTable, SearchSpace
 
@@ -26,8 +27,8 @@ class TableError(ValueError):
     """An indicator table cannot be used: it has another form, belongs to another space, or is incomplete."""
 
 
-@dataclass(frozen=True)
-class IndicatorTable:
+@dataclass(frozen=True, repr=False)
+class IndicatorTable(Tabular):
     """An additive score: what every candidate of every layer adds to the score of an architecture.
 
     Attributes:
@@ -69,6 +70,25 @@ class IndicatorTable:
         """The user's values as scores, negated where lower is better, because a search maximises scores."""
         sign = 1.0 if costs.better == "higher" else -1.0
         return cls.of_rows(space, [{choice: sign * value for choice, value in row} for row in costs.rows], meta)
+
+    @property
+    def caption(self) -> str:
+        score = f"{self.meta['score']} " if "score" in self.meta else ""
+        return f"{score}scores of {self.space.name}: {sum(map(len, self.block))} candidates of {len(self.space)} layers"
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row per candidate: its layer, its value in an Arch, its label, its score, and that of the identity."""
+        return [
+            {
+                "layer": i,
+                "choice": choice,
+                "label": self.space.label(i, choice),
+                "score": score,
+                "identity": self.layer[i],
+            }
+            for i, row in enumerate(self.block)
+            for choice, score in row.items()
+        ]
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):

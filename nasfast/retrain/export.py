@@ -13,12 +13,13 @@ import nasfast.cells.network  # noqa: F401  registers the networks of cells with
 from nasfast.config import nearest
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx, write_onnx
+from nasfast.settings.files import SPACE_FILE
 from nasfast.settings.images import ImageInfo
 from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
 from nasfast.supernet import ArchNetwork, standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
-MODEL_FILE, ARCH_FILE, SPACE_FILE = "model.safetensors", "arch.json", "space.yaml"
+MODEL_FILE, ARCH_FILE = "model.safetensors", "arch.json"
 
 _ONNX_TOLERANCE = 1e-3
 """Largest difference of logits, relative to the largest logit; fp32 sums of some 60 layers differ by their order."""

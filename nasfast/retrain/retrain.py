@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.transforms import v2
 
 from nasfast.config import ConfigBase, ConfigError
@@ -79,6 +80,7 @@ def retrain(
     activation: str | None = None,
     seed: int = 0,
     resume: bool = False,
+    overwrite: bool = False,
     device: str = "cpu",
     world: World = SINGLE,
 ) -> RetrainResult:
@@ -94,8 +96,8 @@ def retrain(
         supernet: the supernet whose weights `cfg.init == "inherit"` takes.
         activation: activation of the blocks of layers that have none of their own; None takes the space's.
         seed: seed of fresh weights and of torch's global generator, whose state the checkpoints have.
-        resume: whether to continue from the newest good checkpoint. `cfg.train.epochs` may then be more than before,
-            even after the retraining has ended: see `nasfast.train.train` for the learning rate.
+        resume: whether to continue from the newest good checkpoint, even with more epochs; see `nasfast.train.train`.
+        overwrite: whether to begin anew where there are checkpoints of this network, and delete them.
         device: where to train.
         world: the ranks that train the network together; the loaders give this rank's share of every batch.
 
@@ -115,9 +117,7 @@ def retrain(
         network = build(space, arch, activation=activation, init=cfg.init, seed=seed)
     network.images = getattr(val_loader, "images", None)  # a loader of another kind does not say
 
-    def evaluation(model: nn.Module) -> Evaluation:
-        return evaluate(model, val_loader, device=device, world=world)
-
+    evaluation = functools.partial(evaluate, loader=val_loader, device=device, world=world)
     folder = Path(run_dir) / "retrain" / name
     with run_lock(run_dir) if world.leads else nullcontext():
         earlier = _earlier_result(folder, arch) if world.is_main else None
@@ -130,6 +130,7 @@ def retrain(
             settings={"init": cfg.init, "seed": seed, "activation": network.activation, **cfg.recipe},
             prefix=_prefix(name, arch),
             resume=resume,
+            overwrite=overwrite,
             extends=True,
         )
         final = train(

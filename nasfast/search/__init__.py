@@ -16,6 +16,7 @@ from typing import Any, Literal
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.search.candidate import (
     Candidate,
+    Candidates,
     ParetoPoint,
     SearchResult,
     TableLimit,
@@ -33,6 +34,7 @@ from nasfast.spaces import SearchSpace
 
 __all__ = [
     "Candidate",
+    "Candidates",
     "History",
     "InfeasibleConstraintError",
     "Limits",
@@ -71,7 +73,7 @@ def search(
     allow_identity: bool = False,
     seed: int = 0,
     history: str | Path | None = None,
-) -> list[Candidate]:
+) -> Candidates:
     """The architectures with the highest summed scores within the limits, best first.
 
     Args:
@@ -102,7 +104,7 @@ def search(
         seed=seed,
         allow_identity=allow_identity,
     )
-    return run_search(table, space, config, history=history)
+    return Candidates(run_search(table, space, config, history=history))
 
 
 def run_search(
@@ -127,7 +129,7 @@ def run_search(
 class _CallableModule(types.ModuleType):
     """Makes `nasfast.search(table, space)` work, because importing this package binds that name to the module."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Candidate]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Candidates:
         return search(*args, **kwargs)
 
 

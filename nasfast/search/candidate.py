@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nasfast.config import ConfigBase, ConfigError
+from nasfast.display import Tabular
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.search.limits import Limits
-from nasfast.spaces import Arch, SearchSpace
+from nasfast.spaces import Arch, SearchSpace, format_arch
 
 ARCHS_FILE = "archs.json"
 """Name of the result of a search in a run directory."""
@@ -44,6 +46,30 @@ class Candidate(ConfigBase):
     gap: float | None = None
     status: str = ""
     values: tuple[float, ...] = ()
+
+
+class Candidates(Tabular, list[Candidate]):
+    """The result of a search, best first: a list that is shown as a table."""
+
+    @property
+    def caption(self) -> str:
+        return f"{len(self)} architectures, best first"
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row per architecture; costs by tables are called `value 1`, `value 2`, ..."""
+        return [_record(c, [f"value {i + 1}" for i in range(len(c.values))]) for c in self]
+
+
+def _record(candidate: Candidate, costs: Sequence[str]) -> dict[str, Any]:
+    """A candidate as a row; `costs` names its `values`."""
+    return {
+        "arch": format_arch(candidate.arch),
+        "score": candidate.score,
+        "macs": candidate.macs,
+        "params": candidate.params,
+        **dict(zip(costs, candidate.values, strict=False)),
+        "optimal": candidate.optimal,
+    }
 
 
 @dataclass(frozen=True)
@@ -82,8 +108,8 @@ class TableLimit(ConfigBase):
     pareto: tuple[ParetoPoint, ...] = ()
 
 
-@dataclass(frozen=True)
-class SearchResult(ConfigBase):
+@dataclass(frozen=True, repr=False)
+class SearchResult(Tabular, ConfigBase):
     """The content of `archs.json`.
 
     Attributes:
@@ -104,6 +130,16 @@ class SearchResult(ConfigBase):
     pareto: tuple[ParetoPoint, ...] = ()
     tables: tuple[TableLimit, ...] = ()
     format: str = _FORMAT
+
+    @property
+    def caption(self) -> str:
+        return (
+            f"{len(self.candidates)} architectures of {self.space}, best first; {len(self.pareto)} on the Pareto front"
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row per candidate, with its cost by each table."""
+        return [_record(c, [f"{t.quantity} ({t.unit})" for t in self.tables]) for c in self.candidates]
 
     def __post_init__(self) -> None:
         if self.format != _FORMAT:

@@ -15,9 +15,6 @@ from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.supernet import MethodName, SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
 
-CONFIG_FILE = "config.yaml"
-"""Name of the resolved `RunConfig` in a run directory."""
-
 
 @dataclass(frozen=True)
 class SpaceConfig(ConfigBase):

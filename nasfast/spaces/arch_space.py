@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nasfast.config import ConfigBase
+from nasfast.display import Tabular
 from nasfast.spaces.arch import Arch, ArchError, format_arch, parse_arch
 from nasfast.spaces.cost import Cost, Operator
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class ArchSpace(ConfigBase, ABC):
+class ArchSpace(Tabular, ConfigBase, ABC):
     """A search space: the set of its architectures, their costs and their written forms.
 
     The kinds of spaces are frozen dataclasses whose fields are the keys of their YAML form (`save`, `load`).
@@ -121,6 +122,20 @@ class ArchSpace(ConfigBase, ABC):
             ArchError: not such a form, or not an architecture of this space.
         """
         return self.check(parse_arch(text))
+
+    @property
+    def caption(self) -> str:
+        return (
+            f"{self.name}: {len(self)} choices, {self.cardinality:.3g} architectures, "
+            f"{self.resolution} x {self.resolution} input, {self.num_classes} classes"
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row per choice: where it is, how many options it has, and their labels."""
+        return [
+            {"choice": self.place(i), "options": len(values), "labels": ", ".join(self.label(i, v) for v in values)}
+            for i, values in enumerate(self.options)
+        ]
 
     def format(self, arch: Arch) -> str:
         """One line that names an architecture in a table."""

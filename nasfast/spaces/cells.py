@@ -169,7 +169,7 @@ CELLS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CellSpace(ArchSpace):
     """A network of equal cells; its fields are also the keys of its YAML form.
 

@@ -113,7 +113,7 @@ class Layer:
         return "skip" if choice == SKIP else self.choices[choice].label
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchSpace(ArchSpace):
     """A whole layer-wise search space; its fields are also the keys of its YAML form (`save`, `load`).
 

@@ -12,9 +12,9 @@ from typing import Any
 from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import TABLE_FILE
-from nasfast.retrain.export import SPACE_FILE
 from nasfast.runtime.files import seal, write_atomic
-from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
+from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, SearchSpace
 from nasfast.stability.agreement import Agreement, agreement

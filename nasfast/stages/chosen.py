@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nasfast.config import ConfigError
-from nasfast.retrain.export import ARCH_FILE, SPACE_FILE
+from nasfast.retrain.export import ARCH_FILE
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.settings.run import CONFIG_FILE, RunConfig
+from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
+from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch, load_arch, read_space
 from nasfast.stages.checks import check_same_run
 from nasfast.stages.inputs import saved_space, space_of_cells

@@ -9,9 +9,9 @@ import torch
 from nasfast.config import ConfigError, load_yaml
 from nasfast.data import Loader, make_loader, make_loaders, random_subset
 from nasfast.indicators.scores import Evidence
-from nasfast.retrain.export import SPACE_FILE
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
+from nasfast.settings.files import SPACE_FILE
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import ArchSpace, SearchSpace, get_space, read_space, space_kind
 from nasfast.stages.checks import check_scoring

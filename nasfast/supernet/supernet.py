@@ -94,7 +94,7 @@ class Supernet(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.space = space
+        self.space, self.init = space, init
         self.activation = activation or space.activation
         # as given: a space that has only reduction layers has no indicators, and still agrees with a sampler's setting
         self.layer_indicators = layer_indicators

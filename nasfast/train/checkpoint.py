@@ -161,6 +161,11 @@ class CheckpointFolder:
         pattern = f"{self.prefix}-{'[0-9]' * _DIGITS}{SUFFIX}"
         return sorted(self.folder.glob(pattern))
 
+    def clear(self) -> None:
+        """Delete all checkpoints of the stage."""
+        for path in (*self.paths(), self.best):
+            path.unlink(missing_ok=True)
+
     def check_room(self, size: int, *, evaluates: bool) -> None:
         """Refuse to begin a training whose checkpoints could not be saved.
 

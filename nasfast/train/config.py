@@ -47,6 +47,7 @@ class TrainStage:
         resume: whether to continue from the newest good checkpoint in `run_dir`. If not, the stage must have no
             checkpoints there, except those of this torchrun job, which continues them when it restarts its processes.
         quiet: whether to show nothing on the screen.
+        overwrite: whether to delete the checkpoints of the stage first, if there are any.
         extends: whether checkpoints of fewer epochs may be continued; see `nasfast.train.train`.
     """
 
@@ -57,7 +58,12 @@ class TrainStage:
     prefix: str | None = None
     resume: bool = False
     quiet: bool = False
+    overwrite: bool = False
     extends: bool = False
+
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise ValueError("resume continues what is there and overwrite deletes it: give one of them")
 
     @property
     def file_prefix(self) -> str:

@@ -177,10 +177,13 @@ def _newest(state: TrainState, folder: CheckpointFolder, stage: TrainStage, resu
         CheckpointError, FileExistsError: see `begin`.
     """
     if not resume:
+        if stage.overwrite:
+            folder.clear()
         if folder.paths():
             raise FileExistsError(
                 f"{folder.folder} holds checkpoints of {stage.name!r}: continue them (--resume, resume=True), delete "
-                f"them ({folder.prefix}-*{SUFFIX}), or choose another run directory (--out, run_dir)"
+                f"them ({folder.prefix}-*{SUFFIX}; overwrite=True in Python), or choose another run directory (--out, "
+                "run_dir)"
             )
         return None
     found = folder.latest(fingerprint=state.fingerprint)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from nasfast.config import dump_yaml, portable
 from nasfast.runtime import moved
 from nasfast.runtime.distributed import SINGLE, World
+from nasfast.runtime.files import write_atomic
+from nasfast.runtime.lock import run_lock
+from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
 from nasfast.settings.supernet import SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
 from nasfast.supernet import Init, InitScheme, Supernet
 from nasfast.supernet.init import SCHEMES
+from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.config import TrainStage
 from nasfast.train.loop import train
 
@@ -48,18 +55,26 @@ def train_supernet(
     *,
     run_dir: str | Path = "runs/supernet",
     resume: bool = False,
+    overwrite: bool = False,
     device: str = "cpu",
     world: World = SINGLE,
 ) -> Path:
     """Train a supernet along sampled paths; `Supernet.freeze` chooses what trains.
+
+    `run_dir` is then a run directory of the command line: `nasfast score --out RUN_DIR` goes on from there. Its
+    config.yaml has what this call knows: the supernet, the training, and the images if `loader` was made from a
+    `DataConfig`; for others, give the commands that need images flags such as --data.train. Scores of paths need images
+    that the supernet was not trained on: make the loader by `make_loaders(..., hold_out=True)`.
 
     Args:
         net: the supernet; it is moved to `device`.
         loader: a `nasfast.data.Loader`, or any sized iterable of (images (N, C, H, W), labels (N,)).
         sampler: draws the paths of every step; its candidates must be those of `net`.
         cfg: the stage's settings; None takes the defaults.
-        run_dir: folder that gets checkpoints/, metrics.jsonl and tensorboard/.
+        run_dir: folder that gets checkpoints/, metrics.jsonl and tensorboard/, and space.yaml and config.yaml unless it
+            has them.
         resume: whether to continue from the newest good checkpoint of `run_dir`.
+        overwrite: whether to replace a supernet that `run_dir` has, with its space.yaml and config.yaml.
         device: where to train.
         world: the ranks that train together (`nasfast.runtime.distributed.start`), each with its share of every batch.
 
@@ -82,21 +97,59 @@ def train_supernet(
     cfg = cfg or TrainConfig()
     if cfg.lr is None:
         cfg = cfg.replace(lr=default_lr(net.summary.trainable))
+    stage = TrainStage(
+        "supernet",
+        run_dir,
+        net.space.fingerprint,
+        settings={"trainable": net.summary.trainable, "roles": list(net.summary.by_role)},
+        resume=resume,
+        overwrite=overwrite,
+    )
+    if world.is_main:
+        _describe(net, loader, sampler, cfg, stage, leads=world.leads)
     return train(
         net,
         loader,
         cfg,
-        TrainStage(
-            "supernet",
-            run_dir,
-            net.space.fingerprint,
-            settings={"trainable": net.summary.trainable, "roles": list(net.summary.by_role)},
-            resume=resume,
-        ),
+        stage,
         sampler=sampler,
         device=device,
         world=world,
     )
+
+
+def _describe(
+    net: Supernet, loader: object, sampler: Sampler, cfg: TrainConfig, stage: TrainStage, *, leads: bool
+) -> None:
+    """Write space.yaml and config.yaml, which the commands that go on read, where there are none or they are replaced.
+
+    A run directory that has checkpoints is left as it is: `train` refuses it, or continues it.
+    """
+    run_dir = Path(stage.run_dir)
+    if CheckpointFolder(run_dir / "checkpoints", stage.file_prefix).paths() and not stage.overwrite:
+        return
+    space, config = run_dir / SPACE_FILE, run_dir / CONFIG_FILE
+    trainable = net.summary.trainable
+    form: dict[str, Any] = {
+        "out": str(run_dir),
+        "space": {"name": str(space)},
+        "supernet": {
+            "init": net.init if isinstance(net.init, str) else None,
+            "layer_indicators": net.layer_indicators,
+            "trainable": trainable,
+            "classifier": trainable == "all" or "classifier" in net.summary.by_role,
+            "sampler": next((name for name, kind in SAMPLERS.items() if type(sampler) is kind), None),
+            "activation": net.activation,
+            "hold_out": getattr(loader, "held_out", False),
+        },
+        "train": cfg.to_dict(),
+    }
+    if (images := getattr(loader, "config", None)) is not None:
+        form |= {"seed": getattr(loader, "seed", 0), "data": images.to_dict()}
+    with run_lock(run_dir) if leads else nullcontext():
+        for path, text in ((space, net.space.to_yaml()), (config, dump_yaml(portable(form)))):
+            if stage.overwrite or not path.exists():
+                write_atomic(path, text.encode())
 
 
 __getattr__ = partial(moved.find, __name__)

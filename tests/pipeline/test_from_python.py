@@ -1,0 +1,104 @@
+"""A supernet that Python trained is a run directory for the command line; overwrite replaces what is there."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import batches, tiny_space
+
+import nasfast
+from nasfast.cli.main import main
+from nasfast.data import DataConfig, make_loaders
+from nasfast.retrain import RetrainConfig, load_model, retrain
+from nasfast.search import load_candidates
+from nasfast.settings.run import RunConfig
+from nasfast.spaces import FairSampler, SearchSpace
+from nasfast.supernet import Supernet
+from nasfast.train import TrainConfig, TrainStage, train_supernet
+from nasfast.train.checkpoint import load_checkpoint
+from nasfast.train.log import read_metrics
+
+SPACE = tiny_space(num_classes=10)
+DATA = DataConfig(source="digits", workers=0, batch_size=256)
+
+
+def trained(out, *, loader=None, space=SPACE, seed=0, **options):
+    net = Supernet(space, init="aligned", layer_indicators=True, activation="tanh", seed=seed)
+    net.freeze("bn", classifier=True)
+    if loader is None:
+        loader, _ = make_loaders(DATA, resolution=16, seed=3, hold_out=True)
+    return train_supernet(net, loader, FairSampler(space, seed=0), TrainConfig(epochs=1), run_dir=out, **options)
+
+
+@pytest.mark.slow
+def test_the_commands_go_on_where_python_ended(tmp_path, one_thread):
+    out = tmp_path / "run"
+    trained(out)
+    cfg = RunConfig.load(out / "config.yaml")
+    assert (cfg.seed, cfg.data, cfg.train.lr) == (3, DATA, 0.4)
+    chosen = cfg.supernet
+    assert (chosen.init, chosen.trainable, chosen.classifier, chosen.sampler) == ("aligned", "bn", True, "fair")
+    assert (chosen.layer_indicators, chosen.activation, chosen.hold_out) == (True, "tanh", True)
+    assert SearchSpace.load(out / "space.yaml") == SPACE
+    argv = ["--out", str(out), "--threads", "1"]
+    assert main(["score", *argv]) == 0
+    assert main(["search", *argv, "--search.top_k", "1"]) == 0
+    flags = ["--retrain.random_architectures", "0", "--retrain.train.epochs", "1"]
+    assert main(["retrain", *argv, *flags]) == 0
+    best = load_candidates(out / "archs.json", SPACE).candidates[0].arch
+    network = load_model(out / "retrain" / "best")
+    assert (network.arch, network.activation) == (best, "tanh")
+    # the command line continues the supernet, too
+    before = (out / "checkpoints" / "supernet-00000005.safetensors").read_bytes()
+    assert main(["supernet", "--resume", *argv]) == 0
+    assert (out / "checkpoints" / "supernet-00000005.safetensors").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_loader_of_ones_own_needs_the_images_as_flags(tmp_path, capsys, one_thread):
+    trained(tmp_path, loader=batches(4, num_classes=10))
+    assert RunConfig.load(tmp_path / "config.yaml").data == DataConfig()
+    argv = ["score", "--out", str(tmp_path)]
+    assert main(argv) == 1
+    assert "needs images that the supernet is not trained on: set supernet.hold_out=true" in capsys.readouterr().err
+    assert main([*argv, "--score.name", "gamma", "--score.structure", "0"]) == 0
+
+
+def test_files_of_a_run_are_not_replaced(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 7\n")
+    trained(tmp_path, loader=batches(1, num_classes=10))
+    assert (tmp_path / "config.yaml").read_text() == "seed: 7\n"
+    before = (tmp_path / "space.yaml").read_bytes()
+    with pytest.raises(FileExistsError, match="overwrite=True in Python"):
+        trained(tmp_path, loader=batches(1), space=tiny_space())
+    assert (tmp_path / "space.yaml").read_bytes() == before
+
+
+def test_overwrite_begins_anew(tmp_path):
+    first = trained(tmp_path / "one", loader=batches(2, num_classes=10))
+    trained(tmp_path / "two", loader=batches(3), space=tiny_space(), seed=5)
+    again = trained(tmp_path / "one", loader=batches(3), space=tiny_space(), seed=5, overwrite=True)
+    assert not first.exists()
+    for name in ("space.yaml", "checkpoints/supernet-00000003.safetensors"):
+        if name.endswith("yaml"):
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    one, two = (load_checkpoint(tmp_path / name / "checkpoints" / again.name) for name in ("one", "two"))
+    assert one.part("model.").keys() == two.part("model.").keys()
+    assert all((one.tensors[name] == two.tensors[name]).all() for name in one.tensors if name.startswith("model."))
+    assert [m["step"] for m in read_metrics(tmp_path / "one")] == [3]
+    with pytest.raises(ValueError, match="resume continues what is there and overwrite deletes it"):
+        TrainStage("supernet", tmp_path, "f", resume=True, overwrite=True)
+
+
+def test_a_retraining_is_overwritten(tmp_path):
+    cfg = RetrainConfig(train=TrainConfig(epochs=1, lr=0.1))
+
+    def again(**options):
+        return retrain(tiny_space(), (0, 0, 0, 0), batches(2), batches(1), cfg, run_dir=tmp_path, **options)
+
+    again()
+    first = (tmp_path / "retrain/best/model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="retrain/best"):
+        again(seed=1)
+    again(seed=1, overwrite=True)
+    assert (tmp_path / "retrain/best/model.safetensors").read_bytes() != first
+    assert nasfast.load_model(tmp_path / "retrain/best").arch == (0, 0, 0, 0)
