@@ -39,8 +39,8 @@ def _gradient(name: str, epochs: int, *changes: tuple[str, Any]) -> Entry:
     return Entry(name, "gradient", changes=(("alpha_lr", 1e-2), *changes), epochs=epochs, batch=16)
 
 
-def _nasi(name: str, *changes: tuple[str, Any]) -> Entry:
-    return Entry(name, "nasi", changes=(("steps", 50), *changes), batch=16)
+def _nasi(name: str, *changes: tuple[str, Any], only_cells: bool = False) -> Entry:
+    return Entry(name, "nasi", changes=(("steps", 50), *changes), batch=16, only_cells=only_cells)
 
 
 _BILEVEL = ("bilevel", True)
@@ -55,6 +55,7 @@ QUEUE = (
     _gradient("proxyless", 1, ("method", "proxyless")),
     _nasi("nasi, 50 x 16"),
     _nasi("nasi, 50 x 16, mu 2, median", ("mu", 2.0), ("nu", 0.5)),
+    _nasi("nasi, 50 x 16, mu 2, median, Q of the cells", ("mu", 2.0), ("nu", 0.5), only_cells=True),
     _gradient("darts", 1, ("method", "darts"), _BILEVEL),
     Entry("random", "random", epochs=1, batch=16),
     _nasi("nasi, 50 x 16, random labels", ("labels", "random")),
@@ -124,13 +125,49 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def details(found: Sequence[dict[str, Any]]) -> str:
+    """Markdown about the searches that score candidates: how the scores rank, and how the local costs went.
+
+    Costs are means over the edges in the first and the last quarter of the search, on the images that the logits learn
+    from. The last column counts the edges whose chosen operation has the lowest mean cost of the whole search; `none`
+    costs 0.
+    """
+    lines = [
+        "| method | seed | tau of cells, of an edge's candidates | percentile without `none` "
+        "| skips, removed on the way | cost, first and last quarter | lowest cost chosen |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        if "tau" not in row or not row["tau"]:
+            continue
+        tau = "; ".join(f"{name} {t['cells']:+.2f}, {t['candidates']:+.2f}" for name, t in row["tau"].items())
+        percentile = row["operations"]["percentile"]
+        kept = "-" if percentile is None else f"{percentile:.1f}"
+        way = "; ".join(f"{k}: {v[0]}, {v[1]}" for k, v in row.get("shorter", {}).items()) or "-"
+        lines.append(f"| {row['name']} | {row['seed']} | {tau} | {kept} | {way} | {_costs(row)} |")
+    return "\n".join(lines)
+
+
+def _costs(row: dict[str, Any]) -> str:
+    if "edge_costs" not in row:
+        return "- | -"
+    which = int(row["settings"]["bilevel"])
+    every = [sum(record[which]) / len(record[which]) for record in row["edge_costs"]]
+    quarter = max(1, len(every) // 4)
+    first, last = (sum(part) / quarter for part in (every[:quarter], every[-quarter:]))
+    space = nas_bench_201_space()
+    lowest = [min(range(len(costs)), key=costs.__getitem__) for costs in row["op_costs"][which]]
+    agree = sum(a == b for a, b in zip(space.parse(row["arch"]), lowest, strict=True))
+    return f"{first:+.4f}, {last:+.4f} | {agree} of {len(lowest)}"
+
+
 def _cells(row: dict[str, Any]) -> str:
     accuracy = "not in the table" if row["accuracy"] is None else f"{row['accuracy'][JUDGE]:.2f}"
     percentile = "-" if row["percentile"] is None else f"{row['percentile']:.1f}"
     away = row.get("one_edge_away")
     near = "-" if away is None else "{1:.2f} ({0:.2f} to {2:.2f})".format(*away["accuracy"])
     # a search that was continued was timed for its last part only
-    share = row.get("steps_here", 1) / row.get("steps", 1)
+    share = row["steps_here"] / row["steps"] if "steps_here" in row else 1
     seconds = f"{row['cpu_s'] / share:.0f}" if share > 0 else "?"
     return f"{accuracy} | {percentile} | {near} | {row['skips']}, {row['removed']} | {seconds} | `{row['arch']}`"
 
@@ -150,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
     args = parser.parse_args(argv)
     if args.summary:
-        print(summary(rows(args.out)))
+        print(f"{summary(rows(args.out))}\n\n{details(rows(args.out))}")
         return
     if None in (args.images, args.table):
         parser.error("give --images and --table, or --summary")

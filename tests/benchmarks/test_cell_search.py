@@ -161,3 +161,14 @@ def test_rows_are_written_once_and_shown(table, tmp_path, monkeypatch, capsys):
     bench_cell_search.main([f"--out={tmp_path / 'out.jsonl'}", "--summary"])
     shown = capsys.readouterr().out
     assert shown.count("| 1 x 2 | 3 |") == len(names) and "nasi: median percentile " in shown
+    assert "| lowest cost chosen |" in shown and shown.count(" of 6 |") == 1
+
+
+def test_costs_of_a_row_by_hand():
+    """Four records of two sets of images; the logits learn from the second. On the last edge `none` is cheapest."""
+    edges = [[[0.0] * 6, [c] * 6] for c in (0.4, 0.3, 0.1, -0.2)]
+    of_edge = [0.0, 0.1, -0.3, 0.2, 0.3]
+    costs = [[of_edge] * 5 + [[0.0, 0.1, 0.2, 0.3, 0.4]]]
+    row = {"edge_costs": edges, "op_costs": [None, *costs], "settings": {"bilevel": True}}
+    row["arch"] = text_of(SPACE, (2, 2, 2, 1, 2, 0))
+    assert bench_cell_search._costs(row) == "+0.4000, -0.2000 | 5 of 6"
