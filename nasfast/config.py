@@ -207,6 +207,14 @@ def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> st
     return "; ".join(parts)
 
 
+def flatten(form: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their flags: `{"search": {"top_k": 1}}` -> `{"search.top_k": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in form.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 _SUFFIXES = {"K": "e3", "M": "e6", "G": "e9"}
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nasfast.config import ConfigError, difference
+from nasfast.config import ConfigError, difference, portable
 from nasfast.display import Tabular
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.refine import refine
@@ -30,6 +30,8 @@ from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.runtime.lock import run_lock
+from nasfast.runtime.progress import followed_by
+from nasfast.runtime.tracking import tracked
 from nasfast.search import (
     Candidate,
     History,
@@ -62,7 +64,7 @@ StageFunction = TypeVar("StageFunction", bound=Callable[..., Any])
 
 
 def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
-    """What every stage does first: use the config's threads, and lock the run directory on the leading rank.
+    """What every stage does first: use the config's threads, lock the run directory on the leading rank, and track.
 
     Args:
         create: whether to create the run directory; see `run_lock`.
@@ -74,7 +76,8 @@ def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
             use_threads(cfg.threads)
             leads = kwargs.get("world", SINGLE).leads
             with run_lock(cfg.run_dir, create=create) if leads else nullcontext():
-                return function(cfg, **kwargs)
+                with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
+                    return function(cfg, **kwargs)
 
         return stage  # type: ignore[return-value]  # functools.wraps keeps the signature
 
@@ -327,23 +330,23 @@ def retrain_best(
         net.to(cfg.torch_device)
         world.send(net.state_dict().values())
     mine = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
-    results = {
-        name: retrain(
-            space,
-            trainings[name][0],
-            *loaders[trainings[name][1]],
-            cfg.retrain,
-            run_dir=cfg.run_dir,
-            name=name,
-            supernet=net,
-            activation=cfg.supernet.activation,
-            seed=trainings[name][1],
-            resume=resume,
-            device=cfg.torch_device,
-            world=team,
-        )
-        for name in mine
-    }
+    results = {}
+    for number, name in enumerate(mine, 1):
+        with followed_by(len(mine) - number):
+            results[name] = retrain(
+                space,
+                trainings[name][0],
+                *loaders[trainings[name][1]],
+                cfg.retrain,
+                run_dir=cfg.run_dir,
+                name=name,
+                supernet=net,
+                activation=cfg.supernet.activation,
+                seed=trainings[name][1],
+                resume=resume,
+                device=cfg.torch_device,
+                world=team,
+            )
     forms = world.gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
     everyone = {name: result for form in forms for name, result in json.loads(form).items()}
     if world.is_main:

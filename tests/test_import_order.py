@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.moved": set(),
     "runtime.progress": set(),
     "runtime.termination": set(),
+    "runtime.tracking": {"config"},
     "runtime": {"config", "runtime.launcher"},
     "settings": {"config", "runtime.moved"},
     "settings.run": {"config", "settings", "indicators.config", "search", "runtime"},
@@ -52,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "train": {
         "config", "runtime.files", "runtime.lock", "runtime.moved", "runtime.progress", "runtime.termination",
-        "runtime", "spaces", "ops", "supernet", "engine", "settings",
+        "runtime.tracking", "runtime", "spaces", "ops", "supernet", "engine", "settings",
     },
     "cells": {
         "config", "seeds", "runtime.files", "runtime.moved", "spaces", "ops", "supernet", "engine", "train",
@@ -78,7 +79,10 @@ ALLOWED: dict[str, set[str]] = {
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "cells",
         "settings",
     },
-    "report": {"config", "runtime.files", "runtime.moved", "spaces", "indicators.table", "indicators.rank", "search"},
+    "report": {
+        "config", "runtime.files", "runtime.moved", "runtime.progress", "spaces", "indicators.table",
+        "indicators.rank", "search",
+    },
     "measure": {
         "config", "runtime.files", "runtime.moved", "runtime", "ops", "fusion", "spaces", "supernet", "engine",
         "train", "settings",
@@ -106,9 +110,9 @@ ALLOWED: dict[str, set[str]] = {
         "search", "retrain", "settings.run", "tasks",
     },
     "pipeline": {
-        "config", "display", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "train", "indicators",
-        "indicators.accuracies", "indicators.table", "search", "retrain", "report", "measure", "settings", "stages",
-        "settings.run",
+        "config", "display", "runtime.files", "runtime.lock", "runtime.progress", "runtime.tracking", "runtime",
+        "spaces", "supernet", "train", "indicators", "indicators.accuracies", "indicators.table", "search", "retrain",
+        "report", "measure", "settings", "stages", "settings.run",
     },
     "stability": {
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "engine", "data", "train",
@@ -154,17 +158,9 @@ TORCH_FREE = {
     "settings.run", "indicators.config", "studies.registry",
 }  # fmt: skip
 OPTIONAL = {
-    "pandas",
-    "sklearn",
-    "onnx",
-    "onnxruntime",
-    "onnxscript",
-    "timm",
-    "nvidia",
-    "ray",
-    "triton",
-    "torch_tb_profiler",
-}
+    "pandas", "sklearn", "onnx", "onnxruntime", "onnxscript", "timm", "nvidia", "ray", "triton", "torch_tb_profiler",
+    "wandb", "mlflow",
+}  # fmt: skip
 
 
 def part_of(module: str) -> str:

@@ -22,7 +22,7 @@ from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.profile import profile
 from nasfast.measure.step_times import step_times
-from nasfast.report import write_report
+from nasfast.report import write_comparison, write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.launcher import environment_size
@@ -269,9 +269,12 @@ def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:
     return {arch: accuracies[arch] for arch in archs}
 
 
-def _report(run_dir: Path) -> None:
-    of_seeds = (run_dir / STABILITY_FILE).exists()
-    print(write_stability_page(run_dir) if of_seeds else write_report(run_dir))
+def _report(runs: Sequence[Path], page: Path) -> None:
+    if len(runs) > 1:
+        print(write_comparison(runs, page))
+        return
+    of_seeds = (runs[0] / STABILITY_FILE).exists()
+    print(write_stability_page(runs[0]) if of_seeds else write_report(runs[0]))
 
 
 def _latency(cfg: LatencyConfig, out: str) -> None:
@@ -323,6 +326,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _doctor,
+    "completion": print,
 }
 
 

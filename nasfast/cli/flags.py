@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
-import re
 import sys
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-import jsonargparse
-import yaml
-
-from nasfast.config import ConfigBase, ConfigError, expand_suffix, load_yaml, local, nearest
+from nasfast.cli.completion import completion_script
+from nasfast.cli.parser import LIST, Listed, Parser
+from nasfast.config import ConfigBase, ConfigError, flatten, load_yaml, local, nearest
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
@@ -29,74 +25,6 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.studies import registry
 
 Config = TypeVar("Config", bound=ConfigBase)
-
-
-class Parser(jsonargparse.ArgumentParser):
-    """A command's argument parser, without abbreviations.
-
-    Its error for an unknown flag names the nearest one, and its error for a wrong value says what is allowed, as the
-    error for a config file does.
-    """
-
-    def __init__(self, command: str, description: str) -> None:
-        # `parse` takes this flag before a command's own are read
-        every = "With every command: --import MODULE or --import FILE.py imports that first, e.g. your own block kinds."
-        super().__init__(
-            prog=f"nasfast {command}", description=description, epilog=every, default_env=False, allow_abbrev=False
-        )
-        self.command = command
-        self.settings: type[ConfigBase] | None = None
-
-    def add_settings(self, kind: type[ConfigBase]) -> None:
-        """Add a flag for each field of a config."""
-        self.add_class_arguments(kind)
-        self.settings = kind
-
-    def parse_flags(self, argv: Sequence[str]) -> Any:
-        """Parse flags; numbers of settings may have K, M or G behind them."""
-        expanded: list[str] = []
-        before = ""
-        for text in argv:
-            flag, equals, value = text.partition("=")
-            if equals and self._takes_number(flag):
-                text = flag + equals + expand_suffix(value)
-            elif self._takes_number(before):
-                text = expand_suffix(text)
-            expanded.append(text)
-            before = text
-        return self.parse_args(expanded)
-
-    def _takes_number(self, flag: str) -> bool:
-        try:
-            hint = None if self.settings is None else self.settings.annotation(flag.removeprefix("--"))
-        except (KeyError, TypeError):
-            return False
-        return hint is float or float in typing.get_args(hint)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        wrong = re.search(r'Parser key "([\w.]+)":.* value: ([^\n]*)$', message, re.DOTALL)
-        if wrong and self.settings is not None:
-            try:
-                self.settings.check_value(wrong[1], yaml.safe_load(wrong[2]))
-            except ConfigError as error:
-                message = str(error)
-            except yaml.YAMLError:
-                pass
-        dump = re.search(r"Parser key \"([\w.]+)\":\s+Expected an? <class '(\w+)'>\. Got value: ([^\n]*)", message)
-        if dump:
-            expected = "true or false" if dump[2] == "bool" else dump[2]
-            message = f"--{dump[1]}: expected {expected}, got {dump[3]!r}"
-        group = re.search(r"Parser key \"([\w.]+)\":\s*Unable to load config", message)
-        if group:
-            message = f"--{group[1]} is a group of settings: give one of them, --{group[1]}.NAME"
-        match = re.search(r"unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
-        if match:
-            flags = [s[2:] for action in self._actions for s in action.option_strings if s.startswith("--")]
-            close = difflib.get_close_matches(match[1], flags, n=1, cutoff=0.5)
-            message += f"; did you mean --{close[0]}?" if close else ""
-        print(f"{self.prog}: {message}\nall flags: {self.prog} --help", file=sys.stderr)
-        sys.exit(2)
-
 
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -110,13 +38,6 @@ def _recipe(name: str) -> Path:
             raise ConfigError(f"--config {name!r} is neither a file nor a recipe; {nearest(name, names)}")
         return recipe
     return Path(name)
-
-
-def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -157,10 +78,10 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     for file in files:
         _merge(given, local(load_yaml(file)))
     try:
-        checked = _flatten(RunConfig.from_dict(given).to_dict())
+        checked = flatten(RunConfig.from_dict(given).to_dict())
     except ConfigError as error:
         raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
-    parser.set_defaults({key: checked[key] for key in _flatten(given)})
+    parser.set_defaults({key: checked[key] for key in flatten(given)})
     parsed = parser.parse_flags(argv).as_dict()
     settings = {field.name for field in dataclasses.fields(RunConfig)}
     others = {name: parsed.pop(name) for name in list(parsed) if name not in settings}
@@ -349,9 +270,19 @@ def _check_predictor(parser: Parser, args: argparse.Namespace) -> None:
             parser.error(f"--{name} must be at least 1, got {value}")
 
 
-def _report(parser: Parser, argv: Sequence[str]) -> tuple[Path]:
-    parser.add_argument("--out", required=True, help="run directory")
-    return (Path(parser.parse_flags(argv).out),)
+def _report(parser: Parser, argv: Sequence[str]) -> tuple[list[Path], Path]:
+    """The run directories, and the page of a comparison."""
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories; two or more are compared on one page")
+    parser.add_argument("--out", help="instead of RUN: one run directory")
+    text = "with several runs: the page that compares them; default: comparison.html"
+    parser.add_argument("--page", metavar="FILE", help=text)
+    args = parser.parse_flags(argv)
+    runs = [Path(run) for run in [*args.runs, *([] if args.out is None else [args.out])]]
+    if not runs or (args.out is not None and args.runs):
+        parser.error("give one run directory (--out RUN) or the names of several to compare: nasfast report A B")
+    if args.page is not None and len(runs) == 1:
+        parser.error("--page is about several runs: the page of one run is report.html in its directory")
+    return runs, Path(args.page or "comparison.html")
 
 
 def _latency(parser: Parser, argv: Sequence[str]) -> tuple[LatencyConfig, str]:
@@ -409,6 +340,31 @@ def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:
     return (ProfileConfig(**parser.parse_flags(argv).as_dict()),)
 
 
+def _completion(parser: Parser, argv: Sequence[str]) -> tuple[str]:
+    """The completion script; it is made here, where all flags are known."""
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+    shell = parser.parse_flags(argv).shell
+    return (completion_script(shell, {name: options_of(*name.split(" ")) for name in _completed()}),)
+
+
+def _completed() -> list[str]:
+    """Every command that has flags, with the kind behind it."""
+    names: list[str] = []
+    for name in _FLAGS:
+        kinds = registry.COMMANDS[name].kinds if name in registry.COMMANDS else ()
+        names += [f"{name} {kind}" for kind in kinds] or [name]
+    return names
+
+
+def options_of(command: str, *kind: str) -> dict[str, list[str]]:
+    """The flags of a command, each with the values that it takes where these are few."""
+    try:
+        parse(command, "", [*kind, LIST])
+    except Listed as listed:
+        return listed.args[0]
+    raise ValueError(f"{command} has no flags")
+
+
 def _no_flags(parser: Parser, argv: Sequence[str]) -> tuple[()]:
     parser.parse_flags(argv)
     return ()
@@ -428,6 +384,7 @@ _FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
     **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _no_flags,
+    "completion": _completion,
 }
 
 

@@ -29,12 +29,13 @@ _COMMANDS = {
     "retrain": "train the chosen architectures as plain networks",
     "export": "files of a retrained network, ONNX included",
     "rank": "rank correlation of a predictor with trained accuracies, beside trivial baselines",
-    "report": "write report.html of a run directory",
+    "report": "write report.html of a run directory, or one page that compares several",
     "latency": "latency of every candidate on this machine, as a table for --search.max_latency_ms",
     "step": "times of a training step: the rows of the paper's Table 2 on this machine, beside the published figures",
     **{name: command.text for name, command in registry.COMMANDS.items()},
     "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
+    "completion": "a script by which bash or zsh completes commands, flags and values",
 }
 
 _JOINT = ("run", "supernet", "retrain")
@@ -46,7 +47,7 @@ _NO_ROOM_REMEDY = (
 
 
 def _usage() -> str:
-    lines = [f"  {name:9} {text}" for name, text in _COMMANDS.items()]
+    lines = [f"  {name:10} {text}" for name, text in _COMMANDS.items()]
     return (
         "usage: nasfast COMMAND [FLAGS]\n\n"
         + "\n".join(lines)

@@ -6,20 +6,32 @@ import contextlib
 import json
 import random
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from nasfast.config import ConfigError, load_yaml, portable
-from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
+from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
-from nasfast.report.page import cards_of, command_of, embedded, escape, folded, page_of, table_of
-from nasfast.runtime.files import read_metrics, write_atomic
-from nasfast.search import SearchConfig, SearchResult, load_candidates, pareto_front, sample_under
-from nasfast.spaces import Arch, SearchSpace, format_arch, get_space
+from nasfast.report.page import (
+    cards_of,
+    command_of,
+    embedded,
+    escape,
+    folded,
+    interval_of,
+    millions,
+    page_of,
+    percent,
+    table_of,
+)
+from nasfast.report.run_files import NotRun, RunFiles, body_of
+from nasfast.runtime.files import write_atomic
+from nasfast.search import SearchConfig, pareto_front, sample_under
+from nasfast.spaces import Arch, SearchSpace, format_arch
 
 # Number of random architectures in the figure of score against MACs.
 _CLOUD = 1000
@@ -47,67 +59,9 @@ _AT_CHANCE = (
 )
 
 
-class _NotRun(Exception):
-    """The file that a section needs does not exist; the argument says which command writes it."""
-
-
-class _Run:
-    """The files of a run directory; each is read when a section asks for it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def text(self, name: str, command: str) -> str:
-        path = self.folder / name
-        if not path.exists():
-            raise _NotRun(f"`{command}` writes {name}")
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {name}: {error}") from error
-
-    def form(self, name: str, command: str) -> dict[str, Any]:
-        text = self.text(name, command)
-        try:
-            form = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        if not isinstance(form, dict):
-            raise ValueError(f"expected a mapping in {name}, got {type(form).__name__}")
-        return form
-
-    @property
-    def space(self) -> SearchSpace:
-        self.text("space.yaml", "nasfast supernet")
-        return get_space(str(self.folder / "space.yaml"))
-
-    @property
-    def result(self) -> SearchResult:
-        self.text("archs.json", "nasfast search")
-        space = self.space if (self.folder / "space.yaml").exists() else None
-        return load_candidates(self.folder / "archs.json", space)
-
-    @property
-    def table(self) -> IndicatorTable:
-        """The table that was searched."""
-        refined = (self.folder / REFINED_FILE).exists()
-        return IndicatorTable.from_json(self.text(REFINED_FILE if refined else TABLE_FILE, "nasfast score"))
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_metrics(self.folder)
-
-    @property
-    def retrained(self) -> dict[str, dict[str, Any]]:
-        """Name -> result.json of every retrained network, `best` first."""
-        files = sorted(
-            self.folder.glob("retrain/*/result.json"), key=lambda p: (p.parent.name != "best", p.parent.name)
-        )
-        return {path.parent.name: self.form(str(path.relative_to(self.folder)), "nasfast retrain") for path in files}
-
-    def figure(self, name: str, figure: Figure, caption: str) -> str:
-        """Write `report/NAME.svg` and return it as an embedded image."""
-        return embedded(figure, caption, self.folder / "report" / f"{name}.svg")
+def _figure(run: RunFiles, name: str, figure: Figure, caption: str) -> str:
+    """Write `report/NAME.svg`, and return the HTML that shows it."""
+    return embedded(figure, caption, run.folder / "report" / f"{name}.svg")
 
 
 def at_chance(top1: float, num_classes: int) -> bool:
@@ -132,8 +86,8 @@ def write_report(run_dir: str | Path) -> Path:
     folder = Path(run_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"write_report: run_dir must be the directory of a run, got {folder}")
-    run = _Run(folder)
-    sections: list[tuple[str, str, Callable[[_Run], str]]] = [
+    run = RunFiles(folder)
+    sections: list[tuple[str, str, Callable[[RunFiles], str]]] = [
         ("summary", "Summary", _summary),
         ("architecture", "Best architecture", _strip),
         ("top", "Architectures of the highest scores", _top_k),
@@ -150,33 +104,22 @@ def write_report(run_dir: str | Path) -> Path:
     page = page_of(
         portable(folder.resolve().name),
         "nasfast report",
-        [(key, title, _section(run, build)) for key, title, build in sections],
+        [(key, title, body_of(partial(build, run))) for key, title, build in sections],
     )
     path = folder / "report.html"
     write_atomic(path, page.encode(errors="replace"))
     return path
 
 
-def _section(run: _Run, build: Callable[[_Run], str]) -> str:
-    """The body of a section, or a sentence that says why there is none."""
-    try:
-        return build(run)
-    except _NotRun as missing:
-        return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
-    # damaged JSON may raise any of these
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {escape(error)}</p>'
-
-
-def _summary(run: _Run) -> str:
+def _summary(run: RunFiles) -> str:
     result, space = run.result, run.space
     best = result.candidates[0]
-    limits = [f"{_millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
+    limits = [f"{millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
     limits += [f"{t.maximum:g} {t.unit} of {escape(t.quantity)}" for t in result.tables if t.maximum is not None]
     cards = [
         (f"{best.score:.4g}", "score, proven highest within the limits" if best.optimal else "score"),
-        (_millions(best.macs), "MACs per image"),
-        (_millions(best.params), "parameters"),
+        (millions(best.macs), "MACs per image"),
+        (millions(best.params), "parameters"),
         *((f"{value:.4g} {t.unit}", t.quantity) for t, value in zip(result.tables, best.values, strict=True)),
     ]
     retrained = run.retrained
@@ -185,10 +128,10 @@ def _summary(run: _Run) -> str:
     comparison = None
     current = trained is not None and trained["arch"] == list(best.arch)
     if trained is not None and current:
-        cards.append((_percent(trained["top1"]), "top-1, retrained"))
+        cards.append((percent(trained["top1"]), "top-1, retrained"))
         comparison = compare(trained, peers, repeats_of("best", retrained))
         if comparison is not None:
-            cards.append((_percent(trained["top1"] - comparison.gain / 100), _label_of(comparison)))
+            cards.append((percent(trained["top1"] - comparison.gain / 100), _label_of(comparison)))
     sentences = [
         f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
@@ -218,10 +161,10 @@ def _label_of(comparison: Comparison) -> str:
     return f"mean top-1 of {comparison.peers} random architectures of equal cost"
 
 
-def _strip(run: _Run) -> str:
+def _strip(run: RunFiles) -> str:
     figure = plots.architecture_strip(run.space, run.result.candidates[0].arch)
     caption = "Height: output channels (square-root scale). Hue: kernel. Shade: expansion. Arrow: stride."
-    return run.figure("architecture", figure, caption) + _choices(run.space)
+    return _figure(run, "architecture", figure, caption) + _choices(run.space)
 
 
 def _choices(space: SearchSpace) -> str:
@@ -245,10 +188,10 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{low} to {high}" if high > low else str(low) for low, high in zip(starts, ends, strict=True))
 
 
-def _top_k(run: _Run) -> str:
+def _top_k(run: RunFiles) -> str:
     rows, tables = [], run.result.tables
     for place, c in enumerate(run.result.candidates, 1):
-        costs = [_millions(c.macs), _millions(c.params), *(f"{v:.4g}" for v in c.values)]
+        costs = [millions(c.macs), millions(c.params), *(f"{v:.4g}" for v in c.values)]
         proof = f"highest score (gap {c.gap:.1e})" if c.optimal else f"not proven: {c.status}"
         rows.append([place, f"{c.score:.6g}", *costs, format_arch(c.arch), proof])
     note = (
@@ -260,10 +203,10 @@ def _top_k(run: _Run) -> str:
     return table_of(header, rows, text_columns=range(len(costs) + 2, len(header))) + f'<p class="soft">{note}</p>'
 
 
-def _needs_indicators(build: Callable[[_Run], str]) -> Callable[[_Run], str]:
+def _needs_indicators(build: Callable[[RunFiles], str]) -> Callable[[RunFiles], str]:
     """A section that says so if the run's score gives no table of indicators."""
 
-    def section(run: _Run) -> str:
+    def section(run: RunFiles) -> str:
         if not (run.folder / TABLE_FILE).exists() and (run.folder / "config.yaml").exists():
             form = load_yaml(run.folder / "config.yaml")
             # configs of earlier versions have no score; there these two methods scored paths by accuracy
@@ -277,7 +220,7 @@ def _needs_indicators(build: Callable[[_Run], str]) -> Callable[[_Run], str]:
 
 
 @_needs_indicators
-def _pareto(run: _Run) -> str:
+def _pareto(run: RunFiles) -> str:
     result, table = run.result, run.table
     front = result.pareto or pareto_front(table, table.space)
     rng = random.Random(0)
@@ -290,25 +233,25 @@ def _pareto(run: _Run) -> str:
         label="MACs (millions)",
         limit=None if result.max_macs is None else result.max_macs * 1e-6,
     )
-    html = run.figure("pareto", figure, caption)
+    html = _figure(run, "pareto", figure, caption)
     for i, cost in enumerate(result.tables):
         if cost.pareto:
             points, found = ([(p.values[i], p.score) for p in ps] for ps in (cost.pareto, result.candidates))
             figure = plots.score_cost(points, [], found, label=f"{cost.quantity} ({cost.unit})", limit=cost.maximum)
             where = f" {cost.quantity}: {cost.about}" if cost.about else ""
-            html += run.figure(f"pareto_{i}", figure, caption + where)
+            html += _figure(run, f"pareto_{i}", figure, caption + where)
     return html
 
 
 @_needs_indicators
-def _heatmap(run: _Run) -> str:
+def _heatmap(run: RunFiles) -> str:
     table = run.table
     arch = run.result.candidates[0].arch if (run.folder / "archs.json").exists() else None
     caption = "Scores of the candidates and of the layer indicators. Grey: not a candidate of that layer."
-    return run.figure("indicators", plots.indicator_heatmap(table, arch), caption)
+    return _figure(run, "indicators", plots.indicator_heatmap(table, arch), caption)
 
 
-def _supernet_curves(run: _Run) -> str:
+def _supernet_curves(run: RunFiles) -> str:
     curves = _curves(run, "supernet", ["supernet"], "nasfast supernet")
     accuracies = [m["top1"] for m in run.metrics if m["stage"] == "supernet" and m.get("top1") is not None]
     if not accuracies or not (run.folder / "space.yaml").exists():
@@ -316,16 +259,16 @@ def _supernet_curves(run: _Run) -> str:
     return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance(accuracies[-1], run.space.num_classes) else curves
 
 
-def _retrain(run: _Run) -> str:
+def _retrain(run: RunFiles) -> str:
     results = run.retrained
     tables, costs = _table_costs(run)
     rows = [
         [
             name,
-            _percent(r["top1"]),
-            _percent(r["top5"]),
-            _millions(r["macs"]),
-            _millions(r["params"]),
+            percent(r["top1"]),
+            percent(r["top5"]),
+            millions(r["macs"]),
+            millions(r["params"]),
             *costs(tuple(r["arch"])),
             r["epochs"],
             f"{r['seconds']:,.0f}",
@@ -336,7 +279,7 @@ def _retrain(run: _Run) -> str:
     header = ["network", "top-1", "top-5", "MACs", "parameters", *tables, "epochs", "seconds", "architecture"]
     stages = [s for s in dict.fromkeys(m["stage"] for m in run.metrics) if s.startswith("retrain/")]
     if not results and not stages:
-        raise _NotRun("`nasfast retrain` writes retrain/*/result.json")
+        raise NotRun("`nasfast retrain` writes retrain/*/result.json")
     table = table_of(header, rows, text_columns=(0, len(header) - 1)) if rows else ""
     if "best" in results and (run.folder / "archs.json").exists():
         # the summary reports a damaged archs.json
@@ -349,7 +292,7 @@ def _retrain(run: _Run) -> str:
     return table + (_curves(run, "retrain", stages, "nasfast retrain") if stages else "")
 
 
-def _table_costs(run: _Run) -> tuple[list[str], Callable[[Arch], list[str]]]:
+def _table_costs(run: RunFiles) -> tuple[list[str], Callable[[Arch], list[str]]]:
     """The headings of the costs of the search's tables, and what gives them for an architecture.
 
     They are read from the tables' files. Where these are gone or are others, only architectures that the search found
@@ -358,7 +301,7 @@ def _table_costs(run: _Run) -> tuple[list[str], Callable[[Arch], list[str]]]:
     try:
         result, space = run.result, run.space
         search = SearchConfig.from_dict(load_yaml(run.folder / "config.yaml").get("search") or {})
-    except (_NotRun, ValueError, OSError):
+    except (NotRun, ValueError, OSError):
         # the sections of these files say so
         return [], lambda arch: []
     found = {c.arch: c.values for c in result.candidates}
@@ -376,10 +319,10 @@ def _table_costs(run: _Run) -> tuple[list[str], Callable[[Arch], list[str]]]:
     return [f"{t.quantity}, {t.unit}" for t in result.tables], costs
 
 
-def _use(run: _Run) -> str:
+def _use(run: RunFiles) -> str:
     results = run.retrained
     if not results:
-        raise _NotRun("`nasfast retrain` trains a network to use")
+        raise NotRun("`nasfast retrain` trains a network to use")
     name = "best" if "best" in results else next(iter(results))
     export = shlex.join(["nasfast", "export", "--out", str(run.folder), *([] if name == "best" else ["--name", name])])
     return (
@@ -392,7 +335,7 @@ def _use(run: _Run) -> str:
     )
 
 
-def _stability(run: _Run) -> str:
+def _stability(run: RunFiles) -> str:
     parent = run.folder.resolve().parent / "stability.json"
     if not parent.exists():
         config, out = str(run.folder / "config.yaml"), f"{run.folder}-seeds"
@@ -407,31 +350,33 @@ def _stability(run: _Run) -> str:
     if found is None:
         return f"<p>This is one of {form['seeds']} seeds; too few of them are scored to compare. {page}.</p>"
     return (
-        f"<p>This is one of {form['seeds']} seeds. Kendall's tau between two seeds is {_interval(found['tau'])}: the "
+        f"<p>This is one of {form['seeds']} seeds. Kendall's tau between two seeds is {interval_of(found['tau'])}: the "
         f"ranking is {'stable' if found['stable'] else 'not stable'}. {page} has the rest.</p>"
     )
 
 
-def _curves(run: _Run, name: str, stages: Sequence[str], command: str) -> str:
+def _curves(run: RunFiles, name: str, stages: Sequence[str], command: str) -> str:
     metrics = run.metrics
     if not any(m["stage"] in stages for m in metrics):
-        raise _NotRun(f"`{command}` adds its lines to metrics.jsonl")
+        raise NotRun(f"`{command}` adds its lines to metrics.jsonl")
     speeds = [m["images_per_s"] for m in metrics if m["stage"] in stages and m.get("images_per_s")]
     caption = "Solid: training batches, averaged in windows. Dashed: validation."
     if speeds:
         caption += f" Median speed: {sorted(speeds)[len(speeds) // 2]:,.0f} images per second."
-    return run.figure(name, plots.training_curves(metrics, stages), caption)
+    return _figure(run, name, plots.training_curves(metrics, stages), caption)
 
 
-def _rank(run: _Run) -> str:
+def _rank(run: RunFiles) -> str:
     form = run.form("rank.json", "nasfast rank")
     rows = []
     for row in (form["predictor"], *form["baselines"]):
-        estimates = [_interval(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
+        estimates = [interval_of(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
         # files of earlier versions have only the difference from depth, under another name
         above = form.get("above", {}).get(row["name"])
-        rows.append([row["name"], *estimates, _interval(above) if above else "", *(f"{r:.2f}" for r in row["regret"])])
-    budgets = [f"regret, {_millions(b)}" for b in form["budgets"]]
+        rows.append(
+            [row["name"], *estimates, interval_of(above) if above else "", *(f"{r:.2f}" for r in row["regret"])]
+        )
+    budgets = [f"regret, {millions(b)}" for b in form["budgets"]]
     header = ["", "Kendall tau-b", "Spearman rho", "tau within equal depth", "predictor's tau minus it", *budgets]
     note = (
         f"{form['architectures']} architectures; 95 % intervals from {form['resamples']} bootstrap resamples. "
@@ -444,25 +389,11 @@ def _rank(run: _Run) -> str:
     )
 
 
-def _config(run: _Run) -> str:
+def _config(run: RunFiles) -> str:
     return folded("All settings", f"<pre>{escape(run.text('config.yaml', 'nasfast run'))}</pre>")
 
 
-def _environment(run: _Run) -> str:
+def _environment(run: RunFiles) -> str:
     form = run.form("environment.json", "nasfast run")
     rows = [[key, "; ".join(value) if isinstance(value, list) else str(value)] for key, value in form.items()]
     return folded("Versions and machine", table_of(["", ""], rows, text_columns=(0, 1)))
-
-
-def _interval(form: Mapping[str, float | None]) -> str:
-    if form["value"] is None:
-        return "undefined"
-    return f"{form['value']:+.3f} [{form['low']:+.3f}, {form['high']:+.3f}]"
-
-
-def _millions(value: float) -> str:
-    return f"{value / 1e6:,.2f} M"
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2f} %"

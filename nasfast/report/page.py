@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +83,20 @@ def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_colum
 def escape(value: Any) -> str:
     """Text of a user's file, escaped so that it is not read as HTML."""
     return html.escape(str(value))
+
+
+def millions(value: float) -> str:
+    """A number of MACs or parameters."""
+    return f"{value / 1e6:,.2f} M"
+
+
+def percent(fraction: float) -> str:
+    """An accuracy from 0 to 1."""
+    return f"{100 * fraction:.2f} %"
+
+
+def interval_of(form: Mapping[str, float | None]) -> str:
+    """An estimate with its interval, as `rank.json` has it."""
+    if form["value"] is None:
+        return "undefined"
+    return f"{form['value']:+.3f} [{form['low']:+.3f}, {form['high']:+.3f}]"

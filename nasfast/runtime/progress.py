@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,23 @@ Listener = Callable[[str, int, int], None]
 """Takes the name of a stage, how much of it is done, and its size."""
 
 _listeners: list[Listener] = []
+_following = 0
+
+
+@contextmanager
+def followed_by(stages: int) -> Iterator[None]:
+    """Within this block, `stages` more stages follow the one that runs, each as long as it."""
+    global _following
+    before, _following = _following, stages
+    try:
+        yield
+    finally:
+        _following = before
+
+
+def following() -> int:
+    """How many stages follow the one that runs, as `followed_by` said."""
+    return _following
 
 
 def tell(stage: str, done: int, total: int) -> None:
@@ -25,3 +43,9 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
+
+
+def hours_minutes(seconds: float) -> str:
+    """A duration as h:mm, rounded up to whole minutes."""
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes // 60}:{minutes % 60:02d}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from nasfast.config import ConfigBase
 from nasfast.indicators.config import ScoreConfig
@@ -51,6 +51,8 @@ class RunConfig(ConfigBase):
         recalibration_batches: number of batches for BN statistics where paths are scored by accuracy (fairnas, spos).
         search: limits and search method.
         retrain: training of the chosen architectures.
+        track: where metrics go besides metrics.jsonl and TensorBoard: any of `wandb`, `mlflow`. Each needs its package;
+            a failure is a warning, and the training goes on.
     """
 
     names_files: ClassVar[bool] = True
@@ -68,6 +70,7 @@ class RunConfig(ConfigBase):
     recalibration_batches: int = 20
     search: SearchConfig = SearchConfig()
     retrain: RetrainConfig = RetrainConfig()
+    track: tuple[Literal["wandb", "mlflow"], ...] = ()
 
     def __post_init__(self) -> None:
         if self.threads < 0 or self.seed < 0:

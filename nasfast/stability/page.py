@@ -13,7 +13,7 @@ from nasfast.config import portable
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import at_chance
 from nasfast.report.evidence import Comparison, compare_runs, is_peer
-from nasfast.report.page import cards_of, embedded, escape, folded, page_of, table_of
+from nasfast.report.page import cards_of, embedded, escape, folded, interval_of, page_of, table_of
 from nasfast.report.plots import SERIES, draw_bars, new_figure
 from nasfast.report.style import INK
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
@@ -105,7 +105,7 @@ def comparisons(networks: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:
 
 def _verdict(found: Mapping[str, Any]) -> str:
     top, seeds = found["top"][0], found["seeds"]
-    tau = f"tau between seeds is {_estimate(found['tau'])}"
+    tau = f"tau between seeds is {interval_of(found['tau'])}"
     place = f"the answer is among the best {len(found['top'])} of {top['in_top']} of {seeds} seeds"
     if found["stable"]:
         return f"Stable: {tau}, and {place}. Another seed would give much the same ranking."
@@ -215,9 +215,9 @@ def _summary(folder: Path, form: Mapping[str, Any]) -> str:
 
 
 def _agreement(folder: Path, found: Mapping[str, Any]) -> str:
-    rows = [["score", _estimate(found["tau"])]]
+    rows = [["score", interval_of(found["tau"])]]
     if found["learned"] is not None:
-        rows.append(["score without the structural baseline in it", _estimate(found["learned"])])
+        rows.append(["score without the structural baseline in it", interval_of(found["learned"])])
     covers = "the architectures and the seeds"
     if found["seeds"] == 2:
         covers = "only the architectures: two seeds give no estimate of their own scatter"
@@ -232,7 +232,7 @@ def _agreement(folder: Path, found: Mapping[str, Any]) -> str:
         [
             layer["layer"],
             layer["options"],
-            _estimate(layer["tau"]),
+            interval_of(layer["tau"]),
             layer["favourite"],
             f"{layer['favoured']} of {found['seeds']}",
         ]
@@ -254,7 +254,7 @@ def _layer_figure(layers: Sequence[Mapping[str, Any]]) -> Figure:
     at = [layer["layer"] for layer in known]
     tau = np.array([[layer["tau"][key] for key in ("value", "low", "high")] for layer in known]).reshape(-1, 3)
     spread = np.abs(tau[:, 1:] - tau[:, :1]).T
-    values = [f"layer {layer['layer']}: {_estimate(layer['tau'])}" for layer in known]
+    values = [f"layer {layer['layer']}: {interval_of(layer['tau'])}" for layer in known]
     draw_bars(ax, at, tau[:, 0], values, color=SERIES[0], width=0.7, yerr=spread, ecolor=INK, capsize=3)
     ax.axhline(0, color=INK, lw=0.8)
     ax.set(xlabel="layer", ylabel="tau between seeds", ylim=(-1.05, 1.05), xticks=[layer["layer"] for layer in layers])
@@ -318,12 +318,6 @@ def _seeds(folder: Path, form: Mapping[str, Any]) -> str:
     note = "Each folder is a run directory: nasfast report --out RUN/seed-0 writes its own page."
     header = ["seed", "state", "training top-1 of the supernet at the end"]
     return table_of(header, rows, text_columns=(0, 1)) + f'<p class="soft">{note}</p>'
-
-
-def _estimate(form: Mapping[str, float | None]) -> str:
-    if form["value"] is None:
-        return "undefined"
-    return f"{form['value']:+.3f} [{form['low']:+.3f}, {form['high']:+.3f}]"
 
 
 def _number(value: float | None) -> str:

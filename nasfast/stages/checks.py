@@ -15,7 +15,7 @@ from nasfast.train import CheckpointError
 MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
 """Settings of `data` on which no result depends."""
 
-_LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches")
+_LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches", "track")
 _LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
 """Settings, and settings of `data`, that may change when a run resumes: they belong to later stages or the machine."""
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from torch.utils.tensorboard import SummaryWriter
 
-from nasfast.runtime import progress
+from nasfast.runtime import progress, tracking
 from nasfast.runtime.files import METRICS_FILE, locked_lines, read_metrics, write_atomic
 
 _LOG = logging.getLogger(__name__)
@@ -46,15 +47,18 @@ class TrainLog:
         console = Console(file=sys.stderr)
         self._bar = None
         if shown and console.is_terminal:
+            # in a narrow terminal the metrics are cut, never the counter and the time that is left
+            rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[metrics]}"),
-                TimeRemainingColumn(),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
+                TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=12),
+                TextColumn("{task.fields[metrics]}", table_column=rest),
                 console=console,
+                expand=True,
             )
-            self._task = self._bar.add_task(stage, total=total, completed=step, metrics="")
+            self._task = self._bar.add_task(stage, total=total, completed=step, metrics="", left="")
             self._bar.start()
 
     def write(self, step: int, **metrics: float | int | None) -> None:
@@ -65,14 +69,21 @@ class TrainLog:
             for name, value in metrics.items():
                 if value is not None and self._board:
                     self._board.add_scalar(name, value, step)
+        tracking.log(self._stage, step, metrics)
         progress.tell(self._stage, step, self._total)
         text = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items() if value is not None)
         if self._bar:
-            self._bar.update(self._task, completed=step, metrics=text)
+            self._bar.update(self._task, completed=step, metrics=text, left=self._left(step))
         elif self._shown:
-            done = max(1, step - self._start_step)
-            left = (time.monotonic() - self._start) / done * (self._total - step)
-            print(f"{self._stage} {step}/{self._total}  {text}  eta {left:.0f}s", file=sys.stderr, flush=True)
+            print(f"{self._stage} {step}/{self._total}  {self._left(step)}  {text}", file=sys.stderr, flush=True)
+
+    def _left(self, step: int) -> str:
+        """The time that is left, as h:mm: of this stage, and of it with those that follow."""
+        per_step = (time.monotonic() - self._start) / max(1, step - self._start_step)
+        left = per_step * (self._total - step)
+        text = f"eta {progress.hours_minutes(left)}"
+        more = progress.following()
+        return text if not more else f"{text}, all {progress.hours_minutes(left + more * per_step * self._total)}"
 
     def close(self) -> None:
         """Close TensorBoard's file and end the progress bar."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from nasfast.runtime.progress import followed_by, hours_minutes
 from nasfast.train.log import TrainLog, read_metrics
 
 LINES = 60
@@ -62,3 +64,39 @@ def test_tensorboard_may_fail(tmp_path, monkeypatch, caplog, call):
         log.write(2, loss=2.0)
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
     assert caplog.text.count("none from here on, metrics.jsonl has all figures") == 1
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys, width):
+    """Names and numbers as long as those of a real stage; the metrics are cut and nothing else."""
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    with TrainLog(tmp_path, "retrain/random-3", step=0, total=120_000, shown=True) as log:
+        log.write(99_999, epoch=17, lr=0.0123, loss=1.2345, top1=0.4321, images_per_s=1234.5, grad_norm=9.87)
+        log._bar.refresh()
+    shown = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err).replace("\r", "\n")
+    lines = [line for line in shown.splitlines() if "99999" in line]
+    assert lines and all(len(line) <= width for line in lines)
+    assert all(
+        "retrain/random-3" in line and "99999/120000" in line and re.search(r"eta \d+:\d\d", line) for line in lines
+    )
+
+
+def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeypatch, capsys):
+    now = iter([0.0, 60.0, 60.0, 120.0])
+    monkeypatch.setattr("nasfast.train.log.time.monotonic", lambda: next(now))
+    with TrainLog(tmp_path, "a", step=0, total=100, shown=True) as log:
+        log.write(10, loss=1.0)  # 6 s per step: 540 s are left
+    with followed_by(2), TrainLog(tmp_path, "b", step=0, total=100, shown=True) as log:
+        log.write(10, loss=1.0)  # 540 s of this one, and 1200 s
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "a 10/100  eta 0:09  loss 1"
+    assert second == "b 10/100  eta 0:09, all 0:29  loss 1"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (1, "0:01"), (60, "0:01"), (3601, "1:01"), (360_000, "100:00")]
+)
+def test_durations(seconds, text):
+    assert hours_minutes(seconds) == text

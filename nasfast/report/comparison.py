@@ -1,0 +1,238 @@
+"""One page that compares runs: settings that differ, accuracies, agreement of their tables, costs and times."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from scipy import stats
+
+from nasfast.config import flatten, load_yaml, portable
+from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
+from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
+from nasfast.report.page import embedded, escape, millions, page_of, percent, table_of
+from nasfast.report.plots import SERIES, literal, new_figure
+from nasfast.report.run_files import NotRun, RunFiles, body_of
+from nasfast.runtime.files import write_atomic
+from nasfast.runtime.progress import hours_minutes
+from nasfast.search import sample_under
+from nasfast.spaces import format_arch
+
+_MARKERS = "osD^v<>P*X"
+# Architectures and bootstrap resamples of the agreement of two tables.
+_ARCHITECTURES, _RESAMPLES = 500, 200
+_NONE = "-"
+
+
+def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
+    """Write one page that compares runs, and its figure beside it.
+
+    What a run does not have is a dash.
+
+    Args:
+        run_dirs: at least two run directories.
+        page: the page, an HTML file; an existing one is replaced.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        ValueError: fewer than two runs, or one twice.
+        FileNotFoundError: a run directory does not exist or has no config.yaml.
+    """
+    folders = [Path(run_dir) for run_dir in run_dirs]
+    if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
+        raise ValueError(f"give at least two run directories, each once, got {', '.join(map(str, folders)) or 'none'}")
+    for folder in folders:
+        if not (folder / "config.yaml").exists():
+            raise FileNotFoundError(
+                f"{folder} is no run directory: it has no config.yaml. One seed of `nasfast run --seeds` is RUN/seed-0"
+            )
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    runs = {portable(name): RunFiles(folder) for name, folder in zip(names, folders, strict=True)}
+    page = Path(page)
+    sections: list[tuple[str, str, Callable[[], str]]] = [
+        ("runs", "Runs", partial(_overview, runs)),
+        ("accuracies", "Accuracies", partial(_accuracies, runs, page)),
+        ("tables", "Agreement of the tables of scores", partial(_agreement, runs)),
+        ("settings", "Settings that differ", partial(_settings, runs)),
+    ]
+    body = [(key, title, body_of(build)) for key, title, build in sections]
+    text = page_of(" / ".join(runs), "nasfast report", body)
+    write_atomic(page, text.encode(errors="replace"))
+    return page
+
+
+def _known(read: Callable[[], Any]) -> Any:
+    """What a file of a run says, or None where it does not exist or is damaged."""
+    try:
+        return read()
+    except (NotRun, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        return None
+
+
+def _overview(runs: Mapping[str, RunFiles]) -> str:
+    columns = [_column(run) for run in runs.values()]
+    rows = [[key, *(column.get(key, _NONE) for column in columns)] for key in dict.fromkeys(itertools.chain(*columns))]
+    note = (
+        "Intervals of accuracies are Wilson's 95 % intervals over the images; they leave out the scatter of another "
+        "training. Scores of different spaces, methods or score settings are on different scales: compare them within "
+        "one column only. Times are those of the machine that trained, and of the last run of each stage."
+    )
+    table = table_of(["", *runs], rows, text_columns=range(len(runs) + 1))
+    return f'{table}<p class="soft">{note}</p>'
+
+
+def _column(run: RunFiles) -> dict[str, str]:
+    """What is known of one run, by the name of the row."""
+    found: dict[str, str] = {}
+    config = _known(lambda: load_yaml(run.folder / "config.yaml")) or {}
+    found |= {key: str(config[key]) for key in ("method", "seed") if key in config}
+    if (space := _known(lambda: run.space)) is not None:
+        found["space"] = f"{space.name}, {space.cardinality:.3g} architectures"
+    if (result := _known(lambda: run.result)) is not None and result.candidates:
+        best = result.candidates[0]
+        limits = [f"{millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
+        limits += [f"{t.maximum:g} {t.unit} of {t.quantity}" for t in result.tables if t.maximum is not None]
+        found |= {
+            "limits": " and ".join(limits) or "none",
+            "best architecture": format_arch(best.arch),
+            "score": f"{best.score:.5g}" + (", proven" if best.optimal else ""),
+            "MACs": millions(best.macs),
+            "parameters": millions(best.params),
+        }
+        found |= {f"{t.quantity}, {t.unit}": f"{v:.4g}" for t, v in zip(result.tables, best.values, strict=True)}
+    retrained = _known(lambda: run.retrained) or {}
+    if (trained := retrained.get("best")) is not None:
+        found |= _known(partial(_trained, trained, retrained)) or {}
+    if (seconds := _known(partial(_supernet_seconds, run, config))) is not None:
+        found["supernet training, h:mm"] = hours_minutes(seconds)
+    if seconds := sum(
+        _known(partial(float, form["seconds"])) or 0.0 for form in retrained.values() if "seconds" in form
+    ):
+        found["retraining of all networks, h:mm"] = hours_minutes(seconds)
+    return found
+
+
+def _trained(best: Mapping[str, Any], networks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    right, images = round(best["top1"] * best["images"]), best["images"]
+    low, high = stats.binomtest(right, images).proportion_ci(method="wilson")
+    found = {
+        "top-1 of the best": f"{percent(best['top1'])} [{100 * low:.2f}, {100 * high:.2f}]",
+        "epochs": str(best["epochs"]),
+    }
+    against = compare(best, [form for name, form in networks.items() if is_peer(name)], repeats_of("best", networks))
+    if against is not None:
+        found["above random architectures of equal cost, points"] = _points(against.gain, against.low, against.high)
+    return found
+
+
+def _points(gain: float, low: float, high: float) -> str:
+    return f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def _supernet_seconds(run: RunFiles, config: Mapping[str, Any]) -> float:
+    """The time of the training steps, from their logged speeds."""
+    lines = [m for m in run.metrics if m["stage"] == "supernet" and m.get("images_per_s")]
+    if not lines:
+        raise NotRun("`nasfast supernet` trains")
+    before = [0, *(m["step"] for m in lines)]
+    images = config["data"]["batch_size"]
+    return sum((m["step"] - b) * images / m["images_per_s"] for m, b in zip(lines, before, strict=False))
+
+
+def _accuracies(runs: Mapping[str, RunFiles], page: Path) -> str:
+    bests = {name: (_known(partial(getattr, run, "retrained")) or {}).get("best") for name, run in runs.items()}
+    if not any(bests.values()):
+        raise NotRun("`nasfast retrain` trains networks to compare")
+    images = {name: _known(partial(_validation_images, run)) for name, run in runs.items()}
+    rows = []
+    for one, other in itertools.combinations(runs, 2):
+        ours, theirs = bests[one], bests[other]
+        if ours is None or theirs is None:
+            said = "not both are retrained"
+        elif images[one] != images[other] or any(ours.get(k) != theirs.get(k) for k in ("images", "ranks")):
+            said = "evaluated on other images"
+        elif not (ours.get("correct") and theirs.get("correct")):
+            said = "single images were not recorded"
+        else:
+            found = compare_runs([ours], [theirs])
+            said = _points(found.gain, found.low, found.high)
+            said += "" if found.significant else ": not significant"
+            said += "" if ours["epochs"] == theirs["epochs"] else f"; {ours['epochs']} and {theirs['epochs']} epochs"
+        rows.append([one, other, said])
+    note = (
+        "Top-1 of the first run's best network minus that of the second, in percentage points, with its 95 % interval "
+        "over the images, on which both are compared one by one. One training each: the interval says nothing about "
+        "other seeds, for which there is nasfast run --seeds."
+    )
+    table = table_of(["run", "minus run", "difference of their best networks"], rows, text_columns=(0, 1, 2))
+    caption = "Top-1 of every retrained network against its MACs."
+    figure = embedded(_figure(runs), caption, page.with_name(f"{page.stem}_accuracies.svg"))
+    return f'{table}<p class="soft">{note}</p>{figure}'
+
+
+def _validation_images(run: RunFiles) -> str:
+    return str(load_yaml(run.folder / "config.yaml")["data"]["val"])
+
+
+def _figure(runs: Mapping[str, RunFiles]) -> Figure:
+    figure, (ax,) = new_figure(8, 4)
+    for i, (name, run) in enumerate(runs.items()):
+        forms = list((_known(partial(getattr, run, "retrained")) or {}).values())
+        points = [(form["macs"] / 1e6, 100 * form["top1"]) for form in forms]
+        if points:
+            macs, top1 = zip(*points, strict=True)
+            colour, marker = SERIES[i % len(SERIES)], _MARKERS[i % len(_MARKERS)]
+            ax.scatter(macs, top1, s=40, alpha=0.8, color=colour, marker=marker, label=literal(name))
+    ax.set(xlabel="MACs (millions)", ylabel="top-1 (%)")
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _agreement(runs: Mapping[str, RunFiles]) -> str:
+    tables = {name: _known(partial(getattr, run, "table")) for name, run in runs.items()}
+    rows = []
+    for one, other in itertools.combinations(runs, 2):
+        a, b = tables[one], tables[other]
+        if a is None or b is None:
+            said = "not both have a table"
+        elif a.space.fingerprint != b.space.fingerprint:
+            said = "tables of different spaces"
+        else:
+            rng = random.Random(0)
+            archs = [sample_under(a.space, rng) for _ in range(_ARCHITECTURES)]
+            weights = bootstrap_weights(len(archs), _RESAMPLES, 0)
+            said = str(Estimate.of(kendall_tau([a.score(x) for x in archs], [b.score(x) for x in archs], weights)))
+        rows.append([one, other, said])
+    note = (
+        f"Kendall's tau-b over {_ARCHITECTURES} random architectures of the space, with its 95 % bootstrap interval "
+        "over them. A high tau says that both rank alike, not that either ranks well: both may only follow structure."
+    )
+    table = table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2))
+    return f'{table}<p class="soft">{note}</p>'
+
+
+def _settings(runs: Mapping[str, RunFiles]) -> str:
+    forms = [_texts(run) for run in runs.values()]
+    keys = sorted(set().union(*forms) - {"out"})
+    rows = [[key, *(form.get(key, _NONE) for form in forms)] for key in keys if len({f.get(key) for f in forms}) > 1]
+    if not rows:
+        return "<p>All settings are equal.</p>"
+    same = len(keys) - len(rows)
+    return (
+        table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1))
+        + f'<p class="soft">{escape(same)} other settings are equal.</p>'
+    )
+
+
+def _texts(run: RunFiles) -> dict[str, str]:
+    """The settings of a run by their flags, as text."""
+    return {key: str(value) for key, value in flatten(load_yaml(run.folder / "config.yaml")).items()}

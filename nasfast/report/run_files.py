@@ -1,0 +1,84 @@
+"""The files of a run directory, as its pages read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
+from nasfast.report.page import escape
+from nasfast.runtime.files import read_metrics
+from nasfast.search import SearchResult, load_candidates
+from nasfast.spaces import SearchSpace, get_space
+
+
+class NotRun(Exception):
+    """The file that a section needs does not exist; the argument says which command writes it."""
+
+
+class RunFiles:
+    """The files of a run directory; each is read when a section asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def text(self, name: str, command: str) -> str:
+        path = self.folder / name
+        if not path.exists():
+            raise NotRun(f"`{command}` writes {name}")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {name}: {error}") from error
+
+    def form(self, name: str, command: str) -> dict[str, Any]:
+        text = self.text(name, command)
+        try:
+            form = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if not isinstance(form, dict):
+            raise ValueError(f"expected a mapping in {name}, got {type(form).__name__}")
+        return form
+
+    @property
+    def space(self) -> SearchSpace:
+        self.text("space.yaml", "nasfast supernet")
+        return get_space(str(self.folder / "space.yaml"))
+
+    @property
+    def result(self) -> SearchResult:
+        self.text("archs.json", "nasfast search")
+        space = self.space if (self.folder / "space.yaml").exists() else None
+        return load_candidates(self.folder / "archs.json", space)
+
+    @property
+    def table(self) -> IndicatorTable:
+        """The table that was searched."""
+        refined = (self.folder / REFINED_FILE).exists()
+        return IndicatorTable.from_json(self.text(REFINED_FILE if refined else TABLE_FILE, "nasfast score"))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder)
+
+    @property
+    def retrained(self) -> dict[str, dict[str, Any]]:
+        """Name -> result.json of every retrained network, `best` first."""
+        files = sorted(
+            self.folder.glob("retrain/*/result.json"), key=lambda p: (p.parent.name != "best", p.parent.name)
+        )
+        return {path.parent.name: self.form(str(path.relative_to(self.folder)), "nasfast retrain") for path in files}
+
+
+def body_of(build: Callable[[], str]) -> str:
+    """The HTML of a part of a page, or a sentence that says why there is none."""
+    try:
+        return build()
+    except NotRun as missing:
+        return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
+    # damaged JSON may raise any of these
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {escape(error)}</p>'

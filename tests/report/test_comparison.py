@@ -1,0 +1,122 @@
+"""The page that compares runs: its figures against other computations, and runs that lack files."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from nasfast.cli.main import main
+from nasfast.indicators.table import IndicatorTable
+from nasfast.report import write_comparison
+from nasfast.spaces import digits_mini
+
+
+def rows_of(page, section: str) -> list[list[str]]:
+    """The cells of the table of a section, row by row."""
+    text = re.search(f'<section id="{section}">.*?</section>', page.read_text(), re.DOTALL)[0]
+    return [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
+
+
+def settings(folder, **changes):
+    data = {"val": "images/val", "batch_size": 32}
+    form = {"out": str(folder), "seed": 0, "method": "dinas", "data": data, **changes}
+    (folder / "config.yaml").write_text(json.dumps(form))
+
+
+@pytest.fixture
+def runs(tmp_path, make_run):
+    """Two runs in one space; the table of the second is the first one's with noise."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        make_run(tmp_path / name, digits_mini(), max_macs=2.5e6)
+        settings(tmp_path / name, seed=int(name == "b"))
+    table, rng = IndicatorTable.load(tmp_path / "a" / "indicators.json"), random.Random(3)
+    block = tuple({c: score + rng.gauss(0, 0.1) for c, score in row.items()} for row in table.block)
+    IndicatorTable(table.space, block, table.layer, {"method": "dinas"}).save(tmp_path / "b" / "indicators.json")
+    return tmp_path / "a", tmp_path / "b"
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_two_runs(runs, tmp_path):
+    first, second = runs
+    form = json.loads((second / "retrain" / "best" / "result.json").read_text())
+    right = np.unpackbits(np.frombuffer(bytes.fromhex(form["correct"]), np.uint8), count=form["images"])
+    right[np.flatnonzero(right)[:300]] = 0
+    worse = {**form, "correct": np.packbits(right).tobytes().hex(), "top1": float(right.mean())}
+    (second / "retrain" / "best" / "result.json").write_text(json.dumps(worse))
+    page = write_comparison(runs, tmp_path / "page.html")
+    assert "cannot be read" not in page.read_text() and "Not run yet" not in page.read_text()
+
+    overview = {row[0]: row[1:] for row in rows_of(page, "runs")}
+    assert overview[""] == ["a", "b"] and overview["seed"] == ["0", "1"]
+    low, high = stats.binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
+    expected = f"{100 * right.mean():.2f} % [{100 * low:.2f}, {100 * high:.2f}]"
+    assert overview["top-1 of the best"][1] == expected
+    assert overview["retraining of all networks, h:mm"] == ["0:55", "0:55"]  # 4 networks of 812.3 s
+
+    # every image that differs is right in the first run only
+    (_, (one, other, said)) = rows_of(page, "accuracies")
+    half = 100 * 1.959963985 * np.std(np.r_[np.ones(300), np.zeros(len(right) - 300)], ddof=1) / len(right) ** 0.5
+    assert (one, other, said) == ("a", "b", f"+3.00 [{3 - half:+.2f}, {3 + half:+.2f}]")
+
+    assert rows_of(page, "settings") == [["setting", "a", "b"], ["seed", "0", "1"]]
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_tau_between_tables_is_that_of_scipy(runs, tmp_path):
+    (_, (*_, said)) = rows_of(write_comparison(runs, tmp_path / "page.html"), "tables")
+    tables, rng = [IndicatorTable.load(run / "indicators.json") for run in runs], random.Random(9)
+    archs = [tuple(rng.choice(layer.options) for layer in tables[0].space.layers) for _ in range(3000)]
+    tau = stats.kendalltau(*([table.score(arch) for arch in archs] for table in tables))[0]
+    value, low, high = map(float, re.findall(r"[+-][\d.]+", said))
+    assert low < value < high < 1 and value == pytest.approx(tau, abs=0.06)
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_what_cannot_be_compared_is_said(runs, tmp_path, make_run):
+    first, second = runs
+    settings(second, data={"val": "other", "batch_size": 32})
+    other = digits_mini().replace(num_classes=11)
+    (tmp_path / "c").mkdir()
+    make_run(tmp_path / "c", other, max_macs=2.5e6)
+    settings(tmp_path / "c")
+    shutil.rmtree(tmp_path / "c" / "retrain")
+    (tmp_path / "d").mkdir()
+    settings(tmp_path / "d")
+    page = write_comparison([*runs, tmp_path / "c", tmp_path / "d"], tmp_path / "page.html")
+    said = {tuple(row[:2]): row[2] for row in rows_of(page, "accuracies")}
+    assert said["a", "b"] == "evaluated on other images" and said["a", "c"] == "not both are retrained"
+    said = {tuple(row[:2]): row[2] for row in rows_of(page, "tables")}
+    assert said["a", "c"] == "tables of different spaces" and said["c", "d"] == "not both have a table"
+    assert {row[0]: row[4] for row in rows_of(page, "runs")}["MACs"] == "-"
+
+
+@pytest.mark.usefixtures("blank_figures")
+@pytest.mark.parametrize("name", ["archs.json", "indicators.json", "space.yaml", "retrain/best/result.json"])
+def test_a_damaged_file_costs_only_what_it_says(runs, tmp_path, name):
+    (runs[1] / name).write_text("{")
+    page = write_comparison(runs, tmp_path / "page.html")
+    assert rows_of(page, "settings") == [["setting", "a", "b"], ["seed", "0", "1"]]
+    assert "cannot be read" not in page.read_text()
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_the_command(runs, tmp_path, capsys):
+    first, second = map(str, runs)
+    assert main(["report", first, second, "--page", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    assert main(["report", first]) == 0 and main(["report", "--out", second]) == 0
+    assert (runs[0] / "report.html").exists() and (runs[1] / "report.html").exists()
+    assert main(["report", first, first]) == 1
+    assert "at least two run directories, each once" in capsys.readouterr().err
+    assert main(["report", first, str(tmp_path)]) == 1
+    assert "is no run directory: it has no config.yaml" in capsys.readouterr().err
+    for flags in ([], [first, "--out", second], [first, "--page", "x.html"]):
+        with pytest.raises(SystemExit):
+            main(["report", *flags])
