@@ -191,7 +191,7 @@ def _newest(state: TrainState, folder: CheckpointFolder, stage: TrainStage, resu
         return None
     path, checkpoint = found
     if stage.extends:
-        checkpoint = _extended(path, checkpoint, state.settings)
+        checkpoint = _extended(stage.name, path, checkpoint, state.settings)
     if checkpoint.state["settings"] != state.settings:
         raise CheckpointError(
             f"{path} was written with other settings: {difference(checkpoint.state['settings'], state.settings)}; "
@@ -212,7 +212,7 @@ def _newest(state: TrainState, folder: CheckpointFolder, stage: TrainStage, resu
     return checkpoint
 
 
-def _extended(path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
+def _extended(stage: str, path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint as one of a training with the number of epochs in `settings`.
 
     Raises:
@@ -227,8 +227,9 @@ def _extended(path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -
         )
     if new > old:
         _LOG.info(
-            "extended from %d to %d epochs: from step %d on, the learning rate follows the cosine of %d epochs, and "
-            "evaluations without a better accuracy are counted anew",
+            "%s: extended from %d to %d epochs: from step %d on, the learning rate follows the cosine of %d epochs, "
+            "and evaluations without a better accuracy are counted anew",
+            stage,
             old,
             new,
             checkpoint.state["step"],

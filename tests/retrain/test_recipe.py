@@ -219,7 +219,7 @@ def test_a_finished_retraining_is_extended_along_the_longer_cosine(tmp_path, cap
         total = 8 if step <= 8 else 12
         assert rates[step] == pytest.approx(0.05 * (1 + math.cos(math.pi * (step - 1) / total)), rel=1e-12), step
     assert rates[9] == pytest.approx(0.1 / 4)
-    assert "from step 8 on, the learning rate follows the cosine of 3 epochs" in caplog.text
+    assert "retrain/best: extended from 2 to 3 epochs: from step 8 on, the learning rate" in caplog.text
     assert len(saved(tmp_path)) == 12
     assert json.loads((tmp_path / "retrain/best/result.json").read_text())["epochs"] == 3
     with pytest.raises(CheckpointError, match="of 3 epochs, now there are 2: it can be extended, not shortened"):
