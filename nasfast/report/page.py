@@ -71,8 +71,8 @@ def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_colum
         for i, cell in enumerate(cells):
             # a number stays in one line with its unit
             kinds = ["text"] * (i in text_columns) + ["short"] * (tag == "td" and len(str(cell)) <= _SHORT)
-            names = " ".join(kinds)
-            text += f'<{tag} class="{names}">{escape(cell)}</{tag}>'
+            attribute = f' class="{" ".join(kinds)}"' if kinds else ""
+            text += f"<{tag}{attribute}>{escape(cell)}</{tag}>"
         return text
 
     head = f"<tr>{line('th', header)}</tr>" if any(header) else ""

@@ -96,7 +96,7 @@ def test_a_report_as_files(report, tmp_path):
     for words in ("nasfast example", "1 of 2", "two &lt;things&gt;.", "1 &lt; 2.", "grows, late", "MISSED"):
         assert words in text
     # a column with a number in it is one of numbers, the others hold text
-    assert "<td class=text>a</td><td>-1.5</td><td class=text>grows</td>" in text
+    assert '<td class="text short">a</td><td class="short">-1.5</td><td class="text short">grows</td>' in text
     # the page is made of the file alone
     page.unlink()
     assert write_study_page(tmp_path / "deep", "example").read_text() == text
