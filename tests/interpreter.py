@@ -49,14 +49,17 @@ def repair_bfloat16() -> None:
 
 
 def speed_up() -> None:
-    """Leave out work of the interpreter of this process that changes no result: two fifths of its time.
+    """Leave out work of the interpreter of this process that changes no result: three fifths of its time.
 
     - A launch replaces the functions of `triton.language`, and so does every call of one kernel function by another.
       Here each function does so once in a launch.
     - Every sum, difference and product of integers is computed again in 64 bits, to find an overflow that is only
       reported under an option that nobody sets.
     - The NumPy type of a Triton type is looked up in a table that is made for every lookup.
+    - Every tensor makes its shape anew, as a tuple of constants whose comparison takes several calls. Here tensors of
+      one shape share it, and tensors of equal shapes are not broadcast to each other.
     """
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     patch, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
@@ -78,10 +81,47 @@ def speed_up() -> None:
             numpy_types[name] = numpy_type(kind.scalar)
         return numpy_types[name]
 
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_if_needed(self, lhs, rhs):
+        if lhs.type.is_block() and rhs.type.is_block() and [*lhs.type.shape] == [*rhs.type.shape]:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_if_needed
+    _share_by_shape()
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = numpy_type_once
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _share_by_shape() -> None:
+    """Let the interpreter's tensors, and their types, share what depends only on their shape and type of element."""
+    from triton.language.core import block_type, tensor
+
+    make_tensor, make_type = tensor.__init__, block_type.__init__
+    shapes, types = {}, {}
+
+    def init_tensor(self, handle, type):
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[key]
+
+    def init_type(self, element_ty, shape):
+        sizes = (*(getattr(size, "value", size) for size in shape),)
+        key = element_ty.name, sizes
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+        # pointers of one name may differ
+        self.element_ty = element_ty
+
+    tensor.__init__, block_type.__init__ = init_tensor, init_type
 
 
 @contextmanager
