@@ -89,7 +89,8 @@ def retrain(
     Args:
         space: a `SearchSpace`, or a `nasfast.cells.CellSpace`.
         arch: an architecture of the space.
-        train_loader, val_loader: training and validation images; see `nasfast.train.train`.
+        train_loader: training images; see `nasfast.train.train`.
+        val_loader: validation images.
         cfg: settings of the stage.
         run_dir: the run directory.
         name: name of the sub-folder and of the stage in metrics.
