@@ -39,8 +39,8 @@ def _gradient(name: str, epochs: int, *changes: tuple[str, Any]) -> Entry:
     return Entry(name, "gradient", changes=(("alpha_lr", 1e-2), *changes), epochs=epochs, batch=16)
 
 
-def _nasi(name: str, *changes: tuple[str, Any], only_cells: bool = False) -> Entry:
-    return Entry(name, "nasi", changes=(("steps", 50), *changes), batch=16, only_cells=only_cells)
+def _nasi(name: str, *changes: tuple[str, Any]) -> Entry:
+    return Entry(name, "nasi", changes=(("steps", 50), *changes), batch=16)
 
 
 _BILEVEL = ("bilevel", True)
@@ -55,7 +55,6 @@ QUEUE = (
     _gradient("proxyless", 1, ("method", "proxyless")),
     _nasi("nasi, 50 x 16"),
     _nasi("nasi, 50 x 16, mu 2, median", ("mu", 2.0), ("nu", 0.5)),
-    _nasi("nasi, 50 x 16, mu 2, median, Q of the cells", ("mu", 2.0), ("nu", 0.5), only_cells=True),
     _gradient("darts", 1, ("method", "darts"), _BILEVEL),
     Entry("random", "random", epochs=1, batch=16),
     _nasi("nasi, 50 x 16, random labels", ("labels", "random")),

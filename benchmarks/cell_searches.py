@@ -43,7 +43,6 @@ class Entry:
         changes: settings of `NasiConfig` or `CellSearchConfig`.
         epochs: passes over half of the training images; for random search those of every candidate.
         batch: images per batch.
-        only_cells: whether NASI's Q counts the weights in the cells alone.
         score: the score of `nasfast rank` that chooses among random cells.
     """
 
@@ -54,7 +53,6 @@ class Entry:
     changes: tuple[tuple[str, Any], ...] = ()
     epochs: int = 0
     batch: int = 64
-    only_cells: bool = False
     score: str = ""
 
     @property
@@ -95,15 +93,10 @@ def search_nasi(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
 
 def _record(args: argparse.Namespace, entry: Entry, cfg: NasiConfig) -> Record:
     """The sampled architectures, which do not depend on the penalty."""
-    seen = f"{cfg.labels}-{cfg.images}{'-cells' * entry.only_cells}"
-    name = f"nasi-{entry.cells}x{entry.channels}-b{entry.batch}-{seen}-t{cfg.steps}-s{cfg.seed}.pt"
+    name = f"nasi-{entry.cells}x{entry.channels}-b{entry.batch}-{cfg.labels}-{cfg.images}-t{cfg.steps}-s{cfg.seed}.pt"
     path, space = args.work / name, entry.space
     if not path.exists():
-        mixture = CellMixture(space, seed=cfg.seed)
-        if entry.only_cells:
-            for part in (mixture.net.stem, mixture.net.transitions, mixture.net.head, mixture.net.classifier):
-                part.requires_grad_(False)
-        record = sample(mixture, loaders(args, entry, cfg.seed)[0], cfg)
+        record = sample(CellMixture(space, seed=cfg.seed), loaders(args, entry, cfg.seed)[0], cfg)
         args.work.mkdir(parents=True, exist_ok=True)
         torch.save(asdict(record), path)
     return Record(**torch.load(path, weights_only=True))
