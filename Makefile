@@ -101,7 +101,7 @@ format: install  ## format Python, C++ and CUDA in place
 DOCS ?= .venv-docs
 docs:  ## check the links of the documentation, and build its site into build/site
 	test -x $(DOCS)/bin/mkdocs || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]'
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]' mkdocs-jupyter
 	$(DOCS)/bin/python tests/doc_links.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
