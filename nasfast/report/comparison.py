@@ -180,7 +180,8 @@ def _accuracies(runs: Mapping[str, RunFiles], page: Path) -> str:
 
 
 def _validation_images(run: RunFiles) -> str:
-    return str(load_yaml(run.folder / "config.yaml")["data"]["val"])
+    data = load_yaml(run.folder / "config.yaml")["data"]
+    return f"{data.get('source')} {data['val']}"
 
 
 def _figure(runs: Mapping[str, RunFiles]) -> Figure:

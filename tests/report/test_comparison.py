@@ -81,7 +81,7 @@ def test_tau_between_tables_is_that_of_scipy(runs, tmp_path):
 @pytest.mark.usefixtures("blank_figures")
 def test_what_cannot_be_compared_is_said(runs, tmp_path, make_run):
     first, second = runs
-    settings(second, data={"val": "other", "batch_size": 32})
+    settings(second, data={"source": "digits", "val": "images/val", "batch_size": 32})
     other = digits_mini().replace(num_classes=11)
     (tmp_path / "c").mkdir()
     make_run(tmp_path / "c", other, max_macs=2.5e6)
