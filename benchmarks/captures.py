@@ -10,4 +10,6 @@ class EagerCapture:
         return None
 
     def capture(self, functions: Sequence[Callable[[], None]], pool: None) -> list[Callable[[], None]]:
+        for function in functions:
+            function()
         return list(functions)

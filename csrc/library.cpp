@@ -44,22 +44,6 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
       "Tensor[] bn_weights, Tensor[] bn_biases, bool[] batch_statistics, int[] plan, float[] eps, bool add_input, "
       "bool[] wants) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)");
 
-  // The same on a GPU in csrc/gpu, without running statistics, into memory of the caller; also for CPU
-  // tensors, where the kernels are emulated, for tests. nasfast/ops/cuda/conv.py makes operators of the schemas above
-  // from these. Behind mean and variance, statistics has the coefficients of forward (csrc/gpu/call.cpp).
-  //   counters: as many zeros as conv_bn_act_chain_gpu_counters says, int32; they are zeros again after the launches.
-  //   added: is added to the result, or null.
-  m.def("conv_bn_act_chain_gpu_counters(Tensor x, int[] plan) -> int");
-  m.def(
-      "conv_bn_act_chain_gpu_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
-      "Tensor? added, Tensor(a!) y, Tensor(b!) saved, Tensor(c!) statistics, Tensor(d!) counters, int[] plan, "
-      "float[] eps) -> ()");
-  // Without dx, dweights and dbiases that are empty, their gradients are not wanted.
-  m.def(
-      "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor? x, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
-      "Tensor[] bn_weights, bool add_input, Tensor(a!)? dx, Tensor(b!)[] dweights, Tensor(c!)[] dbiases, "
-      "Tensor(d!) counters, int[] plan, float[] eps) -> ()");
-
   // Formula: nasfast/ops/reference.py, depthwise_conv2d. x, y, grad and dx are NHWC; weight and dweight are (C, 1, k,
   // k), contiguous, float32.
   m.def("depthwise_conv2d_fwd(Tensor x, Tensor weight, int stride, int dilation) -> Tensor y");
@@ -82,4 +66,29 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // Runs the CUDA kernels of orthogonalize on the host, slowly, for tests. `backwards` reverses the order in which the
   // threads of a block take their turns; the order must not change the result.
   m.def("orthogonalize_emulated(Tensor[] matrices, bool backwards) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
+  // conv_bn_act_chain on a GPU in csrc/gpu, without running statistics, into memory of the caller; also for CPU tensors,
+  // where the kernels are emulated, for tests. nasfast/ops/cuda/conv.py makes operators of the schemas above from these.
+  // Behind mean and variance, statistics has the coefficients of forward (csrc/gpu/call.cpp).
+  //   counters: as many zeros as conv_bn_act_chain_gpu_counters says, int32; they are zeros again after the launches.
+  //   added: is added to the result, or null.
+  //   before: empty if x is there. Otherwise the output of the convolution before x and its fold (channels, 2), float32,
+  //     from which x is made and written, x = fold[:, 0] y + fold[:, 1], and perhaps a tensor that is added to it.
+  //   left: empty if y is wanted. Otherwise the output of the last convolution and its fold, which are written instead.
+  //     `saved` then ends before that output.
+  m.def("conv_bn_act_chain_gpu_counters(Tensor x, int[] plan) -> int");
+  m.def(
+      "conv_bn_act_chain_gpu_fwd(Tensor(e!) x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
+      "Tensor? added, Tensor(a!) y, Tensor(b!) saved, Tensor(c!) statistics, Tensor(d!) counters, Tensor[] before, "
+      "Tensor(f!)[] left, int[] plan, float[] eps) -> ()");
+  // Makes x by itself.
+  m.def("conv_bn_act_chain_gpu_make(Tensor(a!) x, Tensor[] before) -> ()");
+  // Without dx, dweights and dbiases that are empty, their gradients are not wanted. left: the output of the last
+  // convolution, if forward left it.
+  m.def(
+      "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor? x, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
+      "Tensor[] bn_weights, bool add_input, Tensor(a!)? dx, Tensor(b!)[] dweights, Tensor(c!)[] dbiases, "
+      "Tensor(d!) counters, Tensor? left, int[] plan, float[] eps) -> ()");
 }

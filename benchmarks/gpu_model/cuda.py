@@ -31,7 +31,7 @@ from nasfast.ops import _native
 from nasfast.ops.cuda import conv
 from nasfast.ops.plan import ChainPlan, read_plan
 
-OPERATORS = ("conv_bn_act_chain_gpu_counters", "conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd")
+OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("counters", "fwd", "make", "bwd"))
 CACHE = ROOT / "build" / "gpu_model"
 _RECORDER = (
     "benchmarks/gpu_model/cuda_launches.cpp",
@@ -152,14 +152,16 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
     library, limits = _recorder(), LIMITS[arch]
     library.record_for(limits.processors, limits.program_shared, False)
     result = func._op_dk(torch._C.DispatchKey.Meta, *arguments.values())
-    chain = read_plan(arguments["plan"])
-    stages = len(chain.stages)
+    chain = read_plan(arguments["plan"]) if "plan" in arguments else None
+    stages = len(chain.stages) if chain else 0
+    before = arguments.get("before") or []
     launches, first = [], False
     for line in _lines(library.take_records()):
         geometry = dict(zip(_GEOMETRY, line["geometry"], strict=True))
         stages -= line["stage"].endswith(("backward", "gradient"))
         # forward goes from the first stage to the last, and backward the other way
         first = stages == 0 or (not launches and line["stage"].endswith("forward"))
+        makes = bool(before) and not launches
         added = arguments.get("added") is not None or (first and arguments.get("add_input"))
         launches.append(
             CudaLaunch(
@@ -169,7 +171,7 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
                 line["shared"],
                 _without_addresses(line["arguments"]),
                 geometry,
-                _bytes(line["stage"], geometry, chain, added=bool(added), first=first),
+                _bytes(line["stage"], geometry, chain, len(before) * makes, added=bool(added), first=first),
             )
         )
     return result, launches
@@ -193,22 +195,28 @@ def launching_nothing(arch: int) -> Iterator[None]:
         yield
 
 
-def _bytes(stage: str, g: dict[str, int], chain: ChainPlan, *, added: bool, first: bool) -> int:
+def _bytes(stage: str, g: dict[str, int], chain: ChainPlan | None, before: int, *, added: bool, first: bool) -> int:
     """Bytes of the 16-bit tensors that one launch reads and writes.
 
     Args:
+        chain: the chain of which it is a part; None if it only makes an input.
+        before: 0, or, for a launch that makes the input of a chain, the tensors and folds from which it does.
         added: whether it adds a tensor to its result.
         first: whether it is of the first stage of a chain, which has no stage before.
 
     Raises:
         ValueError: a stage that this model does not know.
     """
+    if before and stage == "apply":
+        # of the two or three, one is a fold; and one is written
+        return 2 * before * g["images"] * g["H"] * g["W"] * g["C"]
+    assert chain is not None
     source, result = (g["images"] * g[h] * g[w] * g[c] for h, w, c in (("H", "W", "C"), ("OH", "OW", "N")))
     narrow = (
         g["images"] * g["H"] * g["W"] * chain.stages[0].in_channels
     )  # the input of an expansion that is computed again
-    if stage == "pointwise_forward" and chain.recompute and first:
-        return 2 * source
+    if stage == "pointwise_forward" and first:
+        return 2 * (source * max(before, 1) + result * (not chain.recompute))
     if stage in ("pointwise_forward", "depthwise_forward"):
         return 2 * (source + result)
     if stage == "expand_depthwise_forward":

@@ -35,7 +35,7 @@ def rows_of(arch: int, *, processes: int, cache: str) -> list[dict[str, Any]]:
     times: Counter[tuple[str, Chain | None]] = Counter()
     for (backend, launch), cost in zip(every, costs(together, arch, processes=processes, cache=cache), strict=True):
         times[backend, launch.chain] += cost.predicted
-    served = {launch.chain for launch in steps["cuda"].launches if launch.kernel == "apply"}
+    served = {launch.chain for launch in steps["cuda"].launches if launch.kernel == "reduce"}
     again = {launch.chain for launch in steps["recompute"].launches if launch.kernel == "expand_depthwise_forward"}
     rows = []
     for chain in (chain for chain in steps["triton"].chains if chain in served):

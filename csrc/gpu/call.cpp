@@ -87,25 +87,47 @@ uint16_t* output_of(const Tensor& saved, const StagePlan& stage) {
 }
 
 // The tensors of one call: all on the device of the first and in its type, or in float.
-struct Checks {
+struct TensorChecks {
   const Tensor& first;
-  const ChainPlan& plan;
 
-  Checks(const Tensor& first, const ChainPlan& plan) : first(first), plan(plan) {
+  explicit TensorChecks(const Tensor& first) : first(first) {
     STD_TORCH_CHECK(first.scalar_type() == ScalarType::BFloat16 || first.scalar_type() == ScalarType::Half, kConvOp,
                     ": the CUDA kernels need bfloat16 or float16");
   }
 
-  void image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const {
-    STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == plan.batch && tensor.size(1) == c && tensor.size(2) == h &&
+  void image(const char* name, const Tensor& tensor, int64_t n, int64_t c, int64_t h, int64_t w) const {
+    STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == n && tensor.size(1) == c && tensor.size(2) == h &&
                         tensor.size(3) == w && cpu::is_channels_last(tensor) &&
                         tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device(),
                     kConvOp, ": ", name, " must be channels_last, of the type and on the device of the input, and of ",
-                    "shape (", plan.batch, ", ", c, ", ", h, ", ", w, ")");
+                    "shape (", n, ", ", c, ", ", h, ", ", w, ")");
     aligned(name, tensor);
   }
+  void vector(const char* name, const Tensor& tensor, int64_t size, ScalarType type) const {
+    STD_TORCH_CHECK(tensor.numel() == size && tensor.is_contiguous() && tensor.scalar_type() == type &&
+                        tensor.device() == first.device(),
+                    kConvOp, ": ", name, " must be contiguous and have ", size,
+                    " elements of the right type on the device of the input, got ", tensor.numel());
+  }
+  Fold* fold(const Tensor& tensor, int64_t channels) const {
+    vector("fold", tensor, 2 * channels, ScalarType::Float);
+    return static_cast<Fold*>(tensor.mutable_data_ptr());
+  }
+  // The kernels read 16 bytes at a time; only a slice of a larger tensor can begin in between.
+  static void aligned(const char* name, const Tensor& tensor) {
+    STD_TORCH_CHECK(tensor.numel() == 0 || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, kConvOp,
+                    ": ", name, " must begin at a multiple of 16 bytes");
+  }
+};
+
+// The tensors of a plan.
+struct Checks : TensorChecks {
+  const ChainPlan& plan;
+
+  Checks(const Tensor& first, const ChainPlan& plan) : TensorChecks(first), plan(plan) {}
+
   void input(const char* name, const Tensor& tensor) const {
-    image(name, tensor, plan.channels, plan.height, plan.width);
+    image(name, tensor, plan.batch, plan.channels, plan.height, plan.width);
   }
   // x in backward, of which only a plan that computes the first output again has a use; otherwise null.
   const uint16_t* kept_input(const std::optional<Tensor>& x) const {
@@ -116,17 +138,17 @@ struct Checks {
   }
   void result(const char* name, const Tensor& tensor) const {
     const StagePlan& last = plan.stages.back();
-    image(name, tensor, last.out_channels, last.out_height, last.out_width);
+    image(name, tensor, plan.batch, last.out_channels, last.out_height, last.out_width);
   }
-  void vector(const char* name, const Tensor& tensor, int64_t size, ScalarType type) const {
-    STD_TORCH_CHECK(tensor.numel() == size && tensor.is_contiguous() && tensor.scalar_type() == type &&
-                        tensor.device() == first.device(),
-                    kConvOp, ": ", name, " must be contiguous and have ", size,
-                    " elements of the right type on the device of the input, got ", tensor.numel());
-  }
-  void saved(const Tensor& tensor) const {
-    vector("saved", tensor, plan.saved_size, first.scalar_type());
+  // left: whether the output of the last convolution, which is at the end, is elsewhere.
+  void saved(const Tensor& tensor, bool left) const {
+    vector("saved", tensor, left ? plan.stages.back().saved_at : plan.saved_size, first.scalar_type());
     aligned("saved", tensor);
+  }
+  // The output of the last convolution, if it is left to the next chain.
+  uint16_t* left(const Tensor& tensor) const {
+    result("the output that is left", tensor);
+    return bits(tensor);
   }
   Weight weight(const StagePlan& stage, const Tensor& tensor) const {
     const int64_t inner = stage.kind == cpu::Kind::kDepthwise ? 1 : stage.in_channels;
@@ -145,14 +167,28 @@ struct Checks {
     vector("statistics", statistics, plan.statistics_size / 2 * doubles, ScalarType::Double);
     aligned("statistics", statistics);
   }
-
- private:
-  // The kernels read 16 bytes at a time; only a slice of a larger tensor can begin in between.
-  static void aligned(const char* name, const Tensor& tensor) {
-    STD_TORCH_CHECK(tensor.numel() == 0 || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, kConvOp,
-                    ": ", name, " must begin at a multiple of 16 bytes");
-  }
 };
+
+ApplyArgs apply_args(const uint16_t* y, const Fold* fold, Act act, const uint16_t* added, uint16_t* out, int64_t rows,
+                     int64_t channels) {
+  const int narrow = static_cast<int>(channels);
+  return {y, fold, added, out, rows, narrow, act, lanes_of(narrow)};
+}
+
+// The BatchNorm of a stage, without what a launch knows.
+Norm norm_of(const StagePlan& stage, const Tensor& statistics, const Coefficients& coefficients, const Tensor& weight,
+             const Tensor& bias, double eps) {
+  Norm norm{};
+  norm.gamma = cpu::float_data(weight);
+  norm.beta = cpu::float_data(bias);
+  norm.statistics = statistics_of(statistics, stage);
+  norm.fold = coefficients.fold;
+  norm.interval = coefficients.interval;
+  norm.eps = static_cast<float>(eps);
+  norm.act = static_cast<Act>(stage.act);
+  norm.share = 1 / static_cast<double>(stage.rows);
+  return norm;
+}
 
 // Two buffers of 16-bit numbers, used in turn: a stage reads what the stage before it wrote.
 struct Turns {
@@ -178,19 +214,42 @@ Shapes::Shapes(const std::vector<int64_t>& numbers) {
   recompute = plan.recompute();
 }
 
+ApplyArgs making(const Tensor& x, const std::vector<Tensor>& before) {
+  STD_TORCH_CHECK(x.dim() == 4 && x.numel() > 0 && x.size(1) % 8 == 0 && (before.size() == 2 || before.size() == 3),
+                  kConvOp,
+                  ": x of channels in multiples of 8 is made from y, its fold and perhaps a tensor to add, got ",
+                  before.size(), " tensors");
+  const int64_t channels = x.size(1);
+  const TensorChecks check(x);
+  const auto image = [&](const char* name, const Tensor& tensor) {
+    check.image(name, tensor, x.size(0), channels, x.size(2), x.size(3));
+    return bits(tensor);
+  };
+  const uint16_t* const added = before.size() > 2 ? image("what is added", before[2]) : nullptr;
+  return apply_args(image("y", before[0]), check.fold(before[1], channels), Act::kIdentity, added, image("x", x),
+                    x.numel() / channels, channels);
+}
+
 ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weights,
                          const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
                          const std::optional<Tensor>& added, const Tensor& y, const Tensor& saved,
-                         const Tensor& statistics, const std::vector<int64_t>& numbers, const std::vector<double>& eps)
-    : bfloat16(x.scalar_type() == ScalarType::BFloat16) {
+                         const Tensor& statistics, const std::vector<Tensor>& before, const std::vector<Tensor>& left,
+                         const std::vector<int64_t>& numbers, const std::vector<double>& eps)
+    : bfloat16(x.scalar_type() == ScalarType::BFloat16), begin{} {
   const ChainPlan plan = read(numbers);
   const Checks check(x, plan);
   check.lists(conv_weights.size(), bn_weights.size(), bn_biases.size(), eps.size(), statistics);
   check.input("x", x);
   check.result("y", y);
   if (added) check.result("what is added", *added);
+  const StagePlan& last = plan.stages.back();
+  const bool leaves = !left.empty();
+  STD_TORCH_CHECK(!leaves || (left.size() == 2 && !added && last.act == cpu::Act::kIdentity), kConvOp,
+                  ": a chain leaves the output of its last convolution and the fold, without activation and with "
+                  "nothing to add");
   const bool keep = saved.numel() > 0;
-  if (keep) check.saved(saved);
+  if (keep) check.saved(saved, leaves);
+  if (!before.empty()) begin = making(x, before);
   // the output of an expansion that is computed again is nowhere
   const auto output = [&](const StagePlan& s, size_t) { return keep || s.saved_at < 0 ? 0 : s.rows * s.out_channels; };
   const Turns turns(x, plan, output, &memory);
@@ -209,37 +268,25 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
     stage.fold = fold;
     stage.act = act;
     stage.weight = check.weight(s, conv_weights[i]);
-    stage.y = s.saved_at < 0 ? nullptr : keep ? bits(saved) + s.saved_at : turns.of(i);
-    stage.norm.gamma = cpu::float_data(bn_weights[i]);
-    stage.norm.beta = cpu::float_data(bn_biases[i]);
-    stage.norm.statistics = statistics_of(statistics, s);
-    stage.norm.fold = coefficients.fold;
-    stage.norm.interval = coefficients.interval;
-    stage.norm.eps = static_cast<float>(eps[i]);
-    stage.norm.act = static_cast<Act>(s.act);
-    stage.norm.share = 1 / static_cast<double>(s.rows);
+    const bool here = leaves && i + 1 == plan.stages.size();
+    stage.y = s.saved_at < 0 ? nullptr : here ? check.left(left[0]) : keep ? bits(saved) + s.saved_at : turns.of(i);
+    stage.norm = norm_of(s, statistics, coefficients, bn_weights[i], bn_biases[i], eps[i]);
+    if (here) stage.norm.fold = check.fold(left[1], s.out_channels);
     if (stage.y != nullptr) given = stage.y;
     fold = coefficients.fold;
     act = stage.norm.act;
     stages.push_back(stage);
   }
-  const StagePlan& last = plan.stages.back();
-  const int channels = static_cast<int>(last.out_channels);
-  result.y = given;
-  result.fold = fold;
-  result.added = added ? bits(*added) : nullptr;
-  result.out = bits(y);
-  result.rows = last.rows;
-  result.channels = channels;
-  result.act = act;
-  result.lanes = lanes_of(channels);
+  result = apply_args(leaves ? nullptr : given, fold, act, added ? bits(*added) : nullptr, bits(y), last.rows,
+                      last.out_channels);
 }
 
 BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& input, const Tensor& saved,
                            const Tensor& statistics, const std::vector<Tensor>& conv_weights,
                            const std::vector<Tensor>& bn_weights, bool add_input, const std::optional<Tensor>& dx,
                            const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
-                           const std::vector<int64_t>& numbers, const std::vector<double>& eps)
+                           const std::optional<Tensor>& left, const std::vector<int64_t>& numbers,
+                           const std::vector<double>& eps)
     : bfloat16(grad.scalar_type() == ScalarType::BFloat16) {
   const ChainPlan plan = read(numbers);
   const Checks check(grad, plan);
@@ -248,7 +295,7 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
   check.result("grad", grad);
   if (dx) check.input("dx", *dx);
   if (dx && add_input) check.input("grad, to be added,", grad);
-  check.saved(saved);
+  check.saved(saved, left.has_value());
   x = check.kept_input(input);
   expansion = check.weight(plan.stages[0], conv_weights[0]);
   const size_t count = plan.stages.size();
@@ -280,13 +327,9 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
     intervals[i] = coefficients.interval;
   }
   const StagePlan& last = plan.stages.back();
-  begin.grad = bits(grad);
-  begin.y = bits(saved) + last.saved_at;
-  begin.interval = intervals.back();
-  begin.rows = last.rows;
-  begin.channels = static_cast<int>(last.out_channels);
-  begin.lanes = lanes_of(begin.channels);
-  begin.gradient = gradients.back();
+  const int channels = static_cast<int>(last.out_channels);
+  const uint16_t* const y = left ? check.left(*left) : output_of(saved, last);
+  begin = {bits(grad), y, intervals.back(), last.rows, channels, lanes_of(channels), gradients.back()};
   // the kernel of a stage makes dz of the stage before it
   const size_t end = dx ? 0 : std::min(stop, count - 1) + 1;
   const auto size = [&](const StagePlan& s, size_t i) {
@@ -300,7 +343,7 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
     stage.geometry = geometry_of(plan, s);
     stage.grad = dz;
     stage.mask = i + 1 == count && s.act != cpu::Act::kIdentity ? intervals[i] : nullptr;
-    stage.y = output_of(saved, s);
+    stage.y = i + 1 == count ? begin.y : output_of(saved, s);
     stage.back = gradients[i].back;
     stage.weight = check.weight(s, conv_weights[i]);
     stage.dx = i > 0 ? turns.of(i) : bits(*dx);

@@ -24,17 +24,21 @@ struct Shapes {
   int channels() const { return stages[0].in_channels; }  // channels of x
 };
 
+// How x is made from what the chain before has left: y and the fold of its last convolution, and perhaps a tensor to add.
+ApplyArgs making(const Tensor& x, const std::vector<Tensor>& before);
+
 // What a launch does not know before its grid: `reduction` of every stage, except its channels.
 struct ForwardCall {
   bool bfloat16;
+  ApplyArgs begin;  // makes x; y is null if x is there
   std::vector<ForwardStage> stages;
-  ApplyArgs result;
+  ApplyArgs result;            // y is null if this is left to the chain that reads it
   std::vector<Tensor> memory;  // holds the outputs that are not kept for backward
 
   ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights,
               const std::vector<Tensor>& bn_biases, const std::optional<Tensor>& added, const Tensor& y,
-              const Tensor& saved, const Tensor& statistics, const std::vector<int64_t>& plan,
-              const std::vector<double>& eps);
+              const Tensor& saved, const Tensor& statistics, const std::vector<Tensor>& before,
+              const std::vector<Tensor>& left, const std::vector<int64_t>& plan, const std::vector<double>& eps);
 };
 
 struct BackwardCall {
@@ -45,11 +49,12 @@ struct BackwardCall {
   const uint16_t* x;                  // null if the plan keeps the output of the first stage
   std::vector<Tensor> memory;         // holds dz between the stages, and the coefficients of BatchNorm
 
-  // x: only for a plan that computes the output of the first stage again.
+  // x: only for a plan that computes the output of the first stage again. left: the output of the last convolution,
+  // if forward left the result to the next chain.
   BackwardCall(const Tensor& grad, const std::optional<Tensor>& x, const Tensor& saved, const Tensor& statistics,
                const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights, bool add_input,
                const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
-               const std::vector<int64_t>& plan, const std::vector<double>& eps);
+               const std::optional<Tensor>& left, const std::vector<int64_t>& plan, const std::vector<double>& eps);
 };
 
 // Memory for partial results, and the counters, which the caller has made.

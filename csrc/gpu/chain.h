@@ -1,6 +1,7 @@
 // Runs a chain of convolutions, BatchNorms and activations: forward a kernel for every stage and one for the result,
-// backward one that begins and then a kernel for every stage, last to first. No launch waits for the host, so a chain
-// can be captured in a CUDA graph.
+// backward one that begins and then a kernel for every stage, last to first. A chain may leave its result to the chain
+// that reads it, whose first kernel makes it if it is pointwise. No launch waits for the host, so a chain can be captured
+// in a CUDA graph.
 #pragma once
 
 #include <algorithm>
@@ -69,9 +70,20 @@ int64_t count_counters(const std::vector<int64_t>& plan, const Machine& machine)
   return std::max(forward_grids(chain, machine).counters, backward_grids(chain, machine).counters);
 }
 
+// The input of a convolution as the geometry of a kernel that goes over it.
+inline Geometry map_of(const Geometry& g) {
+  return {g.images, g.height, g.width, g.height, g.width, g.in_channels, g.in_channels, 1, 1};
+}
+
 template <class Format, class Machine>
 void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace, const Shapes& chain,
                  const Grids& grids) {
+  const ApplyArgs* making = call.begin.y != nullptr ? &call.begin : nullptr;
+  if (making != nullptr && call.stages[0].geometry.kernel != 1) {
+    apply<Format>(machine, *making);
+    machine.launched("apply", map_of(call.stages[0].geometry));
+    making = nullptr;
+  }
   for (size_t i = 0; i < call.stages.size(); ++i) {
     ForwardStage stage = call.stages[i];
     const Geometry& g = stage.geometry;
@@ -81,13 +93,14 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
       expand_depthwise_forward<Format>(machine, grid, {stage, call.stages[0].weight, chain.channels()});
       machine.launched("expand_depthwise_forward", g);
     } else if (g.kernel == 1) {
-      pointwise_forward<Format>(machine, grid, stage);
+      pointwise_forward<Format>(machine, grid, stage, i == 0 ? making : nullptr);
       machine.launched("pointwise_forward", g);
     } else {
       depthwise_forward<Format>(machine, grid, stage);
       machine.launched("depthwise_forward", g);
     }
   }
+  if (call.result.y == nullptr) return;
   apply<Format>(machine, call.result);
   machine.launched("apply", call.stages.back().geometry);
 }
@@ -132,9 +145,11 @@ struct ChainOperators {
 
   static void forward(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
                       std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved,
-                      Tensor statistics, Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
+                      Tensor statistics, Tensor counters, std::vector<Tensor> before, std::vector<Tensor> left,
+                      std::vector<int64_t> plan, std::vector<double> eps) {
     const auto& machine = machine_of(x);
-    const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, plan, eps);
+    const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, before, left, plan,
+                           eps);
     const Shapes chain(plan);
     const Grids grids = forward_grids(chain, machine);
     const Workspace workspace(x, grids.pairs, counters, grids.counters);
@@ -142,13 +157,23 @@ struct ChainOperators {
                   : run_forward<Fp16>(machine, call, workspace, chain, grids);
   }
 
+  static void make(const Tensor& x, std::vector<Tensor> before) {
+    const auto& machine = machine_of(x);
+    const ApplyArgs args = making(x, before);
+    x.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? apply<Bf16>(machine, args)
+                                                               : apply<Fp16>(machine, args);
+    const auto size = [&](int dimension) { return static_cast<int>(x.size(dimension)); };
+    machine.launched("apply", map_of({size(0), size(2), size(3), 0, 0, size(1), 0, 0, 0}));
+  }
+
   static void backward(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
                        std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
                        std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases,
-                       Tensor counters, std::vector<int64_t> plan, std::vector<double> eps) {
+                       Tensor counters, std::optional<Tensor> left, std::vector<int64_t> plan,
+                       std::vector<double> eps) {
     const auto& machine = machine_of(grad);
     const BackwardCall call(grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases,
-                            plan, eps);
+                            left, plan, eps);
     const Shapes chain(plan);
     const Grids grids = backward_grids(chain, machine);
     const Workspace workspace(grad, grids.pairs, counters, grids.counters);

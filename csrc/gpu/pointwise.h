@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "norm.h"
 #include "pointwise_backward.h"
 #include "pointwise_forward.h"
 
@@ -97,6 +98,13 @@ struct TileList {
 using ForwardTiles = TileList<TileSmall, TileFlat, TileSquare, TileTall, TileNear, TileWide, TileWidest>;
 using BackwardTiles = TileList<TileSmall, TileFlat, TileLow, TileNear, TileWide, TileWidest>;
 
+static_assert(MakingSource::kPlanes == ForwardSource::kPlanes,
+              "a stage has one grid, whether it makes its input or not");
+template <class Format, class Tile>
+using ReadingForward = PointwiseForward<Format, Tile, ForwardSource>;
+template <class Format, class Tile>
+using MakingForward = PointwiseForward<Format, Tile, MakingSource>;
+
 inline ProductShape forward_shape(const Geometry& g) { return {g.out_rows(), g.in_channels, g.out_channels, false}; }
 inline ProductShape backward_shape(const Geometry& g) { return {g.out_rows(), g.out_channels, g.in_channels, true}; }
 
@@ -112,12 +120,20 @@ Grid pointwise_backward_grid(const Geometry& g, const Machine& machine) {
   return pointwise::BackwardTiles::plan(machine, pointwise::backward_shape(g)).grid;
 }
 
+// making: how x is made on the way, or null if it is there.
 template <class Format, class Machine>
-void pointwise_forward(const Machine& machine, const Grid& grid, const ForwardStage& stage) {
-  const pointwise::ProductShape shape = pointwise::forward_shape(stage.geometry);
-  const pointwise::Factor factor{shape.rows, shape.depth, shape.columns, stage.weight};
-  const pointwise::ForwardArgs args{factor, {{stage.x}, stage.fold, stage.act}, stage.y, stage.norm};
-  pointwise::ForwardTiles::launch<pointwise::PointwiseForward, Format>(machine, shape, grid, args);
+void pointwise_forward(const Machine& machine, const Grid& grid, const ForwardStage& stage, const ApplyArgs* making) {
+  using namespace pointwise;
+  const ProductShape shape = forward_shape(stage.geometry);
+  const Factor factor{shape.rows, shape.depth, shape.columns, stage.weight};
+  if (making == nullptr) {
+    const ForwardArgs<ForwardSource> args{factor, {{stage.x}, stage.fold, stage.act}, stage.y, stage.norm};
+    ForwardTiles::launch<ReadingForward, Format>(machine, shape, grid, args);
+  } else {
+    const MakingSource source{{making->y, making->added}, making->fold, making->out};
+    ForwardTiles::launch<MakingForward, Format>(machine, shape, grid,
+                                                ForwardArgs<MakingSource>{factor, source, stage.y, stage.norm});
+  }
 }
 
 template <class Format, class Machine>

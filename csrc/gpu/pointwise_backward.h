@@ -8,10 +8,12 @@ namespace nasfast::gpu::pointwise {
 
 struct BackwardSource {
   static constexpr int kInputs = 2, kPlanes = 5;
+  static constexpr bool kMakes = false;
   const uint16_t* in[kInputs];  // grad and y
   const Interval* mask;
   const Back* back;
 
+  static NASFAST_DEVICE bool has(int) { return true; }
   template <int kThreads>
   NASFAST_DEVICE void prepare(int thread, int depth, float* planes) const {
     for (int c = thread; c < depth; c += kThreads) {

@@ -1,24 +1,30 @@
 // Forward of a pointwise stage: `in` is x, through BatchNorm and activation if the stage before has them, and the
-// result is y with its moments.
+// result is y with its moments. The first stage of a chain may also make x, where the chain before has left that to it.
 #pragma once
 
 #include "product_result.h"
 
 namespace nasfast::gpu::pointwise {
 
+template <int kThreads>
+NASFAST_DEVICE void prepare_fold(const Fold* fold, int thread, int depth, float* planes) {
+  for (int c = thread; c < depth; c += kThreads) {
+    planes[c] = fold[c].scale;
+    planes[depth + c] = fold[c].shift;
+  }
+}
+
 struct ForwardSource {
   static constexpr int kInputs = 1, kPlanes = 2;
+  static constexpr bool kMakes = false;
   const uint16_t* in[kInputs];  // x
   const Fold* fold;
   Act act;
 
+  static NASFAST_DEVICE bool has(int) { return true; }
   template <int kThreads>
   NASFAST_DEVICE void prepare(int thread, int depth, float* planes) const {
-    if (fold == nullptr) return;
-    for (int c = thread; c < depth; c += kThreads) {
-      planes[c] = fold[c].scale;
-      planes[depth + c] = fold[c].shift;
-    }
+    if (fold != nullptr) prepare_fold<kThreads>(fold, thread, depth, planes);
   }
   // Converts pieces in place, of channels c to c + 7.
   template <class Format, int kPieces>
@@ -54,25 +60,70 @@ struct ForwardSource {
   }
 };
 
+// x = scale y + shift + added, as ApplyKernel makes it.
+struct MakingSource {
+  static constexpr int kInputs = 2, kPlanes = 2;
+  static constexpr bool kMakes = true;
+  const uint16_t* in[kInputs];  // y and added, which may be null
+  const Fold* fold;
+  uint16_t* x;
+
+  NASFAST_DEVICE bool has(int n) const { return in[n] != nullptr; }
+  template <int kThreads>
+  NASFAST_DEVICE void prepare(int thread, int depth, float* planes) const {
+    prepare_fold<kThreads>(fold, thread, depth, planes);
+  }
+  // Converts pieces in place, of channels c to c + 7.
+  template <class Format, int kPieces>
+  NASFAST_DEVICE void convert(Vec4 (&raw)[kPieces][2], const float* planes, int depth, int c) const {
+    if (has(1)) {
+      make<true, Format>(raw, planes, depth, c);
+    } else {
+      make<false, Format>(raw, planes, depth, c);
+    }
+  }
+
+ private:
+  template <bool kAdded, class Format, int kPieces>
+  static NASFAST_DEVICE void make(Vec4 (&raw)[kPieces][2], const float* planes, int depth, int c) {
+    NASFAST_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const Floats scale = *reinterpret_cast<const Floats*>(planes + c + 4 * half);
+      const Floats shift = *reinterpret_cast<const Floats*>(planes + depth + c + 4 * half);
+      NASFAST_UNROLL
+      for (int i = 0; i < kPieces; ++i) {
+        NASFAST_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          uint32_t& v = raw[i][0].v[2 * half + j];
+          const uint32_t added = kAdded ? raw[i][1].v[2 * half + j] : 0;
+          v = Format::pack(fma(Format::first(v), scale.v[2 * j], shift.v[2 * j]) + Format::first(added),
+                           fma(Format::second(v), scale.v[2 * j + 1], shift.v[2 * j + 1]) + Format::second(added));
+        }
+      }
+    }
+  }
+};
+
+template <class Source>
 struct ForwardArgs {
   Factor factor;
-  ForwardSource source;
+  Source source;
   uint16_t* y;
   Norm norm;
 };
 
-template <class Format, class Tile>
+template <class Format, class Tile, class Source>
 struct PointwiseForward {
   static constexpr int kThreads = Tile::kThreads, kBlocks = Tile::kBlocks;
   using Shared = Memory<Tile, false>;
   static constexpr int kColumnPlanes = Tile::kRowWarps;  // a pivot for each of these warps
-  using Args = ForwardArgs;
+  using Args = ForwardArgs<Source>;
 
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
     const Factor& factor = args.factor;
     const Result<Tile> result(factor, block.y * Tile::kColumns, block.count_x);
-    const Shared memory(factor.depth, ForwardSource::kPlanes, kColumnPlanes);
+    const Shared memory(factor.depth, Source::kPlanes, kColumnPlanes);
     float* const planes = reinterpret_cast<float*>(shared + memory.columns_at);
     const auto pivot_of = [&](int warp, int lane) {
       return planes + warp / Tile::kColumnWarps * Tile::kColumns + result.column(warp, lane);
@@ -111,7 +162,7 @@ struct PointwiseForward {
         });
       });
     };
-    const RowProduct<Format, Tile, false, ForwardSource> product{
+    const RowProduct<Format, Tile, false, Source> product{
         factor, args.source, memory, shared, {factor, result.first_column}};
     product.run(block, [](int, int) {}, write);
 

@@ -253,7 +253,8 @@ struct SlabProduct {
   }
 };
 
-// Goes over the tiles of rows of a block. `source` converts `in`, of which it has kInputs tensors.
+// Goes over the tiles of rows of a block. `source` converts `in`, of which it has kInputs tensors, and leaves out those
+// that are not there. One that kMakes also writes what it converts, as the first input of a chain.
 template <class Format, class Tile, bool kTransposed, class Source>
 struct RowProduct {
   static constexpr int kSlab = Tile::kSlab;
@@ -305,6 +306,7 @@ struct RowProduct {
       Thread& t = threads[thread];
       NASFAST_UNROLL
       for (int n = 0; n < Source::kInputs; ++n) {
+        if (!source.has(n)) continue;
         const int64_t row = int64_t{block.x} * Tile::kRows + Threads::row(thread);
         t.from[n] = reinterpret_cast<const char*>(source.in[n] + row * factor.depth + 8 * Threads::piece(thread));
       }
@@ -335,6 +337,7 @@ struct RowProduct {
       const int left = 8 * Threads::piece(thread) < at.deep ? at.rows - Threads::row(thread) : 0;
       NASFAST_UNROLL
       for (int n = 0; n < Source::kInputs; ++n) {
+        if (!source.has(n)) continue;
         const char* from = t.from[n];
         NASFAST_UNROLL
         for (int i = 0; i < Threads::kMost; ++i, from += row_step) {
@@ -361,9 +364,23 @@ struct RowProduct {
           if (Tile::kRows % Threads::kStep != 0 && row + i * Threads::kStep >= Tile::kRows) continue;
           *reinterpret_cast<Vec4*>(to + i * Threads::kStep * Tile::kPitch) = t.in[i][0];
         }
+        // all groups of columns convert the same rows, and one of them writes
+        if constexpr (Source::kMakes) {
+          if (block.y == 0) keep(at, row, factor.depth - at.deep + channel, t);
+        }
       }
       if (Tile::kStream) weights.store(thread, at.deep, t.weights, memory.pitch, weight_slab(buffer));
     });
+  }
+
+  // Writes the pieces of a thread, of channels c to c + 7, in rows that the tile has.
+  NASFAST_DEVICE void keep(const Place& at, int row, int c, const Thread& t) const {
+    uint16_t* to = source.x + (int64_t{at.tile} * Tile::kRows + row) * factor.depth + c;
+    const int64_t step = int64_t{Threads::kStep} * factor.depth;
+    NASFAST_UNROLL
+    for (int i = 0; i < Threads::kMost; ++i, to += step) {
+      if (row + i * Threads::kStep < at.rows) *reinterpret_cast<Vec4*>(to) = t.in[i][0];
+    }
   }
 
   // ahead(tile, rows) loads what the results of a tile need, and write(warp, tile, rows, acc) uses them; rows: of the

@@ -24,6 +24,8 @@ class Capture(Protocol):
     def capture(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:
         """Capture the functions in this order; each may use the results of those before it.
 
+        Every function runs at least once, because what it finds out then may decide what is captured next.
+
         Returns:
             One replay per function.
 

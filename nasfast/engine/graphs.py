@@ -5,6 +5,10 @@ gradient, serve all paths. Between forward and backward, a candidate keeps its t
 The candidates of a layer share this pool, because only one of them runs on a path. A step is about two graph launches
 per layer and path, without allocations and without Python for each kernel. Whole paths are not captured, because
 every step has other paths.
+
+A candidate may leave its output to the next layer, whose first kernel then makes it while it reads it. Which graphs the
+next candidate replays depends on that: it is captured once for every way in which it gets its input, of which there
+are at most three. All of them compute the same numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +28,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
 from nasfast.engine.segments import Head, Segment
+from nasfast.ops.destinations import Remains, Unmade
+from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
+from nasfast.ops.plan import stage_kind
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
+from nasfast.supernet.classify import Classify
 from nasfast.supernet.supernet import ChoiceLayer
 
 _logger = logging.getLogger(__name__)
+
+# of a captured segment: the choice, and None if its input is there, otherwise whether something is added to make it
+_Key = tuple[int | None, bool | None]
 
 # share of the free memory that a plan may need; the rest is for rounding in the allocator and workspaces of libraries
 _USABLE = 0.9
@@ -48,7 +59,7 @@ class MemoryPlan:
         boundaries: activations between the layers and their gradients.
         gradients: gradients of the parameters that train.
         arenas: for each layer, the most that one of its candidates keeps from forward to backward; the stem is first,
-            the head last.
+            the head last. Counted here is also what a candidate leaves of its output, which lies between the layers.
     """
 
     boundaries: int
@@ -102,6 +113,7 @@ class GraphEngine:
         if self.capture is None and self.device.type != "cuda":
             raise EngineError(f"CUDA graphs need the network on a CUDA device, it is on {self.device}")
         self._trainable = [p for p in self.net.parameters() if p.requires_grad]
+        self._classify = Classify(self.net.head, self.net.classifier)
         # the parameters with a gradient from the last step: a path has few of a supernet's thousands
         self._graded = self._trainable
         boundaries, self.plan = self._make_plan()
@@ -113,6 +125,9 @@ class GraphEngine:
             _logger.info("%s", self.plan)
         self._capture = self.capture or CudaCapture(self.device)
         self._allocate(boundaries)
+        if self.bf16:
+            self._classify.round(torch.bfloat16)
+        _lay_out(self.net)
 
     def check_memory(self, *, free: int) -> None:
         """Check that the plan fits into this many free bytes.
@@ -136,7 +151,7 @@ class GraphEngine:
             if layer.layer.indicator_choice is not None:
                 choices[layer.layer.indicator_choice] = None
             layers.append(([layer], {choice: _Chosen(layer, choice) for choice in choices}))
-        layers.append(([net.head, net.classifier], {None: _classify(net)}))
+        layers.append(([net.head, net.classifier], {None: self._classify}))
         return layers
 
     def _autocast(self) -> Any:
@@ -191,41 +206,59 @@ class GraphEngine:
         trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in layers]
         self._activations = [self.images, *(empty(*b) for b in boundaries)]
         self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
-        self._segments: list[dict[int | None, Segment]] = [{} for _ in layers]
+        self._remains = [Remains(b) for b in self._activations]
+        self._segments: list[dict[_Key, Segment]] = [{} for _ in layers]
         self._pools = [self._capture.pool() for _ in layers]
         self._layers = layers
 
     def buffers(self) -> Iterator[Tensor]:
         """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
         yield from (b for b in self._activations[1:] + self._gradients if b is not None)
+        yield from (tensor for remains in self._remains for tensor in remains.tensors or ())
         yield from (segment.gradients for choices in self._segments for segment in choices.values())
 
     # ---- steps
 
-    def _segment(self, i: int, choice: int | None) -> Segment:
-        """The captured segment of a layer's choice."""
-        if choice in self._segments[i]:
-            return self._segments[i][choice]
+    def _segment(self, i: int, choice: int | None, unmade: Unmade | None = None) -> Segment:
+        """The captured segment of a layer's choice, whose input is there or made from `unmade`."""
+        key = choice, None if unmade is None else unmade.added is not None
+        if key in self._segments[i]:
+            return self._segments[i][key]
         modules, choices = self._layers[i]
         function = choices[choice]
         used = function.parameters() if isinstance(function, _Chosen) else [p for m in modules for p in m.parameters()]
         last = i == len(self._layers) - 1
+        chains = self._chains(i, choice)
+        twins = [segment for (other, _), segment in self._segments[i].items() if other == choice]
         make = partial(Head, labels=self.labels, label_smoothing=self.label_smoothing) if last else Segment
         try:
             segment = make(
                 module=function,
                 source=self._activations[i],
                 target=None if last else self._activations[i + 1],
+                unmade=unmade,
+                makes=chains[0],
+                remains=None if last or not chains[-1] else self._remains[i + 1],
                 source_grad=self._gradients[i - 1] if i > 0 else None,
                 target_grad=None if last else self._gradients[i],
                 parameters=[p for p in used if p.requires_grad],
                 autocast=self._autocast,
+                memory=twins[0].gradients if twins else None,
             )
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             raise EngineError(f"choice {choice} of layer {i - 1} could not be captured: {error}") from error
-        self._segments[i][choice] = segment
+        self._segments[i][key] = segment
         return segment
+
+    def _chains(self, i: int, choice: int | None) -> list[bool]:
+        """Whether each part of a layer's choice is one chain, and nothing else reads its input or its result."""
+        modules, choices = self._layers[i]
+        function = choices[choice]
+        if any(m._forward_hooks or m._forward_pre_hooks for module in modules for m in module.modules()):
+            return [False]
+        parts = function.parts() if isinstance(function, _Chosen) else list(modules[0].children())
+        return [_is_chain(part) for part in parts] or [False]
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
@@ -241,28 +274,36 @@ class GraphEngine:
     def _captured(self, paths: list[Arch]) -> list[list[Segment]] | None:
         """The segments of the paths; None if one cannot be captured and `strict` is false, and from then on."""
         try:
-            return [[self._segment(i, choice) for i, choice in enumerate([None, *path, None])] for path in paths]
+            return [self._path(path) for path in paths]
         except EngineError as error:
             if self.strict:
                 raise
             _logger.warning("goes on without CUDA graphs: %s", error)
         # free the memory of graphs and buffers for the eager engine
-        self._segments, self._activations, self._gradients = [], [], []
+        self._segments, self._activations, self._gradients, self._remains = [], [], [], []
         del self.images
         return None
 
+    def _path(self, path: Arch) -> list[Segment]:
+        """The captured segments of a path, stem first and head last."""
+        segments: list[Segment] = []
+        for i, choice in enumerate([None, *path, None]):
+            segments.append(self._segment(i, choice, segments[-1].left if segments else None))
+        return segments
+
     def _replay(self, x: Tensor, y: Tensor, paths: list[list[Segment]]) -> StepResult:
+        self._classify.refresh()
         self.images.copy_(x)
         self.labels.copy_(y)
         outcomes = []
-        ran: dict[int, Segment] = {}
+        ran: dict[int, Segment] = {}  # by memory of the gradients
         for segments in paths:
             for segment in segments:
                 if segment.forward_replay is not None:
                     segment.forward_replay()
             for segment in reversed(segments):
-                segment.replay_backward(adds=id(segment) in ran)
-                ran[id(segment)] = segment
+                segment.replay_backward(adds=id(segment.gradients) in ran)
+                ran[id(segment.gradients)] = segment
                 if not segment.passes_on:
                     break
             head = segments[-1]
@@ -301,9 +342,24 @@ class _Chosen:
             return list(layer.layer_indicator.parameters())
         return [] if self.choice < 0 else list(layer.candidates[self.choice].parameters())
 
+    def parts(self) -> list[nn.Module]:
+        """The module of the candidate; none for a layer that is skipped."""
+        skipped = self.choice < 0 or self.choice == self.layer.layer.indicator_choice
+        return [] if skipped else [self.layer.candidates[self.choice]]
 
-def _classify(net: Supernet) -> Callable[[Tensor], Tensor]:
-    return lambda x: net.classifier(net.head(x).mean((2, 3)))
+
+def _is_chain(module: nn.Module) -> bool:
+    """Whether a call of this module is one chain."""
+    return type(module) is FusedConvBNAct or (type(module) is FusedInvertedResidual and module.se is None)
+
+
+def _lay_out(net: Supernet) -> None:
+    """Lay frozen weights of chains out as the operators read them, which would copy them at every step otherwise."""
+    for unit in (module for module in net.modules() if isinstance(module, FusedConvBNAct)):
+        conv = unit.conv
+        weight, settings = conv.weight, (conv.stride[0], int(conv.padding[0]), conv.groups)
+        if not weight.requires_grad and stage_kind(tuple(weight.shape), *settings) is not None:
+            weight.data = weight.data.contiguous()
 
 
 @contextmanager

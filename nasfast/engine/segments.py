@@ -19,15 +19,22 @@ class Segment:
     """One candidate of one layer, from its input boundary to its output boundary and back.
 
     Operators that take offered memory write to the boundaries and gradients directly. The results of other operators
-    are copied there.
+    are copied there. A segment may leave its output unmade, and the next one, captured for that, makes it in its first
+    kernel, or in a launch of its own (nasfast/ops/destinations.py).
 
     Attributes:
         module: computes the output from the input.
         source, target: buffers of the input and of the output; the target is None if the output is in no buffer.
+        unmade: what the source is made from, if the segment before leaves it unmade.
+        makes: whether the first operator of the module may make the source, because nothing reads it before.
+        remains: memory for what the last operator of the module may leave of the output, because nothing reads it
+            behind; None if it must write the output.
         source_grad, target_grad: buffers of their gradients; None if nothing before them trains.
         parameters: the parameters of the module that train.
         autocast: makes the context in which forward runs.
+        memory: memory for `gradients`, that of a segment with the same parameters; None for memory of its own.
         gradients: memory for the gradients of the parameters, one after another; backward writes those in `reached`.
+        left: what the target is made from behind forward; None if it is there.
         reached: the gradients of the parameters that have one, in the layouts of the parameters; the first backward
             sets it.
         passes_on: whether backward computes a gradient of the source. If not, the segments before have none either.
@@ -37,11 +44,16 @@ class Segment:
     module: Callable[[Tensor], Tensor]
     source: Tensor
     target: Tensor | None
+    unmade: destinations.Unmade | None
+    makes: bool
+    remains: destinations.Remains | None
     source_grad: Tensor | None
     target_grad: Tensor | None
     parameters: list[nn.Parameter]
     autocast: Callable[[], Any]
+    memory: Tensor | None
     gradients: Tensor = field(init=False)
+    left: destinations.Unmade | None = field(init=False, default=None)
     reached: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict)
     passes_on: bool = field(init=False, default=True)
     forward_replay: Replay | None = field(init=False, default=None)
@@ -55,7 +67,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         sizes = [p.numel() for p in self.parameters]
-        self.gradients = torch.empty(sum(sizes), device=self.source.device)
+        self.gradients = torch.empty(sum(sizes), device=self.source.device) if self.memory is None else self.memory
         # with the strides of the parameters, like eager gradients
         self._slots = [
             piece.as_strided(p.shape, p.stride())
@@ -84,16 +96,31 @@ class Segment:
                 self._direct = False
                 return self.forward()
             self.target.copy_(y.detach())
+        self.left = None if self._offer is None else self._offer.left
         self._y = y
         return None
 
     def run(self, target: Tensor | None) -> Tensor:
         """Run the module on the source; an operator may write the result to `target`, if that is not None."""
+        if self.unmade is not None and not self.makes:
+            self.unmade.make(self.source)
         self._x = self.source.detach().requires_grad_(self.source_grad is not None)
         slots = {p: s for p, s in zip(self.parameters, self._slots, strict=True) if s.is_contiguous()}
-        self._offer = destinations.Offer(result=target, input_gradient=self.source_grad, parameter_gradients=slots)
+        self._offer = destinations.Offer(
+            source=self.source,
+            unmade=self.unmade if self.makes else None,
+            result=target,
+            input_gradient=self.source_grad,
+            parameter_gradients=slots,
+            remains=self.remains,
+        )
         with self.autocast(), destinations.offered(self._offer):
-            return self.module(self._x)
+            y = self.module(self._x)
+        if self.unmade is not None and self.makes and not self._offer.made:
+            # the operator cannot make the source, so it has read what was there
+            self.makes = False
+            return self.run(target)
+        return y
 
     def backward(self) -> None:
         if self._y is None:

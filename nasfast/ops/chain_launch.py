@@ -25,16 +25,16 @@ def check_forward(
 
 
 def check_backward(
-    chain: ChainPlan, grad: Tensor, saved: Tensor, weights: list[list[Tensor]], *, add_input: bool
+    chain: ChainPlan, grad: Tensor, saved: Tensor, weights: list[list[Tensor]], saved_size: int, *, add_input: bool
 ) -> None:
-    """The same for backward.
+    """The same for backward; saved_size: elements that forward has kept.
 
     Raises:
         ValueError: a shape is not that of the plan, or `saved` does not have its size.
     """
     _check(chain, "grad", grad, weights, add_input=add_input)
-    if saved.numel() != chain.saved_size:
-        raise ValueError(f"conv_bn_act_chain: this plan saves {chain.saved_size} elements, got {saved.numel()}")
+    if saved.numel() != saved_size:
+        raise ValueError(f"conv_bn_act_chain: this plan saves {saved_size} elements, got {saved.numel()}")
 
 
 def _check(chain: ChainPlan, name: str, image: Tensor, weights: list[list[Tensor]], *, add_input: bool) -> None:

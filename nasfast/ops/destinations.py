@@ -1,8 +1,12 @@
 """Memory that a caller offers for the results of operators, so that no result has to be copied there afterwards.
 
-An engine with static buffers offers them around its forward (`offered`). The Triton launchers take offered memory
+An engine with static buffers offers them around its forward (`offered`). The launchers for GPUs take offered memory
 instead of allocating. Other operators do not, so a caller that offers memory must check whether the result is in it
 (`lies_in`).
+
+A caller may also let an operator leave its result unmade: the last BatchNorm of a chain needs the statistics of all
+pixels, so its result takes a launch of its own, unless the next chain makes it while it reads it. The chains of the
+CUDA kernels can do both.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +23,80 @@ from torch import Tensor, nn
 _here = threading.local()
 
 
+class Unmade(NamedTuple):
+    """What a tensor x is made from that no operator has written: x = fold[:, 0] y + fold[:, 1] + added, rounded once.
+
+    Attributes:
+        y: the output of a convolution; shape, type and layout of x.
+        fold: (C, 2) float32, scale and shift of the BatchNorm behind it.
+        added: shape, type and layout of x; None for nothing.
+    """
+
+    y: Tensor
+    fold: Tensor
+    added: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """As the operators of the CUDA kernels get it."""
+        return [tensor for tensor in self if tensor is not None]
+
+    def make(self, x: Tensor) -> None:
+        """Write x by a launch of its own, where no chain makes it on the way."""
+        torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, self.tensors())
+
+
+class Remains:
+    """Static memory for what an operator leaves of a result x; it exists once an operator has left something."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self.tensors: tuple[Tensor, Tensor] | None = None
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Memory for `y` and `fold` of an `Unmade`."""
+        if self.tensors is None:
+            fold = torch.empty(self._x.shape[1], 2, dtype=torch.float32, device=self._x.device)
+            self.tensors = torch.empty_like(self._x), fold
+        return self.tensors
+
+
 class Offer:
     """Buffers for one forward and its backward. Each is taken once.
 
     Args:
+        source: the input.
+        unmade: what the input is made from, if an operator has to make it; None if the input is there.
         result: buffer for the result. The first operator whose result has its shape, type and layout takes it. If that
             operator is not the last one, `result_taken` is true although the final result is elsewhere. Later operators
             may then have kept the content of the buffer for their backward, so the caller must not write to it.
         input_gradient: buffer for the gradient of the input. The first gradient of an operator's input that fits takes
             it in backward. Nothing reads such a gradient after backward, so the caller may write to it then.
         parameter_gradients: a contiguous buffer for the gradient of each of these parameters.
+        remains: memory for what the operator that takes `result` may leave instead of writing it; None if it must
+            write it.
+
+    Attributes:
+        result_taken: whether an operator has taken `result`.
+        made: whether an operator has made the input.
+        left: what an operator has left instead of the result.
     """
 
     def __init__(
         self,
         *,
+        source: Tensor,
+        unmade: Unmade | None,
         result: Tensor | None,
         input_gradient: Tensor | None,
         parameter_gradients: Mapping[nn.Parameter, Tensor],
+        remains: Remains | None,
     ) -> None:
+        self._source, self._unmade, self._result, self._remains = source, unmade, result, remains
         self._images = {"result": result, "input_gradient": input_gradient}
         # an operator gets another Python object for the same parameter
         self._parameters = {p.data_ptr(): (p.shape, gradient) for p, gradient in parameter_gradients.items()}
-        self.result_taken = False
+        self.result_taken = self.made = False
+        self.left: Unmade | None = None
 
     def take_image(
         self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: torch.memory_format
@@ -63,6 +119,27 @@ class Offer:
             return None
         del self._parameters[parameter.data_ptr()]
         return offer[1].detach()
+
+    def take_unmade(self, x: Tensor) -> Unmade | None:
+        """What x is made from, if the operator that reads x has to make it; this is for the first operator."""
+        if self._unmade is None or self.made or not lies_in(x, self._source):
+            return None
+        self.made = True
+        return self._unmade
+
+    def leave(self, result: Tensor, added: Tensor | None) -> Unmade | None:
+        """Memory for what this result is made from, if the operator need not write it.
+
+        Args:
+            result: the memory of the result.
+            added: what the operator adds at the end; only the input can be left to others.
+        """
+        if self._remains is None or self._result is None or not lies_in(result, self._result):
+            return None
+        if added is not None and not lies_in(added, self._source):
+            return None
+        self.left = Unmade(*self._remains.take(), None if added is None else self._source)
+        return self.left
 
 
 @contextmanager
@@ -110,6 +187,26 @@ def new_image(
     if buffer is None:
         buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
     return buffer
+
+
+def unmade_input(x: Tensor) -> Unmade | None:
+    """What the operator that reads x has to make it from; None if x is there."""
+    offer = current()
+    return None if offer is None else offer.take_unmade(x)
+
+
+def leave_result(result: Tensor, added: Tensor | None) -> Unmade | None:
+    """Memory to fill instead of the result, which `new_image` gave; None if the operator has to write the result."""
+    offer = current()
+    return None if offer is None else offer.leave(result, added)
+
+
+def left_output() -> Tensor:
+    """For backward: the output of the last convolution, which forward has left instead of the result."""
+    offer = current()
+    if offer is None or offer.left is None:
+        raise RuntimeError("the backward of an operator that left its result needs the offer of its forward")
+    return offer.left.y
 
 
 def new_parameter_gradient(parameter: Tensor, *, wanted: bool) -> Tensor:

@@ -16,6 +16,7 @@ from nasfast import spaces, use_backend
 from nasfast.engine import GraphEngine
 from nasfast.engine.graphs import EngineError
 from nasfast.ops import _native, _triton
+from nasfast.ops.destinations import Unmade
 from nasfast.supernet import Supernet
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +55,7 @@ class Rules(TorchDispatchMode):
             self.seen.add(namespace)
             with self:  # inside an operator the mode does not hold by itself
                 return launchers(namespace)[name](*args, **kwargs)
-        if name in ("conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd"):
+        if name in [f"conv_bn_act_chain_gpu_{which}" for which in ("fwd", "make", "bwd")]:
             return None  # it only launches kernels, whose emulation would take long
         if torch.Tag.data_dependent_output in func.tags:
             raise Refused(f"{func} reads a number on the host")
@@ -116,7 +117,7 @@ class CheckedCapture(EagerCapture):
             with self.rules:
                 function()
             self.count += 1
-        return super().capture(functions, pool)
+        return list(functions)
 
 
 def supernet(space, trainable="bn"):
@@ -131,8 +132,11 @@ def checked_engine(net, rules, *, bf16=False):
     return GraphEngine(net, shape, 0.1, bf16, CheckedCapture(rules))
 
 
-def record_every_candidate(engine, space):
-    """Record each kind of candidate once: two layers with the same blocks, stride and kind of layer record the same."""
+def record_every_candidate(engine, space, *, unmade=False):
+    """Record each kind of candidate once: two layers with the same blocks, stride and kind of layer record the same.
+
+    unmade: whether the layer before leaves them their input unmade.
+    """
     seen = set()
     for i, (_, choices) in enumerate(engine._layers):
         layer = space.layers[i - 1] if 0 < i <= len(space.layers) else None
@@ -140,7 +144,7 @@ def record_every_candidate(engine, space):
             kind = (layer.choices[choice], layer.stride, layer.normal) if layer else i
             if kind not in seen:
                 seen.add(kind)
-                engine._segment(i, choice)
+                engine._segment(i, choice, Unmade(*engine._remains[i].take()) if unmade and i > 0 else None)
     assert engine.capture.count > len(seen)
 
 
@@ -156,12 +160,13 @@ def test_every_candidate_can_be_recorded(name, trainable, rules):
 
 
 @pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
-@pytest.mark.parametrize("trainable", ["indicators", "bn"])
-def test_every_candidate_on_the_cuda_kernels_can_be_recorded(trainable, rules, monkeypatch):
+@pytest.mark.parametrize(("trainable", "unmade"), [("indicators", False), ("bn", False), ("bn", True)])
+def test_every_candidate_on_the_cuda_kernels_can_be_recorded(trainable, unmade, rules, monkeypatch):
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
     space = spaces.digits_mini()
     with use_backend("cuda"):
-        record_every_candidate(checked_engine(supernet(space, trainable), rules, bf16=True), space)
+        engine = checked_engine(supernet(space, trainable), rules, bf16=True)
+        record_every_candidate(engine, space, unmade=unmade)
     assert rules.seen == {"nasfast_cuda"}
 
 

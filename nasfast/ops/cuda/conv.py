@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.chain_launch import check_backward, check_forward, new_gradients
-from nasfast.ops.destinations import new_image
-from nasfast.ops.plan import KEPT_PLANS, read_plan
+from nasfast.ops.destinations import leave_result, left_output, new_image, unmade_input
+from nasfast.ops.plan import KEPT_PLANS, ChainPlan, read_plan
 
 
 def _counters(like: Tensor, plan: list[int]) -> Tensor:
@@ -31,6 +31,12 @@ def _count(like: Tensor, plan: list[int]) -> int:
 @lru_cache(KEPT_PLANS)
 def _count_once(device: torch.device, plan: tuple[int, ...]) -> int:
     return _count(torch.empty(0, device=device), list(plan))
+
+
+def _saved_size(chain: ChainPlan, *, left: bool) -> int:
+    """Elements that forward keeps; the output of the last convolution is the last of them, if it is not left."""
+    last = chain.stages[-1].saved_at
+    return last if left and last is not None else chain.saved_size
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -62,14 +68,21 @@ def conv_bn_act_chain_fwd(
     add_input: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, saved, statistics; see csrc/library.cpp."""
+    """y, saved, statistics; see csrc/library.cpp.
+
+    A caller that offers memory for it (nasfast/ops/destinations.py) gets y unmade, and `saved` without the output of
+    the last convolution.
+    """
     chain = read_plan(plan)
     check_forward(chain, x, residual, [conv_weights, bn_weights, bn_biases], add_input=add_input)
     _refuse_running_statistics([mean.numel() == 0 for mean in running_means])
     y = new_image("result", chain.out_shape, x)
-    saved = x.new_empty(chain.saved_size if keep else 0)
-    x = _aligned(x)
-    added = x if add_input else None if residual is None else _aligned(residual)
+    before = unmade_input(x)
+    last = chain.stages[-1]
+    left = leave_result(y, x if add_input else residual) if last.act == "identity" else None
+    saved = x.new_empty(_saved_size(chain, left=left is not None) if keep else 0)
+    x = _aligned(x) if before is None else x
+    added = None if left is not None else x if add_input else None if residual is None else _aligned(residual)
     statistics = x.new_empty(chain.statistics_elements("cuda"), dtype=torch.float64)
     torch.ops.nasfast.conv_bn_act_chain_gpu_fwd(
         x=x,
@@ -81,6 +94,8 @@ def conv_bn_act_chain_fwd(
         saved=saved,
         statistics=statistics,
         counters=_counters(x, plan),
+        before=[] if before is None else before.tensors(),
+        left=[] if left is None else [left.y, left.fold],
         plan=plan,
         eps=eps,
     )
@@ -103,7 +118,10 @@ def conv_bn_act_chain_bwd(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp."""
     chain = read_plan(plan)
-    check_backward(chain, grad, saved, [conv_weights, bn_weights, bn_biases], add_input=add_input)
+    left = saved.numel() == _saved_size(chain, left=True)
+    check_backward(
+        chain, grad, saved, [conv_weights, bn_weights, bn_biases], _saved_size(chain, left=left), add_input=add_input
+    )
     _refuse_running_statistics(batch_statistics)
     dx, dweights, dbiases = new_gradients(chain, saved, bn_weights, bn_biases, wants)
     if any(wants):
@@ -119,6 +137,7 @@ def conv_bn_act_chain_bwd(
             dweights=dweights,
             dbiases=dbiases,
             counters=_counters(grad, plan),
+            left=left_output() if left else None,
             plan=plan,
             eps=eps,
         )

@@ -360,7 +360,7 @@ def conv_bn_act_chain_bwd(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp."""
     chain = read_plan(plan)
-    check_backward(chain, grad, saved, [conv_weights, bn_weights, bn_biases], add_input=add_input)
+    check_backward(chain, grad, saved, [conv_weights, bn_weights, bn_biases], chain.saved_size, add_input=add_input)
     stages = chain.stages
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
     dx, dweights, dbiases = new_gradients(chain, saved, bn_weights, bn_biases, wants)

@@ -1,0 +1,204 @@
+"""Chains that leave their result to the next chain: both together against the same chains with a result in between."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases.chain import ChainCase, Drawn, planned_numbers
+
+from nasfast import ops
+from nasfast.ops import _native
+from nasfast.ops import plan as planning
+from nasfast.ops.destinations import Offer, Remains, Unmade, offered
+
+pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+TYPES = [torch.bfloat16, torch.float16]
+# the largest relative error of one rounding
+ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
+
+
+@pytest.fixture
+def emulation(monkeypatch):
+    """Sets the emulated GPU; it is the default one again after the test."""
+    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+    planning._decide_once.cache_clear()
+    yield _native.extension.set_emulation
+    planning._decide_once.cache_clear()
+    _native.extension.set_emulation()
+
+
+def nan_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(x, torch.nan)
+
+
+def offer(source, *, unmade=None, result=None, remains=None):
+    nothing = {"input_gradient": None, "parameter_gradients": {}}
+    return Offer(source=source, unmade=unmade, result=result, remains=remains, **nothing)
+
+
+def run_two(first: Drawn, second: Drawn, *, leaving: bool) -> tuple[dict[str, torch.Tensor], Unmade | None]:
+    """Results and gradients of one chain behind another, whose input is between them, and what the first one left.
+
+    As in an engine, the input of the second chain is memory that belongs to nobody's graph.
+    """
+    results, between = {}, nan_like(second.x)
+    remains = Remains(between) if leaving else None
+    left, inputs, outputs = None, [first.x, between], []
+    for i, drawn in enumerate((first, second)):
+        x = inputs[i].detach().requires_grad_()
+        made = offer(inputs[i], unmade=left, result=between if i == 0 else None, remains=remains if i == 0 else None)
+        stages = [with_gradients(stage) for stage in drawn.stages]
+        residual = x if drawn.residual is drawn.x else drawn.residual
+        with offered(made):
+            y = ops.conv_bn_act_chain(x, stages, residual=residual, backend="cuda")
+        outputs.append((x, stages, y))
+        if i == 0:
+            assert y.data_ptr() == between.data_ptr()
+            assert (made.left is not None) == leaving and bool(between.isnan().all()) == leaving
+            left = made.left
+        else:
+            assert made.made == leaving
+    results |= {"between": between, "y": outputs[1][2].detach()}
+    for i, grad in ((1, second.grad), (0, None)):
+        x, stages, y = outputs[i]
+        y.backward(outputs[1][0].grad if grad is None else grad)
+        results[f"dx of {i}"] = x.grad
+        for j, stage in enumerate(stages):
+            results |= {f"dgamma{j} of {i}": stage.params.bn_weight.grad, f"dbeta{j} of {i}": stage.params.bn_bias.grad}
+    return results, left
+
+
+def with_gradients(stage: ops.Stage) -> ops.Stage:
+    params = stage.params
+    weight, bias = (t.detach().clone().requires_grad_() for t in (params.bn_weight, params.bn_bias))
+    return stage._replace(params=params._replace(bn_weight=weight, bn_bias=bias, running_mean=None, running_var=None))
+
+
+def assert_same(results, expected):
+    for name, value in expected.items():
+        assert torch.equal(results[name], value), name
+
+
+# what leaves: with and without a residual; what makes: the expansion stored and computed again, several groups of
+# columns, tiles of several kinds, no expansion, a single convolution
+PAIRS = [
+    (ChainCase((2, 24, 9, 8), "pw72/relu6 dw3/relu6 pw24/identity", "x"), "pw72/relu6 dw5/relu6 pw24/identity", "x"),
+    (ChainCase((3, 16, 8, 7), "pw48/relu6 dw3s2/relu6 pw40/identity"), "pw120/relu6 dw3/relu6 pw40/identity", "x"),
+    (ChainCase((1, 112, 5, 13), "pw224/relu dw3/relu pw112/identity", "x"), "pw672/relu dw3s2/relu pw128/identity", ""),
+    (ChainCase((2, 8, 7, 7), "dw3/relu6 pw256/identity"), "pw1536/relu6 pw256/identity", "x"),
+    (ChainCase((1, 16, 40, 41), "pw16/identity", "x"), "pw136/relu6 pw24/identity", ""),
+    (ChainCase((2, 16, 6, 9), "pw32/relu6 dw3/relu6 pw16/identity", "x"), "dw5s2/relu6 pw24/identity", ""),
+    (ChainCase((1, 8, 1, 3), "pw8/identity"), "pw16/relu6", ""),
+]
+
+
+def drawn_pair(pair, dtype):
+    case, units, residual = pair
+    first = replace(case, dtype=dtype).draw_once()
+    shape = first.grad.shape
+    return first, ChainCase(tuple(shape), units, residual or "none", dtype=dtype).draw_once()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["stored", "again"])
+@pytest.mark.parametrize("dtype", TYPES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1].replace(' ', '_')}")
+def test_results_and_gradients_are_the_same_bits(pair, dtype, again, emulation, monkeypatch):
+    if not again:
+        monkeypatch.setattr(planning, "MAX_RECOMPUTED_CUDA_CHANNELS", 0)
+    first, second = drawn_pair(pair, dtype)
+    expected, _ = run_two(first, second, leaving=False)
+    results, left = run_two(first, second, leaving=True)
+    assert_same(results, expected)
+    assert not any(result.isnan().any() for result in results.values())
+    assert (left.added is None) == (first.residual is None)
+    # against float64, from the output that the first chain has stored
+    y, (gamma, beta, eps) = left.y.double(), last_norm(first)
+    mean, var = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
+    x = (y - mean) / (var + eps).sqrt() * gamma.view(-1, 1, 1) + beta.view(-1, 1, 1)
+    if first.residual is not None:
+        x = x + first.x.double()
+    assert (results["between"].double() - x).norm() <= 1.2 * ROUNDING[dtype] * x.norm()
+
+
+def last_norm(drawn):
+    stage = drawn.stages[-1]
+    return stage.params.bn_weight.double(), stage.params.bn_bias.double(), stage.eps
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
+def test_a_result_does_not_depend_on_the_order_of_threads_and_blocks(multiprocessors, emulation):
+    first, second = drawn_pair(PAIRS[0], torch.bfloat16)
+    expected, _ = run_two(first, second, leaving=False)
+    for backwards, order in [(False, 0), (True, 0), (False, 1), (True, 29)]:
+        emulation(multiprocessors, backwards, order)
+        results, _ = run_two(first, second, leaving=True)
+        assert torch.equal(results["between"], expected["between"])
+        if order == 0 and not backwards:
+            expected = results
+        assert_same(results, expected)
+
+
+def test_nan_reaches_the_input_that_is_made(emulation):
+    first, second = drawn_pair(PAIRS[0], torch.bfloat16)
+    first.stages[-1].params.bn_weight[5] = torch.nan
+    expected, _ = run_two(first, second, leaving=False)
+    results, _ = run_two(first, second, leaving=True)
+    assert results["between"].isnan().sum((0, 2, 3)).bool().nonzero().tolist() == [[5]]
+    for name, value in expected.items():
+        assert torch.equal(results[name].isnan(), value.isnan()), name
+
+
+@pytest.mark.parametrize("units", ["pw16/identity", "dw3/relu6 pw16/relu"])
+def test_a_chain_that_must_write_its_result_writes_it(units, emulation):
+    """What is added is not the input, or an activation comes last."""
+    drawn = ChainCase((2, 16, 5, 4), units, "tensor", dtype=torch.bfloat16).draw_once()
+    want = ops.conv_bn_act_chain(drawn.x, drawn.stages, residual=drawn.residual, backend="cuda")
+    target = nan_like(want)
+    with offered(offer(drawn.x, result=target, remains=Remains(target))):
+        ops.conv_bn_act_chain(drawn.x, drawn.stages, residual=drawn.residual, backend="cuda")
+    assert torch.equal(target, want)
+
+
+def test_an_input_may_be_made_by_itself(emulation):
+    first, second = drawn_pair(PAIRS[0], torch.bfloat16)
+    expected, _ = run_two(first, second, leaving=False)
+    _, left = run_two(first, second, leaving=True)
+    x = nan_like(second.x)
+    left.make(x)
+    assert torch.equal(x, expected["between"])
+
+
+def test_tensors_of_another_shape_are_refused(emulation):
+    first, second = drawn_pair(PAIRS[0], torch.bfloat16)
+    _, left = run_two(first, second, leaving=True)
+    x = nan_like(second.x)
+    for bad, message in [
+        (left._replace(y=left.y[:1]), "y must be channels_last"),
+        (left._replace(added=left.y.half()), "what is added must be channels_last, of the type"),
+        (left._replace(fold=left.fold[:-1]), "fold must be contiguous and have 48 elements"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            bad.make(x)
+    with pytest.raises(RuntimeError, match="x is made from y, its fold|multiples of 8 is made from y, its fold"):
+        torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, [left.y])
+
+
+def test_backward_of_a_chain_that_left_its_result_needs_what_it_left(emulation):
+    drawn = ChainCase((2, 16, 5, 4), "pw16/identity", dtype=torch.bfloat16).draw_once()
+    params = drawn.stages[0].params
+    arguments = {
+        "grad": drawn.grad,
+        "x": None,
+        "saved": drawn.grad.new_empty(0),
+        "statistics": torch.empty(80, dtype=torch.float64),
+        "conv_weights": [params.conv_weight],
+        "bn_weights": [params.bn_weight],
+        "bn_biases": [params.bn_bias],
+        "batch_statistics": [True],
+        "plan": planned_numbers(drawn),
+        "eps": [1e-5],
+        "add_input": False,
+        "wants": [True] * 3,
+    }
+    with pytest.raises(RuntimeError, match="needs the offer of its forward"):
+        torch.ops.nasfast_cuda.conv_bn_act_chain_bwd(**arguments)
