@@ -148,7 +148,7 @@ def _text_of(axis: Axis, name: str) -> Callable[[float], str]:
     locator, formatter = axis.get_major_locator(), axis.get_major_formatter()
     if isinstance(locator, FixedLocator) and isinstance(formatter, (FixedFormatter, FuncFormatter)):
         places = np.asarray(locator(), dtype=float)
-        names = [_plain(text) for text in formatter.format_ticks(places.tolist())]
+        names = [_plain(str(text)) for text in formatter.format_ticks(places.tolist())]
 
     def text(value: float) -> str:
         near = np.flatnonzero(abs(places - value) < 0.5)
