@@ -170,7 +170,7 @@ def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list
     _add_task_flags(parser, dry_run=False)
     cfg, others = _run_config(parser, argv, resumable=True)
     if others["arch"] and others["pareto"]:
-        parser.error("--arch and --pareto say both what to retrain: give one of them")
+        parser.error("--arch and --pareto both say what to retrain: give one of them")
     return cfg, others["resume"], others["arch"] or [], others["pareto"], _task_settings(others)[0]
 
 
@@ -199,7 +199,7 @@ def _export(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
     parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
     args = parser.parse_flags(argv)
     if (args.name is not None) + (args.arch is not None) + args.pareto > 1:
-        parser.error("--name, --arch and --pareto say all what to export: give one of them")
+        parser.error("--name, --arch and --pareto each say what to export: give one of them")
     return (args,)
 
 

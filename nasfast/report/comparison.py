@@ -21,7 +21,7 @@ from nasfast.report.run_files import NotRun, RunFiles, body_of
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.progress import hours_minutes
 from nasfast.search import sample_under
-from nasfast.spaces import format_arch
+from nasfast.spaces import SAMPLERS, format_arch
 
 _MARKERS = "osD^v<>P*X"
 # Architectures and bootstrap resamples of the agreement of two tables.
@@ -144,8 +144,14 @@ def _supernet_seconds(run: RunFiles, config: Mapping[str, Any]) -> float:
     if not lines:
         raise NotRun("`nasfast supernet` trains")
     before = [0, *(m["step"] for m in lines)]
-    images = config["data"]["batch_size"]
+    # a speed counts an image once for each path of a step
+    images = config["data"]["batch_size"] * _paths_per_step(run, config.get("supernet") or {})
     return sum((m["step"] - b) * images / m["images_per_s"] for m, b in zip(lines, before, strict=False))
+
+
+def _paths_per_step(run: RunFiles, supernet: Mapping[str, Any]) -> int:
+    sampler = SAMPLERS[supernet.get("sampler") or "uniform"]
+    return sampler(run.space, layer_indicators=bool(supernet.get("layer_indicators"))).paths_per_step
 
 
 def _accuracies(runs: Mapping[str, RunFiles], page: Path) -> str:
@@ -158,6 +164,8 @@ def _accuracies(runs: Mapping[str, RunFiles], page: Path) -> str:
         ours, theirs = bests[one], bests[other]
         if ours is None or theirs is None:
             said = "not both are retrained"
+        elif images[one] is None or images[other] is None:
+            said = "the images of one are not known"
         elif images[one] != images[other] or any(ours.get(k) != theirs.get(k) for k in ("images", "ranks")):
             said = "evaluated on other images"
         elif not (ours.get("correct") and theirs.get("correct")):
@@ -179,9 +187,17 @@ def _accuracies(runs: Mapping[str, RunFiles], page: Path) -> str:
     return f'{table}<p class="soft">{note}</p>{figure}'
 
 
-def _validation_images(run: RunFiles) -> str:
-    data = load_yaml(run.folder / "config.yaml")["data"]
-    return f"{data.get('source')} {data['val']}"
+def _validation_images(run: RunFiles) -> tuple[str, ...]:
+    """What decides which images the networks of a run were evaluated on, and their order."""
+    config = load_yaml(run.folder / "config.yaml")
+    data = config["data"]
+    source, val, seed = (data.get(key) for key in ("source", "val", "split_seed"))
+    if source not in (None, "folder"):
+        return (source,)
+    if val is not None:
+        return "folder", val
+    seed = config["seed"] if seed is None else seed
+    return "folder", *(str(value) for value in (data.get("train"), data.get("val_fraction"), seed))
 
 
 def _figure(runs: Mapping[str, RunFiles]) -> Figure:

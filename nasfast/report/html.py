@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -336,8 +337,9 @@ def _use(run: RunFiles) -> str:
 
 
 def _stability(run: RunFiles) -> str:
-    parent = run.folder.resolve().parent / "stability.json"
-    if not parent.exists():
+    folder = run.folder.resolve()
+    parent = folder.parent / "stability.json"
+    if not (re.fullmatch(r"seed-\d+", folder.name) and parent.exists()):
         config, out = str(run.folder / "config.yaml"), f"{run.folder}-seeds"
         command = shlex.join(["nasfast", "run", "--config", config, "--out", out, "--seeds", "3"])
         return (

@@ -39,10 +39,9 @@ from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
-from nasfast.stability.work import gpus_of
 from nasfast.stages.inputs import evidence_for, evidence_to_rank, image_loaders, space_of, supernet_to_rank
 from nasfast.supernet import build
-from nasfast.tasks import Task, TaskRunner, threads_for
+from nasfast.tasks import Task, TaskRunner, gpus_for, threads_for
 from nasfast.tasks.room import workers_for
 from nasfast.tasks.task import TASK_FILE
 from nasfast.tasks.view import duration
@@ -275,7 +274,7 @@ def _tasks(cfg: RunConfig, space: SearchSpace, archs: Sequence[Arch], shared: Sa
             {"arch": list(arch), **common},
             threads=shared.threads,
             cost=float(space.cost(arch).macs),
-            gpus=gpus_of(cfg),
+            gpus=gpus_for(cfg.torch_device),
         )
         for arch in archs
     ]

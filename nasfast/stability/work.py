@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from nasfast import pipeline
+from nasfast.config import portable
 from nasfast.indicators.structure import structure_table
 from nasfast.retrain import retrain
+from nasfast.runtime.tracking import tracked
 from nasfast.search import InfeasibleConstraintError, equal_cost_peers, top_k
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.stages.checks import MACHINE_DATA
 from nasfast.stages.inputs import retrain_loaders
-from nasfast.tasks import Task
+from nasfast.tasks import Task, gpus_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ def seed_task(cfg: RunConfig, number: int) -> Task:
         {"config": _settings(cfg, number)},
         threads=cfg.threads,
         cost=float(cfg.train.epochs),
-        gpus=gpus_of(cfg),
+        gpus=gpus_for(cfg.torch_device),
         machine=_machine(cfg),
     )
 
@@ -46,7 +48,7 @@ def network_task(cfg: RunConfig, space: SearchSpace, arch: Arch, number: int) ->
         {"config": _settings(cfg, number), "space": space.to_dict(), "arch": list(arch)},
         threads=cfg.threads,
         cost=float(cfg.retrain.train.epochs),
-        gpus=gpus_of(cfg),
+        gpus=gpus_for(cfg.torch_device),
         machine=_machine(cfg),
     )
 
@@ -57,7 +59,7 @@ def _settings(cfg: RunConfig, number: int) -> dict[str, Any]:
     # a resumed run finds the seed of the search resolved in its config.yaml; each seed has its own
     search = cfg.search.replace(seed=None)
     form = cfg.replace(seed=cfg.seed + number, data=data, search=search).resolved().to_dict()
-    for mapping, keys in ((form, ("out",)), (form["data"], MACHINE_DATA)):
+    for mapping, keys in ((form, ("out", "track")), (form["data"], MACHINE_DATA)):
         for key in keys:
             del mapping[key]
     return form
@@ -65,47 +67,44 @@ def _settings(cfg: RunConfig, number: int) -> dict[str, Any]:
 
 def _machine(cfg: RunConfig) -> dict[str, Any]:
     """The settings that `_settings` leaves out, without the place of the files."""
-    return {"data": {key: getattr(cfg.data, key) for key in MACHINE_DATA}}
+    return {"data": {key: getattr(cfg.data, key) for key in MACHINE_DATA}, "track": list(cfg.track)}
 
 
-def _joined(config: Mapping[str, Any], data: Mapping[str, Any], folder: Path) -> RunConfig:
-    """The settings of a task, from those that decide its results, those of `data` that do not, and its folder."""
-    return RunConfig.from_dict({**config, "data": {**config["data"], **data}, "out": str(folder)})
+def _joined(config: Mapping[str, Any], folder: Path, *, data: Mapping[str, Any], track: Sequence[str]) -> RunConfig:
+    """The settings of a task, from those that decide its results, its folder, and what `_machine` gave."""
+    form = {**config, "data": {**config["data"], **data}, "track": list(track), "out": str(folder)}
+    return RunConfig.from_dict(form)
 
 
-def gpus_of(cfg: RunConfig) -> int:
-    """Number of GPUs that a task of these settings needs."""
-    return int(cfg.torch_device.startswith("cuda"))
-
-
-def score_seed(folder: Path, *, config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:
     """Train and score a supernet; the result names its best architectures."""
-    cfg = _joined(config, data, folder)
+    cfg = _joined(config, folder, **machine)
     pipeline.supernet(cfg, resume=(folder / "checkpoints").exists())
     pipeline.score(cfg)
     return {"top": [list(candidate.arch) for candidate in pipeline.search(cfg)]}
 
 
 def retrain_network(
-    folder: Path, *, config: Mapping[str, Any], data: Mapping[str, Any], space: Mapping[str, Any], arch: Sequence[int]
+    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], arch: Sequence[int], **machine: Any
 ) -> dict[str, Any]:
     """Retrain one architecture; the result is its `result.json` without the time."""
-    cfg = _joined(config, data, folder)
+    cfg = _joined(config, folder, **machine)
     the_space = SearchSpace.from_dict(space)
     train, val = retrain_loaders(cfg, the_space)
-    result = retrain(
-        the_space,
-        tuple(arch),
-        train,
-        val,
-        cfg.retrain,
-        run_dir=folder,
-        name="network",
-        activation=cfg.supernet.activation,
-        seed=cfg.seed,
-        resume=True,
-        device=cfg.torch_device,
-    )
+    with tracked(cfg.track, folder, portable(cfg.to_dict())):
+        result = retrain(
+            the_space,
+            tuple(arch),
+            train,
+            val,
+            cfg.retrain,
+            run_dir=folder,
+            name="network",
+            activation=cfg.supernet.activation,
+            seed=cfg.seed,
+            resume=True,
+            device=cfg.torch_device,
+        )
     form = result.to_dict()
     del form["seconds"]
     return form

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
+from nasfast.config import portable
 from nasfast.retrain import retrain
 from nasfast.retrain.retrain import checkpoints_of
 from nasfast.runtime.distributed import SINGLE
+from nasfast.runtime.tracking import tracked
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, space_kind
 from nasfast.stages.inputs import load_supernet, retrain_loaders
-from nasfast.tasks import Task, TaskError, TaskRunner
+from nasfast.tasks import Task, TaskRunner, check_done, gpus_for
 
 FOLDER = "retrain-tasks"
 """In the run directory while networks are retrained: what the executor keeps of its tasks, such as their logs."""
@@ -53,12 +55,7 @@ def retrain_apart(
     folder = cfg.run_dir / FOLDER
     with TaskRunner(folder, settings) as runner:
         results = runner.run([_task(cfg, space, name, *training) for name, training in trainings.items()])
-    if missing := [result for result in results if result.status != "done"]:
-        failed = [f"{r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
-        raise TaskError(
-            f"{len(missing)} of {len(results)} networks are not retrained; the same command with --resume continues"
-            + "".join(f"; {text}" for text in failed)
-        )
+    check_done(results, "networks are not retrained; the same command with --resume continues")
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -74,7 +71,7 @@ def _task(cfg: RunConfig, space: ArchSpace, name: str, arch: Arch, seed: int) ->
         arguments,
         threads=threads,
         cost=float(space.cost(arch).macs),
-        gpus=int(cfg.torch_device.startswith("cuda")),
+        gpus=gpus_for(cfg.torch_device),
     )
 
 
@@ -84,19 +81,20 @@ def retrain_one(
     """The function of a task: retrain one network, from its newest checkpoint where there is one."""
     cfg, the_space = RunConfig.from_dict(config), space_kind(space).from_dict(space)
     train, val = retrain_loaders(cfg, the_space, seed=seed)
-    retrain(
-        the_space,
-        tuple(arch),
-        train,
-        val,
-        cfg.retrain,
-        run_dir=cfg.run_dir,
-        name=network,
-        supernet=load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None,
-        activation=cfg.supernet.activation,
-        seed=seed,
-        resume=True,
-        device=cfg.torch_device,
-        # the driver holds the lock of the run directory
-        world=replace(SINGLE, leads=False),
-    )
+    with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
+        retrain(
+            the_space,
+            tuple(arch),
+            train,
+            val,
+            cfg.retrain,
+            run_dir=cfg.run_dir,
+            name=network,
+            supernet=load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None,
+            activation=cfg.supernet.activation,
+            seed=seed,
+            resume=True,
+            device=cfg.torch_device,
+            # the driver holds the lock of the run directory
+            world=replace(SINGLE, leads=False),
+        )

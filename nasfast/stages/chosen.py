@@ -130,13 +130,15 @@ def _of_layers(cfg: RunConfig, space: SearchSpace, found: SearchResult) -> dict[
     return chosen | {"random" if i == 0 else f"random-{i + 1}": arch for i, arch in enumerate(peers)}
 
 
-def _retrained(run_dir: Path) -> dict[str, Arch]:
-    """The architectures of the retrained networks by name, `best` first."""
+def _retrained(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
+    """The architectures of the retrained networks of a space by name, `best` first."""
     paths = sorted(run_dir.glob(f"retrain/*/{ARCH_FILE}"), key=lambda p: (p.parent.name != "best", p.parent.name))
     found = {}
     for path in paths:
         try:
-            found[path.parent.name] = load_arch(path, read_space(path.parent / SPACE_FILE))
+            of_network = read_space(path.parent / SPACE_FILE)
+            if of_network.fingerprint == space.fingerprint:
+                found[path.parent.name] = load_arch(path, of_network)
         except ValueError as error:
             _LOG.warning("%s is left out: %s", path.parent, error)
     return found
@@ -152,7 +154,7 @@ def to_export(run_dir: Path, *, arch: Arch | str | None = None, pareto: bool = F
     """
     space = read_space(run_dir / SPACE_FILE)
     names: dict[Arch, str] = {}
-    for name, value in _retrained(run_dir).items():
+    for name, value in _retrained(run_dir, space).items():
         names.setdefault(value, name)
     if arch is not None:
         wanted = [_read(arch, space)]

@@ -5,8 +5,18 @@ exists. A task that was interrupted continues in its folder, wherever it runs ne
 """
 
 from nasfast.settings.tasks import TaskSettings
-from nasfast.tasks.room import MEMORY, threads_for
+from nasfast.tasks.room import MEMORY, gpus_for, threads_for
 from nasfast.tasks.runner import TaskRunner
-from nasfast.tasks.task import Task, TaskError, TaskResult
+from nasfast.tasks.task import Task, TaskError, TaskResult, check_done
 
-__all__ = ["MEMORY", "Task", "TaskError", "TaskResult", "TaskRunner", "TaskSettings", "threads_for"]
+__all__ = [
+    "MEMORY",
+    "Task",
+    "TaskError",
+    "TaskResult",
+    "TaskRunner",
+    "TaskSettings",
+    "check_done",
+    "gpus_for",
+    "threads_for",
+]

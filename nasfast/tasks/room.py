@@ -30,6 +30,11 @@ def threads_for(tasks: int) -> int:
     return max(1, cores() // max(1, tasks))
 
 
+def gpus_for(device: str) -> int:
+    """GPUs that a task needs which trains on a device, such as `cpu` or `cuda:0`."""
+    return int(device.startswith("cuda"))
+
+
 def free_memory(system: Path = _SYSTEM) -> int:
     """Bytes that new processes may use: what is available, and what the control group still allows.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +86,21 @@ class TaskResult:
     log: Path
     attempts: int
     seconds: float
+
+
+def check_done(results: Sequence[TaskResult], what: str) -> None:
+    """Refuse to go on while tasks are not finished.
+
+    Args:
+        results: how the tasks ended.
+        what: what they are, and how to continue, as the error says it behind their number.
+
+    Raises:
+        TaskError: some are not done; the text has the errors of those that failed, and their logs.
+    """
+    if missing := [result for result in results if result.status != "done"]:
+        failed = [f"; {r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
+        raise TaskError(f"{len(missing)} of {len(results)} {what}" + "".join(failed))
 
 
 def save_result(folder: Path, task: Task, result: Any) -> None:

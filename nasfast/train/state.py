@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from nasfast.config import difference
 from nasfast.runtime.distributed import World
+from nasfast.runtime.lock import run_lock
 from nasfast.spaces import Sampler
 from nasfast.train.checkpoint import SUFFIX, Checkpoint, CheckpointError, CheckpointFolder, decode, encode, storable
 from nasfast.train.config import TrainStage
@@ -154,9 +156,11 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: TrainStage, wor
     Raises:
         CheckpointError: none of the checkpoints can be used, or this rank has other settings than rank 0.
         FileExistsError: there are checkpoints of another job than this torchrun job, and `resume` is off.
+        RunDirectoryError: another process trains there, so `overwrite` deleted nothing.
     """
     if world.is_main:
-        checkpoint = _newest(state, folder, stage, stage.resume or world.has_begun(folder.stem))
+        resume = stage.resume or world.has_begun(folder.stem)
+        checkpoint = _newest(state, folder, stage, resume=resume, leads=world.leads)
         world.note_begun(folder.stem)
         progress = Progress() if checkpoint is None else state.restore(checkpoint)
         if world.size > 1:
@@ -170,7 +174,9 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: TrainStage, wor
     return state.restore(checkpoint)
 
 
-def _newest(state: TrainState, folder: CheckpointFolder, stage: TrainStage, resume: bool) -> Checkpoint | None:
+def _newest(
+    state: TrainState, folder: CheckpointFolder, stage: TrainStage, *, resume: bool, leads: bool
+) -> Checkpoint | None:
     """The newest checkpoint of a stage, if it is to continue from one.
 
     Raises:
@@ -178,7 +184,9 @@ def _newest(state: TrainState, folder: CheckpointFolder, stage: TrainStage, resu
     """
     if not resume:
         if stage.overwrite:
-            folder.clear()
+            # another process may be training there
+            with run_lock(stage.run_dir) if leads else nullcontext():
+                folder.clear()
         if folder.paths():
             raise FileExistsError(
                 f"{folder.folder} holds checkpoints of {stage.name!r}: continue them (--resume, resume=True), delete "

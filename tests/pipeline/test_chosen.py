@@ -16,6 +16,7 @@ import nasfast.train.loop as loop
 from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.retrain import load_model, save_model
+from nasfast.runtime import tracking
 from nasfast.search import Candidate, Limits, ParetoPoint, save_candidates
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import SKIP, CostTable
@@ -302,8 +303,39 @@ def test_a_network_that_fails_is_named_with_its_log(searched, monkeypatch, capsy
     assert "Traceback" in log.read_text()
 
 
+def test_networks_that_are_retrained_apart_are_tracked(searched, monkeypatch):
+    """The settings reach the process of a task, where no stage runs around the training."""
+    seen = []
+
+    class Tracker:
+        def __init__(self, name, folder, settings):
+            seen.append((folder, settings["retrain"]["train"]["epochs"]))
+
+        def log(self, stage, step, metrics):
+            seen.append((stage, step, metrics))
+
+        def close(self):
+            seen.append("closed")
+
+    monkeypatch.setitem(tracking._KINDS, "wandb", Tracker)
+    monkeypatch.setattr(apart, "retrain", lambda *_, name, **__: tracking.log(f"retrain/{name}", 1, {"loss": 2.0}))
+    cfg = RunConfig(out=str(searched), device="cpu", threads=1, track=("wandb",))
+    cfg = cfg.replace(data=cfg.data.replace(source="digits", workers=0))
+    task = apart._task(cfg, SPACE, "best", BEST, 0)
+    apart.retrain_one(searched / "task", **task.arguments)
+    assert seen == [(searched, 20), ("retrain/best", 1, {"loss": 2.0}), "closed"]
+
+
 def test_torchrun_and_tasks_exclude_each_other(searched, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert main(["retrain", "--out", str(searched), *FLAGS, "--workers", "2"]) == 1
     assert "run without torchrun" in capsys.readouterr().err
+
+
+def test_a_network_of_another_space_is_not_exported(searched, capsys):
+    """An architecture of the run's space may have the values of one of a space that was there before."""
+    other = tiny_space(num_classes=7)
+    save_model(build(other, FREE), searched / "retrain" / "best" / "model.safetensors")
+    assert export(searched, "--arch", "2 -1 0 1") == 1
+    assert "no network of this architecture was retrained" in capsys.readouterr().err

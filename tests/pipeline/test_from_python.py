@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+
 import pytest
+import torch
 from tiny import batches, tiny_space
 
 import nasfast
 from nasfast.cli.main import main
 from nasfast.data import DataConfig, make_loaders
 from nasfast.retrain import RetrainConfig, load_model, retrain
+from nasfast.runtime.lock import RunDirectoryError
 from nasfast.search import load_candidates
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import FairSampler, SearchSpace
@@ -16,6 +20,7 @@ from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, TrainStage, train_supernet
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
+from nasfast.train.loop import train
 
 SPACE = tiny_space(num_classes=10)
 DATA = DataConfig(source="digits", workers=0, batch_size=256)
@@ -87,6 +92,18 @@ def test_overwrite_begins_anew(tmp_path):
     assert [m["step"] for m in read_metrics(tmp_path / "one")] == [3]
     with pytest.raises(ValueError, match="resume continues what is there and overwrite deletes it"):
         TrainStage("supernet", tmp_path, "f", resume=True, overwrite=True)
+
+
+def test_what_another_process_trains_is_not_deleted(tmp_path):
+    checkpoint = trained(tmp_path, loader=batches(1), space=tiny_space())
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    stage = TrainStage("supernet", tmp_path, "f", overwrite=True)
+    # as another process would, by an open file of its own
+    with open(tmp_path / ".lock", "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RunDirectoryError):
+            train(torch.nn.Linear(4, 2), batches(1), TrainConfig(epochs=1, lr=0.1), stage)
+    assert checkpoint.exists() and all(path.read_bytes() == found for path, found in before.items())
 
 
 def test_a_retraining_is_overwritten(tmp_path):

@@ -98,6 +98,53 @@ def test_what_cannot_be_compared_is_said(runs, tmp_path, make_run):
 
 
 @pytest.mark.usefixtures("blank_figures")
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"val_fraction": 0.2}, False),
+        ({"split_seed": 4}, False),
+        ({"train": "others"}, False),
+        ({"train": "others", "val": "images/val"}, False),
+        ({"source": "digits"}, False),
+        ({"workers": 7, "augment": "none"}, True),
+        (None, None),
+    ],
+)
+def test_held_out_images_are_the_same_only_where_their_choice_is(runs, tmp_path, changes, same):
+    """Without validation images of their own, runs hold out a part of the training images."""
+    data = {"source": "folder", "train": "images", "val": None, "batch_size": 32, "split_seed": 1}
+    settings(runs[0], data=data)
+    settings(runs[1], data=None if changes is None else {**data, **changes})
+    (_, (*_, said)) = rows_of(write_comparison(runs, tmp_path / "page.html"), "accuracies")
+    other = "the images of one are not known" if same is None else "evaluated on other images"
+    assert (said != other) == bool(same)
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_digits_are_compared_with_the_same_digits_only(runs, tmp_path):
+    for seed, run in enumerate(runs):
+        settings(run, data={"source": "digits", "val": None}, seed=seed)
+    page = tmp_path / "page.html"
+    assert "[" in rows_of(write_comparison(runs, page), "accuracies")[1][2]
+    settings(runs[1], data={"source": "cluttered_digits", "val": None})
+    assert rows_of(write_comparison(runs, page), "accuracies")[1][2] == "evaluated on other images"
+
+
+@pytest.mark.usefixtures("blank_figures")
+@pytest.mark.parametrize("supernet", [{"sampler": "uniform"}, {"sampler": "strict_fair", "layer_indicators": False}])
+def test_the_time_of_a_supernet_counts_every_path_of_a_step(runs, tmp_path, supernet):
+    """The logged speed is that of images times paths: 900 steps of 32 images at 10 a second are 48 minutes a path."""
+    paths = max(len(layer.options) for layer in digits_mini().layers) if supernet["sampler"] == "strict_fair" else 1
+    for run in runs:
+        settings(run, supernet=supernet)
+        lines = [json.dumps({"stage": "supernet", "step": step, "images_per_s": 10.0}) for step in (450, 900)]
+        (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    overview = {row[0]: row[1:] for row in rows_of(write_comparison(runs, tmp_path / "page.html"), "runs")}
+    assert overview["supernet training, h:mm"] == [f"{48 * paths // 60}:{48 * paths % 60:02d}"] * 2
+
+
+@pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize("name", ["archs.json", "indicators.json", "space.yaml", "retrain/best/result.json"])
 def test_a_damaged_file_costs_only_what_it_says(runs, tmp_path, name):
     (runs[1] / name).write_text("{")

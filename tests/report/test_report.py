@@ -263,6 +263,9 @@ def test_a_run_of_several_seeds_says_whether_they_agree(finished_run, tmp_path):
         assert said in page.text and "--seeds 3" not in page.text and "../report.html" in page.sources
     (tmp_path / "stability.json").write_text("[]")
     assert page_of(tmp_path / "seed-0").text.count("cannot be read") == 1
+    # another run beside the seeds is none of them
+    shutil.copytree(finished_run, tmp_path / "mine")
+    assert "--seeds 3" in page_of(tmp_path / "mine").text
 
 
 def test_the_legend_has_every_candidate_of_every_layer(tmp_path, make_run):

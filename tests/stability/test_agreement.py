@@ -218,7 +218,9 @@ def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tm
     assert (tmp_path / "config.yaml").read_bytes() == before
 
     # settings of the machine may change: the seed counts as finished, and the function gets the new ones
-    other = cfg.replace(data=cfg.data.replace(workers=7, prefetch=3, cache_dir="elsewhere", max_bad_files=1))
+    other = cfg.replace(
+        data=cfg.data.replace(workers=7, prefetch=3, cache_dir="elsewhere", max_bad_files=1), track=("wandb",)
+    )
     assert saved_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
     seen = []
     monkeypatch.setattr("nasfast.stability.work.pipeline.supernet", lambda cfg, *, resume: seen.append(cfg))
@@ -228,6 +230,7 @@ def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tm
     score_seed(tmp_path / "seed-1", **task.arguments, **task.machine)
     assert seen[0] == seen[1]
     assert seen[0].data == other.data.replace(split_seed=0) and seen[0].out == str(tmp_path / "seed-1")
+    assert seen[0].track == ("wandb",)
 
 
 def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_structure=False):

@@ -30,7 +30,7 @@ from nasfast.studies.run import Done, Task
 from nasfast.studies.wiring.config import CostConfig, ExperimentConfig
 from nasfast.studies.wiring.images import folder_of
 from nasfast.tasks import Task as WorkerTask
-from nasfast.tasks import TaskError, TaskRunner
+from nasfast.tasks import TaskRunner, check_done, gpus_for
 
 _STEPS_PER_EPOCH = 100
 _WINDOWS = 15
@@ -81,12 +81,7 @@ class Runner:
             return
         with TaskRunner(self._out, self._tasks) as runner:
             results = runner.run([_task_of(search, self.device) for search in searches])
-        if missing := [result for result in results if result.status != "done"]:
-            failed = [f"; {r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
-            raise TaskError(
-                f"{len(missing)} of {len(results)} searches are not finished; the same command continues"
-                + "".join(failed)
-            )
+        check_done(results, "searches are not finished; the same command continues")
 
     def all(self, searches: Mapping[int, Search]) -> dict[int, CellSearchResult]:
         """The results of searches, by the same keys."""
@@ -117,7 +112,7 @@ def _task_of(search: Search, device: str) -> WorkerTask:
         # results depend on the number of threads, so a task has that of this process
         threads=torch.get_num_threads(),
         cost=float(search.cfg.steps),
-        gpus=int(device.startswith("cuda")),
+        gpus=gpus_for(device),
     )
 
 
