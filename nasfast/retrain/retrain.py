@@ -134,15 +134,9 @@ def retrain(
             overwrite=overwrite,
             extends=True,
         )
+        extras = TrainExtras(cfg.ema, cfg.patience, mixing(cfg, space.num_classes))
         final = train(
-            network,
-            train_loader,
-            settings,
-            stage,
-            evaluate=evaluation,
-            extras=TrainExtras(cfg.ema, cfg.patience, mixing(cfg, space.num_classes)),
-            device=device,
-            world=world,
+            network, train_loader, settings, stage, evaluate=evaluation, extras=extras, device=device, world=world
         )
         measured = evaluation(network)
         done = CheckpointFolder.step_of(final) // len(as_epochs(train_loader))
