@@ -146,7 +146,8 @@ class FolderSource(_FileSource):
         if classes is not None and list(classes) != found:
             missing, extra = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
             raise DataError(
-                f"classes of {self.root} differ from the training folder's: missing {missing}, extra {extra}"
+                f"classes of {self.root} differ from the training folder's: missing {missing}, extra {extra}; both "
+                "need the same sub-folders, one per class"
             )
         if len(found) == 1:
             raise DataError(

@@ -203,7 +203,8 @@ def _newest(
     if checkpoint.state["settings"] != state.settings:
         raise CheckpointError(
             f"{path} was written with other settings: {difference(checkpoint.state['settings'], state.settings)}; "
-            "keep those of the run, or choose another run directory (--out, run_dir)"
+            f"keep those of the run, delete its checkpoints ({folder.prefix}-*{SUFFIX}) to train anew, or choose "
+            "another run directory (--out, run_dir)"
         )
     before, now = checkpoint.state.get("loader"), state.loader_kind
     if None not in (before, now) and before != now:

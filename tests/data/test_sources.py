@@ -123,7 +123,7 @@ def test_a_file_is_not_a_folder(tmp_path):
 
 def test_classes_unlike_the_training_folder(tmp_path):
     train, val = write_folder(tmp_path / "t", {"a": 1, "b": 1}), write_folder(tmp_path / "v", {"a": 1, "c": 1})
-    with pytest.raises(DataError, match=r"missing \['b'\], extra \['c'\]"):
+    with pytest.raises(DataError, match=r"missing \['b'\], extra \['c'\]; both need the same sub-folders"):
         FolderSource(val, classes=FolderSource(train).classes)
     assert FolderSource(train, classes=("a", "b")).classes == ("a", "b")
 

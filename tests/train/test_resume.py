@@ -90,6 +90,7 @@ def test_changed_settings_are_refused_and_named(tmp_path, changes, named):
     with pytest.raises(CheckpointError, match="was written with other settings") as error:
         train_supernet(net, batches(4), sampler, CFG.replace(**changes), run_dir=tmp_path, resume=True)
     assert named in str(error.value)
+    assert "delete its checkpoints (supernet-*.safetensors) to train anew" in str(error.value)
 
 
 def test_another_number_of_batches_is_refused(tmp_path):
