@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy import stats
 
-from nasfast.indicators.table import REFINED_FILE
+from nasfast.indicators.table import REFINED_FILE, TABLE_FILE
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 
 PROVEN = "proven: no other within the limits has a higher score"
@@ -25,6 +25,10 @@ PROVEN_NEXT = "proven: only those above have a higher score"
 """Status of the others."""
 
 _TWO_SIDED = 0.975
+# Below this, tables of two seeds hardly agree: docs/ranking.md, section 3, mobilenet_v2.
+_NOISE = 0.4
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -148,24 +152,31 @@ def is_peer(name: str) -> bool:
 
 def worth_of_score(run_dir: str | Path) -> str:
     """What is known about the score that the search maximised: what refined it, or the verdict of `nasfast rank`."""
-    refinement = _text_in(Path(run_dir) / REFINED_FILE, "meta", "refinement")
+    refinement = _value_in(str, Path(run_dir) / REFINED_FILE, "meta", "refinement")
     if refinement is not None:
         return f"The proof is about the score only. {refinement}"
-    verdict = _text_in(Path(run_dir) / "rank.json", "verdict")
-    if verdict is None:
-        return (
-            "The proof is about the score only. How well the score ranks trained accuracies was not measured in this "
-            "run (nasfast rank measures it, docs/ranking.md says what to expect)."
+    verdict = _value_in(str, Path(run_dir) / "rank.json", "verdict")
+    if verdict is not None:
+        return f"The proof is about the score only. How well the score ranks trained accuracies: {verdict}"
+    text = (
+        "The proof is about the score only. How well the score ranks trained accuracies was not measured in this "
+        "run (nasfast rank measures it, docs/ranking.md says what to expect)."
+    )
+    fit = _value_in(float, Path(run_dir) / TABLE_FILE, "meta", "cross_validated_tau")
+    if fit is not None and fit < _NOISE:
+        text += (
+            f" Much of this score is noise: its table predicts the scores of paths that it was not fitted to with a "
+            f"tau of {fit:.2f}. Train longer, or score more paths."
         )
-    return f"The proof is about the score only. How well the score ranks trained accuracies: {verdict}"
+    return text
 
 
-def _text_in(path: Path, *keys: str) -> str | None:
-    """A text in a JSON file, or None if the file or the text is missing or damaged."""
+def _value_in(kind: type[Value], path: Path, *keys: str) -> Value | None:
+    """A value in a JSON file, or None if the file or the value is missing, damaged, or of another type."""
     try:
         form = json.loads(path.read_text(encoding="utf-8"))
         for key in keys:
             form = form[key]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return form if isinstance(form, str) else None
+    return form if isinstance(form, kind) else None

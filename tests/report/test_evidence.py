@@ -122,3 +122,9 @@ def test_the_proof_stands_beside_what_the_score_is_worth(tmp_path):
     for damaged in ("{", "[]", "{}", '{"verdict": 3}'):
         (tmp_path / "rank.json").write_text(damaged)
         assert "was not measured in this run" in worth_of_score(tmp_path)
+
+
+@pytest.mark.parametrize(("fit", "noise"), [(0.25, True), (0.8, False), (None, False)])
+def test_a_table_that_predicts_few_losses_is_said_to_be_noise(tmp_path, fit, noise):
+    (tmp_path / "indicators.json").write_text(json.dumps({"meta": {"cross_validated_tau": fit}}))
+    assert ("is noise: its table predicts" in worth_of_score(tmp_path)) == noise
