@@ -271,6 +271,19 @@ def _searched_table(cfg: RunConfig) -> IndicatorTable:
     return refinement.table
 
 
+def _check_one_process(tasks: TaskSettings | None, world: World) -> None:
+    """Refuse tasks in several ranks, each of which would start all of them.
+
+    Raises:
+        ConfigError: there are both.
+    """
+    if tasks is not None and world.size > 1:
+        raise ConfigError(
+            f"tasks train each network in one process, and there are {world.size} ranks, which would each start all "
+            "tasks: leave tasks out, or run one process, without torchrun"
+        )
+
+
 @_stage(create=False)
 def retrain_best(
     cfg: RunConfig,
@@ -301,9 +314,10 @@ def retrain_best(
 
     Raises:
         FileNotFoundError: the search has not run.
-        ArchError: one of `archs` is not in the space.
+        ArchError, ConfigError: one of `archs` is not in the space; there are both `tasks` and several ranks.
         TaskError: see `nasfast.stages.apart.retrain_apart`. CheckpointError and others: see `nasfast.train.train`.
     """
+    _check_one_process(tasks, world)
     form: Any = None
     if world.is_main:
         found, names = to_retrain(cfg, archs, pareto=pareto)
@@ -313,8 +327,7 @@ def retrain_best(
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
-    seeds = sorted({seed for _, seed in trainings.values()})
-    loaders = {seed: retrain_loaders(cfg, space, seed=seed, world=team) for seed in seeds}
+    loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
     train, _ = loaders[cfg.seed]
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
@@ -373,10 +386,12 @@ def export(
         onnx: whether to write model.onnx beside model.safetensors.
 
     Raises:
-        FileNotFoundError: no such network was retrained.
+        FileNotFoundError: the run directory does not exist, or no such network was retrained.
         RuntimeError: the extra `onnx` is missing, or onnxruntime disagrees with PyTorch.
     """
     run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} does not exist or is no directory: give the directory of a run (--out)")
     names = to_export(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
     files = []
     for one in names:
@@ -432,6 +447,7 @@ def run(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE, tasks: T
         world: the ranks that train together; rank 0 runs the other stages while the others wait.
         tasks: where networks are retrained; see `retrain_best`.
     """
+    _check_one_process(tasks, world)
     supernet(cfg, resume=resume, world=world)
     candidates = []
     if world.is_main:

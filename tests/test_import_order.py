@@ -81,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "report": {
         "config", "runtime.files", "runtime.moved", "runtime.progress", "spaces", "indicators.table",
-        "indicators.rank", "search",
+        "indicators.rank", "search", "settings", "settings.run",
     },
     "measure": {
         "config", "runtime.files", "runtime.moved", "runtime", "ops", "fusion", "spaces", "supernet", "engine",

@@ -3,7 +3,8 @@
 The choice follows, in this order: the `backend` argument, `with use_backend(name)`, the environment variable
 NASFAST_BACKEND, and the first backend in the operator's row that can serve. A named backend that cannot serve raises
 with its reason. `use_backend` and NASFAST_BACKEND name the backend of those operators that it has, and the choice for
-others is automatic. The automatic choice falls back to the reference, and logs that once.
+others is automatic. The automatic choice falls back to the reference, and logs that once: at debug level for
+operators that a CPU leaves to PyTorch in any case.
 """
 
 import logging
@@ -194,7 +195,7 @@ def resolve_backend(
     if name is None:
         name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
     named = None if name is None else _named(op, x, name, source, refusal)
-    return named or _first_that_serves(op, x, refusal)
+    return named or _first_that_serves(op, x, refusal, asked=name is not None)
 
 
 def inner_backend(op: str, x: Tensor) -> Backend:
@@ -206,10 +207,11 @@ def inner_backend(op: str, x: Tensor) -> Backend:
     try:
         return resolve_backend(op, x)
     except RuntimeError:
-        return _first_that_serves(op, x, _serves_all)
+        return _first_that_serves(op, x, _serves_all, asked=True)
 
 
-def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], Refusal | None]) -> Backend:
+def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], Refusal | None], *, asked: bool) -> Backend:
+    """The automatic choice; `asked` says whether some backend was named."""
     skipped: list[str] = []
     for backend in _TABLE[op]:
         # interpreter and emulation are too slow to be chosen automatically
@@ -220,7 +222,9 @@ def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], Refusal | No
         refused = _refused(backend, x, refusal)
         if refused is None:
             if skipped and not torch.compiler.is_compiling():
-                _log_once(op, backend.name, skipped)
+                # operators without a kernel for CPUs lose nothing there, so only who named a backend needs to know
+                usual = x.device.type == "cpu" and not asked and all(b.name != "cpu" for b in _TABLE[op])
+                _log_once(op, backend.name, skipped, logging.DEBUG if usual else logging.INFO)
             return backend
         skipped.append(f"{backend.name}: {refused.reason}")
     raise AssertionError(f"{op} has no reference backend")
@@ -253,11 +257,11 @@ def _check_name(name: str, source: str) -> None:
         raise ValueError(f"{source}: unknown backend {name!r}; valid names are {', '.join(BACKENDS)}")
 
 
-def _log_once(op: str, chosen: str, skipped: list[str]) -> None:
+def _log_once(op: str, chosen: str, skipped: list[str], level: int) -> None:
     message = f"{op} runs on the {chosen} backend ({'; '.join(skipped)})"
     if (op, message) not in _logged:
         _logged.add((op, message))
-        _logger.info(message)
+        _logger.log(level, message)
 
 
 @contextmanager

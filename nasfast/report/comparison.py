@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from glob import escape as escape_glob
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
 from nasfast.report.page import embedded, escape, millions, page_of, percent, table_of
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import NotRun, RunFiles, body_of
-from nasfast.runtime.files import write_atomic
+from nasfast.runtime.files import checkpoint_state, write_atomic
 from nasfast.runtime.progress import hours_minutes
 from nasfast.search import sample_under
 from nasfast.spaces import SAMPLERS, format_arch
@@ -27,6 +28,11 @@ _MARKERS = "osD^v<>P*X"
 # Architectures and bootstrap resamples of the agreement of two tables.
 _ARCHITECTURES, _RESAMPLES = 500, 200
 _NONE = "-"
+_EPOCHS = "retrain.train.epochs"
+# A learning rate of None takes a default, which is what the checkpoint has.
+_BY_DEFAULT = {"retrain.train.lr": "None"}
+# Settings of retraining that do not change how one network is trained.
+_NOT_OF_TRAINING = tuple(f"retrain.{name}" for name in ("top_k", "random_architectures", "seeds", "parallel"))
 
 
 def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
@@ -239,15 +245,50 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
 
 def _settings(runs: Mapping[str, RunFiles]) -> str:
     forms = [_texts(run) for run in runs.values()]
-    keys = sorted(set().union(*forms) - {"out"})
+    notes, known = [], True
+    for (name, run), form in zip(runs.items(), forms, strict=True):
+        best = (_known(partial(getattr, run, "retrained")) or {}).get("best") or {}
+        trained = _known(partial(_trained_with, run, best))
+        if trained is not None:
+            if any(form.get(key, value) not in (value, _BY_DEFAULT.get(key)) for key, value in trained.items()):
+                notes.append(f"Settings of retraining of {name} are those of its best network; config.yaml is newer.")
+            form.update(trained)
+        elif "epochs" in best and form.get(_EPOCHS, str(best["epochs"])) != str(best["epochs"]):
+            known = False
+            notes.append(
+                f"Settings of retraining are left out: config.yaml of {name} is of another retraining with "
+                f"{form[_EPOCHS]} epochs, its best network was trained for {best['epochs']}."
+            )
+    keys = sorted(key for key in set().union(*forms) - {"out"} if known or not _is_of_training(key))
     rows = [[key, *(form.get(key, _NONE) for form in forms)] for key in keys if len({f.get(key) for f in forms}) > 1]
-    if not rows:
-        return "<p>All settings are equal.</p>"
     same = len(keys) - len(rows)
-    return (
-        table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1))
-        + f'<p class="soft">{escape(same)} other settings are equal.</p>'
-    )
+    said = " ".join([f"{same} other settings are equal." if rows else "All other settings are equal.", *notes])
+    if not rows and not notes:
+        return "<p>All settings are equal.</p>"
+    table = table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1)) if rows else ""
+    return f'{table}<p class="soft">{escape(said)}</p>'
+
+
+def _is_of_training(key: str) -> bool:
+    return key.startswith("retrain.") and key not in _NOT_OF_TRAINING
+
+
+def _trained_with(run: RunFiles, best: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that the best network was retrained with, from its newest checkpoint; config.yaml may be newer.
+
+    Raises:
+        NotRun: there is no checkpoint of this training.
+    """
+    stem = f"retrain-best-{format_arch(tuple(best['arch']))}".replace(" ", "_")
+    paths = sorted(run.folder.glob(f"checkpoints/{escape_glob(stem)}-{'[0-9]' * 8}.safetensors"))
+    if not paths:
+        raise NotRun("`nasfast retrain` writes checkpoints")
+    settings = checkpoint_state(paths[-1])["settings"]
+    if settings["train"]["epochs"] != best["epochs"]:
+        raise NotRun("`nasfast retrain --resume` ends the training that extends this one")
+    recipe = ("ema", "mixup", "cutmix", "auto_augment", "patience")
+    form = {"init": settings["init"], **{name: settings.get(name) for name in recipe}, "train": settings["train"]}
+    return {key: str(value) for key, value in flatten(form, "retrain.").items()}
 
 
 def _texts(run: RunFiles) -> dict[str, str]:

@@ -32,6 +32,8 @@ from nasfast.report.page import (
 from nasfast.report.run_files import NotRun, RunFiles, body_of
 from nasfast.runtime.files import write_atomic
 from nasfast.search import SearchConfig, pareto_front, sample_under
+from nasfast.settings.retrain import RetrainConfig
+from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
 # Number of random architectures in the figure of score against MACs.
@@ -340,12 +342,7 @@ def _stability(run: RunFiles) -> str:
     folder = run.folder.resolve()
     parent = folder.parent / "stability.json"
     if not (re.fullmatch(r"seed-\d+", folder.name) and parent.exists()):
-        config, out = str(run.folder / "config.yaml"), f"{run.folder}-seeds"
-        command = shlex.join(["nasfast", "run", "--config", config, "--out", out, "--seeds", "3"])
-        return (
-            "<p>This is one seed, so whether others find the same is not known. This repeats the run with three:</p>"
-            f"{command_of(command)}"
-        )
+        return f"<p>This is one seed, so whether others find the same is not known. {_how_to_repeat(run)}"
     form = json.loads(parent.read_text(encoding="utf-8"))
     found = form["agreement"]
     page = '<a href="../report.html">The page of all seeds</a>'
@@ -355,6 +352,30 @@ def _stability(run: RunFiles) -> str:
         f"<p>This is one of {form['seeds']} seeds. Kendall's tau between two seeds is {interval_of(found['tau'])}: the "
         f"ranking is {'stable' if found['stable'] else 'not stable'}. {page} has the rest.</p>"
     )
+
+
+def _how_to_repeat(run: RunFiles) -> str:
+    """The command that repeats a run with three seeds, with what `nasfast run --seeds` refuses reset; ends a <p>."""
+    run.text("config.yaml", "nasfast run")
+    config = run.folder / "config.yaml"
+    cfg = RunConfig.load(config)
+    score = cfg.score.resolved(cfg.method)
+    if not score.gives_table:
+        return (
+            "<code>nasfast run --seeds</code> compares tables of scores, and this run has none, because "
+            f"{escape(score.name)} scores whole paths.</p>"
+        )
+    reset = []
+    if cfg.search.refine is not None:
+        reset.append(("--search.refine", "null", "without the accuracies that refined the table"))
+    if cfg.retrain.seeds != 1:
+        reset.append(("--retrain.seeds", "1", "with one training of each network per seed"))
+    if cfg.retrain.init == "inherit":
+        reset.append(("--retrain.init", RetrainConfig().init, "with fresh weights in retraining"))
+    flags = [part for flag, value, _ in reset for part in (flag, value)]
+    command = ["nasfast", "run", "--config", str(config), "--out", f"{run.folder}-seeds", "--seeds", "3", *flags]
+    said = "".join(f", {what}" for *_, what in reset)
+    return f"This repeats the run with three{said}:</p>{command_of(shlex.join(command))}"
 
 
 def _curves(run: RunFiles, name: str, stages: Sequence[str], command: str) -> str:

@@ -79,6 +79,6 @@ def body_of(build: Callable[[], str]) -> str:
         return build()
     except NotRun as missing:
         return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
-    # damaged JSON may raise any of these
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    # damaged JSON may raise any of these but the first
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {escape(error)}</p>'

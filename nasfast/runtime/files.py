@@ -145,3 +145,24 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         if isinstance(form, dict) and {"stage", "step"} <= form.keys():
             metrics.append(form)
     return metrics
+
+
+def checkpoint_state(path: Path) -> dict[str, Any]:
+    """The state that a checkpoint of nasfast (`nasfast.train.checkpoint`) has in its head; no tensor is read.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no checkpoint of nasfast, or truncated.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{path} is no checkpoint of nasfast, or truncated")
+        head = file.read(length)
+    try:
+        state = json.loads(json.loads(head)["__metadata__"]["nasfast"])["state"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no checkpoint of nasfast ({type(error).__name__}: {error})") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: expected a mapping as state, got {type(state).__name__}")
+    return state

@@ -16,9 +16,18 @@ from torch.optim.swa_utils import AveragedModel
 
 from nasfast.config import difference
 from nasfast.runtime.distributed import World
+from nasfast.runtime.files import checkpoint_state
 from nasfast.runtime.lock import run_lock
 from nasfast.spaces import Sampler
-from nasfast.train.checkpoint import SUFFIX, Checkpoint, CheckpointError, CheckpointFolder, decode, encode, storable
+from nasfast.train.checkpoint import (
+    SUFFIX,
+    Checkpoint,
+    CheckpointError,
+    CheckpointFolder,
+    decode,
+    encode,
+    storable,
+)
 from nasfast.train.config import TrainStage
 
 _LOG = logging.getLogger(__name__)
@@ -187,11 +196,12 @@ def _newest(
             # another process may be training there
             with run_lock(stage.run_dir) if leads else nullcontext():
                 folder.clear()
-        if folder.paths():
+        if paths := folder.paths():
+            changes = _why_not_resumed(paths[-1], stage, state.settings)
+            advice = f" with other settings ({changes}):" if changes else ": continue them (--resume, resume=True),"
             raise FileExistsError(
-                f"{folder.folder} holds checkpoints of {stage.name!r}: continue them (--resume, resume=True), delete "
-                f"them ({folder.prefix}-*{SUFFIX}; overwrite=True in Python), or choose another run directory (--out, "
-                "run_dir)"
+                f"{folder.folder} holds checkpoints of {stage.name!r}{advice} delete them ({folder.prefix}-*{SUFFIX}; "
+                "overwrite=True in Python), or choose another run directory (--out, run_dir)"
             )
         return None
     found = folder.latest(fingerprint=state.fingerprint)
@@ -219,6 +229,17 @@ def _newest(
         )
     _LOG.info("%s: continues from %s", stage.name, path)
     return checkpoint
+
+
+def _why_not_resumed(path: Path, stage: TrainStage, settings: Mapping[str, Any]) -> str:
+    """The settings in which a checkpoint differs, so that it cannot be continued; empty if it can or is damaged."""
+    try:
+        before, now = dict(checkpoint_state(path)["settings"]), dict(settings)
+        if stage.extends and before["train"]["epochs"] < now["train"]["epochs"]:
+            before["train"] = {**before["train"], "epochs": now["train"]["epochs"]}
+    except (OSError, LookupError, TypeError, ValueError):
+        return ""
+    return difference(before, now)
 
 
 def _extended(stage: str, path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:

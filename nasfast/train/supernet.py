@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nasfast.config import dump_yaml, portable
+from nasfast.config import ConfigError, dump_yaml, portable
 from nasfast.runtime import moved
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import write_atomic
@@ -16,12 +17,25 @@ from nasfast.runtime.lock import run_lock
 from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
 from nasfast.settings.supernet import SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
-from nasfast.spaces import SAMPLERS, Sampler, SearchSpace
+from nasfast.spaces import SAMPLERS, Sampler, SearchSpace, read_space
 from nasfast.supernet import Init, InitScheme, Supernet
 from nasfast.supernet.init import SCHEMES
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.config import TrainStage
 from nasfast.train.loop import train
+
+_LOG = logging.getLogger(__name__)
+
+# What the stages after the supernet write to a run directory.
+_LATER_FILES = (
+    "indicators.json",
+    "refined.json",
+    "history.jsonl",
+    "archs.json",
+    "retrain",
+    "rank.json",
+    "report.html",
+)
 
 
 def make_supernet(
@@ -74,7 +88,9 @@ def train_supernet(
         run_dir: folder that gets checkpoints/, metrics.jsonl and tensorboard/, and space.yaml and config.yaml unless it
             has them.
         resume: whether to continue from the newest good checkpoint of `run_dir`.
-        overwrite: whether to replace a supernet that `run_dir` has, with its space.yaml and config.yaml.
+        overwrite: whether to replace a supernet that `run_dir` has, with its space.yaml and config.yaml. What later
+            stages wrote, such as indicators.json, archs.json and retrain/, stays and is still that of the old supernet
+            until those stages run again; a warning names it.
         device: where to train.
         world: the ranks that train together (`nasfast.runtime.distributed.start`), each with its share of every batch.
 
@@ -83,6 +99,7 @@ def train_supernet(
 
     Raises:
         ValueError: the sampler and the supernet disagree about layer indicators or the space.
+        ConfigError: `run_dir` has no checkpoints, but a space.yaml of another space or a damaged one.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
     if sampler.space.fingerprint != net.space.fingerprint:
@@ -124,11 +141,27 @@ def _describe(
     """Write space.yaml and config.yaml, which the commands that go on read, where there are none or they are replaced.
 
     A run directory that has checkpoints is left as it is: `train` refuses it, or continues it.
+
+    Raises:
+        ConfigError: space.yaml is of another space or damaged, and is not to be replaced.
     """
     run_dir = Path(stage.run_dir)
     if CheckpointFolder(run_dir / "checkpoints", stage.file_prefix).paths() and not stage.overwrite:
         return
     space, config = run_dir / SPACE_FILE, run_dir / CONFIG_FILE
+    if stage.overwrite:
+        if left := [name for name in _LATER_FILES if (run_dir / name).exists()]:
+            _LOG.warning(
+                "%s: overwrite replaces the supernet only: %s are of the one before until their stages run again, so "
+                "delete them or run those stages",
+                run_dir,
+                ", ".join(left),
+            )
+    elif space.exists() and (saved := read_space(space)).fingerprint != net.space.fingerprint:
+        raise ConfigError(
+            f"{space} is of space {saved.name!r}, the supernet has space {net.space.name!r} with other contents or "
+            "name: choose another run_dir, or replace the file by overwrite=True"
+        )
     trainable = net.summary.trainable
     form: dict[str, Any] = {
         "out": str(run_dir),

@@ -461,6 +461,11 @@ def test_export_of_nothing(tmp_path, capsys):
     assert f"{tmp_path / 'retrain'} has no network 'best'; `nasfast retrain` makes networks" in capsys.readouterr().err
 
 
+def test_export_from_nowhere(tmp_path, capsys):
+    assert main(["export", "--out", str(tmp_path / "nowhere")]) == 1
+    assert f"{tmp_path / 'nowhere'} does not exist or is no directory" in capsys.readouterr().err
+
+
 def test_export_of_an_unknown_name_lists_the_names(exported, capsys):
     out, _ = exported
     assert main(["export", "--out", str(out), "--name", "bst-2"]) == 1

@@ -111,6 +111,19 @@ def test_automatic_fallback_is_logged_once(native, caplog):
     assert "bn_act runs on the reference backend (cpu: serves float32 and bfloat16" in record.message
 
 
+def test_what_a_cpu_leaves_to_pytorch_is_logged_for_those_who_named_a_backend(monkeypatch, caplog):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    backends._logged.clear()
+    with caplog.at_level(logging.DEBUG, logger=backends.__name__):
+        assert ops.resolve_backend("cross_entropy", X).name == "reference"
+        (record,) = caplog.records
+        assert record.levelno == logging.DEBUG and "cross_entropy runs on the reference backend" in record.message
+        backends._logged.clear()
+        with ops.use_backend("cpu"):
+            assert ops.resolve_backend("cross_entropy", X).name == "reference"
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO]
+
+
 def test_explain_covers_every_operator_and_backend(native):
     rows = backends.explain()
     assert {(row.op, row.backend) for row in rows} == {(op, name) for op in OPS + GPU_OPS for name in ops.BACKENDS}

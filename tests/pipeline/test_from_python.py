@@ -10,6 +10,7 @@ from tiny import batches, tiny_space
 
 import nasfast
 from nasfast.cli.main import main
+from nasfast.config import ConfigError
 from nasfast.data import DataConfig, make_loaders
 from nasfast.retrain import RetrainConfig, load_model, retrain
 from nasfast.runtime.lock import RunDirectoryError
@@ -94,6 +95,27 @@ def test_overwrite_begins_anew(tmp_path):
         TrainStage("supernet", tmp_path, "f", resume=True, overwrite=True)
 
 
+def test_overwrite_names_what_stays_of_the_old_supernet(tmp_path, caplog):
+    trained(tmp_path, loader=batches(1, num_classes=10))
+    (tmp_path / "archs.json").write_text("{}")
+    (tmp_path / "retrain").mkdir()
+    assert not [r for r in caplog.records if "overwrite" in r.message]
+    trained(tmp_path, loader=batches(1), space=tiny_space(), overwrite=True)
+    (record,) = (r for r in caplog.records if "overwrite" in r.message)
+    assert record.levelname == "WARNING" and "archs.json, retrain are of the one before" in record.message
+    assert (tmp_path / "archs.json").read_text() == "{}" and (tmp_path / "retrain").is_dir()
+
+
+def test_the_space_of_another_run_is_neither_kept_nor_replaced(tmp_path):
+    SPACE.save(tmp_path / "space.yaml")
+    before = (tmp_path / "space.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"space\.yaml is of space 'tiny'"):
+        trained(tmp_path, loader=batches(1), space=tiny_space())
+    assert (tmp_path / "space.yaml").read_bytes() == before and not (tmp_path / "checkpoints").exists()
+    trained(tmp_path, loader=batches(1), space=tiny_space(), overwrite=True)
+    assert SearchSpace.load(tmp_path / "space.yaml") == tiny_space()
+
+
 def test_what_another_process_trains_is_not_deleted(tmp_path):
     checkpoint = trained(tmp_path, loader=batches(1), space=tiny_space())
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
@@ -114,8 +136,17 @@ def test_a_retraining_is_overwritten(tmp_path):
 
     again()
     first = (tmp_path / "retrain/best/model.safetensors").read_bytes()
-    with pytest.raises(FileExistsError, match="retrain/best"):
+    with pytest.raises(FileExistsError, match="retrain/best': continue them .--resume"):
+        again()
+    # with another seed it would not continue, so that is not advised
+    with pytest.raises(FileExistsError, match=r"retrain/best' with other settings \(seed was 0, now 1\): delete them"):
         again(seed=1)
+    (damaged,) = (tmp_path / "checkpoints").glob("retrain-best-*[0-9].safetensors")
+    good = damaged.read_bytes()
+    damaged.write_bytes(good[:50])
+    with pytest.raises(FileExistsError, match="continue them"):
+        again(seed=1)
+    damaged.write_bytes(good)
     again(seed=1, overwrite=True)
     assert (tmp_path / "retrain/best/model.safetensors").read_bytes() != first
     assert nasfast.load_model(tmp_path / "retrain/best").arch == (0, 0, 0, 0)

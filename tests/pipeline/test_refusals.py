@@ -15,8 +15,10 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import retrain
+from nasfast.runtime.distributed import World
 from nasfast.runtime.lock import RunDirectoryError
 from nasfast.search import InfeasibleConstraintError
+from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError, TrainConfig, train_supernet
@@ -39,6 +41,16 @@ def test_exact_search_over_accuracies_is_refused_before_training(config, tmp_pat
         "search.method='exact' needs additive scores, and 'recalibrated_accuracy' scores whole paths: set"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("stage", [pipeline.run, pipeline.retrain_best])
+def test_tasks_in_several_ranks_are_refused(stage, tmp_path):
+    """Each rank would start all of them."""
+    cfg = RunConfig(out=str(tmp_path), device="cpu")
+    for rank in range(2):
+        with pytest.raises(ConfigError, match="there are 2 ranks, which would each start all"):
+            stage(cfg, tasks=TaskSettings(), world=World(rank=rank, size=2, leads=rank == 0))
+    assert not list(tmp_path.glob("*.*"))
 
 
 def test_an_existing_run_is_not_overwritten(run_dir, config, tmp_path, monkeypatch, capsys):

@@ -9,12 +9,15 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import write_comparison
+from nasfast.retrain.retrain import checkpoints_of
 from nasfast.spaces import digits_mini
+from nasfast.train.checkpoint import Checkpoint, save_checkpoint
 
 
 def rows_of(page, section: str) -> list[list[str]]:
@@ -150,6 +153,34 @@ def test_a_damaged_file_costs_only_what_it_says(runs, tmp_path, name):
     (runs[1] / name).write_text("{")
     page = write_comparison(runs, tmp_path / "page.html")
     assert rows_of(page, "settings") == [["setting", "a", "b"], ["seed", "0", "1"]]
+    assert "cannot be read" not in page.read_text()
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_settings_of_retraining_are_those_of_the_networks(runs, tmp_path):
+    """config.yaml of the first run is of a later retraining, of other architectures."""
+    retrain = {"init": "orthogonal", "top_k": 1, "train": {"epochs": 6, "lr": 0.1}}
+    for run, changes in zip(runs, ({"train": {"epochs": 1, "lr": 0.7}}, {}), strict=True):
+        settings(run, retrain=retrain | changes)
+    page = tmp_path / "page.html"
+    write_comparison(runs, page)
+    assert "retrain." not in page.read_text()
+    assert "with 1 epochs, its best network was trained for 6." in page.read_text()
+
+    # with checkpoints of these networks, their settings are compared
+    for run, ema in zip(runs, (None, 0.9), strict=True):
+        form = json.loads((run / "retrain" / "best" / "result.json").read_text())
+        path = checkpoints_of(run, "best", tuple(form["arch"])).path(600)
+        path.parent.mkdir()
+        trained = {"train": retrain["train"], "init": "orthogonal", **({} if ema is None else {"ema": ema})}
+        save_checkpoint(path, Checkpoint({"x": torch.zeros(2)}, {"settings": trained}))
+    write_comparison(runs, page)
+    assert rows_of(page, "settings")[1:] == [["retrain.ema", "None", "0.9"]]
+    assert "Settings of retraining of a are those of its best network; config.yaml is newer." in page.read_text()
+
+    # a damaged checkpoint is as good as none
+    path.write_bytes(b"12")
+    write_comparison(runs, page)
     assert "cannot be read" not in page.read_text()
 
 

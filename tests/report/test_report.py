@@ -8,16 +8,20 @@ import json
 import math
 import random
 import re
+import shlex
 import shutil
 from html.parser import HTMLParser
 
 import pytest
 
+from nasfast.cli.flags import parse
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import html, plots, write_report
+from nasfast.report.run_files import body_of
 from nasfast.runtime.files import seal
 from nasfast.search.candidate import SearchResult, TableLimit
 from nasfast.spaces import SearchSpace, digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
+from nasfast.stability.run import check_seeds
 
 HOSTILE = '<script>alert("x")</script> $\\frac{$ & \'"'
 
@@ -84,7 +88,7 @@ def test_nothing_is_loaded_from_outside_the_page(finished_run):
 
 def test_empty_run_names_what_is_missing(tmp_path):
     page = page_of(tmp_path)
-    assert page.text.count("Not run yet") == 11
+    assert page.text.count("Not run yet") == 12
     for command in ("supernet", "score", "search", "retrain", "rank"):
         assert f"nasfast {command}" in page.text
     assert page.tags.count("figure") == 0
@@ -266,6 +270,43 @@ def test_a_run_of_several_seeds_says_whether_they_agree(finished_run, tmp_path):
     # another run beside the seeds is none of them
     shutil.copytree(finished_run, tmp_path / "mine")
     assert "--seeds 3" in page_of(tmp_path / "mine").text
+
+
+@pytest.mark.usefixtures("blank_figures")
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({}, []),
+        ({"search": {"refine": "accuracies.json"}}, ["--search.refine", "null"]),
+        (
+            {"retrain": {"seeds": 2, "init": "inherit"}},
+            ["--retrain.seeds", "1", "--retrain.init", "orthogonal"],
+        ),
+    ],
+)
+def test_the_command_that_repeats_a_run_is_accepted(tmp_path, changes, flags):
+    (tmp_path / "config.yaml").write_text(json.dumps({"method": "dinas", **changes}))
+    (line,) = (line for line in page_of(tmp_path).text.splitlines() if "--seeds 3" in line)
+    argv = shlex.split(line[line.index("nasfast run") :])
+    expected = ["--config", str(tmp_path / "config.yaml"), "--out", f"{tmp_path}-seeds", "--seeds", "3", *flags]
+    assert argv == ["nasfast", "run", *expected]
+    cfg, _, seeds, *_ = parse("run", "", argv[2:])
+    check_seeds(cfg, seeds)
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_a_run_without_a_table_is_not_repeated(tmp_path):
+    (tmp_path / "config.yaml").write_text("method: spos\n")
+    text = page_of(tmp_path).text
+    assert "--seeds 3" not in text and "recalibrated_accuracy scores whole paths." in text
+
+
+def test_a_file_that_cannot_be_opened_costs_one_section():
+    def build():
+        raise PermissionError(13, "Permission denied", "history.jsonl")
+
+    said = body_of(build)
+    assert "Its file cannot be read (PermissionError)" in said and "history.jsonl" in said
 
 
 def test_the_legend_has_every_candidate_of_every_layer(tmp_path, make_run):
