@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason="needs the operators of the CUDA kernels"),
 ]
 SHARED_OF_A_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-# bytes per thread that kernels spill which fuse an expansion with a depthwise convolution, and the pointwise kernel that
-# makes its input with the tallest tile; the others spill none
+# Bytes per thread that kernels spill which fuse an expansion with a depthwise convolution, and the pointwise kernel of
+# the tallest tile that makes its input. The others spill none.
 SPILLED = {
     ("ExpandForwardKernel", 7, 1): 40,
     ("ExpandBackwardKernel", 5, 1): 24,
