@@ -382,11 +382,12 @@ def _curves(run: RunFiles, name: str, stages: Sequence[str], command: str) -> st
     metrics = run.metrics
     if not any(m["stage"] in stages for m in metrics):
         raise NotRun(f"`{command}` adds its lines to metrics.jsonl")
-    speeds = [m["images_per_s"] for m in metrics if m["stage"] in stages and m.get("images_per_s")]
     caption = "Solid: training batches, averaged in windows. Dashed: validation."
-    if speeds:
-        caption += f" Median speed: {sorted(speeds)[len(speeds) // 2]:,.0f} images per second."
-    return _figure(run, name, plots.training_curves(metrics, stages), caption)
+    figure = _figure(run, name, plots.training_curves(metrics, stages), caption)
+    speeds = [m["images_per_s"] for m in metrics if m["stage"] in stages and m.get("images_per_s")]
+    # not in the caption, which is in the figure's file: files of equal results are equal
+    speed = f"Median speed: {sorted(speeds)[len(speeds) // 2]:,.0f} images per second." if speeds else ""
+    return figure + (f'<p class="soft">{speed}</p>' if speed else "")
 
 
 def _rank(run: RunFiles) -> str:
