@@ -223,7 +223,8 @@ def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], Refusal | No
         if refused is None:
             if skipped and not torch.compiler.is_compiling():
                 # operators without a kernel for CPUs lose nothing there, so only who named a backend needs to know
-                usual = x.device.type == "cpu" and not asked and all(b.name != "cpu" for b in _TABLE[op])
+                without = backend.name == "reference" and all(b.name != "cpu" for b in _TABLE[op])
+                usual = x.device.type == "cpu" and not asked and without
                 _log_once(op, backend.name, skipped, logging.DEBUG if usual else logging.INFO)
             return backend
         skipped.append(f"{backend.name}: {refused.reason}")
