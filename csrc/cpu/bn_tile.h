@@ -13,6 +13,10 @@ namespace nasfast::cpu::NASFAST_ISA {
 // and the double arithmetic of a tile is an eighth of its float arithmetic.
 constexpr int64_t kTileRows = 64;
 
+// How many rows ahead of its arithmetic a pass asks for its inputs. It reads a few vectors of each row, and a processor
+// does not recognise so many streams: without this, kernels on large tensors take up to 1.5 times as long.
+constexpr int64_t kAhead = 8;
+
 // Vectors of channels that are held in registers; backward needs five registers for each of them.
 #if defined(__AVX512F__)
 constexpr int kGroup = 4;
@@ -60,6 +64,7 @@ inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t
     for (int64_t r = 0; r < rows; ++r) {
       for (int j = 0; j < n; ++j) {
         const int64_t at = r * ldx + c + j * kLanes;
+        prefetch(x + at + kAhead * ldx);
         VecF out = A::value((load(x + at, lanes) - center[j]) * scale[j] + shift[j]);
         if constexpr (kResidual) out += load(residual + at, lanes);
         store(y + r * ldy + c + j * kLanes, out, lanes);
@@ -103,6 +108,8 @@ inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, con
     }
     for (int64_t r = 0; r < rows; ++r) {
       for (int j = 0; j < n; ++j) {
+        prefetch(y + (r + kAhead) * ld + c + j * kLanes);
+        prefetch(grad + (r + kAhead) * ldgrad + c + j * kLanes);
         const VecF d = load(y + r * ld + c + j * kLanes, lanes) - center[j];
         const VecF dz = A::backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
         store(dy + r * lddy + c + j * kLanes, dz * scale[j] + (d * slope[j] + offset[j]), lanes);
@@ -126,6 +133,8 @@ inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgr
     }
     for (int64_t r = 0; r < rows; ++r) {
       for (int j = 0; j < n; ++j) {
+        prefetch(y + (r + kAhead) * ld + c + j * kLanes);
+        prefetch(grad + (r + kAhead) * ldgrad + c + j * kLanes);
         const VecF d = load(y + r * ld + c + j * kLanes, lanes) - center[j];
         const VecF g = A::backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
         s[j] += g;
@@ -187,6 +196,7 @@ inline void bn_stats_tile(const T* x, int64_t ld, int64_t rows, int64_t channels
     }
     for (int64_t r = 0; r < rows; ++r) {
       for (int j = 0; j < n; ++j) {
+        prefetch(x + (r + kAhead) * ld + c + j * kLanes);
         const VecF d = load(x + r * ld + c + j * kLanes, lanes) - k[j];
         s[j] += d;
         q[j] += d * d;

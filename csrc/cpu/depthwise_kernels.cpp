@@ -198,6 +198,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
             VecF s = load(sums + c, AllLanes{});
             VecF m = load(moments + c, AllLanes{});
             for (int64_t x = 0; x < pass.width; ++x) {
+              prefetch(y + x * p.channels + kLanes);  // of the next vector of channels
               const VecF d = load(y + x * p.channels, lanes) - center;
               const VecF g = A::backward(load(out + x * kLanes, AllLanes{}), d * scale + shift);
               put(to + x * p.channels, g, p.streams, lanes);

@@ -294,28 +294,73 @@ inline void finish_block(int64_t row, int count, int64_t c, int64_t columns, con
   }
 }
 
+#if defined(__AMX_BF16__)
+// The blocks of a product, one after another. Split floats take six products: while the tile registers compute those of
+// a block, vector instructions give the sums of the block before to `epilogue`.
+template <typename C, typename Epilogue>
+class TileBlocks {
+ public:
+  TileBlocks(int64_t columns, const Epilogue& epilogue) : columns_(columns), epilogue_(epilogue) {}
+
+  // The blocks of one panel: `rows` rows of kWidth vectors from `column` on.
+  template <int kWidth>
+  void add_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column) {
+    for (int64_t row = 0; row < rows; row += 2 * kTileSide) {
+      const Block block{row, lesser(2 * kTileSide, rows - row), column, kWidth};
+      if (block.rows > kTileSide) {
+        add<kWidth, true>(block, a + row * lda, lda, b, depth);
+      } else {
+        add<kWidth, false>(block, a + row * lda, lda, b, depth);
+      }
+    }
+  }
+
+  // Gives the sums that it still has to `epilogue`.
+  void finish() {
+    for (int j = 0; j < last_.width; ++j) {
+      for (int64_t r = 0; r < last_.rows; r += kBlockRows) {
+        VecF sums[kBlockRows];
+#pragma GCC unroll 8
+        for (int i = 0; i < kBlockRows; ++i) sums[i] = load(sums_[buffer_][j] + (r + i) * kLanes, AllLanes{});
+        finish_block(last_.row + r, static_cast<int>(lesser(kBlockRows, last_.rows - r)), last_.column + j * kLanes,
+                     columns_, sums, epilogue_);
+      }
+    }
+    last_.width = 0;
+  }
+
+ private:
+  struct Block {
+    int64_t row, rows, column;
+    int width;
+  };
+
+  template <int kWidth, bool kLower>
+  void add(const Block& block, const C* a, int64_t lda, const C* b, int64_t depth) {
+    multiply_block<kWidth, kLower>(a, lda, b, depth);
+    finish();
+    if constexpr (kOverlaps) buffer_ = 1 - buffer_;
+    store_block<kWidth, kLower>(sums_[buffer_]);
+    last_ = block;
+    if constexpr (!kOverlaps) finish();
+  }
+
+  static constexpr bool kOverlaps = sizeof(C) > sizeof(BFloat16);
+  const int64_t columns_;
+  const Epilogue& epilogue_;
+  alignas(64) TileSums sums_[kOverlaps ? 2 : 1];
+  int buffer_ = 0;
+  Block last_{};
+};
+#endif
+
 template <int kWidth, typename C, typename Epilogue>
 inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column,
                        int64_t columns, const Epilogue& epilogue) {
 #if defined(__AMX_BF16__)
-  alignas(64) float block[kWidth][2 * kTileSide * kLanes];
-  for (int64_t row = 0; row < rows; row += 2 * kTileSide) {
-    const int64_t here = lesser(2 * kTileSide, rows - row);
-    if (here > kTileSide) {
-      tile_block<kWidth, true>(a + row * lda, lda, b, depth, block);
-    } else {
-      tile_block<kWidth, false>(a + row * lda, lda, b, depth, block);
-    }
-    for (int j = 0; j < kWidth; ++j) {
-      for (int64_t r = 0; r < here; r += kBlockRows) {
-        VecF sums[kBlockRows];
-#pragma GCC unroll 8
-        for (int i = 0; i < kBlockRows; ++i) sums[i] = load(block[j] + (r + i) * kLanes, AllLanes{});
-        finish_block(row + r, static_cast<int>(lesser(kBlockRows, here - r)), column + j * kLanes, columns, sums,
-                     epilogue);
-      }
-    }
-  }
+  TileBlocks<C, Epilogue> blocks(columns, epilogue);
+  blocks.template add_panel<kWidth>(a, lda, b, depth, rows, column);
+  blocks.finish();
 #else
   for (int64_t row = 0; row < rows; row += kBlockRows) {
     const int count = static_cast<int>(lesser(kBlockRows, rows - row));
@@ -359,9 +404,17 @@ inline void for_each_row(int count, const VecF* sums, const Body& body) {
 template <typename C, typename Epilogue>
 inline void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, int64_t depth, int64_t columns,
                       const Epilogue& epilogue) {
+#if defined(__AMX_BF16__)
+  TileBlocks<C, Epilogue> blocks(columns, epilogue);
+  for_each_panel(packed, depth, columns, [&](auto width, int64_t column, const C* b) {
+    blocks.template add_panel<decltype(width)::value>(a, lda, b, depth, rows, column);
+  });
+  blocks.finish();
+#else
   for_each_panel(packed, depth, columns, [&](auto width, int64_t column, const C* b) {
     gemm_panel<decltype(width)::value>(a, lda, b, depth, rows, column, columns, epilogue);
   });
+#endif
 }
 
 }  // namespace nasfast::cpu::NASFAST_ISA

@@ -159,6 +159,7 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
                     VecF s = load(sums + c, AllLanes{});
                     VecF m = load(moments + c, AllLanes{});
                     for_each_row(count, sum, [&](int i, VecF v) {
+                      prefetch(y + at + i * p.in_channels + kPanelVectors * kLanes);  // of the next panel
                       const VecF d = load(y + at + i * p.in_channels, lanes) - center;
                       const VecF g = A::backward(v, d * scale + shift);
                       put(out + at + i * p.in_channels, g, p.streams, lanes);

@@ -101,6 +101,12 @@ inline VecF load(const BFloat16* p, AllLanes) {
   return widen(h);
 }
 
+// Asks for memory that will be read soon; p may lie outside of all tensors.
+template <typename T>
+inline void prefetch(const T* p) {
+  __builtin_prefetch(p);
+}
+
 inline void store(float* p, VecF v, AllLanes) { memcpy(p, &v, sizeof v); }
 
 inline void store(BFloat16* p, VecF v, AllLanes) {

@@ -124,15 +124,23 @@ inline void sum_products(const SplitFloat* a, int64_t lda, const char* b, int64_
   }
 }
 
-// sums[j][row] = product of 16 rows of A, or 32 with kLower, with kWidth vectors of columns.
+// Tiles 0 to 3 = product of 16 rows of A, or 32 with kLower, with kWidth vectors of columns.
 template <int kWidth, bool kLower, typename C>
-inline void tile_block(const C* a, int64_t lda, const C* b, int64_t depth, float (*sums)[2 * kTileSide * kLanes]) {
+inline void multiply_block(const C* a, int64_t lda, const C* b, int64_t depth) {
   __asm__ volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   sum_products<kWidth, kLower>(a, lda, reinterpret_cast<const char*>(b), depth);
+}
+
+// The vectors of a block of sums: up to 2 kTileSide rows of two vectors of columns.
+using TileSums = float[2][2 * kTileSide * kLanes];
+
+// Writes what multiply_block computed: sums[j][row].
+template <int kWidth, bool kLower>
+inline void store_block(TileSums& sums) {
   constexpr int kBelow = kTileSide * kLanes;
   _tile_stored(0, sums[0], 64);
   if constexpr (kWidth > 1) _tile_stored(1, sums[1], 64);
