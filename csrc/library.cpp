@@ -76,8 +76,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
   //   added: is added to the result, or null.
   //   before: empty if x is there. Otherwise the output of the convolution before x and its fold (channels, 2), float32,
   //     from which x is made and written, x = fold[:, 0] y + fold[:, 1], and perhaps a tensor that is added to it.
-  //   left: empty if y is wanted. Otherwise the output of the last convolution and its fold, which are written instead.
-  //     `saved` then ends before that output.
+  //   left: empty if y is wanted. Otherwise seven tensors for what is left instead (Left in nasfast/ops/destinations.py),
+  //     of which all but the last two are written. `saved` then ends before the output of the last convolution.
   m.def("conv_bn_act_chain_gpu_counters(Tensor x, int[] plan) -> int");
   m.def(
       "conv_bn_act_chain_gpu_fwd(Tensor(e!) x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
@@ -85,10 +85,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
       "Tensor(f!)[] left, int[] plan, float[] eps) -> ()");
   // Makes x by itself.
   m.def("conv_bn_act_chain_gpu_make(Tensor(a!) x, Tensor[] before) -> ()");
-  // Without dx, dweights and dbiases that are empty, their gradients are not wanted. left: the output of the last
-  // convolution, if forward left it.
+  // Begins the backward of what a chain has left: writes the last two of the seven tensors from the others and grad, the
+  // gradient of the result. It needs as many counters as conv_bn_act_chain_gpu_counters says of grad and an empty plan.
+  m.def("conv_bn_act_chain_gpu_reduce(Tensor grad, Tensor(a!)[] before, Tensor(b!) counters) -> ()");
+  // Without dx, dweights and dbiases that are empty, their gradients are not wanted. before: empty, or what the chain
+  // before has left; this call then begins its backward, too. left: what this chain has left, or empty.
   m.def(
       "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor? x, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
       "Tensor[] bn_weights, bool add_input, Tensor(a!)? dx, Tensor(b!)[] dweights, Tensor(c!)[] dbiases, "
-      "Tensor(d!) counters, Tensor? left, int[] plan, float[] eps) -> ()");
+      "Tensor(d!) counters, Tensor(e!)[] before, Tensor[] left, int[] plan, float[] eps) -> ()");
 }

@@ -31,7 +31,7 @@ from nasfast.ops import _native
 from nasfast.ops.cuda import conv
 from nasfast.ops.plan import ChainPlan, read_plan
 
-OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("counters", "fwd", "make", "bwd"))
+OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("counters", "fwd", "make", "reduce", "bwd"))
 CACHE = ROOT / "build" / "gpu_model"
 _RECORDER = (
     "benchmarks/gpu_model/cuda_launches.cpp",
@@ -152,16 +152,17 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
     library, limits = _recorder(), LIMITS[arch]
     library.record_for(limits.processors, limits.program_shared, False)
     result = func._op_dk(torch._C.DispatchKey.Meta, *arguments.values())
-    chain = read_plan(arguments["plan"]) if "plan" in arguments else None
+    chain = read_plan(arguments["plan"]) if arguments.get("plan") else None
     stages = len(chain.stages) if chain else 0
     before = arguments.get("before") or []
+    begins = bool(before) and func._opname.endswith("bwd")
     launches, first = [], False
     for line in _lines(library.take_records()):
         geometry = dict(zip(_GEOMETRY, line["geometry"], strict=True))
         stages -= line["stage"].endswith(("backward", "gradient"))
         # forward goes from the first stage to the last, and backward the other way
         first = stages == 0 or (not launches and line["stage"].endswith("forward"))
-        makes = bool(before) and not launches
+        makes = not launches and not begins
         added = arguments.get("added") is not None or (first and arguments.get("add_input"))
         launches.append(
             CudaLaunch(
@@ -171,7 +172,15 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
                 line["shared"],
                 _without_addresses(line["arguments"]),
                 geometry,
-                _bytes(line["stage"], geometry, chain, len(before) * makes, added=bool(added), first=first),
+                _bytes(
+                    line["stage"],
+                    geometry,
+                    chain,
+                    len(before) * makes,
+                    added=bool(added),
+                    first=first,
+                    begins=begins,
+                ),
             )
         )
     return result, launches
@@ -195,14 +204,17 @@ def launching_nothing(arch: int) -> Iterator[None]:
         yield
 
 
-def _bytes(stage: str, g: dict[str, int], chain: ChainPlan | None, before: int, *, added: bool, first: bool) -> int:
+def _bytes(
+    stage: str, g: dict[str, int], chain: ChainPlan | None, before: int, *, added: bool, first: bool, begins: bool
+) -> int:
     """Bytes of the 16-bit tensors that one launch reads and writes.
 
     Args:
-        chain: the chain of which it is a part; None if it only makes an input.
+        chain: the chain of which it is a part; None if it only makes an input or begins a backward.
         before: 0, or, for a launch that makes the input of a chain, the tensors and folds from which it does.
         added: whether it adds a tensor to its result.
         first: whether it is of the first stage of a chain, which has no stage before.
+        begins: whether the backward of this stage also begins that of the chain before, whose output it reads for this.
 
     Raises:
         ValueError: a stage that this model does not know.
@@ -210,6 +222,8 @@ def _bytes(stage: str, g: dict[str, int], chain: ChainPlan | None, before: int, 
     if before and stage == "apply":
         # of the two or three, one is a fold; and one is written
         return 2 * before * g["images"] * g["H"] * g["W"] * g["C"]
+    if stage == "reduce":
+        return 2 * 2 * g["images"] * g["OH"] * g["OW"] * g["N"]
     assert chain is not None
     source, result = (g["images"] * g[h] * g[w] * g[c] for h, w, c in (("H", "W", "C"), ("OH", "OW", "N")))
     narrow = (
@@ -224,14 +238,12 @@ def _bytes(stage: str, g: dict[str, int], chain: ChainPlan | None, before: int, 
     if stage == "expand_depthwise_backward":
         return 2 * (2 * result + narrow + source)
     if stage == "expansion_gradient":
-        return 2 * (result + (2 + added) * source)
+        return 2 * (result + (2 + added + begins) * source)
     if stage == "apply":
         return 2 * (2 + added) * result
-    if stage == "reduce":
-        return 2 * 2 * result
     if stage in ("pointwise_backward", "depthwise_backward"):
-        # dz and y of this stage; dz of the stage before, and its y or what is added
-        return 2 * (2 * result + (1 + (added if first else 1)) * source)
+        # dz and y of this stage; dz of the stage before, its y and what is added
+        return 2 * (2 * result + (1 + (added + begins if first else 1)) * source)
     raise ValueError(f"the model does not know what the stage {stage!r} reads and writes")
 
 

@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_model.cuda import CudaKernel
 from benchmarks.gpu_model.gpus import GPUS
 from benchmarks.gpu_model.model import costs
 from benchmarks.gpu_model.recorder import Step, Workload, record_step
@@ -35,7 +36,7 @@ def rows_of(arch: int, *, processes: int, cache: str) -> list[dict[str, Any]]:
     times: Counter[tuple[str, Chain | None]] = Counter()
     for (backend, launch), cost in zip(every, costs(together, arch, processes=processes, cache=cache), strict=True):
         times[backend, launch.chain] += cost.predicted
-    served = {launch.chain for launch in steps["cuda"].launches if launch.kernel == "reduce"}
+    served = {launch.chain for launch in steps["cuda"].launches if isinstance(launch.specialization, CudaKernel)}
     again = {launch.chain for launch in steps["recompute"].launches if launch.kernel == "expand_depthwise_forward"}
     rows = []
     for chain in (chain for chain in steps["triton"].chains if chain in served):

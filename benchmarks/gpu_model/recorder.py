@@ -36,7 +36,7 @@ from benchmarks.gpu_model import cuda
 from nasfast._triton.configs import FAMILIES, Config
 from nasfast.engine import EagerEngine
 from nasfast.engine.graphs import GraphEngine
-from nasfast.ops import backends, cuda_times, plan, tuning, use_backend
+from nasfast.ops import backends, cuda_times, destinations, plan, tuning, use_backend
 from nasfast.ops.cuda import conv as conv_cuda
 from nasfast.ops.cuda_times import Chain
 from nasfast.ops.plan import read_plan
@@ -238,7 +238,7 @@ def no_gpu(arch: int, backend: str = "triton") -> Iterator[None]:
     driver.set_active(NoDriver(arch))
     # on a GPU these counters are zero already (nasfast/ops/arrivals.py), so filling them is no launch
     with ExitStack() as stack:
-        for module in (bn_triton, conv_cuda, training_triton):
+        for module in (bn_triton, conv_cuda, destinations, training_triton):
             stack.enter_context(patch.object(module, "zeros", _counters))
         stack.enter_context(_chosen(backend, arch))
         yield
@@ -378,7 +378,7 @@ def _phase(frame: FrameType | None) -> str:
     inside_model = False
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "_engine_run_backward":
+        if code.co_name in ("_engine_run_backward", "begin_backward"):
             return "backward"
         if "/torch/optim/" in code.co_filename or code.co_name.startswith(("clip_grad", "clipped_s")):
             return "optimizer"

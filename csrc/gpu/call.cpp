@@ -86,6 +86,28 @@ uint16_t* output_of(const Tensor& saved, const StagePlan& stage) {
   return stage.saved_at < 0 ? nullptr : bits(saved) + stage.saved_at;
 }
 
+// What a chain leaves of its result to the chain behind, in the order of Left in nasfast/ops/destinations.py.
+struct Left {
+  uint16_t* y;  // output of the last convolution
+  Fold* fold;
+  Interval* interval;
+  double* statistics;
+  float* gamma;
+  Back* back;
+  float* gradients;  // [2][channels]: of gamma and beta
+
+  NormGradient gradient(int64_t rows, int64_t channels) const {
+    NormGradient g{};
+    g.gamma = gamma;
+    g.statistics = statistics;
+    g.back = back;
+    g.dgamma = gradients;
+    g.dbeta = gradients + channels;
+    g.share = 1 / static_cast<double>(rows);
+    return g;
+  }
+};
+
 // The tensors of one call: all on the device of the first and in its type, or in float.
 struct TensorChecks {
   const Tensor& first;
@@ -112,6 +134,23 @@ struct TensorChecks {
   Fold* fold(const Tensor& tensor, int64_t channels) const {
     vector("fold", tensor, 2 * channels, ScalarType::Float);
     return static_cast<Fold*>(tensor.mutable_data_ptr());
+  }
+  Left left(const std::vector<Tensor>& tensors, int64_t n, int64_t c, int64_t h, int64_t w) const {
+    STD_TORCH_CHECK(tensors.size() == 7, kConvOp, ": what a chain leaves are 7 tensors, got ", tensors.size());
+    image("the output that is left", tensors[0], n, c, h, w);
+    const auto numbers = [&](const char* name, const Tensor& tensor, int64_t each) {
+      vector(name, tensor, each * c, ScalarType::Float);
+      aligned(name, tensor);
+      return tensor.mutable_data_ptr();
+    };
+    vector("statistics", tensors[3], 2 * c, ScalarType::Double);
+    return {bits(tensors[0]),
+            fold(tensors[1], c),
+            static_cast<Interval*>(numbers("interval", tensors[2], 4)),
+            static_cast<double*>(tensors[3].mutable_data_ptr()),
+            static_cast<float*>(numbers("weight", tensors[4], 1)),
+            static_cast<Back*>(numbers("back", tensors[5], 4)),
+            static_cast<float*>(numbers("gradients", tensors[6], 2))};
   }
   // The kernels read 16 bytes at a time; only a slice of a larger tensor can begin in between.
   static void aligned(const char* name, const Tensor& tensor) {
@@ -145,10 +184,14 @@ struct Checks : TensorChecks {
     vector("saved", tensor, left ? plan.stages.back().saved_at : plan.saved_size, first.scalar_type());
     aligned("saved", tensor);
   }
-  // The output of the last convolution, if it is left to the next chain.
-  uint16_t* left(const Tensor& tensor) const {
-    result("the output that is left", tensor);
-    return bits(tensor);
+  // What this chain leaves to the next one.
+  Left left(const std::vector<Tensor>& tensors) const {
+    const StagePlan& last = plan.stages.back();
+    return TensorChecks::left(tensors, plan.batch, last.out_channels, last.out_height, last.out_width);
+  }
+  // What the chain before has left.
+  Left before(const std::vector<Tensor>& tensors) const {
+    return TensorChecks::left(tensors, plan.batch, plan.channels, plan.height, plan.width);
   }
   Weight weight(const StagePlan& stage, const Tensor& tensor) const {
     const int64_t inner = stage.kind == cpu::Kind::kDepthwise ? 1 : stage.in_channels;
@@ -175,6 +218,11 @@ ApplyArgs apply_args(const uint16_t* y, const Fold* fold, Act act, const uint16_
   return {y, fold, added, out, rows, narrow, act, lanes_of(narrow)};
 }
 
+ReduceArgs reduce_args(const uint16_t* grad, const Left& left, int64_t rows, int64_t channels) {
+  const int narrow = static_cast<int>(channels);
+  return {grad, left.y, left.interval, rows, narrow, lanes_of(narrow), left.gradient(rows, channels)};
+}
+
 // The BatchNorm of a stage, without what a launch knows.
 Norm norm_of(const StagePlan& stage, const Tensor& statistics, const Coefficients& coefficients, const Tensor& weight,
              const Tensor& bias, double eps) {
@@ -188,6 +236,51 @@ Norm norm_of(const StagePlan& stage, const Tensor& statistics, const Coefficient
   norm.act = static_cast<Act>(stage.act);
   norm.share = 1 / static_cast<double>(stage.rows);
   return norm;
+}
+
+// The BatchNorms of all stages in backward.
+struct NormsBackward {
+  std::vector<NormGradient> gradients;
+  std::vector<const Interval*> intervals;
+  size_t stop;  // the first stage whose BatchNorm has a gradient that is wanted, or the number of stages
+
+  // backs: memory for the coefficients of all of them.
+  NormsBackward(const Checks& check, const Tensor& statistics, const std::vector<Tensor>& bn_weights,
+                const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases, const std::vector<double>& eps,
+                Back* backs)
+      : stop(check.plan.stages.size()) {
+    for (size_t i = 0; i < check.plan.stages.size(); ++i) {
+      const StagePlan& s = check.plan.stages[i];
+      check.vector("bn_weight", bn_weights[i], s.out_channels, ScalarType::Float);
+      const auto wanted = [&](const char* name, const Tensor& gradient) -> float* {
+        if (gradient.numel() == 0) return nullptr;
+        check.vector(name, gradient, s.out_channels, ScalarType::Float);
+        stop = std::min(stop, i);
+        return static_cast<float*>(gradient.mutable_data_ptr());
+      };
+      NormGradient g{};
+      g.gamma = cpu::float_data(bn_weights[i]);
+      g.statistics = statistics_of(statistics, s);
+      g.back = backs + s.statistics_at / 2;
+      g.dgamma = wanted("dgamma", dweights[i]);
+      g.dbeta = wanted("dbeta", dbiases[i]);
+      g.eps = static_cast<float>(eps[i]);
+      g.share = 1 / static_cast<double>(s.rows);
+      gradients.push_back(g);
+      intervals.push_back(Coefficients(statistics, check.plan, s).interval);
+    }
+  }
+};
+
+// Lets the kernel of the first stage begin the backward of what the chain before has left, where it can.
+bool begins(const Left& before, BackwardStage* stage) {
+  const Geometry& g = stage->geometry;
+  // the registers of a depthwise kernel have no room for rows of two tensors
+  if (g.kernel > 1 && stage->added != nullptr) return false;
+  stage->before = before.y;
+  stage->interval = before.interval;
+  stage->gradient = before.gradient(g.in_rows(), g.in_channels);
+  return true;
 }
 
 // Two buffers of 16-bit numbers, used in turn: a stage reads what the stage before it wrote.
@@ -230,6 +323,16 @@ ApplyArgs making(const Tensor& x, const std::vector<Tensor>& before) {
                     x.numel() / channels, channels);
 }
 
+ReduceArgs beginning(const Tensor& grad, const std::vector<Tensor>& before) {
+  STD_TORCH_CHECK(grad.dim() == 4 && grad.numel() > 0 && grad.size(1) % 8 == 0, kConvOp,
+                  ": a backward begins with a gradient of channels in multiples of 8");
+  const int64_t channels = grad.size(1), rows = grad.numel() / channels;
+  const TensorChecks check(grad);
+  check.image("grad", grad, grad.size(0), channels, grad.size(2), grad.size(3));
+  const Left left = check.left(before, grad.size(0), channels, grad.size(2), grad.size(3));
+  return reduce_args(bits(grad), left, rows, channels);
+}
+
 ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weights,
                          const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
                          const std::optional<Tensor>& added, const Tensor& y, const Tensor& saved,
@@ -244,9 +347,9 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
   if (added) check.result("what is added", *added);
   const StagePlan& last = plan.stages.back();
   const bool leaves = !left.empty();
-  STD_TORCH_CHECK(!leaves || (left.size() == 2 && !added && last.act == cpu::Act::kIdentity), kConvOp,
-                  ": a chain leaves the output of its last convolution and the fold, without activation and with "
-                  "nothing to add");
+  STD_TORCH_CHECK(!leaves || (!added && last.act == cpu::Act::kIdentity), kConvOp,
+                  ": a chain leaves the output of its last convolution without activation and with nothing to add");
+  const Left to = leaves ? check.left(left) : Left{};
   const bool keep = saved.numel() > 0;
   if (keep) check.saved(saved, leaves);
   if (!before.empty()) begin = making(x, before);
@@ -269,9 +372,14 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
     stage.act = act;
     stage.weight = check.weight(s, conv_weights[i]);
     const bool here = leaves && i + 1 == plan.stages.size();
-    stage.y = s.saved_at < 0 ? nullptr : here ? check.left(left[0]) : keep ? bits(saved) + s.saved_at : turns.of(i);
+    stage.y = s.saved_at < 0 ? nullptr : here ? to.y : keep ? bits(saved) + s.saved_at : turns.of(i);
     stage.norm = norm_of(s, statistics, coefficients, bn_weights[i], bn_biases[i], eps[i]);
-    if (here) stage.norm.fold = check.fold(left[1], s.out_channels);
+    if (here) {
+      stage.norm.fold = to.fold;
+      stage.norm.interval = to.interval;
+      stage.norm.left_statistics = to.statistics;
+      stage.norm.left_gamma = to.gamma;
+    }
     if (stage.y != nullptr) given = stage.y;
     fold = coefficients.fold;
     act = stage.norm.act;
@@ -285,9 +393,9 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
                            const Tensor& statistics, const std::vector<Tensor>& conv_weights,
                            const std::vector<Tensor>& bn_weights, bool add_input, const std::optional<Tensor>& dx,
                            const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
-                           const std::optional<Tensor>& left, const std::vector<int64_t>& numbers,
-                           const std::vector<double>& eps)
-    : bfloat16(grad.scalar_type() == ScalarType::BFloat16) {
+                           const std::vector<Tensor>& before, const std::vector<Tensor>& left,
+                           const std::vector<int64_t>& numbers, const std::vector<double>& eps)
+    : bfloat16(grad.scalar_type() == ScalarType::BFloat16), begin{}, end{} {
   const ChainPlan plan = read(numbers);
   const Checks check(grad, plan);
   check.lists(conv_weights.size(), bn_weights.size(), dweights.size(), eps.size(), statistics);
@@ -295,64 +403,58 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
   check.result("grad", grad);
   if (dx) check.input("dx", *dx);
   if (dx && add_input) check.input("grad, to be added,", grad);
-  check.saved(saved, left.has_value());
+  const bool has_left = !left.empty();
+  check.saved(saved, has_left);
   x = check.kept_input(input);
   expansion = check.weight(plan.stages[0], conv_weights[0]);
   const size_t count = plan.stages.size();
-  // the first stage whose BatchNorm has a gradient that is wanted
-  size_t stop = count;
-  std::vector<NormGradient> gradients(count);
-  std::vector<const Interval*> intervals(count);
   const Tensor backs =
       torch::stable::new_empty(grad, {plan.statistics_size / 2 * int64_t{sizeof(Back)}}, ScalarType::Byte);
   memory.push_back(backs);
-  for (size_t i = count; i-- > 0;) {
-    const StagePlan& s = plan.stages[i];
-    const Coefficients coefficients(statistics, plan, s);
-    check.vector("bn_weight", bn_weights[i], s.out_channels, ScalarType::Float);
-    const auto wanted = [&](const char* name, const Tensor& gradient) -> float* {
-      if (gradient.numel() == 0) return nullptr;
-      check.vector(name, gradient, s.out_channels, ScalarType::Float);
-      stop = i;
-      return static_cast<float*>(gradient.mutable_data_ptr());
-    };
-    NormGradient& g = gradients[i];
-    g.gamma = cpu::float_data(bn_weights[i]);
-    g.statistics = statistics_of(statistics, s);
-    g.back = static_cast<Back*>(backs.mutable_data_ptr()) + s.statistics_at / 2;
-    g.dgamma = wanted("dgamma", dweights[i]);
-    g.dbeta = wanted("dbeta", dbiases[i]);
-    g.eps = static_cast<float>(eps[i]);
-    g.share = 1 / static_cast<double>(s.rows);
-    intervals[i] = coefficients.interval;
-  }
+  NormsBackward norms(check, statistics, bn_weights, dweights, dbiases, eps,
+                      static_cast<Back*>(backs.mutable_data_ptr()));
   const StagePlan& last = plan.stages.back();
   const int channels = static_cast<int>(last.out_channels);
-  const uint16_t* const y = left ? check.left(*left) : output_of(saved, last);
-  begin = {bits(grad), y, intervals.back(), last.rows, channels, lanes_of(channels), gradients.back()};
+  const Left mine = has_left ? check.left(left) : Left{};
+  if (has_left) norms.intervals.back() = mine.interval;
+  const uint16_t* const y = has_left ? mine.y : output_of(saved, last);
   // the kernel of a stage makes dz of the stage before it
-  const size_t end = dx ? 0 : std::min(stop, count - 1) + 1;
+  const size_t first = dx ? 0 : std::min(norms.stop, count - 1) + 1;
+  // whether a kernel takes what the chain behind has begun
+  const bool begun = has_left && first < count && last.kind == cpu::Kind::kPointwise;
+  Handed handed{};
+  if (begun) {
+    handed = {mine.gradients, norms.gradients.back().dgamma, norms.gradients.back().dbeta};
+    norms.gradients.back().back = mine.back;
+  } else {
+    begin = {bits(grad), y, norms.intervals.back(), last.rows, channels, lanes_of(channels), norms.gradients.back()};
+  }
   const auto size = [&](const StagePlan& s, size_t i) {
-    return i == 0 || i < end ? 0 : plan.batch * s.height * s.width * s.in_channels;
+    return i == 0 || i < first ? 0 : plan.batch * s.height * s.width * s.in_channels;
   };
   const Turns turns(grad, plan, size, &memory);
   const uint16_t* dz = bits(grad);
-  for (size_t i = count; i-- > end;) {
+  for (size_t i = count; i-- > first;) {
     const StagePlan& s = plan.stages[i];
     BackwardStage stage{};
     stage.geometry = geometry_of(plan, s);
     stage.grad = dz;
-    stage.mask = i + 1 == count && s.act != cpu::Act::kIdentity ? intervals[i] : nullptr;
-    stage.y = i + 1 == count ? begin.y : output_of(saved, s);
-    stage.back = gradients[i].back;
+    stage.mask = i + 1 == count && s.act != cpu::Act::kIdentity ? norms.intervals[i] : nullptr;
+    stage.y = i + 1 == count ? y : output_of(saved, s);
+    if (i + 1 == count) stage.handed = handed;
+    stage.back = norms.gradients[i].back;
     stage.weight = check.weight(s, conv_weights[i]);
     stage.dx = i > 0 ? turns.of(i) : bits(*dx);
     if (i > 0) {
       stage.before = output_of(saved, plan.stages[i - 1]);
-      stage.interval = intervals[i - 1];
-      stage.gradient = gradients[i - 1];
+      stage.interval = norms.intervals[i - 1];
+      stage.gradient = norms.gradients[i - 1];
     } else if (add_input) {
       stage.added = bits(grad);
+    }
+    if (i == 0 && !before.empty()) {
+      const Left theirs = check.before(before);
+      if (!begins(theirs, &stage)) end = reduce_args(stage.dx, theirs, stage.geometry.in_rows(), s.in_channels);
     }
     dz = stage.dx;
     stages.push_back(stage);

@@ -27,6 +27,9 @@ struct Shapes {
 // How x is made from what the chain before has left: y and the fold of its last convolution, and perhaps a tensor to add.
 ApplyArgs making(const Tensor& x, const std::vector<Tensor>& before);
 
+// The sums with which the backward of what a chain has left begins, without `reduction`; before: see Left of call.cpp.
+ReduceArgs beginning(const Tensor& grad, const std::vector<Tensor>& before);
+
 // What a launch does not know before its grid: `reduction` of every stage, except its channels.
 struct ForwardCall {
   bool bfloat16;
@@ -43,18 +46,20 @@ struct ForwardCall {
 
 struct BackwardCall {
   bool bfloat16;
-  ReduceArgs begin;
+  ReduceArgs begin;                   // grad is null if the chain behind has begun
   std::vector<BackwardStage> stages;  // in the order in which they run, the last stage of the chain first
+  ReduceArgs end;                     // begins for the chain before; grad is null if no launch of its own has to
   Weight expansion;                   // weight of the first stage of the chain
   const uint16_t* x;                  // null if the plan keeps the output of the first stage
   std::vector<Tensor> memory;         // holds dz between the stages, and the coefficients of BatchNorm
 
-  // x: only for a plan that computes the output of the first stage again. left: the output of the last convolution,
-  // if forward left the result to the next chain.
+  // x: only for a plan that computes the output of the first stage again. before: what the chain before has left, if
+  // its backward has to be begun. left: what this chain has left.
   BackwardCall(const Tensor& grad, const std::optional<Tensor>& x, const Tensor& saved, const Tensor& statistics,
                const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights, bool add_input,
                const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
-               const std::optional<Tensor>& left, const std::vector<int64_t>& plan, const std::vector<double>& eps);
+               const std::vector<Tensor>& before, const std::vector<Tensor>& left, const std::vector<int64_t>& plan,
+               const std::vector<double>& eps);
 };
 
 // Memory for partial results, and the counters, which the caller has made.

@@ -1,7 +1,7 @@
 // Runs a chain of convolutions, BatchNorms and activations: forward a kernel for every stage and one for the result,
 // backward one that begins and then a kernel for every stage, last to first. A chain may leave its result to the chain
-// that reads it, whose first kernel makes it if it is pointwise. No launch waits for the host, so a chain can be captured
-// in a CUDA graph.
+// that reads it, whose first kernel makes it if it is pointwise. That chain also begins the backward of what was left:
+// its last kernel finishes the sums if it can. No launch waits for the host, so a chain can be captured in a CUDA graph.
 #pragma once
 
 #include <algorithm>
@@ -25,14 +25,15 @@ template <class Machine>
 Grid backward_grid(const Shapes& chain, size_t i, const Machine& machine) {
   const Geometry& geometry = chain.stages[i];
   if (chain.fused(i)) return expand_depthwise_backward_grid(geometry, chain.channels(), machine);
+  if (chain.recompute && i == 0) return expansion_gradient_grid(geometry, machine);
   return geometry.kernel == 1 ? pointwise_backward_grid(geometry, machine) : depthwise_backward_grid(geometry, machine);
 }
 
 // The grids of the stages of a chain in one direction, and the most that one of its launches needs, which come one after
-// the other. An expansion that is computed again has no kernel of its own backward that adds anything up, and no grid.
+// the other.
 struct Grids {
   std::vector<Grid> stages;
-  Grid begin{};  // grid of backward's first launch, which comes before those of the stages
+  Grid begin{}, end{};  // of backward: of the launches of `reduce` before and behind those of the stages
   int64_t pairs = 0, counters = 0;
 
   const Grid& add(const Grid& grid, int channels) {
@@ -54,18 +55,28 @@ Grids forward_grids(const Shapes& chain, const Machine& machine) {
 template <class Machine>
 Grids backward_grids(const Shapes& chain, const Machine& machine) {
   Grids grids;
-  const Geometry& last = chain.stages.back();
+  const Geometry &first = chain.stages[0], &last = chain.stages.back();
   grids.begin = grids.add(reduce_grid(last.out_rows(), last.out_channels, machine), last.out_channels);
   for (size_t i = 0; i < chain.stages.size(); ++i) {
-    const bool alone = i == 0 && chain.recompute;
-    grids.stages.push_back(alone ? Grid{} : grids.add(backward_grid(chain, i, machine), chain.stages[i].in_channels));
+    grids.stages.push_back(grids.add(backward_grid(chain, i, machine), chain.stages[i].in_channels));
   }
+  grids.end = grids.add(reduce_grid(first.in_rows(), first.in_channels, machine), first.in_channels);
   return grids;
 }
 
-// Counters that a chain needs in forward or in backward, whichever needs more.
+// The grid of a launch of `reduce` alone.
 template <class Machine>
-int64_t count_counters(const std::vector<int64_t>& plan, const Machine& machine) {
+Grids reduce_grids(const Tensor& grad, const Machine& machine) {
+  Grids grids;
+  const int channels = static_cast<int>(grad.size(1));
+  grids.begin = grids.add(reduce_grid(grad.numel() / channels, channels, machine), channels);
+  return grids;
+}
+
+// Counters that a chain needs in forward or in backward, whichever needs more; without a plan, those that `reduce` needs.
+template <class Machine>
+int64_t count_counters(const Tensor& x, const std::vector<int64_t>& plan, const Machine& machine) {
+  if (plan.empty()) return reduce_grids(x, machine).counters;
   const Shapes chain(plan);
   return std::max(forward_grids(chain, machine).counters, backward_grids(chain, machine).counters);
 }
@@ -73,6 +84,18 @@ int64_t count_counters(const std::vector<int64_t>& plan, const Machine& machine)
 // The input of a convolution as the geometry of a kernel that goes over it.
 inline Geometry map_of(const Geometry& g) {
   return {g.images, g.height, g.width, g.height, g.width, g.in_channels, g.in_channels, 1, 1};
+}
+inline Geometry map_of(const Tensor& x) {
+  const auto size = [&](int dimension) { return static_cast<int>(x.size(dimension)); };
+  return map_of(Geometry{size(0), size(2), size(3), 0, 0, size(1), 0, 0, 0});
+}
+
+template <class Format, class Machine>
+void run_reduce(const Machine& machine, ReduceArgs args, const Workspace& workspace, const Grid& grid,
+                const Geometry& map) {
+  args.gradient.reduction = workspace.reduction(grid, args.channels);
+  reduce<Format>(machine, grid, args);
+  machine.launched("reduce", map);
 }
 
 template <class Format, class Machine>
@@ -108,24 +131,22 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
 template <class Format, class Machine>
 void run_backward(const Machine& machine, const BackwardCall& call, const Workspace& workspace, const Shapes& chain,
                   const Grids& grids) {
-  ReduceArgs args = call.begin;
-  args.gradient.reduction = workspace.reduction(grids.begin, args.channels);
-  reduce<Format>(machine, grids.begin, args);
-  machine.launched("reduce", chain.stages.back());
+  if (call.begin.grad != nullptr) {
+    run_reduce<Format>(machine, call.begin, workspace, grids.begin, chain.stages.back());
+  }
   size_t i = chain.stages.size();
   for (BackwardStage stage : call.stages) {
     --i;
     const Geometry& g = stage.geometry;
-    if (i == 0 && chain.recompute) {
-      const ExpansionGradient last{g.in_rows(), g.in_channels,  g.out_channels, call.x,  stage.grad,
-                                   stage.back,  call.expansion, stage.added,    stage.dx};
-      expansion_gradient<Format>(machine, expansion_gradient_grid(last, machine), last);
-      machine.launched("expansion_gradient", g);
-      continue;
-    }
     const Grid& grid = grids.stages[i];
     stage.gradient.reduction = workspace.reduction(grid, g.in_channels);
-    if (chain.fused(i)) {
+    if (i == 0 && chain.recompute) {
+      const ExpansionGradient last{g.in_rows(), g.in_channels, g.out_channels, call.x,
+                                   stage.grad,  stage.back,    call.expansion, stage.added,
+                                   stage.dx,    stage.before,  stage.interval, stage.gradient};
+      expansion_gradient<Format>(machine, grid, last);
+      machine.launched("expansion_gradient", g);
+    } else if (chain.fused(i)) {
       expand_depthwise_backward<Format>(machine, grid, {stage, call.x, call.expansion, chain.channels()});
       machine.launched("expand_depthwise_backward", g);
     } else if (g.kernel == 1) {
@@ -136,12 +157,15 @@ void run_backward(const Machine& machine, const BackwardCall& call, const Worksp
       machine.launched("depthwise_backward", g);
     }
   }
+  if (call.end.grad != nullptr) {
+    run_reduce<Format>(machine, call.end, workspace, grids.end, map_of(chain.stages[0]));
+  }
 }
 
 // The operators of csrc/library.cpp on the machine that machine_of(tensor) gives.
 template <auto machine_of>
 struct ChainOperators {
-  static int64_t counters(const Tensor& x, std::vector<int64_t> plan) { return count_counters(plan, machine_of(x)); }
+  static int64_t counters(const Tensor& x, std::vector<int64_t> plan) { return count_counters(x, plan, machine_of(x)); }
 
   static void forward(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
                       std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved,
@@ -162,18 +186,27 @@ struct ChainOperators {
     const ApplyArgs args = making(x, before);
     x.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? apply<Bf16>(machine, args)
                                                                : apply<Fp16>(machine, args);
-    const auto size = [&](int dimension) { return static_cast<int>(x.size(dimension)); };
-    machine.launched("apply", map_of({size(0), size(2), size(3), 0, 0, size(1), 0, 0, 0}));
+    machine.launched("apply", map_of(x));
+  }
+
+  static void reduce(const Tensor& grad, std::vector<Tensor> before, Tensor counters) {
+    const auto& machine = machine_of(grad);
+    const ReduceArgs args = beginning(grad, before);
+    const Grids grids = reduce_grids(grad, machine);
+    const Workspace workspace(grad, grids.pairs, counters, grids.counters);
+    grad.scalar_type() == torch::headeronly::ScalarType::BFloat16
+        ? run_reduce<Bf16>(machine, args, workspace, grids.begin, map_of(grad))
+        : run_reduce<Fp16>(machine, args, workspace, grids.begin, map_of(grad));
   }
 
   static void backward(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
                        std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
                        std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases,
-                       Tensor counters, std::optional<Tensor> left, std::vector<int64_t> plan,
+                       Tensor counters, std::vector<Tensor> before, std::vector<Tensor> left, std::vector<int64_t> plan,
                        std::vector<double> eps) {
     const auto& machine = machine_of(grad);
     const BackwardCall call(grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases,
-                            left, plan, eps);
+                            before, left, plan, eps);
     const Shapes chain(plan);
     const Grids grids = backward_grids(chain, machine);
     const Workspace workspace(grad, grids.pairs, counters, grids.counters);

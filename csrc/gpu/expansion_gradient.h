@@ -24,15 +24,16 @@ NASFAST_ANYWHERE constexpr int gradient_row_tiles(int wide) { return wide > 32 ?
 
 // Where the arrays of a block lie in shared memory. `wide`: channels of x, `hidden`: of y1, in whole groups of 32.
 struct GradientMemory {
-  int matrix, coefficients, constant, parts, bytes;
+  int matrix, coefficients, constant, means, parts, bytes;
   int pitch;  // elements between two rows of a matrix
 
   NASFAST_ANYWHERE GradientMemory(int wide, int hidden) : pitch(wide + 8) {
     matrix = hidden * pitch * 2;                   // W, and then a W
     coefficients = matrix + 2 * wide * pitch * 2;  // both parts of A
     constant = coefficients + 3 * hidden * 4;      // a, b, c
-    parts = constant + wide * 4;                   // W^T c
-    bytes = parts + kGradientThreads * 4;
+    means = constant + wide * 4;                   // constant: W^T c; means: of what the chain before has left
+    parts = means + wide * 4;
+    bytes = parts + kGradientWarps * wide * 8;  // a number of each thread, or two sums of each channel and warp
   }
 };
 
@@ -52,15 +53,26 @@ struct ExpansionGradientKernel {
   static constexpr int kRowTiles = gradient_row_tiles(kWide), kRows = 16 * kRowTiles;
   using Acc = float[kRowTiles][kTiles][4];
   using Rows = Vec4[kRowTiles][2];  // 8 channels of the rows g and g + 8 of each tile
+  using Sums = GradientSums[8 * kGroups];
+  static_assert(kWide * 2 >= 32, "a number of each thread has room where the sums will be");
 
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
     const GradientMemory at(kWide, (args.hidden + 31) / 32 * 32);
+    block.each([&](int thread) {
+      if (args.before == nullptr || thread >= args.channels) return;
+      reinterpret_cast<float*>(shared + at.means)[thread] = args.interval[thread].mean;
+    });
     const float scale = prepare(block, args, at, shared);
     const uint16_t* const weights = reinterpret_cast<const uint16_t*>(shared);
     const uint16_t* const matrix = reinterpret_cast<const uint16_t*>(shared + at.matrix);
     const float* const constant = reinterpret_cast<const float*>(shared + at.constant);
     block.warps([&](const Warp& warp) {
+      Local<Sums> sums(warp);
+      warp.each([&](int lane) {
+        NASFAST_UNROLL
+        for (int i = 0; i < 8 * kGroups; ++i) sums[lane][i] = {};
+      });
       Local<Acc> acc(warp);
       Local<Rows> now(warp), next(warp);
       const int64_t step = int64_t{block.count_x} * kGradientWarps * kRows;
@@ -94,9 +106,14 @@ struct ExpansionGradientKernel {
             for (int i = 0; i < 2 * kRowTiles; ++i) now[lane][i / 2][i % 2] = next[lane][i / 2][i % 2];
           });
         }
-        store(warp, args, row, acc);
+        NASFAST_UNROLL
+        for (int group = 0; group < kGroups; ++group) {
+          store(warp, args, row, group, acc, now, next, reinterpret_cast<const float*>(shared + at.means), sums);
+        }
       }
+      if (args.before != nullptr) leave(warp, sums, reinterpret_cast<Vec2*>(shared + at.parts));
     });
+    if (args.before != nullptr) finish(block, args, reinterpret_cast<const Vec2*>(shared + at.parts));
   }
 
  private:
@@ -144,28 +161,73 @@ struct ExpansionGradientKernel {
     }
   }
 
-  static NASFAST_DEVICE void store(const Warp& warp, const Args& args, int64_t row, Local<Acc>& acc) {
+  // Stores a group of 32 channels of the result. `added` and `y` are what is added, and what the chain before has left.
+  static NASFAST_DEVICE void store(const Warp& warp, const Args& args, int64_t row, int group, Local<Acc>& acc,
+                                   Local<Rows>& added, Local<Rows>& y, const float* means, Local<Sums>& sums) {
+    load(warp, args.added, args.added != nullptr ? args.rows : 0, args.channels, row, group, added);
+    load(warp, args.before, args.before != nullptr ? args.rows : 0, args.channels, row, group, y);
     warp.each([&](int lane) {
+      const int channel = 32 * group + 8 * (lane % 4);
+      const int rows = args.rows - row < kRows ? static_cast<int>(args.rows - row) : kRows;
+      uint16_t* const dx = args.dx + (row + lane / 4) * args.channels + channel;
       NASFAST_UNROLL
       for (int i = 0; i < 2 * kRowTiles; ++i) {
-        const int64_t here = row + 8 * i + lane / 4;
+        if (8 * i + lane / 4 >= rows || channel >= args.channels) continue;
+        const Vec4 &more = added[lane][i / 2][i % 2], &left = y[lane][i / 2][i % 2];
+        Vec4 result;
         NASFAST_UNROLL
-        for (int group = 0; group < kGroups; ++group) {
-          const int channel = 32 * group + 8 * (lane % 4);
-          if (here >= args.rows || channel >= args.channels) continue;
-          const int64_t at = here * args.channels + channel;
-          Vec4 added{0, 0, 0, 0}, result;
-          if (args.added != nullptr) added = *reinterpret_cast<const Vec4*>(args.added + at);
-          NASFAST_UNROLL
-          for (int j = 0; j < 4; ++j) {
-            const float (&sum)[4] = acc[lane][i / 2][4 * group + j];
-            result.v[j] = Format::pack(sum[i % 2 * 2] + Format::first(added.v[j]),
-                                       sum[i % 2 * 2 + 1] + Format::second(added.v[j]));
-          }
-          *reinterpret_cast<Vec4*>(args.dx + at) = result;
+        for (int j = 0; j < 4; ++j) {
+          const float (&sum)[4] = acc[lane][i / 2][4 * group + j];
+          result.v[j] =
+              Format::pack(sum[i % 2 * 2] + Format::first(more.v[j]), sum[i % 2 * 2 + 1] + Format::second(more.v[j]));
+        }
+        *reinterpret_cast<Vec4*>(dx + 8 * i * args.channels) = result;
+        if (args.before == nullptr) continue;
+        NASFAST_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          float mean[2];
+          load_again(means + channel + 2 * j, mean);
+          GradientSums* const to = sums[lane] + 8 * group + 2 * j;
+          to[0].add(Format::first(result.v[j]), Format::first(left.v[j]) - mean[0]);
+          to[1].add(Format::second(result.v[j]), Format::second(left.v[j]) - mean[1]);
         }
       }
     });
+  }
+
+  // Leaves the sums of a warp in shared memory, [warps][channels].
+  static NASFAST_DEVICE void leave(const Warp& warp, Local<Sums>& sums, Vec2* parts) {
+    NASFAST_UNROLL
+    for (int i = 0; i < 8 * kGroups; ++i) {
+      warp.add_lanes([&](int lane) -> float& { return sums[lane][i].sum; }, 4);
+      warp.add_lanes([&](int lane) -> float& { return sums[lane][i].product; }, 4);
+    }
+    warp.each([&](int lane) {
+      if (lane >= 4) return;
+      NASFAST_UNROLL
+      for (int i = 0; i < 8 * kGroups; ++i) {
+        parts[warp.index * kWide + i / 8 * 32 + 8 * lane + i % 8] = {as_bits(sums[lane][i].sum),
+                                                                     as_bits(sums[lane][i].product)};
+      }
+    });
+  }
+
+  // Adds up the warps in their order, and then the blocks.
+  template <class Block>
+  static NASFAST_DEVICE void finish(const Block& block, const Args& args, const Vec2* parts) {
+    block.sync();
+    block.each([&](int thread) {
+      for (int c = thread; c < args.channels; c += kThreads) {
+        GradientSums total;
+        for (int warp = 0; warp < kGradientWarps; ++warp) {
+          total.sum += as_float(parts[warp * kWide + c].v[0]);
+          total.product += as_float(parts[warp * kWide + c].v[1]);
+        }
+        args.gradient.reduction.partial[int64_t{block.x} * args.channels + c] = {as_bits(total.sum),
+                                                                                 as_bits(total.product)};
+      }
+    });
+    finish_gradient<kThreads>(block, args.gradient, block.x, 0, 0, args.channels);
   }
 
   // The largest of one number of each thread, which is in parts[thread]. NaN may be lost.
@@ -322,11 +384,11 @@ struct ExpansionGradientKernel {
 };
 
 template <class Machine>
-Grid expansion_gradient_grid(const ExpansionGradient& stage, const Machine& machine) {
-  const int wide = stage.channels > 32 ? 64 : 32;
-  const int64_t rows = kGradientWarps * 16 * gradient_row_tiles(wide), needed = (stage.rows + rows - 1) / rows;
+Grid expansion_gradient_grid(const Geometry& g, const Machine& machine) {
+  const int wide = g.in_channels > 32 ? 64 : 32;
+  const int64_t rows = kGradientWarps * 16 * gradient_row_tiles(wide), needed = (g.in_rows() + rows - 1) / rows;
   const int64_t at_once = 2 * machine.multiprocessors;
-  const GradientMemory memory(wide, (stage.hidden + 31) / 32 * 32);
+  const GradientMemory memory(wide, (g.out_channels + 31) / 32 * 32);
   return {static_cast<int>(needed < at_once ? needed : at_once), 1, static_cast<size_t>(memory.bytes)};
 }
 

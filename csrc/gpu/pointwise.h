@@ -143,7 +143,7 @@ void pointwise_backward(const Machine& machine, const Grid& grid, const Backward
   const pointwise::BackwardArgs args{factor,         {{stage.grad, stage.y}, stage.mask, stage.back},
                                      stage.dx,       stage.before,
                                      stage.interval, stage.gradient,
-                                     stage.added};
+                                     stage.added,    stage.handed};
   pointwise::BackwardTiles::launch<pointwise::PointwiseBackward, Format>(machine, shape, grid, args);
 }
 

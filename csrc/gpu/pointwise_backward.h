@@ -1,5 +1,5 @@
-// Backward of a pointwise stage: `in` is dy = a dz + b y + c, and the result is dz of the stage before with its two
-// sums, or the gradient of the chain's input.
+// Backward of a pointwise stage: `in` is dy = a dz + b y + c, and the result is dz of the stage before, or of the chain
+// before, with its two sums; or only the gradient of the chain's input.
 #pragma once
 
 #include "product_result.h"
@@ -72,6 +72,7 @@ struct BackwardArgs {
   const Interval* interval;
   NormGradient gradient;
   const uint16_t* added;
+  Handed handed;
 };
 
 template <class Format, class Tile>
@@ -88,6 +89,7 @@ struct PointwiseBackward {
     const Shared memory(factor.depth, BackwardSource::kPlanes, kColumnPlanes);
     float* planes = reinterpret_cast<float*>(shared + memory.columns_at);
     const int left = factor.columns - result.first_column, mine = left < Tile::kColumns ? left : Tile::kColumns;
+    if (block.x == 0 && block.y == 0) args.handed.template copy<kThreads>(block, factor.depth);
     Local<ChannelSums> sums(block);
     Local<Vec4[2 * Tile::kTiles]> other(block);  // rows of `before` or of `added`
     block.each([&](int thread) {
@@ -115,6 +117,8 @@ struct PointwiseBackward {
       warp.each([&](int lane) {
         const int thread = 32 * warp.index + lane;
         if (args.before != nullptr) {
+          if (args.added != nullptr)
+            add_to(acc[thread], args.added + result.from(tile), result, warp.index, lane, rows);
           mask(result, planes, warp.index, lane, rows, acc[thread], other[thread], sums[thread], dx);
         } else {
           add(result, args.added != nullptr, warp.index, lane, rows, acc[thread], other[thread], dx);
@@ -149,6 +153,18 @@ struct PointwiseBackward {
   using Acc = float[Tile::kTiles][4][4];
   using Other = Vec4[2 * Tile::kTiles];
 
+  // The registers have no room to load these rows earlier.
+  static NASFAST_DEVICE void add_to(Acc& acc, const uint16_t* added, const Result<Tile>& result, int warp, int lane,
+                                    int rows) {
+    result.each_row(warp, lane, rows, [&](int i, int h, int64_t at) {
+      const Vec4 more = *reinterpret_cast<const Vec4*>(added + at);
+      NASFAST_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        acc[i][j][2 * h] += Format::first(more.v[j]);
+        acc[i][j][2 * h + 1] += Format::second(more.v[j]);
+      }
+    });
+  }
   // dz of the stage before, and its sums.
   static NASFAST_DEVICE void mask(const Result<Tile>& result, const float* planes, int warp, int lane, int rows,
                                   const Acc& acc, Other& other, ChannelSums& sums, uint16_t* dx) {

@@ -14,6 +14,26 @@ NASFAST_DEVICE void prepare_fold(const Fold* fold, int thread, int depth, float*
   }
 }
 
+// Replaces every word of the first tensor's pieces, two channels y from channel c on, by pack(a, b, piece, word) with
+// a and b = scale y + shift.
+template <class Format, int kPieces, int kInputs, class Pack>
+NASFAST_DEVICE void apply_fold(Vec4 (&raw)[kPieces][kInputs], const float* planes, int depth, int c, const Pack& pack) {
+  NASFAST_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const Floats scale = *reinterpret_cast<const Floats*>(planes + c + 4 * half);
+    const Floats shift = *reinterpret_cast<const Floats*>(planes + depth + c + 4 * half);
+    NASFAST_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      NASFAST_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        uint32_t& v = raw[i][0].v[2 * half + j];
+        v = pack(fma(Format::first(v), scale.v[2 * j], shift.v[2 * j]),
+                 fma(Format::second(v), scale.v[2 * j + 1], shift.v[2 * j + 1]), i, 2 * half + j);
+      }
+    }
+  }
+}
+
 struct ForwardSource {
   static constexpr int kInputs = 1, kPlanes = 2;
   static constexpr bool kMakes = false;
@@ -31,31 +51,13 @@ struct ForwardSource {
   NASFAST_DEVICE void convert(Vec4 (&raw)[kPieces][1], const float* planes, int depth, int c) const {
     if (fold == nullptr) return;
     if (act == Act::kIdentity) {
-      apply<Format>(raw, planes, depth, c, [](float a, float b) { return Format::pack(a, b); });
+      apply_fold<Format>(raw, planes, depth, c, [](float a, float b, int, int) { return Format::pack(a, b); });
     } else if (act == Act::kRelu) {
-      apply<Format>(raw, planes, depth, c, [](float a, float b) { return Format::pack_relu(a, b); });
+      apply_fold<Format>(raw, planes, depth, c, [](float a, float b, int, int) { return Format::pack_relu(a, b); });
     } else {
-      apply<Format>(raw, planes, depth, c,
-                    [](float a, float b) { return Format::at_most(Format::pack_relu(a, b), Format::kSixes); });
-    }
-  }
-
- private:
-  template <class Format, int kPieces, class Pack>
-  static NASFAST_DEVICE void apply(Vec4 (&raw)[kPieces][1], const float* planes, int depth, int c, const Pack& pack) {
-    NASFAST_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const Floats scale = *reinterpret_cast<const Floats*>(planes + c + 4 * half);
-      const Floats shift = *reinterpret_cast<const Floats*>(planes + depth + c + 4 * half);
-      NASFAST_UNROLL
-      for (int i = 0; i < kPieces; ++i) {
-        NASFAST_UNROLL
-        for (int j = 0; j < 2; ++j) {
-          uint32_t& v = raw[i][0].v[2 * half + j];
-          v = pack(fma(Format::first(v), scale.v[2 * j], shift.v[2 * j]),
-                   fma(Format::second(v), scale.v[2 * j + 1], shift.v[2 * j + 1]));
-        }
-      }
+      apply_fold<Format>(raw, planes, depth, c, [](float a, float b, int, int) {
+        return Format::at_most(Format::pack_relu(a, b), Format::kSixes);
+      });
     }
   }
 };
@@ -76,30 +78,16 @@ struct MakingSource {
   // Converts pieces in place, of channels c to c + 7.
   template <class Format, int kPieces>
   NASFAST_DEVICE void convert(Vec4 (&raw)[kPieces][2], const float* planes, int depth, int c) const {
+    const auto make = [&](const auto& added) {
+      apply_fold<Format>(raw, planes, depth, c, [&](float a, float b, int piece, int word) {
+        const uint32_t more = added(piece, word);
+        return Format::pack(a + Format::first(more), b + Format::second(more));
+      });
+    };
     if (has(1)) {
-      make<true, Format>(raw, planes, depth, c);
+      make([&](int piece, int word) { return raw[piece][1].v[word]; });
     } else {
-      make<false, Format>(raw, planes, depth, c);
-    }
-  }
-
- private:
-  template <bool kAdded, class Format, int kPieces>
-  static NASFAST_DEVICE void make(Vec4 (&raw)[kPieces][2], const float* planes, int depth, int c) {
-    NASFAST_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const Floats scale = *reinterpret_cast<const Floats*>(planes + c + 4 * half);
-      const Floats shift = *reinterpret_cast<const Floats*>(planes + depth + c + 4 * half);
-      NASFAST_UNROLL
-      for (int i = 0; i < kPieces; ++i) {
-        NASFAST_UNROLL
-        for (int j = 0; j < 2; ++j) {
-          uint32_t& v = raw[i][0].v[2 * half + j];
-          const uint32_t added = kAdded ? raw[i][1].v[2 * half + j] : 0;
-          v = Format::pack(fma(Format::first(v), scale.v[2 * j], shift.v[2 * j]) + Format::first(added),
-                           fma(Format::second(v), scale.v[2 * j + 1], shift.v[2 * j + 1]) + Format::second(added));
-        }
-      }
+      make([](int, int) { return 0u; });  // + 0 makes 0 of -0, as in ApplyKernel
     }
   }
 };

@@ -52,6 +52,27 @@ struct ForwardStage {
   Norm norm;
 };
 
+// The gradients of a BatchNorm's gamma and beta, if the chain behind has computed them. The first kernel of backward
+// copies them to where they are wanted.
+struct Handed {
+  const float* from;      // [2][channels], or null
+  float *dgamma, *dbeta;  // [channels], or null
+
+  // For all threads of one block.
+  template <int kThreads, class Block>
+  NASFAST_DEVICE void copy(const Block& block, int channels) const {
+    if (from == nullptr) return;
+    block.each([&](int thread) {
+      for (int c = thread; c < channels; c += kThreads) {
+        if (dgamma != nullptr) dgamma[c] = from[c];
+        if (dbeta != nullptr) dbeta[c] = from[channels + c];
+      }
+    });
+  }
+};
+
+// The first stage of a chain has no stage before, but perhaps a chain that has left it the output of its last
+// convolution. Then `before`, `interval` and `gradient` are those of that chain's last stage.
 struct BackwardStage {
   Geometry geometry;
   const uint16_t* grad;  // dz, or with a mask the gradient behind this stage's activation
@@ -59,11 +80,12 @@ struct BackwardStage {
   const uint16_t* y;     // the output of this stage's convolution
   const Back* back;      // this stage's: dy = a dz + b y + c
   Weight weight;
-  uint16_t* dx;              // dz of the stage before, or the gradient of the chain's input if `before` is null
+  uint16_t* dx;              // dz of the stage before, or the gradient of the chain's input
   const uint16_t* before;    // the output of the convolution before, or null
   const Interval* interval;  // the interval of the stage before
   NormGradient gradient;     // the BatchNorm of the stage before
-  const uint16_t* added;     // what is added to dx in the first stage, or null
+  const uint16_t* added;     // what is added to dx in the first stage, or null; depthwise, only if `before` is null
+  Handed handed;             // of this stage; only the last stage of a chain has it, if it is pointwise
 };
 
 // The two stages of an expansion and the depthwise convolution behind it, when the output y1 of the expansion is in no
@@ -84,7 +106,8 @@ struct ExpandBackward {
 };
 
 // The gradient of the input of the chain from dz of the expansion. With dy = a dz + b y1 + c and y1 = W x it is
-// (a W)^T dz + W^T diag(b) W x + W^T c, in which no y1 is left.
+// (a W)^T dz + W^T diag(b) W x + W^T c, in which no y1 is left. If the chain before has left the output of its last
+// convolution, which no activation follows, the kernel also finishes the sums that its BatchNorm needs.
 struct ExpansionGradient {
   int64_t rows;
   int channels, hidden;  // channels of x, and of y1
@@ -93,6 +116,9 @@ struct ExpansionGradient {
   Weight expansion;
   const uint16_t* added;  // what is added to dx, or null
   uint16_t* dx;
+  const uint16_t* before;  // what the chain before has left, or null
+  const Interval* interval;
+  NormGradient gradient;
 };
 
 }  // namespace nasfast::gpu

@@ -108,9 +108,12 @@ struct Norm {
   float eps;
   Act act;
   double share;  // 1 / numbers per channel
+  // For the chain behind, if that one begins backward through this BatchNorm; otherwise null.
+  double* left_statistics;  // [2][channels]: mean, and biased variance + eps
+  float* left_gamma;        // [channels]
 };
 
-// The gradient through that BatchNorm.
+// The gradient through that BatchNorm. `statistics` and eps are those of Norm, or left_statistics and 0.
 struct NormGradient {
   Reduction reduction;
   const float* gamma;
@@ -260,6 +263,10 @@ NASFAST_DEVICE void finish_norm(const Block& block, const Norm& norm, int row, i
       const float shift = fma(-static_cast<float>(mean), scale, beta);
       norm.fold[c] = {scale, shift};
       norm.interval[c] = interval_of(norm.act, scale, shift, static_cast<float>(mean));
+      if (norm.left_gamma == nullptr) return;
+      norm.left_gamma[c] = gamma;
+      norm.left_statistics[c] = mean;
+      norm.left_statistics[norm.reduction.channels + c] = static_cast<float>(variance) + norm.eps;
     };
   });
 }

@@ -8,7 +8,8 @@ every step has other paths.
 
 A candidate may leave its output to the next layer, whose first kernel then makes it while it reads it. Which graphs the
 next candidate replays depends on that: it is captured once for every way in which it gets its input, of which there
-are at most three. All of them compute the same numbers.
+are at most three. All of them compute the same numbers. In backward, the candidate that made the input also begins the
+backward of the one that left it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
 from nasfast.engine.segments import Head, Segment
 from nasfast.ops.destinations import Remains, Unmade
-from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
+from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual, has_forward_hooks
 from nasfast.ops.plan import stage_kind
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
@@ -85,8 +86,9 @@ class GraphEngine:
     """Forward and backward of a supernet's sampled paths as replays of graphs captured per (layer, candidate).
 
     It runs the same kernels in the same order as `EagerEngine`, so results are equal bit for bit if the kernels are
-    deterministic. A candidate is captured when a step first needs it. Afterwards the network must not be moved, and
-    the set of trainable parameters must not change.
+    deterministic. Only where a chain of the CUDA kernels begins the backward of the chain before, sums have another
+    order, and gradients differ by roundings. A candidate is captured when a step first needs it. Afterwards the network
+    must not be moved, and the set of trainable parameters must not change.
 
     Args:
         net: a supernet on its device, in training mode.
@@ -248,6 +250,13 @@ class GraphEngine:
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             raise EngineError(f"choice {choice} of layer {i - 1} could not be captured: {error}") from error
+        if unmade is not None and segment.source_grad is not None and not segment.begins:
+            _logger.debug(
+                "choice %s of layer %d does not read its input by a chain of the CUDA kernels, so a launch of its own "
+                "begins the backward of the layer before",
+                choice,
+                i - 1,
+            )
         self._segments[i][key] = segment
         return segment
 
@@ -255,7 +264,7 @@ class GraphEngine:
         """Whether each part of a layer's choice is one chain, and nothing else reads its input or its result."""
         modules, choices = self._layers[i]
         function = choices[choice]
-        if any(m._forward_hooks or m._forward_pre_hooks for module in modules for m in module.modules()):
+        if any(map(has_forward_hooks, modules)):
             return [False]
         parts = function.parts() if isinstance(function, _Chosen) else list(modules[0].children())
         return [_is_chain(part) for part in parts] or [False]

@@ -20,7 +20,8 @@ class Segment:
 
     Operators that take offered memory write to the boundaries and gradients directly. The results of other operators
     are copied there. A segment may leave its output unmade, and the next one, captured for that, makes it in its first
-    kernel, or in a launch of its own (nasfast/ops/destinations.py).
+    kernel, or in a launch of its own (nasfast/ops/destinations.py). In the same ways it begins the backward of what was
+    left.
 
     Attributes:
         module: computes the output from the input.
@@ -37,6 +38,8 @@ class Segment:
         left: what the target is made from behind forward; None if it is there.
         reached: the gradients of the parameters that have one, in the layouts of the parameters; the first backward
             sets it.
+        begins: whether the chain that makes the source also begins the backward of what was left of it; if not, a
+            launch of its own does.
         passes_on: whether backward computes a gradient of the source. If not, the segments before have none either.
         forward_replay, backward_replay: replays of the captured functions; None if there is nothing to do.
     """
@@ -55,6 +58,7 @@ class Segment:
     gradients: Tensor = field(init=False)
     left: destinations.Unmade | None = field(init=False, default=None)
     reached: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict)
+    begins: bool = field(init=False, default=False)
     passes_on: bool = field(init=False, default=True)
     forward_replay: Replay | None = field(init=False, default=None)
     backward_replay: Replay | None = field(init=False, default=None)
@@ -141,13 +145,22 @@ class Segment:
         if self.source_grad is not None:
             dx = computed.pop(0)
             self.passes_on = dx is not None
-            if dx is not None and not destinations.lies_in(dx, self.source_grad):
-                self.source_grad.copy_(dx)
+            if dx is not None:
+                self._take_source_gradient(dx)
         made = [(p, s, g) for p, s, g in zip(self.parameters, self._slots, computed, strict=True) if g is not None]
         self.reached = {p: slot for p, slot, _ in made}
         elsewhere = [(slot, gradient) for _, slot, gradient in made if not destinations.lies_in(gradient, slot)]
         if elsewhere:
             torch._foreach_copy_([slot for slot, _ in elsewhere], [gradient for _, gradient in elsewhere])
+
+    def _take_source_gradient(self, dx: Tensor) -> None:
+        assert self.source_grad is not None and self._offer is not None
+        direct = destinations.lies_in(dx, self.source_grad)
+        if not direct:
+            self.source_grad.copy_(dx)
+        self.begins = direct and self._offer.begun
+        if self.unmade is not None and not self.begins:
+            self.unmade.begin_backward(self.source_grad)
 
     def release(self) -> None:
         self._x = self._y = self._offer = None

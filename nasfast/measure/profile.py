@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,15 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from nasfast.config import ConfigError
 from nasfast.measure.config import ProfileConfig
 from nasfast.measure.timing import TrainingStep, measuring, random_batch
+from nasfast.ops.autograd import WRAPPER
 from nasfast.runtime.device import torch_device
 from nasfast.settings.supernet import METHODS
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
 
 TRACE_FILE, NSYS_FILE, NCU_FILE = "trace.json", "nsys", "ncu"
-
-# a registered operator runs inside an autograd function of this name, and the profiler gives that one its time
-_WRAPPER = re.compile(r"GeneratedBackwardFor_(?P<library>nasfast_(?:cuda|triton)|[^_]+)_(?P<op>\w+)_default")
 
 # unrecorded steps, in which kernels compile, memory pools grow and cuDNN chooses algorithms
 _WARMUP = 3
@@ -260,8 +257,9 @@ def _tables(
         if event.key in ranges:
             in_range[event.key] += getattr(event, total_time) / 1e3
             continue
-        wrapped = _WRAPPER.fullmatch(event.key)
-        name = f"{wrapped['library']}::{wrapped['op']}" if wrapped else event.key
+        # an operator runs inside its autograd function, to which the profiler gives its time
+        wrapped = event.key.startswith(WRAPPER) and not event.key.endswith("Backward")
+        name = event.key.removeprefix(WRAPPER) if wrapped else event.key
         ms, calls = ops.get(name, (0.0, 0))
         ops[name] = (ms + getattr(event, self_time) / 1e3, calls + (0 if wrapped else event.count))
     everything = sum(ms for ms, _ in ops.values())

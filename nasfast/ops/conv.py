@@ -142,6 +142,23 @@ def conv_bn_act_chain(
     return _run("conv_bn_act_chain", x, stages, residual, backend, shuffle=shuffle)
 
 
+def runs_on_cuda_kernels(x: Tensor, stages: Sequence[Stage]) -> bool:
+    """Whether `conv_bn_act_chain` runs all of these stages as one chain of the CUDA kernels."""
+    return _resolve("conv_bn_act_chain", x, stages, stage_fields(stages), None, shuffle=False) == "cuda"
+
+
+def _resolve(
+    op: str, x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...], backend: str | None, *, shuffle: bool
+) -> str:
+    """The name of the backend that serves this call."""
+
+    def refusal(name: str) -> Refusal | None:
+        # only `cuda` has no way around what its operator lacks
+        return cuda_refusal(x, stages, fields, shuffle=shuffle) if name == "cuda" else None
+
+    return resolve_backend(op, x, backend, refusal).name
+
+
 def _run(
     op: str,
     x: Tensor,
@@ -153,12 +170,7 @@ def _run(
 ) -> Tensor:
     """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot."""
     fields = stage_fields(stages)
-
-    def refusal(name: str) -> Refusal | None:
-        # only `cuda` has no way around what its operator lacks
-        return cuda_refusal(x, stages, fields, shuffle=shuffle) if name == "cuda" else None
-
-    name = resolve_backend(op, x, backend, refusal).name
+    name = _resolve(op, x, stages, fields, backend, shuffle=shuffle)
     if name == "reference":
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
     if any([stage.params.conv_bias is not None for stage in stages]):

@@ -6,7 +6,8 @@ instead of allocating. Other operators do not, so a caller that offers memory mu
 
 A caller may also let an operator leave its result unmade: the last BatchNorm of a chain needs the statistics of all
 pixels, so its result takes a launch of its own, unless the next chain makes it while it reads it. The chains of the
-CUDA kernels can do both.
+CUDA kernels can do both. In backward, the BatchNorm that was left needs two sums over all pixels of the gradient of the
+result. Whoever made the result begins this: with its last kernel, or with a launch of its own.
 """
 
 from __future__ import annotations
@@ -19,30 +20,64 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nasfast.ops.arrivals import zeros
+
 # An operator keeps the offer of its forward for its backward, because backward may run in another thread.
 _here = threading.local()
+
+
+class Left(NamedTuple):
+    """Memory for what an operator leaves of a result x of C channels. All are float32 where nothing else is said.
+
+    Forward of the operator fills these:
+
+    Attributes:
+        y: the output of its last convolution; shape, type and layout of x.
+        fold: (C, 2), scale and shift of the BatchNorm behind it.
+        interval: (C, 4), where the activation behind it lets the gradient through, and the mean of y.
+        statistics: (2, C) float64, mean and biased variance + eps of y.
+        weight: (C,), weight of the BatchNorm.
+        back: (C, 4), the gradient of y from that of x: back[:, 0] dx + back[:, 1] y + back[:, 2]. Whoever makes x fills
+            it in backward, before backward of the operator itself.
+        gradients: (2, C), those of the BatchNorm's weight and bias, filled together with `back`.
+    """
+
+    y: Tensor
+    fold: Tensor
+    interval: Tensor
+    statistics: Tensor
+    weight: Tensor
+    back: Tensor
+    gradients: Tensor
 
 
 class Unmade(NamedTuple):
     """What a tensor x is made from that no operator has written: x = fold[:, 0] y + fold[:, 1] + added, rounded once.
 
     Attributes:
-        y: the output of a convolution; shape, type and layout of x.
-        fold: (C, 2) float32, scale and shift of the BatchNorm behind it.
+        left: what an operator has left of x.
         added: shape, type and layout of x; None for nothing.
     """
 
-    y: Tensor
-    fold: Tensor
+    left: Left
     added: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """As the operators of the CUDA kernels get it."""
-        return [tensor for tensor in self if tensor is not None]
+        """What x is made from, as the operators of the CUDA kernels get it."""
+        return [self.left.y, self.left.fold, *([] if self.added is None else [self.added])]
 
     def make(self, x: Tensor) -> None:
         """Write x by a launch of its own, where no chain makes it on the way."""
         torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, self.tensors())
+
+    def begin_backward(self, grad: Tensor) -> None:
+        """Fill `back` and `gradients` of what was left by a launch of its own, where no chain does it on the way.
+
+        Args:
+            grad: the gradient of x.
+        """
+        count = torch.ops.nasfast.conv_bn_act_chain_gpu_counters(grad, [])
+        torch.ops.nasfast.conv_bn_act_chain_gpu_reduce(grad, list(self.left), zeros(count, grad.device))
 
 
 class Remains:
@@ -50,13 +85,25 @@ class Remains:
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
-        self.tensors: tuple[Tensor, Tensor] | None = None
+        self.tensors: Left | None = None
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Memory for `y` and `fold` of an `Unmade`."""
+    def take(self) -> Left:
+        """The memory."""
         if self.tensors is None:
-            fold = torch.empty(self._x.shape[1], 2, dtype=torch.float32, device=self._x.device)
-            self.tensors = torch.empty_like(self._x), fold
+            channels, device = self._x.shape[1], self._x.device
+
+            def numbers(*shape: int) -> Tensor:
+                return torch.empty(shape, dtype=torch.float32, device=device)
+
+            self.tensors = Left(
+                y=torch.empty_like(self._x),
+                fold=numbers(channels, 2),
+                interval=numbers(channels, 4),
+                statistics=torch.empty(2, channels, dtype=torch.float64, device=device),
+                weight=numbers(channels),
+                back=numbers(channels, 4),
+                gradients=numbers(2, channels),
+            )
         return self.tensors
 
 
@@ -78,6 +125,8 @@ class Offer:
     Attributes:
         result_taken: whether an operator has taken `result`.
         made: whether an operator has made the input.
+        begun: whether the operator that computes `input_gradient` also begins the backward of what the input was made
+            from. It does so from its own gradient of the input, so the caller must check whether that is the whole one.
         left: what an operator has left instead of the result.
     """
 
@@ -92,10 +141,11 @@ class Offer:
         remains: Remains | None,
     ) -> None:
         self._source, self._unmade, self._result, self._remains = source, unmade, result, remains
+        self._input_gradient = input_gradient
         self._images = {"result": result, "input_gradient": input_gradient}
         # an operator gets another Python object for the same parameter
         self._parameters = {p.data_ptr(): (p.shape, gradient) for p, gradient in parameter_gradients.items()}
-        self.result_taken = self.made = False
+        self.result_taken = self.made = self.begun = False
         self.left: Unmade | None = None
 
     def take_image(
@@ -138,8 +188,17 @@ class Offer:
             return None
         if added is not None and not lies_in(added, self._source):
             return None
-        self.left = Unmade(*self._remains.take(), None if added is None else self._source)
+        self.left = Unmade(self._remains.take(), None if added is None else self._source)
         return self.left
+
+    def begin_backward(self, dx: Tensor) -> Left | None:
+        """What the input was made from, if the operator that computes its gradient dx has to begin its backward."""
+        if self._unmade is None or not self.made or self._input_gradient is None:
+            return None
+        if not lies_in(dx, self._input_gradient):
+            return None
+        self.begun = True
+        return self._unmade.left
 
 
 @contextmanager
@@ -201,12 +260,20 @@ def leave_result(result: Tensor, added: Tensor | None) -> Unmade | None:
     return None if offer is None else offer.leave(result, added)
 
 
-def left_output() -> Tensor:
-    """For backward: the output of the last convolution, which forward has left instead of the result."""
+def what_was_left() -> Left:
+    """For backward: what forward has left instead of the result."""
     offer = current()
     if offer is None or offer.left is None:
         raise RuntimeError("the backward of an operator that left its result needs the offer of its forward")
-    return offer.left.y
+    return offer.left.left
+
+
+def begun_backward(dx: Tensor) -> Left | None:
+    """What the input was made from, if the operator that computes its gradient dx, which `new_image` gave, has to begin
+    its backward, too.
+    """
+    offer = current()
+    return None if offer is None else offer.begin_backward(dx)
 
 
 def new_parameter_gradient(parameter: Tensor, *, wanted: bool) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.ops.bn import bn_act
-from nasfast.ops.conv import conv_bn_act_chain
+from nasfast.ops.conv import conv_bn_act_chain, runs_on_cuda_kernels
 from nasfast.ops.reference import ConvBNParams, Stage
 
 ACTIVATION_MODULES = {
@@ -294,6 +294,35 @@ def activation_module(act: str) -> nn.Module:
     if act not in ACTIVATION_MODULES:
         raise ValueError(f"act must be one of {', '.join(ACTIVATION_MODULES)}, got {act!r}")
     return ACTIVATION_MODULES[act]()
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module or one inside has hooks that a caller of its operators would leave out."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def run_in_order(modules: nn.Sequential, x: Tensor) -> Tensor:
+    """Call modules one after another: as one chain if the CUDA kernels run it, because they then write nothing between.
+
+    Hooks of the modules inside are not called then, so modules that have any are called as they are.
+    """
+    units = _units_of(modules)
+    if units and not has_forward_hooks(modules) and runs_on_cuda_kernels(x, [unit.stage() for unit in units]):
+        return conv_bn_act_chain(x, _begin_stages(units))
+    return modules(x)
+
+
+def _units_of(modules: Iterable[nn.Module]) -> list[FusedConvBNAct]:
+    """The units of modules that could be one chain, in which nothing is added; empty for others."""
+    found: list[FusedConvBNAct] = []
+    for module in modules:
+        if type(module) is FusedConvBNAct:
+            found.append(module)
+        elif type(module) is FusedInvertedResidual and module.se is None and not module.has_residual:
+            found += [unit for unit in (module.expand, module.depthwise, module.project) if unit is not None]
+        else:
+            return []
+    return found
 
 
 def _begin_stages(units: Iterable[FusedConvBNAct]) -> list[Stage]:

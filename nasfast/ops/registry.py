@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 from nasfast.ops import _native, _triton
+from nasfast.ops.autograd import autograd_kernel
 from nasfast.ops.cuda import conv as cuda_conv
 
+# a library takes its kernels back when it is deleted
+_libraries: list[torch.library.Library] = []
 _NAMESPACES = {"cpu": "nasfast", "cuda": "nasfast_cuda", "triton": "nasfast_triton"}
 
 
@@ -65,9 +68,9 @@ def register(
         forward_fake: fake kernel of `op`_fwd. It gets the name of the backend before the operator's arguments, because
             backends save different tensors.
         backward_fake: fake kernel of `op`_bwd, with the operator's arguments.
-        setup_context: see torch.library.register_autograd.
-        backward: see torch.library.register_autograd. It gets the backward operator of its own namespace before the
-            arguments that autograd gives it.
+        setup_context: see `autograd_kernel`.
+        backward: see `autograd_kernel`. It gets the backward operator of its own namespace before the arguments that
+            autograd gives it.
 
     Raises:
         RuntimeError: the compiled extension is older than the Python code.
@@ -82,7 +85,10 @@ def register(
         torch.library.register_fake(f"{namespace}::{op}_fwd", partial(forward_fake, name))
         torch.library.register_fake(f"{namespace}::{op}_bwd", backward_fake)
         formula = partial(backward, getattr(operators(name), f"{op}_bwd"))
-        torch.library.register_autograd(f"{namespace}::{op}_fwd", formula, setup_context=setup_context)
+        kernel = autograd_kernel(getattr(operators(name), f"{op}_fwd").default, setup_context, formula)
+        library = torch.library.Library(namespace, "IMPL")
+        library.impl(f"{op}_fwd", kernel, "Autograd", with_keyset=True)
+        _libraries.append(library)
 
 
 AVAILABLE = _define_available()

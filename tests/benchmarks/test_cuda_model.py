@@ -18,13 +18,14 @@ pytestmark = [
     pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason="needs the operators of the CUDA kernels"),
 ]
 SHARED_OF_A_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-# Bytes per thread that kernels spill which fuse an expansion with a depthwise convolution, and the pointwise kernel of
-# the tallest tile that makes its input. The others spill none.
+# Bytes per thread that kernels spill which fuse an expansion with a depthwise convolution, the pointwise kernel of the
+# tallest tile that makes its input, and the gradient of an expansion of at most 32 channels. The others spill none.
 SPILLED = {
     ("ExpandForwardKernel", 7, 1): 40,
     ("ExpandBackwardKernel", 5, 1): 24,
     ("ExpandBackwardKernel", 7, 2): 96,
     ("PointwiseForward", 8): 8,
+    ("ExpansionGradientKernel", 1): 8,
 }
 
 
@@ -118,6 +119,14 @@ def test_a_step_has_one_launch_for_each_convolution_and_two_for_each_chain(traff
     # the stem stays on Triton: its convolution, BatchNorm, and the sums of BatchNorm's gradient
     # the rest is the loss, the norm of the gradients and the update
     assert sum(launches.values()) == 2 * sum(convolutions.values()) + 2 * 23 + 3 + 3
+
+
+def test_a_step_of_the_graph_engine_has_at_most_150_launches(program):
+    found = json.loads(program(str(Path(__file__).parent / "cuda_step.py"), TRITON_INTERPRET="0"))
+    assert sum(found.values()) <= 150
+    # of 22 chains, all but that of the head leave their results to the next one, which begins their backward
+    assert found["reduce"] == found["apply"] == 1
+    assert found["bn_act_reduce_kernel"] == found["bn_act_kernel"] == 1
 
 
 def test_a_step_moves_less_than_the_floor(traffic):

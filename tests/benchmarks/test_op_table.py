@@ -84,6 +84,7 @@ def test_names_can_be_chosen_from():
     assert all(re.fullmatch(r"[\w ]+", case.name) for case in table("full"))
 
 
+@pytest.mark.slow
 def test_a_result_file(native, monkeypatch, tmp_path):
     path = tmp_path / "ops.json"
     timing = ["--benchmark-max-time=0", "--benchmark-min-rounds=2", "--benchmark-json", str(path)]

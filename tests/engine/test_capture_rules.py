@@ -55,7 +55,7 @@ class Rules(TorchDispatchMode):
             self.seen.add(namespace)
             with self:  # inside an operator the mode does not hold by itself
                 return launchers(namespace)[name](*args, **kwargs)
-        if name in [f"conv_bn_act_chain_gpu_{which}" for which in ("fwd", "make", "bwd")]:
+        if name in [f"conv_bn_act_chain_gpu_{which}" for which in ("fwd", "make", "reduce", "bwd")]:
             return None  # it only launches kernels, whose emulation would take long
         if torch.Tag.data_dependent_output in func.tags:
             raise Refused(f"{func} reads a number on the host")
@@ -144,7 +144,7 @@ def record_every_candidate(engine, space, *, unmade=False):
             kind = (layer.choices[choice], layer.stride, layer.normal) if layer else i
             if kind not in seen:
                 seen.add(kind)
-                engine._segment(i, choice, Unmade(*engine._remains[i].take()) if unmade and i > 0 else None)
+                engine._segment(i, choice, Unmade(engine._remains[i].take()) if unmade and i > 0 else None)
     assert engine.capture.count > len(seen)
 
 

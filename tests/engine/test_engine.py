@@ -15,11 +15,11 @@ from nasfast import spaces, use_backend
 from nasfast.engine import EagerEngine, GraphEngine, make_engine
 from nasfast.engine.graphs import EngineError
 from nasfast.measure.timing import random_batch
-from nasfast.ops import _native, _triton, backends, bn_act
+from nasfast.ops import _native, _triton, backends, bn_act, conv_bn_act_chain, modules
 from nasfast.ops.destinations import Offer
 from nasfast.ops.modules import BNAct2d
 from nasfast.ops.plan import storage_dtype
-from nasfast.spaces import Block, Stage
+from nasfast.spaces import Block, FixedLayer, Stage
 from nasfast.supernet import Supernet
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -134,6 +134,7 @@ class Shared(torch.nn.Module):
         return self.bn(x) + x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["constant", "twice", "shared"])
 def test_candidates_of_other_kinds(kind):
     """One that cuts the gradient off, one whose first operator finds the boundary fitting, two with one parameter."""
@@ -232,8 +233,14 @@ def emulated(monkeypatch):
         monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))
 
 
+@pytest.fixture
+def begun_by_launches(monkeypatch):
+    """No chain begins the backward of the chain before: a launch does, whose bits are those of the eager engine."""
+    monkeypatch.setattr(Offer, "begin_backward", lambda self, dx: None)
+
+
 @emulates
-def test_cuda_operators_write_into_boundaries_and_gradients(emulated, monkeypatch):
+def test_cuda_operators_write_into_boundaries_and_gradients(emulated, begun_by_launches, monkeypatch):
     taken = Counter()
 
     def counted(take, what):
@@ -256,7 +263,7 @@ def test_cuda_operators_write_into_boundaries_and_gradients(emulated, monkeypatc
 
 @emulates
 @pytest.mark.parametrize("layer_indicators", [False, True])
-def test_a_candidate_makes_what_the_layer_before_has_left(layer_indicators, emulated):
+def test_a_candidate_makes_what_the_layer_before_has_left(layer_indicators, emulated, begun_by_launches):
     """A reduction leaves a result to which nothing is added, a normal block one with its input, an identity none."""
     blocks = Block("mbconv", 3, 2), Block("mbconv", 3, 1), Block("identity")
     space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, blocks),))
@@ -274,8 +281,55 @@ def test_a_candidate_makes_what_the_layer_before_has_left(layer_indicators, emul
     assert second[0, False].makes and not second[2, False].makes
 
 
+class Reductions(TorchDispatchMode):
+    """Counts the launches that begin the backward of what another chain has left."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.nasfast.conv_bn_act_chain_gpu_reduce
+        return func(*args, **(kwargs or {}))
+
+
 @emulates
-def test_a_candidate_with_a_hook_neither_leaves_nor_makes(emulated):
+def test_a_candidate_begins_the_backward_of_the_layer_before(emulated, monkeypatch, caplog):
+    """So does the head, which is one chain. Its sums have another order than in the eager engine."""
+    stages = set()
+
+    def counted(x, chain, **options):
+        stages.add(len(chain))
+        return conv_bn_act_chain(x, chain, **options)
+
+    monkeypatch.setattr(modules, "conv_bn_act_chain", counted)
+    caplog.set_level(logging.DEBUG, logger="nasfast.engine.graphs")
+    blocks = Block("mbconv", 3, 2), Block("mbconv", 3, 1), Block("identity")
+    head = FixedLayer(Block("mbconv", 3, 3), 24), FixedLayer(Block("conv", 1), 32)
+    space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, blocks),), head=head)
+    eager_net, net = networks(space, "bn", layer_indicators=False)
+    images, labels = random_batch(space, 2, device=DEVICE)
+    eager = EagerEngine(eager_net, 0.1, bf16=True)
+    graphs = GraphEngine(net, tuple(images.shape), 0.1, True, capture())
+    # the second time, what an earlier step has left there is NaN
+    for paths, launches in [([(0, 0, 1)], 0), ([(0, 2, 1), (2, 1, 2)], 2)] * 2:
+        want = eager.forward_backward(images, labels, paths)
+        graphs.forward_backward(images, labels, paths)
+        for buffer in graphs.buffers():
+            buffer.fill_(torch.nan)
+        with Reductions() as reductions:
+            got = graphs.forward_backward(images, labels, paths)
+        assert torch.equal(want.loss, got.loss) and reductions.count == launches
+        expected, found = gradients(eager_net), gradients(net)
+        assert expected.keys() == found.keys() and 4 in stages
+        size = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
+        for name, gradient in found.items():
+            assert float((gradient - expected[name]).norm()) <= 2**-9 * size, name
+    own = [message for message in caplog.messages if "a launch of its own begins" in message]
+    # an identity behind a normal layer, and behind a reduction
+    assert [message.split(" does not")[0] for message in own] == ["choice 2 of layer 1", "choice 2 of layer 2"]
+
+
+@emulates
+def test_a_candidate_with_a_hook_neither_leaves_nor_makes(emulated, begun_by_launches):
     space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, (Block("mbconv", 3, 2), Block("mbconv", 3, 1))),))
 
     seen = []

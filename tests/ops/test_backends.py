@@ -136,6 +136,7 @@ def test_explain_covers_every_operator_and_backend(native):
     assert left == ["bn_act", "mixed_bn", *GPU_OPS, "depthwise_conv2d", "pool_3x3"]
 
 
+@pytest.mark.slow
 def test_works_without_the_extension():
     code = """
 import sys

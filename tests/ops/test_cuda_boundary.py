@@ -9,7 +9,7 @@ from kernel_cases.chain import ChainCase, Drawn, planned_numbers
 from nasfast import ops
 from nasfast.ops import _native
 from nasfast.ops import plan as planning
-from nasfast.ops.destinations import Offer, Remains, Unmade, offered
+from nasfast.ops.destinations import Left, Offer, Remains, Unmade, offered
 
 pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
 TYPES = [torch.bfloat16, torch.float16]
@@ -31,22 +31,39 @@ def nan_like(x: torch.Tensor) -> torch.Tensor:
     return torch.full_like(x, torch.nan)
 
 
-def offer(source, *, unmade=None, result=None, remains=None):
-    nothing = {"input_gradient": None, "parameter_gradients": {}}
-    return Offer(source=source, unmade=unmade, result=result, remains=remains, **nothing)
+def offer(source, *, unmade=None, result=None, remains=None, input_gradient=None):
+    images = {"result": result, "input_gradient": input_gradient, "parameter_gradients": {}}
+    return Offer(source=source, unmade=unmade, remains=remains, **images)
 
 
-def run_two(first: Drawn, second: Drawn, *, leaving: bool) -> tuple[dict[str, torch.Tensor], Unmade | None]:
+def remains_of(x: torch.Tensor) -> Remains:
+    remains = Remains(x)
+    for tensor in remains.take():
+        tensor.fill_(torch.nan)
+    return remains
+
+
+def run_two(
+    first: Drawn, second: Drawn, *, leaving: bool, begins: bool = True, trains: bool = True
+) -> tuple[dict[str, torch.Tensor], Unmade | None]:
     """Results and gradients of one chain behind another, whose input is between them, and what the first one left.
 
     As in an engine, the input of the second chain is memory that belongs to nobody's graph.
+
+    Args:
+        leaving: whether the first chain leaves its result.
+        begins: whether the second chain then begins the first one's backward; otherwise a launch of its own does.
+        trains: whether anything in front of the first chain trains.
     """
-    results, between = {}, nan_like(second.x)
-    remains = Remains(between) if leaving else None
+    results, between, gradient = {}, nan_like(second.x), nan_like(second.x)
+    remains = remains_of(between) if leaving else None
     left, inputs, outputs = None, [first.x, between], []
     for i, drawn in enumerate((first, second)):
-        x = inputs[i].detach().requires_grad_()
-        made = offer(inputs[i], unmade=left, result=between if i == 0 else None, remains=remains if i == 0 else None)
+        x = inputs[i].detach().requires_grad_(trains or i > 0)
+        if i == 0:
+            made = offer(inputs[i], result=between, remains=remains)
+        else:
+            made = offer(inputs[i], unmade=left, input_gradient=gradient if begins else None)
         stages = [with_gradients(stage) for stage in drawn.stages]
         residual = x if drawn.residual is drawn.x else drawn.residual
         with offered(made):
@@ -62,7 +79,12 @@ def run_two(first: Drawn, second: Drawn, *, leaving: bool) -> tuple[dict[str, to
     for i, grad in ((1, second.grad), (0, None)):
         x, stages, y = outputs[i]
         y.backward(outputs[1][0].grad if grad is None else grad)
-        results[f"dx of {i}"] = x.grad
+        if i == 1:
+            assert made.begun == (leaving and begins)
+            if leaving and not begins:
+                left.begin_backward(x.grad)
+        if x.requires_grad:
+            results[f"dx of {i}"] = x.grad
         for j, stage in enumerate(stages):
             results |= {f"dgamma{j} of {i}": stage.params.bn_weight.grad, f"dbeta{j} of {i}": stage.params.bn_bias.grad}
     return results, left
@@ -79,8 +101,35 @@ def assert_same(results, expected):
         assert torch.equal(results[name], value), name
 
 
+def assert_begun(results, expected, first: Drawn, left: Left):
+    """The sums that the second chain takes of its own gradient differ from those of a launch by roundings."""
+    rounding = ROUNDING[first.x.dtype]
+    for name, value in expected.items():
+        if not name.endswith("of 0"):
+            assert torch.equal(results[name], value), name
+            continue
+        # a sum may be much smaller than its terms, of which the gradients of beta are sums, too
+        size = max(float(v.double().norm()) for k, v in expected.items() if k[:5] == name[:5])
+        assert float((results[name] - value).double().norm()) <= 4 * rounding * size, name
+    # against float64, from the gradient that the second chain has stored
+    dz, y, (gamma, _, eps) = results["dx of 1"].double(), left.y.double(), last_norm(first)
+    mean, var = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
+    xhat, last, count = (y - mean) / (var + eps).sqrt(), len(first.stages) - 1, y.numel() // y.shape[1]
+    dgamma, dbeta = (dz * xhat).sum((0, 2, 3)), dz.sum((0, 2, 3))
+    for name, want, terms in (("dbeta", dbeta, dz), ("dgamma", dgamma, dz * xhat)):
+        # what is added up is not rounded yet, or is what was stored
+        allowed = 2 * rounding * float(terms.norm()) + 1e-6 * float(terms.abs().sum())
+        assert float((results[f"{name}{last} of 0"] - want).norm()) <= allowed, name
+    a, b, c = (left.back[:, i].double().view(-1, 1, 1) for i in range(3))
+    a_dz = gamma.view(-1, 1, 1) / (var + eps).sqrt() * dz
+    parts = (dbeta.view(-1, 1, 1) + xhat * dgamma.view(-1, 1, 1)) / count
+    dy = a_dz - gamma.view(-1, 1, 1) / (var + eps).sqrt() * parts
+    assert float((a * dz + b * y + c - dy).norm()) <= 2 * rounding * float(a_dz.norm())
+
+
 # what leaves: with and without a residual; what makes: the expansion stored and computed again, several groups of
-# columns, tiles of several kinds, no expansion, a single convolution
+# columns, tiles of several kinds, no expansion, a single convolution; what keeps launches of its own in backward: a
+# first kernel that is depthwise and adds, a last convolution that is depthwise
 PAIRS = [
     (ChainCase((2, 24, 9, 8), "pw72/relu6 dw3/relu6 pw24/identity", "x"), "pw72/relu6 dw5/relu6 pw24/identity", "x"),
     (ChainCase((3, 16, 8, 7), "pw48/relu6 dw3s2/relu6 pw40/identity"), "pw120/relu6 dw3/relu6 pw40/identity", "x"),
@@ -89,6 +138,8 @@ PAIRS = [
     (ChainCase((1, 16, 40, 41), "pw16/identity", "x"), "pw136/relu6 pw24/identity", ""),
     (ChainCase((2, 16, 6, 9), "pw32/relu6 dw3/relu6 pw16/identity", "x"), "dw5s2/relu6 pw24/identity", ""),
     (ChainCase((1, 8, 1, 3), "pw8/identity"), "pw16/relu6", ""),
+    (ChainCase((2, 16, 6, 9), "pw16/identity"), "dw3/relu6 pw16/identity", "x"),
+    (ChainCase((2, 16, 7, 5), "pw32/relu6 dw3/identity"), "pw64/relu6 dw3/relu6 pw32/identity", "x"),
 ]
 
 
@@ -107,12 +158,14 @@ def test_results_and_gradients_are_the_same_bits(pair, dtype, again, emulation, 
         monkeypatch.setattr(planning, "MAX_RECOMPUTED_CUDA_CHANNELS", 0)
     first, second = drawn_pair(pair, dtype)
     expected, _ = run_two(first, second, leaving=False)
+    by_launch, _ = run_two(first, second, leaving=True, begins=False)
+    assert_same(by_launch, expected)
     results, left = run_two(first, second, leaving=True)
-    assert_same(results, expected)
     assert not any(result.isnan().any() for result in results.values())
+    assert_begun(results, expected, first, left.left)
     assert (left.added is None) == (first.residual is None)
     # against float64, from the output that the first chain has stored
-    y, (gamma, beta, eps) = left.y.double(), last_norm(first)
+    y, (gamma, beta, eps) = left.left.y.double(), last_norm(first)
     mean, var = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
     x = (y - mean) / (var + eps).sqrt() * gamma.view(-1, 1, 1) + beta.view(-1, 1, 1)
     if first.residual is not None:
@@ -131,9 +184,10 @@ def test_a_result_does_not_depend_on_the_order_of_threads_and_blocks(multiproces
     expected, _ = run_two(first, second, leaving=False)
     for backwards, order in [(False, 0), (True, 0), (False, 1), (True, 29)]:
         emulation(multiprocessors, backwards, order)
-        results, _ = run_two(first, second, leaving=True)
+        results, left = run_two(first, second, leaving=True)
         assert torch.equal(results["between"], expected["between"])
         if order == 0 and not backwards:
+            assert_begun(results, run_two(first, second, leaving=False)[0], first, left.left)
             expected = results
         assert_same(results, expected)
 
@@ -173,14 +227,41 @@ def test_tensors_of_another_shape_are_refused(emulation):
     _, left = run_two(first, second, leaving=True)
     x = nan_like(second.x)
     for bad, message in [
-        (left._replace(y=left.y[:1]), "y must be channels_last"),
-        (left._replace(added=left.y.half()), "what is added must be channels_last, of the type"),
-        (left._replace(fold=left.fold[:-1]), "fold must be contiguous and have 48 elements"),
+        (with_left(left, y=left.left.y[:1]), "y must be channels_last"),
+        (left._replace(added=left.left.y.half()), "what is added must be channels_last, of the type"),
+        (with_left(left, fold=left.left.fold[:-1]), "fold must be contiguous and have 48 elements"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             bad.make(x)
+    for bad, message in [
+        (with_left(left, y=left.left.y[:1]), "the output that is left must be channels_last"),
+        (
+            with_left(left, statistics=left.left.statistics.float()),
+            "statistics must be contiguous and have 48 elements",
+        ),
+        (with_left(left, back=left.left.back[:-1]), "back must be contiguous and have 96 elements"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            bad.begin_backward(second.x)
     with pytest.raises(RuntimeError, match="x is made from y, its fold|multiples of 8 is made from y, its fold"):
-        torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, [left.y])
+        torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, [left.left.y])
+
+
+def with_left(unmade: Unmade, **changed) -> Unmade:
+    return unmade._replace(left=unmade.left._replace(**changed))
+
+
+@pytest.mark.parametrize("units", ["pw16/identity", "pw48/relu6 dw3/relu6 pw16/identity"])
+def test_a_chain_with_nothing_in_front_that_trains(units, emulation):
+    """Without kernels of its own in backward, it begins itself."""
+    pair = ChainCase((2, 16, 5, 4), units), "pw32/relu6", ""
+    first, second = drawn_pair(pair, torch.bfloat16)
+    expected, _ = run_two(first, second, leaving=False, trains=False)
+    results, left = run_two(first, second, leaving=True, trains=False)
+    if len(first.stages) == 1:
+        assert_same(results, expected)
+    else:
+        assert_begun(results, expected, first, left.left)
 
 
 def test_backward_of_a_chain_that_left_its_result_needs_what_it_left(emulation):

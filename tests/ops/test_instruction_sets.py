@@ -37,6 +37,7 @@ def test_every_instruction_set_matches_float64(isa):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_unusable_instruction_set_is_named(native):
     result = start("-c", "import nasfast.ops; nasfast.ops._native.extension.isa()", isa="mmx")
     assert "NASFAST_ISA: 'mmx' is not usable here; valid values are baseline" in result.stderr

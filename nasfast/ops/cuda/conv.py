@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.chain_launch import check_backward, check_forward, new_gradients
-from nasfast.ops.destinations import leave_result, left_output, new_image, unmade_input
+from nasfast.ops.destinations import begun_backward, leave_result, new_image, unmade_input, what_was_left
 from nasfast.ops.plan import KEPT_PLANS, ChainPlan, read_plan
 
 
@@ -95,7 +95,7 @@ def conv_bn_act_chain_fwd(
         statistics=statistics,
         counters=_counters(x, plan),
         before=[] if before is None else before.tensors(),
-        left=[] if left is None else [left.y, left.fold],
+        left=[] if left is None else list(left.left),
         plan=plan,
         eps=eps,
     )
@@ -125,6 +125,7 @@ def conv_bn_act_chain_bwd(
     _refuse_running_statistics(batch_statistics)
     dx, dweights, dbiases = new_gradients(chain, saved, bn_weights, bn_biases, wants)
     if any(wants):
+        before = begun_backward(dx) if wants[0] else None
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
             grad=_aligned(grad),
             x=None if x is None else _aligned(x),
@@ -137,7 +138,8 @@ def conv_bn_act_chain_bwd(
             dweights=dweights,
             dbiases=dbiases,
             counters=_counters(grad, plan),
-            left=left_output() if left else None,
+            before=[] if before is None else list(before),
+            left=list(what_was_left()) if left else [],
             plan=plan,
             eps=eps,
         )
