@@ -123,7 +123,8 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     - without gradients and with running statistics, on a CPU, its BatchNorms are folded into its convolutions. The
       folded weights need as much memory as the weights. They are computed again after a change. Only a change in place
       of a few numbers may be missed, if it is made through `Tensor.data` or a NumPy array, where PyTorch does not count
-      it: write under torch.no_grad() instead, or call `fuse` again.
+      it: write under torch.no_grad() instead, or call `fuse` again. Small chains inside a forward that `fuse` cannot
+      replace are not folded.
     - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
       `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
       situation: its shape and type, the model's present mode, autocast and gradients. This is so for folding, too.
@@ -185,10 +186,9 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     more = ["the model was fused before: what was measured is forgotten"] if again else []
     if example is not None and findings.chains and not measured:
         more.append("the example reached no chain that could be measured")
-    on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
-    if only_faster and on_cpu and findings.chains:
-        more.append("without gradients and with running statistics, chains on a CPU run with folded BatchNorms")
-    runs = {located: _runs(model, located, only_faster) for located in findings.chains}
+    if only_faster:
+        more += _folding_notes(model, findings)
+    runs = {located: _runs(model, findings, located, only_faster) for located in findings.chains}
     return _report(model, findings, runs, _examples(model, findings, measured), more)
 
 
@@ -216,7 +216,26 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _runs(model: nn.Module, located: LocatedChain, only_faster: bool) -> str:
+def _folding_notes(model: nn.Module, findings: Findings) -> list[str]:
+    """How chains run without gradients."""
+    if not findings.chains or all(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return []
+    notes = ["without gradients and with running statistics, chains on a CPU run with folded BatchNorms"]
+    recorded = [located.convolutions[0] for located in findings.chains if _is_recorded(findings, located)]
+    if recorded:
+        notes.append(
+            f"{_count(len(recorded), 'chain')} inside a forward that fuse cannot replace, which takes longer, and so "
+            f"folded only from {rule.LEAST_RECORDED:,} results of convolutions per thread: {_listed(recorded)}"
+        )
+    return notes
+
+
+def _is_recorded(findings: Findings, located: LocatedChain) -> bool:
+    """Whether a chain is recorded while its module's own forward runs."""
+    return located.owner not in findings.programs
+
+
+def _runs(model: nn.Module, findings: Findings, located: LocatedChain, only_faster: bool) -> str:
     """`FusedChain.runs`."""
     chain_members = located.chain.members(model.get_submodule(located.owner))
     stages = None if chain_members is None else chain_members.stages()
@@ -224,14 +243,17 @@ def _runs(model: nn.Module, located: LocatedChain, only_faster: bool) -> str:
         return "on the operator"
     if located.chain.only_folded:
         return "on PyTorch: the operator has no dilation"
-    return "on PyTorch" if stages is None else _rule_says([stage.stage for stage in stages])
+    if stages is None:
+        return "on PyTorch"
+    return _rule_says([stage.stage for stage in stages], recorded=_is_recorded(findings, located))
 
 
-def _rule_says(stages: Sequence[Stage]) -> str:
+def _rule_says(stages: Sequence[Stage], *, recorded: bool) -> str:
     weights = [stage.params.conv_weight for stage in stages]
     x = weights[0].new_empty(0)
     try:
-        least = rule.least_results(x, stages, trains=any(weight.requires_grad for weight in weights))
+        trains = any(weight.requires_grad for weight in weights)
+        least = rule.least_results(x, stages, trains=trains, recorded=recorded)
     except RuntimeError:
         return "on no backend; see above"
     if not rule.knows(x):

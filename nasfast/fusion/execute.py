@@ -80,8 +80,13 @@ class Executor:
         """Give it the modules of its chain."""
         self.members, self._reading = members, None
 
-    def way(self, x: Tensor) -> Way | None:
-        """How the chain runs on x; None if PyTorch must run it, as with tensors that are not ordinary ones."""
+    def way(self, x: Tensor, *, recorded: bool) -> Way | None:
+        """How the chain runs on x; None if PyTorch must run it, as with tensors that are not ordinary ones.
+
+        Args:
+            x: the input of the chain.
+            recorded: whether the chain is recorded in placeholders while its module's own forward runs.
+        """
         if type(x) not in ORDINARY or x.dim() != 4:
             return None
         reading = self._reading
@@ -96,14 +101,14 @@ class Executor:
             return None
         # without gradients it does not matter what could have one
         learned = () if around[-1] is None else tuple(map(_REQUIRES_GRAD, reading.learned))
-        way = reading.ways.get((around, learned))
+        way = reading.ways.get((around, learned, recorded))
         if way is None:
             if len(reading.ways) >= _KEPT_WAYS:
                 reading.ways.clear()
             trains = any(learned[: len(reading.stages)])
             *given, input_wanted = around
             situation = *given, reading.batch, bool(input_wanted) or any(learned), trains
-            way = reading.ways[around, learned] = self._decide(reading, x, situation)
+            way = reading.ways[around, learned, recorded] = self._decide(reading, x, situation, recorded)
         if way is not Way.FOLDED:
             reading.folded = None
         return way
@@ -114,7 +119,7 @@ class Executor:
         self._reading = None if members is None or stages is None else _Reading(members, stages)
         return self._reading
 
-    def _decide(self, reading: _Reading, x: Tensor, situation: tuple) -> Way:
+    def _decide(self, reading: _Reading, x: Tensor, situation: tuple, recorded: bool) -> Way:
         *_, batch, wanted, trains = situation
         stages = reading.stages
         if not _fits(x, stages):
@@ -129,9 +134,10 @@ class Executor:
                 example[self.members.convs] = self.measured[situation]
         if situation in self.measured:
             return self.measured[situation]
+        exact = in_float32(stages)
         if folds:
-            return Way.FOLDED
-        return Way.OPERATOR if rule.pays(x, in_float32(stages), trains=trains) else Way.PLAIN
+            return Way.FOLDED if rule.folding_pays(x, exact, recorded=recorded) else Way.PLAIN
+        return Way.OPERATOR if rule.pays(x, exact, trains=trains, recorded=recorded) else Way.PLAIN
 
     def run_all(self, way: Way, x: Tensor, residual: Tensor | None) -> Tensor:
         """The result of the whole chain with its modules in their present modes, which count the batch."""

@@ -91,10 +91,10 @@ class ChainForward:
         binding = self._binding
         if binding is None or not binding.same(module):
             binding = self._binding = _Binding(self, module)
-        alone = len(args) == 1 and not kwargs and type(args[0]) is Tensor
+        alone = len(args) == 1 and not kwargs
         if alone and binding.unfused and binding.situation(args[0]) in binding.unfused:
             return forward(module, *args)
-        if alone and binding.program is not None:
+        if alone and type(args[0]) is Tensor and binding.program is not None:
             result, ways = binding.program.run(args[0])
         else:
             result, ways = run_own_forward(partial(forward, module), binding.chains, args, kwargs)
@@ -166,20 +166,27 @@ class _Binding:
             and self._below.same()
         )
 
-    def situation(self, x: Tensor) -> tuple | None:
-        """All that decides whether a chain of a forward on x runs fused; None where that is not decided."""
-        around = surroundings(x) if self._whole else None
-        if around is None:
+    def situation(self, given: Any) -> tuple | None:
+        """All that decides whether a chain of a forward on what is given runs fused; None where that is not decided.
+
+        Args:
+            given: the only argument of the forward: a tensor, or a list or tuple of tensors.
+        """
+        tensors = given if type(given) in (list, tuple) else [given]
+        if not self._whole or not tensors or set(map(type, tensors)) != {Tensor}:
+            return None
+        around = type(given), *map(surroundings, tensors)
+        if None in around:
             return None
         wanted: tuple = ()
-        if around[-1] is not None:
+        if torch.is_grad_enabled():
             parameters = map(dict.get, self._dictionaries, self._names)
             wanted = tuple(map(getattr, parameters, repeat("requires_grad"), repeat(None)))
         return around, wanted, tuple(map(dict.get, self._norms, repeat("training")))
 
-    def leave(self, x: Tensor) -> None:
-        """The module's own forward shall run from now on, where all is as it was for this x."""
-        situation = self.situation(x)
+    def leave(self, given: Any) -> None:
+        """The module's own forward shall run from now on, where all is as it was for what is given."""
+        situation = self.situation(given)
         if len(self.unfused) >= _KEPT_SITUATIONS:
             self.unfused.clear()
         self.unfused |= set() if situation is None else {situation}

@@ -127,7 +127,7 @@ class _Starts(TorchFunctionMode):
         if conv.only_folded and not chain.only_folded:
             return None
         with torch._C.DisableTorchFunction():
-            way = self.ways[executor] = executor.way(input)
+            way = self.ways[executor] = executor.way(input, recorded=True)
         if way is None or way is Way.PLAIN:
             return None
         self.runs.append(_Run(chain, executor, way, input))

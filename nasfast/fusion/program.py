@@ -174,7 +174,7 @@ class _BoundChain:
 
     def run(self, x: Tensor, residual: Tensor | None) -> tuple[Way | None, Tensor]:
         """How the chain ran, None where its tensors are not ordinary ones; and its result with the residual added."""
-        way = self._executor.way(x)
+        way = self._executor.way(x, recorded=False)
         if way is None or way is Way.PLAIN:
             for call in self._calls:
                 x = call(x)

@@ -2,12 +2,18 @@
 
 import pytest
 
-from nasfast.fusion import fold, stages
+from nasfast.fusion import fold, rule, stages
 
 
 @pytest.fixture(autouse=True, scope="module")
 def threads(one_thread):
     """Layers are so small here that threads waiting for each other take longer than the work."""
+
+
+@pytest.fixture(autouse=True)
+def recording_is_free(monkeypatch):
+    """Small chains run fused inside the forwards of their modules, too."""
+    monkeypatch.setattr(rule, "LEAST_RECORDED", 0)
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ def test_models_give_the_same(name, mode, executed):
     assert sum(residual for _, residual in executed) == sum(chain.residual for chain in report.chains)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["frozen convolutions", "eval"])
 @pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "timm/efficientnet_lite0"])
 def test_float32_is_as_accurate(name, mode, backend, monkeypatch):

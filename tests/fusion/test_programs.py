@@ -25,6 +25,7 @@ def no_own_forward(monkeypatch):
     monkeypatch.setattr(forward, "run_own_forward", refuse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_run_by_programs(name, no_own_forward, executed):
     plain = set_mode(disturb(make(name).double()), "frozen convolutions")
