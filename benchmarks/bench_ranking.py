@@ -63,6 +63,7 @@ class Entry:
         paths: sampled paths per score; None means the package's number.
         batch_size, augment, precision: settings of training.
         space: `nas_bench_macro`, or `mobilenet_v2` for the 6^20 space with images of 64 x 64 pixels.
+        lr: peak learning rate; None takes the package's.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Entry:
     augment: str = "none"
     precision: str = "bf16"
     space: str = "nas_bench_macro"
+    lr: float | None = None
 
     @property
     def supernet(self) -> SupernetConfig:
@@ -83,13 +85,16 @@ class Entry:
     @property
     def train(self) -> TrainConfig:
         return TrainConfig(
-            epochs=self.epochs or 1, lr=default_lr(self.supernet.trainable), label_smoothing=0.0,
+            epochs=self.epochs or 1, lr=self.lr or default_lr(self.supernet.trainable), label_smoothing=0.0,
             precision=self.precision, warmup_epochs=1.0, log_every=20, keep_checkpoints=3,
         )  # fmt: skip
 
 
 # projections that are the transposed expansions: the wider a block, the more linear it is
 _TIED = (("linear_share", 1.0),)
+# the initial weights of small spaces, which the first rows of mobilenet_v2 have
+_SHALLOW = (("alignment", 0.7), ("linear_share", 0.85), ("shift", 0.0), ("branch_scale", 1.0))
+_DEEP = (*LEARNED[:2], ("gamma", 0.0))
 
 
 def _initial(init: str, *more: tuple[str, Any]) -> Entry:
@@ -124,7 +129,8 @@ QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
     (Entry("bn", changes=(("classifier", False),)), (0,)),
     (Entry("indicators and classifier", changes=(("trainable", "indicators"),)), (0,)),
     (Entry("batch 32", batch_size=32), (0,)),
-    (Entry("mobilenet_v2", epochs=15, space="mobilenet_v2", scores=(*LEARNED[:2], ("gamma", 0.0))), (0, 1, 2)),
+    (Entry("mobilenet_v2", epochs=15, space="mobilenet_v2", scores=_DEEP, changes=_SHALLOW), (0, 1)),
+    (Entry("mobilenet_v2, deep", epochs=5, space="mobilenet_v2", scores=_DEEP, lr=0.05), (0, 1)),
 )  # fmt: skip
 
 

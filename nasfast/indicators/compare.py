@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nasfast.indicators.rank import Estimate, rank
 from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.indicators.table import IndicatorTable
@@ -45,12 +48,14 @@ class ScoreComparison:
         half_width: half the width of the interval that `ScoreRow.wanted` is about.
         rows: the scores, then the baselines.
         refused: score -> why there is no row of it.
+        attainable: `attainable_tau` of the accuracies; None if single images were not recorded.
     """
 
     architectures: int
     half_width: float
     rows: tuple[ScoreRow, ...]
     refused: dict[str, str]
+    attainable: float | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the comparison as JSON."""
@@ -72,6 +77,11 @@ class ScoreComparison:
         more = (self.rows[0].wanted or 0) - self.architectures
         if more > 0:
             lines.append(f"The tau of {self.rows[0].name} within +-{self.half_width:g} needs about {more} more.")
+        if self.attainable is not None:
+            lines.append(
+                "The accuracies have the noise of their validation images: the order on endless images would have "
+                f"a tau of about {self.attainable:.2f} with theirs. The noise of training comes on top."
+            )
         return "\n".join(lines)
 
 
@@ -82,6 +92,7 @@ def compare_scores(
     *,
     half_width: float = 0.1,
     refused: Mapping[str, str] | None = None,
+    attainable: float | None = None,
     resamples: int = 1000,
     seed: int = 0,
 ) -> ScoreComparison:
@@ -96,6 +107,7 @@ def compare_scores(
         space: the space of the architectures.
         half_width: half the width of the interval that `ScoreRow.wanted` is about.
         refused: score -> why it is not in `scores`; kept in the comparison.
+        attainable: `attainable_tau` of the accuracies; kept in the comparison.
         resamples, seed: see `nasfast.indicators.rank.rank`.
 
     Raises:
@@ -113,7 +125,29 @@ def compare_scores(
         mine = report.predictor
         wanted = _wanted(mine.kendall, len(accuracies), half_width)
         rows.append(ScoreRow(name, mine.kendall, mine.spearman, report.above[_REFERENCE], wanted))
-    return ScoreComparison(len(accuracies), half_width, tuple(rows), dict(refused or {}))
+    return ScoreComparison(len(accuracies), half_width, tuple(rows), dict(refused or {}), attainable)
+
+
+def attainable_tau(right: NDArray[np.bool_]) -> float:
+    """Kendall's tau to expect between accuracies on some images and those of the same networks on endless images.
+
+    All networks are judged by the same images, so the noise is what remains of the single answers without the means of
+    networks and of images (two-way analysis of variance). With a share r of the variance between accuracies that is not
+    noise, they correlate by sqrt(r) with those on endless images, which for normal distributions is a tau of
+    2 / pi arcsin(sqrt(r)).
+
+    Args:
+        right: (networks, images), at least 2 of both; whether each network is right.
+
+    Returns:
+        From 0, where the accuracies differ no more than by noise, to 1.
+    """
+    networks, images = right.shape
+    accuracies = right.mean(axis=1)
+    noise = right - right.mean(axis=0) - accuracies[:, None] + right.mean()
+    variance = float((noise**2).sum()) / ((networks - 1) * (images - 1) * images)
+    total = float(accuracies.var(ddof=1))
+    return 2 / math.pi * math.asin(math.sqrt(max(0.0, 1 - variance / total))) if total > 0 else 0.0
 
 
 def _wanted(tau: Estimate, count: int, half_width: float) -> int | None:

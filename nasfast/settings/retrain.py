@@ -10,6 +10,9 @@ from nasfast.config import ConfigBase
 from nasfast.settings.data import AutoAugment
 from nasfast.settings.train import TrainConfig
 
+CHOICES = ("top_k", "random_architectures", "seeds", "parallel")
+"""The settings that say which networks are trained, and by which processes; the others say how one is trained."""
+
 
 @dataclass(frozen=True)
 class RetrainConfig(ConfigBase):
@@ -66,6 +69,11 @@ class RetrainConfig(ConfigBase):
                 raise ValueError(f"{name} must be positive, e.g. {usual}, got {alpha}; null switches it off")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience must be at least 1, got {self.patience}; null trains all epochs")
+
+    @property
+    def of_one(self) -> RetrainConfig:
+        """What the training of one network depends on: the settings in `CHOICES` have their defaults."""
+        return self.replace(**{name: getattr(RetrainConfig, name) for name in CHOICES})
 
     @property
     def recipe(self) -> dict[str, float | str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -56,8 +57,14 @@ class SupernetConfig(ConfigBase):
 
     Attributes:
         init: initialisation scheme: `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian` or `he`.
-        alignment: the centre tap's share of a depthwise filter for `init: aligned`, from 0 to 1; null takes 0.7.
-        linear_share: share of the common linear part in a projection for `init: aligned`, from 0 to 1; null takes 0.85.
+        alignment: the centre tap's share of a depthwise filter for `init: aligned`, from 0 to 1; null takes 0.7, or 0.9
+            in a space of more than ten searched layers.
+        linear_share: share of the common linear part in a projection for `init: aligned`, from 0 to 1; null takes 0.85,
+            or 0.95 in such a space.
+        shift: initial beta of the BatchNorms in front of activations for `init: aligned`; null takes 0, or 1 in such a
+            space.
+        branch_scale: initial gamma of the last BatchNorm of blocks that add their input for `init: aligned`; null takes
+            1, or 0.3 in such a space.
         layer_indicators: whether normal layers have a path identity -> BN beside their candidates.
         trainable: what trains: `indicators`, `bn` or `all`.
         classifier: whether the classifier trains too (`trainable: all` includes it).
@@ -70,6 +77,8 @@ class SupernetConfig(ConfigBase):
     init: Init | None = None
     alignment: float | None = None
     linear_share: float | None = None
+    shift: float | None = None
+    branch_scale: float | None = None
     layer_indicators: bool | None = None
     trainable: Trainable | None = None
     classifier: bool | None = None
@@ -78,36 +87,38 @@ class SupernetConfig(ConfigBase):
     hold_out: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, value in self.shares.items():
-            if not 0 <= value <= 1:
+        for name, value in self.aligned.items():
+            if name in ("alignment", "linear_share") and not 0 <= value <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {value}")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
 
     def preset(self, method: str) -> Method:
         """The method's preset, with the values that are set here in place of its own.
 
         Raises:
-            ValueError: unknown method, or shares of aligned weights for weights that are not aligned.
+            ValueError: unknown method, or settings of aligned weights for weights that are not aligned.
         """
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
         names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = replace(METHODS[method], **given)
-        if self.shares and chosen.init != "aligned":
-            name, value = next(iter(self.shares.items()))
+        if self.aligned and chosen.init != "aligned":
+            name, value = next(iter(self.aligned.items()))
             raise ValueError(
                 f"{name}={value} needs init='aligned', got init={chosen.init!r}: leave {name} out, or set the init"
             )
         return chosen
 
     @property
-    def shares(self) -> dict[str, float]:
-        """The shares of aligned weights that are set, by name."""
-        given = {"alignment": self.alignment, "linear_share": self.linear_share}
-        return {name: value for name, value in given.items() if value is not None}
+    def aligned(self) -> dict[str, float]:
+        """The settings of aligned weights that are set, by name."""
+        names = ("alignment", "linear_share", "shift", "branch_scale")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def resolved(self, method: str) -> SupernetConfig:
-        """Every null but shares and activation replaced by the method's preset; errors as in `preset`."""
+        """Every null but activation and settings of aligned weights replaced by the preset; errors as in `preset`."""
         chosen = self.preset(method)
         return self.replace(**{f.name: getattr(chosen, f.name) for f in fields(self) if hasattr(chosen, f.name)})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nasfast.config import ConfigBase
 
@@ -48,6 +48,14 @@ class TrainConfig(ConfigBase):
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     eval_every: int = 1
+
+    @property
+    def of_result(self) -> dict[str, Any]:
+        """The settings that a checkpoint must match: all but the engine, which changes how a step is executed.
+
+        Graphs and eager steps may round differently, so a run resumed with another engine may end with other bytes.
+        """
+        return {name: value for name, value in self.to_dict().items() if name != "engine"}
 
     @property
     def peak_lr(self) -> float:

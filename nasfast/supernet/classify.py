@@ -6,22 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nasfast.ops.modules import has_forward_hooks, run_in_order
+
 
 class Classify:
     """Head, mean over the pixels and classifier as a function; the numbers are those of `Supernet.forward`.
+
+    Only where the CUDA kernels run the head as one chain, gradients differ by roundings.
 
     Args:
         head: the modules before the mean.
         classifier: a linear layer; one with hooks, or of another class, is called as it is.
     """
 
-    def __init__(self, head: nn.Module, classifier: nn.Module) -> None:
+    def __init__(self, head: nn.Sequential, classifier: nn.Module) -> None:
         self.head, self.classifier = head, classifier
         # by name: a parameter, its rounded copy, and the version of the parameter that was rounded
         self._rounded: dict[str, tuple[nn.Parameter, Tensor, int]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        features = _Mean.apply(self.head(x))
+        features = _Mean.apply(run_in_order(self.head, x))
         if not self._rounded:
             return self.classifier(features)
         weight, bias = (
@@ -33,7 +37,7 @@ class Classify:
     def round(self, dtype: torch.dtype) -> None:
         """Keep frozen parameters of the classifier in the type in which autocast would round them at every step."""
         linear = self.classifier
-        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+        if type(linear) is not nn.Linear or has_forward_hooks(linear):
             return
         for name, parameter in linear.named_parameters():
             if not parameter.requires_grad:

@@ -25,6 +25,7 @@ from nasfast.ops.modules import ACTIVATION_MODULES, InvertedResidual
 from nasfast.ops.orthogonal import Target, draw_gaussians, fill_orthogonal, orthogonalize_draws
 from nasfast.settings.supernet import Init
 from nasfast.supernet.aligned import align
+from nasfast.supernet.norms import begin_norms
 
 Shape = tuple[int, ...]
 
@@ -231,10 +232,13 @@ class InitScheme:
             draws candidates independently.
         linear_share: share of that linear part in the last pointwise weight of a candidate, from 0 to 1; the rest reads
             what the activations add. Only an alignment uses it.
+        shift: beta of the BatchNorms in front of activations, except the last (`nasfast.supernet.norms`).
+        branch_scale: gamma of the last BatchNorm of blocks that add their input.
 
     Raises:
         ValueError: the kind does not have the option, tied projections are not `haar`, the alignment or its linear
-            share is outside of [0, 1], or the alignment has other options than those it needs.
+            share is outside of [0, 1], or the alignment has other options than those it needs; shift or branch scale
+            is negative or not finite.
     """
 
     pointwise: str = "haar"
@@ -245,6 +249,8 @@ class InitScheme:
     shared_streams: bool = False
     alignment: float | None = None
     linear_share: float = 0.85
+    shift: float = 0.0
+    branch_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -253,6 +259,9 @@ class InitScheme:
                 raise ValueError(f"init: unknown {kind}={option!r}; {nearest(str(option), _RECIPES[kind])}")
         if self.tied_projection and self.pointwise != "haar":
             raise ValueError(f"init: tied_projection needs pointwise='haar', got {self.pointwise!r}")
+        for name in ("shift", "branch_scale"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"init: {name} must be finite and not negative, got {value}")
         if self.alignment is None:
             return
         if not 0 <= self.alignment <= 1:
@@ -274,6 +283,17 @@ SCHEMES: dict[Init, InitScheme] = {
     "he": InitScheme("kaiming_out", "kaiming_out", "kaiming_out", "small"),
 }
 
+DEEP_LAYERS = 10
+"""Supernets of more searched layers than this begin as `ALIGNED_DEEP` where they are aligned."""
+
+ALIGNED_DEEP = InitScheme(depthwise="unit_norm", alignment=0.9, linear_share=0.95, shift=1.0, branch_scale=0.3)
+"""`aligned` for many layers: two paths of mobilenet_v2 then have features in common (docs/ranking.md 3)."""
+
+
+def aligned_scheme(layers: int) -> InitScheme:
+    """What `init: aligned` means in a supernet of so many searched layers, unless settings say otherwise."""
+    return ALIGNED_DEEP if layers > DEEP_LAYERS else SCHEMES["aligned"]
+
 
 def _kind(layer: nn.Conv2d | nn.Linear) -> str:
     """The field of `InitScheme` that decides about a layer."""
@@ -287,14 +307,16 @@ def _kind(layer: nn.Conv2d | nn.Linear) -> str:
 
 @torch.no_grad()
 def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -> None:
-    """Fill the weights of every convolution and linear layer; BN gamma = 1, beta = 0, biases 0.
+    """Fill the weights of all convolutions and linear layers by a scheme, and set where the BatchNorms begin.
 
+    Gammas become 1 and betas 0, except where the scheme has a shift or a branch scale (`nasfast.supernet.norms`).
     Draws are float64 on the CPU, wherever the module is; weights are cast once at the end.
 
     Args:
         module: any module. A convolution's gain comes from the activation of the unit that has it (attributes `conv`
             and `act`, as in ConvBNAct); without such a unit it is 1.
-        scheme: one of `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian`, `he`, or an InitScheme.
+        scheme: one of `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian`, `he`, or an InitScheme. Here `aligned`
+            is that of small spaces; `aligned_scheme` chooses by the number of layers.
         seed: global seed; the seed of each tensor derives from it and the tensor's name.
 
     Raises:
@@ -334,9 +356,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
             layer.weight.copy_(weight.mul_(_gain_of(modules, name)) if recipe.gain else weight)
         if layer.bias is not None:
             layer.bias.zero_()
-    for norm in modules.values():
-        if isinstance(norm, nn.BatchNorm2d):
-            norm.reset_parameters()
+    begin_norms(module, scheme.shift, scheme.branch_scale)
     if scheme.alignment is not None:
         align(module, scheme.alignment, scheme.linear_share, GAINS, seed=seed)
     if scheme.tied_projection:

@@ -73,7 +73,7 @@ class Supernet(nn.Module):
     Args:
         space: the search space.
         init: `orthogonal` (DI-NAS), `aligned`, `delta_orthogonal`, `gaussian`, `he` (as BN-NAS and SPOS publish), or an
-            InitScheme.
+            InitScheme. `aligned` is that of small spaces; `nasfast.train.supernet.make_supernet` chooses by the depth.
         activation: activation of the blocks of layers that have none of their own; None takes the space's.
         layer_indicators: whether every normal layer has a parallel path identity -> BN.
         fused: whether to use the operators of `nasfast.ops`; otherwise plain PyTorch modules with the same state dict.

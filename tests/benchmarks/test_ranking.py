@@ -102,6 +102,7 @@ def test_the_default_entry_is_the_package_default():
     assert (entry.train.lr, entry.train.label_smoothing, entry.train.epochs) == (0.4, 0.0, 30)
 
 
+@pytest.mark.slow
 def test_costs_of_steps(monkeypatch, capsys):
     monkeypatch.setattr(bench_ranking, "nas_bench_macro", tiny_macro_space)
     bench_ranking.main(["--steps", "--threads=1"])

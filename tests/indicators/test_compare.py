@@ -6,10 +6,11 @@ import json
 import random
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
-from nasfast.indicators.compare import compare_scores
+from nasfast.indicators.compare import attainable_tau, compare_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.structure import structure_scores
 from nasfast.spaces import nas_bench_macro
@@ -40,6 +41,7 @@ def test_rows_are_those_of_rank():
     assert "not computed: x: has none" in str(found)
 
 
+@pytest.mark.slow
 def test_as_many_architectures_as_are_wanted_give_the_interval():
     """The number is from 60 architectures; an interval from that many has the wanted width on average."""
     widths = []
@@ -51,6 +53,24 @@ def test_as_many_architectures_as_are_wanted_give_the_interval():
         tau = compare_scores(more[0], {"mine": more[1]}, SPACE, resamples=200).rows[0].kendall
         widths.append((tau.high - tau.low) / 2)
     assert sum(widths) / len(widths) == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 0.05])
+def test_the_attainable_tau_is_that_with_the_true_accuracies(spread):
+    """Networks answer images of several difficulties; the mean over draws of images is that of the measured taus."""
+    rng = np.random.default_rng(0)
+    estimated, measured = [], []
+    for _ in range(12):
+        true = rng.normal(0, spread, 200)
+        easy = rng.uniform(0.2, 0.8, 800)
+        right = rng.random((200, 800)) < np.clip(easy + true[:, None], 0, 1)
+        estimated.append(attainable_tau(right))
+        measured.append(kendalltau(true, right.mean(axis=1)).statistic if spread else 0.0)
+    assert np.mean(estimated) == pytest.approx(np.mean(measured), abs=0.04 if spread else 0.2)
+
+
+def test_networks_that_answer_alike_attain_nothing():
+    assert attainable_tau(np.ones((5, 30), bool)) == 0
 
 
 def test_a_constant_score_wants_nothing(tmp_path):

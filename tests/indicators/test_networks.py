@@ -54,6 +54,7 @@ def test_scores_of_supernets_are_refused():
         score_networks("path_loss", NetworkEvidence(CELLS, []), ARCHS)
 
 
+@pytest.mark.slow
 def test_nasi_scores_by_the_logits_of_its_search():
     images, space = batches(3, resolution=4), nas_bench_201_space(cells=1, channels=2, resolution=4)
     scores, _ = score_networks("nasi", NetworkEvidence(space, images, seed=2), ARCHS)

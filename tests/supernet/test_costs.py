@@ -107,6 +107,7 @@ def norms(net: nn.Module) -> list[nn.BatchNorm2d]:
     return [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_whole_networks_cost_the_sum(space, seed):
     rng = random.Random(seed)

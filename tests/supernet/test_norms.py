@@ -1,0 +1,113 @@
+"""Where BatchNorms begin, and what that does to a deep supernet."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny import CHOICES, tiny_space
+from torch import nn
+from torch.nn import functional as F
+
+from nasfast.settings.supernet import SupernetConfig
+from nasfast.spaces import FairSampler, Stage, nas_bench_macro
+from nasfast.supernet import InitScheme, Supernet
+from nasfast.train.supernet import make_supernet
+
+# twelve layers, of which three are reductions
+DEEP = tiny_space(resolution=32, stages=tuple(Stage(width, 4, 2, CHOICES) for width in (24, 32, 48)))
+FORMER = SupernetConfig(alignment=0.7, linear_share=0.85, shift=0.0, branch_scale=1.0)
+
+
+def norms(net: nn.Module) -> dict[str, nn.BatchNorm2d]:
+    return {name: module for name, module in net.named_modules() if isinstance(module, nn.BatchNorm2d)}
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu6", "hswish", "tanh"])
+def test_betas_before_activations_and_gammas_behind_branches(activation):
+    shift = 0.0 if activation == "tanh" else 0.75
+    net = Supernet(tiny_space(), init=InitScheme(shift=0.75, branch_scale=0.25), activation=activation)
+    residual = {f"layers.{i}.candidates.{j}.project.bn" for i, layer in enumerate(net.space.layers) if layer.normal
+                for j in range(len(layer.choices))}  # fmt: skip
+    assert residual
+    (*_, last) = [name for name in norms(net) if name.startswith("head")]
+    for name, norm in norms(net).items():
+        acts = "project" not in name and "indicator" not in name and name != last
+        assert (norm.bias == (shift if acts else 0.0)).all(), name
+        assert (norm.weight == (0.25 if name in residual else 1.0)).all(), name
+
+
+def test_shallow_spaces_keep_their_weights_and_deep_ones_have_others():
+    for space in (nas_bench_macro(), DEEP.replace(stages=DEEP.stages[:2])):
+        assert make_supernet(space, "dinas")[0].init == "aligned"
+    chosen = InitScheme(depthwise="unit_norm", alignment=0.9, linear_share=0.95, shift=1.0, branch_scale=0.3)
+    net, _ = make_supernet(DEEP, "dinas", seed=3)
+    assert net.init == chosen
+    same = Supernet(DEEP, init=chosen, seed=3).state_dict()
+    assert all(torch.equal(tensor, same[name]) for name, tensor in net.state_dict().items())
+    assert make_supernet(DEEP, "dinas", SupernetConfig(shift=0.5))[0].init.shift == 0.5
+    assert make_supernet(DEEP, "dinas", FORMER)[0].init == "aligned"
+    assert make_supernet(DEEP, "spos")[0].init == "he"
+
+
+@torch.no_grad()
+def _common(cfg: SupernetConfig) -> float:
+    """Mean correlation of what random paths give to the head, for the same images."""
+    net, _ = make_supernet(DEEP, "dinas", cfg)
+    sampler, x = FairSampler(net.space, seed=1), torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for path in (sampler.step()[0] for _ in range(4)):
+        y = net.stem(x)
+        for layer, choice in zip(net.layers, path, strict=True):
+            y = layer(y, choice)
+        outputs.append((y - y.mean((0, 2, 3), keepdim=True)).flatten())
+    pairs = [F.cosine_similarity(a, b, dim=0).item() for i, a in enumerate(outputs) for b in outputs[:i]]
+    return sum(pairs) / len(pairs)
+
+
+def test_paths_of_a_deep_space_have_features_in_common():
+    assert abs(_common(FORMER)) < 0.1  # 0.01 for these draws, and 0.47 with the new ones
+    assert _common(SupernetConfig()) > 0.35
+
+
+def test_a_shift_makes_gradients_grow_as_the_formula_says():
+    """E s'(z + b)^2 / Var s(z + b), by numerical integration, against a long chain of convolutions and BatchNorms."""
+    z = torch.linspace(-9, 9, 100_001, dtype=torch.float64)
+    density = torch.exp(-z.square() / 2)
+    density /= density.sum()
+    for shift, rounded in ((0.0, 1.47), (0.5, 1.25), (1.0, 1.12), (2.0, 1.02)):
+        value = torch.relu(z + shift)
+        mean = (density * value).sum()
+        factor = (density * (z > -shift)).sum() / ((density * value.square()).sum() - mean.square())
+        assert factor.item() == pytest.approx(rounded, abs=0.005)
+        assert _growth(shift) == pytest.approx(factor.item(), rel=0.05)
+
+
+def _growth(shift: float, depth: int = 10) -> float:
+    """Growth of the squared norm of gradients per unit, in a chain with independent Gaussian weights."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 256, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = F.batch_norm(x, None, None, training=True)
+    states = [y]
+    for _ in range(depth):
+        weight = torch.randn(256, 256, generator=generator, dtype=torch.float64) / 16
+        y = F.batch_norm(torch.relu(y + shift) @ weight, None, None, training=True)
+        states.append(y)
+    direction = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    first, last = torch.autograd.grad((y * direction).sum(), [states[0], states[-2]])
+    return (first.square().sum() / last.square().sum()).item() ** (1 / (depth - 1))
+
+
+@pytest.mark.parametrize("value", [-0.5, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["shift", "branch_scale"])
+def test_wrong_beginnings_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be finite and not negative, got {value}"):
+        InitScheme(**{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be finite and not negative, got {value}"):
+        SupernetConfig(**{name: value})
+
+
+def test_beginnings_need_aligned_weights():
+    with pytest.raises(ValueError, match=r"shift=1\.0 needs init='aligned', got init='he'"):
+        SupernetConfig(shift=1.0).resolved("spos")
