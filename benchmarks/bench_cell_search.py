@@ -2,14 +2,16 @@
 
 Each entry of the queue searches with one seed on CIFAR-10 images and writes one row: the chosen cell, its accuracies in
 the table, its percentile among the cells of the table, its numbers of skip connections and removed edges, how well the
-method's scores of candidates rank all cells of the table, and the CPU seconds of the search. Rows are appended to a
+method's scores of candidates rank all cells of the table, what its local costs predict, and the CPU seconds of the
+search. `cell_searches` has the searches, `cell_judge` the table, `cell_tables` the summary. Rows are appended to a
 JSON-lines file, and rows in the file are not computed again. A differentiable search that was stopped continues from
 its last checkpoint below --work, and entries of NASI that differ in the penalty alone share one sample of
 architectures there.
 
 The table may have only some of the cells. A chosen cell is looked up under its own name; if that is missing, under
 another name of the same network (an edge that carries nothing may be named in several ways). Otherwise the row says
-that it was not looked up. Every row also has the accuracies of the cells in the table that differ in one edge.
+that it was not looked up. Every row also has the accuracies of the cells in the table that differ in one edge, and as
+`in_table` the accuracy of the cell itself or, if the table lacks it, of the cell of the table that the scores prefer.
 
     python -m benchmarks.bench_cell_search --images cifar10/train --table nas_bench_201.json --only nasi
     python -m benchmarks.bench_cell_search --summary
@@ -17,16 +19,18 @@ that it was not looked up. Every row also has the accuracies of the cells in the
 
 import argparse
 import json
-import statistics
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.cell_judge import JUDGE, Judge
+from benchmarks.cell_judge import Judge
 from benchmarks.cell_searches import SEARCHES, Entry
+from benchmarks.cell_tables import line, summary
 from benchmarks.harness import positive, provenance
 from nasfast.cells import nas_bench_201_space
 from nasfast.spaces.cell_costs import NONE
@@ -34,36 +38,44 @@ from nasfast.spaces.cell_costs import NONE
 OUT = Path(__file__).parent / "results" / "cell_search_nas_bench_201.jsonl"
 
 
-def _gradient(name: str, epochs: int, *changes: tuple[str, Any]) -> Entry:
+def _gradient(name: str, epochs: int, method: str, **changes: Any) -> Entry:
     # five cells of 8 channels, because a step of 15 cells of 16 channels costs fourteen times as much
-    return Entry(name, "gradient", changes=(("alpha_lr", 1e-2), *changes), epochs=epochs, batch=16)
+    settings = (("alpha_lr", 1e-2), ("method", method), *changes.items())
+    return Entry(name, "gradient", changes=settings, epochs=epochs, batch=16)
 
 
-def _nasi(name: str, *changes: tuple[str, Any]) -> Entry:
-    return Entry(name, "nasi", changes=(("steps", 50), *changes), batch=16)
+def _nasi(name: str, **changes: Any) -> Entry:
+    return Entry(name, "nasi", changes=(("steps", 50), *changes.items()), batch=16)
 
 
-_BILEVEL = ("bilevel", True)
+def _score(score: str, **changes: Any) -> Entry:
+    name = ", ".join((f"{score} of 100 random cells", *(f"{value} {what}" for what, value in changes.items())))
+    return Entry(name, "score", score=score, changes=tuple(changes.items()))
+
+
+_SUM = "log_volume+synflow-ntk_q"
 QUEUE = (
-    *(
-        Entry(f"{score} of 100 random cells", "score", score=score)
-        for score in ("log_volume+synflow-ntk_q", "log_volume+synflow")
-    ),
-    _gradient("dsnas", 1, ("method", "dsnas")),
+    # half a CPU minute to one and a half, because steps of some methods cost several times as much as those of others
+    _gradient("dsnas", 4, "dsnas"),
+    _gradient("dsnas, two levels", 2, "dsnas", bilevel=True),
+    _gradient("darts, two levels", 1, "darts", bilevel=True),
+    _gradient("darts, one level", 1, "darts"),
+    _gradient("proxyless", 1, "proxyless"),
+    _gradient("snas", 1, "snas"),
     Entry("BN indicators", "norms", epochs=1, batch=16),
-    _gradient("snas", 1, ("method", "snas")),
-    _gradient("proxyless", 1, ("method", "proxyless")),
-    _nasi("nasi, 50 x 16"),
-    _nasi("nasi, 50 x 16, mu 2, median", ("mu", 2.0), ("nu", 0.5)),
-    _gradient("darts", 1, ("method", "darts"), _BILEVEL),
     Entry("random", "random", epochs=1, batch=16),
-    _nasi("nasi, 50 x 16, random labels", ("labels", "random")),
-    _nasi("nasi, 50 x 16, random images", ("images", "random")),
-    _gradient("darts, second order", 1, ("method", "darts"), _BILEVEL, ("second_order", True)),
+    _score("params"),
+    _score(_SUM),
+    _score(_SUM, labels="random"),
+    _score(_SUM, images="random"),
+    _nasi("nasi, 50 x 16"),
+    _nasi("nasi, 50 x 16, random labels", labels="random"),
+    _nasi("nasi, 50 x 16, random images", images="random"),
+    _nasi("nasi, 50 x 16, mu 2, median", mu=2.0, nu=0.5),
     Entry("nasi, small", "nasi"),
+    _gradient("darts, second order", 1, "darts", bilevel=True, second_order=True),
     Entry("nasi", "nasi", 15, 16),
 )
-"""Cheap methods first."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -77,7 +89,6 @@ def run(args: argparse.Namespace) -> None:
             wall, cpu = time.perf_counter(), time.process_time()
             arch, more = SEARCHES[entry.kind](args, entry, seed)
             spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-            tables = {"logits": more["logits"], **more.get("tables", {})} if "logits" in more else {}
             row = {
                 "name": entry.name,
                 "seed": seed,
@@ -85,90 +96,49 @@ def run(args: argparse.Namespace) -> None:
                 "channels": entry.channels,
                 **judge.row(arch),
                 **{name: round(seconds, 1) for name, seconds in spent.items()},
-                **more,
-                **({"operations": best_operations(judge, more["logits"])} if "logits" in more else {}),
-                "tau": {name: judge.table(scores) for name, scores in tables.items()},
+                **judged(judge, more),
                 "threads": args.threads,
                 "provenance": provenance(),
             }
             args.out.parent.mkdir(parents=True, exist_ok=True)
             with args.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{entry.name}, seed {seed}: {_cells(row)}", flush=True)
+            print(f"{entry.name}, seed {seed}: {line(row)}", flush=True)
 
 
-def best_operations(judge: Judge, logits: list[list[float]]) -> dict[str, Any]:
-    """The cell of the best operation of every edge if no edge may be removed."""
+def judged(judge: Judge, more: dict[str, Any]) -> dict[str, Any]:
+    """What a search says of itself, with what the table says of its scores in the place of long lists.
+
+    `choices` has the cells that each table of scores chooses, `trajectory` the percentile of the cell of the table that
+    the probabilities prefer, by record from before the search on, and `candidates` what is known of cells that were
+    scored one by one.
+    """
+    more = dict(more)
+    tables, scored = more.pop("tables", {}), more.pop("scored", None)
+    if "logits" in more:
+        tables = {"logits": more["logits"], **tables}
+        more["tau"] = {name: judge.table(scores) for name, scores in tables.items()}
+        more["choices"] = {rule: form for name, scores in tables.items() for rule, form in chosen(judge, name, scores)}
+    if "probabilities" in more:
+        logs = np.log(np.maximum(more.pop("probabilities"), np.finfo(float).tiny))
+        more["trajectory"] = [judge.best(scores)["percentile"] for scores in logs]
+    if scored is not None:
+        more["candidates"] = {"all": len(scored), **judge.known(scored)}
+    return more
+
+
+def chosen(judge: Judge, name: str, scores: Sequence[Sequence[float]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The cells of the best operation of every edge: if edges may be removed, and if none may be."""
     none = judge.space.ops.index(NONE)
-    arch = tuple(max((k for k in range(len(row)) if k != none), key=row.__getitem__) for row in logits)
-    row = judge.row(arch)
-    return {key: row[key] for key in ("arch", "looked_up", "accuracy", "percentile")}
+    kept = [[-math.inf if k == none else value for k, value in enumerate(row)] for row in scores]
+    for rule, values in ((name, scores), (f"{name}, without none", kept)):
+        row = judge.row(tuple(max(range(len(of_edge)), key=of_edge.__getitem__) for of_edge in values))
+        form = {key: row[key] for key in ("arch", "looked_up", "accuracy", "percentile")}
+        yield rule, {**form, "in_table": judge.best(values)}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def summary(found: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table with a line per row, and the median percentile of each method."""
-    lines = [
-        f"| method | network | seed | {JUDGE} | percentile | one edge away | skips, removed | CPU s | cell |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [f"| {r['name']} | {r['cells']} x {r['channels']} | {r['seed']} | {_cells(r)} |" for r in found]
-    for name in dict.fromkeys(r["name"] for r in found):
-        known = [r["percentile"] for r in found if r["name"] == name and r["percentile"] is not None]
-        count = sum(r["name"] == name for r in found)
-        middle = f"{statistics.median(known):.1f}" if known else "unknown"
-        lines.append(f"\n{name}: median percentile {middle}, {len(known)} of {count} cells are in the table")
-    return "\n".join(lines)
-
-
-def details(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown about the searches that score candidates: how the scores rank, and how the local costs went.
-
-    Costs are means over the edges in the first and the last quarter of the search, on the images that the logits learn
-    from. The last column counts the edges whose chosen operation has the lowest mean cost of the whole search; `none`
-    costs 0.
-    """
-    lines = [
-        "| method | seed | tau of cells, of an edge's candidates | percentile without `none` "
-        "| skips, removed on the way | cost, first and last quarter | lowest cost chosen |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in found:
-        if "tau" not in row or not row["tau"]:
-            continue
-        tau = "; ".join(f"{name} {t['cells']:+.2f}, {t['candidates']:+.2f}" for name, t in row["tau"].items())
-        percentile = row["operations"]["percentile"]
-        kept = "-" if percentile is None else f"{percentile:.1f}"
-        way = "; ".join(f"{k}: {v[0]}, {v[1]}" for k, v in row.get("shorter", {}).items()) or "-"
-        lines.append(f"| {row['name']} | {row['seed']} | {tau} | {kept} | {way} | {_costs(row)} |")
-    return "\n".join(lines)
-
-
-def _costs(row: dict[str, Any]) -> str:
-    if "edge_costs" not in row:
-        return "- | -"
-    which = int(row["settings"]["bilevel"])
-    every = [sum(record[which]) / len(record[which]) for record in row["edge_costs"]]
-    quarter = max(1, len(every) // 4)
-    first, last = (sum(part) / quarter for part in (every[:quarter], every[-quarter:]))
-    space = nas_bench_201_space()
-    lowest = [min(range(len(costs)), key=costs.__getitem__) for costs in row["op_costs"][which]]
-    agree = sum(a == b for a, b in zip(space.parse(row["arch"]), lowest, strict=True))
-    return f"{first:+.4f}, {last:+.4f} | {agree} of {len(lowest)}"
-
-
-def _cells(row: dict[str, Any]) -> str:
-    accuracy = "not in the table" if row["accuracy"] is None else f"{row['accuracy'][JUDGE]:.2f}"
-    percentile = "-" if row["percentile"] is None else f"{row['percentile']:.1f}"
-    away = row.get("one_edge_away")
-    near = "-" if away is None else "{1:.2f} ({0:.2f} to {2:.2f})".format(*away["accuracy"])
-    # a search that was continued was timed for its last part only
-    share = row["steps_here"] / row["steps"] if "steps_here" in row else 1
-    seconds = f"{row['cpu_s'] / share:.0f}" if share > 0 else "?"
-    return f"{accuracy} | {percentile} | {near} | {row['skips']}, {row['removed']} | {seconds} | `{row['arch']}`"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
     args = parser.parse_args(argv)
     if args.summary:
-        print(f"{summary(rows(args.out))}\n\n{details(rows(args.out))}")
+        print(summary(rows(args.out)))
         return
     if None in (args.images, args.table):
         parser.error("give --images and --table, or --summary")

@@ -1,7 +1,7 @@
 """What a table of trained accuracies says of cells, and of scores of the candidates on their edges."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Judge:
     def row(self, arch: Arch) -> dict[str, Any]:
         """What the table says of a cell, and what can be said of one that it does not have."""
         ops = [self.space.ops[k] for k in arch]
-        found = arch if arch in self.judge else self._twins.get(network_of(self.space, arch))
+        found = self._found(arch)
         near = [self.judge[other] for other in neighbours(self.space, arch) if other in self.judge]
         row: dict[str, Any] = {
             "arch": text_of(self.space, arch),
@@ -59,6 +59,47 @@ class Judge:
                 "percentile": [self.percentile(value) for value in (min(near), middle, max(near))],
             }
         return row
+
+    def _found(self, arch: Arch) -> Arch | None:
+        """The cell itself or another name of the same network, whichever the table has."""
+        return arch if arch in self.judge else self._twins.get(network_of(self.space, arch))
+
+    def best(self, scores: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """The best cell with an accuracy: that of the best candidate of every edge if it can be looked up.
+
+        If it cannot, it is the cell of the table with the highest sum of its candidates' scores, of equals the first.
+
+        Args:
+            scores: (edges, ops), -inf for candidates that may not be chosen.
+        """
+        values = np.asarray(scores, dtype=float)
+        found = self._found(tuple(values.argmax(1).tolist()))
+        if found is not None:
+            return self._outcome(found)
+        i = int(values[np.arange(len(values)), self._archs].sum(1).argmax())
+        return self._outcome(tuple(self._archs[i].tolist()))
+
+    def known(self, scored: Mapping[Arch, float]) -> dict[str, Any]:
+        """What the table says of cells that were scored one by one.
+
+        Returns:
+            `cells`: how many of them can be looked up. Of these, `tau`: Kendall's tau-b of score and accuracy, and
+            `in_table`: the one with the highest score. The last two are None if the table has none of them.
+        """
+        pairs = [(score, found) for arch, score in scored.items() if (found := self._found(arch)) is not None]
+        if not pairs:
+            return {"cells": 0, "tau": None, "in_table": None}
+        scores, archs = zip(*pairs, strict=True)
+        tau = kendalltau(scores, [self.judge[arch] for arch in archs]).statistic if len(pairs) > 1 else np.nan
+        return {
+            "cells": len(pairs),
+            "tau": round(float(tau), 4) if np.isfinite(tau) else None,
+            "in_table": self._outcome(archs[int(np.argmax(scores))]),
+        }
+
+    def _outcome(self, arch: Arch) -> dict[str, Any]:
+        value = self.judge[arch]
+        return {"arch": text_of(self.space, arch), "accuracy": value, "percentile": self.percentile(value)}
 
     def table(self, scores: Sequence[Sequence[float]]) -> dict[str, float]:
         """How well scores of candidates rank, as Kendall's tau-b with the accuracies.

@@ -13,19 +13,23 @@ from torch.nn import functional as F
 from nasfast.cells import CellSpace, CellSupernet, derive, nas_bench_201_space, search_cells
 from nasfast.cells.gates import make_estimator, uniform_logits
 from nasfast.cells.operations import Operation
-from nasfast.cells.search import WEIGHTS
+from nasfast.cells.probe import GROUPS, QUANTITIES
+from nasfast.cells.search import SEARCH, TRAIN, WEIGHTS, CellSearchResult
 from nasfast.data import DataConfig, FolderSource, Loader, make_loader
 from nasfast.data.datasets import split_source
 from nasfast.indicators.evidence import NetworkEvidence
 from nasfast.indicators.scores import parts_of, score_networks, summed
+from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.nasi.cells import CellMixture
 from nasfast.nasi.config import NasiConfig
 from nasfast.nasi.score import untrained
-from nasfast.nasi.search import NasiResult, Record, endless, sample, solve
-from nasfast.seeds import derive_seed
+from nasfast.nasi.search import NasiResult, Record, endless, random_images, random_labels, sample, solve
+from nasfast.seeds import NASI_IMAGES, NASI_LABELS, derive_seed
 from nasfast.settings.cells import CellSearchConfig
 from nasfast.spaces import Arch
 from nasfast.spaces.cell_costs import NONE, SKIP_CONNECT
+from nasfast.studies.wiring.marks import collapsed, grown, widened
+from nasfast.studies.wiring.measure import measures, none_probability
 from nasfast.train.checkpoint import CheckpointFolder
 
 Kind = Literal["nasi", "gradient", "norms", "score", "random"]
@@ -40,10 +44,10 @@ class Entry:
         name: name in the rows.
         kind: which search it is.
         cells, channels: size of the network that is searched; that of the table has 15 and 16.
-        changes: settings of `NasiConfig` or `CellSearchConfig`.
+        changes: settings of `NasiConfig` or `CellSearchConfig`; of a score `labels` and `images`, as in `NasiConfig`.
         epochs: passes over half of the training images; for random search those of every candidate.
         batch: images per batch.
-        score: the score of `nasfast rank` that chooses among random cells.
+        score: the score or baseline of `nasfast rank` that chooses among random cells.
     """
 
     name: str
@@ -114,18 +118,54 @@ def search_gradient(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
         space, first, cfg, train_cfg, held_out=second if cfg.bilevel else None, run_dir=folder, resume=True
     )
     total = train_cfg.epochs * len(first)
-    costs = result.costs.sum(0)
-    mean = costs[:, 0] / np.maximum(costs[:, 2], 1)
     more = {
         "steps": total,
         "steps_here": total - before,
         "logits": plain(torch.as_tensor(result.logits[0])),
-        # by record, then of the training images and the held-out ones, by edge
-        "edge_costs": np.round(result.edge_costs.mean(2), 5).tolist(),
-        "op_costs": np.round(mean.mean(1), 6).tolist(),
+        **wiring(result),
         "settings": {**cfg.to_dict(), "epochs": train_cfg.epochs},
     }
     return derive(space, result.logits, "argmax"), more
+
+
+def wiring(found: CellSearchResult) -> dict[str, Any]:
+    """What a row says of the local costs of a search and of the patterns that they predict.
+
+    Lists by record have a value of `TRAIN` and one of `SEARCH`, which is 0 on one level. `output_cost` is the cost of
+    the last cell's output node: the sum over the edges into it. `tables` are scores of candidates, minus their costs on
+    the images that the logits learn from.
+    """
+    space, which = found.space, SEARCH if found.cfg.bilevel else TRAIN
+    into_output = list(space.cell.into(space.cell.outputs[0]))
+    patterns = {"growing": grown, "width": widened, "collapse": collapsed}
+    if not found.cfg.bilevel:
+        del patterns["collapse"]
+    whole, half = (_operation_costs(found, slice(n)) for n in (len(found.steps), len(found.steps) // 2))
+    samples = np.maximum(found.outputs[:, :, GROUPS.index("all"), -1], 1)
+    right = found.outputs[:, :, GROUPS.index("correct"), -1] / samples
+    return {
+        # by record, of the training images and the held-out ones, by edge: the mean over the cells
+        "edge_costs": np.round(found.edge_costs.mean(2), 5).tolist(),
+        "op_costs": np.round(whole, 6).tolist(),
+        "op_costs_first_half": np.round(half, 6).tolist(),
+        "output_cost": np.round(found.edge_costs[:, :, -1, into_output].sum(-1), 7).tolist(),
+        "none": np.round(none_probability(found), 4).tolist(),
+        "C": np.round(found.outputs[:, :, GROUPS.index("all"), QUANTITIES.index("C")] / samples, 4).tolist(),
+        "top1": np.round(right, 4).tolist(),
+        "measures": {name: float(f"{value:.4g}") for name, value in measures(found).items() if np.isfinite(value)},
+        "patterns": {name: function(found).seen for name, function in patterns.items()},
+        "tables": {
+            "cost": (-whole[which]).tolist(),
+            "cost, first half": (-half[which]).tolist(),
+        },
+        "probabilities": found.probabilities[:, 0].tolist(),
+    }
+
+
+def _operation_costs(found: CellSearchResult, records: slice) -> np.ndarray:
+    """(2, edges, ops) mean costs of batches in which an operation was measured, over the cells; `none` has 0."""
+    total, _, count = np.moveaxis(found.costs[records].sum(0), 1, 0)
+    return (total / np.maximum(count, 1)).mean(1)
 
 
 def search_norms(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
@@ -207,15 +247,27 @@ def _moment(name: str, net: CellSupernet, edge: int, column: int) -> float:
 
 
 def search_score(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
-    """The cell with the highest score among random cells, each as an untrained network."""
-    space, rng = entry.space, np.random.default_rng(seed)
-    evidence = NetworkEvidence(space, loaders(args, entry, seed)[0], seed=seed)
+    """The cell with the highest score among random cells, each as an untrained network on the same batch.
+
+    A baseline of `nasfast rank` needs neither networks nor images.
+    """
+    space, rng, changes = entry.space, np.random.default_rng(seed), dict(entry.changes)
     archs: dict[Arch, None] = {}
     while len(archs) < args.candidates:
         archs[space.random(rng)] = None
+    settings = {"score": entry.score, **changes}
+    if entry.score in BASELINES:
+        scores = dict(zip(archs, structure_scores(space, entry.score, archs), strict=True))
+        return max(archs, key=scores.__getitem__), {"scored": scores, "settings": settings}
+    x, y = next(iter(loaders(args, entry, seed)[0].epoch(0)))
+    if changes.get("labels") == "random":
+        y = random_labels(len(y), space.num_classes, seed=derive_seed(seed, NASI_LABELS))
+    if changes.get("images") == "random":
+        x = random_images(x.shape, seed=derive_seed(seed, NASI_IMAGES))
+    evidence = NetworkEvidence(space, [(x, y)], seed=seed)
     parts, failed = zip(*(score_networks(name, evidence, archs) for _, name in parts_of(entry.score)), strict=True)
     scores = summed(entry.score, parts, set().union(*failed))
-    return max(archs, key=scores.__getitem__), {"candidates": len(archs), "settings": {"score": entry.score}}
+    return max(archs, key=scores.__getitem__), {"scored": scores, "settings": settings}
 
 
 def search_random(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
@@ -229,7 +281,8 @@ def search_random(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
             network = untrained(space, arch, seed=derive_seed(seed, len(tried)))
             tried[arch] = short_accuracy(network, first, second, args.epochs or entry.epochs)
     best = max(tried, key=tried.__getitem__)
-    return best, {"candidates": len(tried), "best": tried[best], "settings": {"epochs": args.epochs or entry.epochs}}
+    settings = {"epochs": args.epochs or entry.epochs, "seconds": args.seconds}
+    return best, {"best": tried[best], "scored": tried, "settings": settings}
 
 
 def short_accuracy(network: nn.Module, train: Loader, held: Loader, epochs: int) -> float:

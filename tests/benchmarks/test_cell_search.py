@@ -1,19 +1,23 @@
-"""The judge of cells: what a table says of a cell that it has, of another name of it, and of one that it lacks."""
+"""Searches of cells: what a table says of a cell that it has or lacks, and what rows say of costs and differences."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tiny import write_folder
 
-from benchmarks import bench_cell_search
+from benchmarks import bench_cell_search, cell_tables
 from benchmarks.cell_judge import COLUMNS, Judge, network_of, text_of
-from benchmarks.cell_searches import norm_supernet
-from nasfast.cells import CellStandalone, nas_bench_201_space
+from benchmarks.cell_searches import norm_supernet, wiring
+from nasfast.cells import CellStandalone, nas_bench_201_space, search_cells
+from nasfast.settings.cells import CellSearchConfig
+from nasfast.train import TrainConfig
 
 SPACE = nas_bench_201_space(cells=1, channels=2, resolution=8)
 OPS = ("none", "skip_connect", "avg_pool_3x3", "conv_1x1", "conv_3x3")
@@ -140,6 +144,52 @@ def test_every_operation_of_the_indicator_supernet_has_its_own_norm():
     assert not torch.allclose(before, after) and torch.allclose(after, after[:1].expand(4, -1))
 
 
+def test_the_best_cell_with_an_accuracy(table):
+    judge = Judge(str(table), SPACE)
+    scores = np.zeros((6, 5))
+    scores[[0, 1, 4, 5], [2, 3, 1, 4]] = 1  # a cell of the table
+    itself = judge.best(scores)
+    assert itself["arch"] == text_of(SPACE, (2, 3, 0, 0, 1, 4)) and itself["accuracy"] == 20.0 + 2 * 15 + 3 * 3 + 1
+    scores[2, 0], scores[2, 3] = 0, 0.5  # this cell is not in the table, which has `none` there
+    assert judge.best(scores)["arch"] == itself["arch"]
+    scores[2] = 0
+    scores[1, 3] = -math.inf  # the next candidates of this edge tie, and the first cell counts
+    assert judge.best(scores)["arch"] == text_of(SPACE, (2, 0, 0, 0, 1, 4))
+    # another name of a network of the table counts more than the sum: through both of these cells nothing passes
+    scores[:] = 0
+    scores[0, 4], scores[5, 0] = 1, 0.5
+    assert judge.best(scores)["arch"] == text_of(SPACE, (0, 0, 0, 0, 0, 4))
+
+
+def test_cells_that_were_scored_one_by_one(table):
+    judge = Judge(str(table), SPACE)
+    scored = {TABLE[3]: 0.1, TABLE[9]: 0.3, TABLE[40]: 0.2, (4, 4, 4, 4, 4, 4): 9.0}
+    found = judge.known(scored)
+    assert found["cells"] == 3 and found["in_table"]["accuracy"] == 29.0
+    assert found["tau"] == pytest.approx(1 / 3, abs=1e-4)  # two of three pairs agree
+    assert judge.known({(4, 4, 4, 4, 4, 4): 9.0}) == {"cells": 0, "tau": None, "in_table": None}
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_what_reaches_the_output_node_costs_nothing_behind_a_norm(head, tmp_path):
+    """With BatchNorm behind the last cell the edges into its output cancel; without it they cost L - H."""
+    space = SPACE.replace(head=head, classifier_bias=False)
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(16, 3, 8, 8, generator=generator), torch.arange(16) % 10) for _ in range(3)]
+    cfg = CellSearchConfig(method="darts", alpha_lr=0.01, records=3)
+    found = search_cells(
+        space, batches, cfg, TrainConfig(epochs=1, lr=0.01, label_smoothing=0.0, checkpoint_every=0), run_dir=tmp_path
+    )
+    row = wiring(found)
+    cost, of_edge = np.array(row["output_cost"])[:, 0], np.array(row["edge_costs"])[:, 0]
+    if head:
+        assert np.abs(cost).max() < 1e-3 * np.abs(of_edge).max()
+    else:
+        np.testing.assert_allclose(cost, np.array(row["C"])[:, 0], atol=2e-4)
+    assert len(row["none"]) == 4 and len(row["probabilities"]) == 4 and len(row["top1"]) == 3
+    assert set(row["patterns"]) == {"growing", "width"}
+
+
 @pytest.mark.slow
 def test_rows_are_written_once_and_shown(table, tmp_path, monkeypatch, capsys):
     images = write_folder(tmp_path / "images", dict.fromkeys("abcdefghij", 16), side=32)
@@ -160,15 +210,35 @@ def test_rows_are_written_once_and_shown(table, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     bench_cell_search.main([f"--out={tmp_path / 'out.jsonl'}", "--summary"])
     shown = capsys.readouterr().out
-    assert shown.count("| 1 x 2 | 3 |") == len(names) and "nasi: median percentile " in shown
-    assert "| lowest cost chosen |" in shown and shown.count(" of 6 |") == 1
+    assert shown.count("| 1 x 2 | 3 |") == len(names) and "| BN indicators | 1 | 1 |" not in shown
+    assert "| patterns |" in shown and shown.count(" of 6, ") == 1
 
 
-def test_costs_of_a_row_by_hand():
-    """Four records of two sets of images; the logits learn from the second. On the last edge `none` is cheapest."""
-    edges = [[[0.0] * 6, [c] * 6] for c in (0.4, 0.3, 0.1, -0.2)]
-    of_edge = [0.0, 0.1, -0.3, 0.2, 0.3]
-    costs = [[of_edge] * 5 + [[0.0, 0.1, 0.2, 0.3, 0.4]]]
-    row = {"edge_costs": edges, "op_costs": [None, *costs], "settings": {"bilevel": True}}
-    row["arch"] = text_of(SPACE, (2, 2, 2, 1, 2, 0))
-    assert bench_cell_search._costs(row) == "+0.4000, -0.2000 | 5 of 6"
+def test_how_far_costs_predict_a_choice_by_hand():
+    """The scores follow the costs, except that on the last edge a costly pooling is chosen; one cost is unknown."""
+    costs = [[0.0, 0.1, -0.3, 0.2, 0.3]] * 5 + [[0.0, 0.1, 0.2, 0.3, 0.0]]
+    row = {
+        "arch": text_of(SPACE, (2, 2, 2, 2, 2, 2)),
+        "logits": [[0.0, -1.0, 3.0, -2.0, -3.0]] * 5 + [[0.0, -1.0, 3.0, -2.0, -3.0]],
+    }
+    assert cell_tables.agreement(row, costs) == {"signs": 22, "operations": 23, "lowest": 5, "edges": 6}
+
+
+def test_differences_that_labels_make_are_paired_by_seed():
+    def row(name, seed, accuracy, arch="a"):
+        return {"name": name, "seed": seed, "candidates": {"in_table": {"accuracy": accuracy, "arch": arch}}}
+
+    found = [row("q", 0, 70.0), row("q", 1, 80.0), row("q", 2, 60.0)]
+    found += [row("q, random labels", 0, 71.0, "b"), row("q, random labels", 1, 77.0), row("q, random images", 5, 1.0)]
+    (shown,) = cell_tables.agnosticism(found).splitlines()[2:]
+    # mean -1, standard deviation 2 sqrt 2; t is 12.706; the seeds are 10, 10 and 20 apart
+    assert shown == "| q | random labels | 2 | +1.0 -3.0 | -1.0 ± 25.4 | 13.3 | 1 of 2 |"
+
+
+def test_a_method_has_the_median_of_its_seeds():
+    def row(seed, value, cpu):
+        form = {"in_table": {"accuracy": value, "percentile": value - 1}}
+        return {"name": "m", "seed": seed, "cpu_s": cpu, "steps": 8, "steps_here": 4, "choices": {"logits": form}}
+
+    (shown,) = cell_tables.comparison([row(0, 60.0, 1.0), row(1, 70.0, 2.0), row(2, 90.0, 9.0)]).splitlines()[2:]
+    assert shown == "| m | 3 | 8 | 70.0 (60.0 to 90.0) | 69.0 (59.0 to 89.0) | - | - | - | 4 |"

@@ -69,6 +69,7 @@ def test_host_costs_are_those_of_fused_chains(run, tmp_path):
     assert row["host_us"].keys() == {"operator", "folded"}
 
 
+@pytest.mark.slow
 def test_build_measures_every_initialisation(run, tmp_path, monkeypatch):
     monkeypatch.setattr(nasfast.spaces, "mobilenet_v2", nasfast.spaces.digits_mini)
     out = tmp_path / "rows.json"

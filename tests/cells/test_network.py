@@ -124,6 +124,7 @@ def test_sharing_changes_nothing(space, fused):
     assert results[0][1].abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reductions", "201", "conv_norm_relu"])
 def test_gradients_in_single_precision(name, fused):
     """The oracles are float64 and plain PyTorch; in float64 the operators use their references."""

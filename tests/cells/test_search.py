@@ -88,6 +88,7 @@ def test_every_method_learns_and_repeats(form, tmp_path, fused):
     assert_same(searched(tmp_path / "two", fused=fused, **form), first)
 
 
+@pytest.mark.slow
 def test_a_resumed_search_is_the_unbroken_one(form, tmp_path):
     """Stop in a step and resume from the checkpoint before it: Adam, held-out batches, gates and records continue."""
 

@@ -86,6 +86,7 @@ def report(space):
     return isometry_study(IsometryConfig(space=space, **SMALL))
 
 
+@pytest.mark.slow
 def test_every_candidate_under_every_setting(report):
     assert report.settings == SETTINGS
     places = {(row.setting, row.layer, row.name) for row in report.rows}
@@ -127,6 +128,7 @@ def test_the_table_has_everything_beside_the_claims(report):
         assert words in text
 
 
+@pytest.mark.slow
 def test_files(report, tmp_path):
     page = report.save(tmp_path / "deep")
     assert page == tmp_path / "deep" / "isometry.html"
@@ -142,6 +144,7 @@ def test_files(report, tmp_path):
     assert write_isometry_page(tmp_path / "deep").read_text() == text
 
 
+@pytest.mark.slow
 def test_inputs_may_propagate(space, monkeypatch):
     seen = []
 

@@ -101,6 +101,7 @@ FC = {"width": 16, "batch": 8, "histogram_width": 8, "histogram_batch": 8, "dept
 FIGURES = FiguresConfig(**FC, histogram_realisations=6)
 
 
+@pytest.mark.slow
 def test_figures_and_their_page(tmp_path):
     report = figures_study(FIGURES, out=tmp_path)
     assert [f.title for f in report.figures] == [

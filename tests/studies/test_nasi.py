@@ -89,6 +89,7 @@ def test_a_search_of_cells_writes_its_architecture(tmp_path, space):
         assert kept == [min(2, len(written.cell.into(node))) for node in nodes]
 
 
+@pytest.mark.slow
 def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
     report = nasi_search_study(
         NasiSearchConfig(space="nas_bench_macro", modes="standard, random labels", seeds=2, **TINY),
@@ -210,6 +211,7 @@ def published(space: SearchSpace) -> dict:
     return {"".join(map(str, a)): {"mean_acc": 60 + sum(k > 0 for k in a) + 0.1 * a[0]} for a in archs}
 
 
+@pytest.mark.slow
 def test_compare_ranks_beside_trivial_predictors(tmp_path):
     space = nas_bench_macro()
     (tmp_path / "truth.json").write_text(json.dumps(published(space)), encoding="utf-8")

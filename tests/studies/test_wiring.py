@@ -124,12 +124,14 @@ def told(form: Mapping) -> dict:
 # --- whole studies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_studies_share_their_searches(reports):
     out, _, taken = reports
     assert taken == STEPS
     assert {path.parent.name for path in out.glob("*/search.npz")} == FOLDERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STUDIES)
 def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, capsys, caplog):
     out, found, _ = reports
@@ -314,6 +316,7 @@ def test_other_methods(tmp_path, method, name):
     assert own == ["darts (its own)" if method == "darts" else "argmax (its own)"]
 
 
+@pytest.mark.slow
 def test_collapse_of_second_order_is_another_search(tmp_path):
     tiny = {**TINY, "seeds": 1, "control_steps": 2, "method": "darts"}
     first = collapse_study(CollapseConfig(**tiny), out=tmp_path / "first")
