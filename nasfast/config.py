@@ -160,7 +160,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         what = "truncated" if text else "empty"
         raise ConfigError(f"{path} is {what}: restore it, or delete it and give the settings again")
     try:
-        loaded = yaml.safe_load(text) or {}
+        loaded = _parsed(text) or {}
     except yaml.YAMLError as error:
         # PyYAML has its own name for a text
         text = str(error).replace("<unicode string>", str(path))
@@ -168,6 +168,15 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: expected a mapping at the top level, got {type(loaded).__name__}")
     return loaded
+
+
+def _parsed(text: str) -> Any:
+    """A YAML text as plain values, by the parser in C where there is one: it takes a tenth of the time."""
+    try:
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        # that one refuses the halves of surrogate pairs, which `portable` makes of names that are not UTF-8
+        return yaml.safe_load(text)
 
 
 def portable(form: Any) -> Any:
@@ -279,5 +288,6 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if hint is Any:
         return value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"config key '{where}': expected {hint.__name__}, got {value!r}")
+        expected = "a number, such as 0.5, 475e6 or 2.4M" if hint is float else hint.__name__
+        raise ConfigError(f"config key '{where}': expected {expected}, got {value!r}")
     return value

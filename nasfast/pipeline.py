@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.runtime.lock import run_lock
+from nasfast.runtime.onnx import require_onnx
 from nasfast.runtime.progress import followed_by
 from nasfast.runtime.tracking import tracked
 from nasfast.search import (
@@ -45,10 +47,11 @@ from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
-from nasfast.spaces import Arch, SearchSpace, format_arch, read_cost_table, space_kind
+from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch, read_cost_table, space_kind
+from nasfast.stages.apart import FOLDER as TASKS_FOLDER
 from nasfast.stages.apart import retrain_apart
-from nasfast.stages.checks import check_same_run, check_scoring, check_search
-from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded, with_seeds
+from nasfast.stages.checks import already_begun, check_same_run, check_scoring, check_search
+from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded, warn_if_unnamed, with_seeds
 from nasfast.stages.inputs import (
     configured_space,
     evidence_of,
@@ -125,9 +128,8 @@ def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) 
     resume = resume or world.has_begun(folder.stem)
     if folder.paths():
         if not resume:
-            raise FileExistsError(f"{run_dir} has a supernet run already: add --resume, or choose another --out")
-        _check_same_space(cfg, space)
-        check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+            raise already_begun(run_dir, "a supernet run", lambda: _check_same_run(cfg, space))
+        _check_same_run(cfg, space)
     elif resume:
         _LOG.warning("nothing to resume in %s: starting from the beginning", run_dir)
     _save_config(cfg)
@@ -145,6 +147,12 @@ def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
             100 * top1[-1],
             space.num_classes,
         )
+
+
+def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
+    """Refuse to resume with another space or other settings than those of the run directory."""
+    _check_same_space(cfg, space)
+    check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
 
 
 def _check_same_space(cfg: RunConfig, space: SearchSpace) -> None:
@@ -188,10 +196,11 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
         return None
     if settings.table is not None:
         costs = read_cost_table(settings.table, saved_space(cfg))
-        table = IndicatorTable.of_costs(saved_space(cfg), costs, {"score": settings.label})
+        meta: dict[str, Any] = {"score": settings.label, "settings": _scored_with(cfg)}
+        table = IndicatorTable.of_costs(saved_space(cfg), costs, meta)
     else:
         evidence, checkpoint = evidence_of(cfg)
-        meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"]}
+        meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], "settings": _scored_with(cfg)}
         table = score_table(settings.score.name, evidence, structure=settings.structure or 0.0, meta=meta)
     table.save(cfg.run_dir / TABLE_FILE)
     _save_config(cfg)
@@ -235,9 +244,24 @@ def search(cfg: RunConfig) -> list[Candidate]:
         )
         front = front_against()
         fronts = [front_against(against=cost) for cost, _ in limits.tables]
-    save_candidates(run_dir / ARCHS_FILE, space, candidates, limits=limits, pareto=front, table_fronts=fronts)
+    save_candidates(
+        run_dir / ARCHS_FILE,
+        space,
+        candidates,
+        limits=limits,
+        pareto=front,
+        table_fronts=fronts,
+        settings=settings,
+        scored_with=None if scoring.gives_table else _scored_with(cfg),
+    )
     _save_config(cfg)
     return candidates
+
+
+def _scored_with(cfg: RunConfig) -> dict[str, Any]:
+    """The settings of scores, which a result keeps, because config.yaml may get others later."""
+    score = cfg.score.resolved(cfg.method).to_dict()
+    return portable({"score": score, "recalibration_batches": cfg.recalibration_batches})
 
 
 def _table(cfg: RunConfig) -> IndicatorTable:
@@ -325,18 +349,24 @@ def retrain_best(
     form = json.loads(world.broadcast(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
+    if tasks is None:
+        results = _retrain_here(cfg, space, trainings, resume=resume, world=world)
+    else:
+        results = retrain_apart(cfg, space, trainings, tasks, resume=resume)
+    if world.is_main:
+        # the logs of tasks, these or those of an earlier call, were for networks that failed
+        shutil.rmtree(cfg.run_dir / TASKS_FOLDER, ignore_errors=True)
+        _save_config(cfg)
+    return results
+
+
+def _retrain_here(
+    cfg: RunConfig, space: ArchSpace, trainings: Mapping[str, tuple[Arch, int]], *, resume: bool, world: World
+) -> dict[str, RetrainResult]:
+    """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
     loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
-    train, _ = loaders[cfg.seed]
-    if len(train.source.classes) != space.num_classes:
-        raise ConfigError(
-            f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "
-            "give the images of the run"
-        )
-    if tasks is not None:
-        retrain_apart(cfg, space, trainings, tasks, resume=resume)
-        resume = True  # what follows finds them finished
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
@@ -362,8 +392,6 @@ def retrain_best(
             )
     forms = world.gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
     everyone = {name: result for form in forms for name, result in json.loads(form).items()}
-    if world.is_main:
-        _save_config(cfg)
     return {name: RetrainResult.from_dict(everyone[name]) for name in trainings}
 
 
@@ -392,12 +420,18 @@ def export(
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} does not exist or is no directory: give the directory of a run (--out)")
+    if onnx:
+        try:
+            require_onnx()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}, or export without model.onnx (--onnx false)") from error
     names = to_export(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
     files = []
     for one in names:
         folder = model_folder(run_dir / "retrain", one)
         network = load_model(folder)
         warn_if_superseded(run_dir, one, network)
+        warn_if_unnamed(one, network, folder)
         files += [folder / file for file in (MODEL_FILE, ARCH_FILE, SPACE_FILE)]
         if onnx:
             with run_lock(run_dir):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pydoc
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,17 @@ def test_names_are_what_they_say():
     assert (nasfast.score, nasfast.run, nasfast.Supernet) == (score, run, Supernet)
     assert nasfast.search.top_k is importlib.import_module("nasfast.search").top_k
     assert callable(nasfast.search)
+
+
+def test_help_shows_search_as_the_function_that_it_is():
+    function = nasfast.search.search
+    assert inspect.signature(nasfast.search) == inspect.signature(function, eval_str=True)
+    text = pydoc.plain(pydoc.render_doc(nasfast.search))
+    head = text[: text.index("PACKAGE CONTENTS")]
+    assert (
+        "nasfast.search(table: nasfast.indicators.table.IndicatorTable," in head
+        and "max_macs: largest MACs per image" in head
+    )
 
 
 def test_an_unknown_name_lists_the_known_ones():

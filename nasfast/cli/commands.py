@@ -42,6 +42,7 @@ from nasfast.stability.trained import (
     estimate_sample,
     train_sample,
 )
+from nasfast.stages.estimate import plan_run
 from nasfast.stages.inputs import evidence_to_rank
 from nasfast.stages.untrained import untrained_networks
 from nasfast.studies import registry
@@ -91,34 +92,37 @@ def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
         yield RunConfig.from_dict(json.loads(world.broadcast(json.dumps(cfg.to_dict()).encode()))), world
 
 
-def _run(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_run: bool) -> None:
+def _run(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings | None, dry_run: bool) -> None:
     if seeds != 1:
-        _run_seeds(cfg, resume, seeds, settings, dry_run)
+        _run_seeds(cfg, resume, seeds, settings or TaskSettings(), dry_run)
+        return
+    _check_one_process(settings)
+    if dry_run:
+        if environment_size() > 1:
+            raise ConfigError("--dry-run times the steps of one process: run it without torchrun")
+        print(plan_run(cfg, settings))
         return
     with _joined(cfg) as (cfg, world):
         if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
             raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
-        result = pipeline.run(cfg, resume=resume, world=world, tasks=_asked_for(settings))
+        result = pipeline.run(cfg, resume=resume, world=world, tasks=settings)
         if world.is_main:
             _show_candidates(cfg, result.candidates)
             _show_retrained(cfg, result.retrained)
             print(f"report: {result.report}")
 
 
-def _asked_for(settings: TaskSettings) -> TaskSettings | None:
-    """The settings of tasks if a flag gave any, so that networks are retrained as tasks.
+def _check_one_process(settings: TaskSettings | None) -> None:
+    """Refuse tasks in several processes.
 
     Raises:
-        ConfigError: torchrun has started several processes.
+        ConfigError: a flag asks for tasks, and torchrun has started several processes.
     """
-    if settings == TaskSettings():
-        return None
-    if environment_size() > 1:
+    if settings is not None and environment_size() > 1:
         raise ConfigError(
             "--executor, --workers and the like train each network in one process: run without torchrun, which lets "
             "several processes train one network"
         )
-    return settings
 
 
 def _run_seeds(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_run: bool) -> None:
@@ -151,8 +155,8 @@ def _search(cfg: RunConfig) -> None:
     _show_candidates(cfg, pipeline.search(cfg))
 
 
-def _retrain(cfg: RunConfig, resume: bool, archs: Sequence[str], pareto: bool, settings: TaskSettings) -> None:
-    tasks = _asked_for(settings)
+def _retrain(cfg: RunConfig, resume: bool, archs: Sequence[str], pareto: bool, tasks: TaskSettings | None) -> None:
+    _check_one_process(tasks)
     with _joined(cfg) as (cfg, world):
         results = pipeline.retrain_best(cfg, archs=archs, pareto=pareto, resume=resume, world=world, tasks=tasks)
         if world.is_main:
@@ -164,9 +168,9 @@ def _export(args: argparse.Namespace) -> None:
         print(file)
 
 
-def _rank(args: argparse.Namespace, settings: TaskSettings, dry_run: bool) -> None:
+def _rank(args: argparse.Namespace, settings: TaskSettings | None, dry_run: bool) -> None:
     if args.train is not None:
-        _rank_trained(args, settings, dry_run)
+        _rank_trained(args, settings or TaskSettings(), dry_run)
         return
     if args.score is None:
         predictor, space = _predictor(args)
@@ -194,6 +198,7 @@ def _rank_trained(args: argparse.Namespace, settings: TaskSettings, dry_run: boo
     accuracies = train_sample(cfg, args.train, epochs=args.epochs, settings=settings)
     found = compare_trained(cfg, accuracies, names=names, half_width=args.interval, resamples=args.resamples)
     print(found)
+    print("Trainings accumulate: the same command with a larger --train keeps these and adds to them.")
     files = [cfg.run_dir / ACCURACIES_FILE, cfg.run_dir / REPORT_FILE]
     if args.save is not None:
         found.save(args.save)
@@ -271,10 +276,11 @@ def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:
 
 def _report(runs: Sequence[Path], page: Path) -> None:
     if len(runs) > 1:
-        print(write_comparison(runs, page))
+        # the page of one run lies in its folder, and this one where the command runs
+        print(f"written: {write_comparison(runs, page).absolute()}")
         return
     of_seeds = (runs[0] / STABILITY_FILE).exists()
-    print(write_stability_page(runs[0]) if of_seeds else write_report(runs[0]))
+    print(f"written: {write_stability_page(runs[0]) if of_seeds else write_report(runs[0])}")
 
 
 def _latency(cfg: LatencyConfig, out: str) -> None:
@@ -294,9 +300,10 @@ def _step(cfg: StepTimesConfig, out: str | None) -> None:
         print(f"written: {out}")
 
 
-def _study(study: registry.Study, cfg: ConfigBase, out: str | None, settings: TaskSettings) -> None:
+def _study(study: registry.Study, cfg: ConfigBase, out: str | None, settings: TaskSettings | None) -> None:
     """Print a study's report, save it, and raise where a mark is missed."""
-    report = run_study(study.name, cfg, out=out, tasks=_asked_for(settings))
+    _check_one_process(settings)
+    report = run_study(study.name, cfg, out=out, tasks=settings)
     print(report)
     if out is not None:
         print("written:", ", ".join(map(str, (report.save(out), *report.files))))

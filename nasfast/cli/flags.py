@@ -88,48 +88,46 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     return RunConfig.from_dict(parsed), others
 
 
-def _add_task_flags(parser: Parser, *, dry_run: bool = True) -> None:
+def _add_task_flags(parser: Parser, *, dry_run: bool = True, optional: str = "") -> None:
     """Add the flags that say where tasks run and for how long; `_task_settings` reads them.
 
     Args:
         parser: gets the flags.
         dry_run: whether the command can print its tasks instead.
+        optional: what these flags make a task of, each in a process of its own, where the command has tasks only if one
+            of them is given.
     """
     default = TaskSettings()
+    makes = f"; this flag, or another about tasks, makes a task of {optional}" if optional else ""
     parser.add_argument(
         "--executor",
         choices=("processes", "ray"),
-        default=default.executor,
-        help="where tasks run: in processes of this machine, or on a Ray cluster",
+        help=f"where tasks run: in processes of this machine (default), or on a Ray cluster{makes}",
     )
     parser.add_argument("--ray.address", metavar="HOST:PORT", help="with --executor ray: the cluster's head")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=default.workers,
-        help="tasks at a time on this machine; 0 takes as many as cores and memory allow",
-    )
-    parser.add_argument(
-        "--attempts",
-        type=int,
-        default=default.attempts,
-        help="how often a failing task is tried",
-    )
+    text = "tasks at a time on this machine; 0 (default) takes as many as cores and memory allow"
+    parser.add_argument("--workers", type=int, help=text)
+    text = f"how often a failing task is tried; default: {default.attempts}"
+    parser.add_argument("--attempts", type=int, help=text)
     continues = "--resume" if parser.command in ("run", "retrain") else "the same command"
     parser.add_argument("--max-hours", type=float, help=f"stop cleanly after this time; {continues} continues")
     if dry_run:
         parser.add_argument("--dry-run", action="store_true", help="only print the tasks with their time and memory")
 
 
-def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings, bool]:
+def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings | None, bool]:
     """Take the flags of `_add_task_flags` out of parsed ones; also returns whether it is a dry run.
+
+    Without any of them the settings are None, because a command may then have no tasks.
 
     Raises:
         ConfigError: a value cannot be used.
     """
     dry_run = parsed.pop("dry_run", False)
-    given = {name: parsed.pop(name) for name in ("executor", "workers", "attempts", "max_hours")}
-    return TaskSettings.from_dict({**given, "ray_address": parsed.pop("ray")["address"]}), dry_run
+    flags = {name: parsed.pop(name) for name in ("executor", "workers", "attempts", "max_hours")}
+    flags["ray_address"] = parsed.pop("ray")["address"]
+    given = {name: value for name, value in flags.items() if value is not None}
+    return TaskSettings.from_dict(given) if given else None, dry_run
 
 
 def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, dict[str, Any]]:
@@ -158,7 +156,7 @@ def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
     return cfg, others["resume"]
 
 
-def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list[str], bool, TaskSettings]:
+def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list[str], bool, TaskSettings | None]:
     """The settings, whether to resume, which architectures are named, whether to take the Pareto fronts, and where."""
     parser.add_argument(
         "--arch",
@@ -167,23 +165,23 @@ def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list
         help='retrain this architecture of the space, e.g. "1 0 2 1", and not those of the search; may be repeated',
     )
     parser.add_argument("--pareto", action="store_true", help="retrain all points of the Pareto fronts of the search")
-    _add_task_flags(parser, dry_run=False)
+    _add_task_flags(parser, dry_run=False, optional="each training")
     cfg, others = _run_config(parser, argv, resumable=True)
     if others["arch"] and others["pareto"]:
         parser.error("--arch and --pareto both say what to retrain: give one of them")
     return cfg, others["resume"], others["arch"] or [], others["pareto"], _task_settings(others)[0]
 
 
-def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings, bool]:
+def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings | None, bool]:
     """The settings, whether to resume, the number of seeds (1 is a plain run), and how and whether to run the tasks."""
     parser.add_argument(
         "--seeds", type=int, default=1, help="repeat everything with this many seeds, and say whether they agree"
     )
-    _add_task_flags(parser)
+    _add_task_flags(parser, optional="each retraining of a run of one seed")
     cfg, others = _run_config(parser, argv, resumable=True)
     settings, dry_run = _task_settings(others)
-    if others["seeds"] == 1 and (settings.max_hours is not None or dry_run):
-        parser.error("--max-hours and --dry-run need --seeds N")
+    if others["seeds"] == 1 and settings is not None and settings.max_hours is not None:
+        parser.error("--max-hours needs --seeds N")
     return cfg, others["resume"], others["seeds"], settings, dry_run
 
 
@@ -203,7 +201,7 @@ def _export(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
     return (args,)
 
 
-def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, TaskSettings, bool]:
+def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, TaskSettings | None, bool]:
     parser.add_argument("--table", help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
@@ -224,12 +222,18 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
         type=int,
         metavar="N",
         help="instead of --table, with --out: trains until N architectures have an accuracy (RUN/accuracies.json), and "
-        "ranks all scores, or that of --score",
+        "ranks all scores, or that of --score; trainings of earlier calls count, and those that were stopped continue",
     )
-    parser.add_argument("--epochs", type=int, help="with --train: epochs of each training, the same in all calls")
+    text = "with --train: epochs of each training, the same in all calls; its recipe is short and not that of retrain"
+    parser.add_argument("--epochs", type=int, help=text)
     text = "with --train: half width of the interval of tau for which the number of architectures is estimated"
     parser.add_argument("--interval", type=float, help=f"{text}; default: 0.1")
     _add_task_flags(parser)
+    if settings_of_run := [text for text in argv if text.startswith(("--retrain.", "--data."))]:
+        parser.error(
+            f"{settings_of_run[0].partition('=')[0]} is no flag of rank: --train takes the images of the run, and has "
+            "a short recipe of its own, of which --epochs sets the epochs"
+        )
     parsed = parser.parse_flags(argv).as_dict()
     settings, dry_run = _task_settings(parsed)
     args = argparse.Namespace(**parsed)
@@ -240,7 +244,7 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
             parser.error("--train needs --out RUN, and takes neither --sample nor --column nor --seed")
     if args.epochs is not None and (args.train is None or args.epochs < 1):
         parser.error("--epochs needs --train, and must be at least 1")
-    if args.train is None and (settings != TaskSettings() or dry_run):
+    if args.train is None and (settings is not None or dry_run):
         parser.error("--executor, --workers, --attempts, --max-hours and --dry-run are about --train N")
     if args.interval is not None and (args.train is None or not 0 < args.interval < math.inf):
         parser.error("--interval needs --train, and must be positive and finite")
@@ -302,7 +306,7 @@ def _step(parser: Parser, argv: Sequence[str]) -> tuple[StepTimesConfig, str | N
     return StepTimesConfig(**settings), out
 
 
-def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigBase, str | None, TaskSettings]:
+def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigBase, str | None, TaskSettings | None]:
     """The study that a command, or the kind behind it, names, its settings, its directory, and where its tasks run."""
     command = registry.COMMANDS[parser.command]
     kinds, flags = command.kinds, list(argv)
@@ -323,16 +327,16 @@ def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigB
 
 def _study_flags(
     parser: Parser, argv: Sequence[str], study: registry.Study
-) -> tuple[registry.Study, ConfigBase, str | None, TaskSettings]:
+) -> tuple[registry.Study, ConfigBase, str | None, TaskSettings | None]:
     more = f", {study.writes}" if study.writes else ""
     resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
     text = f"also write {study.files}.json, the page {study.files}.html{more}{resumed}"
     parser.add_argument("--out", metavar="DIR", help=text)
     if study.tasks:
-        _add_task_flags(parser, dry_run=False)
+        _add_task_flags(parser, dry_run=False, optional="each search")
     cfg, others = _study_config(parser, argv, study.load("config"))
     out = others.pop("out")
-    return study, cfg, out, _task_settings(others)[0] if study.tasks else TaskSettings()
+    return study, cfg, out, _task_settings(others)[0] if study.tasks else None
 
 
 def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:

@@ -93,7 +93,8 @@ def _run(argv: list[str]) -> int:
         return 0
     command, *rest = argv
     if command not in _COMMANDS:
-        print(f"nasfast: unknown command {command!r}; {nearest(command, _COMMANDS)}", file=sys.stderr)
+        text = "it is Python: nasfast.fuse(model)" if command == "fuse" else nearest(command, _COMMANDS)
+        print(f"nasfast: unknown command {command!r}; {text}", file=sys.stderr)
         return 2
     try:
         if environment_rank():

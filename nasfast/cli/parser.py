@@ -78,7 +78,7 @@ class Parser(jsonargparse.ArgumentParser):
 
     def _options(self) -> dict[str, list[str]]:
         """Each flag with the values that it takes, where these are few."""
-        found: dict[str, list[str]] = {}
+        found: dict[str, list[str]] = {"--import": []}
         for action in self._actions:
             for flag in (text for text in action.option_strings if text.startswith("--")):
                 values = list(map(str, action.choices or ()))

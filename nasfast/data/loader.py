@@ -15,6 +15,7 @@ from nasfast.data import dali
 from nasfast.data.augment import SMALL, Augmentation
 from nasfast.data.backends import Backend, Request, TorchvisionBackend
 from nasfast.data.cache import CacheBackend
+from nasfast.data.cache_store import size_text
 from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.preprocess import normalise, scale_and_offset
@@ -87,6 +88,7 @@ class Loader:
                 "data.batch_size higher, or start fewer processes"
             )
         self._scale, self._offset = scale_and_offset(mean, std)
+        self._iterations = 0
 
     @property
     def kind(self) -> str:
@@ -101,6 +103,14 @@ class Loader:
         """Batches per epoch."""
         full, rest = divmod(len(self.source), self._batch_size)
         return full + (rest > 0 and not (self._shuffle and full))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch on the CPU, for a loop of your own: each loop takes the epoch after the last one's.
+
+        The first takes epoch 0. See `epoch` for the batches; nasfast's own trainings call it and count for themselves.
+        """
+        number, self._iterations = self._iterations, self._iterations + 1
+        return self.epoch(number)
 
     def _requests(self, epoch: int, first: int) -> list[Request]:
         """This rank's shares of the batches `first`, `first + 1`, ... of an epoch."""
@@ -247,7 +257,7 @@ def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:
     side = augmentation.resolution
     size = len(source) * side**2 * (1 if augmentation.grey else 3)
     if side <= SMALL and size <= _AUTO_CACHE_BYTES:
-        return "cache", f"decoded once to {side} x {side} they take {size / 1e6:.0f} MB"
+        return "cache", f"decoded once to {side} x {side} they take {size_text(size)}"
     refusal = dali.refusal(source)
     if refusal is None:
         return "dali", "DALI is installed (data.loader=cache would decode once, if the disk has room)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,11 @@ from nasfast.supernet import StandaloneNetwork, build
 
 _LOG = logging.getLogger(__name__)
 
+# error of four of five networks of a validation from which on its report says what helps
+_LARGE_ERROR = 0.07
+
+# quotient of the 80 % and 20 % quantiles of a part's times from which on the report names it
+_UNSTEADY = 2.0
 # draws of an architecture that was not drawn before
 _TRIES = 100
 _STEM, _HEAD = "stem", "head and classifier"
@@ -192,10 +198,25 @@ class LatencyReport:
                 f"fitted to {len(fit['networks'])} whole networks: {fit['scale']:.3f} times the sum of the parts "
                 f"{'+' if fit['per_part_ms'] >= 0 else '-'} {abs(fit['per_part_ms']):.4f} per part"
             )
-        return "\n".join([*lines, *_validation_lines(form["validation"])])
+        return "\n".join([*lines, *_unsteady_lines(form), *_validation_lines(form, least)])
 
 
-def _validation_lines(validation: Mapping[str, Any] | None) -> list[str]:
+def _unsteady_lines(form: Mapping[str, Any]) -> list[str]:
+    times = {name: (t["q20_ms"], t["q80_ms"]) for name, t in form["parts"].items()}
+    unsteady = {name: t for name, t in times.items() if t[1] > _UNSTEADY * t[0]}
+    if not unsteady:
+        return []
+    worst = sorted(unsteady.items(), key=lambda part: -part[1][1] / part[1][0])[:3]
+    examples = "; ".join(f"{name}: {low:.3g} to {high:.3g} ms" for name, (low, high) in worst)
+    return [
+        f"{len(unsteady)} parts took very different times in different rounds ({examples} between the 20 % and 80 % "
+        "quantiles): measure again when the machine is less busy, or with --clock cpu --threads 1"
+    ]
+
+
+def _validation_lines(form: Mapping[str, Any], least: float) -> list[str]:
+    """What the validation found, for networks of which the fastest takes `least` ms by the table."""
+    validation = form["validation"]
     if validation is None:
         return ["not validated: --validate 20 compares the table with the times of 20 random networks"]
     error = validation["error"]
@@ -206,11 +227,36 @@ def _validation_lines(validation: Mapping[str, Any] | None) -> list[str]:
     ]
     if "median_by_macs" in error:
         lines.append(f"a line in the MACs, fitted to the same networks: {error['median_by_macs']:.1%} median")
+    typical = float(np.median([row["median_ms"] for row in validation["networks"]]))
+    limit = typical * max(0.0, 1 - error["q80"])
+    if limit >= least:
+        lines.append(
+            f"a limit needs a margin of that size: for networks of at most {typical:.3g} ms, set "
+            f"--search.max_latency_ms {limit:.3g} (four of five networks are within it)"
+        )
+    else:
+        lines.append("with an error of that size this table serves no limit")
+    if error["q80"] > _LARGE_ERROR:
+        lines.append(_advice(form, error))
     return lines + [
         f"  {row['predicted_ms']:8.2f} against {row['median_ms']:8.2f} ({row['q20_ms']:.2f} - {row['q80_ms']:.2f})  "
         f"[{row['arch']}]"
         for row in validation["networks"]
     ]
+
+
+def _advice(form: Mapping[str, Any], error: Mapping[str, float]) -> str:
+    """What makes a large error smaller, of what these settings do not have yet."""
+    helps = [f"more --rounds than {form['rounds']}", f"a larger --batch than {form['batch']} if you deploy with one"]
+    if form["clock"] == "wall" and form["device"] != "cuda":
+        helps.insert(1, "on a busy machine --clock cpu --threads 1")
+    text = (
+        f"an error above {_LARGE_ERROR:.0%} for 80 % of the networks hides differences between them; what helps: "
+        f"{', '.join(helps)}"
+    )
+    if error.get("median_by_macs", math.inf) <= error["median"]:
+        text += ". The MACs predict as well here: --search.max_macs would do"
+    return text
 
 
 def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:
@@ -378,8 +424,8 @@ def _about(form: Mapping[str, Any]) -> str:
         text += ", processor time"
     if form["validation"] is None:
         return f"{text}; not validated"
-    count, error = len(form["validation"]["networks"]), form["validation"]["error"]["median"]
-    return f"{text}; median error {error:.1%} on {count} random networks"
+    count, error = len(form["validation"]["networks"]), form["validation"]["error"]
+    return f"{text}; error {error['median']:.1%} median, {error['q80']:.1%} for 80 % of {count} random networks"
 
 
 __getattr__ = partial(moved.find, __name__)

@@ -6,7 +6,6 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from glob import escape as escape_glob
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,28 @@ from scipy import stats
 
 from nasfast.config import flatten, load_yaml, portable
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
+from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
 from nasfast.report.page import embedded, escape, millions, page_of, percent, table_of
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import NotRun, RunFiles, body_of
-from nasfast.runtime.files import checkpoint_state, write_atomic
+from nasfast.runtime.files import write_atomic
 from nasfast.runtime.progress import hours_minutes
 from nasfast.search import sample_under
-from nasfast.spaces import SAMPLERS, format_arch
+from nasfast.settings.retrain import CHOICES
+from nasfast.spaces import SAMPLERS, Arch, format_arch
 
 _MARKERS = "osD^v<>P*X"
 # Architectures and bootstrap resamples of the agreement of two tables.
 _ARCHITECTURES, _RESAMPLES = 500, 200
 _NONE = "-"
 _EPOCHS = "retrain.train.epochs"
-# A learning rate of None takes a default, which is what the checkpoint has.
+# A learning rate of None takes a default, which is what the result has.
 _BY_DEFAULT = {"retrain.train.lr": "None"}
+# Sections of settings that the results of a run have, and what stands for one where a result does not have it.
+_SECTIONS, _UNKNOWN = ("search", "score"), "unknown"
 # Settings of retraining that do not change how one network is trained.
-_NOT_OF_TRAINING = tuple(f"retrain.{name}" for name in ("top_k", "random_architectures", "seeds", "parallel"))
+_NOT_OF_TRAINING = tuple(f"retrain.{name}" for name in CHOICES)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
@@ -48,13 +51,18 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
         Path of the page.
 
     Raises:
-        ValueError: fewer than two runs, or one twice.
+        ValueError: fewer than two runs, one twice, or a run of several seeds.
         FileNotFoundError: a run directory does not exist or has no config.yaml.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise ValueError(f"give at least two run directories, each once, got {', '.join(map(str, folders)) or 'none'}")
     for folder in folders:
+        if seeds := sorted(path for path in folder.glob("seed-*") if (path / "config.yaml").exists()):
+            raise ValueError(
+                f"{folder} is a run of --seeds, and its report.html compares its seeds: give single ones of them, such "
+                f"as {' '.join(map(str, seeds[:2]))}"
+            )
         if not (folder / "config.yaml").exists():
             raise FileNotFoundError(
                 f"{folder} is no run directory: it has no config.yaml. One seed of `nasfast run --seeds` is RUN/seed-0"
@@ -221,7 +229,16 @@ def _figure(runs: Mapping[str, RunFiles]) -> Figure:
 
 
 def _agreement(runs: Mapping[str, RunFiles]) -> str:
-    tables = {name: _known(partial(getattr, run, "table")) for name, run in runs.items()}
+    tables = {name: _searched_table(run) for name, run in runs.items()}
+    samples: dict[str, list[Arch]] = {}
+    scores: dict[str, list[float]] = {}
+    for name, table in tables.items():
+        if table is not None:
+            space, rng = table.space, random.Random(0)
+            if space.fingerprint not in samples:
+                samples[space.fingerprint] = [sample_under(space, rng) for _ in range(_ARCHITECTURES)]
+            scores[name] = [table.score(arch) for arch in samples[space.fingerprint]]
+    weights = bootstrap_weights(_ARCHITECTURES, _RESAMPLES, 0)
     rows = []
     for one, other in itertools.combinations(runs, 2):
         a, b = tables[one], tables[other]
@@ -230,17 +247,20 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         elif a.space.fingerprint != b.space.fingerprint:
             said = "tables of different spaces"
         else:
-            rng = random.Random(0)
-            archs = [sample_under(a.space, rng) for _ in range(_ARCHITECTURES)]
-            weights = bootstrap_weights(len(archs), _RESAMPLES, 0)
-            said = str(Estimate.of(kendall_tau([a.score(x) for x in archs], [b.score(x) for x in archs], weights)))
+            said = str(Estimate.of(kendall_tau(scores[one], scores[other], weights)))
         rows.append([one, other, said])
     note = (
         f"Kendall's tau-b over {_ARCHITECTURES} random architectures of the space, with its 95 % bootstrap interval "
         "over them. A high tau says that both rank alike, not that either ranks well: both may only follow structure."
     )
-    table = table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2))
-    return f'{table}<p class="soft">{note}</p>'
+    shown = table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2))
+    return f'{shown}<p class="soft">{note}</p>'
+
+
+def _searched_table(run: RunFiles) -> IndicatorTable | None:
+    """The table of scores; None if there is none, or if the last search scored whole paths and left an older one."""
+    result = _known(lambda: run.result)
+    return None if result is not None and result.scored_with is not None else _known(lambda: run.table)
 
 
 def _settings(runs: Mapping[str, RunFiles]) -> str:
@@ -248,7 +268,7 @@ def _settings(runs: Mapping[str, RunFiles]) -> str:
     notes, known = [], True
     for (name, run), form in zip(runs.items(), forms, strict=True):
         best = (_known(partial(getattr, run, "retrained")) or {}).get("best") or {}
-        trained = _known(partial(_trained_with, run, best))
+        trained = _known(partial(_trained_with, best))
         if trained is not None:
             if any(form.get(key, value) not in (value, _BY_DEFAULT.get(key)) for key, value in trained.items()):
                 notes.append(f"Settings of retraining of {name} are those of its best network; config.yaml is newer.")
@@ -259,7 +279,11 @@ def _settings(runs: Mapping[str, RunFiles]) -> str:
                 f"Settings of retraining are left out: config.yaml of {name} is of another retraining with "
                 f"{form[_EPOCHS]} epochs, its best network was trained for {best['epochs']}."
             )
-    keys = sorted(key for key in set().union(*forms) - {"out"} if known or not _is_of_training(key))
+    for name, run, form in zip(runs, runs.values(), forms, strict=True):
+        notes += _take_settings_of_results(name, run, form)
+    left_out = tuple(section for section in _SECTIONS if any(form.get(section) == _UNKNOWN for form in forms))
+    every = set().union(*forms) - {"out", *_SECTIONS}
+    keys = sorted(key for key in every if (known or not _is_of_training(key)) and _section_of(key) not in left_out)
     rows = [[key, *(form.get(key, _NONE) for form in forms)] for key in keys if len({f.get(key) for f in forms}) > 1]
     same = len(keys) - len(rows)
     said = " ".join([f"{same} other settings are equal." if rows else "All other settings are equal.", *notes])
@@ -269,26 +293,49 @@ def _settings(runs: Mapping[str, RunFiles]) -> str:
     return f'{table}<p class="soft">{escape(said)}</p>'
 
 
+def _take_settings_of_results(name: str, run: RunFiles, form: dict[str, str]) -> list[str]:
+    """Put the settings that made the shown scores and architectures into those of config.yaml, which may be newer.
+
+    Where a file does not have them, `form` gets its section as `_UNKNOWN`.
+
+    Returns:
+        What is to be said about it.
+    """
+    result, table = _known(lambda: run.result), _searched_table(run)
+    made: dict[str, Any] = {}
+    if result is not None:
+        made["search"] = result.settings and {"search": result.settings.to_dict()}
+        made["score"] = result.scored_with
+    if table is not None:
+        made["score"] = table.meta.get("settings")
+    notes = []
+    for section, settings in made.items():
+        if not isinstance(settings, Mapping):
+            form[section] = _UNKNOWN
+            notes.append(f"Settings of the {section} are left out: the result of {name} does not have them.")
+            continue
+        flat = {key: str(value) for key, value in flatten(settings).items()}
+        if any(form.get(key, value) != value for key, value in flat.items()):
+            notes.append(f"Settings of the {section} of {name} are those of its result; config.yaml is newer.")
+        form.update(flat)
+    return notes
+
+
+def _section_of(key: str) -> str:
+    """The section of `_SECTIONS` that a flag belongs to, or another text."""
+    return "score" if key == "recalibration_batches" else key.partition(".")[0]
+
+
 def _is_of_training(key: str) -> bool:
     return key.startswith("retrain.") and key not in _NOT_OF_TRAINING
 
 
-def _trained_with(run: RunFiles, best: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that the best network was retrained with, from its newest checkpoint; config.yaml may be newer.
-
-    Raises:
-        NotRun: there is no checkpoint of this training.
-    """
-    stem = f"retrain-best-{format_arch(tuple(best['arch']))}".replace(" ", "_")
-    paths = sorted(run.folder.glob(f"checkpoints/{escape_glob(stem)}-{'[0-9]' * 8}.safetensors"))
-    if not paths:
-        raise NotRun("`nasfast retrain` writes checkpoints")
-    settings = checkpoint_state(paths[-1])["settings"]
-    if settings["train"]["epochs"] != best["epochs"]:
-        raise NotRun("`nasfast retrain --resume` ends the training that extends this one")
-    recipe = ("ema", "mixup", "cutmix", "auto_augment", "patience")
-    form = {"init": settings["init"], **{name: settings.get(name) for name in recipe}, "train": settings["train"]}
-    return {key: str(value) for key, value in flatten(form, "retrain.").items()}
+def _trained_with(best: Mapping[str, Any]) -> dict[str, str] | None:
+    """The settings in a network's result, by their flags; config.yaml may be newer. None if the result has none."""
+    if (settings := best.get("settings")) is None:
+        return None
+    flat = {key: str(value) for key, value in flatten(settings, "retrain.").items()}
+    return {key: value for key, value in flat.items() if key not in _NOT_OF_TRAINING}
 
 
 def _texts(run: RunFiles) -> dict[str, str]:

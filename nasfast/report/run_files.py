@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ class NotRun(Exception):
 
 
 class RunFiles:
-    """The files of a run directory; each is read when a section asks for it."""
+    """The files of a run directory; each is read once, when a section asks for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,28 +44,28 @@ class RunFiles:
             raise ValueError(f"expected a mapping in {name}, got {type(form).__name__}")
         return form
 
-    @property
+    @cached_property
     def space(self) -> SearchSpace:
         self.text("space.yaml", "nasfast supernet")
         return get_space(str(self.folder / "space.yaml"))
 
-    @property
+    @cached_property
     def result(self) -> SearchResult:
         self.text("archs.json", "nasfast search")
         space = self.space if (self.folder / "space.yaml").exists() else None
         return load_candidates(self.folder / "archs.json", space)
 
-    @property
+    @cached_property
     def table(self) -> IndicatorTable:
         """The table that was searched."""
         refined = (self.folder / REFINED_FILE).exists()
         return IndicatorTable.from_json(self.text(REFINED_FILE if refined else TABLE_FILE, "nasfast score"))
 
-    @property
+    @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder)
 
-    @property
+    @cached_property
     def retrained(self) -> dict[str, dict[str, Any]]:
         """Name -> result.json of every retrained network, `best` first."""
         files = sorted(

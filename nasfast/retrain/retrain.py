@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +24,13 @@ from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.supernet import default_lr
-from nasfast.spaces import Arch, ArchSpace, Cost, format_arch
+from nasfast.spaces import Arch, ArchSpace, Cost, arch_file_text
 from nasfast.supernet import ArchNetwork, Supernet, build, inherit
 from nasfast.train import Evaluation, TrainExtras, TrainStage, evaluate, recalibrate_bn
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.loop import train
+from nasfast.train.state import check_new
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class RetrainResult(ConfigBase):
         correct: hexadecimal digits whose bits say for each image whether the network is right (numpy.packbits).
         ranks: number of ranks that shared the images; images are ordered by rank, then as the loader gives them.
         stopped_after: number of epochs after which early stopping ended the training; None if it did not.
+        settings: settings of the training; None in results of earlier versions.
     """
 
     arch: Arch
@@ -65,6 +68,12 @@ class RetrainResult(ConfigBase):
     correct: str = ""
     ranks: int = 1
     stopped_after: int | None = None
+    settings: RetrainConfig | None = None
+
+    @property
+    def right(self) -> np.ndarray:
+        """(images,) bool: on which images the network is right."""
+        return np.unpackbits(np.frombuffer(bytes.fromhex(self.correct), np.uint8), count=self.images).astype(bool)
 
 
 def retrain(
@@ -111,7 +120,7 @@ def retrain(
     """
     arch = space.check(arch)
     _check_augments(train_loader, cfg)
-    settings = cfg.train if cfg.train.lr is not None else cfg.train.replace(lr=default_lr("all"))
+    cfg = _with_lr(cfg)
     if cfg.init == "inherit":
         network = _inherited(space, arch, supernet, train_loader, device)
     else:
@@ -125,10 +134,10 @@ def retrain(
         torch.manual_seed(seed)
         started = time.monotonic()
         stage = TrainStage(
-            f"retrain/{name}",
+            _stage_name(name),
             run_dir,
             f"{space.fingerprint}/{arch}",
-            settings={"init": cfg.init, "seed": seed, "activation": network.activation, **cfg.recipe},
+            settings={**_settings_of(cfg, seed), "activation": network.activation},
             prefix=_prefix(name, arch),
             resume=resume,
             overwrite=overwrite,
@@ -136,27 +145,47 @@ def retrain(
         )
         extras = TrainExtras(cfg.ema, cfg.patience, mixing(cfg, space.num_classes))
         final = train(
-            network, train_loader, settings, stage, evaluate=evaluation, extras=extras, device=device, world=world
+            network, train_loader, cfg.train, stage, evaluate=evaluation, extras=extras, device=device, world=world
         )
         measured = evaluation(network)
         done = CheckpointFolder.step_of(final) // len(as_epochs(train_loader))
-        result = _result(arch, space.cost(arch), measured, (done, settings.epochs), time.monotonic() - started, world)
+        result = _result(arch, space.cost(arch), measured, cfg, done, time.monotonic() - started, world)
         return _saved(network, result, earlier, folder) if world.is_main else result
 
 
-def checkpoints_of(run_dir: str | Path, name: str, arch: Arch) -> CheckpointFolder:
-    """The checkpoints of a retraining; see `retrain`."""
-    return CheckpointFolder(Path(run_dir) / "checkpoints", _prefix(name, arch))
+def check_not_begun(run_dir: str | Path, name: str, arch: Arch, cfg: RetrainConfig, *, seed: int) -> None:
+    """Refuse a retraining that has checkpoints, as `retrain` does without `resume`, before anything is loaded.
+
+    Raises:
+        FileExistsError: there are checkpoints; the text says whether these settings could continue them.
+    """
+    folder = CheckpointFolder(Path(run_dir) / "checkpoints", _prefix(name, arch))
+    given = {"train": _with_lr(cfg).train.of_result, **_settings_of(cfg, seed)}
+    known_later = ("stage", "batches_per_epoch", "activation")
+    check_new(folder, _stage_name(name), given, extends=True, unknown=known_later)
+
+
+def _with_lr(cfg: RetrainConfig) -> RetrainConfig:
+    return cfg if cfg.train.lr is not None else cfg.replace(train=cfg.train.replace(lr=default_lr("all")))
+
+
+def _settings_of(cfg: RetrainConfig, seed: int) -> dict[str, Any]:
+    """What the result depends on besides `train` and the network."""
+    return {"init": cfg.init, "seed": seed, **cfg.recipe}
+
+
+def _stage_name(name: str) -> str:
+    return f"retrain/{name}"
 
 
 def _prefix(name: str, arch: Arch) -> str:
-    return f"retrain-{name}-{_file_text(arch)}"
+    return f"retrain-{name}-{arch_file_text(arch)}"
 
 
 def _saved(network: ArchNetwork, result: RetrainResult, earlier: RetrainResult | None, folder: Path) -> RetrainResult:
     """Write the network and its result; returns the earlier one if a finished retraining was only resumed."""
     save_model(network, folder / MODEL_FILE)
-    if earlier is not None and result.replace(seconds=earlier.seconds) == earlier:
+    if earlier is not None and result.replace(seconds=earlier.seconds, settings=earlier.settings) == earlier:
         return earlier
     write_atomic(folder / RESULT_FILE, (json.dumps(result.to_dict(), indent=1) + "\n").encode())
     return result
@@ -208,9 +237,9 @@ def _inherited(
 
 
 def _result(
-    arch: Arch, cost: Cost, measured: Evaluation, epochs: tuple[int, int], seconds: float, world: World
+    arch: Arch, cost: Cost, measured: Evaluation, cfg: RetrainConfig, epochs: int, seconds: float, world: World
 ) -> RetrainResult:
-    """The result of a training, with the images of all ranks; `epochs` are those that were made and those asked for."""
+    """The result of a training of so many epochs, with the images of all ranks."""
     return RetrainResult(
         arch=arch,
         macs=cost.macs,
@@ -218,12 +247,13 @@ def _result(
         top1=measured.top1,
         top5=measured.top5,
         loss=measured.loss,
-        epochs=epochs[1],
+        epochs=cfg.train.epochs,
         seconds=seconds,
         images=measured.images,
         correct=_packed(world.gather(bytes(measured.correct))),
         ranks=world.size,
-        stopped_after=epochs[0] if epochs[0] < epochs[1] else None,
+        stopped_after=epochs if epochs < cfg.train.epochs else None,
+        settings=cfg.of_one,
     )
 
 
@@ -248,15 +278,10 @@ def _earlier_result(folder: Path, arch: Arch) -> RetrainResult | None:
     if earlier.arch == arch:
         return earlier
     superseded = folder.parent.with_name("retrain-superseded")
-    target = superseded / f"{folder.name}-{_file_text(earlier.arch)}"
+    target = superseded / f"{folder.name}-{arch_file_text(earlier.arch)}"
     while target.exists():
         target = target.with_name(target.name + "+")
     superseded.mkdir(exist_ok=True)
     folder.rename(target)
     _LOG.info("%s gets another architecture now; the earlier network is in %s", folder, target)
     return None
-
-
-def _file_text(arch: Arch) -> str:
-    """The architecture as part of a file name."""
-    return format_arch(arch).replace(" ", "_")

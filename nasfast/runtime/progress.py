@@ -45,6 +45,12 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+def time_left(seconds: float) -> str:
+    """What is left of a training, for its progress line: whole seconds below a minute, else h:mm; rounded up."""
+    whole = math.ceil(seconds)
+    return f"{whole} s" if whole < 60 else hours_minutes(seconds)
+
+
 def hours_minutes(seconds: float) -> str:
     """A duration as h:mm, rounded up to whole minutes."""
     minutes = math.ceil(seconds / 60)

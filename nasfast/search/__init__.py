@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import sys
 import types
@@ -134,3 +135,6 @@ class _CallableModule(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
+# what `help(nasfast.search)` and notebooks show: the function, although the name is the package's, with its types
+__signature__ = inspect.signature(search, eval_str=True)
+__doc__ = f"{__doc__}\nnasfast.search{__signature__}\n\n{search.__doc__}"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nasfast.config import ConfigBase, ConfigError
+from nasfast.config import ConfigBase, ConfigError, portable
 from nasfast.display import Tabular
 from nasfast.runtime.files import seal, unseal, write_atomic
+from nasfast.search.config import SearchConfig
 from nasfast.search.limits import Limits
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
@@ -119,6 +120,9 @@ class SearchResult(Tabular, ConfigBase):
         candidates: the best architectures, best first.
         pareto: the Pareto front of score against MACs, fewest MACs first; empty if it was not computed.
         tables: the tables of costs that the search had; `values` of an architecture has their order.
+        settings: settings of the search; None if they were not given, as in files of earlier versions.
+        scored_with: settings of the score, where the search computed the scores of whole paths itself. Where it
+            searched a table, `settings` in the table's `meta` has them.
         format: version of the file's format.
     """
 
@@ -129,6 +133,8 @@ class SearchResult(Tabular, ConfigBase):
     candidates: tuple[Candidate, ...]
     pareto: tuple[ParetoPoint, ...] = ()
     tables: tuple[TableLimit, ...] = ()
+    settings: SearchConfig | None = None
+    scored_with: Any = None
     format: str = _FORMAT
 
     @property
@@ -154,6 +160,8 @@ def save_candidates(
     limits: Limits | None = None,
     pareto: Sequence[ParetoPoint] = (),
     table_fronts: Sequence[Sequence[ParetoPoint]] = (),
+    settings: SearchConfig | None = None,
+    scored_with: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `archs.json`; an older one is replaced atomically.
 
@@ -164,6 +172,7 @@ def save_candidates(
         limits: the limits of the search; None for none.
         pareto: the Pareto front, fewest MACs first.
         table_fronts: for each table of the limits its Pareto front; none by default.
+        settings, scored_with: see `SearchResult`.
     """
     limits = limits or Limits()
     tables = tuple(
@@ -171,9 +180,17 @@ def save_candidates(
         for (table, maximum), front in zip(limits.tables, table_fronts or [()] * len(limits.tables), strict=True)
     )
     result = SearchResult(
-        space.name, space.fingerprint, limits.max_macs, limits.max_params, tuple(candidates), tuple(pareto), tables
+        space.name,
+        space.fingerprint,
+        limits.max_macs,
+        limits.max_params,
+        tuple(candidates),
+        tuple(pareto),
+        tables,
+        settings,
+        scored_with,
     )
-    write_atomic(Path(path), seal(result.to_dict()).encode())
+    write_atomic(Path(path), seal(portable(result.to_dict())).encode())
 
 
 def load_candidates(path: str | Path, space: SearchSpace | None = None) -> SearchResult:

@@ -121,11 +121,14 @@ class SearchConfig(ConfigBase):
                 f"{path}: latency_table must have the quantity 'latency' in 'ms', and this has {table.quantity!r} in "
                 f"{table.unit!r}: convert its values to ms, or give it in search.tables"
             )
-        for name, wanted in (("device", self.latency_device), ("batch", self.latency_batch)):
-            given = getattr(table, name)
-            if wanted is not None and given != wanted:
-                raise ConfigError(
-                    f"{path}: it was measured with {name} {given!r}, and latency_{name} is {wanted!r}: measure with "
-                    f"`nasfast latency --{name} {wanted}`"
-                )
+        wanted = {"device": self.latency_device, "batch": self.latency_batch}
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        others = {name: given for name in wanted if (given := getattr(table, name)) != wanted[name]}
+        if others:
+            given = " and ".join(
+                f"no {name} is given" if value is None else f"its {name} is {value!r}" for name, value in others.items()
+            )
+            asked = " and ".join(f"search.latency_{name} is {wanted[name]!r}" for name in others)
+            flags = " ".join(f"--{name} {value}" for name, value in wanted.items())
+            raise ConfigError(f"{path}: {given}, and {asked}: measure a table with `nasfast latency {flags}`")
         return table

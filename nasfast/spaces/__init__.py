@@ -3,7 +3,7 @@
 `arch_space` says what every space offers, `registry` reads them by name or from a file.
 """
 
-from nasfast.spaces.arch import SKIP, Arch, ArchError, format_arch, parse_arch
+from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_file_text, format_arch, parse_arch
 from nasfast.spaces.arch_space import ArchSpace, arch_from_json, arch_to_json, load_arch
 from nasfast.spaces.blocks import Block, SqueezeExcite, block_cost
 from nasfast.spaces.builders import digits_mini, mobilenet_v2, mobilenet_v3, nas_bench_macro, shufflenet_v2
@@ -33,6 +33,7 @@ __all__ = [
     "Stage",
     "StrictFairSampler",
     "UniformSampler",
+    "arch_file_text",
     "arch_from_json",
     "arch_to_json",
     "block_cost",

@@ -43,4 +43,9 @@ def format_arch(arch: Arch) -> str:
     return " ".join(map(str, arch))
 
 
+def arch_file_text(arch: Arch) -> str:
+    """Text form for names of files, `"3_-1_0"`."""
+    return "_".join(map(str, arch))
+
+
 __getattr__ = partial(moved.find, __name__)

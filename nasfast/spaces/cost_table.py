@@ -105,7 +105,9 @@ def read_cost_table(path: str | Path, space: SearchSpace) -> CostTable:
     try:
         form = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the table {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read the table {path}: {error.strerror}; `nasfast latency --out FILE` writes one of latencies"
+        ) from error
     except ValueError as error:  # bytes that are not text raise one too
         raise ConfigError(f"{path} is not JSON: {error}") from error
     try:

@@ -239,7 +239,12 @@ def _agreement(folder: Path, found: Mapping[str, Any]) -> str:
         for layer in found["layers"]
     ]
     header = ["layer", "candidates", "tau between seeds", "favourite", "seeds that favour it"]
-    caption = "Tau between seeds over the candidates of each layer, with 95 % intervals over the seeds."
+    over = (
+        ", with 95 % intervals over the seeds"
+        if found["seeds"] > 2
+        else "; two seeds are one pair, without an interval"
+    )
+    caption = f"Tau between seeds over the candidates of each layer{over}."
     return (
         table_of(["", "tau between seeds"], rows, text_columns=(0,))
         + f'<p class="soft">{escape(note)}</p>'

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, SearchSpace
 from nasfast.stability.agreement import Agreement, agreement
 from nasfast.stability.page import STABILITY_FILE, write_stability_page
+from nasfast.stability.room import check_room
 from nasfast.stability.work import network_task, rivals, seed_task
-from nasfast.stages.checks import check_same_run
+from nasfast.stages.checks import already_begun, check_same_run
 from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
 from nasfast.tasks.task import saved_result
 
@@ -107,7 +109,8 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
     Raises:
         ConfigError: see `check_seeds`.
         FileExistsError: the run directory has a run, and `resume` is false; or a run of a single seed.
-        CheckpointError: that run has other settings.
+        CheckpointError: that run has other settings, or the disk has no room for so many seeds.
+        DataError: the images cannot be used.
         TaskError: finished seeds had other settings; nothing was changed. Or fewer than two seeds ended well, so there
             is nothing to compare.
         RunDirectoryError: another process writes to the run directory.
@@ -121,11 +124,15 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
                 f"{cfg.run_dir} has a run without --seeds, whose report.html would be replaced: leave --seeds away, or "
                 "choose another --out"
             )
+        same = partial(check_same_run, cfg.run_dir / CONFIG_FILE, cfg)
         if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
-            raise FileExistsError(f"{cfg.run_dir} has a run already: add --resume, or choose another --out")
-        check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+            raise already_begun(cfg.run_dir, "a run", same)
+        same()
         for task in (seed_task(cfg, number) for number in range(seeds)):
             saved_result(cfg.run_dir / task.name, task)
+        # the driver of a cluster may be on a machine that does not see the images
+        if settings.executor == "processes":
+            check_room(cfg, seeds)
         write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
         return _run(cfg, seeds, runner)
 

@@ -12,18 +12,19 @@ import json
 import logging
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.data import DataConfig, make_loaders
 from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
-from nasfast.indicators.compare import ScoreComparison, compare_scores
+from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.scores import SCORES, ScoreError, parts_of, score_paths, summed
 from nasfast.indicators.structure import BASELINES
@@ -38,7 +39,7 @@ from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.settings.train import TrainConfig
-from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.spaces import Arch, SearchSpace, arch_file_text, format_arch
 from nasfast.stages.inputs import evidence_for, evidence_to_rank, image_loaders, space_of, supernet_to_rank
 from nasfast.supernet import build
 from nasfast.tasks import Task, TaskRunner, gpus_for, threads_for
@@ -146,7 +147,7 @@ def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> lis
 
 
 def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
-    """What `train_sample` would do, with the time from a few steps of the middle architecture; it writes nothing.
+    """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained.
 
     Raises:
         AccuracyError, ConfigError, InfeasibleConstraintError: see `train_sample`.
@@ -170,7 +171,7 @@ def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epoch
     return (
         f"{what}, {len(tasks) - len(left)} more are finished; {at_a_time} at a time with {middle.threads} threads "
         f"each: about {duration(one)} for one, {duration(total)} for all, if nothing else uses the cores. Nothing was "
-        "written."
+        "trained."
     )
 
 
@@ -233,10 +234,29 @@ def compare_trained(
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
     found = compare_scores(
-        accuracies, scores, space, half_width=half_width, refused=refused, resamples=resamples, seed=cfg.seed
+        accuracies,
+        scores,
+        space,
+        half_width=half_width,
+        refused=refused,
+        attainable=_attainable(cfg, accuracies),
+        resamples=resamples,
+        seed=cfg.seed,
     )
     found.save(cfg.run_dir / REPORT_FILE)
     return found
+
+
+def _attainable(cfg: RunConfig, archs: Iterable[Arch]) -> float | None:
+    """See `attainable_tau`; None unless all trainings have a record of the same number of held-out images."""
+    paths = [cfg.run_dir / FOLDER / arch_file_text(arch) / "retrain" / _NETWORK / RESULT_FILE for arch in archs]
+    try:
+        results = [RetrainResult.load(path) for path in paths]
+    except ConfigError:  # a file is absent or damaged, and nothing else needs it
+        return None
+    if len({result.images for result in results}) > 1 or not all(result.correct for result in results):
+        return None
+    return attainable_tau(np.stack([result.right for result in results]))
 
 
 def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
@@ -269,7 +289,7 @@ def _tasks(cfg: RunConfig, space: SearchSpace, archs: Sequence[Arch], shared: Sa
     }
     return [
         Task(
-            format_arch(arch).replace(" ", "_"),
+            arch_file_text(arch),
             f"{__name__}:train_one",
             {"arch": list(arch), **common},
             threads=shared.threads,

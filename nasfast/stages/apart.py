@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from nasfast.config import portable
-from nasfast.retrain import retrain
-from nasfast.retrain.retrain import checkpoints_of
+from nasfast.retrain import RetrainResult, retrain
+from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE
 from nasfast.runtime.tracking import tracked
 from nasfast.settings.run import RunConfig
@@ -22,18 +21,18 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, space_kind
 from nasfast.stages.inputs import load_supernet, retrain_loaders
 from nasfast.tasks import Task, TaskRunner, check_done, gpus_for
+from nasfast.tasks.task import TASK_FILE
 
 FOLDER = "retrain-tasks"
-"""In the run directory while networks are retrained: what the executor keeps of its tasks, such as their logs."""
+"""In the run directory until networks are retrained: what the executor keeps of its tasks, such as their logs."""
 
 
 def retrain_apart(
     cfg: RunConfig, space: ArchSpace, trainings: Mapping[str, tuple[Arch, int]], settings: TaskSettings, *, resume: bool
-) -> None:
+) -> dict[str, RetrainResult]:
     """Retrain networks of a run, each in one task; they write the files that retraining in this process writes.
 
-    The caller holds the lock of the run directory. It may then retrain the same networks with `resume=True`, which
-    finds them finished, and has their results.
+    The caller holds the lock of the run directory.
 
     Args:
         cfg: settings of the run.
@@ -42,24 +41,30 @@ def retrain_apart(
         settings: where the tasks run.
         resume: whether each may continue from checkpoints that are there already.
 
+    Returns:
+        Results by name, as the tasks wrote them to their result.json.
+
     Raises:
+        ConfigError, DataError: the images cannot be used; see `retrain_loaders`.
         FileExistsError: there are checkpoints, and `resume` is off; nothing was changed.
         TaskError: some networks are not retrained; the others are.
     """
-    for name, (arch, _) in trainings.items():
-        if not resume and (found := checkpoints_of(cfg.run_dir, name, arch)).paths():
-            raise FileExistsError(
-                f"{found.folder} holds checkpoints of 'retrain/{name}': continue them (--resume), delete them "
-                f"({found.prefix}-*), or choose another --out"
-            )
-    folder = cfg.run_dir / FOLDER
-    with TaskRunner(folder, settings) as runner:
-        results = runner.run([_task(cfg, space, name, *training) for name, training in trainings.items()])
+    retrain_loaders(cfg, space)  # an error is said here, before workers start
+    for name, (arch, seed) in trainings.items():
+        if not resume:
+            check_not_begun(cfg.run_dir, name, arch, cfg.retrain, seed=seed)
+    with TaskRunner(cfg.run_dir / FOLDER, settings) as runner:
+        # a call in which another network failed has left them, and what is in retrain/ may have changed since then:
+        # checkpoints say what is finished
+        for path in runner.folder.glob(f"*/{TASK_FILE}"):
+            path.unlink()
+        results = runner.run([training_task(cfg, space, name, *training) for name, training in trainings.items()])
     check_done(results, "networks are not retrained; the same command with --resume continues")
-    shutil.rmtree(folder, ignore_errors=True)
+    return {name: RetrainResult.load(cfg.run_dir / "retrain" / name / RESULT_FILE) for name in trainings}
 
 
-def _task(cfg: RunConfig, space: ArchSpace, name: str, arch: Arch, seed: int) -> Task:
+def training_task(cfg: RunConfig, space: ArchSpace, name: str, arch: Arch, seed: int) -> Task:
+    """The task of one network, `retrain_one`."""
     # results depend on the number of threads, so a task has that of this process
     threads = torch.get_num_threads()
     arguments = {"config": cfg.to_dict(), "space": space.to_dict(), "network": name, "arch": list(arch), "seed": seed}

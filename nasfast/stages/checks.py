@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from nasfast.config import ConfigError, difference, load_yaml
@@ -50,6 +51,24 @@ def check_same_run(path: Path, cfg: RunConfig) -> None:
         raise CheckpointError(
             f"{path} has other settings: {difference(saved, given)}; keep those of the run, or choose another --out"
         )
+
+
+def already_begun(run_dir: Path, what: str, check: Callable[[], None]) -> FileExistsError:
+    """The error for a run directory that has a run; it says at once what `--resume` would refuse.
+
+    Args:
+        run_dir: the run directory.
+        what: what it has.
+        check: raises CheckpointError if the settings differ from those of the run.
+    """
+    try:
+        check()
+    except CheckpointError as error:
+        return FileExistsError(
+            f"{run_dir} has {what} already: choose another --out, or add --resume, which takes the settings of the "
+            f"run, and leave out flags that give others. {error}"
+        )
+    return FileExistsError(f"{run_dir} has {what} already: add --resume, or choose another --out")
 
 
 def check_scoring(cfg: RunConfig, net: Supernet) -> None:

@@ -13,7 +13,7 @@ from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
 from nasfast.settings.run import RunConfig
-from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch, load_arch, read_space
+from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, format_arch, load_arch, read_space
 from nasfast.stages.checks import check_same_run
 from nasfast.stages.inputs import saved_space, space_of_cells
 from nasfast.supernet import ArchNetwork
@@ -75,7 +75,7 @@ def _read(arch: Arch | str, space: ArchSpace) -> Arch:
 
 
 def _named(archs: Iterable[Arch]) -> dict[str, Arch]:
-    return {f"arch-{format_arch(arch).replace(' ', '_')}": arch for arch in archs}
+    return {f"arch-{arch_file_text(arch)}": arch for arch in archs}
 
 
 def _of_cells(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
@@ -210,4 +210,22 @@ def warn_if_superseded(run_dir: Path, name: str, network: ArchNetwork) -> None:
             "%s: this network is %s, which is neither a result nor on a Pareto front of the last search",
             name,
             format_arch(network.arch),
+        )
+
+
+def warn_if_unnamed(name: str, network: ArchNetwork, folder: Path) -> None:
+    """Say if it is not known what the outputs of a retrained network mean.
+
+    Args:
+        name: name of the network.
+        network: the network.
+        folder: the folder of its files.
+    """
+    if network.images is None:
+        _LOG.warning(
+            "%s: its classes, and how an image becomes its input, are not known, because its images did not come from "
+            "a loader of nasfast. To add them, set `images` of nasfast.load_model(%r) to a nasfast.retrain.ImageInfo, "
+            "save the network with nasfast.retrain.save_model, and export again",
+            name,
+            str(folder),
         )

@@ -50,10 +50,11 @@ def retrain_loaders(
         world: the ranks that share every batch.
 
     Raises:
-        ConfigError, DataError: see `make_loaders`.
+        ConfigError: the images have other classes than the space, or see `make_loaders`.
+        DataError: see `make_loaders`.
     """
     data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
-    return make_loaders(
+    train, val = make_loaders(
         data,
         resolution=space.resolution,
         in_channels=space.in_channels,
@@ -62,6 +63,12 @@ def retrain_loaders(
         rank=world.rank,
         world=world.size,
     )
+    if len(train.source.classes) != space.num_classes:
+        raise ConfigError(
+            f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "
+            "give the images of the run"
+        )
+    return train, val
 
 
 def saved_space(cfg: RunConfig) -> SearchSpace:

@@ -72,18 +72,22 @@ class TrainLog:
         tracking.log(self._stage, step, metrics)
         progress.tell(self._stage, step, self._total)
         text = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items() if value is not None)
+        left = self._left(step)
         if self._bar:
-            self._bar.update(self._task, completed=step, metrics=text, left=self._left(step))
+            self._bar.update(self._task, completed=step, metrics=text, left=left)
         elif self._shown:
-            print(f"{self._stage} {step}/{self._total}  {self._left(step)}  {text}", file=sys.stderr, flush=True)
+            parts = [f"{self._stage} {step}/{self._total}", left, text]
+            print("  ".join(filter(None, parts)), file=sys.stderr, flush=True)
 
     def _left(self, step: int) -> str:
-        """The time that is left, as h:mm: of this stage, and of it with those that follow."""
-        per_step = (time.monotonic() - self._start) / max(1, step - self._start_step)
+        """The time that is left of this stage, and of it with those that follow; empty before the first step."""
+        if step <= self._start_step:
+            return ""
+        per_step = (time.monotonic() - self._start) / (step - self._start_step)
         left = per_step * (self._total - step)
-        text = f"eta {progress.hours_minutes(left)}"
+        text = f"eta {progress.time_left(left)}"
         more = progress.following()
-        return text if not more else f"{text}, all {progress.hours_minutes(left + more * per_step * self._total)}"
+        return text if not more else f"{text}, all {progress.time_left(left + more * per_step * self._total)}"
 
     def close(self) -> None:
         """Close TensorBoard's file and end the progress bar."""

@@ -129,8 +129,6 @@ class _Loop:
         self._extras, self._device, self._world = extras, device, world
         self._optimizer = make_optimizer(model, cfg)
         self._per_epoch, self.total = len(loader), cfg.epochs * len(loader)
-        # the engine is left out: it changes how a step is executed, not what it computes
-        trained = {name: value for name, value in cfg.to_dict().items() if name != "engine"}
         self._averaged: AveragedModel | None = None
         if extras.ema is not None:
             average = get_ema_multi_avg_fn(extras.ema)
@@ -140,7 +138,7 @@ class _Loop:
             self._optimizer,
             sampler,
             fingerprint=stage.fingerprint,
-            settings={"stage": stage.name, "train": trained, "batches_per_epoch": len(loader), **stage.settings},
+            settings={"stage": stage.name, "train": cfg.of_result, "batches_per_epoch": len(loader), **stage.settings},
             loader_kind=getattr(loader, "kind", None),
             averaged=self._averaged,
         )

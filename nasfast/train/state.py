@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -196,13 +196,7 @@ def _newest(
             # another process may be training there
             with run_lock(stage.run_dir) if leads else nullcontext():
                 folder.clear()
-        if paths := folder.paths():
-            changes = _why_not_resumed(paths[-1], stage, state.settings)
-            advice = f" with other settings ({changes}):" if changes else ": continue them (--resume, resume=True),"
-            raise FileExistsError(
-                f"{folder.folder} holds checkpoints of {stage.name!r}{advice} delete them ({folder.prefix}-*{SUFFIX}; "
-                "overwrite=True in Python), or choose another run directory (--out, run_dir)"
-            )
+        check_new(folder, stage.name, state.settings, extends=stage.extends)
         return None
     found = folder.latest(fingerprint=state.fingerprint)
     if found is None:
@@ -231,11 +225,37 @@ def _newest(
     return checkpoint
 
 
-def _why_not_resumed(path: Path, stage: TrainStage, settings: Mapping[str, Any]) -> str:
+def check_new(
+    folder: CheckpointFolder, stage: str, settings: Mapping[str, Any], *, extends: bool, unknown: Sequence[str] = ()
+) -> None:
+    """Refuse to begin a stage that has checkpoints.
+
+    Args:
+        folder: the checkpoints of the stage.
+        stage: its name.
+        settings: what a checkpoint must match to be continued.
+        extends: see `TrainStage`.
+        unknown: names of settings that are not known yet, and are not compared.
+
+    Raises:
+        FileExistsError: there are checkpoints; the text says whether they can be continued.
+    """
+    if not (paths := folder.paths()):
+        return
+    changes = _why_not_resumed(paths[-1], settings, extends, unknown)
+    advice = f" with other settings ({changes}):" if changes else ": continue them (--resume, resume=True),"
+    raise FileExistsError(
+        f"{folder.folder} holds checkpoints of {stage!r}{advice} delete them ({folder.prefix}-*{SUFFIX}; "
+        "overwrite=True in Python), or choose another run directory (--out, run_dir)"
+    )
+
+
+def _why_not_resumed(path: Path, settings: Mapping[str, Any], extends: bool, unknown: Sequence[str]) -> str:
     """The settings in which a checkpoint differs, so that it cannot be continued; empty if it can or is damaged."""
     try:
         before, now = dict(checkpoint_state(path)["settings"]), dict(settings)
-        if stage.extends and before["train"]["epochs"] < now["train"]["epochs"]:
+        before = {name: value for name, value in before.items() if name not in unknown}
+        if extends and before["train"]["epochs"] < now["train"]["epochs"]:
             before["train"] = {**before["train"], "epochs": now["train"]["epochs"]}
     except (OSError, LookupError, TypeError, ValueError):
         return ""

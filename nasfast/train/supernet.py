@@ -19,7 +19,7 @@ from nasfast.settings.supernet import SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace, read_space
 from nasfast.supernet import Init, InitScheme, Supernet
-from nasfast.supernet.init import SCHEMES
+from nasfast.supernet.init import SCHEMES, aligned_scheme
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.config import TrainStage
 from nasfast.train.loop import train
@@ -49,13 +49,10 @@ def make_supernet(
     chosen = cfg.preset(method)
     indicators = chosen.layer_indicators
     init: Init | InitScheme = chosen.init
-    if cfg.shares:
-        scheme = SCHEMES["aligned"]
-        init = replace(
-            scheme,
-            alignment=cfg.shares.get("alignment", scheme.alignment),
-            linear_share=cfg.shares.get("linear_share", scheme.linear_share),
-        )
+    if chosen.init == "aligned":
+        given: dict[str, Any] = {**cfg.aligned}
+        scheme = replace(aligned_scheme(len(space.layers)), **given)
+        init = "aligned" if scheme == SCHEMES["aligned"] else scheme
     net = Supernet(space, init=init, activation=cfg.activation, layer_indicators=indicators, seed=seed)
     net.freeze(chosen.trainable, classifier=chosen.classifier)
     return net, SAMPLERS[chosen.sampler](space, seed=seed, layer_indicators=indicators)

@@ -76,6 +76,7 @@ def test_the_exact_jacobian_is_that_of_torch_func():
     np.testing.assert_allclose(found.values, np.sort(torch.cat(wanted).numpy()), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block",
     [

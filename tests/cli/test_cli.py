@@ -169,8 +169,14 @@ def test_an_absent_config_file(tmp_path, capsys):
         (["--train.epochs", "a: b: c"], "a: b: c"),
         (["--train.precision", "fp8"], "precision"),
         (["--data.mean", "[1, 2]"], "'data.mean': expected 3 values, got 2\n"),
-        (["--search.max_macs", "many"], "'search.max_macs': expected float, got 'many'\n"),
-        (["--search.max_macs", "2.4X"], "'search.max_macs': expected float, got '2.4X'\n"),
+        (
+            ["--search.max_macs", "many"],
+            "'search.max_macs': expected a number, such as 0.5, 475e6 or 2.4M, got 'many'\n",
+        ),
+        (
+            ["--search.max_macs", "2.4X"],
+            "'search.max_macs': expected a number, such as 0.5, 475e6 or 2.4M, got '2.4X'\n",
+        ),
         (["--search", "3"], "--search is a group of settings: give one of them, --search.NAME\n"),
     ],
 )

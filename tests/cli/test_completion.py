@@ -41,8 +41,11 @@ def test_bash_completes_commands_flags_kinds_and_values(script):
     assert "--threads" in completed(script, "nasfast", "moments", "quick", "--")
     assert completed(script, "nasfast", "run", "--search.method", "") == {"auto", "exact", "evolution"}
     assert completed(script, "nasfast", "run", "--search.allow_identity", "") == {"true", "false"}
+    assert "--import" in completed(script, "nasfast", "doctor", "--im")
+    assert "--import" in completed(script, "nasfast", "moments", "quick", "--im")
     # then bash takes the names of files
     assert completed(script, "nasfast", "run", "--data.train", "") == set()
+    assert completed(script, "nasfast", "run", "--import", "") == set()
 
 
 @pytest.mark.parametrize("command", ["run", "rank", "export", "latency", "doctor"])

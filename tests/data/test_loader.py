@@ -62,6 +62,21 @@ def test_start_continues_the_epoch(folder):
         assert same(loader(folder).epoch(1, start=start), want[start:])
 
 
+def test_each_loop_over_a_loader_takes_the_next_epoch(folder):
+    train, held = loader(folder), loader(folder, train=False)
+    for epoch in range(3):
+        assert same(train, loader(folder).epoch(epoch))
+        assert same(held, loader(folder, train=False).epoch(0)), "without shuffling all epochs are the same"
+    # a training of its own counts for itself
+    assert same(train.epoch(0), loader(folder).epoch(0))
+
+
+def test_the_log_gives_the_size_of_a_small_cache(folder, caplog, tmp_path):
+    with caplog.at_level("INFO", "nasfast"):
+        loader(folder, loader="auto", cache_dir=str(tmp_path / "cache"))
+    assert "decoded once to 12 x 12 they take 9.9 kB" in caplog.text  # 23 images of 12 x 12 x 3
+
+
 def test_the_global_generator_neither_matters_nor_moves(folder):
     torch.manual_seed(1)
     want = list(loader(folder).epoch(0))

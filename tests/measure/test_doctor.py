@@ -27,6 +27,7 @@ def test_native_build_is_described():
     assert "bn_act on cpu: cpu" in text
 
 
+@pytest.mark.slow
 def test_missing_extension_is_explained():
     code = "import sys; sys.modules['nasfast._C'] = None; from nasfast.measure.doctor import doctor; print(doctor())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

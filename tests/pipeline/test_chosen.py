@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+import sys
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from tiny import tiny_space, write_folder
 import nasfast.train.loop as loop
 from nasfast import pipeline
 from nasfast.cli.main import main
-from nasfast.retrain import load_model, save_model
+from nasfast.retrain import ImageInfo, load_model, save_model
 from nasfast.runtime import tracking
 from nasfast.search import Candidate, Limits, ParetoPoint, save_candidates
 from nasfast.settings.run import RunConfig
+from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import SKIP, CostTable
 from nasfast.stages import apart
 from nasfast.supernet import build
@@ -169,9 +171,14 @@ def export(run_dir, *flags) -> int:
     return main(["export", "--out", str(run_dir), "--onnx", "false", *flags])
 
 
-def save(run_dir, **networks):
+IMAGES = ImageInfo(tuple("abcdefghij"), 16, 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+
+
+def save(run_dir, images=IMAGES, **networks):
     for name, arch in networks.items():
-        save_model(build(SPACE, arch), run_dir / "retrain" / name.replace("_", "-") / "model.safetensors")
+        network = build(SPACE, arch)
+        network.images = images
+        save_model(network, run_dir / "retrain" / name.replace("_", "-") / "model.safetensors")
 
 
 def test_a_network_is_exported_by_its_architecture(searched, capsys, caplog):
@@ -220,6 +227,28 @@ def test_a_network_that_the_last_search_did_not_find_is_told(searched, caplog):
     }
 
 
+def test_a_network_of_unknown_classes_is_exported_with_a_warning(searched, caplog):
+    save(searched, images=None, best=BEST)
+    assert export(searched) == 0
+    assert "best: its classes, and how an image becomes its input, are not known" in caplog.text
+    # what the warning says to do
+    folder = searched / "retrain/best"
+    network = load_model(folder)
+    network.images = IMAGES
+    save_model(network, folder / "model.safetensors")
+    caplog.clear()
+    assert export(searched) == 0 and not caplog.records
+
+
+def test_without_onnxruntime_the_other_files_can_still_be_exported(searched, capsys, monkeypatch):
+    save(searched, best=BEST)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert main(["export", "--out", str(searched)]) == 1
+    said = capsys.readouterr().err
+    assert "pip install 'nasfast[onnx]', or export without model.onnx (--onnx false)" in said
+    assert export(searched) == 0
+
+
 def test_a_damaged_network_does_not_hide_the_others(searched, capsys, caplog):
     save(searched, best=BEST, best_2=SECOND)
     (searched / "retrain/best/arch.json").write_text("{")
@@ -266,7 +295,12 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
 
     # what is there is refused, and continued as in one process
     assert main(["retrain", "--out", str(many), *flags, "--workers", "2"]) == 1
-    assert "holds checkpoints of 'retrain/best'" in capsys.readouterr().err
+    assert "holds checkpoints of 'retrain/best': continue them (--resume" in capsys.readouterr().err
+    assert files(many) == expected
+    # --resume would refuse other settings too
+    assert main(["retrain", "--out", str(many), *flags, "--retrain.ema", "0.9", "--workers", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "'retrain/best' with other settings (ema was None, now 0.9): delete them" in said
     assert files(many) == expected
 
     # the first attempt of each network ends in the middle
@@ -286,14 +320,16 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
     assert files(once) == expected
 
 
-def test_a_network_that_fails_is_named_with_its_log(searched, monkeypatch, capsys):
+def test_a_network_that_fails_is_named_with_its_log_and_the_next_start_goes_on(searched, trained, monkeypatch, capsys):
     run_tasks_here(monkeypatch)
+    fails, save = {"best"}, pipeline.retrain
 
-    def fail(space, arch, *_, name, **__):
-        if name == "best":
+    def retrain(*arguments, name, **keywords):
+        if name in fails:
             raise ValueError("no images")
+        return save(*arguments, name=name, **keywords)
 
-    monkeypatch.setattr(apart, "retrain", fail)
+    monkeypatch.setattr(apart, "retrain", retrain)
     flags = [*FLAGS, "--retrain.random_architectures", "0", "--retrain.top_k", "2", "--attempts", "1"]
     assert main(["retrain", "--out", str(searched), *flags]) == 1
     said = capsys.readouterr().err
@@ -301,6 +337,48 @@ def test_a_network_that_fails_is_named_with_its_log(searched, monkeypatch, capsy
     assert "ValueError: no images (log: " in said
     (log,) = searched.glob("retrain-tasks/best-????????/task.log")
     assert "Traceback" in log.read_text()
+    assert list(trained) == ["best-2"]
+
+    # what was finished may be gone meanwhile, so a task's own record of it does not count
+    shutil.rmtree(searched / "retrain/best-2")
+    fails.clear()
+    assert main(["retrain", "--out", str(searched), *flags, "--resume"]) == 0
+    assert {name: load_model(searched / "retrain" / name).arch for name in trained} == {"best": BEST, "best-2": SECOND}
+    assert not (searched / "retrain-tasks").exists()
+
+
+def test_the_logs_of_failed_tasks_go_when_this_process_has_retrained_the_networks(searched, trained):
+    (searched / "retrain-tasks/best-01234567").mkdir(parents=True)
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--resume"]) == 0
+    assert not (searched / "retrain-tasks").exists()
+
+
+@pytest.mark.parametrize("flags", [["--executor", "processes"], ["--workers", "0"], ["--attempts", "3"]])
+def test_a_flag_about_tasks_makes_tasks_even_with_its_default(searched, trained, monkeypatch, capsys, flags):
+    """Results are those of the tasks' files: nothing is trained or evaluated again behind them."""
+    asked = []
+
+    def apart(cfg, space, trainings, settings, *, resume):
+        asked.append(settings)
+        for name, (arch, _) in trainings.items():
+            pipeline.retrain(space, arch, None, None, run_dir=cfg.run_dir, name=name, seed=1)
+        trained.clear()
+        return {n: pipeline.RetrainResult.load(cfg.run_dir / "retrain" / n / "result.json") for n in trainings}
+
+    monkeypatch.setattr(pipeline, "retrain_apart", apart)
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--retrain.random_architectures", "0", *flags]) == 0
+    assert asked == [TaskSettings()] and trained == {}
+    assert "best: top-1 93.75%" in capsys.readouterr().out
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--retrain.random_architectures", "0"]) == 0
+    assert len(asked) == 1 and list(trained) == ["best"]
+
+
+def test_images_of_other_classes_are_refused_before_workers_start(searched, monkeypatch, tmp_path_factory, capsys):
+    monkeypatch.setattr(apart.TaskRunner, "run", lambda *_: pytest.fail("tasks began"))
+    folder = write_folder(tmp_path_factory.mktemp("images"), {"a": 10, "b": 10})
+    flags = ["--data.train", str(folder), "--data.workers", "0", "--data.batch_size", "4", "--workers", "2"]
+    assert main(["retrain", "--out", str(searched), *flags]) == 1
+    assert "the images have 2 classes" in capsys.readouterr().err
 
 
 def test_networks_that_are_retrained_apart_are_tracked(searched, monkeypatch):
@@ -314,16 +392,16 @@ def test_networks_that_are_retrained_apart_are_tracked(searched, monkeypatch):
         def log(self, stage, step, metrics):
             seen.append((stage, step, metrics))
 
-        def close(self):
-            seen.append("closed")
+        def close(self, ending):
+            seen.append(ending)
 
     monkeypatch.setitem(tracking._KINDS, "wandb", Tracker)
     monkeypatch.setattr(apart, "retrain", lambda *_, name, **__: tracking.log(f"retrain/{name}", 1, {"loss": 2.0}))
     cfg = RunConfig(out=str(searched), device="cpu", threads=1, track=("wandb",))
     cfg = cfg.replace(data=cfg.data.replace(source="digits", workers=0))
-    task = apart._task(cfg, SPACE, "best", BEST, 0)
+    task = apart.training_task(cfg, SPACE, "best", BEST, 0)
     apart.retrain_one(searched / "task", **task.arguments)
-    assert seen == [(searched, 20), ("retrain/best", 1, {"loss": 2.0}), "closed"]
+    assert seen == [(searched, 20), ("retrain/best", 1, {"loss": 2.0}), "finished"]
 
 
 def test_torchrun_and_tasks_exclude_each_other(searched, monkeypatch, capsys):

@@ -38,6 +38,7 @@ def write_accuracies(path, archs):
     return path
 
 
+@pytest.mark.slow
 def test_the_exact_search_runs_on_the_refined_table(scored, tmp_path, capsys):
     table = write_accuracies(tmp_path / "accuracies.json", random.Random(0).sample(ARCHS, 60))
     assert main(["search", "--out", str(scored), "--search.max_macs", "null"]) == 0

@@ -61,6 +61,17 @@ def test_an_existing_run_is_not_overwritten(run_dir, config, tmp_path, monkeypat
     assert contents(out) == contents(run_dir)
 
 
+def test_an_existing_run_of_other_settings_is_named_with_them(run_dir, config, tmp_path, monkeypatch, capsys):
+    """--resume would be refused too, so the error does not stop at it."""
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    run_fails(out, config, "--train.lr", "0.3", monkeypatch=monkeypatch)
+    said = capsys.readouterr().err
+    assert "has a supernet run already: choose another --out, or add --resume, which takes the settings of" in said
+    assert "train.lr was 0.1, now 0.3" in said
+    assert contents(out) == contents(run_dir)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -118,6 +129,7 @@ def test_images_of_other_classes_cannot_retrain(run_dir, tmp_path):
 STAGES = ("supernet", "score", "search", "retrain", "export", "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_directory_in_use_is_refused_and_left_alone(run_dir, tmp_path, capsys, stage):
     out = tmp_path / "run"

@@ -123,6 +123,7 @@ def test_an_interrupted_run_resumes_to_the_same_files(run_dir, config, tmp_path,
     assert (out / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumes_to_nothing(run_dir, tmp_path, monkeypatch):
     out = tmp_path / "run"
     shutil.copytree(run_dir, out)
@@ -171,6 +172,7 @@ def test_a_missing_file_names_the_stage_that_writes_it(run_dir, tmp_path, capsys
     assert missing in error
 
 
+@pytest.mark.slow
 def test_later_stages_need_neither_the_space_file_nor_the_old_settings(run_dir, tmp_path):
     """The user's YAML space may be gone, and a search may be repeated with other limits."""
     out = tmp_path / "moved"

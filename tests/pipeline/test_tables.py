@@ -87,7 +87,11 @@ def test_a_table_is_the_score(run, capsys):
     assert main(["search", "--out", str(folder), "--score.table", str(file)]) == 0  # a table of no known origin
     assert main(["score", "--out", str(folder), "--score.table", str(file)]) == 0
     assert main(["search", "--out", str(folder), "--search.top_k", "1"]) == 0
-    (best,) = load_candidates(folder / "archs.json", space).candidates
+    result = load_candidates(folder / "archs.json", space)
+    (best,) = result.candidates
+    # what the results keep of their settings, for pages that compare runs
+    assert (result.settings.top_k, result.settings.method, result.scored_with) == (1, "auto", None)
+    assert IndicatorTable.load(folder / "indicators.json").meta["settings"]["score"]["table"] == str(file)
     costs = read_cost_table(file, space)
     fastest = tuple(min(layer.options, key=lambda v, i=i: costs.integers[i][v]) for i, layer in enumerate(space.layers))
     assert best.arch == fastest

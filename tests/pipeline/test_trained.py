@@ -52,8 +52,10 @@ def test_a_sample_is_trained_once_and_grows(settings, capsys):
     assert all(0 < accuracy < 100 for accuracy in first.values()) and len(set(first.values())) > 3
     shown = capsys.readouterr().out
     assert "10 trained architectures" in shown and "naswot" in shown and "sqrt_size" in shown
+    assert "Trainings accumulate: the same command with a larger --train keeps these and adds to them." in shown
     report = json.loads((out / "trained.json").read_text())
     assert [row["name"] for row in report["rows"]] == ["naswot", *BASELINES]
+    assert 0 <= report["attainable"] < 1 and f"a tau of about {report['attainable']:.2f} with theirs" in shown
     assert not list(out.glob("trained/*/checkpoints"))
     before = {path: path.stat().st_mtime_ns for path in out.glob("trained/*/task.json")}
     assert main([*command[:3], "--train", "12", "--workers", "1", "--score", "snip"]) == 0
@@ -152,6 +154,7 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(settings, monkeypatch
     assert written.keys() == first.keys() | second.keys() and len(first.keys() - second.keys()) == 3
 
 
+@pytest.mark.slow
 def test_a_comparison_takes_a_table_and_a_sum_of_scores(settings):
     """trained.json has the tau of rank.json where sums of the table differ only by rounding, and that of A+B."""
     space = trained.space_of(settings)

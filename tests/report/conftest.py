@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from nasfast.indicators.rank import rank
 from nasfast.indicators.table import IndicatorTable
+from nasfast.report import html
 from nasfast.search import Limits, equal_cost_random, pareto_front, save_candidates, search
 from nasfast.spaces import SearchSpace, mobilenet_v2
 
@@ -86,7 +87,8 @@ def finished_run(tmp_path_factory):
 
 @pytest.fixture
 def blank_figures(monkeypatch):
-    """Figures are made and not drawn, for tests of what a page says: drawing takes most of the time of a page."""
+    """Figures have few points and are not drawn, for tests of what a page says: drawing takes most of the time."""
+    monkeypatch.setattr(html, "_CLOUD", 3)
     monkeypatch.setattr(
         Figure, "savefig", lambda self, file, **_: file.write('<svg xmlns="http://www.w3.org/2000/svg"/>')
     )

@@ -6,18 +6,18 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
-from nasfast.report import write_comparison
-from nasfast.retrain.retrain import checkpoints_of
+from nasfast.report import comparison, write_comparison
+from nasfast.search import SearchConfig, load_candidates, save_candidates
+from nasfast.settings.retrain import RetrainConfig
 from nasfast.spaces import digits_mini
-from nasfast.train.checkpoint import Checkpoint, save_checkpoint
 
 
 def rows_of(page, section: str) -> list[list[str]]:
@@ -79,6 +79,22 @@ def test_tau_between_tables_is_that_of_scipy(runs, tmp_path):
     tau = stats.kendalltau(*([table.score(arch) for arch in archs] for table in tables))[0]
     value, low, high = map(float, re.findall(r"[+-][\d.]+", said))
     assert low < value < high < 1 and value == pytest.approx(tau, abs=0.06)
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_architectures_are_sampled_once_for_all_pairs(runs, tmp_path, monkeypatch):
+    shutil.copytree(runs[0], tmp_path / "c")
+    drawn, draw = [], comparison.sample_under
+
+    def counted(*arguments):
+        drawn.append(0)
+        return draw(*arguments)
+
+    monkeypatch.setattr(comparison, "sample_under", counted)
+    rows = rows_of(write_comparison([*runs, tmp_path / "c"], tmp_path / "page.html"), "tables")[1:]
+    assert len(drawn) == 500
+    said = {(one, other): tau for one, other, tau in rows}
+    assert said["a", "b"] != said["a", "c"] and said["a", "c"].startswith("+1.000")
 
 
 @pytest.mark.usefixtures("blank_figures")
@@ -167,34 +183,77 @@ def test_settings_of_retraining_are_those_of_the_networks(runs, tmp_path):
     assert "retrain." not in page.read_text()
     assert "with 1 epochs, its best network was trained for 6." in page.read_text()
 
-    # with checkpoints of these networks, their settings are compared
+    # results of this version have their settings, which are compared
     for run, ema in zip(runs, (None, 0.9), strict=True):
-        form = json.loads((run / "retrain" / "best" / "result.json").read_text())
-        path = checkpoints_of(run, "best", tuple(form["arch"])).path(600)
-        path.parent.mkdir()
-        trained = {"train": retrain["train"], "init": "orthogonal", **({} if ema is None else {"ema": ema})}
-        save_checkpoint(path, Checkpoint({"x": torch.zeros(2)}, {"settings": trained}))
+        path = run / "retrain" / "best" / "result.json"
+        trained = RetrainConfig.from_dict(retrain).replace(ema=ema)
+        path.write_text(json.dumps({**json.loads(path.read_text()), "settings": trained.to_dict()}))
     write_comparison(runs, page)
     assert rows_of(page, "settings")[1:] == [["retrain.ema", "None", "0.9"]]
     assert "Settings of retraining of a are those of its best network; config.yaml is newer." in page.read_text()
 
-    # a damaged checkpoint is as good as none
-    path.write_bytes(b"12")
+
+@pytest.mark.usefixtures("blank_figures")
+def test_settings_of_scores_and_searches_are_those_of_the_results(runs, tmp_path):
+    """A later stage may have been given others, which are in config.yaml then."""
+    page = tmp_path / "page.html"
+    settings(runs[0], search={"max_macs": 2.5e6}, score={"name": "path_loss", "paths": 300})
+    settings(runs[1], search={"max_macs": 9e6}, score={"name": "path_loss", "paths": 50})
     write_comparison(runs, page)
-    assert "cannot be read" not in page.read_text()
+    assert rows_of(page, "settings")[1:] == []
+    for name in "ab":
+        for part in ("search", "score"):
+            assert f"Settings of the {part} are left out: the result of {name} does not have them." in page.read_text()
+
+    # with settings in the results, those are compared
+    for run, paths in zip(runs, (300, 40), strict=True):
+        table, result = IndicatorTable.load(run / "indicators.json"), load_candidates(run / "archs.json")
+        meta = {**table.meta, "settings": {"score": {"name": "path_loss", "paths": paths}, "recalibration_batches": 20}}
+        replace(table, meta=meta).save(run / "indicators.json")
+        searched = SearchConfig(max_macs=2.5e6)
+        save_candidates(run / "archs.json", table.space, result.candidates, settings=searched)
+    write_comparison(runs, page)
+    assert rows_of(page, "settings")[1:] == [["score.paths", "300", "40"]]
+    for part, newer in (("search of b", True), ("score of b", True), ("search of a", False), ("score of a", False)):
+        assert (f"Settings of the {part} are those of its result; config.yaml is newer." in page.read_text()) == newer
+
+    # a search that scores whole paths uses no table, but one of an earlier score may be there still
+    (runs[0] / "indicators.json").unlink()
+    for run, name in zip(runs, ("path_loss", "path_accuracy"), strict=True):
+        result = load_candidates(run / "archs.json")
+        scored = {"score": {"name": name, "paths": 300}, "recalibration_batches": 20}
+        space = digits_mini()
+        save_candidates(run / "archs.json", space, result.candidates, settings=searched, scored_with=scored)
+    write_comparison(runs, page)
+    assert rows_of(page, "settings")[1:] == [["score.name", "path_loss", "path_accuracy"]]
+    assert rows_of(page, "tables")[1:] == [["a", "b", "not both have a table"]]
+    # the older table stands alone in the second run, and in both it is of no use
+    IndicatorTable.load(runs[1] / "indicators.json").save(runs[0] / "indicators.json")
+    write_comparison(runs, page)
+    assert rows_of(page, "settings")[1:] == [["score.name", "path_loss", "path_accuracy"]]
+    assert rows_of(page, "tables")[1:] == [["a", "b", "not both have a table"]]
 
 
 @pytest.mark.usefixtures("blank_figures")
-def test_the_command(runs, tmp_path, capsys):
+def test_the_command(runs, tmp_path, capsys, monkeypatch):
     first, second = map(str, runs)
     assert main(["report", first, second, "--page", str(tmp_path / "page.html")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    assert capsys.readouterr().out == f"written: {tmp_path / 'page.html'}\n"
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", first, second]) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path / 'comparison.html'}\n"
     assert main(["report", first]) == 0 and main(["report", "--out", second]) == 0
     assert (runs[0] / "report.html").exists() and (runs[1] / "report.html").exists()
     assert main(["report", first, first]) == 1
     assert "at least two run directories, each once" in capsys.readouterr().err
     assert main(["report", first, str(tmp_path)]) == 1
     assert "is no run directory: it has no config.yaml" in capsys.readouterr().err
+    # what `nasfast run --seeds` leaves
+    for folder in (tmp_path / "many", tmp_path / "many" / "seed-0", tmp_path / "many" / "seed-1"):
+        folder.mkdir()
+        settings(folder)
+    assert main(["report", first, str(tmp_path / "many")]) == 1
+    assert f"such as {tmp_path}/many/seed-0 {tmp_path}/many/seed-1\n" in capsys.readouterr().err
     for flags in ([], [first, "--out", second], [first, "--page", "x.html"]):
         with pytest.raises(SystemExit):
             main(["report", *flags])

@@ -253,6 +253,7 @@ def test_every_retrained_network_has_its_cost_by_the_tables_of_the_search(finish
     assert costs() == {name: text if name == "best" else "-" for name, text in expected.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("blank_figures")
 def test_a_run_of_several_seeds_says_whether_they_agree(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "seed-0")

@@ -34,6 +34,7 @@ def test_an_old_name_is_what_its_new_home_has(old, name):
     assert [warning.filename for warning in caught] == [__file__], "Python hides it if it is not of the caller's line"
 
 
+@pytest.mark.slow
 def test_a_module_that_was_a_function_too_can_still_be_called():
     """This runs in a process of its own, because an import of `nasfast.ops.fuse` binds that name for good."""
     code = """if True:

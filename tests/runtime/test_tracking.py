@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 
 import pytest
 
+from nasfast.runtime.termination import Terminated
 from nasfast.runtime.tracking import log, tracked
 from nasfast.train.log import TrainLog, read_metrics
 
@@ -36,6 +38,8 @@ def install(monkeypatch, name, fails=""):
     recorder = Recorder(fails)
     module = types.ModuleType(name)
     module.__getattr__ = lambda attribute: getattr(recorder, attribute)
+    # as both packages say that no run is active
+    module.run, module.active_run = None, lambda: None
     monkeypatch.setitem(sys.modules, name, module)
     return recorder
 
@@ -61,7 +65,7 @@ def test_wandb_gets_settings_and_every_metric_with_the_steps_of_its_stage(tmp_pa
         {"retrain/best/step": 1, "retrain/best/loss": 2.5},
         {"retrain/best/step": 2, "retrain/best/loss": 1.5},
     ]
-    assert len(wandb.of("finish")) == 1
+    assert wandb.of("finish") == [((), {"exit_code": 0})]
 
 
 def test_mlflow_gets_settings_and_every_metric(tmp_path, monkeypatch):
@@ -70,7 +74,44 @@ def test_mlflow_gets_settings_and_every_metric(tmp_path, monkeypatch):
     assert mlflow.of("start_run") == [((), {"run_name": "mine"})]
     assert mlflow.of("log_params") == [(({"seed": 3, "search.top_k": 1},), {})]
     assert mlflow.of("log_metrics")[-1] == (({"retrain/best/loss": 1.5},), {"step": 2})
-    assert len(mlflow.of("log_metrics")) == 4 and len(mlflow.of("end_run")) == 1
+    assert len(mlflow.of("log_metrics")) == 4 and mlflow.of("end_run") == [(("FINISHED",), {})]
+
+
+@pytest.mark.parametrize("fails", ["", "set_experiment", "log_metrics"])
+def test_a_server_that_does_not_answer_is_given_up_within_seconds(tmp_path, monkeypatch, fails):
+    """By MLflow's own variables, unless the user has set them: 2 + 4 + 8 s instead of 2 + 4 + ... + 120 s."""
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    install(monkeypatch, "mlflow", fails)
+    with tracked(["mlflow"], tmp_path, {}):
+        log("supernet", 1, {"loss": 1.0})
+        found = [os.environ[name] for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")]
+        assert found == ["3", "77"]
+    # they are not the caller's afterwards
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ and os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [(ValueError("diverged"), 1, "FAILED"), (Terminated(), 1, "KILLED"), (KeyboardInterrupt(), 1, "KILLED")],
+)
+def test_a_training_that_raises_does_not_count_as_finished(tmp_path, monkeypatch, error, code, status):
+    wandb, mlflow = (install(monkeypatch, name) for name in ("wandb", "mlflow"))
+    with pytest.raises(type(error)), tracked(["wandb", "mlflow"], tmp_path, {}):
+        log("a", 1, {"loss": 1.0})
+        raise error
+    assert wandb.of("finish") == [((), {"exit_code": code})]
+    assert mlflow.of("end_run") == [((status,), {})]
+
+
+def test_a_run_that_the_caller_began_gets_the_metrics_and_stays_open(tmp_path, monkeypatch):
+    wandb, mlflow = (install(monkeypatch, name) for name in ("wandb", "mlflow"))
+    mine = Recorder()
+    sys.modules["wandb"].run, sys.modules["mlflow"].active_run = mine, lambda: mine
+    train(tmp_path, ["wandb", "mlflow"])
+    assert wandb.calls == [] and len(mine.of("log")) == 4
+    assert {name for name, *_ in mine.calls} == {"define_metric", "log"}
+    assert {name for name, *_ in mlflow.calls} == {"log_metrics"} and len(mlflow.calls) == 4
 
 
 @pytest.mark.parametrize(

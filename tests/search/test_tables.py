@@ -233,7 +233,7 @@ def test_a_table_that_cannot_be_used_is_named(small_space, write, change, messag
 
 
 def test_files_that_are_no_table(small_space, tmp_path):
-    with pytest.raises(ConfigError, match="cannot read the table .*absent.json: No such file"):
+    with pytest.raises(ConfigError, match="cannot read the table .*absent.json: No such file.*; `nasfast latency"):
         read_cost_table(tmp_path / "absent.json", small_space)
     (tmp_path / "cut.json").write_text('{"quantity": ')
     with pytest.raises(ConfigError, match="cut.json is not JSON"):
@@ -245,9 +245,16 @@ def test_files_that_are_no_table(small_space, tmp_path):
     [
         ({"unit": "s"}, {}, "'latency' in 'ms', and this has 'latency' in 's'"),
         ({"quantity": "energy"}, {}, "this has 'energy' in 'ms'"),
-        ({"device": "cuda"}, {"latency_device": "cpu"}, "with device 'cuda', and latency_device is 'cpu'"),
-        ({"batch": 32}, {"latency_batch": 1}, "with batch 32, and latency_batch is 1.*--batch 1"),
-        ({}, {"latency_batch": 1}, "with batch None"),
+        ({"device": "cuda"}, {"latency_device": "cpu"}, "its device is 'cuda', and search.latency_device is 'cpu'"),
+        ({"batch": 32}, {"latency_batch": 1}, "its batch is 32, and search.latency_batch is 1: .* --batch 1`"),
+        ({}, {"latency_batch": 1}, "no batch is given, and search.latency_batch is 1"),
+        (
+            {"device": "onnx", "batch": 8},
+            {"latency_device": "cpu", "latency_batch": 1},
+            "its device is 'onnx' and its batch is 8, and search.latency_device is 'cpu' and search.latency_batch is 1"
+            ": measure a table with `nasfast latency --device cpu --batch 1`",
+        ),
+        ({"device": "onnx"}, {"latency_device": "cpu", "latency_batch": 1}, "latency --device cpu --batch 1`"),
     ],
 )
 def test_latencies_of_another_unit_device_or_batch(small_space, write, form, settings, message):

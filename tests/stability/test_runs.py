@@ -102,7 +102,7 @@ def test_a_dry_run_writes_nothing(tmp_path, config, capfd, monkeypatch):
     assert lines[1].startswith("seeds (supernet, score, search)") and lines[2].startswith("networks (retraining)")
     assert lines[1].split("search)")[1].split()[:2] == ["3", "1"]
     assert lines[2].split("(retraining)")[1].split()[0] == "7", "three of the answer and of the baseline, one random"
-    assert "GiB" in lines[1] and "Nothing was written" in lines[3]
+    assert "GiB" in lines[1] and "Nothing was trained" in lines[3]
     assert lines[3].startswith("2 at a time"), "as in the run, where a task counts as 2 GiB"
     assert not (tmp_path / "out").exists()
 
@@ -110,7 +110,7 @@ def test_a_dry_run_writes_nothing(tmp_path, config, capfd, monkeypatch):
 def test_what_does_not_go_together_is_refused(tmp_path, config, capfd, monkeypatch):
     with pytest.raises(SystemExit):
         main(["run", "--out", str(tmp_path / "out"), "--config", config, "--max-hours", "1"])
-    assert "need --seeds N" in capfd.readouterr().err
+    assert "--max-hours needs --seeds N" in capfd.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert main(["run", "--out", str(tmp_path / "out"), "--config", config, "--seeds", "2"]) == 1

@@ -8,7 +8,7 @@ import re
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from nasfast.runtime.progress import followed_by, hours_minutes
+from nasfast.runtime.progress import followed_by, hours_minutes, time_left
 from nasfast.train.log import TrainLog, read_metrics
 
 LINES = 60
@@ -79,7 +79,7 @@ def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys,
     lines = [line for line in shown.splitlines() if "99999" in line]
     assert lines and all(len(line) <= width for line in lines)
     assert all(
-        "retrain/random-3" in line and "99999/120000" in line and re.search(r"eta \d+:\d\d", line) for line in lines
+        "retrain/random-3" in line and "99999/120000" in line and re.search(r"eta \d+ s ", line) for line in lines
     )
 
 
@@ -100,3 +100,19 @@ def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeyp
 )
 def test_durations(seconds, text):
     assert hours_minutes(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (0.2, "1 s"), (39.5, "40 s"), (59, "59 s"), (59.1, "0:01"), (3601, "1:01")]
+)
+def test_a_time_below_a_minute_is_in_seconds(seconds, text):
+    assert time_left(seconds) == text
+
+
+def test_no_time_is_shown_before_the_first_step(tmp_path, capsys):
+    """A resumed stage may begin with an evaluation."""
+    with TrainLog(tmp_path, "a", step=5, total=9, shown=True) as log:
+        log.write(5, eval_top1=0.5)
+        log.write(6, loss=1.0)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "a 5/9  eval_top1 50.00%" and second.startswith("a 6/9  eta 1 s  ")

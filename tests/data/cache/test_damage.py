@@ -54,6 +54,7 @@ def test_damage_found_when_a_cache_is_opened_or_read(folder, tmp_path, caplog, a
         assert target.read_bytes() == whole, f"{name}: not repaired"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("augmentation", [SMALL, OWN_SIZE], ids=named)
 def test_damage_during_a_run(folder, tmp_path, caplog, monkeypatch, augmentation, workers):

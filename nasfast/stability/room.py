@@ -1,0 +1,54 @@
+"""Whether the disk has room for the checkpoints of a run with several seeds."""
+
+from __future__ import annotations
+
+import shutil
+
+from nasfast.data.cache_store import size_text
+from nasfast.settings.run import RunConfig
+from nasfast.spaces import SearchSpace
+from nasfast.stages.inputs import configured_space
+from nasfast.train import CheckpointError
+from nasfast.train.supernet import make_supernet
+
+
+def check_room(cfg: RunConfig, seeds: int) -> None:
+    """Refuse more seeds than there is room for, before anything is trained.
+
+    Args:
+        cfg: settings of the run, whose folder exists.
+        seeds: number of seeds.
+
+    Raises:
+        CheckpointError: the disk is too small; the text says how many seeds it has room for.
+        ConfigError, DataError: the images cannot be used.
+    """
+    each, once = bytes_of(cfg, configured_space(cfg)[0])
+    found = [*cfg.run_dir.glob("seed-*/checkpoints/*"), *cfg.run_dir.glob("networks/*/*/checkpoints/*")]
+    # a checkpoint of the best evaluation may be a second name of another file
+    there = {status.st_ino: status.st_size for status in (path.stat() for path in found)}
+    room = shutil.disk_usage(cfg.run_dir).free + sum(there.values())
+    if seeds * each + once > room:
+        raise CheckpointError(
+            f"the checkpoints of {seeds} seeds need {size_text(seeds * each + once)} in {cfg.run_dir}, where there is "
+            f"room for {size_text(room)}, which is enough for {max(0, int((room - once) // each))} seeds: free some "
+            "space, lower --seeds or train.keep_checkpoints, or choose another --out. Nothing was trained"
+        )
+
+
+def bytes_of(cfg: RunConfig, space: SearchSpace) -> tuple[float, float]:
+    """Bytes of the checkpoints that stay of a seed, and of those that a run has once, up to a few percent.
+
+    A seed leaves its supernet, and at most two networks: the answer and the structural baseline.
+    """
+    # how weights begin does not change their number, and these are drawn quickly
+    drawn = cfg.supernet.replace(init="he", **dict.fromkeys(cfg.supernet.aligned))
+    net, _ = make_supernet(space, cfg.method, drawn)
+    tensors = [*net.state_dict().values(), *(p for p in net.parameters() if p.requires_grad)]  # the latter have momenta
+    supernet = sum(tensor.nbytes for tensor in tensors)
+    params = sum(max(cost.params for cost in row.values()) for row in space.cost_table) + space.fixed_cost.params
+    network = 4 * params * (2 if cfg.retrain.ema is None else 3)  # fp32: weights, momenta, and their average
+    kept = (cfg.retrain.train.keep_checkpoints + 1) * network  # the best evaluated one is kept, too
+    # of each kind one more is written before an old one is deleted
+    once = supernet + network + cfg.retrain.random_architectures * kept
+    return cfg.train.keep_checkpoints * supernet + 2 * kept, once

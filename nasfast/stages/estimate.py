@@ -1,0 +1,277 @@
+"""`nasfast run --dry-run`: the stages, with time and memory from a few timed steps. No run begins."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import logging
+import math
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nasfast.data import Loader
+from nasfast.indicators.scores import Evidence
+from nasfast.retrain import retrain
+from nasfast.runtime.device import use_threads
+from nasfast.settings.run import RunConfig
+from nasfast.settings.tasks import TaskSettings
+from nasfast.spaces import SearchSpace
+from nasfast.stages.apart import training_task
+from nasfast.stages.checks import check_scoring, check_search
+from nasfast.stages.inputs import configured_space, evidence_for, retrain_loaders
+from nasfast.supernet import Supernet, build
+from nasfast.tasks.room import MEMORY, workers_for
+from nasfast.tasks.view import duration
+from nasfast.train import evaluate
+from nasfast.train.supernet import make_supernet, train_supernet
+
+_FEW, _MORE = 2, 8
+"""Numbers of steps that are timed; their difference has no start and no end of a stage in it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one kind of work takes.
+
+    Attributes:
+        what: the kind of work.
+        number: how many there are.
+        seconds: time of one, if nothing else uses its cores.
+        memory: bytes that it takes at most: the peak of the process that timed it, which other kinds may have set.
+        apart: whether those of this kind run side by side, as tasks.
+    """
+
+    what: str
+    number: int
+    seconds: float
+    memory: int
+    apart: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes; `str` of it is a table.
+
+    Attributes:
+        estimates: its kinds of work, each of which begins when the one before has ended.
+        threads: CPU threads of each.
+        at_a_time: how many tasks run at a time.
+        settings: those of the tasks; None if the run has none.
+        notes: lines in front of the table.
+    """
+
+    estimates: tuple[Estimate, ...]
+    threads: int
+    at_a_time: int
+    settings: TaskSettings | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Time of everything on this machine."""
+        return sum(math.ceil(e.number / (self.at_a_time if e.apart else 1)) * e.seconds for e in self.estimates)
+
+    def __str__(self) -> str:
+        head = "tasks" if self.settings is not None and all(e.apart for e in self.estimates) else "stages"
+        width = max(len(head), *(len(e.what) for e in self.estimates))
+        lines = [*self.notes, f"{head:{width}}  number  threads  {'time of one':>11}  memory, at most"]
+        for e in self.estimates:
+            memory = f"{e.memory / 2**30:.1f} GiB"
+            lines.append(f"{e.what:{width}}  {e.number:6}  {self.threads:7}  {duration(e.seconds):>11}  {memory:>15}")
+        if self.settings is None:
+            return "\n".join([*lines, f"One after another: about {duration(self.seconds)}. Nothing was trained."])
+        where = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
+        what = "" if head == "tasks" else " networks"
+        lines.append(f"{self.at_a_time}{what} at a time: about {duration(self.seconds)}{where}. Nothing was trained.")
+        if not self.settings.workers and max((e.memory for e in self.estimates if e.apart), default=0) > MEMORY:
+            lines.append(
+                f"A run counts {MEMORY / 2**30:.0f} GiB for each task, and these may need more: set "
+                "--workers to what fits."
+            )
+        if self.settings.max_hours is not None and 3600 * self.settings.max_hours < self.seconds:
+            lines.append(f"--max-hours {self.settings.max_hours:g} ends before that; --resume continues.")
+        return "\n".join(lines)
+
+
+def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None) -> Plan:
+    """Time a few steps of each stage of a run in this process.
+
+    Args:
+        cfg: settings of the run.
+        tasks: where networks are retrained; None for one after another in the process of the run.
+
+    Raises:
+        ConfigError, DataError, ScoreError, InfeasibleConstraintError: the run would be refused.
+    """
+    cfg = cfg.resolved()
+    use_threads(cfg.threads)
+    with trial_of(cfg) as trial:
+        space = trial.space
+        check_scoring(cfg, trial.net)
+        check_search(cfg, space)
+        number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
+        kinds = [
+            ("supernet", 1, trial.supernet_seconds, False),
+            ("score", 1, trial.score_seconds, False),
+            ("search", 1, trial.search_seconds, False),
+            ("networks (retraining)", number, trial.network_seconds, True),
+        ]
+        # networks first: a peak of memory never falls, and the supernet's is not theirs
+        order = [kinds[-1], *kinds[:-1]]
+        networks, *others = [Estimate(what, n, seconds(), memory(), apart) for what, n, seconds, apart in order]
+        timed = [*others, networks]
+    at_a_time = 1
+    if tasks is not None:
+        arch = tuple(options[0] for options in space.options)
+        # a task of the run, so that as many count as fitting here as there
+        one = training_task(cfg, space, "best", arch, cfg.seed)
+        at_a_time = tasks.workers or workers_for([one] * number)
+    estimates = tuple(e for e in timed if e.seconds > 0)
+    return Plan(estimates, torch.get_num_threads(), at_a_time, tasks, _notes(cfg, trial, timed))
+
+
+def _notes(cfg: RunConfig, trial: Trial, timed: Sequence[Estimate]) -> tuple[str, ...]:
+    """What is planned, and what the times leave out."""
+    space = trial.space
+    macs = [
+        sum(extreme(cost.macs for cost in row.values()) for row in space.cost_table) + space.fixed_cost.macs
+        for extreme in (min, max)
+    ]
+    given = cfg.search.limits_in(space).given
+    limits = " and ".join(f"{name} {value:,.10g}" for name, value in given.items()) or "none"
+    notes = [
+        f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {macs[0]:,} to {macs[1]:,} MACs",
+        f"{len(trial.loader.source):,} training images of {space.num_classes} classes; limits of the search: {limits}",
+    ]
+    if quick := [e.what for e in timed if not e.seconds]:
+        notes.append(f"Not timed, because they take seconds: {', '.join(quick)}. Networks are timed at the most MACs.")
+    if (cfg.run_dir / "checkpoints").exists():
+        notes.append(f"{cfg.run_dir} has a run already: this is the time of a whole one.")
+    return tuple(notes)
+
+
+@contextlib.contextmanager
+def trial_of(cfg: RunConfig) -> Iterator[Trial]:
+    """A few steps of a run with these resolved settings; what the stages print is not shown."""
+    with _quiet(), tempfile.TemporaryDirectory() as folder:
+        yield Trial(cfg, Path(folder))
+
+
+class Trial:
+    """A few steps of the stages of a run.
+
+    Attributes:
+        space, loader, net: the space, the training images and the supernet of the run.
+    """
+
+    def __init__(self, cfg: RunConfig, folder: Path) -> None:
+        self.cfg, self.folder = cfg, folder
+        self.space: SearchSpace
+        self.space, self.loader = configured_space(cfg)
+        self.net: Supernet
+        self.net, self._sampler = make_supernet(self.space, cfg.method, cfg.supernet, seed=cfg.seed)
+
+    def supernet_seconds(self) -> float:
+        """Seconds of the supernet's training."""
+        cfg = self.cfg
+
+        def steps(batches: Sequence[Any]) -> object:
+            settings = cfg.train.replace(epochs=1)
+            with tempfile.TemporaryDirectory(dir=self.folder) as out:
+                return train_supernet(self.net, batches, self._sampler, settings, run_dir=out, device=cfg.torch_device)
+
+        return self._step(steps, self.loader) * len(self.loader) * cfg.train.epochs
+
+    def score_seconds(self) -> float:
+        """Seconds of the table of scores; 0 if they take seconds, or if the search scores whole paths."""
+        score = self.cfg.score
+        if score.table is not None or score.score.additive or not score.gives_table:
+            return 0.0
+        evidence = evidence_for(self.cfg, self.net)
+        return self._path_seconds(evidence) * len(dict.fromkeys(evidence.sample()))
+
+    def search_seconds(self) -> float:
+        """Seconds of a search that scores whole paths; 0 for one over a table, which takes seconds."""
+        search = self.cfg.search
+        if self.cfg.score.gives_table:
+            return 0.0
+        return self._path_seconds(evidence_for(self.cfg, self.net)) * search.population * search.generations
+
+    def network_seconds(self) -> float:
+        """Seconds of the retraining of the largest network."""
+        cfg = self.cfg
+        train, val = retrain_loaders(cfg, self.space)
+        arch = tuple(max(row, key=lambda choice: row[choice].macs) for row in self.space.cost_table)
+        few, _ = _timed_batches(val, cfg.torch_device)
+        # batches that are drawn already are augmented, and steps take as long from any weights
+        settings = cfg.retrain.replace(
+            init="he", auto_augment=None, patience=None, train=cfg.retrain.train.replace(epochs=1)
+        )
+
+        def steps(batches: Sequence[Any]) -> object:
+            with tempfile.TemporaryDirectory(dir=self.folder) as out:
+                return retrain(self.space, arch, batches, few[:1], settings, run_dir=out, device=cfg.torch_device)
+
+        network = build(self.space, arch, activation=cfg.supernet.activation).to(cfg.torch_device)
+        begin = time.perf_counter()
+        evaluate(network, few, device=cfg.torch_device)
+        checks = (time.perf_counter() - begin) / len(few) * len(val)
+        epochs = cfg.retrain.train.epochs
+        training = self._step(steps, train) * len(train) * epochs
+        return training + checks * math.ceil(epochs / cfg.retrain.train.eval_every)
+
+    def _path_seconds(self, evidence: Evidence) -> float:
+        """Seconds of the score of a path."""
+        score = self.cfg.score.score
+        paths = list(dict.fromkeys(evidence.sample(3)))
+        score.function(evidence, paths[0])  # reads the images, too
+        begin = time.perf_counter()
+        for path in paths[1:]:
+            score.function(evidence, path)
+        return (time.perf_counter() - begin) / max(1, len(paths[1:]))
+
+    def _step(self, steps: Callable[[Sequence[Any]], object], loader: Loader) -> float:
+        """Seconds of a batch and its step, without what the first one and the ends of a stage take besides."""
+        given, loading = _timed_batches(loader, self.cfg.torch_device)
+        steps(given[:_FEW])
+        times = []
+        for number in (_FEW, _MORE):
+            batches = list(itertools.islice(itertools.cycle(given), number))
+            begin = time.perf_counter()
+            steps(batches)
+            times.append(time.perf_counter() - begin)
+        return max(0.0, times[1] - times[0]) / (_MORE - _FEW) + loading
+
+
+def _timed_batches(loader: Loader, device: str) -> tuple[list[Any], float]:
+    """A few batches, and the seconds of one."""
+    next(iter(loader.epoch(0, device=device)))  # the first batch waits until the images are cached, where they are
+    begin = time.perf_counter()
+    batches = list(itertools.islice(loader.epoch(0, device=device), _MORE))
+    return batches, (time.perf_counter() - begin) / max(1, len(batches))
+
+
+def memory() -> int:
+    """The most bytes that this process had at a time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the lines of the timed stages from the screen."""
+    log = logging.getLogger("nasfast")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(before)

@@ -1,0 +1,85 @@
+"""`nasfast run --dry-run`: the stages of a run with their times, which are those of the steps; nothing is written."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from tiny import tiny_space
+
+from nasfast.cli.main import main
+from nasfast.settings.tasks import TaskSettings
+from nasfast.stages import estimate
+from nasfast.stages.estimate import Estimate, Plan
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Steps, batches and scores of known times: each look at the clock is a second later than the one before."""
+    clock = itertools.count()
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: float(next(clock)))
+
+
+def rows(text: str) -> dict[str, tuple[int, str]]:
+    """Number and time of one, by stage."""
+    found = re.findall(r"^(.+?)  +(\d+) +\d+ +(\S+ \S+) +\S+ GiB$", text, re.MULTILINE)
+    return {name: (int(number), time) for name, number, time in found}
+
+
+def test_the_plan_of_a_run(config, tmp_path, capfd):
+    """Stages and their numbers, from settings of the run; the run directory is not made."""
+    flags = ["--out", str(tmp_path / "out"), "--config", str(config), "--retrain.seeds", "2", "--score.paths", "7"]
+    assert main(["run", *flags, "--dry-run"]) == 0
+    said = capfd.readouterr().out
+    assert {name: number for name, (number, _) in rows(said).items()} == {
+        "supernet": 1,
+        "score": 1,
+        "networks (retraining)": 3,  # the best with two seeds, a random one with one
+    }
+    space = tiny_space(num_classes=10)
+    costs = [[cost.macs for cost in row.values()] for row in space.cost_table]
+    least, most = (sum(map(extreme, costs)) + space.fixed_cost.macs for extreme in (min, max))
+    assert f"tiny: 4 layers, 81 architectures of {least:,} to {most:,} MACs" in said
+    assert "training images of 10 classes; limits of the search: max_macs 70,000" in said
+    assert "One after another: about " in said and "Nothing was trained." in said
+    assert "because they take seconds: search" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_times_are_those_of_steps_batches_and_scores(config, tmp_path, seconds, capfd):
+    """By the fixture's clock both timings of a training take a second, so a step takes none, and each load does."""
+    settings = ["--method", "spos", "--search.population", "5", "--search.crossovers", "1", "--search.mutations", "1"]
+    settings += ["--search.generations", "4", "--train.epochs", "300", "--data.batch_size", "128"]
+    assert main(["run", "--out", str(tmp_path), "--config", str(config), *settings, "--dry-run"]) == 0
+    found = rows(capfd.readouterr().out)
+    # 8 batches in a second; 1299 digits are not held out, 10 batches: 10 / 8 s in each of 300 epochs
+    assert found["supernet"] == (1, "6 min")
+    # two paths in a second, and 5 x 4 architectures
+    assert found["search"] == (1, "10 s")
+    assert "score" not in found
+
+
+def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypatch):
+    flags = ["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry-run"]
+    assert main([*flags, "--search.max_macs", "1000"]) == 1
+    assert "the smallest architecture of space 'tiny' has" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(flags) == 1
+    assert "run it without torchrun" in capsys.readouterr().err
+
+
+def test_only_what_runs_as_tasks_runs_side_by_side():
+    estimates = (Estimate("supernet", 1, 60.0, 1 << 30, apart=False), Estimate("networks", 5, 10.0, 1 << 30))
+    assert Plan(estimates, 1, 1, None).seconds == 110
+    side_by_side = Plan(estimates, 1, 2, TaskSettings(workers=2))
+    assert side_by_side.seconds == 90 and "2 networks at a time: about 90 s" in str(side_by_side)
+
+
+def test_only_the_memory_of_tasks_advises_on_workers():
+    small, large = 1 << 30, 3 << 30
+    for supernet, network in ((large, small), (small, large)):
+        estimates = (Estimate("supernet", 1, 60.0, supernet, apart=False), Estimate("networks", 5, 10.0, network))
+        assert ("set --workers" in str(Plan(estimates, 1, 2, TaskSettings()))) == (network == large)

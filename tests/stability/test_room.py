@@ -1,0 +1,62 @@
+"""How many seeds the disk has room for, against the sizes of real checkpoints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from tiny import batches
+
+from nasfast.cli.main import main
+from nasfast.retrain import retrain
+from nasfast.settings.run import RunConfig
+from nasfast.spaces import digits_mini
+from nasfast.stability import room
+from nasfast.train.supernet import make_supernet, train_supernet
+
+SPACE = digits_mini()
+FLAGS = ["--data.source", "digits", "--data.workers", "0", "--space.name", "digits_mini"]
+
+
+def config(out, **changes) -> RunConfig:
+    form = {"out": str(out), "space": {"name": "digits_mini"}, "data": {"source": "digits", "workers": 0}}
+    return RunConfig.from_dict({**form, "device": "cpu", **changes}).resolved()
+
+
+def test_how_weights_begin_changes_no_bytes(tmp_path):
+    supernet = {"alignment": 0.5, "linear_share": 0.9, "shift": 0.5, "branch_scale": 0.3}
+    assert room.bytes_of(config(tmp_path, supernet=supernet), SPACE) == room.bytes_of(config(tmp_path), SPACE)
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_the_bytes_are_those_of_checkpoints(tmp_path, ema):
+    cfg = config(tmp_path, retrain={"ema": ema, "random_architectures": 3, "train": {"epochs": 1}})
+    images = batches(1, resolution=SPACE.resolution, num_classes=10)
+    images = [(x[:, : SPACE.in_channels].contiguous(), y) for x, y in images]
+    net, sampler = make_supernet(SPACE, cfg.method, cfg.supernet)
+    supernet = train_supernet(net, images, sampler, cfg.train.replace(epochs=1), run_dir=tmp_path).stat().st_size
+    arch = tuple(max(row, key=lambda choice: row[choice].params) for row in SPACE.cost_table)
+    retrain(SPACE, arch, images, images, cfg.retrain, run_dir=tmp_path)
+    (file, *_) = tmp_path.glob("checkpoints/retrain-best-*")
+    network = file.stat().st_size
+    each, once = room.bytes_of(cfg, SPACE)
+    # two checkpoints of the supernet; of each network two and the best one
+    assert each == pytest.approx(2 * supernet + 2 * 3 * network, rel=0.05)
+    assert once == pytest.approx(supernet + network + 3 * 3 * network, rel=0.05)
+
+
+def test_more_seeds_than_room_are_refused_before_anything_is_trained(tmp_path, monkeypatch, capsys):
+    cfg = config(tmp_path / "run")
+    each, once = room.bytes_of(cfg, SPACE)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=once + 3.5 * each))
+    assert main(["run", "--out", str(cfg.run_dir), *FLAGS, "--seeds", "4"]) == 1
+    said = capsys.readouterr().err
+    assert "which is enough for 3 seeds: free some space, lower --seeds" in said and "Nothing was trained" in said
+    assert not cfg.run_dir.exists()
+    cfg.run_dir.mkdir()
+    room.check_room(cfg, 3)
+    # what earlier calls have written needs no room again
+    (cfg.run_dir / "seed-0/checkpoints").mkdir(parents=True)
+    with open(cfg.run_dir / "seed-0/checkpoints/supernet-00000010.safetensors", "wb") as file:
+        file.truncate(int(0.6 * each))
+    room.check_room(cfg, 4)
