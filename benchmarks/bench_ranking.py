@@ -84,15 +84,16 @@ class Entry:
 
     @property
     def train(self) -> TrainConfig:
+        lr = self.lr or default_lr(self.supernet.trainable, len(search_space(self)))
         return TrainConfig(
-            epochs=self.epochs or 1, lr=self.lr or default_lr(self.supernet.trainable), label_smoothing=0.0,
+            epochs=self.epochs or 1, lr=lr, label_smoothing=0.0,
             precision=self.precision, warmup_epochs=1.0, log_every=20, keep_checkpoints=3,
         )  # fmt: skip
 
 
 # projections that are the transposed expansions: the wider a block, the more linear it is
 _TIED = (("linear_share", 1.0),)
-# the initial weights of small spaces, which the first rows of mobilenet_v2 have
+# the initial weights of small spaces; the first rows of mobilenet_v2 have these, and their learning rate
 _SHALLOW = (("alignment", 0.7), ("linear_share", 0.85), ("shift", 0.0), ("branch_scale", 1.0))
 _DEEP = (*LEARNED[:2], ("gamma", 0.0))
 
@@ -129,8 +130,8 @@ QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
     (Entry("bn", changes=(("classifier", False),)), (0,)),
     (Entry("indicators and classifier", changes=(("trainable", "indicators"),)), (0,)),
     (Entry("batch 32", batch_size=32), (0,)),
-    (Entry("mobilenet_v2", epochs=15, space="mobilenet_v2", scores=_DEEP, changes=_SHALLOW), (0, 1)),
-    (Entry("mobilenet_v2, deep", epochs=5, space="mobilenet_v2", scores=_DEEP, lr=0.05), (0, 1)),
+    (Entry("mobilenet_v2", epochs=15, space="mobilenet_v2", scores=_DEEP, changes=_SHALLOW, lr=0.4), (0, 1)),
+    (Entry("mobilenet_v2, deep", epochs=5, space="mobilenet_v2", scores=_DEEP), (0, 1)),
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.tracking": {"config"},
     "runtime": {"config", "runtime.launcher"},
     "settings": {"config", "runtime.moved"},
-    "settings.run": {"config", "settings", "indicators.config", "search", "runtime"},
+    "settings.run": {"config", "settings", "spaces", "indicators.config", "search", "runtime"},
     "tasks": {
         "config", "runtime.files", "runtime.imports", "runtime.lock", "runtime.progress", "runtime.termination",
         "runtime", "settings",

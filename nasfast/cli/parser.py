@@ -14,13 +14,24 @@ from typing import Any, Literal, NoReturn
 import jsonargparse
 import yaml
 
-from nasfast.config import ConfigBase, ConfigError, dump_yaml, expand_suffix
+from nasfast.config import ConfigBase, ConfigError, dump_yaml, expand_suffix, flatten
+from nasfast.settings.run import RunConfig
 
 LIST = "--list-flags"
 
 
 class Listed(Exception):
     """The only flag was `LIST`; the argument has the flags of the command, with their values."""
+
+
+def _chosen(cfg: RunConfig) -> str:
+    """What a run replaces null by, as YAML comments: the settings keep null, so that another method may choose."""
+    given, resolved = flatten(cfg.to_dict()), flatten(cfg.resolved().to_dict())
+    chosen = {key: value for key, value in resolved.items() if value != given[key]}
+    if not chosen:
+        return ""
+    lines = ["null takes here:", *yaml.safe_dump(chosen, sort_keys=False).splitlines()]
+    return "".join(f"# {line}\n" for line in lines)
 
 
 class Parser(jsonargparse.ArgumentParser):
@@ -74,7 +85,11 @@ class Parser(jsonargparse.ArgumentParser):
         if self.settings is None:
             return dump_yaml(given)
         names = {field.name for field in dataclasses.fields(self.settings)}
-        return self.settings.from_dict({name: value for name, value in given.items() if name in names}).to_yaml()
+        settings = self.settings.from_dict({name: value for name, value in given.items() if name in names})
+        if not isinstance(settings, RunConfig):
+            return settings.to_yaml()
+        head, _, rest = settings.to_yaml().partition("\n")
+        return f"{head}\n{_chosen(settings)}{rest}"
 
     def _options(self) -> dict[str, list[str]]:
         """Each flag with the values that it takes, where these are few."""

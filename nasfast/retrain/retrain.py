@@ -166,7 +166,7 @@ def check_not_begun(run_dir: str | Path, name: str, arch: Arch, cfg: RetrainConf
 
 
 def _with_lr(cfg: RetrainConfig) -> RetrainConfig:
-    return cfg if cfg.train.lr is not None else cfg.replace(train=cfg.train.replace(lr=default_lr("all")))
+    return cfg if cfg.train.lr is not None else cfg.replace(train=cfg.train.replace(lr=default_lr("all", layers=0)))
 
 
 def _settings_of(cfg: RetrainConfig, seed: int) -> dict[str, Any]:

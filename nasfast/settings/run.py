@@ -14,6 +14,7 @@ from nasfast.settings.data import DataConfig, check_policy
 from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.supernet import MethodName, SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
+from nasfast.spaces import named_space
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,15 @@ class RunConfig(ConfigBase):
         check_policy(self.data.loader, self.retrain.auto_augment)
 
     def resolved(self) -> RunConfig:
-        """The same settings, with each null that the method's preset decides replaced by its value."""
-        lr = default_lr(self.supernet.preset(self.method).trainable) if self.train.lr is None else self.train.lr
+        """The same settings, with each null that the method's preset decides replaced by its value.
+
+        Raises:
+            ConfigError: the learning rate depends on the space, and that cannot be read.
+        """
+        lr = self.train.lr
+        if lr is None:
+            # whichever variant, resolution and classes: they do not change on which side of DEEP_LAYERS a space is
+            lr = default_lr(self.supernet.preset(self.method).trainable, len(named_space(self.space.name)))
         search_seed = self.seed if self.search.seed is None else self.search.seed
         return self.replace(
             supernet=self.supernet.resolved(self.method),

@@ -123,11 +123,19 @@ class SupernetConfig(ConfigBase):
         return self.replace(**{f.name: getattr(chosen, f.name) for f in fields(self) if hasattr(chosen, f.name)})
 
 
-def default_lr(trainable: Trainable) -> float:
+DEEP_LAYERS = 10
+"""Spaces of more searched layers than this take other initial weights (`init: aligned`) and another learning rate."""
+
+
+def default_lr(trainable: Trainable, layers: int) -> float:
     """Peak learning rate where none is given.
 
     The gradients of indicators are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand steps.
     Indicators take 0.5, the supernet rate of the Single Path One-Shot and BN-NAS settings. All BatchNorms together take
-    0.4 (docs/ranking.md).
+    0.4, or 0.05 in a space of more than ten searched layers (docs/ranking.md 3).
+
+    Args:
+        trainable: what trains.
+        layers: number of searched layers of the space.
     """
-    return {"indicators": 0.5, "bn": 0.4, "all": 0.1}[trainable]
+    return {"indicators": 0.5, "bn": 0.05 if layers > DEEP_LAYERS else 0.4, "all": 0.1}[trainable]

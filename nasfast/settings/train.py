@@ -16,7 +16,7 @@ class TrainConfig(ConfigBase):
     Attributes:
         epochs: passes over the training images.
         lr: peak learning rate; null takes 0.5 where only indicators train, 0.4 where all BatchNorms of a supernet
-            train, and 0.1 elsewhere.
+            train, or 0.05 if its space has more than ten searched layers, and 0.1 elsewhere.
         lr_end: learning rate at the end of the cosine.
         momentum: momentum of SGD.
         nesterov: whether the momentum is Nesterov's.

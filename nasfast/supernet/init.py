@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nasfast.config import nearest
 from nasfast.ops.modules import ACTIVATION_MODULES, InvertedResidual
 from nasfast.ops.orthogonal import Target, draw_gaussians, fill_orthogonal, orthogonalize_draws
-from nasfast.settings.supernet import Init
+from nasfast.settings.supernet import DEEP_LAYERS, Init
 from nasfast.supernet.aligned import align
 from nasfast.supernet.norms import begin_norms
 
@@ -282,9 +282,6 @@ SCHEMES: dict[Init, InitScheme] = {
     "gaussian": InitScheme("gaussian", "gaussian", "gaussian", "gaussian"),
     "he": InitScheme("kaiming_out", "kaiming_out", "kaiming_out", "small"),
 }
-
-DEEP_LAYERS = 10
-"""Supernets of more searched layers than this begin as `ALIGNED_DEEP` where they are aligned."""
 
 ALIGNED_DEEP = InitScheme(depthwise="unit_norm", alignment=0.9, linear_share=0.95, shift=1.0, branch_scale=0.3)
 """`aligned` for many layers: two paths of mobilenet_v2 then have features in common (docs/ranking.md 3)."""

@@ -110,7 +110,7 @@ def train_supernet(
         )
     cfg = cfg or TrainConfig()
     if cfg.lr is None:
-        cfg = cfg.replace(lr=default_lr(net.summary.trainable))
+        cfg = cfg.replace(lr=default_lr(net.summary.trainable, len(net.space.layers)))
     stage = TrainStage(
         "supernet",
         run_dir,

@@ -100,6 +100,8 @@ def test_the_default_entry_is_the_package_default():
     entry = next(entry for entry, _ in bench_ranking.QUEUE if entry.name == "default")
     assert entry.supernet == bench_ranking.SupernetConfig().resolved("dinas")
     assert (entry.train.lr, entry.train.label_smoothing, entry.train.epochs) == (0.4, 0.0, 30)
+    deep = next(entry for entry, _ in bench_ranking.QUEUE if entry.name == "mobilenet_v2, deep")
+    assert (deep.supernet, deep.train.lr) == (entry.supernet, 0.05)
 
 
 @pytest.mark.slow

@@ -58,6 +58,25 @@ def test_the_flags_are_those_that_the_command_takes(command, capsys):
     assert all(flag in text for flag in flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "chosen", "lr"),
+    [
+        ([], {"train.lr": 0.05, "supernet.trainable": "bn"}, None),
+        (["--space.name", "nas_bench_macro"], {"train.lr": 0.4}, None),
+        (["--method", "spos"], {"train.lr": 0.1, "supernet.trainable": "all"}, None),
+        (["--train.lr", "0.3"], {"train.lr": None}, 0.3),
+    ],
+)
+def test_printed_settings_say_what_null_takes(flags, chosen, lr, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", *flags, "--print_config"])
+    text = capsys.readouterr().out
+    comments = [line.removeprefix("# ") for line in text.splitlines()[2:] if line.startswith("# ")]
+    said = yaml.safe_load("\n".join(comments))
+    assert {key: said.get(key) for key in chosen} == chosen
+    assert yaml.safe_load(text)["train"]["lr"] == lr
+
+
 def test_zsh_loads_the_script_of_bash(script):
     (text,) = parse("completion", "", ["zsh"])
     assert "bashcompinit" in text and text.splitlines()[2:] == script.read_text().splitlines()[1:]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_space
+from tiny import CHOICES, tiny_space
 
 from nasfast.config import ConfigError
+from nasfast.settings.run import RunConfig, SpaceConfig
 from nasfast.settings.supernet import METHODS, SupernetConfig, default_lr
+from nasfast.spaces import SearchSpace, Stage
 from nasfast.supernet import Supernet
-from nasfast.train.supernet import make_supernet
+from nasfast.train import TrainConfig
+from nasfast.train import supernet as supernet_training
+from nasfast.train.supernet import make_supernet, train_supernet
 
 ROLES = {
     ("indicators", False): {"block_indicators", "layer_indicators"},
@@ -27,7 +31,8 @@ def test_what_trains(trainable, classifier):
     assert set(net.summary.by_role) == ROLES[trainable, classifier]
     trains = {id(p) for p in net.parameters() if p.requires_grad}
     assert trains == {id(p) for role, ps in net.roles().items() if role in ROLES[trainable, classifier] for p in ps}
-    assert default_lr(trainable) == {"indicators": 0.5, "bn": 0.4, "all": 0.1}[trainable]
+    assert default_lr(trainable, 10) == {"indicators": 0.5, "bn": 0.4, "all": 0.1}[trainable]
+    assert default_lr(trainable, 11) == {"indicators": 0.5, "bn": 0.05, "all": 0.1}[trainable]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -37,6 +42,32 @@ def test_null_takes_the_presets_value(method):
     for name in ("init", "layer_indicators", "trainable", "classifier", "sampler"):
         assert getattr(chosen, name) == getattr(preset, name)
     assert SupernetConfig(classifier=True).resolved(method).classifier
+
+
+def _space(layers: int) -> SearchSpace:
+    return tiny_space(stages=(Stage(8, layers, 2, CHOICES),))
+
+
+def test_the_learning_rate_of_the_space_is_resolved_and_a_given_one_stays(tmp_path):
+    rate = lambda name, **train: (  # noqa: E731
+        RunConfig(space=SpaceConfig(name=str(name)), train=TrainConfig(**train)).resolved().train.lr
+    )
+    (tmp_path / "deep.yaml").write_text(_space(11).to_yaml())
+    assert [rate(name) for name in ("mobilenet_v2", "nas_bench_macro", tmp_path / "deep.yaml")] == [0.05, 0.4, 0.05]
+    # that of an older run directory, too
+    assert rate("mobilenet_v2", lr=0.4) == 0.4
+    assert rate(tmp_path / "missing.yaml", lr=0.4) == 0.4
+    with pytest.raises(ConfigError, match=r"cannot read config file .*missing\.yaml"):
+        rate(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(("depth", "lr"), [(10, 0.4), (11, 0.05)])
+def test_the_learning_rate_from_python_is_the_same(depth, lr, tmp_path, monkeypatch):
+    space = _space(depth)
+    net, sampler = make_supernet(space, "dinas")
+    monkeypatch.setattr(supernet_training, "train", lambda net, loader, cfg, stage, **options: cfg.lr)
+    assert train_supernet(net, [], sampler, run_dir=tmp_path) == lr
+    assert RunConfig.load(tmp_path / "config.yaml").train.lr == lr
 
 
 def test_alignment_is_a_setting():
