@@ -3,6 +3,7 @@
 import argparse
 import time
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -44,8 +45,9 @@ class Entry:
         name: name in the rows.
         kind: which search it is.
         cells, channels: size of the network that is searched; that of the table has 15 and 16.
-        changes: settings of `NasiConfig` or `CellSearchConfig`; of a score `labels` and `images`, as in `NasiConfig`.
-        epochs: passes over half of the training images; for random search those of every candidate.
+        changes: settings of `NasiConfig` or `CellSearchConfig`; of a score `labels` and `images`, as in `NasiConfig`;
+            of random search `steps` and `held_out`: batches that a cell learns from and is measured on.
+        epochs: passes over half of the training images.
         batch: images per batch.
         score: the score or baseline of `nasfast rank` that chooses among random cells.
     """
@@ -271,7 +273,10 @@ def search_score(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
 
 
 def search_random(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
-    """Train random cells for a short time until the CPU seconds are spent; the best on the other half is chosen."""
+    """Train random cells for a short time until the CPU seconds are spent; the best on the other half is chosen.
+
+    All cells learn from the same images, a few, because so more cells can be tried.
+    """
     space, rng, start = entry.space, np.random.default_rng(seed), time.process_time()
     first, second = loaders(args, entry, seed)
     tried: dict[Arch, float] = {}
@@ -279,27 +284,28 @@ def search_random(args: argparse.Namespace, entry: Entry, seed: int) -> Found:
         arch = space.random(rng)
         if arch not in tried:
             network = untrained(space, arch, seed=derive_seed(seed, len(tried)))
-            tried[arch] = short_accuracy(network, first, second, args.epochs or entry.epochs)
+            tried[arch] = short_accuracy(network, first, second, **dict(entry.changes))
     best = max(tried, key=tried.__getitem__)
-    settings = {"epochs": args.epochs or entry.epochs, "seconds": args.seconds}
+    settings = {**dict(entry.changes), "batch": entry.batch, "seconds": args.seconds}
     return best, {"best": tried[best], "scored": tried, "settings": settings}
 
 
-def short_accuracy(network: nn.Module, train: Loader, held: Loader, epochs: int) -> float:
-    """Top-1 in [0, 1] on half of the other images after a short training with SGD and a cosine to 0."""
+def short_accuracy(network: nn.Module, train: Loader, held: Loader, *, steps: int, held_out: int) -> float:
+    """Top-1 in [0, 1] on `held_out` batches after at most `steps` steps of SGD with a cosine to 0, within one epoch."""
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, epochs * len(train))
-    for epoch in range(epochs):
-        for x, y in train.epoch(epoch):
-            sgd.zero_grad()
-            F.cross_entropy(network(x), y).backward()
-            sgd.step()
-            cosine.step()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, min(steps, len(train)))
+    for x, y in islice(train.epoch(0), steps):
+        sgd.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        sgd.step()
+        cosine.step()
     network.eval()
-    batches = [batch for i, batch in enumerate(held.epoch(0)) if i % 2]
+    right = count = 0
     with torch.no_grad():
-        right = sum(int((network(x).argmax(1) == y).sum()) for x, y in batches)
-    return right / sum(len(y) for _, y in batches)
+        for x, y in islice(held.epoch(0), held_out):
+            right += int((network(x).argmax(1) == y).sum())
+            count += len(y)
+    return right / count
 
 
 SEARCHES = {

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from tiny import write_folder
+from torch import nn
 
 from benchmarks import bench_cell_search, cell_tables
 from benchmarks.cell_judge import COLUMNS, Judge, network_of, text_of
-from benchmarks.cell_searches import norm_supernet, wiring
+from benchmarks.cell_searches import norm_supernet, short_accuracy, wiring
 from nasfast.cells import CellStandalone, nas_bench_201_space, search_cells
 from nasfast.settings.cells import CellSearchConfig
 from nasfast.train import TrainConfig
@@ -196,13 +197,14 @@ def test_rows_are_written_once_and_shown(table, tmp_path, monkeypatch, capsys):
     names = ("nasi", "darts, second order", "BN indicators", "random", "log_volume+synflow-ntk_q of 100 random cells")
     queue = [entry for entry in bench_cell_search.QUEUE if entry.name in names]
     chosen = [replace(e, cells=1, channels=2, epochs=min(e.epochs, 1), batch=16) for e in queue]
-    chosen = [replace(e, changes=(*e.changes, ("steps", 2))) if e.kind == "nasi" else e for e in chosen]
+    chosen = [replace(e, changes=(*e.changes, ("steps", 2))) if e.kind in ("nasi", "random") else e for e in chosen]
     monkeypatch.setattr(bench_cell_search, "QUEUE", chosen)
     argv = [f"--images={images}", f"--table={table}", f"--work={tmp_path / 'w'}", f"--out={tmp_path / 'out.jsonl'}"]
     argv += ["--seeds", "3", "--seconds=1", "--candidates=3", "--threads=1"]
     bench_cell_search.main(argv)
     rows = bench_cell_search.rows(tmp_path / "out.jsonl")
     assert [(r["name"], r["seed"], r["cells"]) for r in rows] == [(entry.name, 3, 1) for entry in chosen]
+    assert {r["training_images"] for r in rows} == {160}
     assert all(r["cpu_s"] > 0 and nas_bench_201_space().parse(r["arch"]) for r in rows)
     before = (tmp_path / "out.jsonl").read_bytes()
     bench_cell_search.main(argv)
@@ -212,6 +214,29 @@ def test_rows_are_written_once_and_shown(table, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.count("| 1 x 2 | 3 |") == len(names) and "| BN indicators | 1 | 1 |" not in shown
     assert "| patterns |" in shown and shown.count(" of 6, ") == 1
+
+
+def test_a_short_training_takes_the_batches_that_it_is_given():
+    """The first batches say that the images are of class 1, the others that they are not."""
+    taken = {"train": 0, "held": 0}
+
+    class Batches:
+        def __init__(self, name):
+            self.name = name
+
+        def __len__(self):
+            return 5
+
+        def epoch(self, _):
+            for i in range(5):
+                taken[self.name] += 1
+                yield torch.ones(2, 3), torch.tensor([int(i < 3), int(i < 3)])
+
+    network = nn.Linear(3, 2, bias=False)
+    nn.init.zeros_(network.weight)
+    right = short_accuracy(network, Batches("train"), Batches("held"), steps=3, held_out=4)
+    assert taken == {"train": 3, "held": 4}
+    assert right == 0.75
 
 
 def test_how_far_costs_predict_a_choice_by_hand():
