@@ -15,7 +15,7 @@ install: $(VENV)/installed  ## create .venv with nasfast (editable) and everythi
 $(VENV)/installed: pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,demo]'
+	NASFAST_EMULATION=ON $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,demo]'
 	touch $@
 
 demo: install  ## run the whole search, from images to report.html, on handwritten digits
@@ -51,11 +51,11 @@ $(OLDEST)/installed: constraints-oldest.txt
 	touch $@
 
 # This installs a copy of nasfast, because an editable installation would delete the compiled module of $(VENV). The
-# tests start in another folder, because Python would import the nasfast of this one. make test already runs the kernels
-# of each instruction set, so these tests are left out here, and make install compiles for every GPU, so this build has one.
+# tests start in another folder, because Python would import the nasfast of this one. make install compiles for every
+# GPU, and make test runs the kernels of every instruction set. This build has one of each, and no emulation.
 test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
-	CUDAARCHS=80-real $(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
+	CUDAARCHS=80-real NASFAST_ISAS=BASELINE $(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
 	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q $(PARALLEL) \
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
@@ -77,7 +77,7 @@ test-gpu: install  ## run the tests that use a GPU (without one: the interpreter
 SANITIZED = build/sanitize
 RUNTIMES = $(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))
 sanitize: install  ## run the operators' tests with AddressSanitizer and UBSan
-	NASFAST_SANITIZE=ON NASFAST_NATIVE=ON NASFAST_CUDA=OFF CXX="$(CXX)" $(BIN)/python setup.py -q egg_info --egg-base build \
+	NASFAST_EMULATION=ON NASFAST_SANITIZE=ON NASFAST_NATIVE=ON NASFAST_CUDA=OFF CXX="$(CXX)" $(BIN)/python setup.py -q egg_info --egg-base build \
 		build --build-base build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/native
 	PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib LD_PRELOAD="$(RUNTIMES)" OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \

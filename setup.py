@@ -30,12 +30,12 @@ def native_mode() -> str:
     return mode
 
 
-def sanitize_mode() -> str:
-    """Value of NASFAST_SANITIZE. Exits with a message if it is not allowed."""
-    mode = os.environ.get("NASFAST_SANITIZE", "OFF")
-    if mode not in ("ON", "OFF"):
-        raise SystemExit(f"NASFAST_SANITIZE must be ON or OFF, got {mode!r}")
-    return mode
+def switch(name: str) -> str:
+    """Value of a variable that is ON or OFF, and OFF by default. Exits with a message if it is something else."""
+    value = os.environ.get(name, "OFF")
+    if value not in ("ON", "OFF"):
+        raise SystemExit(f"{name} must be ON or OFF, got {value!r}")
+    return value
 
 
 def find_tool(name: str) -> str | None:
@@ -103,7 +103,8 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DNASFAST_CUDA={os.environ.get('NASFAST_CUDA', 'AUTO')}",
             f"-DNASFAST_ISAS={os.environ.get('NASFAST_ISAS', 'ALL')}",
-            f"-DNASFAST_SANITIZE={sanitize_mode()}",
+            f"-DNASFAST_EMULATION={switch('NASFAST_EMULATION')}",
+            f"-DNASFAST_SANITIZE={switch('NASFAST_SANITIZE')}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
         ]
         for command in (configure, [cmake, "--build", str(build)]):

@@ -7,8 +7,10 @@
 
 #include "cpu/isa.h"
 #include "cpu/pool.h"
-#include "gpu/emulated.h"
 
+#ifdef NASFAST_EMULATION
+#include "gpu/emulated.h"
+#endif
 #ifdef NASFAST_WITH_CUDA
 #include "../kernels/cuda/device_info.h"
 #endif
@@ -72,6 +74,8 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("num_threads", [] { return torch::stable::get_num_threads(); });
   m.def("cuda_device_info", &cuda_device_info);
+#ifdef NASFAST_EMULATION
   m.def("set_emulation", &nasfast::gpu::set_emulation, py::arg("multiprocessors") = 2, py::arg("backwards") = false,
         py::arg("block_order") = 0);
+#endif
 }

@@ -108,6 +108,7 @@ def test_native_off_is_recorded(tmp_path):
     [
         ("NASFAST_NATIVE", "AUTO, ON or OFF"),
         ("NASFAST_CUDA", "AUTO, ON or OFF"),
+        ("NASFAST_EMULATION", "ON or OFF"),
         ("NASFAST_SANITIZE", "ON or OFF"),
         ("NASFAST_ISAS", "ALL or BASELINE"),
     ],
@@ -154,6 +155,7 @@ def test_builds_and_runs_without_cuda(tmp_path):
         "spec.loader.exec_module(module)\n"
         "assert module.build_info()['cuda'] is False and module.cuda_device_info()['count'] == 0\n"
         "assert module.build_info()['isas'] == ['baseline']\n"
+        "assert not hasattr(module, 'set_emulation')\n"
         "x = torch.randn(2, 3, 4, 4)\n"
         "y, mean, var = torch.ops.nasfast.bn_act_fwd(\n"
         "    x, torch.ones(3), torch.zeros(3), None, None, None, 1e-5, 'identity')\n"

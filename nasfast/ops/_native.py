@@ -35,10 +35,17 @@ def why_missing() -> str | None:
 
 
 def why_no_chain_kernels() -> str | None:
-    """Why the extension has neither the CUDA kernels of chains nor their emulation; None when it has the emulation."""
+    """Why the extension has no operators for CUDA kernels of chains; None when it has them."""
     if extension is not None and not hasattr(torch.ops.nasfast, "conv_bn_act_chain_gpu_fwd"):
         return "built from an older version of nasfast: run pip install --no-build-isolation -e . again"
     return why_missing()
+
+
+def why_no_emulation() -> str | None:
+    """Why the CUDA kernels of chains cannot be emulated on the CPU; None when they can."""
+    if extension is not None and not hasattr(extension, "set_emulation"):
+        return "built without the emulation of CUDA kernels: run NASFAST_EMULATION=ON pip install --no-build-isolation -e ."
+    return why_no_chain_kernels()
 
 
 def empty_cache() -> None:

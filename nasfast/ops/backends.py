@@ -31,6 +31,7 @@ _cuda_reason: str | None = None
 _native_missing = _native.why_missing()
 _triton_missing = _triton.why_missing()
 _no_chain_kernels = _native.why_no_chain_kernels()
+_no_emulation = _native.why_no_emulation()
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ def emulates_cuda() -> bool:
 def _can_use_cuda_chain(x: Tensor) -> tuple[bool, str]:
     if _no_chain_kernels is not None:
         return False, _no_chain_kernels
-    if not (emulates_cuda() and x.device.type == "cpu"):
+    if emulates_cuda() and x.device.type == "cpu":
+        if _no_emulation is not None:
+            return False, _no_emulation
+    else:
         ok, reason = _can_use_cuda_kernels(x)
         if ok:
             ok, reason = _has_ampere(x)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
-    pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason="needs the operators of the CUDA kernels"),
+    pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation())),
 ]
 SHARED_OF_A_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # Bytes per thread that kernels spill which fuse an expansion with a depthwise convolution, the pointwise kernel of the

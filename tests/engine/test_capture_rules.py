@@ -159,7 +159,7 @@ def test_every_candidate_can_be_recorded(name, trainable, rules):
     assert launches
 
 
-@pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+@pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 @pytest.mark.parametrize(("trainable", "unmade"), [("indicators", False), ("bn", False), ("bn", True)])
 def test_every_candidate_on_the_cuda_kernels_can_be_recorded(trainable, unmade, rules, monkeypatch):
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
@@ -215,7 +215,7 @@ def test_what_cannot_be_recorded_is_refused_and_the_candidate_named(breaks, rule
 @pytest.mark.parametrize("launcher", ["conv_bn_act_chain_fwd", "conv_bn_act_chain_bwd"])
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_launchers_are_looked_into(backend, launcher, rules, monkeypatch):
-    if backend == "cuda" and (reason := _native.why_no_chain_kernels()):
+    if backend == "cuda" and (reason := _native.why_no_emulation()):
         pytest.skip(reason)
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
     module = import_module(f"nasfast.ops.{backend}.conv")

@@ -220,7 +220,7 @@ def test_triton_operators_write_into_boundaries_and_gradients():
 
 
 emulates = pytest.mark.skipif(
-    DEVICE == "cuda" or _native.why_no_chain_kernels() is not None, reason="emulates the CUDA kernels"
+    DEVICE == "cuda" or _native.why_no_emulation() is not None, reason="emulates the CUDA kernels"
 )
 
 

@@ -11,7 +11,7 @@ from nasfast.ops import _native
 from nasfast.ops import plan as planning
 from nasfast.ops.destinations import Left, Offer, Remains, Unmade, offered
 
-pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 TYPES = [torch.bfloat16, torch.float16]
 # the largest relative error of one rounding
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}

@@ -26,7 +26,7 @@ from nasfast.ops.plan import read_plan
 
 pytestmark = [
     pytest.mark.usefixtures("device"),
-    pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels())),
+    pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation())),
 ]
 cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 emulated_only = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own order of threads and blocks")

@@ -12,7 +12,7 @@ from nasfast.measure.doctor import doctor
 from nasfast.ops import _native, _triton, backends, conv
 from nasfast.supernet import Supernet
 
-pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 GOOD = ChainCase((2, 8, 6, 6), "pw24/relu6 dw3s2/relu6 pw16/identity", dtype=torch.bfloat16)
 # a chain that the CUDA kernels do not run, and why
 REFUSED = {

@@ -12,7 +12,7 @@ from kernel_cases.chain import ChainCase, exact_chain, relative_errors, run_chai
 from nasfast import ops
 from nasfast.ops import _native
 
-pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 # Roundings of y and of dy, and of the result. The activations are smooth, so nothing else differs from float64.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}

@@ -16,7 +16,7 @@ from nasfast.ops import _native, cuda_times
 from nasfast.ops import plan as planning
 from nasfast.ops.plan import plan_chain, stage_fields
 
-pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 BFLOAT16 = torch.bfloat16
 cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 

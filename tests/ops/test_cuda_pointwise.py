@@ -11,7 +11,7 @@ from kernel_cases.chain import ChainCase, exact_chain, relative_errors, run_chai
 from nasfast import ops
 from nasfast.ops import _native
 
-pytestmark = pytest.mark.skipif(_native.why_no_chain_kernels() is not None, reason=str(_native.why_no_chain_kernels()))
+pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 eager_chain = partial(ops.conv_bn_act_chain, backend="reference")
 
