@@ -44,7 +44,7 @@ def why_no_chain_kernels() -> str | None:
 def why_no_emulation() -> str | None:
     """Why the CUDA kernels of chains cannot be emulated on the CPU; None when they can."""
     if extension is not None and not hasattr(extension, "set_emulation"):
-        return "built without the emulation of CUDA kernels: run NASFAST_EMULATION=ON pip install --no-build-isolation -e ."
+        return "built without the emulation of CUDA: run NASFAST_EMULATION=ON pip install --no-build-isolation -e ."
     return why_no_chain_kernels()
 
 
