@@ -264,8 +264,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of means over seeds, with ranges."""
     lines = [
         "| supernet | score | seeds | tau | within equal depth | above `sqrt_size` (lower ends) | regret at 10, 25, "
-        "50, 75, 100 % of MACs | R^2 | path accuracy | tau between seeds | train, score CPU s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "50, 75, 100 % of MACs | R^2 | noise of paths | path accuracy | tau between seeds | train, score CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
@@ -284,12 +284,38 @@ def summary(rows: list[dict[str, Any]]) -> str:
             _spread([row["within_depth"]["value"] for row in ranked]),
             " ".join(f"{row['above_sqrt_size']['low']:+.3f}" for row in ranked) or "-",
             " ".join(f"{statistics.mean(values):.2f}" for values in regrets) or "-",
-            _spread(r2), _spread(known, "{:.1f} %"), _spread(pairs),
+            _spread(r2), _spread([100 * _noise(row) for row in group if _distilled(row)], "{:.0f} %"),
+            _spread(known, "{:.1f} %"), _spread(pairs),
             f"{_spread([r['train_cpu_s'] for r in group if 'train_cpu_s' in r], '{:.0f}')}, "
             f"{_spread([r['score_cpu_s'] for r in group], '{:.0f}')}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _distilled(row: dict[str, Any]) -> bool:
+    return not row["structure"] and row["meta"].get("r2") is not None
+
+
+def _noise(row: dict[str, Any]) -> float:
+    """The share of a distilled table's variance over architectures without skips that is due to the drawn paths.
+
+    With f free scores, the residuals of n paths have the mean square s^2 = V (1 - R^2) n / (n - f), where V is the
+    variance of the paths' scores, and the score of one of the k values of a layer varies by k s^2 / (n - f) from one
+    draw of paths to another. Tables of one supernet from other paths thus correlate by 1 minus the share.
+    """
+    blocks = [np.array(list(scores.values())) for scores in row["table"]]
+    # the scores of a layer average 0, and the table of a row lacks that of a skip which is no candidate
+    layers = [
+        scores if abs(scores.sum()) < 1e-5 * len(scores) else np.append(scores, -scores.sum()) for scores in blocks
+    ]
+    paths, r2 = row["meta"]["paths"], row["meta"]["r2"]
+    free = sum(len(scores) - 1 for scores in layers)
+    # the table has more variance over all architectures than over the paths that it was fitted to
+    variance = sum(scores.var() for scores in layers) / (r2 + (1 - r2) * (free / (paths - free)) ** 2)
+    residual = variance * (1 - r2) * paths / (paths - free)
+    noise = sum(len(every) * (1 - 1 / len(scores)) for scores, every in zip(blocks, layers, strict=True))
+    return float(residual * noise / (paths - free) / sum(scores.var() for scores in blocks))
 
 
 def _agreement(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:

@@ -6,13 +6,16 @@ import itertools
 import json
 import random
 
+import numpy as np
 import pytest
-from tiny import tiny_macro_space, write_folder
+from tiny import CHOICES, tiny_macro_space, tiny_space, write_folder
 
 import nasfast.train.loop as loop
 from benchmarks import bench_ranking
 from benchmarks.bench_ranking import Entry
+from nasfast.indicators.distill import distill
 from nasfast.indicators.table import IndicatorTable
+from nasfast.spaces import Stage
 
 SCORES = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0))
 QUEUE = (
@@ -96,6 +99,25 @@ def test_agreement_is_tau_of_the_scores():
     assert abs(bench_ranking._agreement(one, noise)) < 0.6
 
 
+def test_the_noise_of_the_paths_is_how_tables_of_other_paths_differ():
+    space = tiny_space(stages=(Stage(8, 12, 2, CHOICES),))
+    values, draw = [layer.legal for layer in space.layers], np.random.default_rng(0)
+    worth = [dict(zip(row, draw.normal(size=len(row)), strict=True)) for row in values]
+
+    def row() -> dict:
+        archs = {tuple(int(draw.choice(options)) for options in values) for _ in range(200)}
+        scores = {a: sum(w[c] for w, c in zip(worth, a, strict=True)) + 6 * draw.normal() for a in archs}
+        table = distill(space, scores, values, meta={})
+        return {"table": bench_ranking._scores(table), "meta": table.meta}
+
+    rows = [row() for _ in range(15)]
+    tables = np.array([[list(scores.values()) for scores in row["table"]] for row in rows])
+    tables -= tables.mean(axis=2, keepdims=True)
+    assert tables.shape[1:] == (12, 3) and len(values[1]) == 4  # there are skips, which the rows lack
+    share = tables.var(axis=0, ddof=1).sum() / (tables**2).sum() * len(rows)
+    assert np.mean([bench_ranking._noise(row) for row in rows]) == pytest.approx(share, rel=0.15)
+
+
 def test_the_default_entry_is_the_package_default():
     entry = next(entry for entry, _ in bench_ranking.QUEUE if entry.name == "default")
     assert entry.supernet == bench_ranking.SupernetConfig().resolved("dinas")
@@ -125,4 +147,4 @@ def test_without_trained_accuracies_the_summary_says_how_far_seeds_agree(argv, t
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
     agreement = bench_ranking._agreement(rows[0]["table"], rows[1]["table"])
     assert cells[:7] == ["other", "beta_gradient", "0 1", "-", "-", "-", "-"]
-    assert cells[9] == f"{agreement:.3f}"
+    assert cells[10] == f"{agreement:.3f}"
