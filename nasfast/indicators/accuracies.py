@@ -121,7 +121,8 @@ def _json_entries(text: str, path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise AccuracyError(f"{path} is not JSON: {error}") from error
     if not isinstance(form, dict) or not form:
-        raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {type(form).__name__}")
+        given = "an empty one" if form == {} else type(form).__name__
+        raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {given}")
     return form
 
 

@@ -297,7 +297,10 @@ class CellSpace(ArchSpace):
                 op, _, source = part.partition("~")
                 op = op.removeprefix("nor_")
                 if op not in self.ops or not source.isdigit() or (int(source), target) not in edges:
-                    raise ArchError(f"space {self.name!r} has no operation {part!r} into node {target}, in {text!r}")
+                    raise ArchError(
+                        f"space {self.name!r} has no operation {part!r} into node {target}, in {text!r}; expected "
+                        f"OPERATION~SOURCE with {', '.join(self.ops)} and edges (source, node) {edges}"
+                    )
                 if (int(source), target) in found:
                     raise ArchError(f"{text!r} names edge ({source},{target}) of space {self.name!r} twice")
                 found[int(source), target] = self.ops.index(op)

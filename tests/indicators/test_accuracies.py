@@ -8,7 +8,7 @@ import pytest
 
 from nasfast.cells import darts_space, nas_bench_201_space
 from nasfast.indicators.accuracies import AccuracyError, read_accuracies, read_scores
-from nasfast.spaces import format_arch, nas_bench_macro
+from nasfast.spaces import ArchError, format_arch, nas_bench_macro
 
 SPACE = nas_bench_macro()
 ARCHS = ["".join(str((i // 3**k) % 3) for k in range(8)) for i in range(0, 600, 50)]
@@ -80,11 +80,19 @@ def test_names_of_another_cell_are_refused(text):
         darts_space().parse(text)
 
 
+def test_an_unknown_operation_is_named_with_the_known_ones():
+    with pytest.raises(
+        ArchError, match=r"operation 'conv_5x5~1' into node 2, .*none, skip_.*\(0, 1\), \(0, 2\), \(1, 2\)"
+    ):
+        nas_bench_201_space().parse("|none~0|+|none~0|conv_5x5~1|+|none~0|none~1|none~2|")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "expected a mapping"),
+        ("[1]", "expected a mapping.*got list"),
+        ("{}", "expected a mapping.*got an empty one"),
         (
             table({"0000001": 1.0, "00000019": 2.0}),
             "2 of 12 architectures are not of space 'nas_bench_macro'; the first, entry '0000001'.*8 values, got 7",
