@@ -107,7 +107,6 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
     space, loader = configured_space(cfg, world=world)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
     check_scoring(cfg, net)
-    check_search(cfg, space)
     if world.is_main:
         _prepare(cfg, space, resume=resume, world=world)
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
@@ -190,6 +189,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
             table cannot be used.
     """
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+    check_search(cfg, saved_space(cfg))  # the settings are kept, and a search that takes them would refuse them
     settings = cfg.score.resolved(cfg.method)
     if not settings.gives_table:
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
@@ -219,10 +219,10 @@ def search(cfg: RunConfig) -> list[Candidate]:
     """
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.resolved().search
+    check_search(cfg, space)
     limits, front, fronts = settings.limits_in(space), [], []
     scoring = cfg.score.resolved(cfg.method)
     if not scoring.gives_table:
-        check_search(cfg, space)
         evidence, checkpoint = evidence_of(cfg)
         # the name has all that a score depends on, so that scores of another supernet are not taken for this one's
         scorer = f"accuracy of {checkpoint.digest}, recalibration {cfg.recalibration_batches}"

@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "stages": {
         "config", "runtime", "settings", "spaces", "supernet", "data", "train", "indicators", "indicators.accuracies",
-        "search", "retrain", "settings.run", "tasks", "runtime.tracking",
+        "search", "retrain", "settings.run", "tasks", "runtime.lock", "runtime.tracking",
     },
     "pipeline": {
         "config", "display", "runtime.files", "runtime.lock", "runtime.progress", "runtime.tracking", "runtime",
@@ -122,9 +122,9 @@ ALLOWED: dict[str, set[str]] = {
         "retrain", "report", "settings", "settings.run", "tasks", "stages", "pipeline",
     },
     "cli.commands": {
-        "config", "runtime.launcher", "runtime", "settings", "settings.run", "stability", "spaces", "indicators",
-        "indicators.accuracies", "indicators.table", "indicators.rank", "report", "measure", "search", "studies",
-        "studies.registry", "pipeline", "stages",
+        "config", "runtime.launcher", "runtime.termination", "runtime", "settings", "settings.run", "stability",
+        "spaces", "indicators", "indicators.accuracies", "indicators.table", "indicators.rank", "report", "measure",
+        "search", "studies", "studies.registry", "pipeline", "stages",
     },
     "cli": {
         "config", "settings", "runtime.files", "runtime.imports", "runtime.termination", "studies.registry",

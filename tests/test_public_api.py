@@ -35,7 +35,7 @@ SIGNATURES = {
     "nasfast.runtime.distributed:start": ("device", ""),
     "nasfast.train:recalibrate_bn": ("network loader", "batches= device="),
     "nasfast.data:make_loader": ("cfg dataset=", "train= resolution in_channels= seed= policy= rank= world="),
-    "nasfast.data:make_loaders": ("cfg", "resolution in_channels= seed= hold_out= policy= rank= world="),
+    "nasfast.data:make_loaders": ("cfg", "resolution in_channels= seed= hold_out= policy= rank= world= images="),
     "nasfast.indicators.bn_gamma:score": ("net", "meta="),
     "nasfast.indicators.accuracy:path_accuracy": ("net arch", "train_loader val_loader recalibration_batches= device="),
     "nasfast.indicators.rank:rank": ("accuracies predictor space", None),

@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nasfast.report import write_comparison, write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.launcher import environment_size
+from nasfast.runtime.termination import Terminated, stopped_at
 from nasfast.search import load_candidates
 from nasfast.settings.files import CONFIG_FILE
 from nasfast.settings.run import RunConfig
@@ -92,7 +94,26 @@ def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
         yield RunConfig.from_dict(json.loads(world.broadcast(json.dumps(cfg.to_dict()).encode()))), world
 
 
-def _run(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings | None, dry_run: bool) -> None:
+@contextlib.contextmanager
+def _at_most(hours: float | None) -> Iterator[None]:
+    """Stop what runs within the block after this time, as SIGTERM does.
+
+    Raises:
+        Terminated: the time is over, or SIGTERM came.
+    """
+    deadline = None if hours is None else time.time() + 3600 * hours
+    try:
+        with stopped_at(deadline):
+            yield
+    except Terminated as stopped:
+        if deadline is not None and time.time() >= deadline:
+            stopped.message = stopped.message.replace(Terminated().message, f"--max-hours {hours:g} is over")
+        raise
+
+
+def _run(
+    cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings | None, dry_run: bool, hours: float | None
+) -> None:
     if seeds != 1:
         _run_seeds(cfg, resume, seeds, settings or TaskSettings(), dry_run)
         return
@@ -100,9 +121,9 @@ def _run(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings | None
     if dry_run:
         if environment_size() > 1:
             raise ConfigError("--dry-run times the steps of one process: run it without torchrun")
-        print(plan_run(cfg, settings))
+        print(plan_run(cfg, settings, max_hours=hours))
         return
-    with _joined(cfg) as (cfg, world):
+    with _at_most(hours), _joined(cfg) as (cfg, world):
         if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
             raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
         result = pipeline.run(cfg, resume=resume, world=world, tasks=settings)

@@ -172,17 +172,21 @@ def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list
     return cfg, others["resume"], others["arch"] or [], others["pareto"], _task_settings(others)[0]
 
 
-def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings | None, bool]:
-    """The settings, whether to resume, the number of seeds (1 is a plain run), and how and whether to run the tasks."""
+def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings | None, bool, float | None]:
+    """The settings, whether to resume, the number of seeds (1 is a plain run), how and whether to run the tasks, and
+    the hours after which a plain run stops, which has more than tasks.
+    """
     parser.add_argument(
         "--seeds", type=int, default=1, help="repeat everything with this many seeds, and say whether they agree"
     )
     _add_task_flags(parser, optional="each retraining of a run of one seed")
     cfg, others = _run_config(parser, argv, resumable=True)
+    hours = None
+    if others["seeds"] == 1 and others["max_hours"] is not None:
+        hours = TaskSettings.from_dict({"max_hours": others["max_hours"]}).max_hours
+        others["max_hours"] = None
     settings, dry_run = _task_settings(others)
-    if others["seeds"] == 1 and settings is not None and settings.max_hours is not None:
-        parser.error("--max-hours needs --seeds N")
-    return cfg, others["resume"], others["seeds"], settings, dry_run
+    return cfg, others["resume"], others["seeds"], settings, dry_run, hours
 
 
 def _stage(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig]:

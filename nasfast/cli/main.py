@@ -19,8 +19,6 @@ from nasfast.runtime.launcher import environment_rank
 from nasfast.runtime.termination import Terminated, raised
 from nasfast.studies import registry
 
-_LOG = logging.getLogger(__name__)
-
 _COMMANDS = {
     "run": "everything: train a supernet, score, search, retrain, report",
     "supernet": "train the supernet",
@@ -106,7 +104,7 @@ def _run(argv: list[str]) -> int:
             arguments = importlib.import_module("nasfast.cli.flags").parse(command, _COMMANDS[command], rest)
             importlib.import_module("nasfast.cli.commands").execute(command, arguments)
     except Terminated as stopped:
-        _LOG.info("nasfast %s: %s", command, stopped.message)
+        _say_stopped(command, rest, stopped.message)
         return stopped.code
     except BrokenPipeError:
         raise
@@ -117,12 +115,22 @@ def _run(argv: list[str]) -> int:
         print(f"nasfast {command}: {error}{remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(
-            f"\nnasfast {command}: interrupted; the last checkpoint is kept, --resume continues",
-            file=sys.stderr,
-        )
-        return 130
+        _say_stopped(command, rest, "stopped by Ctrl-C; what was saved before is kept")
+        return 128 + signal.SIGINT
     return 0
+
+
+def _say_stopped(command: str, flags: Sequence[str], how: str) -> None:
+    """Say that a signal stopped a command, and how it is continued; one process of several says it."""
+    if "--dry-run" in flags:
+        how, more = how.partition(";")[0], "no run began, and nothing was trained"
+    elif command in _JOINT:
+        more = "the same command with --resume continues"
+    else:
+        more = "run the same command again"
+    if not environment_rank():
+        # a line of its own: the terminal has shown ^C, or a line of progress
+        print(f"\nnasfast {command}: {how}; {more}", file=sys.stderr)
 
 
 class _CallableModule(types.ModuleType):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,11 @@ class Loader:
     @property
     def kind(self) -> str:
         return self._backend.kind
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The folder in which decoded images stay, which is made if it is absent; None if they stay in none."""
+        return self._backend.folder if isinstance(self._backend, CacheBackend) else None
 
     @property
     def num_images(self) -> int:
@@ -203,8 +209,21 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_FILES]) + more
 
 
-def _open_sources(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]:
-    """Training and validation images."""
+def open_images(cfg: DataConfig, *, seed: int = 0, hold_out: bool = False) -> tuple[ImageSource, ImageSource]:
+    """Training and validation images, before they have loaders.
+
+    Args:
+        cfg, seed, hold_out: see `make_loaders`.
+
+    Raises:
+        ConfigError, DataError: see `make_loaders`.
+    """
+    train, val = _named_images(cfg, seed)
+    return split_source(train, cfg.val_fraction, seed) if hold_out else (train, val)
+
+
+def _named_images(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]:
+    """Training and validation images that `cfg` names."""
     if cfg.source != "folder":
         kind = DigitsSource if cfg.source == "digits" else ClutteredDigitsSource
         return kind("train"), kind("val")
@@ -302,7 +321,7 @@ def make_loader(
         )
     config = None if dataset is not None else cfg
     if dataset is None:
-        dataset = _open_sources(cfg, seed)[0 if train else 1]
+        dataset = open_images(cfg, seed=seed)[0 if train else 1]
     source = dataset if isinstance(dataset, ImageSource) else DatasetSource(dataset)
     grey = in_channels == 1
     augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed, policy=policy)
@@ -336,6 +355,7 @@ def make_loaders(
     policy: AutoAugment | None = None,
     rank: int = 0,
     world: int = 1,
+    images: tuple[ImageSource, ImageSource] | None = None,
 ) -> tuple[Loader, Loader]:
     """The training loader and the validation loader of the images that `cfg` names.
 
@@ -343,15 +363,14 @@ def make_loaders(
         seed: seed of the order, the augmentation and the held-out split.
         hold_out: whether to validate on `val_fraction` of the training images, for a search that must not see the
             validation images.
+        images: those of `open_images`, where they are open already.
         cfg, resolution, in_channels, policy, rank, world: see `make_loader`.
 
     Raises:
         ConfigError: `data.train` is needed and was not given, or see `make_loader`.
         DataError, RuntimeError: see `make_loader`.
     """
-    train, val = _open_sources(cfg, seed)
-    if hold_out:
-        train, val = split_source(train, cfg.val_fraction, seed)
+    train, val = images or open_images(cfg, seed=seed, hold_out=hold_out)
     common: dict[str, Any] = dict(
         resolution=resolution, in_channels=in_channels, seed=seed, policy=policy, rank=rank, world=world
     )

@@ -127,11 +127,11 @@ def _column(run: RunFiles) -> dict[str, str]:
     if (trained := retrained.get("best")) is not None:
         found |= _known(partial(_trained, trained, retrained)) or {}
     if (seconds := _known(partial(_supernet_seconds, run, config))) is not None:
-        found["supernet training, h:mm"] = hours_minutes(seconds)
+        found["time of supernet training"] = hours_minutes(seconds)
     if seconds := sum(
         _known(partial(float, form["seconds"])) or 0.0 for form in retrained.values() if "seconds" in form
     ):
-        found["retraining of all networks, h:mm"] = hours_minutes(seconds)
+        found["time of retraining, all networks"] = hours_minutes(seconds)
     return found
 
 
@@ -140,7 +140,7 @@ def _trained(best: Mapping[str, Any], networks: Mapping[str, Mapping[str, Any]])
     low, high = stats.binomtest(right, images).proportion_ci(method="wilson")
     found = {
         "top-1 of the best": f"{percent(best['top1'])} [{100 * low:.2f}, {100 * high:.2f}]",
-        "epochs": str(best["epochs"]),
+        "epochs of retraining": str(best["epochs"]),
     }
     against = compare(best, [form for name, form in networks.items() if is_peer(name)], repeats_of("best", networks))
     if against is not None:
@@ -188,7 +188,11 @@ def _accuracies(runs: Mapping[str, RunFiles], page: Path) -> str:
             found = compare_runs([ours], [theirs])
             said = _points(found.gain, found.low, found.high)
             said += "" if found.significant else ": not significant"
-            said += "" if ours["epochs"] == theirs["epochs"] else f"; {ours['epochs']} and {theirs['epochs']} epochs"
+            said += (
+                ""
+                if ours["epochs"] == theirs["epochs"]
+                else f"; {ours['epochs']} and {theirs['epochs']} epochs of retraining"
+            )
         rows.append([one, other, said])
     note = (
         "Top-1 of the first run's best network minus that of the second, in percentage points, with its 95 % interval "

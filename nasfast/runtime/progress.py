@@ -46,12 +46,12 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def time_left(seconds: float) -> str:
-    """What is left of a training, for its progress line: whole seconds below a minute, else h:mm; rounded up."""
+    """What is left of a training, for its progress line: `45 s`, `12 min` or `1 h 05 min`; rounded up."""
     whole = math.ceil(seconds)
     return f"{whole} s" if whole < 60 else hours_minutes(seconds)
 
 
 def hours_minutes(seconds: float) -> str:
-    """A duration as h:mm, rounded up to whole minutes."""
-    minutes = math.ceil(seconds / 60)
-    return f"{minutes // 60}:{minutes % 60:02d}"
+    """A duration as `12 min` or `1 h 05 min`, rounded up to whole minutes."""
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,12 @@ class Terminated(SystemExit):
     status 143, like one that SIGTERM killed.
 
     Attributes:
-        message: what was saved, and how to continue.
+        message: that SIGTERM came, and what was saved.
     """
 
     code: int
 
-    def __init__(self, message: str = "terminated") -> None:
+    def __init__(self, message: str = "stopped by SIGTERM") -> None:
         super().__init__(128 + signal.SIGTERM)
         self.message = message
 
@@ -136,3 +137,19 @@ def raised() -> Iterator[None]:
     """Within this block, SIGTERM raises Terminated, so that `finally` blocks run."""
     with StopRequest().at_once():
         yield
+
+
+@contextlib.contextmanager
+def stopped_at(deadline: float | None) -> Iterator[None]:
+    """Send SIGTERM to this process at the deadline (`time.time`), unless the block ends before; None is never."""
+    if deadline is None:
+        yield
+        return
+    timer = threading.Timer(max(0.0, deadline - time.time()), os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

@@ -15,7 +15,7 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
     """Time a few steps of each kind of task in this process.
 
     Raises:
-        ConfigError, DataError: the settings or images cannot be used.
+        ConfigError, DataError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
     """
     check_seeds(cfg, seeds)
     cfg = with_threads(cfg, seeds).resolved()
@@ -26,6 +26,8 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
             "seeds (supernet, score, search)", seeds, trial.supernet_seconds() + trial.score_seconds(), memory()
         )
         trained = Estimate("networks (retraining)", trainings, trial.network_seconds(), memory())
+        written = trial.written
     # the tasks of the run, so that as many count as fitting here as there
     tasks = [seed_task(cfg, number) for number in range(seeds)]
-    return Plan((scored, trained), cfg.threads, settings.workers or workers_for(tasks), settings)
+    at_a_time = settings.workers or workers_for(tasks)
+    return Plan((scored, trained), cfg.threads, at_a_time, settings, written, settings.max_hours)

@@ -12,18 +12,19 @@ from nasfast.train import CheckpointError
 from nasfast.train.supernet import make_supernet
 
 
-def check_room(cfg: RunConfig, seeds: int) -> None:
+def check_room(cfg: RunConfig, seeds: int, workers: int = 1) -> None:
     """Refuse more seeds than there is room for, before anything is trained.
 
     Args:
         cfg: settings of the run, whose folder exists.
         seeds: number of seeds.
+        workers: the most tasks that run at a time.
 
     Raises:
         CheckpointError: the disk is too small; the text says how many seeds it has room for.
-        ConfigError, DataError: the images cannot be used.
+        ConfigError, DataError, InfeasibleConstraintError: see `nasfast.stages.inputs.configured_space`.
     """
-    each, once = bytes_of(cfg, configured_space(cfg)[0])
+    each, once = bytes_of(cfg, configured_space(cfg)[0], seeds, workers)
     found = [*cfg.run_dir.glob("seed-*/checkpoints/*"), *cfg.run_dir.glob("networks/*/*/checkpoints/*")]
     # a checkpoint of the best evaluation may be a second name of another file
     there = {status.st_ino: status.st_size for status in (path.stat() for path in found)}
@@ -36,10 +37,14 @@ def check_room(cfg: RunConfig, seeds: int) -> None:
         )
 
 
-def bytes_of(cfg: RunConfig, space: SearchSpace) -> tuple[float, float]:
+def bytes_of(cfg: RunConfig, space: SearchSpace, seeds: int, workers: int) -> tuple[float, float]:
     """Bytes of the checkpoints that stay of a seed, and of those that a run has once, up to a few percent.
 
     A seed leaves its supernet, and at most two networks: the answer and the structural baseline.
+
+    Args:
+        cfg, seeds, workers: see `check_room`.
+        space: the space of the run.
     """
     # how weights begin does not change their number, and these are drawn quickly
     drawn = cfg.supernet.replace(init="he", **dict.fromkeys(cfg.supernet.aligned))
@@ -49,6 +54,8 @@ def bytes_of(cfg: RunConfig, space: SearchSpace) -> tuple[float, float]:
     params = sum(max(cost.params for cost in row.values()) for row in space.cost_table) + space.fixed_cost.params
     network = 4 * params * (2 if cfg.retrain.ema is None else 3)  # fp32: weights, momenta, and their average
     kept = (cfg.retrain.train.keep_checkpoints + 1) * network  # the best evaluated one is kept, too
-    # of each kind one more is written before an old one is deleted
-    once = supernet + network + cfg.retrain.random_architectures * kept
+    # each worker writes one more before it deletes an old one; supernets have ended when networks are trained
+    peers = cfg.retrain.random_architectures
+    writing = max(min(workers, seeds) * supernet, min(workers, 2 * seeds + peers) * network)
+    once = writing + peers * kept
     return cfg.train.keep_checkpoints * supernet + 2 * kept, once

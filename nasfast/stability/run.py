@@ -24,6 +24,7 @@ from nasfast.stability.room import check_room
 from nasfast.stability.work import network_task, rivals, seed_task
 from nasfast.stages.checks import already_begun, check_same_run
 from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
+from nasfast.tasks.room import cores
 from nasfast.tasks.task import saved_result
 
 _LOG = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
             saved_result(cfg.run_dir / task.name, task)
         # the driver of a cluster may be on a machine that does not see the images
         if settings.executor == "processes":
-            check_room(cfg, seeds)
+            check_room(cfg, seeds, settings.workers or cores() // cfg.threads)
         write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
         return _run(cfg, seeds, runner)
 
@@ -143,7 +144,7 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
     others: dict[str, Arch] | None = None
     # which networks come later is not known yet, but about how many
     later = [float(cfg.retrain.train.epochs)] * (2 * seeds + cfg.retrain.random_architectures)
-    scored = runner.run([seed_task(cfg, number) for number in range(seeds)], later=later)
+    scored = runner.run([seed_task(cfg, number) for number in range(seeds)], later=later, phase="1/2 supernets")
     good = [result.name for result in scored if result.status == "done"]
     if len(good) >= LEAST_SEEDS:
         tables = [IndicatorTable.load(cfg.run_dir / name / TABLE_FILE) for name in good]
@@ -169,7 +170,8 @@ def _retrain(
 ) -> list[tuple[Network, TaskResult]]:
     """Each network with its result; what has two roles is trained once."""
     tasks = [network_task(cfg, space, network.arch, network.seed) for network in chosen]
-    results = {result.name: result for result in runner.run({task.name: task for task in tasks}.values())}
+    ended = runner.run({task.name: task for task in tasks}.values(), phase="2/2 retraining")
+    results = {result.name: result for result in ended}
     return [(network, results[task.name]) for network, task in zip(chosen, tasks, strict=True)]
 
 

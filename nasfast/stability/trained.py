@@ -159,6 +159,9 @@ def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epoch
         return f"all {len(tasks)} architectures are trained"
     middle, at_a_time = left[len(left) // 2], settings.workers or workers_for(left)
     use_threads(middle.threads)
+    with run_lock(cfg.run_dir):
+        pass  # the trainings would need it; steps are timed without it
+    _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
     space, recipe = space_of(cfg), RetrainConfig.from_dict(middle.arguments["recipe"])
     train, _ = image_loaders(cfg.replace(data=cfg.data.replace(**IMAGES)), space, hold_out=True)
     network = build(space, tuple(middle.arguments["arch"]), activation=cfg.supernet.activation)

@@ -39,6 +39,7 @@ def to_retrain(
         FileNotFoundError: the stage before has not run.
         ArchError: an architecture is not in the space of the run.
         ConfigError: a file is damaged, or the search computed no front.
+        InfeasibleConstraintError: no architecture meets the limits that random ones shall meet.
     """
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
     cells = space_of_cells(cfg)
@@ -116,12 +117,14 @@ def _best(found: SearchResult) -> dict[str, Arch]:
 def _of_layers(cfg: RunConfig, space: SearchSpace, found: SearchResult) -> dict[str, Arch]:
     """The best architectures of a search, and random ones of the cost of the first."""
     chosen = dict(list(_best(found).items())[: cfg.retrain.top_k])
+    limits = cfg.search.limits_in(space)
+    limits.check(space, allow_identity=cfg.search.allow_identity)
     peers = equal_cost_peers(
         space,
         random.Random(cfg.seed),
         found.candidates[0].arch,
         cfg.retrain.random_architectures,
-        limits=cfg.search.limits_in(space),
+        limits=limits,
         allow_identity=cfg.search.allow_identity,
     )
     if len(chosen) < cfg.retrain.top_k:

@@ -21,17 +21,20 @@ from nasfast.data import Loader
 from nasfast.indicators.scores import Evidence
 from nasfast.retrain import retrain
 from nasfast.runtime.device import use_threads
+from nasfast.runtime.lock import run_lock
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import SearchSpace
 from nasfast.stages.apart import training_task
-from nasfast.stages.checks import check_scoring, check_search
+from nasfast.stages.checks import check_scoring
 from nasfast.stages.inputs import configured_space, evidence_for, retrain_loaders
 from nasfast.supernet import Supernet, build
 from nasfast.tasks.room import MEMORY, workers_for
 from nasfast.tasks.view import duration
 from nasfast.train import evaluate
 from nasfast.train.supernet import make_supernet, train_supernet
+
+_LOG = logging.getLogger(__name__)
 
 _FEW, _MORE = 2, 8
 """Numbers of steps that are timed; their difference has no start and no end of a stage in it."""
@@ -66,6 +69,7 @@ class Plan:
         at_a_time: how many tasks run at a time.
         settings: those of the tasks; None if the run has none.
         notes: lines in front of the table.
+        max_hours: after this time the run stops; None for no limit.
     """
 
     estimates: tuple[Estimate, ...]
@@ -73,6 +77,7 @@ class Plan:
     at_a_time: int
     settings: TaskSettings | None
     notes: tuple[str, ...] = ()
+    max_hours: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -86,8 +91,12 @@ class Plan:
         for e in self.estimates:
             memory = f"{e.memory / 2**30:.1f} GiB"
             lines.append(f"{e.what:{width}}  {e.number:6}  {self.threads:7}  {duration(e.seconds):>11}  {memory:>15}")
+        ends = []
+        if self.max_hours is not None and 3600 * self.max_hours < self.seconds:
+            ends = [f"--max-hours {self.max_hours:g} ends before that; --resume continues."]
         if self.settings is None:
-            return "\n".join([*lines, f"One after another: about {duration(self.seconds)}. Nothing was trained."])
+            lines.append(f"One after another: about {duration(self.seconds)}. Nothing was trained.")
+            return "\n".join([*lines, *ends])
         where = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
         what = "" if head == "tasks" else " networks"
         lines.append(f"{self.at_a_time}{what} at a time: about {duration(self.seconds)}{where}. Nothing was trained.")
@@ -96,27 +105,25 @@ class Plan:
                 f"A run counts {MEMORY / 2**30:.0f} GiB for each task, and these may need more: set "
                 "--workers to what fits."
             )
-        if self.settings.max_hours is not None and 3600 * self.settings.max_hours < self.seconds:
-            lines.append(f"--max-hours {self.settings.max_hours:g} ends before that; --resume continues.")
-        return "\n".join(lines)
+        return "\n".join([*lines, *ends])
 
 
-def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None) -> Plan:
+def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: float | None = None) -> Plan:
     """Time a few steps of each stage of a run in this process.
 
     Args:
         cfg: settings of the run.
         tasks: where networks are retrained; None for one after another in the process of the run.
+        max_hours: after this time the run would stop; None for no limit.
 
     Raises:
-        ConfigError, DataError, ScoreError, InfeasibleConstraintError: the run would be refused.
+        ConfigError, DataError, ScoreError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
     """
     cfg = cfg.resolved()
     use_threads(cfg.threads)
     with trial_of(cfg) as trial:
         space = trial.space
         check_scoring(cfg, trial.net)
-        check_search(cfg, space)
         number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
         kinds = [
             ("supernet", 1, trial.supernet_seconds, False),
@@ -135,7 +142,7 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None) -> Plan:
         one = training_task(cfg, space, "best", arch, cfg.seed)
         at_a_time = tasks.workers or workers_for([one] * number)
     estimates = tuple(e for e in timed if e.seconds > 0)
-    return Plan(estimates, torch.get_num_threads(), at_a_time, tasks, _notes(cfg, trial, timed))
+    return Plan(estimates, torch.get_num_threads(), at_a_time, tasks, _notes(cfg, trial, timed), max_hours)
 
 
 def _notes(cfg: RunConfig, trial: Trial, timed: Sequence[Estimate]) -> tuple[str, ...]:
@@ -155,13 +162,20 @@ def _notes(cfg: RunConfig, trial: Trial, timed: Sequence[Estimate]) -> tuple[str
         notes.append(f"Not timed, because they take seconds: {', '.join(quick)}. Networks are timed at the most MACs.")
     if (cfg.run_dir / "checkpoints").exists():
         notes.append(f"{cfg.run_dir} has a run already: this is the time of a whole one.")
-    return tuple(notes)
+    return (*notes, *trial.written)
 
 
 @contextlib.contextmanager
 def trial_of(cfg: RunConfig) -> Iterator[Trial]:
-    """A few steps of a run with these resolved settings; what the stages print is not shown."""
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    """A few steps of a run with these resolved settings.
+
+    Raises:
+        RunDirectoryError: the run directory is in use, or cannot be written.
+        ConfigError, DataError, InfeasibleConstraintError: see `nasfast.stages.inputs.configured_space`.
+    """
+    with run_lock(cfg.run_dir, create=False):
+        pass  # the run would need it; steps are timed without it
+    with tempfile.TemporaryDirectory() as folder:
         yield Trial(cfg, Path(folder))
 
 
@@ -179,9 +193,16 @@ class Trial:
         self.net: Supernet
         self.net, self._sampler = make_supernet(self.space, cfg.method, cfg.supernet, seed=cfg.seed)
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """A line about what stays on the disk, if anything does; only a cache of images, which the run reads."""
+        folder = self.loader.cache_folder
+        return () if folder is None else (f"Decoded images stay in {folder.parent}, where the run finds them.",)
+
     def supernet_seconds(self) -> float:
         """Seconds of the supernet's training."""
         cfg = self.cfg
+        _LOG.info("timing a few steps of the supernet")
 
         def steps(batches: Sequence[Any]) -> object:
             settings = cfg.train.replace(epochs=1)
@@ -195,6 +216,7 @@ class Trial:
         score = self.cfg.score
         if score.table is not None or score.score.additive or not score.gives_table:
             return 0.0
+        _LOG.info("timing the scores of a few paths")
         evidence = evidence_for(self.cfg, self.net)
         return self._path_seconds(evidence) * len(dict.fromkeys(evidence.sample()))
 
@@ -203,11 +225,13 @@ class Trial:
         search = self.cfg.search
         if self.cfg.score.gives_table:
             return 0.0
+        _LOG.info("timing the scores of a few architectures of the search")
         return self._path_seconds(evidence_for(self.cfg, self.net)) * search.population * search.generations
 
     def network_seconds(self) -> float:
         """Seconds of the retraining of the largest network."""
         cfg = self.cfg
+        _LOG.info("timing a few steps of retraining the largest network")
         train, val = retrain_loaders(cfg, self.space)
         arch = tuple(max(row, key=lambda choice: row[choice].macs) for row in self.space.cost_table)
         few, _ = _timed_batches(val, cfg.torch_device)
@@ -241,13 +265,14 @@ class Trial:
     def _step(self, steps: Callable[[Sequence[Any]], object], loader: Loader) -> float:
         """Seconds of a batch and its step, without what the first one and the ends of a stage take besides."""
         given, loading = _timed_batches(loader, self.cfg.torch_device)
-        steps(given[:_FEW])
         times = []
-        for number in (_FEW, _MORE):
-            batches = list(itertools.islice(itertools.cycle(given), number))
-            begin = time.perf_counter()
-            steps(batches)
-            times.append(time.perf_counter() - begin)
+        with _quiet():
+            steps(given[:_FEW])
+            for number in (_FEW, _MORE):
+                batches = list(itertools.islice(itertools.cycle(given), number))
+                begin = time.perf_counter()
+                steps(batches)
+                times.append(time.perf_counter() - begin)
         return max(0.0, times[1] - times[0]) / (_MORE - _FEW) + loading
 
 

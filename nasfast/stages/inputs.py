@@ -7,14 +7,15 @@ import logging
 import torch
 
 from nasfast.config import ConfigError, load_yaml
-from nasfast.data import Loader, make_loader, make_loaders, random_subset
+from nasfast.data import ImageSource, Loader, make_loader, make_loaders, random_subset
+from nasfast.data.loader import open_images
 from nasfast.indicators.scores import Evidence
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings.files import SPACE_FILE
 from nasfast.settings.run import RunConfig
-from nasfast.spaces import ArchSpace, SearchSpace, get_space, read_space, space_kind
-from nasfast.stages.checks import check_scoring
+from nasfast.spaces import ArchSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
+from nasfast.stages.checks import check_scoring, check_search
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
 from nasfast.train.supernet import make_supernet
@@ -22,10 +23,18 @@ from nasfast.train.supernet import make_supernet
 _LOG = logging.getLogger(__name__)
 
 
-def image_loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: World = SINGLE) -> tuple[Loader, Loader]:
+def image_loaders(
+    cfg: RunConfig,
+    space: ArchSpace,
+    *,
+    hold_out: bool,
+    world: World = SINGLE,
+    images: tuple[ImageSource, ImageSource] | None = None,
+) -> tuple[Loader, Loader]:
     """The training loader and the validation loader of images of the space's size; ranks share every batch.
 
-    With `hold_out`, held-out training images validate, so that the search never sees those of `data.val`.
+    With `hold_out`, held-out training images validate, so that the search never sees those of `data.val`. `images` are
+    those of `open_images`, where they are open already.
     """
     return make_loaders(
         cfg.data,
@@ -35,6 +44,7 @@ def image_loaders(cfg: RunConfig, space: ArchSpace, *, hold_out: bool, world: Wo
         hold_out=hold_out,
         rank=world.rank,
         world=world.size,
+        images=images,
     )
 
 
@@ -97,10 +107,19 @@ def space_of_cells(cfg: RunConfig) -> ArchSpace | None:
 
 
 def configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSpace, Loader]:
-    """The space of the settings, with the classes of the images, and the loader that the supernet is trained on."""
+    """The space of the settings, with the classes of the images, and the loader that the supernet is trained on.
+
+    Raises:
+        ConfigError, DataError: the images, or the user's table of scores, cannot be used.
+        ConfigError, AccuracyError, InfeasibleConstraintError: see `check_search`, which comes before the loader.
+    """
     space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
-    loader, _ = image_loaders(cfg, space, hold_out=cfg.holds_out, world=world)
-    return space.replace(num_classes=len(loader.source.classes)), loader
+    images = open_images(cfg.data, seed=cfg.seed, hold_out=cfg.holds_out)
+    space = space.replace(num_classes=len(images[0].classes))
+    check_search(cfg, space)
+    if cfg.score.table is not None:
+        read_cost_table(cfg.score.table, space)
+    return space, image_loaders(cfg, space, hold_out=cfg.holds_out, world=world, images=images)[0]
 
 
 def space_of(cfg: RunConfig) -> SearchSpace:

@@ -83,7 +83,7 @@ class TaskRunner:
         """Whether `max_hours` have passed since this runner began."""
         return self._deadline is not None and time.time() >= self._deadline
 
-    def run(self, tasks: Iterable[Task], *, later: Sequence[float] = ()) -> list[TaskResult]:
+    def run(self, tasks: Iterable[Task], *, later: Sequence[float] = (), phase: str = "") -> list[TaskResult]:
         """Run tasks that are not finished yet.
 
         An attempt that raises, or whose worker dies, is repeated from what it left in its folder. A task that fails in
@@ -92,6 +92,7 @@ class TaskRunner:
         Args:
             tasks: what to run.
             later: about the costs of the tasks of later calls, for the estimate of the remaining time.
+            phase: what these tasks are together, for the progress line; empty if there is only one call.
 
         Returns:
             How each task ended, in the order of `tasks`.
@@ -103,7 +104,7 @@ class TaskRunner:
         twice = [name for name, count in Counter(task.name for task in tasks).items() if count > 1]
         if twice:
             raise TaskError(f"two tasks have the name {twice[0]!r}: give each its own")
-        self._view.expect(tasks, later)
+        self._view.expect(tasks, later, phase)
         results, missing = {}, []
         for task in tasks:
             task.identity  # noqa: B018  raises before anything runs

@@ -27,6 +27,7 @@ class View:
     def __init__(self) -> None:
         self._total, self._tasks, self._later, self._later_tasks = 0.0, 0, 0.0, 0
         self._done, self._done_tasks, self._given, self._failed = 0.0, 0, 0.0, 0
+        self._phase = ""
         self._begin, self._said, self._last = time.monotonic(), -math.inf, ""
         console = Console(file=sys.stderr)
         self._bars = None
@@ -36,8 +37,9 @@ class View:
             self._bar = self._bars.add_task("", total=1.0)
             self._bars.start()
 
-    def expect(self, tasks: Sequence[Task], later: Sequence[float]) -> None:
-        """Count tasks that run now, and those that come later, of which only the costs are known."""
+    def expect(self, tasks: Sequence[Task], later: Sequence[float], phase: str = "") -> None:
+        """Count tasks that run now, with what they are together, and later ones, of which only costs are known."""
+        self._phase = phase
         self._total += sum(task.cost for task in tasks)
         self._tasks += len(tasks)
         self._later, self._later_tasks = sum(later), len(later)
@@ -65,7 +67,8 @@ class View:
             states.append(f"{name}: {stage} {done}/{size}" if stage else name)
         work = self._done + part
         gained, elapsed = work - self._given, time.monotonic() - self._begin
-        text = f"{self._done_tasks} of {count} tasks ended" + (f", {self._failed} failed" if self._failed else "")
+        text = f"{self._phase}: " if self._phase else ""
+        text += f"{self._done_tasks} of {count} tasks ended" + (f", {self._failed} failed" if self._failed else "")
         if gained > 0 and total > work:
             text += f", about {duration(elapsed * (total - work) / gained)} left"
         if states:

@@ -9,10 +9,8 @@ import importlib
 import json
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from nasfast.runtime.files import temporary_beside
 from nasfast.runtime.imports import import_modules
 from nasfast.runtime.lock import RunDirectoryError, run_lock
 from nasfast.runtime.progress import listening
-from nasfast.runtime.termination import Terminated, raised
+from nasfast.runtime.termination import Terminated, raised, stopped_at
 from nasfast.tasks.task import LOG_FILE, Status, Task, TaskError, save_result, saved_result
 
 PROGRESS_FILE = ".progress"
@@ -63,7 +61,7 @@ def execute(task: Task, folder: str, here: str, deadline: float | None, modules:
 
 def _attempt(task: Task, path: Path, here: str, deadline: float | None, modules: tuple[str, ...]) -> Ending:
     try:
-        with raised(), _stopped_at(deadline), _locked(path):
+        with raised(), stopped_at(deadline), _locked(path):
             if saved_result(path, task) is not None:
                 return "done", ""
             os.chdir(here)
@@ -120,22 +118,6 @@ def _logged(path: Path) -> Iterator[None]:
 def _say(text: str) -> None:
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     os.write(2, f"[{now}] {text}\n".encode(errors="backslashreplace"))
-
-
-@contextlib.contextmanager
-def _stopped_at(deadline: float | None) -> Iterator[None]:
-    """Send SIGTERM to this process at the deadline, unless the block ends before."""
-    if deadline is None:
-        yield
-        return
-    timer = threading.Timer(max(0.0, deadline - time.time()), os.kill, (os.getpid(), signal.SIGTERM))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 @contextlib.contextmanager

@@ -342,8 +342,8 @@ class _Loop:
             if self._writer:
                 self._writer.wait()
             raise Terminated(
-                f"{self._stage.name}: terminated at step {at.step} of {self.total}; "
-                f"{self.folder.path(at.step)} is saved, --resume continues"
+                f"stopped by SIGTERM; {self._stage.name}: step {at.step} of {self.total} is saved in "
+                f"{self.folder.path(at.step)}"
             )
 
 

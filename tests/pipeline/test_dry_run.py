@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 from tiny import tiny_space
 
 from nasfast.cli.main import main
+from nasfast.runtime.termination import Terminated
 from nasfast.settings.tasks import TaskSettings
 from nasfast.stages import estimate
 from nasfast.stages.estimate import Estimate, Plan
@@ -69,6 +72,42 @@ def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypa
     monkeypatch.setenv("RANK", "0")
     assert main(flags) == 1
     assert "run it without torchrun" in capsys.readouterr().err
+
+
+def test_a_run_directory_in_use_is_refused(config, tmp_path, capsys):
+    """A second lock conflicts even in this process, because it belongs to a descriptor of its own."""
+    with open(tmp_path / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for more in ([], ["--seeds", "2"]):
+            assert main(["run", "--out", str(tmp_path), "--config", str(config), "--dry-run", *more]) == 1
+            assert f"run directory {tmp_path} is in use by another process" in capsys.readouterr().err
+
+
+def test_what_is_timed_and_what_stays_is_said(config, tmp_path, capfd, caplog, monkeypatch):
+    monkeypatch.setattr(estimate.Loader, "cache_folder", Path("/cache/images/0123"))
+    flags = ["--config", str(config), "--method", "bnnas", "--max-hours", str(0.001 / 3600)]
+    assert main(["run", "--out", str(tmp_path / "out"), *flags, "--dry-run"]) == 0
+    lines = [line for line in caplog.messages if line.startswith("timing")]
+    assert lines == ["timing a few steps of retraining the largest network", "timing a few steps of the supernet"]
+    said = capfd.readouterr().out
+    assert "\nDecoded images stay in /cache/images, where the run finds them.\n" in said
+    assert said.endswith("Nothing was trained.\n--max-hours 2.77778e-07 ends before that; --resume continues.\n")
+
+
+@pytest.mark.parametrize(
+    ("stop", "status"), [(Terminated("stopped by SIGTERM; step 2 is saved in /tmp/x"), 143), (KeyboardInterrupt, 130)]
+)
+def test_an_interrupted_plan_names_no_checkpoint(config, tmp_path, capsys, monkeypatch, stop, status):
+    def stopped(*_, **__):
+        raise stop
+
+    monkeypatch.setattr(estimate, "train_supernet", stopped)
+    assert main(["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry-run"]) == status
+    by = "SIGTERM" if status == 143 else "Ctrl-C"
+    said = capsys.readouterr().err
+    assert (
+        said.endswith(f"nasfast run: stopped by {by}; no run began, and nothing was trained\n") and "/tmp/x" not in said
+    )
 
 
 def test_only_what_runs_as_tasks_runs_side_by_side():

@@ -20,6 +20,7 @@ from nasfast.runtime.lock import RunDirectoryError
 from nasfast.search import InfeasibleConstraintError
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import FairSampler
+from nasfast.stages import inputs
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError, TrainConfig, train_supernet
 
@@ -33,6 +34,39 @@ def test_an_unreachable_limit_is_refused_before_training(config, tmp_path, monke
         pipeline.supernet(
             RunConfig.load(config).replace(out=str(tmp_path), search=RunConfig().search.replace(max_params=10))
         )
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--search.max_macs", "1000"], "the smallest architecture of space 'tiny' has"),
+        (["--search.tables", "[absent.json]"], "cannot read the table absent.json"),
+        (["--score.table", "absent.json"], "cannot read the table absent.json"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "supernet", "run --dry-run", "run --seeds 2", "run --seeds 2 --dry-run"])
+def test_what_the_search_would_refuse_is_refused_before_there_are_loaders(
+    config, tmp_path, monkeypatch, capsys, command, flags, reason
+):
+    def made(*_, **__):
+        raise AssertionError("a loader was made")
+
+    monkeypatch.setattr(inputs, "make_loaders", made)
+    name, *more = command.split()
+    assert main([name, "--out", str(tmp_path / "run"), "--config", str(config), *more, *flags]) == 1
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["score", "search", "retrain", "retrain --workers 2"])
+def test_later_stages_refuse_limits_before_they_change_a_file(run_dir, tmp_path, capsys, command):
+    out = tmp_path / "run"
+    shutil.copytree(run_dir, out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    name, *more = command.split()
+    assert main([name, "--out", str(out), "--search.max_macs", "1000", *more]) == 1
+    assert "the smallest architecture of space 'tiny' has" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_exact_search_over_accuracies_is_refused_before_training(config, tmp_path, monkeypatch, capsys):

@@ -106,6 +106,15 @@ def interrupt(monkeypatch, at: int) -> None:
     monkeypatch.setattr(loop, "_step", counted)
 
 
+def test_a_plain_run_stops_after_its_hours(config, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["run", "--out", str(out), "--config", str(config), "--max-hours", str(0.5 / 3600)]) == 143
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("nasfast run: --max-hours 0.000138889 is over")
+    assert said.endswith("; the same command with --resume continues")
+    assert not (out / "report.html").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "at", [3, 15, 31, 40], ids=["before a checkpoint", "supernet", "retrain best", "retrain random"]
@@ -115,7 +124,10 @@ def test_an_interrupted_run_resumes_to_the_same_files(run_dir, config, tmp_path,
     with monkeypatch.context() as patched:
         interrupt(patched, at)
         assert main(["run", "--out", str(out), "--config", str(config)]) == 130
-    assert "interrupted; the last checkpoint is kept, --resume continues" in capsys.readouterr().err
+    assert (
+        "stopped by Ctrl-C; what was saved before is kept; the same command with --resume continues"
+        in capsys.readouterr().err
+    )
     assert not (out / "report.html").exists()
     # the settings come from the run directory
     assert main(["run", "--out", str(out), "--resume"]) == 0

@@ -229,7 +229,10 @@ def test_sigterm_ends_a_command_with_143_and_one_line(done):
     out, codes, shown = done
     assert codes["terminated"] == [143]
     saved = out / "terminated" / "checkpoints" / "supernet-00000006.safetensors"
-    assert f"\nnasfast supernet: supernet: terminated at step 6 of 22; {saved} is saved, --resume continues\n" in shown
+    assert (
+        f"\nnasfast supernet: stopped by SIGTERM; supernet: step 6 of 22 is saved in {saved}; the same command with "
+        in shown
+    )
     assert saved.exists()
     assert not list((out / "terminated").glob(".*"))
 

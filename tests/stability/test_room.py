@@ -11,7 +11,8 @@ from nasfast.cli.main import main
 from nasfast.retrain import retrain
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import digits_mini
-from nasfast.stability import room
+from nasfast.stability import room, run
+from nasfast.train import CheckpointError
 from nasfast.train.supernet import make_supernet, train_supernet
 
 SPACE = digits_mini()
@@ -25,7 +26,8 @@ def config(out, **changes) -> RunConfig:
 
 def test_how_weights_begin_changes_no_bytes(tmp_path):
     supernet = {"alignment": 0.5, "linear_share": 0.9, "shift": 0.5, "branch_scale": 0.3}
-    assert room.bytes_of(config(tmp_path, supernet=supernet), SPACE) == room.bytes_of(config(tmp_path), SPACE)
+    drawn = room.bytes_of(config(tmp_path, supernet=supernet), SPACE, 2, 1)
+    assert drawn == room.bytes_of(config(tmp_path), SPACE, 2, 1)
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])
@@ -39,24 +41,30 @@ def test_the_bytes_are_those_of_checkpoints(tmp_path, ema):
     retrain(SPACE, arch, images, images, cfg.retrain, run_dir=tmp_path)
     (file, *_) = tmp_path.glob("checkpoints/retrain-best-*")
     network = file.stat().st_size
-    each, once = room.bytes_of(cfg, SPACE)
+    each, once = room.bytes_of(cfg, SPACE, 2, 1)
     # two checkpoints of the supernet; of each network two and the best one
     assert each == pytest.approx(2 * supernet + 2 * 3 * network, rel=0.05)
-    assert once == pytest.approx(supernet + network + 3 * 3 * network, rel=0.05)
+    # and what one worker writes before it deletes an older one; supernets and networks are not written together
+    assert once == pytest.approx(max(supernet, network) + 3 * 3 * network, rel=0.05)
+    # with workers for all, those of two supernets, or of seven networks
+    assert room.bytes_of(cfg, SPACE, 2, 9)[1] == pytest.approx(max(2 * supernet, 7 * network) + 9 * network, rel=0.05)
 
 
 def test_more_seeds_than_room_are_refused_before_anything_is_trained(tmp_path, monkeypatch, capsys):
     cfg = config(tmp_path / "run")
-    each, once = room.bytes_of(cfg, SPACE)
+    monkeypatch.setattr(run, "cores", lambda: 2)
+    each, once = room.bytes_of(cfg, SPACE, 4, 2)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=once + 3.5 * each))
     assert main(["run", "--out", str(cfg.run_dir), *FLAGS, "--seeds", "4"]) == 1
     said = capsys.readouterr().err
     assert "which is enough for 3 seeds: free some space, lower --seeds" in said and "Nothing was trained" in said
     assert not cfg.run_dir.exists()
     cfg.run_dir.mkdir()
-    room.check_room(cfg, 3)
+    room.check_room(cfg, 3, 2)
     # what earlier calls have written needs no room again
     (cfg.run_dir / "seed-0/checkpoints").mkdir(parents=True)
     with open(cfg.run_dir / "seed-0/checkpoints/supernet-00000010.safetensors", "wb") as file:
         file.truncate(int(0.6 * each))
-    room.check_room(cfg, 4)
+    room.check_room(cfg, 4, 2)
+    with pytest.raises(CheckpointError, match="which is enough for"):  # more are written at a time
+        room.check_room(cfg, 4, 9)

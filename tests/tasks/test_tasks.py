@@ -144,14 +144,14 @@ def test_the_view_estimates_what_is_left(tmp_path, monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr("nasfast.tasks.view.time.monotonic", lambda: now[0])
     view = View()
-    view.expect([DIE, ADD], later=[1.0])
+    view.expect([DIE, ADD], later=[1.0], phase="1/2 supernets")
     view.ended(ADD, before=True)
     (tmp_path / PROGRESS_FILE).write_text(json.dumps(["supernet", 1, 4]))
     now[0] = 60.0
     with caplog.at_level("INFO", "nasfast"):
         view.show({"die": (DIE, tmp_path)})
     # a quarter of a task took 60 s, and one and three quarters are left
-    assert caplog.messages == ["1 of 3 tasks ended, about 7 min left; running die: supernet 1/4"]
+    assert caplog.messages == ["1/2 supernets: 1 of 3 tasks ended, about 7 min left; running die: supernet 1/4"]
     assert [duration(s) for s in (5, 600, 3600 * 5)] == ["5 s", "10 min", "5.0 h"]
 
 

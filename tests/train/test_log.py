@@ -91,19 +91,20 @@ def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeyp
     with followed_by(2), TrainLog(tmp_path, "b", step=0, total=100, shown=True) as log:
         log.write(10, loss=1.0)  # 540 s of this one, and 1200 s
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "a 10/100  eta 0:09  loss 1"
-    assert second == "b 10/100  eta 0:09, all 0:29  loss 1"
+    assert first == "a 10/100  eta 9 min  loss 1"
+    assert second == "b 10/100  eta 9 min, all 29 min  loss 1"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (1, "0:01"), (60, "0:01"), (3601, "1:01"), (360_000, "100:00")]
+    ("seconds", "text"),
+    [(0, "0 min"), (1, "1 min"), (60, "1 min"), (3540, "59 min"), (3541, "1 h 00 min"), (360_000, "100 h 00 min")],
 )
 def test_durations(seconds, text):
     assert hours_minutes(seconds) == text
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (0.2, "1 s"), (39.5, "40 s"), (59, "59 s"), (59.1, "0:01"), (3601, "1:01")]
+    ("seconds", "text"), [(0, "0 s"), (0.2, "1 s"), (39.5, "40 s"), (59, "59 s"), (59.1, "1 min"), (3601, "1 h 01 min")]
 )
 def test_a_time_below_a_minute_is_in_seconds(seconds, text):
     assert time_left(seconds) == text

@@ -13,6 +13,7 @@ import ranks
 import torch
 from tiny import tiny_space
 
+from nasfast.cli import commands
 from nasfast.cli.main import main
 from nasfast.runtime.distributed import SINGLE
 from nasfast.runtime.termination import Terminated
@@ -77,9 +78,7 @@ def test_it_saves_after_the_step_and_resumes_to_the_same_bytes(tmp_path, unbroke
     with pytest.raises(Terminated) as stopped:
         trained(tmp_path, at=at)
     saved = CheckpointFolder(tmp_path / "checkpoints", "retrain-best").path(at)
-    assert stopped.value.message == (
-        f"retrain/best: terminated at step {at} of 8; {saved} is saved, --resume continues"
-    )
+    assert stopped.value.message == (f"stopped by SIGTERM; retrain/best: step {at} of 8 is saved in {saved}")
     assert load_checkpoint(saved).state["step"] == at
     # the fourth step ends an epoch, but its evaluation is not waited for
     assert load_checkpoint(saved).state["evaluation_due"] == (at == 4)
@@ -125,8 +124,18 @@ def test_one_that_comes_with_the_end_is_not_lost(tmp_path):
     assert seen == [1]
 
 
-def test_a_command_that_does_not_train_ends_with_143(monkeypatch, caplog):
-    monkeypatch.setattr("nasfast.cli.commands.doctor", lambda: (send(), time.sleep(9)))
-    with caplog.at_level("INFO", logger="nasfast"):
-        assert main(["doctor"]) == 143
-    assert caplog.messages == ["nasfast doctor: terminated"]
+@pytest.mark.parametrize(
+    ("number", "by"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C; what was saved before is kept")]
+)
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [("doctor", "run the same command again"), ("supernet", "the same command with --resume continues")],
+)
+def test_a_command_that_a_signal_stops_says_how_to_continue(monkeypatch, capsys, number, by, command, more):
+    def stopped(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(9)
+
+    monkeypatch.setitem(commands._COMMANDS, command, stopped)
+    assert main([command]) == 128 + number
+    assert capsys.readouterr().err == f"\nnasfast {command}: stopped by {by}; {more}\n"
