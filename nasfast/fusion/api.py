@@ -91,13 +91,13 @@ class FuseReport:
     def __str__(self) -> str:
         ours = f", {self.ours} in fused modules of nasfast" if self.ours else ""
         lines = [
-            f"{self.fused} of {_count(self.convolutions, 'convolution')} in {_count(len(self.chains), 'chain')}{ours}; "
-            f"backend: {self.backend}"
+            f"{self.fused} of {_count(self.convolutions, 'convolution')} are in "
+            f"{_count(len(self.chains), 'chain')} that can run fused{ours}; backend: {self.backend}"
         ]
         owners = [chain.owner or "(the model)" for chain in self.chains]
         width = max(map(len, owners), default=0)
         lines += [f"  {owner:<{width}}  {chain}" for owner, chain in zip(owners, self.chains, strict=True)]
-        lines += _chains_by("with gradients or batch statistics:", owners, [chain.runs for chain in self.chains])
+        lines += _chains_by("in training mode, or with gradients:", owners, [chain.runs for chain in self.chains])
         if any(chain.example for chain in self.chains):
             examples = [chain.example or "not measured" for chain in self.chains]
             lines += _chains_by("for inputs like the example, in the present mode:", owners, examples)
@@ -220,12 +220,12 @@ def _folding_notes(model: nn.Module, findings: Findings) -> list[str]:
     """How chains run without gradients."""
     if not findings.chains or all(parameter.device.type != "cpu" for parameter in model.parameters()):
         return []
-    notes = ["without gradients and with running statistics, chains on a CPU run with folded BatchNorms"]
+    notes = ["in eval mode without gradients, chains on a CPU run with their BatchNorms folded into the convolutions"]
     recorded = [located.convolutions[0] for located in findings.chains if _is_recorded(findings, located)]
     if recorded:
         notes.append(
-            f"{_count(len(recorded), 'chain')} inside a forward that fuse cannot replace, which takes longer, and so "
-            f"folded only from {rule.LEAST_RECORDED:,} results of convolutions per thread: {_listed(recorded)}"
+            f"{_count(len(recorded), 'chain')} inside a forward that fuse cannot replace: folded only where the "
+            f"convolutions give {rule.LEAST_RECORDED:,} numbers or more per thread: {_listed(recorded)}"
         )
     return notes
 
@@ -240,9 +240,9 @@ def _runs(model: nn.Module, findings: Findings, located: LocatedChain, only_fast
     chain_members = located.chain.members(model.get_submodule(located.owner))
     stages = None if chain_members is None else chain_members.stages()
     if not only_faster:
-        return "on the operator"
+        return "fused"
     if located.chain.only_folded:
-        return "on PyTorch: the operator has no dilation"
+        return "on PyTorch: the fused operator has no dilation"
     if stages is None:
         return "on PyTorch"
     return _rule_says([stage.stage for stage in stages], recorded=_is_recorded(findings, located))
@@ -255,22 +255,25 @@ def _rule_says(stages: Sequence[Stage], *, recorded: bool) -> str:
         trains = any(weight.requires_grad for weight in weights)
         least = rule.least_results(x, stages, trains=trains, recorded=recorded)
     except RuntimeError:
-        return "on no backend; see above"
+        return "on no backend: the first line says why"
     if not rule.knows(x):
-        return "as it is measured in its first forward: the rule is for processors with AVX-512"
+        return "fused or on PyTorch, whichever the first forward measures to be faster: the rule is for AVX-512"
     dtype = str(x.dtype).removeprefix("torch.")
     if least is None:
-        return f"on PyTorch: no operator is faster in {dtype} on {x.device.type}"
+        return f"on PyTorch: the fused operator is not faster in {dtype} on {x.device.type}"
     if least == 0:
-        return "on the operator"
-    return f"on the operator from {least:,} results of convolutions per thread, expected to be slower below"
+        return "fused"
+    return (
+        f"fused where the convolutions give {least:,} numbers or more per thread; below that PyTorch is expected to be "
+        "faster"
+    )
 
 
 def _examples(
     model: nn.Module, findings: Findings, measured: dict[tuple[nn.Conv2d, ...], Way]
 ) -> dict[LocatedChain, str]:
     """`FusedChain.example` of the chains that were measured."""
-    names = {Way.OPERATOR: "on the operator", Way.FOLDED: "folded", Way.PLAIN: "on PyTorch"}
+    names = {Way.OPERATOR: "fused", Way.FOLDED: "with folded BatchNorms", Way.PLAIN: "on PyTorch"}
     found = {}
     for located in findings.chains:
         chain_members = located.chain.members(model.get_submodule(located.owner))
@@ -338,8 +341,8 @@ def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: lis
     trainable = [name for name in chained if convs[name].weight.requires_grad]
     if trainable:
         notes.append(
-            f"{_count(len(trainable), 'convolution')} in chains trainable: runs, but keeps its input: freeze it with "
-            f"requires_grad_(False): {_listed(trainable)}"
+            f"{_count(len(trainable), 'convolution')} in chains will train, so a fused chain keeps the inputs for "
+            f"backward, as PyTorch does; to save that memory, freeze with requires_grad_(False): {_listed(trainable)}"
         )
     others: dict[str, list[str]] = defaultdict(list)
     for name in chained:
@@ -347,13 +350,13 @@ def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: lis
             others[_lacking(convs[name])].append(name)
     for lacking, names in others.items():
         notes.append(
-            f"{_count(len(names), 'convolution')} in chains: runs on PyTorch's convolution, on a CPU between native "
-            f"stages, because the operator has no {lacking}: {_listed(names)}"
+            f"{_count(len(names), 'convolution')} in chains on PyTorch's convolution, because the fused operator has "
+            f"no {lacking}: {_listed(names)}"
         )
     evaluating = [name for name in norms if not modules[name].training]
     if evaluating:
         notes.append(
-            f"{_count(len(evaluating), 'BatchNorm')} in chains in eval mode: normalises with its running statistics: "
+            f"{_count(len(evaluating), 'BatchNorm')} in chains in eval mode, with running statistics: "
             f"{_listed(evaluating)}"
         )
     hooked = [
@@ -363,7 +366,7 @@ def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: lis
     ]
     if hooked:
         notes.append(
-            f"{_count(len(hooked), 'module')} in chains with hooks: its chain runs unfused while they are there: "
+            f"{_count(len(hooked), 'module')} in chains with hooks; while they are there, the chain runs unfused: "
             f"{_listed(hooked)}"
         )
     return notes

@@ -261,18 +261,20 @@ def test_report_as_text(monkeypatch):
     )
     model[3].expand.requires_grad_()
     assert str(fuse_all(model)) == (
-        "4 of 6 convolutions in 2 chains; backend: reference (float32 on cpu)\n"
+        "4 of 6 convolutions are in 2 chains that can run fused; backend: reference (float32 on cpu)\n"
         "  0  3x3 4->4, then GELU\n"
         "  3  1x1 4->8 relu6, dw5x5 8 relu6, 1x1 8->4, + residual\n"
-        "with gradients or batch statistics:\n"
-        "  2 chains on the operator: 0, 3\n"
+        "in training mode, or with gradients:\n"
+        "  2 chains fused: 0, 3\n"
         "not fused:\n"
         "  Conv2d: has padding_mode='reflect': 1.0\n"
         "  Conv2d: has dilation=(2, 2): 2.0\n"
         "  BatchNorm2d: not behind a fused convolution: 1.1, 2.1\n"
-        "note: 1 convolution in chains trainable: runs, but keeps its input: freeze it with requires_grad_(False): "
-        "3.expand"
+        "note: 1 convolution in chains will train, so a fused chain keeps the inputs for backward, as PyTorch does; to "
+        "save that memory, freeze with requires_grad_(False): 3.expand"
     )
     monkeypatch.setenv("NASFAST_BACKEND", "cuda")
     assert "backend: none (float32 on cpu: conv_bn_act_chain: backend 'cuda'" in str(fuse_all(model))
-    assert str(fuse_all(nn.Linear(2, 2))).startswith("0 of 0 convolutions in 0 chains; backend: none")
+    assert str(fuse_all(nn.Linear(2, 2))).startswith(
+        "0 of 0 convolutions are in 0 chains that can run fused; backend: none"
+    )

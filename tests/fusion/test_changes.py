@@ -208,9 +208,10 @@ def test_the_report_tells_of_what_trains_and_of_hooks():
     handle = model[2].register_forward_hook(lambda *_: None)
     notes = fuse_all(model).notes
     assert notes == (
-        "1 convolution in chains trainable: runs, but keeps its input: freeze it with requires_grad_(False): 3",
-        "1 BatchNorm in chains in eval mode: normalises with its running statistics: 4",
-        "1 module in chains with hooks: its chain runs unfused while they are there: 2",
+        "1 convolution in chains will train, so a fused chain keeps the inputs for backward, as PyTorch does; to save "
+        "that memory, freeze with requires_grad_(False): 3",
+        "1 BatchNorm in chains in eval mode, with running statistics: 4",
+        "1 module in chains with hooks; while they are there, the chain runs unfused: 2",
     )
     handle.remove()
     nasfast.unfuse(model)

@@ -27,7 +27,10 @@ def test_models_without_gradients_run_folded(name, folds, executed):
             assert_close("result", fused(x[..., :size]), want, FLOAT32_CHAIN)
     assert sum(folds) == report.fused
     assert executed == []
-    assert "without gradients and with running statistics, chains on a CPU run with folded BatchNorms" in report.notes
+    assert (
+        "in eval mode without gradients, chains on a CPU run with their BatchNorms folded into the convolutions"
+        in report.notes
+    )
 
 
 def block() -> nn.Sequential:
@@ -209,7 +212,7 @@ def test_dilations_are_folded(cls, folds):
         ("5x5 dilation 3 4->4 relu", "3x3 dilation 2 4->4 relu"),
         ("1x1 4->4",),
     ]
-    assert report.chains[0].runs == "on PyTorch: the operator has no dilation"
+    assert report.chains[0].runs == "on PyTorch: the fused operator has no dilation"
     x = torch.randn(2, 4, 30, 30)
     assert_close("folded", fused(x), exact(x.double()), FLOAT32_CHAIN)
     assert folds == [2, 1]
@@ -244,7 +247,7 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
     report = nasfast.fuse(model)
     stages = [stage.stage for stage in model.forward.chains[0].members(model).stages()]
     least = rule.least_results(torch.empty(0, dtype=dtype), stages, trains=False, recorded=False)
-    assert f"on the operator from {least:,} results" in report.chains[0].runs
+    assert f"fused where the convolutions give {least:,} numbers" in report.chains[0].runs
     exact = copy.deepcopy(model).double()
     nasfast.unfuse(exact)
     x = torch.randn(4, 16, pixels, pixels).to(dtype)
@@ -272,14 +275,14 @@ def test_chains_of_the_operators_own_convolutions_pay_earlier(name):
     layers = [(conv(*sizes, **more), nn.BatchNorm2d(sizes[1])) for *sizes, more in settings]
     model = nn.Sequential(*(module for layer in layers for module in layer)).requires_grad_(False)
     (chain,) = nasfast.fuse(model).chains
-    assert f"from {100_000 if own else 2_000_000:,} results" in chain.runs
+    assert f"give {100_000 if own else 2_000_000:,} numbers" in chain.runs
 
 
 def test_a_type_without_operator_runs_on_pytorch(executed):
     model = block().half().train()
     report = nasfast.fuse(model)
     assert report.backend == "reference (float16 on cpu)"
-    assert [chain.runs for chain in report.chains] == ["on PyTorch: no operator is faster in float16 on cpu"]
+    assert [chain.runs for chain in report.chains] == ["on PyTorch: the fused operator is not faster in float16 on cpu"]
     model(torch.randn(4, 16, 56, 56).half())
     assert executed == []
 
@@ -308,7 +311,7 @@ def test_other_instructions_are_measured_in_the_first_forward(operator, executed
     monkeypatch.setattr(rule._native.extension, "isa", lambda: "avx2")
     model = block().train()
     report = nasfast.fuse(model)
-    assert report.chains[0].runs.startswith("as it is measured in its first forward")
+    assert report.chains[0].runs.startswith("fused or on PyTorch, whichever the first forward measures")
     for twin in (lambda: model, lambda: model, lambda: copy.deepcopy(model)):
         executed.clear()
         twin()(torch.randn(2, 16, 9, 9))
@@ -343,8 +346,8 @@ def test_an_example_decides_by_time(monkeypatch, executed):
     assert torch.equal(torch.random.get_rng_state(), random)
     check_same(dict(model.state_dict()), dict(before))
     assert timed[:4] == [True, False, True, False]
-    assert [chain.example for chain in report.chains] == ["on the operator", "on PyTorch", "on PyTorch"]
-    assert "for inputs like the example, in the present mode:\n  1 chain on the operator: 0\n" in str(report)
+    assert [chain.example for chain in report.chains] == ["fused", "on PyTorch", "on PyTorch"]
+    assert "for inputs like the example, in the present mode:\n  1 chain fused: 0\n" in str(report)
     for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         executed.clear()
         twin(x)
@@ -358,13 +361,13 @@ def test_measured_times_are_of_the_model_as_it_is():
     model = block().eval()
     model[0][1].requires_grad_()
     report = nasfast.fuse(model, (torch.randn(2, 16, 20, 20),))
-    assert report.chains[0].example in ("on the operator", "on PyTorch")
+    assert report.chains[0].example in ("fused", "on PyTorch")
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(ValueError, match="leave it out with only_faster=False"):
         nasfast.fuse(model, torch.randn(2, 16, 20, 20), only_faster=False)
 
 
-@pytest.mark.parametrize(("seconds", "how"), [(0.5, "folded"), (2.0, "on PyTorch")])
+@pytest.mark.parametrize(("seconds", "how"), [(0.5, "with folded BatchNorms"), (2.0, "on PyTorch")])
 def test_an_example_in_eval_mode_measures_folding(seconds, how, monkeypatch, folds):
     """The clock says that folded chains take this much of PyTorch's time."""
     turns = []
@@ -375,7 +378,7 @@ def test_an_example_in_eval_mode_measures_folding(seconds, how, monkeypatch, fol
     assert report.chains[0].example == how
     folds.clear()
     model(x)
-    assert folds == ([3] if how == "folded" else [])
+    assert folds == ([3] if how == "with folded BatchNorms" else [])
 
 
 def test_the_report_says_that_an_example_reached_no_chain():

@@ -35,7 +35,7 @@ def pair(training: bool) -> tuple[Joined, Joined]:
 
 def test_the_report_names_them():
     report = nasfast.fuse(Joined().requires_grad_(False))
-    assert "from 600,000 results" in report.chains[0].runs
+    assert "give 600,000 numbers" in report.chains[0].runs
     assert any(note.startswith("1 chain inside a forward") and note.endswith(": conv") for note in report.notes)
 
 

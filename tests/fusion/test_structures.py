@@ -358,9 +358,7 @@ def test_the_report_says_why_pytorch_convolves():
         *(conv(4, 4, 1), nn.BatchNorm2d(4)),
     ]
     report = fuse_all(nn.Sequential(*units).requires_grad_(False))
-    start = (
-        "1 convolution in chains: runs on PyTorch's convolution, on a CPU between native stages, because the operator"
-    )
+    start = "1 convolution in chains on PyTorch's convolution, because the fused operator"
     assert report.notes == (
         f"{start} has no groups of several channels: 3",
         f"{start} has no dense 5x5 convolution of so many channels: 5",
