@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from nasfast.cli.completion import completion_script
 from nasfast.cli.parser import LIST, Listed, Parser
-from nasfast.config import ConfigBase, ConfigError, flatten, load_yaml, local, nearest
+from nasfast.config import ConfigBase, ConfigError, UnknownKeyError, flatten, load_yaml, local, nearest
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings.files import CONFIG_FILE
-from nasfast.settings.run import RunConfig
+from nasfast.settings.run import OTHER_VERSION, RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.studies import registry
 
@@ -80,7 +80,8 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     try:
         checked = flatten(RunConfig.from_dict(given).to_dict())
     except ConfigError as error:
-        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
+        hint = OTHER_VERSION if isinstance(error, UnknownKeyError) and saved in files else ""
+        raise ConfigError(f"{', '.join(map(str, files))}: {error}{hint}") from error
     parser.set_defaults({key: checked[key] for key in flatten(given)})
     parsed = parser.parse_flags(argv).as_dict()
     settings = {field.name for field in dataclasses.fields(RunConfig)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,12 +258,18 @@ def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentati
     common = {"workers": cfg.workers, "prefetch": cfg.prefetch}
     if kind == "auto":
         kind, reason = _choose(source, augmentation)
-        _LOG.info("loader for %d images: %s, because %s", len(source), kind, reason)
+        _say_choice(len(source), kind, reason)
     if kind == "cache":
         return CacheBackend(source, augmentation, cache_dir=cfg.cache_dir, cache_side=cfg.cache_side, **common)
     if kind == "dali":
         return dali.DaliBackend(source, augmentation, batch_size=batch_size, **common)
     return TorchvisionBackend(source, augmentation, **common)
+
+
+@functools.cache
+def _say_choice(images: int, kind: str, reason: str) -> None:
+    """Say what `auto` means, once in a process: each stage of a run makes loaders of the same images."""
+    _LOG.info("loader for %d images: %s, because %s", images, kind, reason)
 
 
 def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:
