@@ -39,11 +39,28 @@ def rows_of(arch: int, *, processes: int, cache: str) -> list[dict[str, Any]]:
     served = {launch.chain for launch in steps["cuda"].launches if isinstance(launch.specialization, CudaKernel)}
     again = {launch.chain for launch in steps["recompute"].launches if launch.kernel == "expand_depthwise_forward"}
     rows = []
-    for chain in (chain for chain in steps["triton"].chains if chain in served):
-        found = {backend: round(times[backend, chain] / step.chains[chain], 1) for backend, step in steps.items()}
-        recomputed = found["recompute"] if chain in again else None
-        rows.append(chain._asdict() | Times(found["triton"], found["cuda"], recomputed)._asdict())
+    for chain in (chain for chain in steps["cuda"].chains if chain in served):
+        on_triton = sum(times["triton", part] / steps["triton"].chains[part] for part in _parts(chain, steps["triton"]))
+        found = {backend: times[backend, chain] / steps[backend].chains[chain] for backend in ("cuda", "recompute")}
+        recomputed = round(found["recompute"], 1) if chain in again else None
+        rows.append(chain._asdict() | Times(round(on_triton, 1), round(found["cuda"], 1), recomputed)._asdict())
     return rows
+
+
+def _parts(chain: Chain, step: Step) -> list[Chain]:
+    """The chains of a step that compute what this one does, one after the other: this one, or two.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if chain in step.chains:
+        return [chain]
+    for i in range(1, len(chain.stages)):
+        first = chain._replace(stages=chain.stages[:i], channels=chain.channels[: i + 1])
+        rest = [c for c in step.chains if (c.stages, c.channels) == (chain.stages[i:], chain.channels[i:])]
+        if first in step.chains and rest:
+            return [first, rest[0]]
+    raise ValueError(f"no chains of the step with Triton compute {chain}")
 
 
 def show(gpu: str, rows: list[dict[str, Any]]) -> None:
