@@ -50,7 +50,7 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch, read_cost_table, space_kind
 from nasfast.stages.apart import FOLDER as TASKS_FOLDER
 from nasfast.stages.apart import retrain_apart
-from nasfast.stages.checks import already_begun, check_same_run, check_scoring, check_search
+from nasfast.stages.checks import already_begun, check_one_process, check_same_run, check_scoring, check_search
 from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded, warn_if_unnamed, with_seeds
 from nasfast.stages.inputs import (
     configured_space,
@@ -295,19 +295,6 @@ def _searched_table(cfg: RunConfig) -> IndicatorTable:
     return refinement.table
 
 
-def _check_one_process(tasks: TaskSettings | None, world: World) -> None:
-    """Refuse tasks in several ranks, each of which would start all of them.
-
-    Raises:
-        ConfigError: there are both.
-    """
-    if tasks is not None and world.size > 1:
-        raise ConfigError(
-            f"tasks train each network in one process, and there are {world.size} ranks, which would each start all "
-            "tasks: leave tasks out, or run one process, without torchrun"
-        )
-
-
 @_stage(create=False)
 def retrain_best(
     cfg: RunConfig,
@@ -341,7 +328,7 @@ def retrain_best(
         ArchError, ConfigError: one of `archs` is not in the space; there are both `tasks` and several ranks.
         TaskError: see `nasfast.stages.apart.retrain_apart`. CheckpointError and others: see `nasfast.train.train`.
     """
-    _check_one_process(tasks, world)
+    check_one_process(tasks, world.size)
     form: Any = None
     if world.is_main:
         found, names = to_retrain(cfg, archs, pareto=pareto)
@@ -481,7 +468,7 @@ def run(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE, tasks: T
         world: the ranks that train together; rank 0 runs the other stages while the others wait.
         tasks: where networks are retrained; see `retrain_best`.
     """
-    _check_one_process(tasks, world)
+    check_one_process(tasks, world.size)
     supernet(cfg, resume=resume, world=world)
     candidates = []
     if world.is_main:

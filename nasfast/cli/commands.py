@@ -44,6 +44,7 @@ from nasfast.stability.trained import (
     estimate_sample,
     train_sample,
 )
+from nasfast.stages.checks import check_one_process
 from nasfast.stages.estimate import plan_run
 from nasfast.stages.inputs import evidence_to_rank
 from nasfast.stages.untrained import untrained_networks
@@ -117,7 +118,7 @@ def _run(
     if seeds != 1:
         _run_seeds(cfg, resume, seeds, settings or TaskSettings(), dry_run)
         return
-    _check_one_process(settings)
+    check_one_process(settings, environment_size())
     if dry_run:
         if environment_size() > 1:
             raise ConfigError("--dry-run times the steps of one process: run it without torchrun")
@@ -131,19 +132,6 @@ def _run(
             _show_candidates(cfg, result.candidates)
             _show_retrained(cfg, result.retrained)
             print(f"report: {result.report}")
-
-
-def _check_one_process(settings: TaskSettings | None) -> None:
-    """Refuse tasks in several processes.
-
-    Raises:
-        ConfigError: a flag asks for tasks, and torchrun has started several processes.
-    """
-    if settings is not None and environment_size() > 1:
-        raise ConfigError(
-            "--executor, --workers and the like train each network in one process: run without torchrun, which lets "
-            "several processes train one network"
-        )
 
 
 def _run_seeds(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_run: bool) -> None:
@@ -177,7 +165,7 @@ def _search(cfg: RunConfig) -> None:
 
 
 def _retrain(cfg: RunConfig, resume: bool, archs: Sequence[str], pareto: bool, tasks: TaskSettings | None) -> None:
-    _check_one_process(tasks)
+    check_one_process(tasks, environment_size())
     with _joined(cfg) as (cfg, world):
         results = pipeline.retrain_best(cfg, archs=archs, pareto=pareto, resume=resume, world=world, tasks=tasks)
         if world.is_main:
@@ -323,7 +311,7 @@ def _step(cfg: StepTimesConfig, out: str | None) -> None:
 
 def _study(study: registry.Study, cfg: ConfigBase, out: str | None, settings: TaskSettings | None) -> None:
     """Print a study's report, save it, and raise where a mark is missed."""
-    _check_one_process(settings)
+    check_one_process(settings, environment_size())
     report = run_study(study.name, cfg, out=out, tasks=settings)
     print(report)
     if out is not None:

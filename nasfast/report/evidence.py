@@ -16,6 +16,7 @@ import numpy as np
 from scipy import stats
 
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE
+from nasfast.runtime.files import answers_from_hex
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 
 PROVEN = "proven: no other within the limits has a higher score"
@@ -111,7 +112,10 @@ def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str
     Args:
         ours, theirs: `result.json` of each network; all were evaluated on the same images.
     """
-    right = [np.array([_right(form) for form in group]) for group in (ours, theirs)]
+    right = [
+        np.array([answers_from_hex(form["correct"], form["images"]) for form in group], dtype=float)
+        for group in (ours, theirs)
+    ]
     difference = right[0].mean(axis=0) - right[1].mean(axis=0)
     images = len(difference)
     terms = [stats.norm.ppf(_TWO_SIDED) * difference.std(ddof=1) / math.sqrt(images) if images > 1 else math.inf]
@@ -129,12 +133,6 @@ def same_terms(best: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:
     # results of earlier versions do not record single images; the number of ranks decides the order of images
     recorded = bool(best.get("correct")) and bool(peer.get("correct"))
     return near and recorded and all(peer[key] == best[key] for key in ("epochs", "images", "ranks"))
-
-
-def _right(form: Mapping[str, Any]) -> np.ndarray:
-    """(images,) 1 for images on which the network is right, 0 for the others."""
-    bits = np.unpackbits(np.frombuffer(bytes.fromhex(form["correct"]), dtype=np.uint8), count=form["images"])
-    return bits.astype(np.float64)
 
 
 def repeats_of(name: str, retrained: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.runtime.distributed import SINGLE, World
-from nasfast.runtime.files import write_atomic
+from nasfast.runtime.files import answers_from_hex, answers_to_hex, write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.supernet import default_lr
@@ -50,7 +50,7 @@ class RetrainResult(ConfigBase):
         epochs: number of epochs that were asked for.
         seconds: wall time of this process's part of the training.
         images: number of validation images; 0 in results of earlier versions, which do not record single images.
-        correct: hexadecimal digits whose bits say for each image whether the network is right (numpy.packbits).
+        correct: on which images the network is right; see `nasfast.runtime.files.answers_to_hex`.
         ranks: number of ranks that shared the images; images are ordered by rank, then as the loader gives them.
         stopped_after: number of epochs after which early stopping ended the training; None if it did not.
         settings: settings of the training; None in results of earlier versions.
@@ -73,7 +73,7 @@ class RetrainResult(ConfigBase):
     @property
     def right(self) -> np.ndarray:
         """(images,) bool: on which images the network is right."""
-        return np.unpackbits(np.frombuffer(bytes.fromhex(self.correct), np.uint8), count=self.images).astype(bool)
+        return np.array(answers_from_hex(self.correct, self.images), dtype=bool)
 
 
 def retrain(
@@ -250,16 +250,11 @@ def _result(
         epochs=cfg.train.epochs,
         seconds=seconds,
         images=measured.images,
-        correct=_packed(world.gather(bytes(measured.correct))),
+        correct=answers_to_hex(b"".join(world.gather(bytes(measured.correct)))),
         ranks=world.size,
         stopped_after=epochs if epochs < cfg.train.epochs else None,
         settings=cfg.of_one,
     )
-
-
-def _packed(shares: Sequence[bytes]) -> str:
-    """Hexadecimal digits of the bits of all ranks' images, which are given as one byte 0 or 1 per image."""
-    return np.packbits(np.frombuffer(b"".join(shares), dtype=np.uint8)).tobytes().hex()
 
 
 def _earlier_result(folder: Path, arch: Arch) -> RetrainResult | None:

@@ -166,3 +166,19 @@ def checkpoint_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"{path}: expected a mapping as state, got {type(state).__name__}")
     return state
+
+
+def answers_to_hex(right: bytes) -> str:
+    """One byte 0 or 1 per image as hexadecimal digits, whose bits say in order on which images a network is right."""
+    digits = "".join(map(str, right))
+    return f"{int(padded, 2):0{len(padded) // 4}x}" if (padded := digits + "0" * (-len(digits) % 8)) else ""
+
+
+def answers_from_hex(text: str, images: int) -> list[bool]:
+    """The inverse of `answers_to_hex`; images without a digit count as wrong.
+
+    Raises:
+        ValueError: the text has other characters than hexadecimal digits.
+    """
+    digits = f"{int(text, 16):0{4 * len(text)}b}" if text else ""
+    return [digit == "1" for digit in digits[:images].ljust(images, "0")]

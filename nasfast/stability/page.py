@@ -259,8 +259,9 @@ def _layer_figure(layers: Sequence[Mapping[str, Any]]) -> Figure:
     at = [layer["layer"] for layer in known]
     tau = np.array([[layer["tau"][key] for key in ("value", "low", "high")] for layer in known]).reshape(-1, 3)
     spread = np.abs(tau[:, 1:] - tau[:, :1]).T
+    whiskers = {"yerr": spread, "ecolor": INK, "capsize": 3} if spread.any() else {}  # two seeds have no interval
     values = [f"layer {layer['layer']}: {interval_of(layer['tau'])}" for layer in known]
-    draw_bars(ax, at, tau[:, 0], values, color=SERIES[0], width=0.7, yerr=spread, ecolor=INK, capsize=3)
+    draw_bars(ax, at, tau[:, 0], values, color=SERIES[0], width=0.7, **whiskers)
     ax.axhline(0, color=INK, lw=0.8)
     ax.set(xlabel="layer", ylabel="tau between seeds", ylim=(-1.05, 1.05), xticks=[layer["layer"] for layer in layers])
     return figure

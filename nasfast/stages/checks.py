@@ -9,6 +9,7 @@ from nasfast.config import ConfigError, difference, load_yaml
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.scores import check_score
 from nasfast.settings.run import RunConfig
+from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import SearchSpace
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError
@@ -50,6 +51,19 @@ def check_same_run(path: Path, cfg: RunConfig) -> None:
     if saved != given:
         raise CheckpointError(
             f"{path} has other settings: {difference(saved, given)}; keep those of the run, or choose another --out"
+        )
+
+
+def check_one_process(tasks: TaskSettings | None, processes: int) -> None:
+    """Refuse tasks in several processes, each of which would start all of them.
+
+    Raises:
+        ConfigError: there are both.
+    """
+    if tasks is not None and processes > 1:
+        raise ConfigError(
+            f"tasks (--executor, --workers and the like) train each network in one process, and there are {processes} "
+            "ranks, which would each start all tasks: leave tasks out, or run one process, without torchrun"
         )
 
 

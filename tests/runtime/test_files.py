@@ -9,10 +9,32 @@ import os
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import nasfast
-from nasfast.runtime.files import check_room, read_metrics, seal, temporary_beside, unseal, write_atomic
+from nasfast.runtime.files import (
+    answers_from_hex,
+    answers_to_hex,
+    check_room,
+    read_metrics,
+    seal,
+    temporary_beside,
+    unseal,
+    write_atomic,
+)
+
+
+@pytest.mark.parametrize("images", [0, 1, 8, 13, 1000])
+def test_right_answers_are_packed_as_numpy_packs_bits(images):
+    right = np.random.default_rng(images).integers(0, 2, images, dtype=np.uint8)
+    text = answers_to_hex(right.tobytes())
+    assert text == np.packbits(right).tobytes().hex()
+    assert answers_from_hex(text, images) == right.astype(bool).tolist()
+
+
+def test_images_without_a_digit_count_as_wrong():
+    assert answers_from_hex("f0", 10) == [True] * 4 + [False] * 6
 
 
 def test_write_atomic_replaces(tmp_path):

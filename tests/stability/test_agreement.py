@@ -279,6 +279,13 @@ def test_a_stable_run_says_so_and_advises_nothing(tmp_path):
     assert "stable" in html and html.count("<section") == 6 and (tmp_path / "report/layers.svg").exists()
 
 
+@pytest.mark.parametrize(("low", "drawn"), [(0.5, False), (0.4, True)])
+def test_a_tau_without_an_interval_has_no_whisker(low, drawn):
+    layer = {"layer": 0, "tau": {"value": 0.5, "low": low, "high": 0.5}}
+    (ax,) = page._layer_figure([layer]).axes
+    assert (ax.containers[-1].errorbar is not None) == drawn
+
+
 def test_an_unstable_run_says_what_would_help(tmp_path):
     sentences = write_run(tmp_path, 0.6, 2, top1=0.26, fit=0.5)
     said = " ".join(sentences)
