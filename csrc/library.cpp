@@ -58,6 +58,9 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // shape is that of x.
   m.def("pool_3x3_bwd(Tensor grad, Tensor index, int[] shape, str kind, int stride) -> Tensor dx");
 
+  // An uninitialised NHWC tensor of this shape (N, C, H, W) in recycled memory, of the type of `like`.
+  m.def("empty_nhwc(Tensor like, int[] shape) -> Tensor");
+
   // Formula: nasfast/ops/reference.py, orthogonalize. Entries are (..., rows, columns), float32 or float64.
   m.def("orthogonalize(Tensor[] matrices) -> Tensor[]");
   // Fills every tensor (..., rows, columns), contiguous float32 or float64 on the CPU, with its scale (float64) times

@@ -77,9 +77,9 @@ Chain::Chain(const ChainPlan& plan, ScalarType type, const std::vector<Tensor>& 
   }
 }
 
-void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const {
+void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w, int64_t ld) const {
   STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == batch && tensor.size(1) == c && tensor.size(2) == h &&
-                      tensor.size(3) == w && is_channels_last(tensor) && tensor.scalar_type() == type(),
+                      tensor.size(3) == w && is_channels_last(tensor, ld) && tensor.scalar_type() == type(),
                   kConvOp, ": ", name, " must be channels_last, of the type of x and of shape (", batch, ", ", c, ", ",
                   h, ", ", w, ")");
 }

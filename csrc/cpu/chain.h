@@ -52,8 +52,9 @@ struct Chain {
     return pool_empty({batch, c, h, w}, {c * h * w, 1, w * c, c}, type());
   }
 
-  // Refuses an image tensor that is not channels_last, or has another type or shape.
-  void check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w) const;
+  // Refuses an image tensor that is not channels_last with `ld` elements between pixels (0: c), or has another type or
+  // shape.
+  void check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w, int64_t ld = 0) const;
 };
 
 // A weight in the layout that the matrix products read.

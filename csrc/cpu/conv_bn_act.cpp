@@ -380,7 +380,9 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_chain_b
                   ": saved does not belong to this chain");
   check_vector(kConvOp, "statistics", statistics, chain.statistics_size, ScalarType::Double);
   const bool shuffle = chain.shuffle;
-  chain.check_image("grad", grad, chain.ldy(), chain.last().out_height, chain.last().out_width);
+  // grad may be a range of the channels of a wider tensor
+  const int64_t ldgrad = row_distance(grad);
+  chain.check_image("grad", grad, chain.ldy(), chain.last().out_height, chain.last().out_width, ldgrad);
   STD_TORCH_CHECK(x.has_value() == chain.recompute, kConvOp,
                   ": x is needed exactly when the plan computes the first stage again");
   if (x) chain.check_image("x", *x, chain.channels, chain.height, chain.width);
@@ -390,6 +392,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_chain_b
   STD_TORCH_CHECK(!add_input || (!shuffle && last.out_channels == chain.channels && last.out_height == chain.height &&
                                  last.out_width == chain.width),
                   kConvOp, ": x can be added only to a result of its shape, without shuffle");
+  STD_TORCH_CHECK(!add_input || ldgrad == chain.channels, kConvOp, ": grad must be dense where x was added");
 
   Backward backward(chain, x, saved, statistics, bn_weights, bn_biases, batch_statistics, eps, wants);
   backward.dx = want_x ? chain.empty_image(shuffle ? 2 * chain.channels : chain.channels, chain.height, chain.width)
@@ -399,8 +402,8 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> conv_bn_act_chain_b
   if (want_x && shuffle) odd = std::make_unique<PoolBlock>(chain.last().rows * chain.channels * chain.element_size());
   void* first_dx = !want_x ? nullptr : shuffle ? odd->data() : backward.dx.mutable_data_ptr();
   const char* last_grad = static_cast<const char*>(grad.const_data_ptr()) + chain.result_offset();
-  backward.run(last_grad, chain.ldy(), first_dx, add_input ? grad.const_data_ptr() : nullptr);
-  if (odd) merge_channels(chain, grad, chain.ldy(), odd->data(), backward.dx);
+  backward.run(last_grad, ldgrad, first_dx, add_input ? grad.const_data_ptr() : nullptr);
+  if (odd) merge_channels(chain, grad, ldgrad, odd->data(), backward.dx);
   return {backward.dx, backward.dweights, backward.dbiases};
 }
 

@@ -1,5 +1,7 @@
 #include "launch.h"
 
+#include <torch/csrc/stable/library.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -85,9 +87,19 @@ void BatchNorm::set_gradient_sums(std::vector<double>& partial, int64_t groups, 
   }
 }
 
-bool is_channels_last(const Tensor& x) {
-  int64_t expected = 1;
-  for (int64_t dim : {1, 3, 2, 0}) {
+int64_t row_distance(const Tensor& x) {
+  if (x.dim() != 4) return 0;
+  for (int64_t dim : {3, 2, 0}) {
+    if (x.size(dim) != 1) return x.stride(dim);
+  }
+  return x.size(1);  // one pixel
+}
+
+bool is_channels_last(const Tensor& x, int64_t ld) {
+  if (ld == 0) ld = x.size(1);
+  if (ld < x.size(1) || (x.size(1) != 1 && x.stride(1) != 1)) return false;
+  int64_t expected = ld;
+  for (int64_t dim : {3, 2, 0}) {
     if (x.size(dim) != 1 && x.stride(dim) != expected) return false;
     expected *= x.size(dim);
   }
@@ -108,6 +120,14 @@ Tensor channels_last_empty(const std::vector<int64_t>& sizes, ScalarType type) {
   return pool_empty(sizes, {sizes[2] * row, 1, row, sizes[1]}, type);
 }
 
+Tensor empty_nhwc_cpu(const Tensor& like, std::vector<int64_t> shape) {
+  STD_TORCH_CHECK(shape.size() == 4, "empty_nhwc: the shape must have 4 dimensions, got ", shape.size());
+  STD_TORCH_CHECK(like.scalar_type() == ScalarType::Float || like.scalar_type() == ScalarType::BFloat16,
+                  "empty_nhwc: `like` must be float32 or bfloat16");
+  for (int64_t size : shape) STD_TORCH_CHECK(size >= 0, "empty_nhwc: a size must not be negative, got ", size);
+  return channels_last_empty(shape, like.scalar_type());
+}
+
 Tensor pool_empty_like(const Tensor& x) {
   std::vector<int64_t> sizes, strides;
   for (int64_t dim = 0; dim < x.dim(); ++dim) {
@@ -124,3 +144,5 @@ void check_vector(const std::string& op, const char* name, const Tensor& vector,
 }
 
 }  // namespace nasfast::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) { m.impl("empty_nhwc", TORCH_BOX(&nasfast::cpu::empty_nhwc_cpu)); }

@@ -129,8 +129,11 @@ class BatchNorm {
   std::vector<double> scale_;  // weight * rstd
 };
 
-// Whether memory order is N, H, W, C; dimensions of size 1 may have any stride.
-bool is_channels_last(const Tensor& x);
+// The distance in elements between the pixels of x, if these are channels_last; `is_channels_last` checks that.
+int64_t row_distance(const Tensor& x);
+
+// Whether memory order is N, H, W, C with `ld` elements between pixels (0: C); dimensions of size 1 may have any stride.
+bool is_channels_last(const Tensor& x, int64_t ld = 0);
 
 // Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
 void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type);

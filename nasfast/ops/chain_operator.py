@@ -7,9 +7,13 @@ from torch import Tensor
 
 from nasfast.ops import destinations, reference
 from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.nhwc import HAS_POOL, subsample
 from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
 from nasfast.ops.reference import Stage
 from nasfast.ops.registry import operators, register
+
+# the backward that reads gradients of any distance between pixels
+_CPU_BACKWARD = operators("cpu").conv_bn_act_chain_bwd if HAS_POOL else None
 
 
 def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: Tensor | None, backend: str) -> Tensor:
@@ -23,7 +27,7 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
         backend: cpu, cuda or triton.
     """
     if plan.subsample > 1:
-        x = _Subsample.apply(x, plan.subsample)
+        x = subsample(x, plan.subsample)
     given = x
     x = x.to(storage_dtype(x)).contiguous(memory_format=torch.channels_last)
     add_input = residual is given and x.dtype == given.dtype
@@ -49,21 +53,6 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
     )
     _update_running(stages, plan, statistics)
     return y if residual is None or add_input or fused is not None else y + residual
-
-
-class _Subsample(torch.autograd.Function):
-    """Takes every stride-th pixel of x. The gradient of PyTorch's slices would write contiguous zeros twice."""
-
-    @staticmethod
-    def forward(ctx, x, stride):
-        ctx.shape, ctx.stride = x.shape, stride
-        return x[:, :, ::stride, ::stride].clone(memory_format=torch.channels_last)
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last).zero_()
-        dx[:, :, :: ctx.stride, :: ctx.stride] = grad
-        return dx, None
 
 
 def _update_running(stages: Sequence[Stage], plan: ChainPlan, statistics: Tensor) -> None:
@@ -124,6 +113,16 @@ def _setup_context(ctx, inputs, output):
         ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *kept)
 
 
+def _channels_last(grad: Tensor, *, wide: bool) -> Tensor:
+    """The gradient in channels_last; as it is, if `wide` allows a range of the channels of such a tensor."""
+    if wide:
+        _, channels, height, width = grad.shape
+        ld = grad.stride(3)
+        if ld >= channels and grad.stride() == (height * width * ld, 1, width * ld, ld):
+            return grad
+    return grad.contiguous(memory_format=torch.channels_last)
+
+
 def _backward(backward_operator, ctx, grad, grad_saved, grad_statistics):
     want_x, _, want_weights, want_biases, _, _, want_residual = ctx.needs_input_grad[:7]
     nothing = [None] * len(want_weights)
@@ -134,7 +133,7 @@ def _backward(backward_operator, ctx, grad, grad_saved, grad_statistics):
         wants = [want_x, *(want for pair in zip(want_weights, want_biases, strict=True) for want in pair)]
         with destinations.offered(ctx.offer):
             dx, dweights, dbiases = backward_operator(
-                grad=grad.contiguous(memory_format=torch.channels_last),
+                grad=_channels_last(grad, wide=backward_operator is _CPU_BACKWARD and not ctx.settings["add_input"]),
                 x=tensors[3 * n] if len(tensors) > 3 * n else None,
                 saved=saved,
                 statistics=statistics,

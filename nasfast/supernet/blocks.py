@@ -21,6 +21,7 @@ from nasfast.ops.modules import (
     SqueezeExcitation,
     activation_module,
 )
+from nasfast.ops.nhwc import concatenate
 from nasfast.spaces import Block, Layer
 from nasfast.spaces.blocks import shuffle_branches
 
@@ -102,6 +103,7 @@ class ShuffleUnit(nn.Module):
         super().__init__()
         self.main = main
         self.projection = projection
+        self._fused = isinstance(main, FusedConvBNActSequential)
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
@@ -117,7 +119,8 @@ class ShuffleUnit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.projection is None:
             return self.main(x, shuffle=True)
-        return torch.cat((self.projection(x), self.main(x)), dim=1)
+        branches = self.projection(x), self.main(x)
+        return concatenate(*branches) if self._fused else torch.cat(branches, dim=1)
 
 
 class DenseInvertedResidual(nn.Module):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nasfast.ops.modules import has_forward_hooks, run_in_order
+from nasfast.ops.nhwc import pixel_mean
 
 
 class Classify:
@@ -25,7 +26,7 @@ class Classify:
         self._rounded: dict[str, tuple[nn.Parameter, Tensor, int]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        features = _Mean.apply(run_in_order(self.head, x))
+        features = pixel_mean(run_in_order(self.head, x))
         if not self._rounded:
             return self.classifier(features)
         weight, bias = (
@@ -49,20 +50,3 @@ class Classify:
             if parameter._version != version:
                 rounded.copy_(parameter.detach())
                 self._rounded[name] = parameter, rounded, parameter._version
-
-
-class _Mean(torch.autograd.Function):
-    """The mean over the pixels: (N, C, H, W) -> (N, C). The gradient is written once, in the layout of x."""
-
-    @staticmethod
-    def forward(ctx, x):
-        nhwc = x.is_contiguous(memory_format=torch.channels_last)
-        ctx.layout = torch.channels_last if nhwc else torch.contiguous_format
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        return x.mean((2, 3))
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad.device, memory_format=ctx.layout)
-        pixels = dx.shape[2] * dx.shape[3]
-        return torch.div(grad[:, :, None, None].expand_as(dx), pixels, out=dx)

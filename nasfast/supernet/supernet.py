@@ -9,6 +9,7 @@ from typing import get_args
 from torch import Tensor, nn
 
 from nasfast.config import nearest
+from nasfast.ops.nhwc import pixel_mean
 from nasfast.settings.supernet import Init, Trainable
 from nasfast.spaces import SKIP, Layer, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
@@ -121,7 +122,7 @@ class Supernet(nn.Module):
         x = self.stem(x)
         for layer, choice in zip(self.layers, self.space.check(path), strict=True):
             x = layer(x, choice)
-        return self.classifier(self.head(x).mean((2, 3)))
+        return self.classifier(pixel_mean(self.head(x)))
 
     def roles(self) -> dict[str, list[nn.Parameter]]:
         """Every parameter once, by role: block_indicators, layer_indicators, other_bn, convolutions, classifier."""

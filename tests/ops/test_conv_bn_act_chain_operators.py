@@ -9,6 +9,7 @@ from kernel_cases.chain import (
     native_chain,
     planned_numbers,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
@@ -56,6 +57,14 @@ def backward_arguments(drawn: Drawn, wants: list[bool] | None = None, *, recompu
 
 # None without the extension, where every test that calls them is skipped
 FORWARD, BACKWARD = (getattr(torch.ops.nasfast, f"conv_bn_act_chain_{way}", None) for way in ("fwd", "bwd"))
+
+
+def wide(grad: torch.Tensor) -> torch.Tensor:
+    """The same gradient as the channels from 2 on of a wider tensor, whose other channels are NaN."""
+    n, channels, height, width = grad.shape
+    whole = torch.full((n, channels + 5, height, width), torch.nan, dtype=grad.dtype).contiguous(memory_format=NHWC)
+    whole[:, 2 : 2 + channels] = grad
+    return whole[:, 2 : 2 + channels]
 
 
 BLOCK = ChainCase((2, 6, 5, 4), "pw18/relu6 dw3/relu6 pw6/identity")
@@ -246,6 +255,8 @@ BAD_BACKWARD = {
     "grad dtype": broken(grad=lambda g: g.double()),
     "grad layout": broken(grad=lambda g: g.contiguous()),
     "grad expanded": broken(grad=lambda g: g[:1, :1, :1, :1].expand_as(g)),
+    "grad without pixels between": broken(grad=lambda g: g.as_strided(g.shape, (100, 1, 20, 5))),
+    "wide grad where x was added": broken(grad=wide, add_input=lambda _: True),
     "saved shape": broken(saved=lambda t: t[:-1]),
     "saved empty": broken(saved=lambda t: t[:0]),
     "saved strided": broken(saved=lambda t: t.repeat(2)[::2]),
@@ -279,6 +290,42 @@ def test_bad_arguments_of_backward_are_refused(changes, native):
     arguments |= {name: change(arguments[name]) for name, change in changes.items()}
     with pytest.raises((RuntimeError, ValueError), match="conv_bn_act_chain"):
         BACKWARD(**arguments)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        BLOCK,
+        ChainCase((2, 16, 9, 7), "pw32/relu pw5/relu"),
+        ChainCase((2, 6, 5, 4), "pw18/relu6 dw3s2"),
+        ChainCase((2, 16, 4, 4), "dw3 pw8/relu", shuffle=True),
+        ChainCase((3, 5, 1, 1), "pw4 dw5", dtype=BFLOAT16),
+    ],
+    ids=str,
+)
+def test_backward_reads_a_range_of_the_channels_of_a_wider_gradient(case, recompute, native):
+    if recompute and not case.units.startswith("pw18"):
+        pytest.skip("begins without an expansion")
+    arguments = backward_arguments(case.draw_once(), recompute=recompute)
+    want = BACKWARD(**arguments)
+    got = BACKWARD(**arguments | {"grad": wide(arguments["grad"])})
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_a_gradient_of_a_concatenation_is_not_copied(native):
+    drawn = ChainCase((2, 6, 5, 4), "pw4/relu").draw_once()
+    seen = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    y, grad = ops.conv_bn_act_chain(drawn.x.requires_grad_(), drawn.stages, backend="cpu"), wide(drawn.grad)
+    with Calls():
+        torch.autograd.grad(y, drawn.x, grad)
+    assert not [name for name in seen if "copy" in name or "clone" in name]
 
 
 def test_bad_x_of_a_recomputing_backward_is_refused(native):
