@@ -76,6 +76,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_device_info", &cuda_device_info);
 #ifdef NASFAST_EMULATION
   m.def("set_emulation", &nasfast::gpu::set_emulation, py::arg("multiprocessors") = 2, py::arg("backwards") = false,
-        py::arg("block_order") = 0);
+        py::arg("block_order") = 0, py::arg("shared_memory") = 99);
 #endif
 }

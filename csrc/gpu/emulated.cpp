@@ -25,8 +25,10 @@ using Operators = ChainOperators<host_of>;
 
 }  // namespace
 
-void set_emulation(int multiprocessors, bool backwards, uint64_t block_order) {
+void set_emulation(int multiprocessors, bool backwards, uint64_t block_order, int shared_memory) {
   STD_TORCH_CHECK(multiprocessors > 0, "a GPU has multiprocessors, got ", multiprocessors);
+  STD_TORCH_CHECK(shared_memory >= 48, "a block has at least 48 KiB of shared memory, got ", shared_memory);
+  host.shared_memory = static_cast<size_t>(shared_memory) * 1024 - kReserved;
   host.multiprocessors = multiprocessors;
   host.backwards = backwards;
   host.block_order = block_order;

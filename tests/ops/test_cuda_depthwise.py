@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_cases.chain import ChainCase, exact_chain, relative_errors, run_chain
+from kernel_cases.chain import ChainCase, eager_autocast, exact_chain, relative_errors, run_chain
 
 from nasfast import ops
 from nasfast.ops import _native
@@ -86,3 +86,88 @@ def test_many_blocks_share_a_channel(case):
     errors = relative_errors(results[0], exact_chain(drawn))
     assert max(errors.values()) <= BOUND[case.dtype], errors
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+
+
+# ---- the stencil on tensor cores, on GPUs with as much shared memory as an H200
+
+MATRICES = {"shared_memory": 227}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        (5, (2, 8, 1, 9)),  # one row
+        (7, (2, 40, 14, 14)),  # several groups of channels, the last one smaller
+        (5, (1, 8, 13, 16)),
+        (7, (1, 8, 15, 17)),  # two panels of rows
+        (5, (1, 16, 30, 27)),
+        (7, (1, 8, 29, 33)),
+        (5, (1, 8, 43, 56)),  # the widest
+        (7, (1, 8, 3, 55)),  # fewer rows than the stencil
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_tensor_cores_take_any_size(kernel, shape, dtype):
+    _native.extension.set_emulation(**MATRICES)
+    check(ChainCase(shape, f"dw{kernel}/identity", dtype=dtype))
+
+
+@pytest.mark.parametrize("kernel", [5, 7])
+def test_tensor_cores_read_and_differentiate_the_batch_norm_before(kernel):
+    _native.extension.set_emulation(**MATRICES)
+    case = ChainCase((2, 16, 10, 19), f"dw3/identity dw{kernel}/identity", "none", dtype=torch.float16)
+    check(case, bound=3e-3)
+
+
+@pytest.mark.parametrize("act", ["relu", "relu6"])
+@pytest.mark.parametrize("kernel", [5, 7])
+def test_tensor_cores_with_activations_are_as_exact_as_eager_autocast(kernel, act):
+    """Near a kink of an activation, roundings choose the slope of an element: see test_cuda_expansion.py."""
+    _native.extension.set_emulation(**MATRICES)
+    case = ChainCase((2, 16, 15, 18), f"pw32/{act} dw{kernel}/{act}", "none", dtype=torch.bfloat16)
+    ours, theirs = [], []
+    for attempt in range(2):
+        drawn = case.draw_once(attempt)
+        exact = exact_chain(drawn)
+        ours.append(relative_errors(run_chain(cuda_chain, drawn), exact))
+        theirs.append(relative_errors(run_chain(eager_autocast, drawn), exact))
+    assert max(errors["y"] for errors in ours) <= 1e-2, ours
+    best, eager = (min(sum(errors.values()) for errors in draws) for draws in (ours, theirs))
+    assert best <= 1.1 * eager, (ours, theirs)
+
+
+@pytest.mark.parametrize("residual", ["x", "tensor"])
+def test_tensor_cores_add_the_input(residual):
+    _native.extension.set_emulation(**MATRICES)
+    check(ChainCase((2, 8, 7, 9), "dw5/identity", residual, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 132])
+def test_no_order_of_tensor_cores_changes_a_bit(multiprocessors):
+    """A block has one panel after the other or only one, and the sums of blocks are added in two levels."""
+    case = ChainCase((50, 8, 2, 9), "dw3/relu6 dw5/relu6", "none", dtype=torch.bfloat16)
+    drawn, results = case.draw_once(), []
+    for order in ({}, {"backwards": True, "block_order": 1}, {"block_order": 5}):
+        _native.extension.set_emulation(multiprocessors, **order, **MATRICES)
+        results.append(run_chain(cuda_chain, drawn))
+    for other in results[1:]:
+        assert all(torch.equal(tensor, results[0][name]) for name, tensor in other.items())
+    errors = relative_errors(results[0], exact_chain(drawn))
+    assert errors["y"] <= BOUND[case.dtype], errors
+
+
+def test_tensor_cores_round_the_filter_to_the_type_of_the_tensors():
+    """By this the kernels differ from those of threads: a weight of 1 + 2^-10 is 1 in bfloat16."""
+    drawn = ChainCase((1, 8, 9, 9), "dw5/identity", "none", dtype=torch.bfloat16).draw_once()
+    weight = drawn.stages[0].params.conv_weight
+    rounded = torch.full_like(weight, 1.0, dtype=torch.float32)
+    stages = [
+        drawn.stages[0]._replace(params=drawn.stages[0].params._replace(conv_weight=w))
+        for w in (rounded + 2**-10, rounded)
+    ]
+    for settings, same in ((MATRICES, True), ({}, False)):
+        _native.extension.set_emulation(**settings)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = [cuda_chain(drawn.x, [stage]) for stage in stages]
+        assert torch.equal(*got) == same

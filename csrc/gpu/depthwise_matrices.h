@@ -1,0 +1,437 @@
+// The depthwise stencil with stride 1 on tensor cores: how a block lays out its work, and the products.
+//
+// For one channel, 16 rows by 8 columns of the result are a sum over the rows ky of the filter:
+//
+//   D[row][j] = sum over i of X[row + ky][i] B[i][j],   B[i][j] = w[ky][i - j - kShift],   0 <= i < 16
+//
+// B has a row of the filter along its diagonals and zeros elsewhere: of its 16 x 8 numbers 8 k are no zeros, and still a
+// result takes k / 4 instructions of products where a thread by itself takes k^2 of them.
+//
+// A block has 32 channels and a panel of 16 rows at a time. Pixels come from memory as 8 channels of a lane, and a
+// transposition of 8 x 8 numbers makes of them 2 pixels of one channel. In shared memory every channel is an image. The
+// results take its place, and come back as 8 channels of a lane by the opposite transposition. The order of channels in
+// shared memory, the slots, is the one for which this takes no other step.
+#pragma once
+
+#include "depthwise_jobs.h"
+
+namespace nasfast::gpu {
+
+constexpr int kMatrixWarps = 8, kMatrixThreads = 32 * kMatrixWarps;
+constexpr int kSlots = 32;          // channels of a block
+constexpr int kMatrixBlocks = 2;    // of a multiprocessor: a thread has 128 registers
+constexpr int kPanelRows = 14;      // rows that a block makes at a time; they divide 14, 28 and 56
+constexpr int kMatrixColumns = 56;  // the widest map: 7 tiles of 8 columns
+
+// Whether the GPU for which this is compiled ever runs these kernels; see on_tensor_cores() in depthwise.h.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
+constexpr bool kMatricesRun = false;
+#else
+constexpr bool kMatricesRun = true;
+#endif
+
+// The channel, within those of the block, that is in a slot.
+NASFAST_DEVICE int channel_of_slot(int slot) { return slot % 8 / 2 * 8 + slot / 8 * 2 + slot % 2; }
+NASFAST_DEVICE int slot_of_channel(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
+
+// Rows begin to begin + rows - 1 of an image.
+struct Unit {
+  int image, begin, rows;
+};
+
+// Divides the images into units of equal height, and these among blocks.
+struct Units {
+  int images, height, width, channels;
+  int rows;          // of a unit, or fewer in the last one of an image
+  int each;          // units of a block
+  Divisor segments;  // units of an image
+
+  NASFAST_ANYWHERE int count() const { return images * segments.by; }
+  NASFAST_ANYWHERE int blocks() const { return ceil_div(count(), each); }  // that share channels
+  NASFAST_ANYWHERE int groups() const { return ceil_div(channels, kSlots); }
+  NASFAST_DEVICE Unit unit(int index) const {
+    const int image = segments(index), begin = (index - image * segments.by) * rows;
+    return {image, begin, smaller(rows, height - begin)};
+  }
+  // Numbers per channel of a block.
+  NASFAST_DEVICE float numbers(int block) const {
+    return static_cast<float>((rows_before(smaller(count(), (block + 1) * each)) - rows_before(block * each)) * width);
+  }
+
+ private:
+  NASFAST_DEVICE int rows_before(int index) const {
+    const int image = segments(index);
+    return image * height + smaller(height, (index - image * segments.by) * rows);
+  }
+};
+
+// How a channel lies in shared memory. kTiles: of 8 columns, in a row of the map.
+template <int kKernel_, int kTiles_>
+struct Panel {
+  static constexpr int kKernel = kKernel_, kTiles = kTiles_;
+  static constexpr int kPad = kKernel / 2;
+  // Columns before the first one of the image, an even number, because pixels move in pairs.
+  static constexpr int kLead = (kPad + 1) / 2 * 2, kShift = kLead - kPad;
+  static constexpr int kLines = kPanelRows + kKernel - 1;
+  // Numbers from line to line, and from channel to channel: both are an odd number of 16 bytes, so that neither 8 lines
+  // nor 8 channels meet in a bank. Rows 14 and 15 of a product read lines of the next channel, and nothing reads their
+  // results.
+  static constexpr int kPitch = 8 * ((kTiles + 1) | 1), kChannel = 8 * (kLines * kPitch / 8 | 1);
+  // Words of the bands: for every channel and row of the filter 4 words of zeros and the filter, and both once more with
+  // the filter one place further, so that a pair of numbers is a word wherever it begins. The zeros behind a row are
+  // those in front of the next.
+  static constexpr int kBand = 16, kBands = kSlots * kKernel * kBand + 4;
+  static constexpr size_t kBytes = sizeof(uint16_t) * kSlots * kChannel + sizeof(uint32_t) * kBands;
+  // A warp loads and stores one tile of columns, and every kStep-th row.
+  static constexpr int kStep = kMatrixWarps / kTiles;
+
+  // Where a row of the panel is in a channel, those around it included.
+  static NASFAST_DEVICE int line(int row) { return (kPad + row) * kPitch; }
+};
+
+// Brings the filters of `mine` channels to shared memory, rounded to the type of the tensors.
+template <class Format, class Panel, class Block>
+NASFAST_DEVICE void share_bands(const Block& block, const Weight& weight, int first, int mine, bool flipped,
+                                uint32_t* to) {
+  constexpr int kKernel = Panel::kKernel, kTaps = kKernel * kKernel;
+  block.each([&](int thread) {
+    for (int i = thread; i < kSlots * kKernel; i += kMatrixThreads) {
+      const int ky = i % kKernel, c = channel_of_slot(i / kKernel);
+      float row[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+      if (c < mine) {
+        NASFAST_UNROLL
+        for (int kx = 0; kx < kKernel; ++kx) {
+          const int tap = kKernel * ky + kx;
+          const int64_t at = int64_t{first + c} * kTaps + (flipped ? kTaps - 1 - tap : tap);
+          row[kx] = weight.is_float ? static_cast<const float*>(weight.data)[at]
+                                    : Format::first(static_cast<const uint16_t*>(weight.data)[at]);
+        }
+      }
+      Vec4* const band = reinterpret_cast<Vec4*>(to) + i * (Panel::kBand / 4);
+      Vec4 even, odd;
+      NASFAST_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        even.v[j] = Format::pack(row[2 * j], row[2 * j + 1]);
+        odd.v[j] = Format::pack(j == 0 ? 0.f : row[2 * j - 1], row[2 * j]);
+      }
+      band[0] = band[2] = Vec4{0, 0, 0, 0};
+      band[1] = even, band[3] = odd;
+    }
+    if (thread == 0) reinterpret_cast<Vec4*>(to)[Panel::kBands / 4 - 1] = Vec4{0, 0, 0, 0};
+  });
+}
+
+// The results of a channel for 16 rows, in the layout of a product; x: the channel; bands: its filter.
+template <class Format, class Panel, class Acc>
+NASFAST_DEVICE void multiply_bands(const Warp& warp, const uint16_t* x, const uint32_t* bands, Acc& acc) {
+  constexpr int kTiles = Panel::kTiles;
+  NASFAST_UNROLL
+  for (int ky = 0; ky < Panel::kKernel; ++ky) {
+    Local<uint32_t[2]> b(warp);
+    warp.each([&](int lane) {
+      const int i = 2 * (lane % 4) - lane / 4 - Panel::kShift, odd = i & 1;
+      const uint32_t* const from = bands + 8 * odd + (i + 8 + odd) / 2 + Panel::kBand * ky;
+      b[lane][0] = from[0], b[lane][1] = from[4];
+    });
+    NASFAST_UNROLL
+    for (int two = 0; two <= kTiles; two += 2) {
+      Local<uint32_t[4]> a(warp);  // the 8 columns from 8 two on, and the next 8
+      warp.load_matrices(
+          [&](int lane) -> auto& { return a[lane]; },
+          [&](int lane) { return x + lane % 16 * Panel::kPitch + lane / 16 * 8 + ky * Panel::kPitch + 8 * two; });
+      NASFAST_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        // these columns are the first half of what one tile reads, and the second half of the tile before
+        const int tile = two + j;
+        const auto columns = [&](int lane) { return a[lane] + 2 * j; };
+        if (tile < kTiles) {
+          warp.template multiply_8<Format>([&](int lane) -> auto& { return acc[lane][tile < kTiles ? tile : 0]; },
+                                           columns, [&](int lane) { return b[lane]; });
+        }
+        if (tile > 0 && tile <= kTiles) {
+          warp.template multiply_8<Format>([&](int lane) -> auto& { return acc[lane][tile > 0 ? tile - 1 : 0]; },
+                                           columns, [&](int lane) { return b[lane] + 1; });
+        }
+      }
+    }
+  }
+}
+
+// Replaces the pixels of a channel by its results in `rows` rows.
+template <class Format, class Panel>
+NASFAST_DEVICE void convolve_channel(const Warp& warp, uint16_t* x, const uint32_t* bands, int rows) {
+  Local<float[Panel::kTiles][4]> acc(warp);
+  warp.each([&](int lane) {
+    NASFAST_UNROLL
+    for (int i = 0; i < 4 * Panel::kTiles; ++i) acc[lane][i / 4][i % 4] = 0;
+  });
+  multiply_bands<Format, Panel>(warp, x, bands, acc);
+  warp.sync();
+  warp.each([&](int lane) {
+    uint16_t* const to = x + Panel::line(lane / 4) + 2 * (lane % 4);
+    NASFAST_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      if (lane / 4 + 8 * h >= rows) continue;
+      NASFAST_UNROLL
+      for (int i = 0; i < Panel::kTiles; ++i) {
+        *reinterpret_cast<uint32_t*>(to + 8 * h * Panel::kPitch + 8 * i) =
+            Format::pack(acc[lane][i][2 * h], acc[lane][i][2 * h + 1]);
+      }
+    }
+  });
+}
+
+// Divides the map. resident: blocks that a multiprocessor holds.
+inline Units divide_units(const Geometry& g, int resident, int multiprocessors) {
+  constexpr int kEnoughRows = 1024;
+  constexpr double kPrologue = 25;  // what a block costs besides its panels, in results of a thread
+  constexpr double kFewest = 3;     // with fewer warps per scheduler, the time is that of a single warp
+  Units best{g.images, g.out_height, g.out_width, g.out_channels, 0, 0, {}};
+  best.rows = ceil_div(g.out_height, ceil_div(g.out_height, kPanelRows));
+  best.segments = Divisor(ceil_div(g.out_height, best.rows));
+  const double panel = static_cast<double>(best.rows) * g.out_width * kSlots / kMatrixThreads;
+  double least = INFINITY;
+  for (int each = ceil_div(best.count(), kEnoughRows); each <= best.count(); ++each) {
+    Units units = best;
+    units.each = each;
+    const int blocks = ceil_div(units.blocks() * units.groups(), multiprocessors);  // on the busiest multiprocessor
+    const auto time = [](int together) {  // the time of blocks that run at once
+      const double warps = together * kMatrixWarps / 4.;
+      return together == 0 ? 0 : warps > kFewest ? warps : kFewest;
+    };
+    const double cost = (each * panel + kPrologue) * (blocks / resident * time(resident) + time(blocks % resident));
+    if (cost < least) least = cost, best = units;
+  }
+  return best;
+}
+
+// The steps of a block. Source: what the kernel reads and writes, in pieces of 8 channels of a pixel.
+template <class Format, class Panel, class Source>
+struct Panels {
+  const Units& units;
+  int first, mine;  // channels of the block
+  uint16_t* pixels;
+  uint32_t* bands;
+
+  NASFAST_DEVICE Panels(const Units& units, int group, unsigned char* shared)
+      : units(units),
+        first(group * kSlots),
+        mine(smaller(kSlots, units.channels - group * kSlots)),
+        pixels(reinterpret_cast<uint16_t*>(shared)),
+        bands(reinterpret_cast<uint32_t*>(shared + sizeof(uint16_t) * kSlots * Panel::kChannel)) {}
+
+  // Brings the filters to shared memory, and zeros to what no pixel is ever stored to: the columns behind the image, and
+  // lines outside of it.
+  template <class Block>
+  NASFAST_DEVICE void begin(const Block& block, const Weight& weight, bool flipped) const {
+    share_bands<Format, Panel>(block, weight, first, mine, flipped, bands);
+    block.each([&](int thread) {
+      for (int i = thread; i < kSlots * Panel::kChannel / 8; i += kMatrixThreads) {
+        reinterpret_cast<Vec4*>(pixels)[i] = Vec4{0, 0, 0, 0};
+      }
+    });
+  }
+
+  // Goes over the panels of a block. begun(): is called behind the products of the first one.
+  template <class Block, class Begun, class State>
+  NASFAST_DEVICE void run(const Block& block, const Source& source, const Begun& begun, State& state) const {
+    const int begin = block.y * units.each, end = smaller(units.count(), begin + units.each);
+    NASFAST_NO_UNROLL
+    for (int index = begin; index < end; ++index) {
+      const Unit unit = units.unit(index);
+      clear(block, unit);
+      // a loop of its own for either way to convert, because a branch on it for every pixel costs more than the conversion
+      source.simple() ? fill<true>(block, source, unit) : fill<false>(block, source, unit);
+      block.sync();
+      block.warps([&](const Warp& warp) {
+        NASFAST_NO_UNROLL
+        for (int slot = warp.index; slot < kSlots; slot += kMatrixWarps) {
+          if (channel_of_slot(slot) >= mine) continue;
+          convolve_channel<Format, Panel>(warp, pixels + slot * Panel::kChannel,
+                                          bands + slot * Panel::kKernel * Panel::kBand, unit.rows);
+        }
+      });
+      block.sync();
+      if (index == begin) begun();
+      source.sums() ? leave<true>(block, source, unit, state) : leave<false>(block, source, unit, state);
+      block.sync();
+    }
+  }
+
+ private:
+  // Zeros around the image where another panel has left something: in front of its columns results, and in lines outside
+  // of it pixels.
+  template <class Block>
+  NASFAST_DEVICE void clear(const Block& block, const Unit& unit) const {
+    block.each([&](int thread) {
+      NASFAST_UNROLL
+      for (int row = thread / kSlots; row < kPanelRows; row += kMatrixThreads / kSlots) {
+        uint16_t* const to = pixels + thread % kSlots * Panel::kChannel + Panel::line(row);
+        if (Panel::kLead == 2) {
+          *reinterpret_cast<uint32_t*>(to) = 0;
+        } else {
+          *reinterpret_cast<Vec2*>(to) = Vec2{0, 0};
+        }
+      }
+    });
+    if (units.segments.by == 1) return;
+    const int left = units.height - unit.begin;
+    if (unit.begin < Panel::kPad) clear_lines(block, -Panel::kPad, -unit.begin);
+    if (left < unit.rows + Panel::kPad) clear_lines(block, left, unit.rows + Panel::kPad);
+  }
+  template <class Block>
+  NASFAST_DEVICE void clear_lines(const Block& block, int from, int to) const {
+    constexpr int kPieces = Panel::kPitch / 8;
+    block.each([&](int thread) {
+      for (int i = thread; i < (to - from) * kPieces * kSlots; i += kMatrixThreads) {
+        uint16_t* const line = pixels + i % kSlots * Panel::kChannel + Panel::line(from);
+        reinterpret_cast<Vec4*>(line)[i / kSlots] = Vec4{0, 0, 0, 0};
+      }
+    });
+  }
+
+  // What a lane moves: from the piece at `at` on, every kStep-th row. The pieces are `step` apart.
+  struct Column {
+    int64_t at, step;
+    bool there;
+  };
+  NASFAST_DEVICE Column column(int lane, int tile, const Unit& unit, int row) const {
+    const int column = 8 * tile + lane / 4, c = 8 * (lane % 4);
+    const int64_t pixel = (int64_t{unit.image} * units.height + row) * units.width + column;
+    return {pixel * units.channels + first + c, int64_t{Panel::kStep} * units.width * units.channels,
+            column < units.width && c < mine};
+  }
+
+  // Brings the pixels of a unit, and those around it, to shared memory.
+  template <bool kSimple, class Block>
+  NASFAST_DEVICE void fill(const Block& block, const Source& source, const Unit& unit) const {
+    constexpr int kAhead = Source::kAhead, kStep = Panel::kStep;
+    const int begin = larger(0, unit.begin - Panel::kPad);
+    const int end = smaller(units.height, unit.begin + unit.rows + Panel::kPad);
+    block.warps([&](const Warp& warp) {
+      const int tile = warp.index % Panel::kTiles, share = warp.index / Panel::kTiles;
+      if (share >= kStep) return;
+      Local<typename Source::Constants> constants(warp);
+      Local<Column> columns(warp);
+      warp.each([&](int lane) {
+        source.prepare(lane, constants[lane]);
+        columns[lane] = column(lane, tile, unit, begin + share);
+      });
+      uint16_t* to = pixels + Panel::line(begin + share - unit.begin) + Panel::kLead + 8 * tile;
+      NASFAST_NO_UNROLL
+      for (int row = begin + share; row < end; row += kAhead * kStep, to += kAhead * kStep * Panel::kPitch) {
+        Local<typename Source::Raw[kAhead]> raw(warp);
+        Local<Vec4[kAhead]> made(warp);
+        warp.each([&](int lane) {
+          Column& own = columns[lane];
+          NASFAST_UNROLL
+          for (int n = 0; n < kAhead; ++n) {
+            if (own.there && row + n * kStep < end) source.load(own.at, raw[lane][n]);
+            own.at += own.step;
+          }
+          NASFAST_UNROLL
+          for (int n = 0; n < kAhead; ++n) {
+            made[lane][n] = Vec4{0, 0, 0, 0};
+            if (own.there) made[lane][n] = source.template convert<kSimple>(constants[lane], raw[lane][n]);
+          }
+        });
+        NASFAST_UNROLL
+        for (int n = 0; n < kAhead; ++n) {
+          if (row + n * kStep >= end) break;
+          NASFAST_UNROLL
+          for (int j = 0; j < 4; ++j) {
+            warp.transpose([&](int lane) -> auto& { return made[lane][n].v[j]; });
+          }
+          warp.each([&](int lane) {
+            uint16_t* const here = to + lane / 4 * Panel::kChannel + 2 * (lane % 4) + n * kStep * Panel::kPitch;
+            NASFAST_UNROLL
+            for (int j = 0; j < 4; ++j) {
+              *reinterpret_cast<uint32_t*>(here + 8 * j * Panel::kChannel) = made[lane][n].v[j];
+            }
+          });
+        }
+      }
+    });
+  }
+
+  // Gives the results of a unit to source.take.
+  template <bool kSums, class Block, class State>
+  NASFAST_DEVICE void leave(const Block& block, const Source& source, const Unit& unit, State& state) const {
+    constexpr int kAhead = Source::kAhead, kStep = Panel::kStep;
+    block.warps([&](const Warp& warp) {
+      const int tile = warp.index % Panel::kTiles, share = warp.index / Panel::kTiles;
+      if (share >= kStep) return;
+      Local<typename Source::Beside> beside(warp);
+      Local<Column> columns(warp);
+      warp.each([&](int lane) {
+        source.prepare_beside(lane, beside[lane]);
+        columns[lane] = column(lane, tile, unit, unit.begin + share);
+      });
+      const uint16_t* from = pixels + Panel::line(share) + 8 * tile;
+      NASFAST_NO_UNROLL
+      for (int row = share; row < unit.rows; row += kAhead * kStep, from += kAhead * kStep * Panel::kPitch) {
+        Local<Vec4[kAhead]> more(warp);
+        warp.each([&](int lane) {
+          const Column& own = columns[lane];
+          NASFAST_UNROLL
+          for (int n = 0; n < kAhead; ++n) {
+            if (own.there && row + n * kStep < unit.rows) source.load_beside(own.at + n * own.step, more[lane][n]);
+          }
+        });
+        NASFAST_UNROLL
+        for (int n = 0; n < kAhead; ++n) {
+          if (row + n * kStep >= unit.rows) break;
+          Local<uint32_t[4]> result(warp);
+          warp.load_transposed([&](int lane) -> auto& { return result[lane]; },
+                               [&](int lane) { return from + lane * Panel::kChannel + n * kStep * Panel::kPitch; });
+          warp.each([&](int lane) {
+            Column& own = columns[lane];
+            if (own.there) {
+              source.template take<kSums>(own.at, result[lane], more[lane][n], beside[lane],
+                                          state[32 * warp.index + lane]);
+            }
+            own.at += own.step;
+          });
+        }
+      }
+    });
+  }
+};
+
+// Sums of the 8 channels of a lane.
+struct PieceSums {
+  float first[8], second[8];
+};
+
+// Adds what the lanes have summed that have the same channels: row w of `to`, [warps][kSlots], is of warp w.
+template <class Block>
+NASFAST_DEVICE void gather_pieces(const Block& block, Local<PieceSums>& sums, Vec2* to) {
+  block.warps([&](const Warp& warp) {
+    const auto at = [&](int lane) -> auto& { return sums[32 * warp.index + lane]; };
+    NASFAST_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      warp.add_lanes([&](int lane) -> float& { return at(lane).first[j]; }, 4);
+      warp.add_lanes([&](int lane) -> float& { return at(lane).second[j]; }, 4);
+    }
+    warp.each([&](int lane) {
+      if (lane >= 4) return;
+      NASFAST_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        to[warp.index * kSlots + 8 * lane + j] = {as_bits(at(lane).first[j]), as_bits(at(lane).second[j])};
+      }
+    });
+  });
+  block.sync();
+}
+// The sums of channel c of the block over its warps.
+NASFAST_DEVICE GradientSums over_warps(const Vec2* sums, int c) {
+  GradientSums total;
+  NASFAST_UNROLL
+  for (int w = 0; w < kMatrixWarps; ++w) {
+    total.sum += as_float(sums[w * kSlots + c].v[0]);
+    total.product += as_float(sums[w * kSlots + c].v[1]);
+  }
+  return total;
+}
+
+}  // namespace nasfast::gpu
