@@ -19,8 +19,8 @@ pytestmark = [
 ]
 SHARED_OF_A_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # Bytes per thread that these kernels spill: those that fuse an expansion with a depthwise convolution, the depthwise
-# kernels on tensor cores, the pointwise kernel of the tallest tile that makes its input, and the gradient of an expansion
-# of at most 32 channels. The others spill none.
+# kernels on tensor cores, the pointwise kernel of the tallest tile that makes its input, and the gradient of an
+# expansion of at most 32 channels. The others spill none.
 SPILLED = {
     ("ExpandForwardKernel", 7, 1): 40,
     ("ExpandBackwardKernel", 5, 1): 24,
