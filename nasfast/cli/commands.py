@@ -124,6 +124,11 @@ def _run(
             raise ConfigError("--dry-run times the steps of one process: run it without torchrun")
         print(plan_run(cfg, settings, max_hours=hours))
         return
+    if hours is not None and environment_size() > 1:
+        raise ConfigError(
+            "--max-hours stops one process, and torchrun would start its ranks again: leave it out, and stop torchrun "
+            "by SIGTERM"
+        )
     with _at_most(hours), _joined(cfg) as (cfg, world):
         if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
             raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")

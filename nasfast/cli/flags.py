@@ -95,11 +95,11 @@ def _add_task_flags(parser: Parser, *, dry_run: bool = True, optional: str = "")
     Args:
         parser: gets the flags.
         dry_run: whether the command can print its tasks instead.
-        optional: what these flags make a task of, each in a process of its own, where the command has tasks only if one
-            of them is given.
+        optional: what these flags make a task of, each in a process of its own, where the command has tasks only if
+            --executor, --workers or --attempts is given.
     """
     default = TaskSettings()
-    makes = f"; this flag, or another about tasks, makes a task of {optional}" if optional else ""
+    makes = f"; this flag, --workers or --attempts makes a task of {optional}" if optional else ""
     parser.add_argument(
         "--executor",
         choices=("processes", "ray"),

@@ -178,7 +178,7 @@ def answers_from_hex(text: str, images: int) -> list[bool]:
     """The inverse of `answers_to_hex`; images without a digit count as wrong.
 
     Raises:
-        ValueError: the text has other characters than hexadecimal digits.
+        ValueError: the text is not pairs of hexadecimal digits.
     """
-    digits = f"{int(text, 16):0{4 * len(text)}b}" if text else ""
+    digits = "".join(f"{byte:08b}" for byte in bytes.fromhex(text))
     return [digit == "1" for digit in digits[:images].ljust(images, "0")]

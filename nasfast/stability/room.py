@@ -12,7 +12,7 @@ from nasfast.train import CheckpointError
 from nasfast.train.supernet import make_supernet
 
 
-def check_room(cfg: RunConfig, seeds: int, workers: int = 1) -> None:
+def check_room(cfg: RunConfig, seeds: int, workers: int) -> None:
     """Refuse more seeds than there is room for, before anything is trained.
 
     Args:

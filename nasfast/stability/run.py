@@ -24,7 +24,7 @@ from nasfast.stability.room import check_room
 from nasfast.stability.work import network_task, rivals, seed_task
 from nasfast.stages.checks import already_begun, check_same_run
 from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
-from nasfast.tasks.room import cores
+from nasfast.tasks.room import workers_for
 from nasfast.tasks.task import saved_result
 
 _LOG = logging.getLogger(__name__)
@@ -129,11 +129,12 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
         if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
             raise already_begun(cfg.run_dir, "a run", same)
         same()
-        for task in (seed_task(cfg, number) for number in range(seeds)):
+        tasks = [seed_task(cfg, number) for number in range(seeds)]
+        for task in tasks:
             saved_result(cfg.run_dir / task.name, task)
         # the driver of a cluster may be on a machine that does not see the images
         if settings.executor == "processes":
-            check_room(cfg, seeds, settings.workers or cores() // cfg.threads)
+            check_room(cfg, seeds, settings.workers or workers_for(tasks))
         write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
         return _run(cfg, seeds, runner)
 

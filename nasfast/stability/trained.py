@@ -159,7 +159,7 @@ def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epoch
         return f"all {len(tasks)} architectures are trained"
     middle, at_a_time = left[len(left) // 2], settings.workers or workers_for(left)
     use_threads(middle.threads)
-    with run_lock(cfg.run_dir):
+    with run_lock(cfg.run_dir, create=False):
         pass  # the trainings would need it; steps are timed without it
     _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
     space, recipe = space_of(cfg), RetrainConfig.from_dict(middle.arguments["recipe"])

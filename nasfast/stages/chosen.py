@@ -118,7 +118,8 @@ def _of_layers(cfg: RunConfig, space: SearchSpace, found: SearchResult) -> dict[
     """The best architectures of a search, and random ones of the cost of the first."""
     chosen = dict(list(_best(found).items())[: cfg.retrain.top_k])
     limits = cfg.search.limits_in(space)
-    limits.check(space, allow_identity=cfg.search.allow_identity)
+    if cfg.retrain.random_architectures:
+        limits.check(space, allow_identity=cfg.search.allow_identity)
     peers = equal_cost_peers(
         space,
         random.Random(cfg.seed),

@@ -113,18 +113,22 @@ def configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSp
         ConfigError, DataError: the images, or the user's table of scores, cannot be used.
         ConfigError, AccuracyError, InfeasibleConstraintError: see `check_search`, which comes before the loader.
     """
-    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
-    images = open_images(cfg.data, seed=cfg.seed, hold_out=cfg.holds_out)
-    space = space.replace(num_classes=len(images[0].classes))
+    space, images = _space_and_images(cfg)
     check_search(cfg, space)
     if cfg.score.table is not None:
         read_cost_table(cfg.score.table, space)
     return space, image_loaders(cfg, space, hold_out=cfg.holds_out, world=world, images=images)[0]
 
 
+def _space_and_images(cfg: RunConfig) -> tuple[SearchSpace, tuple[ImageSource, ImageSource]]:
+    images = open_images(cfg.data, seed=cfg.seed, hold_out=cfg.holds_out)
+    space = get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant)
+    return space.replace(num_classes=len(images[0].classes)), images
+
+
 def space_of(cfg: RunConfig) -> SearchSpace:
     """The space in the run directory, or where there is none, that of the settings."""
-    return saved_space(cfg) if (cfg.run_dir / SPACE_FILE).exists() else configured_space(cfg)[0]
+    return saved_space(cfg) if (cfg.run_dir / SPACE_FILE).exists() else _space_and_images(cfg)[0]
 
 
 def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:

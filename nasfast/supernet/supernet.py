@@ -99,6 +99,7 @@ class Supernet(nn.Module):
         self.activation = activation or space.activation
         # as given: a space that has only reduction layers has no indicators, and still agrees with a sampler's setting
         self.layer_indicators = layer_indicators
+        self._fused = fused
         units = UnitFactory(act=self.activation, fused=fused, track_running_stats=False)
         self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
         self.layers: Sequence[ChoiceLayer] = nn.ModuleList(  # type: ignore[assignment]  # it does not say what is in it
@@ -122,7 +123,8 @@ class Supernet(nn.Module):
         x = self.stem(x)
         for layer, choice in zip(self.layers, self.space.check(path), strict=True):
             x = layer(x, choice)
-        return self.classifier(pixel_mean(self.head(x)))
+        x = self.head(x)
+        return self.classifier(pixel_mean(x) if self._fused else x.mean((2, 3)))
 
     def roles(self) -> dict[str, list[nn.Parameter]]:
         """Every parameter once, by role: block_indicators, layer_indicators, other_bn, convolutions, classifier."""

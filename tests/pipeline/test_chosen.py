@@ -408,7 +408,7 @@ def test_torchrun_and_tasks_exclude_each_other(searched, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert main(["retrain", "--out", str(searched), *FLAGS, "--workers", "2"]) == 1
-    assert "run without torchrun" in capsys.readouterr().err
+    assert "run one process, without torchrun" in capsys.readouterr().err
 
 
 def test_a_network_of_another_space_is_not_exported(searched, capsys):

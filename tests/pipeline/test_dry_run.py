@@ -72,6 +72,9 @@ def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypa
     monkeypatch.setenv("RANK", "0")
     assert main(flags) == 1
     assert "run it without torchrun" in capsys.readouterr().err
+    assert main([*flags[:-1], "--max-hours", "1"]) == 1
+    assert "torchrun would start its ranks again" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_directory_in_use_is_refused(config, tmp_path, capsys):

@@ -37,6 +37,12 @@ def test_images_without_a_digit_count_as_wrong():
     assert answers_from_hex("f0", 10) == [True] * 4 + [False] * 6
 
 
+@pytest.mark.parametrize("text", ["0xff", "-1", "f_f", "f"])
+def test_damaged_answers_are_refused(text):
+    with pytest.raises(ValueError, match="fromhex"):
+        answers_from_hex(text, 8)
+
+
 def test_write_atomic_replaces(tmp_path):
     path = tmp_path / "deep" / "file"
     write_atomic(path, b"old")

@@ -52,7 +52,7 @@ def test_the_bytes_are_those_of_checkpoints(tmp_path, ema):
 
 def test_more_seeds_than_room_are_refused_before_anything_is_trained(tmp_path, monkeypatch, capsys):
     cfg = config(tmp_path / "run")
-    monkeypatch.setattr(run, "cores", lambda: 2)
+    monkeypatch.setattr(run, "workers_for", lambda tasks: 2)
     each, once = room.bytes_of(cfg, SPACE, 4, 2)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=once + 3.5 * each))
     assert main(["run", "--out", str(cfg.run_dir), *FLAGS, "--seeds", "4"]) == 1
