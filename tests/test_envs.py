@@ -2,8 +2,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# the ways a variable is read in Python, C++ and CMake
-READ = re.compile(r"""(?:environ\.get\(|environ\[|getenv\(|ENV\{)["']?(NASFAST_\w+)""")
+# the ways a variable is read in Python, C++ and CMake, and by setup.py's own function
+READ = re.compile(r"""(?:environ\.get\(|environ\[|getenv\(|ENV\{|switch\()["']?(NASFAST_\w+)""")
 
 
 def test_envs_page_lists_exactly_the_variables_the_source_reads():

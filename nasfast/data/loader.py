@@ -230,6 +230,11 @@ def _named_images(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]
         return kind("train"), kind("val")
     if cfg.train is None:
         raise ConfigError("data.train is not set: give the training folder, e.g. --data.train images/train")
+    if cfg.val is not None and Path(cfg.val).resolve() == Path(cfg.train).resolve():
+        raise ConfigError(
+            f"data.train and data.val are both {cfg.train}, but a network must be judged on other images: leave "
+            f"data.val out, which keeps {cfg.val_fraction:g} of the training images apart, or give another folder"
+        )
     train = open_files(cfg.train)
     if cfg.val is None:
         return split_source(train, cfg.val_fraction, seed if cfg.split_seed is None else cfg.split_seed)

@@ -42,6 +42,8 @@ def preprocess(image: Image.Image | str | Path, info: ImageInfo) -> Tensor:
     Raises:
         DataError: the file is missing or is no image.
     """
+    if isinstance(image, (str, Path)) and not Path(image).exists():
+        raise DataError(f"{image} does not exist: give the path of an image")
     try:
         picture = open_image(str(image)) if isinstance(image, (str, Path)) else to_rgb(image)
     except (OSError, ValueError) as error:

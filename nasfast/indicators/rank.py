@@ -134,16 +134,22 @@ class RankReport:
         if not taus:
             return f"Every baseline is constant on these architectures; the predictor's tau is {mine}."
         beaten = [name for name in taus if self.above[name].positive]
-        rest = [f"{name} ({tau:+.3f})" for name, tau in taus.items() if name not in beaten]
-        if not rest:
+        worse = [name for name in taus if (self.above[name].high or 0.0) < 0]
+        below, rest = (
+            [f"{name} ({tau:+.3f})" for name, tau in taus.items() if (name in worse) == side and name not in beaten]
+            for side in (True, False)
+        )
+        if not (below or rest):
             best = max(taus, key=taus.__getitem__)
             return (
                 f"The predictor beats every baseline: its tau is {mine}, that of the best, {best}, is "
                 f"{taus[best]:+.3f}."
             )
-        return f"The predictor's tau is {mine}. It is not above {', '.join(rest)} by more than chance allows" + (
-            f"; it is above {', '.join(beaten)}." if beaten else "."
-        )
+        said = [f"it is below {', '.join(below)}"] * bool(below)
+        said += [f"it is not above {', '.join(rest)} by more than chance allows"] * bool(rest)
+        said += [f"it is above {', '.join(beaten)}"] * bool(beaten)
+        text = "; ".join(said)
+        return f"The predictor's tau is {mine}. {text[0].upper()}{text[1:]}."
 
     def to_json(self) -> str:
         """The report and its verdict as JSON."""

@@ -81,10 +81,12 @@ def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure
         sharey=True,
     )
     axes[0].set_yticks(range(len(layers)), [_layer_name(i, layer) for i, layer in enumerate(layers)], fontsize=8)
-    _heat(figure, axes[0], grid, "block score $S_v$ = mean |γ|", "viridis")
+    gammas = table.rule == "product"
+    title = "block score $S_v$ = mean |γ|" if gammas else literal(f"score: {table.meta.get('score', 'of the user')}")
+    _heat(figure, axes[0], grid, title, "viridis")
     axes[0].set_xticks(range(len(labels)), map(literal, labels), fontsize=9)
     if with_layer:
-        _heat(figure, axes[1], column, "$S_u$", "magma")
+        _heat(figure, axes[1], column, "$S_u$" if gammas else "identity", "magma")
         axes[1].set_xticks([0], ["layer"], fontsize=9)
     for i, choice in enumerate(arch or ()):
         if choice != SKIP:

@@ -158,6 +158,8 @@ def _notes(cfg: RunConfig, trial: Trial, timed: Sequence[Estimate]) -> tuple[str
         f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {macs[0]:,} to {macs[1]:,} MACs",
         f"{len(trial.loader.source):,} training images of {space.num_classes} classes; limits of the search: {limits}",
     ]
+    if given.get("max_macs", 0) >= macs[1]:
+        notes.append("Every architecture meets max_macs: a limit below the most MACs would choose among them.")
     if quick := [e.what for e in timed if not e.seconds]:
         notes.append(f"Not timed, because they take seconds: {', '.join(quick)}. Networks are timed at the most MACs.")
     if (cfg.run_dir / "checkpoints").exists():

@@ -207,10 +207,13 @@ def test_beating_a_baseline_is_decided_by_the_paired_difference(accuracies):
     )
     assert report.above["depth"].value > 0 >= report.above["depth"].low
     assert "It is not above depth" in report.verdict
+    # the reverse of depth is below it, and not only not above it
+    report = rank(accuracies, {a: -depth(a) for a in accuracies}, SPACE, resamples=200)
+    assert "It is below depth (" in report.verdict
     # the predictor is depth with its ties broken at random
     noise = rank(accuracies, {a: depth(a) + 0.001 * rng.random() for a in accuracies}, SPACE, resamples=200)
     assert noise.above["depth"].low <= 0
-    assert "It is not above depth" in noise.verdict
+    assert "It is below depth" in noise.verdict
     assert "it is above" in noise.verdict
     assert "params" in noise.verdict
 

@@ -68,6 +68,8 @@ def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypa
     flags = ["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry-run"]
     assert main([*flags, "--search.max_macs", "1000"]) == 1
     assert "the smallest architecture of space 'tiny' has" in capsys.readouterr().err
+    assert main([*flags, "--data.source", "folder", "--data.train", str(tmp_path), "--data.val", str(tmp_path)]) == 1
+    assert "data.train and data.val are both" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert main(flags) == 1

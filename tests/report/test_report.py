@@ -419,6 +419,7 @@ def test_heat_map_prints_digits_that_differ(tmp_path, spread, digits):
     figure = plots.indicator_heatmap(IndicatorTable(space, block, (None,) * len(space)))
     figure.savefig(tmp_path / "map.png")
     heat, bar = figure.axes
+    assert heat.get_title() == "block score $S_v$ = mean |γ|"
     assert {len(text.get_text().split(".")[1]) for text in heat.texts} == {digits}
     assert bar.yaxis.get_offset_text().get_text() == ""
     assert all(math.isclose(float(t.get_text()), t.get_position()[1]) for t in bar.get_yticklabels())

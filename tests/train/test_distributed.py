@@ -131,7 +131,7 @@ def test_one_rank_told_to_stop_stops_all_and_nothing_is_lost(done, case):
     assert codes[stopped] == [143] * size + [0] * size
     messages = {path.read_text() for path in (out / stopped).glob("error *")}
     assert len(messages) == 1
-    assert "is saved, --resume continues" in messages.pop()
+    assert " of 8 is saved in " in messages.pop()
     unbroken, resumed = (
         {p.name: p.read_bytes() for p in (out / name / "checkpoints").iterdir()} for name in (case, stopped)
     )
