@@ -106,8 +106,9 @@ docs:  ## check the links of the documentation, and build its site into build/si
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
 # The wheel is built from the source distribution, so that this one is complete, and installed where nothing of this
-# checkout is on the path. auditwheel names the oldest C library that it runs with, as package indexes ask; torch's
-# libraries are those of the torch that is installed beside it. NASFAST_CUDA=OFF makes the one for torch without CUDA.
+# checkout and no compiler is on the path. auditwheel names the oldest C library that it runs with, as package indexes
+# ask; torch's libraries are those of the torch that is installed beside it. NASFAST_CUDA=OFF makes the one for torch
+# without CUDA.
 wheel: install  ## build a source distribution and a wheel from it, install it in a new environment and run nasfast doctor
 	rm -rf build/wheel build/lib.*
 	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('build/wheel')"
@@ -119,8 +120,8 @@ wheel: install  ## build a source distribution and a wheel from it, install it i
 		--wheel-dir build/wheel build/wheel/linux/nasfast-*.whl
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build/wheel/nasfast-*.whl
-	cd build/wheel && PYTHONPATH= venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \
-		PYTHONPATH= venv/bin/nasfast doctor
+	cd build/wheel && env -i PATH= HOME="$$HOME" venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \
+		env -i PATH= HOME="$$HOME" venv/bin/nasfast doctor
 
 bench: install  ## run every benchmark that needs no GPU; takes an hour or two
 	$(BIN)/python -m pytest benchmarks/ops -q --benchmark-json benchmarks/results/ops.json
