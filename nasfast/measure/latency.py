@@ -235,7 +235,9 @@ def _validation_lines(form: Mapping[str, Any], least: float) -> list[str]:
             f"--search.max_latency_ms {limit:.3g} (four of five networks are within it)"
         )
     else:
-        lines.append("with an error of that size this table serves no limit")
+        lines.append(
+            "with an error of that size this table serves no limit: measure again on a quiet machine, with more rounds"
+        )
     if error["q80"] > _LARGE_ERROR:
         lines.append(_advice(form, error))
     return lines + [

@@ -240,9 +240,9 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         if table is not None:
             space, rng = table.space, random.Random(0)
             if space.fingerprint not in samples:
-                samples[space.fingerprint] = [sample_under(space, rng) for _ in range(_ARCHITECTURES)]
+                drawn = (sample_under(space, rng) for _ in range(_ARCHITECTURES))
+                samples[space.fingerprint] = list(dict.fromkeys(drawn))
             scores[name] = [table.score(arch) for arch in samples[space.fingerprint]]
-    weights = bootstrap_weights(_ARCHITECTURES, _RESAMPLES, 0)
     rows = []
     for one, other in itertools.combinations(runs, 2):
         a, b = tables[one], tables[other]
@@ -251,11 +251,12 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         elif a.space.fingerprint != b.space.fingerprint:
             said = "tables of different spaces"
         else:
+            weights = bootstrap_weights(len(scores[one]), _RESAMPLES, 0)
             said = str(Estimate.of(kendall_tau(scores[one], scores[other], weights)))
         rows.append([one, other, said])
     note = (
-        f"Kendall's tau-b over {_ARCHITECTURES} random architectures of the space, with its 95 % bootstrap interval "
-        "over them. A high tau says that both rank alike, not that either ranks well: both may only follow structure."
+        f"Kendall's tau-b over at most {_ARCHITECTURES} different random architectures, with its 95 % bootstrap "
+        "interval over them. A high tau says that both rank alike, not that either ranks well: both may only follow structure."
     )
     shown = table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2))
     return f'{shown}<p class="soft">{note}</p>'

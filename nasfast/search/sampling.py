@@ -226,7 +226,11 @@ def equal_cost_peers(
     except InfeasibleConstraintError as error:
         _LOG.warning("no random architecture to compare with: %s", error)
     if 0 < len(peers) < count:
-        _LOG.warning("found only %d of %d different random architectures of equal cost", len(peers), count)
+        _LOG.warning(
+            "found only %d of %d different random architectures of equal cost: the space has hardly more",
+            len(peers),
+            count,
+        )
     return list(peers)
 
 
