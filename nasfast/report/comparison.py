@@ -256,7 +256,8 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         rows.append([one, other, said])
     note = (
         f"Kendall's tau-b over at most {_ARCHITECTURES} different random architectures, with its 95 % bootstrap "
-        "interval over them. A high tau says that both rank alike, not that either ranks well: both may only follow structure."
+        "interval over them. A high tau says that both rank alike, not that either ranks well: both may only follow "
+        "structure."
     )
     shown = table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2))
     return f'{shown}<p class="soft">{note}</p>'
