@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -235,13 +236,15 @@ def _figure(runs: Mapping[str, RunFiles]) -> Figure:
 def _agreement(runs: Mapping[str, RunFiles]) -> str:
     tables = {name: _searched_table(run) for name, run in runs.items()}
     samples: dict[str, list[Arch]] = {}
+    weights: dict[str, np.ndarray] = {}
     scores: dict[str, list[float]] = {}
     for name, table in tables.items():
         if table is not None:
             space, rng = table.space, random.Random(0)
             if space.fingerprint not in samples:
                 drawn = (sample_under(space, rng) for _ in range(_ARCHITECTURES))
-                samples[space.fingerprint] = list(dict.fromkeys(drawn))
+                different = samples[space.fingerprint] = list(dict.fromkeys(drawn))
+                weights[space.fingerprint] = bootstrap_weights(len(different), _RESAMPLES, 0)
             scores[name] = [table.score(arch) for arch in samples[space.fingerprint]]
     rows = []
     for one, other in itertools.combinations(runs, 2):
@@ -251,8 +254,7 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         elif a.space.fingerprint != b.space.fingerprint:
             said = "tables of different spaces"
         else:
-            weights = bootstrap_weights(len(scores[one]), _RESAMPLES, 0)
-            said = str(Estimate.of(kendall_tau(scores[one], scores[other], weights)))
+            said = str(Estimate.of(kendall_tau(scores[one], scores[other], weights[a.space.fingerprint])))
         rows.append([one, other, said])
     note = (
         f"Kendall's tau-b over at most {_ARCHITECTURES} different random architectures, with its 95 % bootstrap "
