@@ -120,7 +120,7 @@ def test_what_a_search_writes_is_retrained(tmp_path, capsys, space):
     assert f"{run / 'nasi-search.html'}, {result}" in capsys.readouterr().out
     data = [
         f"--data.{name}={value}"
-        for name, value in {"train": images, "val": images, "batch_size": 4, "workers": 0}.items()
+        for name, value in {"train": images, "val_fraction": 0.5, "batch_size": 4, "workers": 0}.items()
     ]
     if space == "digits_mini":
         assert main(["search", f"--out={run}", *data, "--search.top_k=1"]) == 0
