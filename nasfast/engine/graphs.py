@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
 from nasfast.engine.segments import Head, Segment
+from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Remains, Unmade
 from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual, has_forward_hooks
 from nasfast.ops.plan import stage_kind
@@ -212,6 +213,7 @@ class GraphEngine:
         self._segments: list[dict[_Key, Segment]] = [{} for _ in layers]
         self._pools = [self._capture.pool() for _ in layers]
         self._layers = layers
+        self._told: set[Unjoined] = set()
 
     def buffers(self) -> Iterator[Tensor]:
         """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
@@ -230,7 +232,7 @@ class GraphEngine:
         function = choices[choice]
         used = function.parameters() if isinstance(function, _Chosen) else [p for m in modules for p in m.parameters()]
         last = i == len(self._layers) - 1
-        chains = self._chains(i, choice)
+        in_front, behind = self._obstacles(i, choice)
         twins = [segment for (other, _), segment in self._segments[i].items() if other == choice]
         make = partial(Head, labels=self.labels, label_smoothing=self.label_smoothing) if last else Segment
         try:
@@ -239,8 +241,8 @@ class GraphEngine:
                 source=self._activations[i],
                 target=None if last else self._activations[i + 1],
                 unmade=unmade,
-                makes=chains[0],
-                remains=None if last or not chains[-1] else self._remains[i + 1],
+                makes=in_front is None,
+                remains=None if last or behind else self._remains[i + 1],
                 source_grad=self._gradients[i - 1] if i > 0 else None,
                 target_grad=None if last else self._gradients[i],
                 parameters=[p for p in used if p.requires_grad],
@@ -250,24 +252,44 @@ class GraphEngine:
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             raise EngineError(f"choice {choice} of layer {i - 1} could not be captured: {error}") from error
-        if unmade is not None and segment.source_grad is not None and not segment.begins:
-            _logger.debug(
-                "choice %s of layer %d does not read its input by a chain of the CUDA kernels, so a launch of its own "
-                "begins the backward of the layer before",
-                choice,
-                i - 1,
-            )
+        for reason in dict.fromkeys(self._unjoined(i, choice, segment)):
+            self._log_unjoined(i, choice, reason)
         self._segments[i][key] = segment
         return segment
 
-    def _chains(self, i: int, choice: int | None) -> list[bool]:
-        """Whether each part of a layer's choice is one chain, and nothing else reads its input or its result."""
+    def _parts(self, i: int, choice: int | None) -> list[nn.Module]:
+        """The modules that a layer's choice runs one after another; none for a layer that is skipped."""
         modules, choices = self._layers[i]
         function = choices[choice]
-        if any(map(has_forward_hooks, modules)):
-            return [False]
-        parts = function.parts() if isinstance(function, _Chosen) else list(modules[0].children())
-        return [_is_chain(part) for part in parts] or [False]
+        return function.parts() if isinstance(function, _Chosen) else list(modules[0].children())
+
+    def _obstacles(self, i: int, choice: int | None) -> tuple[Unjoined | None, Unjoined | None]:
+        """Why a layer's choice can make no input, and leave no result: it begins, or ends, with no chain alone."""
+        if any(map(has_forward_hooks, self._layers[i][0])):
+            return Unjoined.HOOK, Unjoined.HOOK
+        parts = self._parts(i, choice)
+        chains = [_is_chain(part) for part in parts] or [False]
+        return None if chains[0] else Unjoined.NO_CHAIN, None if chains[-1] else Unjoined.NO_CHAIN
+
+    def _unjoined(self, i: int, choice: int | None, segment: Segment) -> Iterator[Unjoined]:
+        """Why launches of their own do what the chains of this captured segment and of its neighbours could do."""
+        in_front, behind = self._obstacles(i, choice)
+        if segment.unmade is not None:
+            differentiates = segment.source_grad is not None and segment.passes_on
+            if not segment.makes:
+                yield in_front or Unjoined.READS
+            elif differentiates and not segment.begins:
+                yield Unjoined.SUMS
+            elif _begins_depthwise(self._parts(i, choice)[0]):
+                yield Unjoined.DEPTHWISE
+        if segment.target is not None and segment.left is None:
+            yield behind or Unjoined.WRITES
+
+    def _log_unjoined(self, i: int, choice: int | None, reason: Unjoined) -> None:
+        """Log the first candidate of each reason as info, and the others for people who debug."""
+        level = logging.DEBUG if reason in self._told else logging.INFO
+        self._told.add(reason)
+        _logger.log(level, "choice %s of layer %d is not joined to its neighbours: it is %s", choice, i - 1, reason)
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
@@ -360,6 +382,12 @@ class _Chosen:
 def _is_chain(module: nn.Module) -> bool:
     """Whether a call of this module is one chain."""
     return type(module) is FusedConvBNAct or (type(module) is FusedInvertedResidual and module.se is None)
+
+
+def _begins_depthwise(chain: nn.Module) -> bool:
+    """Whether the first convolution of this chain, see `_is_chain`, is depthwise."""
+    first = next(module for module in chain.modules() if isinstance(module, nn.Conv2d))
+    return first.groups > 1
 
 
 def _lay_out(net: Supernet) -> None:

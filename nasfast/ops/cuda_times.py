@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 # compute capabilities of GPUs with HBM, which move about three times as many bytes per instruction as the others
 _WITH_HBM = {(8, 0), (9, 0), (10, 0), (10, 3)}
+# images of the modelled step
+BATCH = 32
 _FILE = Path(__file__).with_name("cuda_times.json")
 
 

@@ -16,6 +16,7 @@ from nasfast.engine import EagerEngine, GraphEngine, make_engine
 from nasfast.engine.graphs import EngineError
 from nasfast.measure.timing import random_batch
 from nasfast.ops import _native, _triton, backends, bn_act, conv_bn_act_chain, modules
+from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Offer
 from nasfast.ops.modules import BNAct2d
 from nasfast.ops.plan import storage_dtype
@@ -323,9 +324,18 @@ def test_a_candidate_begins_the_backward_of_the_layer_before(emulated, monkeypat
         size = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
         for name, gradient in found.items():
             assert float((gradient - expected[name]).norm()) <= 2**-9 * size, name
-    own = [message for message in caplog.messages if "a launch of its own begins" in message]
-    # an identity behind a normal layer, and behind a reduction
-    assert [message.split(" does not")[0] for message in own] == ["choice 2 of layer 1", "choice 2 of layer 2"]
+    between = " is not joined to its neighbours: it is "
+    told = [
+        (record.levelname, *record.message.split(between)) for record in caplog.records if between in record.message
+    ]
+    # the stem is no chain of these kernels; an identity comes in every layer
+    assert told == [
+        ("INFO", "choice None of layer -1", Unjoined.WRITES.value),
+        ("INFO", "choice 1 of layer 2", Unjoined.DEPTHWISE.value),
+        ("INFO", "choice 2 of layer 1", Unjoined.NO_CHAIN.value),
+        ("DEBUG", "choice 2 of layer 0", Unjoined.NO_CHAIN.value),
+        ("DEBUG", "choice 2 of layer 2", Unjoined.NO_CHAIN.value),
+    ]
 
 
 @emulates

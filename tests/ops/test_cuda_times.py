@@ -9,7 +9,7 @@ import torch
 
 from nasfast import ops
 from nasfast.measure import doctor
-from nasfast.ops import _triton, backends, conv, cuda_times, plan
+from nasfast.ops import _triton, backends, conv, cuda_reasons, cuda_times, plan
 from nasfast.ops.cuda_times import Chain, Times
 from nasfast.ops.reference import ConvBNParams, Stage
 
@@ -162,8 +162,16 @@ def test_doctor_says_what_the_model_decides(monkeypatch):
     monkeypatch.setitem(cuda_times.TIMES, "RTX 3080", MADE_UP)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 9))
+    monkeypatch.setattr(cuda_reasons, "shared_kb", lambda: 227)
     monkeypatch.setattr(backends, "explain", lambda device, dtype: [])
-    assert doctor._operators() == [
+    lines = doctor._operators()
+    assert lines[2:5] == [
+        "cuda runs 0 of the 2 depthwise stages of a mobilenet_v2 step on tensor cores",
+        "  not 1: the kernel that computes an expansion again has no such stencil",
+        "  not 1: on maps of at most 8 columns it is slower by the model",
+    ]
+    assert lines[-len(cuda_reasons.Unjoined) :] == [f"  {reason.value}" for reason in cuda_reasons.Unjoined]
+    assert lines[:2] == [
         "cuda by the model of an RTX 3080: 25 us, and 30 us with triton, for the 3 chains of a mobilenet_v2 step; it "
         "computes 2 of the 3 expansions again for which it can",
         f"not cuda by the model of an RTX 3080, 11 us, and 10 us with triton, for {HALVED}",

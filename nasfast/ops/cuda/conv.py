@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from nasfast.ops import cuda_reasons
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.chain_launch import check_backward, check_forward, new_gradients
 from nasfast.ops.destinations import begun_backward, leave_result, new_image, unmade_input, what_was_left
@@ -30,6 +31,8 @@ def _count(like: Tensor, plan: list[int]) -> int:
 
 @lru_cache(KEPT_PLANS)
 def _count_once(device: torch.device, plan: tuple[int, ...]) -> int:
+    if device.type == "cuda" and plan:
+        cuda_reasons.log_stages(plan, cuda_reasons.shared_kb(device))
     return _count(torch.empty(0, device=device), list(plan))
 
 
