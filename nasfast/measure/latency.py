@@ -31,13 +31,10 @@ from nasfast.runtime.files import write_atomic
 from nasfast.runtime.onnx import check_provider
 from nasfast.spaces import SKIP, Arch, CostTable, SearchSpace, UniformSampler, format_arch
 from nasfast.spaces.cost import output_size
-from nasfast.spaces.cost_table import FORMAT, table_of
+from nasfast.spaces.cost_table import FORMAT, LARGE_ERROR, table_of
 from nasfast.supernet import StandaloneNetwork, build
 
 _LOG = logging.getLogger(__name__)
-
-# error of four of five networks of a validation from which on its report says what helps
-_LARGE_ERROR = 0.07
 
 # quotient of the 80 % and 20 % quantiles of a part's times from which on the report names it
 _UNSTEADY = 2.0
@@ -238,7 +235,7 @@ def _validation_lines(form: Mapping[str, Any], least: float) -> list[str]:
         lines.append(
             "with an error of that size this table serves no limit: measure again on a quiet machine, with more rounds"
         )
-    if error["q80"] > _LARGE_ERROR:
+    if error["q80"] > LARGE_ERROR:
         lines.append(_advice(form, error))
     return lines + [
         f"  {row['predicted_ms']:8.2f} against {row['median_ms']:8.2f} ({row['q20_ms']:.2f} - {row['q80_ms']:.2f})  "
@@ -253,7 +250,7 @@ def _advice(form: Mapping[str, Any], error: Mapping[str, float]) -> str:
     if form["clock"] == "wall" and form["device"] != "cuda":
         helps.insert(1, "on a busy machine --clock cpu --threads 1")
     text = (
-        f"an error above {_LARGE_ERROR:.0%} for 80 % of the networks hides differences between them; what helps: "
+        f"an error above {LARGE_ERROR:.0%} for 80 % of the networks hides differences between them; what helps: "
         f"{', '.join(helps)}"
     )
     if error.get("median_by_macs", math.inf) <= error["median"]:

@@ -27,6 +27,9 @@ _DIGITS = 8
 # entries that an error names, of those that are missing or that no layer has
 _NAMED = 4
 
+LARGE_ERROR = 0.07
+"""Relative error of four of five networks of a table's validation above which each use of the table says so."""
+
 
 @dataclass(frozen=True)
 class CostTable:
@@ -42,7 +45,8 @@ class CostTable:
             of a layer that may be skipped is among them.
         fixed: cost of stem, head and classifier together.
         better: whether lower or higher sums are better, where the table is the score of a search.
-        about: where the numbers are from; it is shown beside results.
+        about: where the numbers are from, and whether their validation found a large error; it is shown beside
+            results.
         device, batch: what a table of latencies was measured on, and images per run; None if the file does not say.
     """
 
@@ -139,10 +143,20 @@ def table_of(form: Any, space: SearchSpace) -> CostTable:
         _rows(form["entries"], space),
         _number(form.get("fixed", 0.0), "'fixed'"),
         form.get("better", "lower"),
-        str(form.get("about", "")),
+        str(form.get("about", "")) + _warning(form),
         form.get("device"),
         form.get("batch"),
     )
+
+
+def _warning(form: Mapping[str, Any]) -> str:
+    """What to say of a table whose validation found an error above `LARGE_ERROR`; empty for any other table."""
+    validation = form.get("validation")
+    error = validation.get("error") if isinstance(validation, Mapping) else None
+    q80 = error.get("q80") if isinstance(error, Mapping) else None
+    if not isinstance(q80, (int, float)) or not q80 > LARGE_ERROR:
+        return ""
+    return f"; this error is above {LARGE_ERROR:.0%}: smaller differences say nothing, and a limit needs such a margin"
 
 
 def _rows(entries: list[Any], space: SearchSpace) -> tuple[tuple[tuple[int, float], ...], ...]:

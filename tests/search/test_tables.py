@@ -232,6 +232,20 @@ def test_a_table_that_cannot_be_used_is_named(small_space, write, change, messag
     assert str(caught.value).startswith(f"{path}: ")
 
 
+def test_a_table_with_a_large_error_says_so_wherever_it_is_used(small_space, write):
+    def about(error, **more):
+        form = form_of(
+            small_space, about="cpu, batch 1; error 2.0%", validation={"error": error, "networks": []}, **more
+        )
+        return read_cost_table(write(form), small_space).about
+
+    warning = "this error is above 7%: smaller differences say nothing, and a limit needs such a margin"
+    assert about({"median": 0.02, "q80": 0.12}) == f"cpu, batch 1; error 2.0%; {warning}"
+    assert about({"median": 0.02, "q80": 0.05}) == "cpu, batch 1; error 2.0%"
+    # a user's own table may have anything under this name
+    assert about(None) == about("none") == about({"q80": "much"}) == "cpu, batch 1; error 2.0%"
+
+
 def test_files_that_are_no_table(small_space, tmp_path):
     with pytest.raises(ConfigError, match="cannot read the table .*absent.json: No such file.*; `nasfast latency"):
         read_cost_table(tmp_path / "absent.json", small_space)
