@@ -67,6 +67,7 @@ class PredictorReport:
         kendall_by_depth: depth -> tau-b within the group; None if undefined.
         regret: for each budget of the report, the accuracy lost by taking the predictor's favourite under the budget;
             the mean over favourites if several tie.
+        undefined: why estimates of this row are undefined; empty if all are defined.
     """
 
     name: str
@@ -75,6 +76,7 @@ class PredictorReport:
     kendall_within_depth: Estimate
     kendall_by_depth: dict[int, float | None]
     regret: tuple[float, ...]
+    undefined: str = ""
 
     @property
     def constant(self) -> bool:
@@ -180,7 +182,7 @@ class RankReport:
                 f"{row.name:{width}} {row.kendall!s:>24} {above.get(row.name, '-'):>24} "
                 f"{row.kendall_within_depth!s:>24} {row.spearman!s:>24}   {regret}"
             )
-        return "\n".join([*lines, self.verdict])
+        return "\n".join([*lines, *(f"{row.name}: {row.undefined}." for row in rows if row.undefined), self.verdict])
 
 
 def rank(
@@ -334,7 +336,26 @@ def _report(
         kendall_within_depth=Estimate.of(within),
         kendall_by_depth=by_depth,
         regret=tuple(regret),
+        undefined=_why_undefined(x, truth, depth, within=bool(np.isnan(within[0]))),
     )
+
+
+def _why_undefined(x: np.ndarray, truth: np.ndarray, depth: np.ndarray, *, within: bool) -> str:
+    """Why estimates of a predictor with scores `x` are undefined; empty if all are defined.
+
+    Args:
+        within: whether tau within equal depth is undefined.
+    """
+    if np.ptp(truth) == 0:
+        return "undefined, because all accuracies are equal"
+    if np.ptp(x) == 0:
+        return "undefined, because it is the same for all architectures"
+    if not within:
+        return ""
+    what = "tau within equal depth is undefined, because"
+    if len(np.unique(depth)) == len(depth):
+        return f"{what} no two architectures have the same depth"
+    return f"{what} architectures of equal depth do not differ in it, or not in accuracy"
 
 
 def _optional(value: float) -> float | None:

@@ -102,12 +102,16 @@ def test_a_depth_counter_is_exposed(accuracies):
     assert report.predictor.kendall == report.baselines[0].kendall
     assert report.predictor.kendall_within_depth.value is None
     assert "It is not above depth" in report.verdict
-    assert "undefined" in str(report)
+    said = "tau within equal depth is undefined, because architectures of equal depth do not differ in it"
+    said += ", or not in accuracy"
+    assert f"\npredictor: {said}.\ndepth: {said}.\nThe predictor's tau" in str(report)
+    assert json.loads(report.to_json())["predictor"]["undefined"] == said
 
 
 def test_a_constant_predictor_is_reported_not_fatal(accuracies):
     report = rank(accuracies, dict.fromkeys(accuracies, 0.5), SPACE, resamples=20)
     assert report.predictor.constant
+    assert "\npredictor: undefined, because it is the same for all architectures.\n" in str(report)
     assert "ranks nothing" in report.verdict
     form = json.loads(report.to_json())
     assert form["predictor"]["kendall"] == {"value": None, "low": None, "high": None}
