@@ -42,6 +42,15 @@ def test_the_workflows_run_the_checks_all_tests_the_oldest_versions_and_the_whee
     assert commands >= {"make check", "make test", "make test-oldest-fast", "make wheel"}
 
 
+def test_a_wheel_is_built_for_every_python_of_the_tested_versions():
+    """pyproject.toml names Python 3.10 too, for which torch and numpy of constraints.txt have no release."""
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "wheel.yml").read_text())["jobs"].values()
+    assert ["3.10", *job["strategy"]["matrix"]["python"]] == pythons
+    (setup,) = (step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
+    assert setup["python-version"] == "${{ matrix.python }}"
+
+
 def test_hooks_use_the_installed_tools():
     settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert [repository["repo"] for repository in settings["repos"]] == ["local"]
