@@ -17,9 +17,10 @@ from nasfast.config import flatten, load_yaml, portable
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
-from nasfast.report.page import embedded, escape, millions, page_of, percent, table_of
+from nasfast.report.page import escape, figure_of, millions, page_of, percent, table_of
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import NotRun, RunFiles, body_of
+from nasfast.report.vector import svg_of
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.progress import hours_minutes
 from nasfast.search import sample_under
@@ -40,7 +41,7 @@ _NOT_OF_TRAINING = tuple(f"retrain.{name}" for name in CHOICES)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
-    """Write one page that compares runs, and its figure beside it.
+    """Write one page that compares runs.
 
     What a run does not have is a dash.
 
@@ -75,7 +76,7 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     page = Path(page)
     sections: list[tuple[str, str, Callable[[], str]]] = [
         ("runs", "Runs", partial(_overview, runs)),
-        ("accuracies", "Accuracies", partial(_accuracies, runs, page)),
+        ("accuracies", "Accuracies", partial(_accuracies, runs)),
         ("tables", "Agreement of the tables of scores", partial(_agreement, runs)),
         ("settings", "Settings that differ", partial(_settings, runs)),
     ]
@@ -169,7 +170,7 @@ def _paths_per_step(run: RunFiles, supernet: Mapping[str, Any]) -> int:
     return sampler(run.space, layer_indicators=bool(supernet.get("layer_indicators"))).paths_per_step
 
 
-def _accuracies(runs: Mapping[str, RunFiles], page: Path) -> str:
+def _accuracies(runs: Mapping[str, RunFiles]) -> str:
     bests = {name: (_known(partial(getattr, run, "retrained")) or {}).get("best") for name, run in runs.items()}
     if not any(bests.values()):
         raise NotRun("`nasfast retrain` trains networks to compare")
@@ -202,7 +203,7 @@ def _accuracies(runs: Mapping[str, RunFiles], page: Path) -> str:
     )
     table = table_of(["run", "minus run", "difference of their best networks"], rows, text_columns=(0, 1, 2))
     caption = "Top-1 of every retrained network against its MACs."
-    figure = embedded(_figure(runs), caption, page.with_name(f"{page.stem}_accuracies.svg"))
+    figure = figure_of(svg_of(_figure(runs), "accuracies", caption), caption)
     return f'{table}<p class="soft">{note}</p>{figure}'
 
 

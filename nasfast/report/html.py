@@ -227,7 +227,8 @@ def _pareto(run: RunFiles) -> str:
     result, table = run.result, run.table
     front = result.pareto or pareto_front(table, table.space)
     rng = random.Random(0)
-    archs = [sample_under(table.space, rng) for _ in range(_CLOUD)]
+    # a small space has fewer different ones
+    archs = list(dict.fromkeys(sample_under(table.space, rng) for _ in range(_CLOUD)))
     caption = "The front is exact: no architecture lies above and to the left of it."
     figure = plots.score_cost(
         [(p.macs * 1e-6, p.score) for p in front],
@@ -392,8 +393,9 @@ def _curves(run: RunFiles, name: str, stages: Sequence[str], command: str) -> st
 
 def _rank(run: RunFiles) -> str:
     form = run.form("rank.json", "nasfast rank")
+    predictors = (form["predictor"], *form["baselines"])
     rows = []
-    for row in (form["predictor"], *form["baselines"]):
+    for row in predictors:
         estimates = [interval_of(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
         # files of earlier versions have only the difference from depth, under another name
         above = form.get("above", {}).get(row["name"])
@@ -406,6 +408,8 @@ def _rank(run: RunFiles) -> str:
         f"{form['architectures']} architectures; 95 % intervals from {form['resamples']} bootstrap resamples. "
         "Regret: accuracy lost by taking the predictor's favourite under that many MACs."
     )
+    # files of earlier versions do not say why
+    note += "".join(f" {row['name']}: {row['undefined']}." for row in predictors if row.get("undefined"))
     return (
         f"<p>{escape(form['verdict'])}</p>"
         + table_of(header, rows, text_columns=(0,))

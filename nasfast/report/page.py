@@ -42,6 +42,11 @@ def embedded(figure: Figure, caption: str, path: Path) -> str:
     """Write a figure to `path` as SVG, and return the HTML that shows it in a page."""
     svg = svg_of(figure, path.stem, caption)
     write_atomic(path, svg.encode())
+    return figure_of(svg, caption)
+
+
+def figure_of(svg: str, caption: str) -> str:
+    """HTML that shows a figure, given as SVG, in a page."""
     # only a file needs the names of its namespaces
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg, count=2)
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"

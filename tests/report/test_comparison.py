@@ -55,6 +55,8 @@ def test_two_runs(runs, tmp_path):
     (second / "retrain" / "best" / "result.json").write_text(json.dumps(worse))
     page = write_comparison(runs, tmp_path / "page.html")
     assert "cannot be read" not in page.read_text() and "Not run yet" not in page.read_text()
+    # the page alone is written
+    assert "<figure><svg" in page.read_text() and {path.name for path in tmp_path.iterdir()} == {"a", "b", "page.html"}
 
     overview = {row[0]: row[1:] for row in rows_of(page, "runs")}
     assert overview[""] == ["a", "b"] and overview["seed"] == ["0", "1"]

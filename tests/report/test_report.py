@@ -19,7 +19,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.report import html, plots, write_report
 from nasfast.report.run_files import body_of
 from nasfast.runtime.files import seal
-from nasfast.search.candidate import SearchResult, TableLimit
+from nasfast.search.candidate import SearchResult, TableLimit, load_candidates
 from nasfast.spaces import SearchSpace, digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
 from nasfast.stability.run import check_seeds
 
@@ -149,11 +149,12 @@ def test_every_baseline_stands_beside_the_predictor(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     form = json.loads((finished_run / "rank.json").read_text())
     text = page_of(tmp_path / "run").text
+    assert "depth: undefined, because it is the same for all architectures." in text
     # every architecture has the same depth
     assert form["above"].pop("depth")["value"] is None and form["above"].keys() == {"macs", "params", "sqrt_size"}
     for above in form["above"].values():
         assert f"{above['value']:+.3f} [{above['low']:+.3f}, {above['high']:+.3f}]" in text
-    del form["above"]
+    del form["above"], form["predictor"]["undefined"]
     (tmp_path / "run" / "rank.json").write_text(json.dumps(form))
     assert "cannot be read" not in page_of(tmp_path / "run").text
 
@@ -202,6 +203,22 @@ def test_a_run_without_a_table_says_so(tmp_path, config, name):
     # the Pareto front and the heat map
     assert page.text.count(f"There is no table of scores: {name} scores whole paths during the search.") == 2
     assert "nasfast score" not in page.text
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_the_cloud_beside_the_front_has_each_architecture_once(finished_run, tmp_path, monkeypatch):
+    shutil.copytree(finished_run, tmp_path / "run")
+    best = load_candidates(finished_run / "archs.json").candidates[0].arch
+    monkeypatch.setattr("nasfast.report.html.sample_under", lambda *_: best)
+    clouds, draw = [], plots.score_cost
+
+    def recorded(front, cloud, chosen, **options):
+        clouds.append(cloud)
+        return draw(front, cloud, chosen, **options)
+
+    monkeypatch.setattr(plots, "score_cost", recorded)
+    write_report(tmp_path / "run")
+    assert [len(cloud) for cloud in clouds] == [1]
 
 
 @pytest.mark.usefixtures("blank_figures")
