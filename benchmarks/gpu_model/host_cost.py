@@ -4,6 +4,7 @@
 
 Triton's own just-in-time path runs with a driver that launches nothing, and so do the operators of the CUDA kernels, so
 the times do not include the CUDA driver.
+The graph engine replays nothing here, so its time is that of the host without the launches of graphs.
 The step has one small image: PyTorch's operators run on the CPU here, and then take about as long as their launches
 would. --cache compiles the kernels of the step at full size into a folder. A machine with such a GPU and the same
 versions of Triton and of this package compiles none of them again if TRITON_CACHE_DIR names that folder.
@@ -18,7 +19,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from benchmarks.captures import EagerCapture
 from benchmarks.gpu_model.compiled import compile_for, in_processes
 from benchmarks.gpu_model.cuda import launching_nothing
 from benchmarks.gpu_model.gpus import GPUS
@@ -55,6 +57,19 @@ def _ready(kernel: JITFunction, key: Any, signature: Any, device: int, *rest: An
     return found
 
 
+class _Graphs(EagerCapture):
+    """A capture whose replays do nothing but count themselves."""
+
+    replays = 0
+
+    def capture(self, functions: Sequence[Callable[[], None]], pool: None) -> list[Callable[[], None]]:
+        super().capture(functions, pool)
+        return [self._replay] * len(functions)
+
+    def _replay(self) -> None:
+        self.replays += 1
+
+
 @contextmanager
 def _timed_launches() -> Iterator[list[float]]:
     """Within this context, collect the seconds of every launch."""
@@ -72,21 +87,30 @@ def _timed_launches() -> Iterator[list[float]]:
 
 
 def host_times(workload: Workload, arch: int) -> dict[str, float]:
-    """Measure forward and backward of a small step, and its launches; medians in microseconds."""
-    _, forward_backward, _ = make_step(workload, arch)
+    """Measure forward and backward of a small step, its update and its launches; medians in microseconds."""
+    graphs = _Graphs() if workload.engine == "graphs" else None
+    _, forward_backward, update = make_step(workload, arch, graphs)
     compiles = patch.object(JITFunction, "_do_compile", _ready)
     cuda = launching_nothing(arch) if workload.backend != "triton" else nullcontext()
     with no_gpu(arch, workload.backend), compiles, cuda:
         forward_backward()
-        steps = []
+        update()
+        steps, updates = [], []
         for _ in range(_REPEATS):
             start = time.perf_counter()
             forward_backward()
-            steps.append(time.perf_counter() - start)
+            middle = time.perf_counter()
+            update()
+            steps.append(middle - start)
+            updates.append(time.perf_counter() - middle)
+        before = graphs.replays if graphs else 0
         with _timed_launches() as launches:
             forward_backward()
+            update()
     return {
         "step_us": statistics.median(steps) * 1e6,
+        "update_us": statistics.median(updates) * 1e6,
+        "replays": graphs.replays - before if graphs else 0,
         "launches": len(launches),
         "launch_us": statistics.median(launches) * 1e6,
     }
@@ -130,7 +154,8 @@ def main() -> None:
     row = {**common, "arch": args.arch, "triton": triton.__version__}
     row |= host_times(Workload(**common, **_SMALL), args.arch)
     print(
-        f"{row['step_us']:.0f} us of host time per step; {row['launches']} of its launches are of Triton kernels, "
+        f"{row['step_us']:.0f} us of host time per step without its {row['replays']} replays of graphs, and "
+        f"{row['update_us']:.0f} us for the update; {row['launches']} launches are of Triton kernels, "
         f"{row['launch_us']:.1f} us each"
     )
     if args.cache:

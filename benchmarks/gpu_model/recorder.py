@@ -35,6 +35,7 @@ from benchmarks.captures import EagerCapture
 from benchmarks.gpu_model import cuda
 from nasfast._triton.configs import FAMILIES, Config
 from nasfast.engine import EagerEngine
+from nasfast.engine.capture import Capture
 from nasfast.engine.graphs import GraphEngine
 from nasfast.ops import backends, cuda_times, destinations, plan, tuning, use_backend
 from nasfast.ops.cuda import conv as conv_cuda
@@ -389,11 +390,14 @@ def _phase(frame: FrameType | None) -> str:
     return "engine"
 
 
-def make_step(workload: Workload, arch: int = 90) -> tuple[Arch, Any, Any]:
+def make_step(workload: Workload, arch: int = 90, capture: Capture | None = None) -> tuple[Arch, Any, Any]:
     """Make a step on the CPU, as for a GPU of `arch`.
 
+    Args:
+        capture: of the graph engine; None runs its kernels again.
+
     Returns:
-        Its path, a function for forward and backward, and one for the optimiser.
+        Its path, a function for forward and backward, and one for the optimiser, for calls within `no_gpu`.
     """
     space = get_space(workload.space)
     resolution = workload.resolution or space.resolution
@@ -409,17 +413,13 @@ def make_step(workload: Workload, arch: int = 90) -> tuple[Arch, Any, Any]:
         engine = (
             EagerEngine(net, bf16=bf16)
             if workload.engine == "eager"
-            else GraphEngine(net, shape, bf16=bf16, capture=EagerCapture())
+            else GraphEngine(net, shape, bf16=bf16, capture=capture or EagerCapture())
         )
     optimizer = make_optimizer(net, TrainConfig(lr=0.1))
     for group in optimizer.param_groups:
         group["foreach"] = True  # PyTorch chooses this on a GPU
 
-    def update() -> None:
-        with _chosen(workload.backend, arch):
-            optimizer.clipped_step(5.0)
-
-    return path, lambda: engine.forward_backward(images, labels, [path]), update
+    return path, lambda: engine.forward_backward(images, labels, [path]), lambda: optimizer.clipped_step(5.0)
 
 
 def record_step(workload: Workload, arch: int = 90) -> Step:

@@ -77,10 +77,12 @@ def clipped_sgd_serves(parameters: Sequence[Tensor], *, backend: str | None = No
 
 def _why_not_fused(parameters: Sequence[Tensor]) -> str:
     for p in parameters:
-        if p.dtype != torch.float32 or p.grad is None or p.grad.dtype != torch.float32:
-            return f"updates float32, got {p.dtype} and a gradient of {None if p.grad is None else p.grad.dtype}"
-        dense = p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)
-        if not dense or p.stride() != p.grad.stride():
+        grad = p.grad
+        if grad is None or p.dtype != torch.float32 or grad.dtype != torch.float32:
+            return f"updates float32, got {p.dtype} and a gradient of {None if grad is None else grad.dtype}"
+        if p.is_contiguous() and grad.is_contiguous():
+            continue  # nearly all, and this runs at every step
+        if not p.is_contiguous(memory_format=torch.channels_last) or p.stride() != grad.stride():
             return "updates dense parameters whose gradients have the same strides"
     # every path has another number of elements, which in the reason would be another line of the log
     return "" if sum(p.numel() for p in parameters) <= _MOST_ELEMENTS else f"updates up to {_MOST_ELEMENTS} elements"

@@ -37,13 +37,14 @@ class ClippedSGD(torch.optim.SGD):
         momenta = []
         for p in parameters:
             state = self.state[p]
-            if state.get("momentum_buffer") is None:
+            momentum = state.get("momentum_buffer")
+            if momentum is None:
                 # torch.optim.SGD begins with the first gradient, which is what zeros become
-                state["momentum_buffer"] = torch.zeros_like(p)
-            elif state["momentum_buffer"].stride() != p.stride():
+                state["momentum_buffer"] = momentum = torch.zeros_like(p)
+            elif not (momentum.is_contiguous() and p.is_contiguous()) and momentum.stride() != p.stride():
                 # a step of torch.optim.SGD began with a gradient of other strides, and the kernel pairs by address
-                state["momentum_buffer"] = torch.empty_like(p).copy_(state["momentum_buffer"])
-            momenta.append(state["momentum_buffer"])
+                state["momentum_buffer"] = momentum = torch.empty_like(p).copy_(momentum)
+            momenta.append(momentum)
         return SgdUpdate(
             parameters,
             [p.grad for p in parameters if p.grad is not None],

@@ -198,6 +198,15 @@ def test_a_cache_made_here_serves_the_just_in_time_path(run, small_space, tmp_pa
     assert row["launches"] > 0 and 0 < row["launch_us"] < row["step_us"]
 
 
+def test_the_host_of_a_step_replays_graphs(run, small_space, tmp_path):
+    out = tmp_path / "host.json"
+    command = ["--space", small_space, "--engine", "graphs", "--out", str(out)]
+    run("-m", "benchmarks.gpu_model.host_cost", *command, cache=tmp_path / "unused")
+    (row,) = json.loads(out.read_text())["rows"]
+    # forward and backward of the stem and of two layers, and the head; the update is two launches besides
+    assert (row["replays"], row["launches"]) == (7, 2) and row["step_us"] > 0 < row["update_us"]
+
+
 # prints the key that each named kernel has in Triton's cache, computed in this order
 _KEYS = """
 import sys

@@ -73,9 +73,11 @@ def clipped_sgd(updates: Sequence[SgdUpdate], clip: float) -> Tensor:
 def _pieces(update: SgdUpdate) -> list[int]:
     """The table of an update; see sgd_kernel."""
     table: list[int] = []
-    for tensors in zip(update.parameters, update.gradients, update.momenta, strict=True):
-        addresses, size, width = [t.data_ptr() for t in tensors], tensors[0].numel(), tensors[0].element_size()
+    for p, gradient, momentum in zip(update.parameters, update.gradients, update.momenta, strict=True):
+        at, size = (p.data_ptr(), gradient.data_ptr(), momentum.data_ptr()), p.numel()
+        if size <= PIECE:  # nearly all parameters, and this runs at every step
+            table += (*at, size)
+            continue
         for begin in range(0, size, PIECE):
-            table += [address + width * begin for address in addresses]
-            table.append(min(PIECE, size - begin))
+            table += (*(address + p.element_size() * begin for address in at), min(PIECE, size - begin))
     return table
