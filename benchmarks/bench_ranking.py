@@ -279,9 +279,10 @@ def chosen(args: argparse.Namespace) -> Iterator[tuple[Entry, int]]:
 def summary(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of means over seeds, with ranges."""
     lines = [
-        "| supernet | score | seeds | tau | within equal depth | above `sqrt_size` (lower ends) | regret at 10, 25, "
-        "50, 75, 100 % of MACs | R^2 | noise of paths | path accuracy | tau between seeds | train, score CPU s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| supernet | score | seeds | tau | within equal depth | Spearman | above `sqrt_size` (lower ends) | "
+        "regret at 10, 25, 50, 75, 100 % of MACs | R^2 | noise of paths | path accuracy | tau between seeds | "
+        "train, score CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
@@ -298,6 +299,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
             " ".join(str(row["seed"]) for row in group),
             _spread([row["kendall"]["value"] for row in ranked]),
             _spread([row["within_depth"]["value"] for row in ranked]),
+            _spread([row["spearman"]["value"] for row in ranked]),
             " ".join(f"{row['above_sqrt_size']['low']:+.3f}" for row in ranked) or "-",
             " ".join(f"{statistics.mean(values):.2f}" for values in regrets) or "-",
             _spread(r2), _spread([100 * _noise(row) for row in group if _distilled(row)], "{:.0f} %"),

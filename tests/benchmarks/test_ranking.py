@@ -88,6 +88,10 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     ]
     mean = sum(row["kendall"]["value"] for row in rows if (row["score"], row["structure"]) == SCORES[1]) / 2
     assert f" {mean:.3f} (" in shown[4]
+    rho = sum(row["spearman"]["value"] for row in rows if (row["score"], row["structure"]) == SCORES[1]) / 2
+    column = shown[0].split("|").index(" Spearman ")
+    assert shown[4].split("|")[column].startswith(f" {rho:.3f} (")
+    assert len({line.count("|") for line in shown}) == 1
 
 
 def test_agreement_is_tau_of_the_scores():
