@@ -9,6 +9,7 @@ baselines. A stopped training continues from its last checkpoint. Each row is ap
 it is finished, and rows in the file are not computed again; --summary prints them as Markdown.
 
     python -m benchmarks.bench_ranking --train cifar10/train --val cifar10/test --accuracies nas_bench_macro.json
+    python -m benchmarks.bench_ranking --accuracies nas_bench_macro.json --weights 1 2 4 8
     python -m benchmarks.bench_ranking --summary
     python -m benchmarks.bench_ranking --steps
 """
@@ -34,7 +35,7 @@ from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
 from nasfast.indicators.scores import Evidence, score_table, with_structure
 from nasfast.indicators.table import IndicatorTable
-from nasfast.settings.supernet import SupernetConfig, default_lr
+from nasfast.settings.supernet import METHODS, SupernetConfig, default_lr
 from nasfast.spaces import Arch, FairSampler, SearchSpace, mobilenet_v2, nas_bench_macro
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet
@@ -42,8 +43,8 @@ from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.supernet import make_supernet
 
 OUT = Path(__file__).parent / "results" / "ranking_nas_bench_macro.jsonl"
-LEARNED = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0), ("gamma", 0.0))
-"""(score, weight of structure added to it); that of the default method comes first."""
+LEARNED = (("path_loss", 0.0), ("path_loss", METHODS["dinas"].structure), ("path_accuracy", 0.0), ("gamma", 0.0))
+"""(score, weight of structure added to it); the first two are those of the default method."""
 _COMPARED = 2000
 """Number of random architectures on which the tables of two seeds are compared."""
 _WARMUP = 2
@@ -224,6 +225,25 @@ def run(args: argparse.Namespace) -> None:
             print(f"{entry.name}, seed {seed}, {name} + {structure:g} structure: {tau}", flush=True)
 
 
+def weigh(args: argparse.Namespace) -> None:
+    """Append, for every distilled table of the file, the rows of other weights of structure: nothing is trained."""
+    rows = _rows(args.out)
+    done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in rows}
+    for row in rows:
+        if row["structure"] or row["score"] != "path_loss" or (args.only and row["name"] not in args.only):
+            continue
+        space = nas_bench_macro() if "kendall" in row else mobilenet_v2(num_classes=10, resolution=64)
+        truth = read_accuracies(args.accuracies, space) if "kendall" in row else None
+        scores = [{int(choice): score for choice, score in layer.items()} for layer in row["table"]]
+        for weight in args.weights:
+            if (row["name"], row["seed"], row["score"], weight) in done:
+                continue
+            table = with_structure(IndicatorTable.of_rows(space, scores, row["meta"]), weight)
+            ranked = _ranked(truth, table, space, args.resamples) if truth else {}
+            more = {"structure": weight, **ranked, "table": _scores(table), "meta": table.meta}
+            _append(args.out, {**row, **more, "provenance": provenance()})
+
+
 def _scores(table: IndicatorTable) -> list[dict[str, float]]:
     return [{str(choice): round(score, 6) for choice, score in row.items()} for row in table.scores]
 
@@ -377,6 +397,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=1000, help="number of held-out images for scores")
     parser.add_argument("--resamples", type=int, default=1000, help="resamples of the bootstrap")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--weights", nargs="*", type=float, help="only weigh structure in the tables of --out again")
     parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
     parser.add_argument("--steps", action="store_true", help="only measure and print the cost of training steps")
     args = parser.parse_args(argv)
@@ -385,6 +406,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.summary:
         print(summary(_rows(args.out)))
+        return
+    if args.weights and args.accuracies:
+        weigh(args)
         return
     if None in (args.train, args.val, args.accuracies):
         parser.error("give --train, --val and --accuracies, or --summary or --steps")

@@ -41,7 +41,7 @@ class Method:
 
 
 METHODS: dict[MethodName, Method] = {
-    "dinas": Method("aligned", True, "bn", True, "fair", True, "path_loss", True, 1.0),
+    "dinas": Method("aligned", True, "bn", True, "fair", True, "path_loss", True, 4.0),
     "dinas_paper": Method("orthogonal", True, "indicators", False, "fair", False, "gamma", True, 0.0),
     "bnnas": Method("he", False, "indicators", False, "uniform", False, "gamma", True, 0.0),
     "fairnas": Method("he", False, "all", False, "strict_fair", True, "recalibrated_accuracy", False, 0.0),

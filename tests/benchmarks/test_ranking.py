@@ -92,6 +92,18 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     column = shown[0].split("|").index(" Spearman ")
     assert shown[4].split("|")[column].startswith(f" {rho:.3f} (")
     assert len({line.count("|") for line in shown}) == 1
+    # other weights of structure need only the rows of the distilled tables
+    others = [row for row in rows if row["structure"] != 1]
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    for _ in range(2):
+        bench_ranking.main([*argv, "--weights", "1"])
+        again = bench_ranking._rows(tmp_path / "out.jsonl")
+        assert again[: len(others)] == others and len(again) == len(rows)
+    for row, first in zip(again[len(others) :], [row for row in rows if row["structure"] == 1], strict=True):
+        assert (row["name"], row["seed"], row["structure"]) == (first["name"], first["seed"], 1)
+        assert row["kendall"]["value"] == pytest.approx(first["kendall"]["value"], abs=1e-3)
+        for scores, kept in zip(row["table"], first["table"], strict=True):
+            assert scores == pytest.approx(kept, abs=1e-4)
 
 
 def test_agreement_is_tau_of_the_scores():

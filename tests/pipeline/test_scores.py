@@ -22,18 +22,15 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.indicators.zero_cost import gradient_norm
 from nasfast.pipeline import RunConfig
 from nasfast.search import load_candidates
+from nasfast.settings.supernet import METHODS
 from nasfast.supernet import inherit
 from nasfast.train.supernet import make_supernet
 
 
 def test_the_default_score_is_distilled_from_held_out_images_beside_structure(run_dir):
     table = IndicatorTable.load(run_dir / "indicators.json")
-    assert (table.rule, table.meta["score"], table.meta["structure"], table.meta["step"]) == (
-        "sum",
-        "path_loss",
-        1.0,
-        20,
-    )
+    assert (table.rule, table.meta["score"], table.meta["step"]) == ("sum", "path_loss", 20)
+    assert table.meta["structure"] == METHODS["dinas"].structure
     assert 0 < table.meta["r2"] <= 1
     cfg = RunConfig.load(run_dir / "config.yaml")
     evidence, _ = pipeline.evidence_of(cfg.replace(out=str(run_dir)))
@@ -42,7 +39,7 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
     assert sum(len(y) for _, y in evidence.batches) == len(held.source)
     # batches mix the classes, as those of training did
     assert all(len(y.unique()) > 5 for _, y in evidence.batches)
-    again = score_table("path_loss", evidence, structure=1.0)
+    again = score_table("path_loss", evidence, structure=METHODS["dinas"].structure)
     assert [again.score(a) for a in evidence.sample(5)] == [table.score(a) for a in evidence.sample(5)]
 
 
