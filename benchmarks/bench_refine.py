@@ -26,6 +26,7 @@ from nasfast.indicators.accuracies import MIN_ARCHITECTURES, read_accuracies
 from nasfast.indicators.refine import refine
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
+from nasfast.settings.supernet import METHODS
 from nasfast.spaces import Arch, SearchSpace, nas_bench_macro
 
 OUT = Path(__file__).parent / "results" / "refine_nas_bench_macro.jsonl"
@@ -33,7 +34,7 @@ PRIORS = {
     "sqrt_size": None,
     "before training: beta_gradient": ("initial-orthogonal", "beta_gradient", 0.0),
     "default: path_loss": ("default", "path_loss", 0.0),
-    "default: path_loss + structure": ("default", "path_loss", 1.0),
+    "default: path_loss + structure": ("default", "path_loss", METHODS["dinas"].structure),
 }
 """Name -> (supernet, score, weight of structure) of the rows of `bench_ranking`; None is the baseline itself."""
 _BUDGETS = (0.10, 0.25, 0.50, 0.75, 1.00)
