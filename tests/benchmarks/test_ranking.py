@@ -162,5 +162,5 @@ def test_without_trained_accuracies_the_summary_says_how_far_seeds_agree(argv, t
     bench_ranking.main([*argv, "--summary"])
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
     agreement = bench_ranking._agreement(rows[0]["table"], rows[1]["table"])
-    assert cells[:7] == ["other", "beta_gradient", "0 1", "-", "-", "-", "-"]
-    assert cells[10] == f"{agreement:.3f}"
+    assert cells[:8] == ["other", "beta_gradient", "0 1", "-", "-", "-", "-", "-"]
+    assert cells[11] == f"{agreement:.3f}"
