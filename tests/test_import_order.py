@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "stages": {
         "config", "runtime", "settings", "spaces", "supernet", "data", "train", "indicators", "indicators.accuracies",
-        "search", "retrain", "settings.run", "tasks", "runtime.lock", "runtime.tracking",
+        "search", "retrain", "settings.run", "tasks", "runtime.lock", "runtime.progress", "runtime.tracking",
     },
     "pipeline": {
         "config", "display", "runtime.files", "runtime.lock", "runtime.progress", "runtime.tracking", "runtime",
@@ -115,7 +115,8 @@ ALLOWED: dict[str, set[str]] = {
         "report", "measure", "settings", "stages", "settings.run",
     },
     "stability": {
-        "config", "runtime.files", "runtime.lock", "runtime.tracking", "runtime", "spaces", "supernet", "engine",
+        "config", "runtime.files", "runtime.lock", "runtime.progress", "runtime.tracking", "runtime", "spaces",
+        "supernet", "engine",
         "data", "train",
         "measure", "indicators", "indicators.accuracies", "indicators.rank", "indicators.structure",
         "indicators.table", "search",

@@ -22,7 +22,7 @@ from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import NotRun, RunFiles, body_of
 from nasfast.report.vector import svg_of
 from nasfast.runtime.files import write_atomic
-from nasfast.runtime.progress import hours_minutes
+from nasfast.runtime.progress import duration
 from nasfast.search import sample_under
 from nasfast.settings.retrain import CHOICES
 from nasfast.spaces import SAMPLERS, Arch, format_arch
@@ -129,11 +129,11 @@ def _column(run: RunFiles) -> dict[str, str]:
     if (trained := retrained.get("best")) is not None:
         found |= _known(partial(_trained, trained, retrained)) or {}
     if (seconds := _known(partial(_supernet_seconds, run, config))) is not None:
-        found["time of supernet training"] = hours_minutes(seconds)
+        found["time of supernet training"] = duration(seconds)
     if seconds := sum(
         _known(partial(float, form["seconds"])) or 0.0 for form in retrained.values() if "seconds" in form
     ):
-        found["time of retraining, all networks"] = hours_minutes(seconds)
+        found["time of retraining, all networks"] = duration(seconds)
     return found
 
 

@@ -45,13 +45,12 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def time_left(seconds: float) -> str:
-    """What is left of a training, for its progress line: `45 s`, `12 min` or `1 h 05 min`; rounded up."""
+def duration(seconds: float) -> str:
+    """A time as every screen shows it, rounded up: `45 s`, `2 min 10 s`, from ten minutes `12 min`, `1 h 05 min`."""
     whole = math.ceil(seconds)
-    return f"{whole} s" if whole < 60 else hours_minutes(seconds)
-
-
-def hours_minutes(seconds: float) -> str:
-    """A duration as `12 min` or `1 h 05 min`, rounded up to whole minutes."""
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60:02d} s"
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"

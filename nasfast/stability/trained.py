@@ -34,6 +34,7 @@ from nasfast.retrain.retrain import RESULT_FILE, RetrainResult, retrain
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
+from nasfast.runtime.progress import duration
 from nasfast.search import stratified_sample
 from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.run import RunConfig
@@ -45,7 +46,6 @@ from nasfast.supernet import build
 from nasfast.tasks import Task, TaskRunner, gpus_for, threads_for
 from nasfast.tasks.room import workers_for
 from nasfast.tasks.task import TASK_FILE
-from nasfast.tasks.view import duration
 
 ACCURACIES_FILE, REPORT_FILE, SETTINGS_FILE, FOLDER = "accuracies.json", "trained.json", "settings.yaml", "trained"
 

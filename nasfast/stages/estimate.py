@@ -22,6 +22,7 @@ from nasfast.indicators.scores import Evidence
 from nasfast.retrain import retrain
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.lock import run_lock
+from nasfast.runtime.progress import duration
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import SearchSpace
@@ -30,7 +31,6 @@ from nasfast.stages.checks import check_scoring
 from nasfast.stages.inputs import configured_space, evidence_for, retrain_loaders
 from nasfast.supernet import Supernet, build
 from nasfast.tasks.room import MEMORY, workers_for
-from nasfast.tasks.view import duration
 from nasfast.train import evaluate
 from nasfast.train.supernet import make_supernet, train_supernet
 

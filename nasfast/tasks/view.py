@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from nasfast.runtime.progress import duration
 from nasfast.tasks.task import Task
 from nasfast.tasks.work import PROGRESS_FILE
 
@@ -84,13 +85,6 @@ class View:
         """Remove the bar."""
         if self._bars is not None:
             self._bars.stop()
-
-
-def duration(seconds: float) -> str:
-    """A duration in one unit that a reader grasps: s, min or h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def _state(folder: Path) -> tuple[str, int, int] | None:

@@ -85,9 +85,9 @@ class TrainLog:
             return ""
         per_step = (time.monotonic() - self._start) / (step - self._start_step)
         left = per_step * (self._total - step)
-        text = f"eta {progress.time_left(left)}"
+        text = f"eta {progress.duration(left)}"
         more = progress.following()
-        return text if not more else f"{text}, all {progress.time_left(left + more * per_step * self._total)}"
+        return text if not more else f"{text}, all {progress.duration(left + more * per_step * self._total)}"
 
     def close(self) -> None:
         """Close TensorBoard's file and end the progress bar."""

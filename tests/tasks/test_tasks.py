@@ -15,7 +15,7 @@ from nasfast.runtime.lock import RunDirectoryError, run_lock
 from nasfast.tasks import Task, TaskError, TaskRunner, TaskSettings, room, threads_for
 from nasfast.tasks import runner as runner_module
 from nasfast.tasks.task import LOG_FILE, TASK_FILE, save_result, saved_result
-from nasfast.tasks.view import View, duration
+from nasfast.tasks.view import View
 from nasfast.tasks.work import PROGRESS_FILE, execute
 
 ADD = Task("deep/add", "task_functions:add", {"a": 2, "b": 3}, threads=2)
@@ -151,8 +151,7 @@ def test_the_view_estimates_what_is_left(tmp_path, monkeypatch, caplog):
     with caplog.at_level("INFO", "nasfast"):
         view.show({"die": (DIE, tmp_path)})
     # a quarter of a task took 60 s, and one and three quarters are left
-    assert caplog.messages == ["1/2 supernets: 1 of 3 tasks ended, about 7 min left; running die: supernet 1/4"]
-    assert [duration(s) for s in (5, 600, 3600 * 5)] == ["5 s", "10 min", "5.0 h"]
+    assert caplog.messages == ["1/2 supernets: 1 of 3 tasks ended, about 7 min 00 s left; running die: supernet 1/4"]
 
 
 def test_the_view_shows_no_task_that_a_cluster_still_queues(tmp_path, caplog):

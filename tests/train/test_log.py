@@ -8,7 +8,7 @@ import re
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from nasfast.runtime.progress import followed_by, hours_minutes, time_left
+from nasfast.runtime.progress import duration, followed_by
 from nasfast.train.log import TrainLog, read_metrics
 
 LINES = 60
@@ -91,23 +91,27 @@ def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeyp
     with followed_by(2), TrainLog(tmp_path, "b", step=0, total=100, shown=True) as log:
         log.write(10, loss=1.0)  # 540 s of this one, and 1200 s
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "a 10/100  eta 9 min  loss 1"
-    assert second == "b 10/100  eta 9 min, all 29 min  loss 1"
+    assert first == "a 10/100  eta 9 min 00 s  loss 1"
+    assert second == "b 10/100  eta 9 min 00 s, all 29 min  loss 1"
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 min"), (1, "1 min"), (60, "1 min"), (3540, "59 min"), (3541, "1 h 00 min"), (360_000, "100 h 00 min")],
+    [
+        (0, "0 s"),
+        (0.2, "1 s"),
+        (59, "59 s"),
+        (59.1, "1 min 00 s"),
+        (130, "2 min 10 s"),
+        (599.1, "10 min"),
+        (601, "11 min"),
+        (3540, "59 min"),
+        (3541, "1 h 00 min"),
+        (360_000, "100 h 00 min"),
+    ],
 )
 def test_durations(seconds, text):
-    assert hours_minutes(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (0.2, "1 s"), (39.5, "40 s"), (59, "59 s"), (59.1, "1 min"), (3601, "1 h 01 min")]
-)
-def test_a_time_below_a_minute_is_in_seconds(seconds, text):
-    assert time_left(seconds) == text
+    assert duration(seconds) == text
 
 
 def test_no_time_is_shown_before_the_first_step(tmp_path, capsys):
