@@ -136,7 +136,7 @@ def test_training_moves_the_scores_of_sampled_candidates(method, tmp_path):
 
 def test_presets_of_the_methods():
     """What each paper publishes, and this package's own choice (docs/ranking.md)."""
-    gamma, distilled = ("gamma", True, 0.0), ("path_loss", True, 1.0)
+    gamma, distilled = ("gamma", True, 0.0), ("path_loss", True, 4.0)
     accuracy = ("recalibrated_accuracy", False, 0.0)
     wanted = {
         "dinas": ("aligned", True, "bn", True, "fair", True, *distilled),
