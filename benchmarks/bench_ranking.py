@@ -101,7 +101,7 @@ _DEEP = (*LEARNED[:2], ("gamma", 0.0))
 
 def _initial(init: str, *more: tuple[str, Any]) -> Entry:
     changes = (("init", init), ("layer_indicators", False), *more)
-    scores = (("beta_gradient", 0.0), ("beta_gradient", 1.0))
+    scores = (("beta_gradient", 0.0),)
     name = f"initial-{init}{', linear share 1' if more else ''}"
     return Entry(name, epochs=0, changes=changes, scores=scores, paths=400)
 
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def weigh(args: argparse.Namespace) -> None:
-    """Append, for every distilled table of the file, the rows of other weights of structure: nothing is trained."""
+    """Append, for every table of `path_loss` in the file, the rows of other weights of structure; train nothing."""
     rows = _rows(args.out)
     done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in rows}
     for row in rows:
@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=1000, help="number of held-out images for scores")
     parser.add_argument("--resamples", type=int, default=1000, help="resamples of the bootstrap")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--weights", nargs="*", type=float, help="only weigh structure in the tables of --out again")
+    parser.add_argument("--weights", nargs="+", type=float, help="only weigh structure in the tables of --out again")
     parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
     parser.add_argument("--steps", action="store_true", help="only measure and print the cost of training steps")
     args = parser.parse_args(argv)
@@ -407,7 +407,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.summary:
         print(summary(_rows(args.out)))
         return
-    if args.weights and args.accuracies:
+    if args.weights:
+        if args.accuracies is None:
+            parser.error("--weights needs --accuracies")
         weigh(args)
         return
     if None in (args.train, args.val, args.accuracies):

@@ -19,7 +19,7 @@ class ScoreConfig(ConfigBase):
         distill: whether to fit a table to a score of paths, for the exact search; otherwise the search by evolution
             computes it for each architecture.
         structure: weight of the baseline `sqrt_size`, which is added to the score, both divided by their standard
-            deviations; 0 leaves the score in its own unit.
+            deviations; 0 leaves the score in its own unit. Null takes 0 for a score that is not the preset's.
         paths: number of sampled paths; null takes 300, or more for a space of many candidates.
         images: number of images on which paths are scored.
         table: file of the user's own values by layer and choice, which are the score instead of `name`; docs/latency.md
@@ -42,11 +42,18 @@ class ScoreConfig(ConfigBase):
             raise ValueError(f"paths must be at least 1 and images at least 2, got {self.paths} and {self.images}")
 
     def resolved(self, method: MethodName) -> ScoreConfig:
-        """The same settings, with name, distill and structure of the method's preset where they are null."""
+        """The same settings, with name, distill and structure of the method's preset where they are null.
+
+        The preset's weight of structure belongs to the preset's score: with another score it is 0.
+        """
         preset = METHODS[method]
-        names = ("distill", "structure")
-        chosen = {name: getattr(preset, name) for name in names if getattr(self, name) is None}
-        return self.replace(name=self.name or preset.score, **chosen)
+        name = self.name or preset.score
+        weight = preset.structure if name == preset.score else 0.0
+        return self.replace(
+            name=name,
+            distill=preset.distill if self.distill is None else self.distill,
+            structure=weight if self.structure is None else self.structure,
+        )
 
     @property
     def score(self) -> Score:

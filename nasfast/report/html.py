@@ -349,8 +349,11 @@ def _stability(run: RunFiles) -> str:
     page = '<a href="../report.html">The page of all seeds</a>'
     if found is None:
         return f"<p>This is one of {form['seeds']} seeds; too few of them are scored to compare. {page}.</p>"
+    tau, without = found["tau"], ""
+    if found["learned"] is not None:
+        tau, without = found["learned"], " without the structural baseline"
     return (
-        f"<p>This is one of {form['seeds']} seeds. Kendall's tau between two seeds is {interval_of(found['tau'])}: the "
+        f"<p>This is one of {form['seeds']} seeds. Kendall's tau between two seeds is {interval_of(tau)}{without}: the "
         f"ranking is {'stable' if found['stable'] else 'not stable'}. {page} has the rest.</p>"
     )
 

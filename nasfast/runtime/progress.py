@@ -46,7 +46,10 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    """A time as every screen shows it, rounded up: `45 s`, `2 min 10 s`, from ten minutes `12 min`, `1 h 05 min`."""
+    """A time as every screen shows it, rounded up.
+
+    Below a minute it is `45 s`, below ten minutes `2 min 10 s`, and then whole minutes: `12 min` or `1 h 05 min`.
+    """
     whole = math.ceil(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -143,20 +143,22 @@ def table_of(form: Any, space: SearchSpace) -> CostTable:
         _rows(form["entries"], space),
         _number(form.get("fixed", 0.0), "'fixed'"),
         form.get("better", "lower"),
-        str(form.get("about", "")) + _warning(form),
+        _about(form),
         form.get("device"),
         form.get("batch"),
     )
 
 
-def _warning(form: Mapping[str, Any]) -> str:
-    """What to say of a table whose validation found an error above `LARGE_ERROR`; empty for any other table."""
+def _about(form: Mapping[str, Any]) -> str:
+    """What the table says of itself, and a warning if its validation found an error above `LARGE_ERROR`."""
+    about = str(form.get("about", ""))
     validation = form.get("validation")
     error = validation.get("error") if isinstance(validation, Mapping) else None
     q80 = error.get("q80") if isinstance(error, Mapping) else None
     if not isinstance(q80, (int, float)) or not q80 > LARGE_ERROR:
-        return ""
-    return f"; this error is above {LARGE_ERROR:.0%}: smaller differences say nothing, and a limit needs such a margin"
+        return about
+    error_of = f"{about}; this error" if about else "the error of its validation"
+    return f"{error_of} is above {LARGE_ERROR:.0%}: smaller differences say nothing, and a limit needs such a margin"
 
 
 def _rows(entries: list[Any], space: SearchSpace) -> tuple[tuple[tuple[int, float], ...], ...]:

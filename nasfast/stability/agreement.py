@@ -21,7 +21,9 @@ from nasfast.search.limits import arch_sum
 from nasfast.spaces import Arch, SearchSpace
 
 STABLE_TAU = 0.7
-"""A ranking counts as stable if the interval of tau between seeds is above this, and most seeds have the answer."""
+"""A ranking counts as stable if the interval of tau between seeds is above this, and most seeds have the answer.
+
+The tau is that of `learned`, where there is one: the structure that all seeds add would make any ranking look stable."""
 
 GOAL = 0.9
 """Correlation between the mean of the seeds and that of as many others, for which `seeds_needed` counts seeds."""
@@ -76,7 +78,7 @@ class Agreement:
         architectures: number of random architectures within the limits, over which tau is computed.
         tau: mean tau-b between two seeds over these architectures.
         learned: the same without the structural baseline that is added to the score; None if none is.
-        correlation: mean Pearson correlation between two seeds over the same architectures.
+        correlation: mean Pearson correlation between two seeds over the same architectures, without that baseline.
         layers: the layers that have a choice.
         top: the K architectures of the lowest mean rank, best first; the first is the answer.
     """
@@ -92,7 +94,8 @@ class Agreement:
     @property
     def stable(self) -> bool:
         """Whether another seed would give much the same ranking; see `STABLE_TAU`."""
-        return self.tau.low is not None and self.tau.low > STABLE_TAU and self.top[0].in_top > self.seeds / 2
+        low = (self.learned or self.tau).low
+        return low is not None and low > STABLE_TAU and self.top[0].in_top > self.seeds / 2
 
     @property
     def of_mean(self) -> float:
@@ -140,18 +143,19 @@ def agreement(
     rng = np.random.default_rng(seed)
     picks = rng.integers(len(archs), size=(_RESAMPLES, len(archs)))
     weights = np.vstack([np.ones(len(archs)), *(np.bincount(pick, minlength=len(archs)) for pick in picks)])
-    learned = None
+    own, learned = scores, None
     if weight := tables[0].meta.get("structure"):
         # the first part, of weight 0, only says which skips have a score
         structure = z_sum([(tables[0], 0.0), (structure_table(space, "sqrt_size"), weight)], meta={})
         part = option_scores(structure, allow_identity=allow_identity)
-        learned = mean_tau(scores - np.array([arch_sum(part, arch) for arch in archs]), weights)
+        own = scores - np.array([arch_sum(part, arch) for arch in archs])
+        learned = mean_tau(own, weights)
     return Agreement(
         seeds=len(tables),
         architectures=len(archs),
         tau=mean_tau(scores, weights),
         learned=learned,
-        correlation=_correlation(scores),
+        correlation=_correlation(own),
         layers=tuple(_layers(rows)),
         top=_top(tables, limits, k, allow_identity=allow_identity),
     )

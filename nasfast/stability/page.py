@@ -106,12 +106,17 @@ def comparisons(networks: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:
 def _verdict(found: Mapping[str, Any]) -> str:
     top, seeds = found["top"][0], found["seeds"]
     tau = f"tau between seeds is {interval_of(found['tau'])}"
+    if found["learned"] is not None:
+        tau += (
+            f", and {interval_of(found['learned'])} without the structural baseline, which is the same for every seed"
+        )
     place = f"the answer is among the best {len(found['top'])} of {top['in_top']} of {seeds} seeds"
+    without = "" if found["learned"] is None else " without the baseline"
     if found["stable"]:
         return f"Stable: {tau}, and {place}. Another seed would give much the same ranking."
     return (
-        f"Not stable: {tau}, and {place}. A ranking counts as stable if the interval is above {STABLE_TAU} and more "
-        "than half of the seeds have the answer among their best."
+        f"Not stable: {tau}, and {place}. A ranking counts as stable if the interval{without} is above {STABLE_TAU} "
+        "and more than half of the seeds have the answer among their best."
     )
 
 
@@ -218,13 +223,14 @@ def _agreement(folder: Path, found: Mapping[str, Any]) -> str:
     rows = [["score", interval_of(found["tau"])]]
     if found["learned"] is not None:
         rows.append(["score without the structural baseline in it", interval_of(found["learned"])])
+    scores = "all seeds" if found["learned"] is None else "what all seeds learned"
     covers = "the architectures and the seeds"
     if found["seeds"] == 2:
         covers = "only the architectures: two seeds give no estimate of their own scatter"
     note = (
         f"Mean of Kendall's tau-b between two seeds, over {found['architectures']:,} random architectures within the "
-        f"limits; the 95 % interval covers {covers}. The mean of all seeds is expected to correlate with the mean of "
-        f"as many others by {found['of_mean']:.2f}."
+        f"limits; the 95 % interval covers {covers}. The mean of {scores} is expected to correlate with the mean "
+        f"of as many others by {found['of_mean']:.2f}."
     )
     if found["learned"] is not None:
         note += " The structural baseline is the same for every seed, so only the second row is about what was learned."

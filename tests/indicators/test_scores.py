@@ -18,6 +18,7 @@ from nasfast.indicators.registry import SCORES, ScoreError, available, get_score
 from nasfast.indicators.scores import Evidence, score_paths, score_table
 from nasfast.indicators.structure import structure_table
 from nasfast.search import search
+from nasfast.settings.supernet import METHODS
 from nasfast.spaces import Block, FairSampler, FixedLayer
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet
@@ -222,6 +223,9 @@ def test_a_new_score_is_one_function(trained, monkeypatch):
 
 def test_a_config_whose_score_is_null_must_be_resolved():
     assert ScoreConfig().resolved("dinas").score is SCORES["path_loss"]
+    weights = [ScoreConfig(name=name).resolved("dinas").structure for name in (None, "path_loss", "gamma")]
+    assert weights == [METHODS["dinas"].structure, METHODS["dinas"].structure, 0.0]
+    assert ScoreConfig(name="gamma", structure=1.0).resolved("dinas").structure == 1.0
     with pytest.raises(ValueError, match=r"call resolved\(method\)"):
         _ = ScoreConfig().score
 

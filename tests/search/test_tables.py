@@ -244,6 +244,8 @@ def test_a_table_with_a_large_error_says_so_wherever_it_is_used(small_space, wri
     assert about({"median": 0.02, "q80": 0.05}) == "cpu, batch 1; error 2.0%"
     # a user's own table may have anything under this name
     assert about(None) == about("none") == about({"q80": "much"}) == "cpu, batch 1; error 2.0%"
+    silent = form_of(small_space, about="", validation={"error": {"q80": 0.12}})
+    assert read_cost_table(write(silent), small_space).about.startswith("the error of its validation is above 7%: ")
 
 
 def test_files_that_are_no_table(small_space, tmp_path):

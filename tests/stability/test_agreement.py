@@ -19,7 +19,7 @@ from nasfast.search import Limits
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import SKIP
 from nasfast.stability import page
-from nasfast.stability.agreement import agreement, mean_tau, random_architectures
+from nasfast.stability.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
 from nasfast.stability.run import check_seeds, networks, run_seeds
 from nasfast.stability.work import network_task, rivals, score_seed, seed_task
 from nasfast.tasks import TaskError
@@ -113,6 +113,15 @@ def test_what_was_learned_is_the_score_without_its_structure():
     # each seed's own part is divided by its standard deviation, which changes no rank
     assert found.learned.value == pytest.approx(plain.tau.value, abs=1e-6)
     assert found.tau.value > found.learned.value + 0.2
+    assert found.correlation == pytest.approx(plain.correlation, abs=1e-6)
+
+
+def test_structure_in_common_makes_no_ranking_stable():
+    tables = noisy_tables(20.0, 3)
+    own = [IndicatorTable(t.space, t.block, t.layer, {}, t.rule) for t in tables]
+    found = agreement([with_structure(table, 8.0) for table in own], Limits(), k=81)
+    assert found.tau.low > STABLE_TAU > found.learned.low and found.top[0].in_top == 3
+    assert not found.stable
 
 
 def test_how_many_seeds_are_needed_by_hand():
