@@ -23,7 +23,8 @@ from nasfast.spaces import Arch, SearchSpace
 STABLE_TAU = 0.7
 """A ranking counts as stable if the interval of tau between seeds is above this, and most seeds have the answer.
 
-The tau is that of `learned`, where there is one: the structure that all seeds add would make any ranking look stable."""
+The tau is that of `learned`, where there is one: the structure that all seeds add would make any ranking look stable.
+"""
 
 GOAL = 0.9
 """Correlation between the mean of the seeds and that of as many others, for which `seeds_needed` counts seeds."""
