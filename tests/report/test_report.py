@@ -277,7 +277,11 @@ def test_a_run_of_several_seeds_says_whether_they_agree(finished_run, tmp_path):
     assert "--seeds 3" in page_of(tmp_path / "seed-0").text
     tau = {"value": 0.5, "low": 0.25, "high": 0.75}
     for found, said in (
-        ({"tau": tau, "stable": False}, "is +0.500 [+0.250, +0.750]: the ranking is not stable"),
+        ({"tau": tau, "learned": None, "stable": False}, "is +0.500 [+0.250, +0.750]: the ranking is not stable"),
+        (
+            {"tau": {"value": 0.9, "low": 0.8, "high": 1.0}, "learned": tau, "stable": False},
+            "is +0.500 [+0.250, +0.750] without the structural baseline: the ranking is not stable",
+        ),
         (None, "one of 3 seeds; too few of them are scored"),
     ):
         (tmp_path / "stability.json").write_text(json.dumps({"seeds": 3, "agreement": found}))
