@@ -85,7 +85,7 @@ class Entry:
 
     @property
     def train(self) -> TrainConfig:
-        lr = self.lr or default_lr(self.supernet.trainable, len(search_space(self)))
+        lr = self.lr or default_lr(self.supernet.trainable, len(search_space(self.space)))
         return TrainConfig(
             epochs=self.epochs or 1, lr=lr, label_smoothing=0.0,
             precision=self.precision, warmup_epochs=1.0, log_every=20, keep_checkpoints=3,
@@ -152,9 +152,9 @@ QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
 )  # fmt: skip
 
 
-def search_space(entry: Entry) -> SearchSpace:
-    """The space of an entry, for the ten classes of CIFAR-10."""
-    return nas_bench_macro() if entry.space == "nas_bench_macro" else mobilenet_v2(num_classes=10, resolution=64)
+def search_space(name: str) -> SearchSpace:
+    """The space that an entry or a row names, for the ten classes of CIFAR-10."""
+    return nas_bench_macro() if name == "nas_bench_macro" else mobilenet_v2(num_classes=10, resolution=64)
 
 
 def images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[object, object]:
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> None:
         missing = [s for s in entry.scores if (entry.name, seed, *s) not in done]
         if not missing:
             continue
-        space = search_space(entry)
+        space = search_space(entry.space)
         truth = read_accuracies(args.accuracies, space) if entry.space == "nas_bench_macro" else None
         net, held, cost = trained(args, entry, seed, space)
         evidence = Evidence(net, held, paths=entry.paths, seed=seed, bf16=True)
@@ -232,7 +232,7 @@ def weigh(args: argparse.Namespace) -> None:
     for row in rows:
         if row["structure"] or row["score"] != "path_loss" or (args.only and row["name"] not in args.only):
             continue
-        space = nas_bench_macro() if "kendall" in row else mobilenet_v2(num_classes=10, resolution=64)
+        space = search_space(row.get("space", "nas_bench_macro"))  # the oldest rows name no space
         truth = read_accuracies(args.accuracies, space) if "kendall" in row else None
         scores = [{int(choice): score for choice, score in layer.items()} for layer in row["table"]]
         for weight in args.weights:

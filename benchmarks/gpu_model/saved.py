@@ -23,7 +23,7 @@ from benchmarks.gpu_model.gpus import GPUS
 from benchmarks.gpu_model.recorder import BACKENDS, no_gpu
 from benchmarks.harness import positive, write_json
 from benchmarks.steps import train_batch_norms
-from nasfast.engine.graphs import _count_saved
+from nasfast.engine.graphs import count_saved
 from nasfast.spaces import get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet
 
@@ -48,7 +48,7 @@ def _count(net: nn.Module, forward: Callable[[Tensor], Tensor], shape: tuple[int
     for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             module.to(torch.bfloat16)  # otherwise the casts of autocast would be saved and count
-    with FakeTensorMode(allow_non_fake_inputs=True), _count_saved() as counted:
+    with FakeTensorMode(allow_non_fake_inputs=True), count_saved() as counted:
         images = torch.empty(shape, memory_format=torch.channels_last)
         with torch.autocast("cpu", torch.bfloat16):
             forward(images)

@@ -176,7 +176,7 @@ class GraphEngine:
                 for choice, function in choices.items():
                     source = x.detach().requires_grad_(i > 0)
                     try:
-                        with _count_saved() as counted, self._autocast():
+                        with count_saved() as counted, self._autocast():
                             results.append(function(source))
                     except Exception as error:
                         raise EngineError(
@@ -400,7 +400,7 @@ def _lay_out(net: Supernet) -> None:
 
 
 @contextmanager
-def _count_saved() -> Iterator[Callable[[], int]]:
+def count_saved() -> Iterator[Callable[[], int]]:
     """Counts the bytes of the distinct storages that autograd saves inside the block."""
     saved: dict[int, tuple[Tensor, int]] = {}
 
