@@ -7,8 +7,10 @@ others are PyTorch's convolutions.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import operator
+import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from nasfast.fusion.calls import IN_PLACE
 from nasfast.fusion.chain import ChainStage
+from nasfast.ops import _native
 
 # The fewest products of a float32 convolution, depthwise ones aside, that runs on oneDNN's convolution with activation.
 # A call of it costs 30 us, and a small convolution of PyTorch 5 us, because it multiplies matrices without oneDNN. In
@@ -61,10 +64,11 @@ class Folded:
         self._memory = [tensor.untyped_storage() for tensor in self._sources]
         params = [stage.stage.params for stage in stages]
         others = [tensor for p in params for tensor in (*p[:3], p.running_var, p.conv_bias) if tensor is not None]
-        self._windows = [_window(tensor) for tensor in others]
+        windows = [_window(tensor) for tensor in others]
         # training changes a variance with its mean, which may stay the same in dead channels
-        self._windows += [_window(p.running_mean, whole=True) for p in params if p.running_mean is not None]
-        self._seen = [window.raw for window in self._windows]
+        windows += [_window(p.running_mean, whole=True) for p in params if p.running_mean is not None]
+        self._windows = struct.pack(f"={2 * len(windows)}Q", *itertools.chain(*windows))
+        self._seen = _MEMORY_AT(self._windows)
         self._convolutions: list[Callable[[Tensor], Tensor]] = []
         size: tuple[int, ...] = shape[2:]
         for stage in stages:
@@ -78,7 +82,7 @@ class Folded:
         if stages is not self._stages and not self._has(stages):
             return False
         # the windows may be read only while the tensors are in this memory
-        return self._states_now() == self._states and [window.raw for window in self._windows] == self._seen
+        return self._states_now() == self._states and _MEMORY_AT(self._windows) == self._seen
 
     def _has(self, stages: Sequence[ChainStage]) -> bool:
         sources = sources_of(stages)
@@ -99,14 +103,23 @@ class Folded:
         return x.add_(residual) if (residual.shape, residual.dtype) == (x.shape, x.dtype) else x + residual
 
 
-def _window(tensor: Tensor, *, whole: bool = False) -> ctypes.Array[ctypes.c_char]:
-    """The memory that is compared: the whole tensor, or a few numbers in its middle."""
+def _window(tensor: Tensor, *, whole: bool = False) -> tuple[int, int]:
+    """Address and bytes of the memory that is compared: the whole tensor, or a few numbers in its middle."""
     itemsize = tensor.element_size()
     start = 0 if whole else tensor.numel() // 2 * itemsize
     # a view with gaps may end behind its memory
     there = int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * itemsize
     end = min(tensor.numel() * itemsize, there, there if whole else start + _WINDOW)
-    return (ctypes.c_char * max(0, end - start)).from_address(tensor.data_ptr() + start)
+    return tensor.data_ptr() + start, max(0, end - start)
+
+
+def _memory_at(places: bytes) -> bytes:
+    """`nasfast._C.memory_at` without the extension."""
+    return b"".join([ctypes.string_at(*place) for place in struct.iter_unpack("=QQ", places)])
+
+
+# an extension of an older version lacks it
+_MEMORY_AT: Callable[[bytes], bytes] = getattr(_native.extension, "memory_at", _memory_at)
 
 
 def sources_of(stages: Sequence[ChainStage]) -> list[Tensor]:
