@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import logging
@@ -158,7 +159,8 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """The existing checkpoints, oldest first, without the best."""
-        pattern = f"{self.prefix}-{'[0-9]' * _DIGITS}{SUFFIX}"
+        # names of stages may have characters that a pattern would interpret
+        pattern = f"{glob.escape(self.prefix)}-{'[0-9]' * _DIGITS}{SUFFIX}"
         return sorted(self.folder.glob(pattern))
 
     def clear(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,18 @@ def count_correct(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     return (logits.topk(k, dim=1).indices == labels[:, None]).sum()
 
 
+@contextmanager
+def _mode(network: nn.Module, *, training: bool) -> Iterator[None]:
+    """Context in which all modules of a network are in one mode; its end gives each module its own mode back."""
+    before = {module: module.training for module in network.modules()}
+    try:
+        network.train(training)
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
 @torch.no_grad()
 def evaluate(
     forward: nn.Module | Callable[[Tensor], Tensor], loader: object, *, device: str = "cpu", world: World = SINGLE
@@ -46,7 +59,8 @@ def evaluate(
     """Top-1, top-5 and loss over a whole loader.
 
     Args:
-        forward: a module, which is in eval mode meanwhile, or any function from (N, C, H, W) images to logits.
+        forward: a module, or any function from (N, C, H, W) images to logits. A module is in eval mode meanwhile, with
+            all its parts; each part is then in the mode that it had before.
         loader: a `nasfast.data.Loader`, or any iterable of (images, labels) with a length.
         device: where the images are put.
         world: the ranks that share the images, each image on one rank; every rank gets the result over all images.
@@ -55,12 +69,9 @@ def evaluate(
         ValueError: the loader is empty.
         TypeError: the loader has no length or is not an iterable.
     """
-    training = forward if isinstance(forward, nn.Module) and forward.training else None
     totals = torch.zeros(4, dtype=torch.float64)
     correct: list[bool] = []
-    try:
-        if training is not None:
-            training.eval()
+    with _mode(forward, training=False) if isinstance(forward, nn.Module) else nullcontext():
         for x, y in as_epochs(loader).epoch(0, device=device):
             logits = forward(x).float()
             loss = F.cross_entropy(logits, y, reduction="sum")
@@ -68,9 +79,6 @@ def evaluate(
             totals[:3] += torch.stack([right.sum(), count_correct(logits, y, 5), loss]).double().cpu()
             correct += right.tolist()
             totals[3] += len(y)
-    finally:
-        if training is not None:
-            training.train()
     world.add(totals)
     images = int(totals[3])
     if not images:
@@ -91,18 +99,23 @@ def recalibrate_bn(network: nn.Module, loader: object, *, batches: int = 50, dev
         loader: training batches; see `evaluate`.
         batches: number of batches.
         device: where the images are put.
+
+    Raises:
+        ValueError: there is no batch; the statistics are as they were.
     """
+    given = islice(as_epochs(loader).epoch(0, device=device), batches)
+    first = next(given, None)
+    if first is None:
+        raise ValueError(f"recalibrate_bn: no batch to average over: the loader gave none, or batches={batches}")
     norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d) and m.track_running_stats]
     momenta = [bn.momentum for bn in norms]
-    training = network.training
     try:
         for bn in norms:
             bn.reset_running_stats()
             bn.momentum = None  # None makes BatchNorm compute the cumulative average
-        network.train()
-        for x, _ in islice(as_epochs(loader).epoch(0, device=device), batches):
-            network(x)
+        with _mode(network, training=True):
+            for x, _ in chain([first], given):
+                network(x)
     finally:
-        network.train(training)
         for bn, momentum in zip(norms, momenta, strict=True):
             bn.momentum = momentum

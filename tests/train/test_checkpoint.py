@@ -127,6 +127,15 @@ def test_prefixes_do_not_mix(folder):
     assert folder.latest(fingerprint="abc")[1].state["step"] == 15
 
 
+def test_a_prefix_is_no_pattern(folder):
+    """`retrain(name="net[1]")` makes such a prefix; without its checkpoints a run would start again."""
+    other = CheckpointFolder(folder.folder, "net[1]*", keep=1)
+    other.save(1, sample(1))
+    other.save(2, sample(2))
+    assert other.paths() == [other.path(2)]
+    assert len(folder.paths()) == 3
+
+
 def test_the_one_before_is_the_fall_back(folder, caplog):
     newest = folder.paths()[-1]
     newest.write_bytes(newest.read_bytes()[:-1])

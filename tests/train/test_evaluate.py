@@ -50,6 +50,21 @@ def test_the_module_runs_in_eval_mode_and_comes_back():
     assert not probe.training
 
 
+def test_parts_keep_their_own_modes():
+    """A BatchNorm that was frozen in evaluation mode stays frozen, and one in training mode does not train."""
+    network = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 8 * 8, 4))
+    for modes in ((True, False), (False, True)):
+        network.train(modes[0])
+        network[0].train(modes[1])
+        before = {name: t.clone() for name, t in network.state_dict().items()}
+        evaluate(network, batches(2, resolution=8))
+        assert all(torch.equal(t, before[name]) for name, t in network.state_dict().items())
+        assert (network.training, network[0].training) == modes
+        recalibrate_bn(network, batches(2, resolution=8), batches=2)
+        assert network[0].num_batches_tracked == 2
+        assert (network.training, network[0].training) == modes
+
+
 def test_an_empty_loader_is_an_error():
     with pytest.raises(ValueError, match="gave no image"):
         evaluate(lambda x: x, [])
@@ -92,3 +107,12 @@ def test_recalibration_changes_statistics_only():
     for name, tensor in network.state_dict().items():
         statistic = "running" in name or "tracked" in name
         assert torch.equal(tensor, before[name]) != statistic, name
+
+
+@pytest.mark.parametrize(("loader", "count"), [([], 2), (batches(1), 0)])
+def test_recalibration_without_a_batch_is_refused_and_changes_nothing(loader, count):
+    network = nn.BatchNorm2d(3)
+    network.running_mean.fill_(9)
+    with pytest.raises(ValueError, match=f"no batch to average over: the loader gave none, or batches={count}"):
+        recalibrate_bn(network, loader, batches=count)
+    assert network.running_mean.eq(9).all()
