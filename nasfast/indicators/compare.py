@@ -123,7 +123,7 @@ def compare_scores(
     for name, values in every.items():
         report = rank(accuracies, values, space, resamples=resamples, seed=seed)
         mine = report.predictor
-        wanted = _wanted(mine.kendall, len(accuracies), half_width)
+        wanted = _wanted(mine.kendall, report.architectures, half_width)
         rows.append(ScoreRow(name, mine.kendall, mine.spearman, report.above[_REFERENCE], wanted))
     return ScoreComparison(len(accuracies), half_width, tuple(rows), dict(refused or {}), attainable)
 

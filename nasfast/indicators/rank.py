@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.structure import baselines, structure_scores
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.runtime.files import write_atomic
-from nasfast.spaces import Arch, ArchSpace
+from nasfast.spaces import Arch, ArchSpace, format_arch
 
 _BUDGET_QUANTILES = (0.10, 0.25, 0.50, 0.75, 1.00)
 _INTERVAL = (0.025, 0.975)
@@ -206,7 +207,7 @@ def rank(
         seed: seed of the bootstrap.
 
     Raises:
-        AccuracyError: fewer than 10 architectures have both an accuracy and a score.
+        AccuracyError: fewer than 10 architectures have both an accuracy and a score, or one of these is not finite.
         ArchError: an architecture is not of `space`.
         TableError: the table belongs to another space.
         ValueError: there are too few resamples.
@@ -230,6 +231,14 @@ def rank(
             f"{len(archs)} of {len(accuracies)} architectures with an accuracy have a score, at least "
             f"{MIN_ARCHITECTURES} are needed: score more of them, and check that both are of the same space"
         )
+    # a nan would tie with the highest score
+    for what, values in (("accuracies", accuracies), ("scores", scores)):
+        bad = [arch for arch in archs if not math.isfinite(values[arch])]
+        if bad:
+            raise AccuracyError(
+                f"{len(bad)} of {len(archs)} {what} are not finite; the first is that of [{format_arch(bad[0])}], "
+                f"{values[bad[0]]}: leave these architectures out"
+            )
     truth = np.array([accuracies[a] for a in archs], dtype=np.float64)
     macs = np.array([space.cost(a).macs for a in archs], dtype=np.float64)
     # sums that differ only by the order of their additions must tie

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ from nasfast.indicators.registry import (
 )
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import Arch
+from nasfast.spaces import Arch, format_arch
 
 __all__ = [
     "SCORES",
@@ -101,7 +102,7 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
     """The score of each architecture; a score of paths is computed for every architecture and not distilled.
 
     Raises:
-        ScoreError: the score is unknown, or the supernet cannot have it.
+        ScoreError: the score is unknown or not finite, or the supernet cannot have it.
         ArchError: an architecture is not of the supernet's space.
     """
     score = get_score(name)
@@ -109,7 +110,13 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
     if score.additive:
         table = score.function(evidence)
         return {arch: table.score(arch) for arch in archs}
-    return {arch: score.function(evidence, arch) for arch in archs}
+    scores = {arch: score.function(evidence, arch) for arch in archs}
+    if bad := [arch for arch, value in scores.items() if not math.isfinite(value)]:
+        raise ScoreError(
+            f"{len(bad)} of {len(scores)} paths have no finite {name}, the first is [{format_arch(bad[0])}]: the "
+            "supernet diverged; train it with a lower train.lr"
+        )
+    return scores
 
 
 def parts_of(name: str) -> list[tuple[float, str]]:

@@ -87,3 +87,10 @@ def test_an_interval_without_width_is_refused(half_width):
     accuracies, scores = noisy(20, seed=0)
     with pytest.raises(ValueError, match="half width of the interval must be positive"):
         compare_scores(accuracies, {"mine": scores}, SPACE, half_width=half_width)
+
+
+def test_the_wanted_number_follows_from_the_architectures_that_have_a_score():
+    accuracies, scores = noisy(60, seed=0)
+    half = dict(list(scores.items())[:30])
+    found = compare_scores(accuracies, {"half": half}, SPACE, resamples=50).rows[0].wanted
+    assert found == compare_scores({a: accuracies[a] for a in half}, {"half": half}, SPACE, resamples=50).rows[0].wanted

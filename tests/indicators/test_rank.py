@@ -166,6 +166,16 @@ def test_architectures_without_a_score_are_counted(accuracies, archs):
         rank(accuracies, {a: accuracies[a] for a in archs[:9]}, SPACE)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(accuracies, archs, value):
+    """A nan would sort above the best architecture and tie with it."""
+    text = f"1 of {len(archs)} {{}} are not finite; the first is that of .{' '.join(map(str, archs[3]))}., {value}"
+    with pytest.raises(AccuracyError, match=text.format("scores")):
+        rank(accuracies, {**accuracies, archs[3]: value}, SPACE)
+    with pytest.raises(AccuracyError, match=text.format("accuracies")):
+        rank({**accuracies, archs[3]: value}, accuracies, SPACE)
+
+
 def test_cells_are_ranked_beside_the_same_baselines():
     """Accuracy is the number of convolutions: what `depth` means in a space of cells."""
     space = nas_bench_201_space(cells=3)

@@ -205,6 +205,18 @@ def test_values_that_are_not_finite_name_the_candidate(macro_space):
         score_table("path_loss", Evidence(net, batches(1, resolution=12), paths=60))
 
 
+def test_paths_without_a_finite_score_are_refused(macro_space):
+    """They would rank with the best paths, because a nan is below nothing."""
+    net = Supernet(macro_space, init="aligned")
+    with torch.no_grad():
+        net.layers[1].candidates[2].project.bn.weight[0] = float("nan")
+    good, bad = (0, 1, *(0,) * (len(macro_space) - 2)), (0, 2, *(0,) * (len(macro_space) - 2))
+    evidence = Evidence(net, batches(1, resolution=12))
+    assert math.isfinite(score_paths("path_loss", evidence, [good])[good])
+    with pytest.raises(ScoreError, match=r"1 of 2 paths have no finite path_loss, the first is \[0 2"):
+        score_paths("path_loss", evidence, [good, bad])
+
+
 def test_a_new_score_is_one_function(trained, monkeypatch):
     monkeypatch.setattr(registry, "SCORES", SCORES)
     monkeypatch.delitem(SCORES, "test", raising=False)

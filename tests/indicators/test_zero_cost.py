@@ -220,6 +220,16 @@ def test_log_volume_needs_a_norm_and_different_images():
         log_volume(Normed(), torch.ones(4, 2, 3, 3))
 
 
+@pytest.mark.parametrize(("score", "least"), [(log_volume, 3), (naswot, 2)])
+def test_too_few_images_are_refused(score, least):
+    """With fewer, every network has the same log-volume, and NASWOT counts units alone."""
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
+    images = torch.randn(least, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+    assert math.isfinite(score(network, images))
+    with pytest.raises(ScoreError, match=f"got {least - 1}"):
+        score(network, images[: least - 1])
+
+
 def test_beta_norm_by_hand():
     """The shift of channel c adds to every pixel, so dL/dbeta = sum_n e_n W / N; two norms in a row count both."""
     # in float64, because the sum over the batch cancels

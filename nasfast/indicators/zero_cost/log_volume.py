@@ -28,8 +28,14 @@ def log_volume(module: nn.Module, images: Tensor, labels: Tensor | None = None) 
         labels: not used.
 
     Raises:
-        ScoreError: no BatchNorm ran, its input is not finite, or it is the same for all images.
+        ScoreError: there are fewer than three images, no BatchNorm ran, its input is not finite, or it is the same for
+            all images.
     """
+    if len(images) < 3:
+        raise ScoreError(
+            f"log_volume needs at least 3 images, got {len(images)}: two have one eigenvalue, and its share is 1 for "
+            "every network"
+        )
     copied = working_copy(module)
     maps: list[Tensor] = []
 

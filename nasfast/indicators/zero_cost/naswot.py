@@ -59,8 +59,11 @@ def naswot(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> f
         labels: not used.
 
     Raises:
-        ScoreError: no ReLU ran, or K is singular because two images have the same code.
+        ScoreError: there are fewer than two images, no ReLU ran, or K is singular because two images have the same
+            code.
     """
+    if len(images) < 2:
+        raise ScoreError(f"naswot compares images, and got {len(images)}: give at least 2")
     copied = working_copy(module)
     codes = _Codes(len(images))
     with torch.no_grad(), codes:
