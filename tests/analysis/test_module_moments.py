@@ -122,7 +122,8 @@ class Wild(nn.Module):
         (lambda: module_moments(net(), X, probes=["4"]), "no submodule '4'; .*valid: 0, 1"),
         (lambda: module_moments(net(), X[:, :2]), "cannot take x of shape"),
         (lambda: module_moments(Wild(), X), "must return one tensor, got tuple"),
-        (lambda: module_chi(net(), X, draws=0), "draws must be at least 1, got 0"),
+        (lambda: module_chi(net(), X, draws=0), "module_chi: draws must be at least 1, got 0"),
+        (lambda: module_moments(net(), X, draws=0), "module_moments: draws must be at least 1, got 0"),
         (lambda: module_chi(nn.BatchNorm1d(3), torch.randn(1, 3)), "needs two values per channel"),
     ],
 )

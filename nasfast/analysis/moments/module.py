@@ -163,8 +163,10 @@ def module_moments(
         seed: seed of the noise.
 
     Raises:
-        ValueError: a name is unknown, no probe is called, or see `push`.
+        ValueError: `draws` is below 1, a name is unknown, no probe is called, or see `push`.
     """
+    if draws < 1:
+        raise ValueError(f"module_moments: draws must be at least 1, got {draws}")
     copy = held(module)
     modules = dict(copy.named_modules())
     chosen = _children(copy) if probes is None else list(probes)

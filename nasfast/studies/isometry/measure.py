@@ -138,7 +138,15 @@ def _measure_block(block: nn.Module, h: Tensor, effort: Effort, setting: str, la
     if branch is block:
         return row
     # no density is computed, because it takes most of the time
-    whole = isometry(block, h, samples=effort.samples, probes=effort.probes, max_exact=_MAX_EXACT, lanczos_steps=0)
+    whole = isometry(
+        block,
+        h,
+        samples=effort.samples,
+        probes=effort.probes,
+        max_exact=_MAX_EXACT,
+        lanczos_steps=0,
+        seed=effort.seed,
+    )
     return replace(row, module=whole)
 
 
