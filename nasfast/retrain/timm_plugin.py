@@ -21,24 +21,28 @@ except ImportError as error:
     raise RuntimeError("the timm plug-in needs timm: pip install 'nasfast[timm]'") from error
 
 
+# timm's own defaults, for a network of which it is not known how images become its input
+_CROP_SHARE, _MEAN, _STD = 0.875, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
 class TimmNetwork(nn.Module):
-    """A standalone network with the methods that timm's scripts call."""
+    """A standalone network with the methods that timm's scripts call; its preprocessing is that of `network.images`."""
 
     def __init__(self, network: ArchNetwork) -> None:
         super().__init__()
         self.network = network
         self.num_classes = network.space.num_classes
         self.num_features = self.head_hidden_size = network.classifier.in_features
-        resolution = network.space.resolution
+        resolution, images = network.space.resolution, network.images
         self.pretrained_cfg = self.default_cfg = {
             "architecture": "nasfast",
             "num_classes": self.num_classes,
             "input_size": (network.space.in_channels, resolution, resolution),
             "pool_size": None,
-            "crop_pct": 0.875,
+            "crop_pct": _CROP_SHARE if images is None else images.resolution / images.short_side,
             "interpolation": "bilinear",
-            "mean": (0.485, 0.456, 0.406),
-            "std": (0.229, 0.224, 0.225),
+            "mean": _MEAN if images is None else images.mean,
+            "std": _STD if images is None else images.std,
             "classifier": "network.classifier",
         }
 
@@ -91,7 +95,9 @@ def nasfast(pretrained: bool = False, **kwargs: Any) -> TimmNetwork:
     network = load_model(folder).train()
     if not pretrained:
         seed = torch.initial_seed() % 2**63
+        images = network.images
         network = build(network.space, network.arch, activation=network.activation, seed=seed)
+        network.images = images
     if in_chans not in (None, network.space.in_channels):
         raise ValueError(
             f"timm model 'nasfast': the space has {network.space.in_channels} input channels, got in_chans={in_chans}"

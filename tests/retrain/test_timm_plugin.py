@@ -10,7 +10,12 @@ import pytest
 import timm
 import torch
 
-from nasfast.retrain import load_model, timm_plugin  # noqa: F401  the plug-in registers the model
+from nasfast.retrain import (
+    ImageInfo,
+    load_model,
+    save_model,
+    timm_plugin,  # noqa: F401  registers the model
+)
 
 SCRIPT = '''
 """Trains a few steps the way timm's train.py does."""
@@ -79,6 +84,17 @@ def test_the_model_describes_itself(retrained):
     name = model.default_cfg["classifier"]
     assert dict(model.named_modules())[name] is model.get_classifier()
     assert "nasfast" in timm.list_models()
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_images_become_the_input_as_in_the_training(retrained, tmp_path, pretrained):
+    """A small image is not cropped at evaluation, and these images had another mean than those of ImageNet."""
+    network = load_model(retrained.folder)
+    network.images = ImageInfo(tuple("abcd"), 16, 16, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    save_model(network, tmp_path / "model.safetensors")
+    model = timm.create_model("nasfast", pretrained=pretrained, arch=str(tmp_path))
+    config = timm.data.resolve_data_config({}, model=model)
+    assert (config["crop_pct"], config["mean"], config["std"]) == (1.0, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 
 
 def test_number_of_classes(retrained):
