@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -216,12 +217,14 @@ class ListSource(_FileSource):
         found = sorted(set(labels))
         if all(label.isdecimal() for label in found):
             labels = [str(int(label)) for label in labels]
-            present = set(labels)
-            found = [str(label) for label in range(1 + max(map(int, labels)))]
-            if classes is None and (missing := [label for label in found if label not in present]):
+            numbers = set(map(int, labels))
+            found = [str(number) for number in sorted(numbers)]
+            if classes is None and len(numbers) <= max(numbers):
+                # labels may be dates, so not all gaps are counted
+                missing = islice((n for n in range(max(numbers)) if n not in numbers), 5)
                 raise DataError(
-                    f"{path} has labels up to {found[-1]}, but no image of label {', '.join(missing[:5])}: number the "
-                    "labels from 0 without gaps"
+                    f"{path} has labels up to {found[-1]}, but no image of label {', '.join(map(str, missing))}: "
+                    "number the labels from 0 without gaps"
                 )
         if classes is not None:
             if unknown := sorted(set(labels) - set(classes)):

@@ -294,6 +294,7 @@ def test_a_list_with_names_and_its_validation_list(tmp_path):
         (["x.jpg 0", "y.jpg"], "line 2: expected 'IMAGE LABEL', got 'y.jpg'"),
         (["x.jpg 0", "y.jpg 0"], "has images of 1 class only: a classifier needs two"),
         (["x.jpg 0", "y.jpg 3"], "has labels up to 3, but no image of label 1, 2: number the labels from 0"),
+        (["x.jpg 0", f"y.jpg {10**15}"], f"has labels up to {10**15}, but no image of label 1, 2, 3, 4, 5: number"),
         (["# none"], "lists no image"),
         (["x.jpg 0", "y.jpg 1"], "none of the first 2 listed images exists, e.g. .*x.jpg"),
     ],
