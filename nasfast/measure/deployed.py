@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -71,7 +72,7 @@ def _in_onnxruntime(module: nn.Module, images: Tensor, cfg: LatencyConfig, clock
     array = images.contiguous().numpy()
 
     def run() -> dict[str, float]:
-        array.__iadd__(0)
+        np.add(array, 0, out=array)
         return {"run": seconds_of(lambda: session.run(None, {INPUT: array}), torch.device("cpu"), clock=clock)}
 
     return run

@@ -22,14 +22,17 @@ class ArchError(ValueError):
 
 
 def parse_arch(form: str | Iterable[int]) -> Arch:
-    """Tuple from any written form: `"3 -1 0"`, `"3,-1,0"`, both also in brackets, `"01220122"`, or a sequence of ints.
+    """Tuple from any written form: a sequence of ints, or a text.
+
+    A text is `"3 -1 0"`, `"3,-1,0"`, either of them in brackets, `"3_-1_0"` as in names of files, or `"01220122"`.
 
     Raises:
         ArchError: something in it is not an integer.
     """
     values: Iterable[int | str] = form
     if isinstance(form, str):
-        text = form.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+        # int() alone would read 1_0 as 10
+        text = form.strip().removeprefix("[").removesuffix("]").replace(",", " ").replace("_", " ").split()
         values = list(text[0]) if len(text) == 1 and text[0].isdigit() else text
     try:
         # int() alone would cut 0.9 down to 0
@@ -44,7 +47,7 @@ def format_arch(arch: Arch) -> str:
 
 
 def arch_file_text(arch: Arch) -> str:
-    """Text form for names of files, `"3_-1_0"`."""
+    """Text form for names of files, `"3_-1_0"`; `parse_arch` reads it back."""
     return "_".join(map(str, arch))
 
 

@@ -92,14 +92,21 @@ class Block(ConfigBase):
 
     @property
     def label(self) -> str:
-        """Short text for tables and pictures."""
-        return {
-            "mbconv": f"k{self.kernel} e{self.expand:g}" + ("" if self.se is None else f" {self.se.label}"),
-            "fused_mbconv": f"fused k{self.kernel} e{self.expand:g}",
-            "shuffle": f"k{self.kernel}",
-            "shuffle_xception": "xception",
-            "conv": f"conv{self.kernel}",
-        }.get(self.kind, self.kind)
+        """Short text for tables and pictures. Candidates that differ have different labels, by which results name them.
+
+        Kinds that have no form of their own here, such as a user's, leave out what has its default.
+        """
+        kernel, expand, se = f"k{self.kernel}", f"e{self.expand:g}", "" if self.se is None else self.se.label
+        parts = {
+            "mbconv": (kernel, expand, se),
+            "fused_mbconv": ("fused", kernel, expand),
+            "shuffle": (kernel,),
+            "conv": (f"conv{self.kernel}",),
+        }.get(self.kind)
+        if parts is None:
+            name = "xception" if self.kind == "shuffle_xception" else self.kind
+            parts = (name, kernel if self.kernel != 3 else "", expand if self.expand != 1 else "", se)
+        return " ".join(filter(None, parts))
 
 
 BlockCost = Callable[..., Cost]

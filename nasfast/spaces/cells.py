@@ -121,11 +121,10 @@ class Cell(ConfigBase):
 
     def without_on_intermediate(self, op: str) -> Cell:
         """The cell without a candidate on its intermediate edges."""
-        return self.replace(
-            edges=tuple(
-                e.replace(ops=tuple(o for o in e.ops if o != op)) if self.is_intermediate(e) else e for e in self.edges
-            )
+        edges = (
+            e.replace(ops=tuple(o for o in e.ops if o != op)) if self.is_intermediate(e) else e for e in self.edges
         )
+        return self.replace(edges=tuple(edges))
 
 
 def _full_cell(inputs: int, nodes: int, ops: Sequence[str], outputs: Sequence[int] | None = None) -> Cell:
@@ -309,7 +308,13 @@ class CellSpace(ArchSpace):
         return [found[edge] for edge in edges]
 
     def random(self, rng: np.random.Generator) -> Arch:
-        """A uniform architecture among those in which operations other than None lead from an input to every output."""
+        """A uniform architecture among those in which operations other than None lead from an input to every output.
+
+        Raises:
+            ValueError: there is none, because some edges have no other operation.
+        """
+        if not self._connected([max(values, key=lambda k: self.ops[k] != NONE) for values in self.candidates]):
+            raise ValueError(f"space {self.name!r}: no operation other than {NONE} leads to some output of its cell")
         while True:
             arch = super().random(rng)
             if all(self._connected(part) for part in self.parts(arch)):
@@ -400,11 +405,10 @@ class CellSpace(ArchSpace):
             if self.preprocess:
                 for before, stride in self.cell_inputs(i):
                     # the input of a strided preprocessing has twice the cell's size
-                    total += (
-                        factorized_reduce_cost(before, channels, size)
-                        if stride == 2
-                        else conv_bn_cost(before, channels, 1, size)
-                    )
+                    if stride == 2:
+                        total += factorized_reduce_cost(before, channels, size)
+                    else:
+                        total += conv_bn_cost(before, channels, 1, size)
         head = Cost(params=2 * self.features) if self.head else Cost()
         weights = self.features * self.num_classes
         return total + head + Cost(weights, weights + self.num_classes * self.classifier_bias)

@@ -141,7 +141,7 @@ def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> lis
     archs = stratified_sample(space, count, limits=limits, allow_identity=cfg.search.allow_identity, seed=cfg.seed)
     _check_images(cfg, space, count)
     # a folder is named after its architecture
-    before = [space.parse(path.parent.name.replace("_", " ")) for path in _finished(cfg)]
+    before = [space.parse(path.parent.name) for path in _finished(cfg)]
     archs += [arch for arch in before if arch not in archs]
     return _tasks(cfg, space, archs, _shared_settings(cfg, count, epochs))
 

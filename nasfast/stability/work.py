@@ -17,7 +17,7 @@ from nasfast.runtime.tracking import tracked
 from nasfast.search import InfeasibleConstraintError, equal_cost_peers, top_k
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings.run import RunConfig
-from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.spaces import Arch, SearchSpace, arch_file_text
 from nasfast.stages.checks import MACHINE_DATA
 from nasfast.stages.inputs import retrain_loaders
 from nasfast.tasks import Task, gpus_for
@@ -43,7 +43,7 @@ def seed_task(cfg: RunConfig, number: int) -> Task:
 def network_task(cfg: RunConfig, space: SearchSpace, arch: Arch, number: int) -> Task:
     """The retraining of one architecture with one seed, in `networks/ARCH/seed-NUMBER`."""
     return Task(
-        f"networks/{format_arch(arch).replace(' ', '_')}/seed-{number}",
+        f"networks/{arch_file_text(arch)}/seed-{number}",
         f"{_HERE}:retrain_network",
         {"config": _settings(cfg, number), "space": space.to_dict(), "arch": list(arch)},
         threads=cfg.threads,

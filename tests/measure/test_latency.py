@@ -19,7 +19,16 @@ from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import deployed, fold
 from nasfast.measure.latency import Fit, LatencyReport, latency, parts_of
 from nasfast.runtime.onnx import check_provider
-from nasfast.spaces import SKIP, Block, format_arch, parse_arch, read_cost_table
+from nasfast.spaces import (
+    SKIP,
+    Block,
+    FixedLayer,
+    SearchSpace,
+    Stage,
+    format_arch,
+    parse_arch,
+    read_cost_table,
+)
 from nasfast.spaces.arch import Arch
 from nasfast.supernet import build
 
@@ -85,6 +94,16 @@ def test_equal_shapes_and_candidates_are_timed_once():
     assert parts.of_layers[1] == parts.of_layers[2] == parts.of_layers[3]
     assert len(parts.modules) == 2 + 3 * 4
     assert len(set(parts.of((0, 1, 1, 1, 0, 0)))) == 2 + 4
+
+
+def test_different_candidates_are_different_parts():
+    """Kernels of Xception units once had one label, and the later candidate was timed for both."""
+    choices = tuple(Block("shuffle_xception", kernel) for kernel in (3, 7))
+    stem, head = FixedLayer(Block("conv"), 8, stride=2), FixedLayer(Block("conv", 1), 16)
+    space = SearchSpace("two", 16, 4, (stem,), (Stage(16, 1, 2, choices),), (head,))
+    parts = parts_of(space)
+    kernels = [parts.modules[name][0].main[0].conv.kernel_size[0] for name in parts.of_layers[0].values()]
+    assert kernels == [3, 7]
 
 
 def test_an_identity_takes_no_time_and_a_strided_one_does():

@@ -354,3 +354,9 @@ def test_costs_of_a_darts_network_by_hand():
     # stem 3*2*9 and norm; preprocess 2*2 and norm; a separable 3x3: twice 2*9 + 2*2 and norm; classifier 4*5
     weights = 54 + 4 + 2 * (18 + 4)
     assert space.cost((4, 1, 0)) == Cost(macs=16 * weights + 20, params=weights + 4 * 4 + 20)
+
+
+def test_a_space_without_a_connected_architecture_has_no_random_one():
+    cell = modified_cell().restricted(0, 2, ("none",)).restricted(1, 2, ("none",))
+    with pytest.raises(ValueError, match="no operation other than none leads to some output"):
+        CellSpace(name="cut", cell=cell).random(np.random.default_rng(0))

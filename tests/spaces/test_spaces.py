@@ -20,6 +20,7 @@ from nasfast.spaces import (
     SearchSpace,
     SqueezeExcite,
     Stage,
+    arch_file_text,
     arch_from_json,
     arch_to_json,
     format_arch,
@@ -245,6 +246,8 @@ def test_labels_tell_candidates_apart():
     excited = [None, SqueezeExcite(), SqueezeExcite(0.5), SqueezeExcite(gate="sigmoid"), SqueezeExcite(0.1, "silu")]
     labels = [Block("mbconv", 5, 2.5, se).label for se in excited]
     assert labels == ["k5 e2.5", "k5 e2.5 se0.25", "k5 e2.5 se0.5", "k5 e2.5 se0.25 sigmoid", "k5 e2.5 se0.1 silu"]
+    others = [Block("shuffle_xception", 3), Block("shuffle_xception", 7), Block("identity"), Block("identity", 5, 2)]
+    assert [block.label for block in others] == ["xception", "xception k7", "identity", "identity k5 e2"]
 
 
 def test_squeezed_channels_are_those_of_torchvision():
@@ -277,6 +280,7 @@ def test_a_stage_without_choices_is_refused():
 def test_arch_text_round_trip(arch):
     assert parse_arch(format_arch(arch)) == arch
     assert parse_arch(format_arch(arch).replace(" ", ",")) == arch
+    assert parse_arch(arch_file_text(arch)) == arch
 
 
 def test_arch_forms():
