@@ -33,6 +33,7 @@ from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.onnx import require_onnx
 from nasfast.runtime.progress import followed_by
+from nasfast.runtime.termination import Terminated
 from nasfast.runtime.tracking import tracked
 from nasfast.search import (
     Candidate,
@@ -69,6 +70,8 @@ StageFunction = TypeVar("StageFunction", bound=Callable[..., Any])
 def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
     """What every stage does first: use the config's threads, lock the run directory on the leading rank, and track.
 
+    The exception of a signal gets the name of its stage as `stage`.
+
     Args:
         create: whether to create the run directory; see `run_lock`.
     """
@@ -80,7 +83,12 @@ def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
             leads = kwargs.get("world", SINGLE).leads
             with run_lock(cfg.run_dir, create=create) if leads else nullcontext():
                 with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
-                    return function(cfg, **kwargs)
+                    try:
+                        return function(cfg, **kwargs)
+                    except (Terminated, KeyboardInterrupt) as stopped:
+                        # `run` calls other stages, and the innermost is named
+                        vars(stopped).setdefault("stage", function.__name__.removesuffix("_best"))
+                        raise
 
         return stage  # type: ignore[return-value]  # functools.wraps keeps the signature
 
@@ -221,6 +229,8 @@ def search(cfg: RunConfig) -> list[Candidate]:
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.resolved().search
     check_search(cfg, space)
     limits, front, fronts = settings.limits_in(space), [], []
+    for sentence in limits.met_by_all(space, allow_identity=settings.allow_identity):
+        _LOG.info("%s", sentence)
     scoring = cfg.score.resolved(cfg.method)
     if not scoring.gives_table:
         evidence, checkpoint = evidence_of(cfg)

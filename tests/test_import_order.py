@@ -110,9 +110,9 @@ ALLOWED: dict[str, set[str]] = {
         "search", "retrain", "settings.run", "tasks", "runtime.lock", "runtime.progress", "runtime.tracking",
     },
     "pipeline": {
-        "config", "display", "runtime.files", "runtime.lock", "runtime.progress", "runtime.tracking", "runtime",
-        "spaces", "supernet", "train", "indicators", "indicators.accuracies", "indicators.table", "search", "retrain",
-        "report", "measure", "settings", "stages", "settings.run",
+        "config", "display", "runtime.files", "runtime.lock", "runtime.progress", "runtime.termination",
+        "runtime.tracking", "runtime", "spaces", "supernet", "train", "indicators", "indicators.accuracies",
+        "indicators.table", "search", "retrain", "report", "measure", "settings", "stages", "settings.run",
     },
     "stability": {
         "config", "runtime.files", "runtime.lock", "runtime.progress", "runtime.tracking", "runtime", "spaces",

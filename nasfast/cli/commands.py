@@ -101,14 +101,20 @@ def _at_most(hours: float | None) -> Iterator[None]:
 
     Raises:
         Terminated: the time is over, or SIGTERM came.
+        ConfigError: this is one process of several.
     """
+    if hours is not None and environment_size() > 1:
+        raise ConfigError(
+            "--max-hours stops one process, and torchrun would start its ranks again: leave it out, and stop torchrun "
+            "by SIGTERM"
+        )
     deadline = None if hours is None else time.time() + 3600 * hours
     try:
         with stopped_at(deadline):
             yield
     except Terminated as stopped:
         if deadline is not None and time.time() >= deadline:
-            stopped.message = stopped.message.replace(Terminated().message, f"--max-hours {hours:g} is over")
+            stopped.reason = f"--max-hours {hours:g} is over"
         raise
 
 
@@ -124,11 +130,6 @@ def _run(
             raise ConfigError("--dry-run times the steps of one process: run it without torchrun")
         print(plan_run(cfg, settings, max_hours=hours))
         return
-    if hours is not None and environment_size() > 1:
-        raise ConfigError(
-            "--max-hours stops one process, and torchrun would start its ranks again: leave it out, and stop torchrun "
-            "by SIGTERM"
-        )
     with _at_most(hours), _joined(cfg) as (cfg, world):
         if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
             raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
@@ -140,11 +141,7 @@ def _run(
 
 
 def _run_seeds(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_run: bool) -> None:
-    if environment_size() > 1:
-        raise ConfigError(
-            "--seeds trains many networks, each in one process: run it without torchrun, which lets several processes "
-            "train one network"
-        )
+    check_one_process(settings, environment_size())
     if dry_run:
         print(plan_seeds(cfg, seeds, settings))
         return
@@ -169,9 +166,16 @@ def _search(cfg: RunConfig) -> None:
     _show_candidates(cfg, pipeline.search(cfg))
 
 
-def _retrain(cfg: RunConfig, resume: bool, archs: Sequence[str], pareto: bool, tasks: TaskSettings | None) -> None:
+def _retrain(
+    cfg: RunConfig,
+    resume: bool,
+    archs: Sequence[str],
+    pareto: bool,
+    tasks: TaskSettings | None,
+    hours: float | None,
+) -> None:
     check_one_process(tasks, environment_size())
-    with _joined(cfg) as (cfg, world):
+    with _at_most(hours), _joined(cfg) as (cfg, world):
         results = pipeline.retrain_best(cfg, archs=archs, pareto=pareto, resume=resume, world=world, tasks=tasks)
         if world.is_main:
             _show_retrained(cfg, results)
@@ -314,10 +318,13 @@ def _step(cfg: StepTimesConfig, out: str | None) -> None:
         print(f"written: {out}")
 
 
-def _study(study: registry.Study, cfg: ConfigBase, out: str | None, settings: TaskSettings | None) -> None:
+def _study(
+    study: registry.Study, cfg: ConfigBase, out: str | None, settings: TaskSettings | None, hours: float | None
+) -> None:
     """Print a study's report, save it, and raise where a mark is missed."""
     check_one_process(settings, environment_size())
-    report = run_study(study.name, cfg, out=out, tasks=settings)
+    with _at_most(hours):
+        report = run_study(study.name, cfg, out=out, tasks=settings)
     print(report)
     if out is not None:
         print("written:", ", ".join(map(str, (report.save(out), *report.files))))

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from nasfast.cli.completion import completion_script
 from nasfast.cli.parser import LIST, Listed, Parser
-from nasfast.config import ConfigBase, ConfigError, UnknownKeyError, flatten, load_yaml, local, nearest
+from nasfast.config import ConfigBase, ConfigError, flatten, load_yaml, local, nearest
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings.files import CONFIG_FILE
-from nasfast.settings.run import OTHER_VERSION, RunConfig
+from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.studies import registry
 
@@ -80,8 +80,9 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     try:
         checked = flatten(RunConfig.from_dict(given).to_dict())
     except ConfigError as error:
-        hint = OTHER_VERSION if isinstance(error, UnknownKeyError) and saved in files else ""
-        raise ConfigError(f"{', '.join(map(str, files))}: {error}{hint}") from error
+        if saved in files:
+            RunConfig.load(saved)  # its error says more, where this file is at fault
+        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
     parser.set_defaults({key: checked[key] for key in flatten(given)})
     parsed = parser.parse_flags(argv).as_dict()
     settings = {field.name for field in dataclasses.fields(RunConfig)}
@@ -131,6 +132,16 @@ def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings | None, bool]:
     return TaskSettings.from_dict(given) if given else None, dry_run
 
 
+def _hours(parsed: dict[str, Any]) -> float | None:
+    """Take --max-hours out of parsed flags, of a command that has more than tasks: after this time it stops itself.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    hours, parsed["max_hours"] = parsed["max_hours"], None
+    return None if hours is None else TaskSettings.from_dict({"max_hours": hours}).max_hours
+
+
 def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, dict[str, Any]]:
     """The settings of a study, from defaults, then --config files, then flags; and the values of its other flags."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -157,8 +168,12 @@ def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
     return cfg, others["resume"]
 
 
-def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list[str], bool, TaskSettings | None]:
-    """The settings, whether to resume, which architectures are named, whether to take the Pareto fronts, and where."""
+def _retrain(
+    parser: Parser, argv: Sequence[str]
+) -> tuple[RunConfig, bool, list[str], bool, TaskSettings | None, float | None]:
+    """The settings, whether to resume, which architectures are named, whether to take the Pareto fronts, where, and
+    the hours after which it stops.
+    """
     parser.add_argument(
         "--arch",
         action="append",
@@ -170,7 +185,8 @@ def _retrain(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, list
     cfg, others = _run_config(parser, argv, resumable=True)
     if others["arch"] and others["pareto"]:
         parser.error("--arch and --pareto both say what to retrain: give one of them")
-    return cfg, others["resume"], others["arch"] or [], others["pareto"], _task_settings(others)[0]
+    hours = _hours(others)
+    return cfg, others["resume"], others["arch"] or [], others["pareto"], _task_settings(others)[0], hours
 
 
 def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings | None, bool, float | None]:
@@ -182,10 +198,7 @@ def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, Tas
     )
     _add_task_flags(parser, optional="each retraining of a run of one seed")
     cfg, others = _run_config(parser, argv, resumable=True)
-    hours = None
-    if others["seeds"] == 1 and others["max_hours"] is not None:
-        hours = TaskSettings.from_dict({"max_hours": others["max_hours"]}).max_hours
-        others["max_hours"] = None
+    hours = _hours(others) if others["seeds"] == 1 else None
     settings, dry_run = _task_settings(others)
     return cfg, others["resume"], others["seeds"], settings, dry_run, hours
 
@@ -234,11 +247,8 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
     text = "with --train: half width of the interval of tau for which the number of architectures is estimated"
     parser.add_argument("--interval", type=float, help=f"{text}; default: 0.1")
     _add_task_flags(parser)
-    if settings_of_run := [text for text in argv if text.startswith(("--retrain.", "--data."))]:
-        parser.error(
-            f"{settings_of_run[0].partition('=')[0]} is no flag of rank: --train takes the images of the run, and has "
-            "a short recipe of its own, of which --epochs sets the epochs"
-        )
+    text = "--train takes the images of the run, and has a short recipe of its own, of which --epochs sets the epochs"
+    parser.hints = {"retrain.": text, "data.": text}
     parsed = parser.parse_flags(argv).as_dict()
     settings, dry_run = _task_settings(parsed)
     args = argparse.Namespace(**parsed)
@@ -311,8 +321,13 @@ def _step(parser: Parser, argv: Sequence[str]) -> tuple[StepTimesConfig, str | N
     return StepTimesConfig(**settings), out
 
 
-def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigBase, str | None, TaskSettings | None]:
-    """The study that a command, or the kind behind it, names, its settings, its directory, and where its tasks run."""
+_StudyArguments = tuple[registry.Study, ConfigBase, str | None, TaskSettings | None, float | None]
+
+
+def _study(parser: Parser, argv: Sequence[str]) -> _StudyArguments:
+    """The study that a command, or the kind behind it, names, its settings, its directory, where its tasks run, and
+    the hours after which it stops.
+    """
     command = registry.COMMANDS[parser.command]
     kinds, flags = command.kinds, list(argv)
     if not kinds:
@@ -330,9 +345,7 @@ def _study(parser: Parser, argv: Sequence[str]) -> tuple[registry.Study, ConfigB
     return _study_flags(Parser(kinds[kind].name, kinds[kind].text), flags, kinds[kind])
 
 
-def _study_flags(
-    parser: Parser, argv: Sequence[str], study: registry.Study
-) -> tuple[registry.Study, ConfigBase, str | None, TaskSettings | None]:
+def _study_flags(parser: Parser, argv: Sequence[str], study: registry.Study) -> _StudyArguments:
     more = f", {study.writes}" if study.writes else ""
     resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
     text = f"also write {study.files}.json, the page {study.files}.html{more}{resumed}"
@@ -341,7 +354,10 @@ def _study_flags(
         _add_task_flags(parser, dry_run=False, optional="each search")
     cfg, others = _study_config(parser, argv, study.load("config"))
     out = others.pop("out")
-    return study, cfg, out, _task_settings(others)[0] if study.tasks else None
+    if not study.tasks:
+        return study, cfg, out, None, None
+    hours = _hours(others)
+    return study, cfg, out, _task_settings(others)[0], hours
 
 
 def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:

@@ -104,7 +104,7 @@ def _run(argv: list[str]) -> int:
             arguments = importlib.import_module("nasfast.cli.flags").parse(command, _COMMANDS[command], rest)
             importlib.import_module("nasfast.cli.commands").execute(command, arguments)
     except Terminated as stopped:
-        _say_stopped(command, rest, stopped.message)
+        _say_stopped(command, rest, stopped, stopped.reason, stopped.saved)
         return stopped.code
     except BrokenPipeError:
         raise
@@ -114,23 +114,25 @@ def _run(argv: list[str]) -> int:
         remedy = _NO_ROOM_REMEDY if isinstance(error, OSError) and error.errno in NO_ROOM else ""
         print(f"nasfast {command}: {error}{remedy}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        _say_stopped(command, rest, "stopped by Ctrl-C; what was saved before is kept")
+    except KeyboardInterrupt as stopped:
+        _say_stopped(command, rest, stopped, "stopped by Ctrl-C", "what was saved before is kept")
         return 128 + signal.SIGINT
     return 0
 
 
-def _say_stopped(command: str, flags: Sequence[str], how: str) -> None:
-    """Say that a signal stopped a command, and how it is continued; one process of several says it."""
+def _say_stopped(command: str, flags: Sequence[str], stopped: BaseException, reason: str, saved: str) -> None:
+    """Say why a command stopped, in which stage, and how it is continued; one process of several says it."""
+    stage = getattr(stopped, "stage", command)  # the stages of a run note their names
     if "--dry-run" in flags:
-        how, more = how.partition(";")[0], "no run began, and nothing was trained"
+        saved, more = "", "no run began, and nothing was trained"
     elif command in _JOINT:
         more = "the same command with --resume continues"
     else:
         more = "run the same command again"
     if not environment_rank():
+        how = reason if stage == command else f"{reason} in the stage `{stage}`"
         # a line of its own: the terminal has shown ^C, or a line of progress
-        print(f"\nnasfast {command}: {how}; {more}", file=sys.stderr)
+        print(f"\nnasfast {command}: {'; '.join(filter(None, (how, saved, more)))}", file=sys.stderr)
 
 
 class _CallableModule(types.ModuleType):

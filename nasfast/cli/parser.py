@@ -49,6 +49,7 @@ class Parser(jsonargparse.ArgumentParser):
         )
         self.command = command
         self.settings: type[ConfigBase] | None = None
+        self.hints: dict[str, str] = {}  # by how an unknown flag begins
         text = "print all settings as YAML, which --config reads where a command has it, and end"
         self.add_argument("--print_config", action="store_true", help=text)
 
@@ -135,6 +136,7 @@ class Parser(jsonargparse.ArgumentParser):
         if match:
             flags = [s[2:] for action in self._actions for s in action.option_strings if s.startswith("--")]
             close = difflib.get_close_matches(match[1], flags, n=1, cutoff=0.5)
-            message += f"; did you mean --{close[0]}?" if close else ""
+            hints = [hint for start, hint in self.hints.items() if match[1].startswith(start)]
+            message += f"; {hints[0]}" if hints else f"; did you mean --{close[0]}?" if close else ""
         print(f"{self.prog}: {message}\nall flags: {self.prog} --help", file=sys.stderr)
         sys.exit(2)

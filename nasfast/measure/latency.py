@@ -205,9 +205,11 @@ def _unsteady_lines(form: Mapping[str, Any]) -> list[str]:
         return []
     worst = sorted(unsteady.items(), key=lambda part: -part[1][1] / part[1][0])[:3]
     examples = "; ".join(f"{name}: {low:.3g} to {high:.3g} ms" for name, (low, high) in worst)
+    parts = "1 part" if len(unsteady) == 1 else f"{len(unsteady)} parts"
+    clock = "" if form["clock"] == "cpu" else ", or with --clock cpu --threads 1"
     return [
-        f"{len(unsteady)} parts took very different times in different rounds ({examples} between the 20 % and 80 % "
-        "quantiles): measure again when the machine is less busy, or with --clock cpu --threads 1"
+        f"{parts} took very different times in different rounds ({examples} between the 20 % and 80 % quantiles): "
+        f"measure again when the machine is less busy{clock}"
     ]
 
 

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nasfast.ops import destinations, reference
+from nasfast.ops import _native, destinations, reference
 from nasfast.ops.autograd import check_device, refuse_second_derivatives
-from nasfast.ops.nhwc import HAS_POOL, subsample
+from nasfast.ops.nhwc import subsample
 from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
 from nasfast.ops.reference import Stage
 from nasfast.ops.registry import operators, register
 
 # the backward that reads gradients of any distance between pixels
-_CPU_BACKWARD = operators("cpu").conv_bn_act_chain_bwd if HAS_POOL else None
+_CPU_BACKWARD = operators("cpu").conv_bn_act_chain_bwd if _native.extension is not None else None
 
 
 def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: Tensor | None, backend: str) -> Tensor:

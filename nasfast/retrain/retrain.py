@@ -23,7 +23,7 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import answers_from_hex, answers_to_hex, write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.settings.retrain import RetrainConfig
-from nasfast.settings.supernet import default_lr
+from nasfast.settings.supernet import ALL_LR
 from nasfast.spaces import Arch, ArchSpace, Cost, arch_file_text
 from nasfast.supernet import ArchNetwork, Supernet, build, inherit
 from nasfast.train import Evaluation, TrainExtras, TrainStage, evaluate, recalibrate_bn
@@ -166,7 +166,7 @@ def check_not_begun(run_dir: str | Path, name: str, arch: Arch, cfg: RetrainConf
 
 
 def _with_lr(cfg: RetrainConfig) -> RetrainConfig:
-    return cfg if cfg.train.lr is not None else cfg.replace(train=cfg.train.replace(lr=default_lr("all", layers=0)))
+    return cfg if cfg.train.lr is not None else cfg.replace(train=cfg.train.replace(lr=ALL_LR))
 
 
 def _settings_of(cfg: RetrainConfig, seed: int) -> dict[str, Any]:

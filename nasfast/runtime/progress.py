@@ -48,8 +48,11 @@ def listening(listener: Listener) -> Iterator[None]:
 def duration(seconds: float) -> str:
     """A time as every screen shows it, rounded up.
 
-    Below a minute it is `45 s`, below ten minutes `2 min 10 s`, and then whole minutes: `12 min` or `1 h 05 min`.
+    Below a minute it is `45 s`, below ten minutes `2 min 10 s`, and then whole minutes: `12 min` or `1 h 05 min`. A
+    time that is not finite, such as one divided by a speed of 0, is `unknown`.
     """
+    if not math.isfinite(seconds):
+        return "unknown"
     whole = math.ceil(seconds)
     if whole < 60:
         return f"{whole} s"

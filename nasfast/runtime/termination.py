@@ -19,14 +19,15 @@ class Terminated(SystemExit):
     status 143, like one that SIGTERM killed.
 
     Attributes:
-        message: that SIGTERM came, and what was saved.
+        saved: what was saved, or an empty text.
+        reason: why the run stops.
     """
 
     code: int
 
-    def __init__(self, message: str = "stopped by SIGTERM") -> None:
+    def __init__(self, saved: str = "") -> None:
         super().__init__(128 + signal.SIGTERM)
-        self.message = message
+        self.saved, self.reason = saved, "stopped by SIGTERM"
 
 
 class StopRequest:
@@ -113,7 +114,7 @@ def noticed() -> Iterator[StopRequest]:
     """Within this block, SIGTERM only sets `requested` of the StopRequest; only the main thread can do this.
 
     If the block ends without obeying it, the signal is raised again after the block. If the block ends with an error, a
-    Terminated from that signal has the error's text in its message.
+    Terminated from that signal has the error's text in its reason.
     """
     request = StopRequest()
     try:
@@ -125,7 +126,7 @@ def noticed() -> Iterator[StopRequest]:
             try:
                 signal.raise_signal(signal.SIGTERM)
             except Terminated as stopped:
-                stopped.message += f" ({error})"
+                stopped.reason += f" ({error})"
                 raise
         raise
     if request.requested:

@@ -122,6 +122,19 @@ class Limits:
         """The integer program of the architectures within the limits."""
         return _program(space, self.costs(space, allow_identity=allow_identity), allow_identity)
 
+    def met_by_all(self, space: SearchSpace, *, allow_identity: bool = False) -> list[str]:
+        """A sentence for each limit that every architecture of the space meets, with the range of its cost."""
+        found = []
+        for name, costs, maximum in self.costs(space, allow_identity=allow_identity):
+            least, most = (sum(extreme(row.values()) for row in costs.rows) for extreme in (min, max))
+            if most <= maximum:
+                ends = f"{costs.text(least + costs.fixed)} to {costs.text(most + costs.fixed)}"
+                found.append(
+                    f"Every architecture meets {name}={self.given[name]:,.10g}: they have {ends}, and a lower limit "
+                    "would choose among them."
+                )
+        return found
+
     def check(self, space: SearchSpace, *, allow_identity: bool = False) -> None:
         """Refuse limits that no architecture meets.
 

@@ -16,7 +16,7 @@ from nasfast.settings.supernet import MethodName, SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import named_space
 
-OTHER_VERSION = (
+_OTHER_VERSION = (
     ". If you did not write this key, another version of nasfast did, which environment.json beside the file names: go "
     "on with that version, or delete the key from the file"
 )
@@ -93,7 +93,7 @@ class RunConfig(ConfigBase):
         try:
             return super().load(path)
         except UnknownKeyError as error:
-            raise UnknownKeyError(f"{error}{OTHER_VERSION}") from error
+            raise UnknownKeyError(f"{error}{_OTHER_VERSION}") from error
 
     def resolved(self) -> RunConfig:
         """The same settings, with each null that the method's preset decides replaced by its value.

@@ -127,6 +127,10 @@ DEEP_LAYERS = 10
 """Spaces of more searched layers than this take other initial weights (`init: aligned`) and another learning rate."""
 
 
+ALL_LR = 0.1
+"""Peak learning rate of a network all of whose weights train, where none is given."""
+
+
 def default_lr(trainable: Trainable, layers: int) -> float:
     """Peak learning rate where none is given.
 
@@ -138,4 +142,4 @@ def default_lr(trainable: Trainable, layers: int) -> float:
         trainable: what trains.
         layers: number of searched layers of the space.
     """
-    return {"indicators": 0.5, "bn": 0.05 if layers > DEEP_LAYERS else 0.4, "all": 0.1}[trainable]
+    return {"indicators": 0.5, "bn": 0.05 if layers > DEEP_LAYERS else 0.4, "all": ALL_LR}[trainable]

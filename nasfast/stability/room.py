@@ -7,7 +7,7 @@ import shutil
 from nasfast.data.cache_store import size_text
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import SearchSpace
-from nasfast.stages.inputs import configured_space
+from nasfast.stages.inputs import checked_space
 from nasfast.train import CheckpointError
 from nasfast.train.supernet import make_supernet
 
@@ -22,9 +22,9 @@ def check_room(cfg: RunConfig, seeds: int, workers: int) -> None:
 
     Raises:
         CheckpointError: the disk is too small; the text says how many seeds it has room for.
-        ConfigError, DataError, InfeasibleConstraintError: see `nasfast.stages.inputs.configured_space`.
+        ConfigError, DataError, InfeasibleConstraintError: see `nasfast.stages.inputs.checked_space`.
     """
-    each, once = bytes_of(cfg, configured_space(cfg)[0], seeds, workers)
+    each, once = bytes_of(cfg, checked_space(cfg), seeds, workers)
     found = [*cfg.run_dir.glob("seed-*/checkpoints/*"), *cfg.run_dir.glob("networks/*/*/checkpoints/*")]
     # a checkpoint of the best evaluation may be a second name of another file
     there = {status.st_ino: status.st_size for status in (path.stat() for path in found)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nasfast.config import ConfigError
+from nasfast.data import DataError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import TABLE_FILE
 from nasfast.runtime.files import seal, write_atomic
@@ -23,6 +24,7 @@ from nasfast.stability.page import STABILITY_FILE, write_stability_page
 from nasfast.stability.room import check_room
 from nasfast.stability.work import network_task, rivals, seed_task
 from nasfast.stages.checks import already_begun, check_same_run
+from nasfast.stages.inputs import checked_space
 from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
 from nasfast.tasks.room import workers_for
 from nasfast.tasks.task import saved_result
@@ -132,11 +134,20 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
         tasks = [seed_task(cfg, number) for number in range(seeds)]
         for task in tasks:
             saved_result(cfg.run_dir / task.name, task)
-        # the driver of a cluster may be on a machine that does not see the images
         if settings.executor == "processes":
             check_room(cfg, seeds, settings.workers or workers_for(tasks))
+        else:
+            _check_limits(cfg)
         write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
         return _run(cfg, seeds, runner)
+
+
+def _check_limits(cfg: RunConfig) -> None:
+    """Refuse limits that no architecture meets, and tables that cannot be used, before a cluster gets any task."""
+    try:
+        checked_space(cfg)
+    except DataError as error:
+        _LOG.warning("this machine does not see the images, so each task checks its limits itself: %s", error)
 
 
 def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:

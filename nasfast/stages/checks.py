@@ -62,8 +62,9 @@ def check_one_process(tasks: TaskSettings | None, processes: int) -> None:
     """
     if tasks is not None and processes > 1:
         raise ConfigError(
-            f"tasks (--executor, --workers and the like) train each network in one process, and there are {processes} "
-            "ranks, which would each start all tasks: leave tasks out, or run one process, without torchrun"
+            "tasks (--seeds, --executor, --workers and the like) train each network in one process, and there are "
+            f"{processes} ranks, which would each start all tasks: leave tasks out, or run one process, without "
+            "torchrun"
         )
 
 

@@ -152,14 +152,13 @@ def _notes(cfg: RunConfig, trial: Trial, timed: Sequence[Estimate]) -> tuple[str
         sum(extreme(cost.macs for cost in row.values()) for row in space.cost_table) + space.fixed_cost.macs
         for extreme in (min, max)
     ]
-    given = cfg.search.limits_in(space).given
-    limits = " and ".join(f"{name} {value:,.10g}" for name, value in given.items()) or "none"
+    limits = cfg.search.limits_in(space)
+    given = " and ".join(f"{name} {value:,.10g}" for name, value in limits.given.items()) or "none"
     notes = [
         f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {macs[0]:,} to {macs[1]:,} MACs",
-        f"{len(trial.loader.source):,} training images of {space.num_classes} classes; limits of the search: {limits}",
+        f"{len(trial.loader.source):,} training images of {space.num_classes} classes; limits of the search: {given}",
     ]
-    if given.get("max_macs", 0) >= macs[1]:
-        notes.append("Every architecture meets max_macs: a limit below the most MACs would choose among them.")
+    notes += limits.met_by_all(space, allow_identity=cfg.search.allow_identity)
     if quick := [e.what for e in timed if not e.seconds]:
         notes.append(f"Not timed, because they take seconds: {', '.join(quick)}. Networks are timed at the most MACs.")
     if (cfg.run_dir / "checkpoints").exists():

@@ -106,17 +106,27 @@ def space_of_cells(cfg: RunConfig) -> ArchSpace | None:
     return None if kind.LAYERWISE else read_space(path)
 
 
-def configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSpace, Loader]:
-    """The space of the settings, with the classes of the images, and the loader that the supernet is trained on.
+def checked_space(cfg: RunConfig) -> SearchSpace:
+    """The space of the settings, with the classes of the images, once the search and the scores can use it.
 
     Raises:
         ConfigError, DataError: the images, or the user's table of scores, cannot be used.
-        ConfigError, AccuracyError, InfeasibleConstraintError: see `check_search`, which comes before the loader.
+        ConfigError, AccuracyError, InfeasibleConstraintError: see `check_search`.
     """
+    return _checked_space(cfg)[0]
+
+
+def _checked_space(cfg: RunConfig) -> tuple[SearchSpace, tuple[ImageSource, ImageSource]]:
     space, images = _space_and_images(cfg)
     check_search(cfg, space)
     if cfg.score.table is not None:
         read_cost_table(cfg.score.table, space)
+    return space, images
+
+
+def configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSpace, Loader]:
+    """The space of the settings, and the loader that the supernet is trained on; errors as in `checked_space`."""
+    space, images = _checked_space(cfg)
     return space, image_loaders(cfg, space, hold_out=cfg.holds_out, world=world, images=images)[0]
 
 

@@ -342,8 +342,7 @@ class _Loop:
             if self._writer:
                 self._writer.wait()
             raise Terminated(
-                f"stopped by SIGTERM; {self._stage.name}: step {at.step} of {self.total} is saved in "
-                f"{self.folder.path(at.step)}"
+                f"{self._stage.name}: step {at.step} of {self.total} is saved in {self.folder.path(at.step)}"
             )
 
 

@@ -63,7 +63,7 @@ def test_rank_of_cells_from_csv(tmp_path, capsys):
         ("--out a --batch 8", "--cells, --channels and --batch need --images"),
         ("--out a --space darts", "--space needs --predictor or --images"),
         ("--out a --interval 0.2", "--interval needs --train"),
-        ("--out a --retrain.train.epochs=3", "--retrain.train.epochs is no flag of rank: --train takes the images"),
+        ("--out a --retrain.train.epochs=3", "--retrain.train.epochs=3; --train takes the images of the run"),
         ("--out a --resamples 5", "--resamples must be at least 10, got 5"),
         ("--images b --score naswot --cells 0", "--cells must be at least 1, got 0"),
     ],

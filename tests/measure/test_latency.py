@@ -188,7 +188,7 @@ def test_a_report_names_unsteady_parts_and_advises_no_limit_that_nothing_meets(c
     part["q20_ms"], part["q80_ms"] = 0.1, 36.0
     report.form["validation"]["error"] |= {"median": 0.03, "q80": 0.6}
     text = str(report)
-    assert "1 parts took very different times in different rounds (layer 0, k3 e2: 0.1 to 36 ms between" in text
+    assert "1 part took very different times in different rounds (layer 0, k3 e2: 0.1 to 36 ms between" in text
     assert "with an error of that size this table serves no limit" in text and "max_latency_ms" not in text
     assert "an error above 7% for 80 % of the networks hides differences" in text
 

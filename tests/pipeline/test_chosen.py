@@ -411,6 +411,15 @@ def test_torchrun_and_tasks_exclude_each_other(searched, monkeypatch, capsys):
     assert "run one process, without torchrun" in capsys.readouterr().err
 
 
+def test_hours_make_no_tasks(searched, capsys):
+    """They stop this process, as they stop a run."""
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--max-hours", "1e-7"]) == 143
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("nasfast retrain: --max-hours 1e-07 is over")
+    assert said.endswith("; the same command with --resume continues")
+    assert not (searched / apart.FOLDER).exists()
+
+
 def test_a_network_of_another_space_is_not_exported(searched, capsys):
     """An architecture of the run's space may have the values of one of a space that was there before."""
     other = tiny_space(num_classes=7)

@@ -117,17 +117,18 @@ def test_a_plain_run_stops_after_its_hours(config, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "at", [3, 15, 31, 40], ids=["before a checkpoint", "supernet", "retrain best", "retrain random"]
+    ("at", "stage"),
+    [(3, "supernet"), (15, "supernet"), (31, "retrain"), (40, "retrain")],
+    ids=["before a checkpoint", "supernet", "retrain best", "retrain random"],
 )
-def test_an_interrupted_run_resumes_to_the_same_files(run_dir, config, tmp_path, monkeypatch, capsys, at):
+def test_an_interrupted_run_resumes_to_the_same_files(run_dir, config, tmp_path, monkeypatch, capsys, at, stage):
     out = tmp_path / "run"
     with monkeypatch.context() as patched:
         interrupt(patched, at)
         assert main(["run", "--out", str(out), "--config", str(config)]) == 130
-    assert (
-        "stopped by Ctrl-C; what was saved before is kept; the same command with --resume continues"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"stopped by Ctrl-C in the stage `{stage}`; what was saved before is kept; " in said
+    assert "; the same command with --resume continues" in said
     assert not (out / "report.html").exists()
     # the settings come from the run directory
     assert main(["run", "--out", str(out), "--resume"]) == 0

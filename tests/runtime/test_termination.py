@@ -51,7 +51,7 @@ def test_it_comes_again_behind_an_error(handler):
     with pytest.raises(Terminated) as error, raised(), noticed():
         send()
         raise RuntimeError("the other rank is gone")
-    assert error.value.message == "stopped by SIGTERM (the other rank is gone)"
+    assert error.value.reason == "stopped by SIGTERM (the other rank is gone)"
     assert handler == [1]
 
 

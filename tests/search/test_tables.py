@@ -175,6 +175,18 @@ def test_tables_of_the_settings(small_space, make_table, write):
 # what goes wrong
 
 
+def test_a_limit_that_every_architecture_meets_is_said_with_the_range(small_space, all_archs, write):
+    form = form_of(small_space)
+    table = read_cost_table(write(form), small_space)
+    costs = [exact_cost(form, a) for a in all_archs]
+    macs = [small_space.cost(a).macs for a in all_archs]
+    said = Limits(max_macs=max(macs), tables=((table, float(max(costs))),)).met_by_all(small_space)
+    assert len(said) == 2
+    assert f"max_macs={max(macs):,}: they have {min(macs):,} MACs to {max(macs):,} MACs" in said[0]
+    assert f"{float(min(costs)):g} ms to {float(max(costs)):g} ms" in said[1]
+    assert Limits(max_macs=max(macs) - 1).met_by_all(small_space) == []
+
+
 def test_unreachable_limits_name_what_can_be_reached(small_space, all_archs, make_table, write):
     form, scores = form_of(small_space), make_table(small_space, 0)
     table = read_cost_table(write(form), small_space)

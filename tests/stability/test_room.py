@@ -9,6 +9,7 @@ from tiny import batches
 
 from nasfast.cli.main import main
 from nasfast.retrain import retrain
+from nasfast.search import InfeasibleConstraintError
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import digits_mini
 from nasfast.stability import room, run
@@ -68,3 +69,11 @@ def test_more_seeds_than_room_are_refused_before_anything_is_trained(tmp_path, m
     room.check_room(cfg, 4, 2)
     with pytest.raises(CheckpointError, match="which is enough for"):  # more are written at a time
         room.check_room(cfg, 4, 9)
+
+
+def test_limits_are_checked_before_a_cluster_gets_tasks(tmp_path, caplog):
+    with pytest.raises(InfeasibleConstraintError, match="max_macs=1,000 cannot be met"):
+        run._check_limits(config(tmp_path, search={"max_macs": 1000}))
+    elsewhere = {"source": "folder", "train": str(tmp_path / "far"), "val": str(tmp_path / "away"), "workers": 0}
+    run._check_limits(config(tmp_path, data=elsewhere, search={"max_macs": 1000}))
+    assert "this machine does not see the images" in caplog.text

@@ -108,6 +108,8 @@ def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeyp
         (3540, "59 min"),
         (3541, "1 h 00 min"),
         (360_000, "100 h 00 min"),
+        (float("inf"), "unknown"),
+        (float("nan"), "unknown"),
     ],
 )
 def test_durations(seconds, text):

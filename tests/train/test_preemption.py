@@ -78,7 +78,7 @@ def test_it_saves_after_the_step_and_resumes_to_the_same_bytes(tmp_path, unbroke
     with pytest.raises(Terminated) as stopped:
         trained(tmp_path, at=at)
     saved = CheckpointFolder(tmp_path / "checkpoints", "retrain-best").path(at)
-    assert stopped.value.message == (f"stopped by SIGTERM; retrain/best: step {at} of 8 is saved in {saved}")
+    assert stopped.value.saved == f"retrain/best: step {at} of 8 is saved in {saved}"
     assert load_checkpoint(saved).state["step"] == at
     # the fourth step ends an epoch, but its evaluation is not waited for
     assert load_checkpoint(saved).state["evaluation_due"] == (at == 4)
