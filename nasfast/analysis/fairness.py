@@ -59,7 +59,10 @@ class CandidateOutput:
 
 @dataclass(frozen=True)
 class Fairness:
-    """Spreads over the candidates of one layer; see the module's docstring. f_phi is None if no phi was given."""
+    """Spreads over the candidates of one layer; see the module's docstring.
+
+    f_phi is None if no phi was given. f_var and f_iso are not finite if a candidate gives all samples one result.
+    """
 
     candidates: tuple[CandidateOutput, ...]
     f_mean: float

@@ -37,6 +37,7 @@ from nasfast.ops.modules import (
 )
 
 Array = NDArray[np.float64]
+Function = Callable[[Tensor], Tensor]
 Method = Literal["exact", "probes"]
 BNMode = Literal["constant", "coupled", "running"]
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -139,8 +140,8 @@ def isometry(
 
     Raises:
         ValueError: an argument is wrong; the module cannot take x, or returns something else than one tensor with as
-            many samples; samples are coupled by more than BatchNorm; an operation has no derivative; or an output or
-            Jacobian is not finite.
+            many samples; samples are coupled by more than BatchNorm; a BatchNorm with constant statistics runs several
+            times; an operation has no derivative; or an output or Jacobian is not finite.
     """
     _check(x, samples, probes, method, bn_mode)
     generator = torch.Generator().manual_seed(seed)
@@ -169,9 +170,6 @@ def _check(x: Tensor, samples: int, probes: int, method: str | None, bn_mode: st
     for name, value, valid in (("method", method, get_args(Method)), ("bn_mode", bn_mode, get_args(BNMode))):
         if value is not None and value not in valid:
             raise ValueError(f"isometry: unknown {name}={value!r}; {nearest(value, valid)}")
-
-
-Function = Callable[[Tensor], Tensor]
 
 
 def _prepared(
@@ -204,8 +202,8 @@ def frozen_copy(
         dtype: dtype of the copy.
 
     Raises:
-        ValueError: the module cannot take x, a BatchNorm gets fewer than two values per channel, or it has no running
-            statistics for `running`.
+        ValueError: the module cannot take x; or a BatchNorm gets fewer than two values per channel, runs several times
+            where statistics are constants, or has no running statistics for `running`.
     """
     frozen = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
     for part in frozen.modules():
@@ -239,6 +237,8 @@ def frozen_copy(
 def _record(statistics: dict[_BatchNorm, tuple[Tensor, Tensor]], norm: _BatchNorm, inputs: tuple[Tensor]) -> None:
     """Record the statistics of a BatchNorm's input."""
     (x,) = inputs
+    if norm in statistics:
+        raise ValueError("isometry: a BatchNorm runs several times, with other statistics: set bn_mode='coupled'")
     if x.numel() // x.shape[1] < 2:
         raise ValueError(
             f"isometry: BatchNorm needs two values per channel, and {tuple(x.shape)} has one: pass more samples in x"

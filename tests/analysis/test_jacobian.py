@@ -325,3 +325,23 @@ def test_the_same_seed_gives_the_same_numbers_and_json():
     assert math.isnan(one.phi_error) and one.to_dict()["phi_error"] is None
     without = isometry(bottleneck(), x, method="probes", lanczos_steps=0).to_dict()
     assert without["largest"] is None and without["quantiles"] == {}
+
+
+@pytest.mark.parametrize("bn_mode", ["constant", "coupled", "running"])
+def test_a_norm_that_runs_several_times_has_no_constant_statistics(bn_mode):
+    """Those of its last input once served all of its inputs."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(10 * self.norm(x))
+
+    module, x = Twice(), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    if bn_mode == "constant":
+        with pytest.raises(ValueError, match="a BatchNorm runs several times"):
+            isometry(module, x, bn_mode=bn_mode)
+    else:
+        assert isometry(module, x, bn_mode=bn_mode).phi > 0
