@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from nasfast.cells.gates import uniform_logits
 from nasfast.cells.network import CellSupernet
-from nasfast.cells.probe import GROUPS, QUANTITIES, CostTable, grouped_costs
+from nasfast.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.cells.steps import draw_gates
 from nasfast.settings.cells import CellSearchConfig
 from nasfast.train.batches import as_epochs
@@ -22,7 +22,7 @@ def monte_carlo(
     seed: int = 0,
     redraw: bool = False,
     device: str = "cpu",
-) -> tuple[CostTable, Tensor]:
+) -> tuple[LocalCosts, Tensor]:
     """Local costs of a network that does not learn; every batch draws its operations uniformly (section 4.3).
 
     Args:
@@ -38,7 +38,7 @@ def monte_carlo(
     """
     cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
     loader, space = as_epochs(loader), net.space
-    table, outputs = CostTable.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
+    table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
     of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
     logits = uniform_logits(space)
     for i in range(batches):

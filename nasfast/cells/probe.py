@@ -45,7 +45,7 @@ def grouped_costs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @dataclass
-class CostTable:
+class LocalCosts:
     """Sums of local costs, (cells, edges, ops) each, over the batches in which an operation was measured.
 
     Attributes:
@@ -57,7 +57,7 @@ class CostTable:
     count: Tensor
 
     @classmethod
-    def empty(cls, shape: Iterable[int]) -> CostTable:
+    def empty(cls, shape: Iterable[int]) -> LocalCosts:
         """A table without any batch, float64."""
         return cls(*torch.zeros(3, *shape, dtype=torch.float64).unbind())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nasfast.cells.probe import GROUPS, QUANTITIES, CostTable, grouped_costs, sample_costs
+from nasfast.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs, sample_costs
 
 
 def logits_and_labels(count: int = 50, classes: int = 7, scale: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def test_a_group_without_samples_is_zero(label):
     assert not sums[2 - label].any()
 
 
-def recorded(batches: int = 30) -> tuple[CostTable, np.ndarray]:
+def recorded(batches: int = 30) -> tuple[LocalCosts, np.ndarray]:
     """A table, and its (batches, cells, edges, ops) costs, nan where nothing was measured."""
     rng = np.random.default_rng(0)
     values = rng.normal(-0.2, 1.0, (batches, 2, 3, 4))
@@ -76,7 +76,7 @@ def recorded(batches: int = 30) -> tuple[CostTable, np.ndarray]:
     values[1:, 0, 0, 2] = np.nan  # measured once
     values[0, 0, 0, 2] = -1.5
     values[:, 1] = np.where(np.isnan(values[:, 1]), np.nan, np.abs(values[:, 1]))
-    table = CostTable.empty((2, 3, 4))
+    table = LocalCosts.empty((2, 3, 4))
     for batch in values:
         # costs that were not measured are ignored
         table.add(torch.tensor(batch), torch.tensor(~np.isnan(batch)))
@@ -107,7 +107,7 @@ def test_share_of_positive_costs(columns):
 
 
 def test_an_empty_table():
-    table = CostTable.empty((1, 2, 3))
+    table = LocalCosts.empty((1, 2, 3))
     assert math.isnan(table.positive([0, 1]))
     assert torch.isnan(table.mean).all()
     assert torch.isnan(table.error).all()
@@ -115,7 +115,7 @@ def test_an_empty_table():
 
 def test_equal_costs_have_no_error():
     """The error is 0, and not the root of a negative rounding error."""
-    table = CostTable.empty((1, 1, 1))
+    table = LocalCosts.empty((1, 1, 1))
     for _ in range(10):
         table.add(torch.full((1, 1, 1), 0.7, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.bool))
     assert table.squares < table.total**2 / 10
@@ -123,7 +123,7 @@ def test_equal_costs_have_no_error():
 
 
 def test_costs_are_added_in_double_precision():
-    table = CostTable.empty((1, 1, 1))
+    table = LocalCosts.empty((1, 1, 1))
     for value in (1e8, 1.0):
         table.add(torch.full((1, 1, 1), value), torch.ones(1, 1, 1, dtype=torch.bool))
     assert table.total.item() == 1e8 + 1

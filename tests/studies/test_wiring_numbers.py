@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nasfast.cells import DARTS_OPS, Cell, CellSpace, Edge, minimal_cell
-from nasfast.cells.probe import CostTable
+from nasfast.cells.probe import LocalCosts
 from nasfast.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult
 from nasfast.studies.report import StudyReport
 from nasfast.studies.wiring import (
@@ -448,7 +448,7 @@ def test_costs_are_those_of_the_last_cell(monkeypatch):
         given.append((total, count))
         outputs = torch.zeros(3, 4, dtype=torch.float64)
         outputs[0] = torch.tensor([6.0 if len(given) == 1 else 1.0, 0, 0, 10])
-        return CostTable(*map(torch.tensor, (total, total**2 / count + count, count))), outputs
+        return LocalCosts(*map(torch.tensor, (total, total**2 / count + count, count))), outputs
 
     monkeypatch.setattr(study, "monte_carlo", fake)
     monkeypatch.setattr(measure, "monte_carlo", fake)
@@ -490,7 +490,7 @@ def test_sums_are_of_two_cells_without_skips(monkeypatch):
     def initial(cfg, runner, space, nets):
         asked.append(space)
         total = torch.arange(2.0 * 5 * 8).view(2, 5, 8)
-        return [CostTable(total, total, total)], 0.0
+        return [LocalCosts(total, total, total)], 0.0
 
     monkeypatch.setattr(tables, "initial_costs", initial)
     table = tables.sums_table(CostConfig(cells=3, reductions=True, batches=10), None)

@@ -15,7 +15,7 @@ import torch
 
 from nasfast.cells import Cell, CellSpace, CellSupernet
 from nasfast.cells.montecarlo import monte_carlo
-from nasfast.cells.probe import GROUPS, CostTable
+from nasfast.cells.probe import GROUPS, LocalCosts
 from nasfast.cells.prototypes import DrawnBatches, prototypes
 from nasfast.cells.search import SEARCH, TRAIN, CellSearchResult, search_cells
 from nasfast.data import DataConfig, make_loader
@@ -326,7 +326,7 @@ def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]
 
 def initial_costs(
     cfg: CostConfig, runner: Runner, space: CellSpace, nets: Iterable[int]
-) -> tuple[list[CostTable], float]:
+) -> tuple[list[LocalCosts], float]:
     """Costs of fresh networks, one for each seed in `nets`, and their mean output cost."""
     tables, cost, count = [], 0.0, 0.0
     for seed in nets:
@@ -339,6 +339,6 @@ def initial_costs(
     return tables, cost / count
 
 
-def last_cell(tables: Sequence[CostTable]) -> CostTable:
+def last_cell(tables: Sequence[LocalCosts]) -> LocalCosts:
     """(1, edges, ops): costs of the last cell, all networks together."""
-    return CostTable(*(sum(getattr(t, name)[-1:] for t in tables) for name in ("total", "squares", "count")))
+    return LocalCosts(*(sum(getattr(t, name)[-1:] for t in tables) for name in ("total", "squares", "count")))

@@ -10,7 +10,7 @@ from scipy import stats
 
 from nasfast.cells import CellSpace
 from nasfast.cells.derive import derivations
-from nasfast.cells.probe import CostTable
+from nasfast.cells.probe import LocalCosts
 from nasfast.cells.search import SEARCH, TRAIN, CellSearchResult
 from nasfast.spaces.cell_costs import NONE
 from nasfast.studies.parts import Table
@@ -125,7 +125,7 @@ def signs_table(windows: Mapping[int, Mapping[int, Any]]) -> Table:
     return Table("C, L, H with DARTS's gates, probabilities fixed, middle of the run", header, tuple(rows))
 
 
-def local_costs_table(space: CellSpace, costs: Mapping[str, Sequence[CostTable]]) -> Table:
+def local_costs_table(space: CellSpace, costs: Mapping[str, Sequence[LocalCosts]]) -> Table:
     """The costs of the last cell, for every state of the networks."""
     live, rows = live_operations(space), []
     for label, tables in costs.items():
