@@ -139,9 +139,9 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     candidates.
 
     While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
-    torch.compile, torch.export and torch.jit.trace the model runs unfused. torch.jit.script and nn.DataParallel need
-    `unfuse` first. The native backends have no second derivatives. Do not call `fuse` while another thread runs a
-    model, because torch.fx patches nn.Module while it traces.
+    torch.compile, torch.export, torch.jit.trace and in forward-mode autograd the model runs unfused. torch.jit.script,
+    nn.DataParallel and copy.copy need `unfuse` first: a shallow copy runs the forward of its original. The native
+    backends have no second derivatives. Do not call `fuse` while another thread runs a model: torch.fx patches modules.
 
     `fuse` on a fused model searches it again and forgets what was measured.
 
@@ -325,7 +325,8 @@ def _describe(conv: _ConvNd, act: str) -> str:
 
 
 def _backend(convs: Iterable[_ConvNd]) -> str:
-    weight = next((conv.weight for conv in convs), torch.empty(0))
+    # to read a parametrized weight computes it, and may change buffers
+    weight = next((parameter for conv in convs for parameter in conv.parameters()), torch.empty(0))
     probe = torch.empty(0, device=weight.device, dtype=weight.dtype)
     kind = f"{str(probe.dtype).removeprefix('torch.')} on {probe.device.type}"
     try:

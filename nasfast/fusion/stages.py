@@ -8,9 +8,11 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from nasfast.fusion.calls import IN_PLACE
 from nasfast.fusion.chain import ChainStage
+from nasfast.ops.autograd import let_recomputation_reach
 from nasfast.ops.conv import conv_bn_act_chain
 from nasfast.ops.reference import Stage
 
@@ -42,6 +44,7 @@ def run_stages(x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None)
             for running, moved in zip(given.params[3:5], used.params[3:5], strict=True):
                 if running is not None and moved is not None:
                     running.copy_(moved)
+    let_recomputation_reach(y)
     return y
 
 
@@ -72,7 +75,9 @@ def plain(*tensors: Tensor) -> bool:
 
 
 def wrapped(*tensors: Tensor) -> bool:
-    """Whether one of these is a wrapper of functorch."""
+    """Whether one of these is a wrapper of functorch or may have a tangent, which no operator of ours has."""
+    if forward_ad._current_level >= 0:
+        return True
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)

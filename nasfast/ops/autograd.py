@@ -92,6 +92,19 @@ def check_device(*tensors: Tensor | None) -> None:
     torch._check(len(devices) <= 1, lambda: f"all tensors must be on one device, got {', '.join(sorted(devices))}")
 
 
+def let_recomputation_reach(y: Tensor) -> None:
+    """Called after an operator with the result y has changed statistics, so that a checkpoint repeats the change.
+
+    The recomputation of `torch.utils.checkpoint` raises as soon as all that backward needs was saved again. Then what
+    follows the last operator that saves would not run, but PyTorch's BatchNorm changes its statistics there, too. So an
+    empty tensor is saved here, which nothing reads.
+    """
+    if torch.compiler.is_compiling() or not y.requires_grad:
+        return
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        torch.empty(0, requires_grad=True).square()
+
+
 def refuse_second_derivatives(op: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     """The same gradients, but with an autograd history that raises when they are differentiated.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import checks, destinations, reference
-from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.autograd import check_device, let_recomputation_reach, refuse_second_derivatives
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.registry import operators, register
 
@@ -110,6 +110,7 @@ def _bn_act_native(
     )
     if training and running_mean is not None:
         reference.update_running(running_mean, running_var, mean, var, x.numel() // x.shape[1], momentum)
+        let_recomputation_reach(y)
     return y if residual is fused else y + residual
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, destinations, reference
-from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.autograd import check_device, let_recomputation_reach, refuse_second_derivatives
 from nasfast.ops.nhwc import subsample
 from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
 from nasfast.ops.reference import Stage
@@ -52,6 +52,7 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
         keep=torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
     )
     _update_running(stages, plan, statistics)
+    let_recomputation_reach(y)
     return y if residual is None or add_input or fused is not None else y + residual
 
 

@@ -361,7 +361,14 @@ def _check_conv(
     """Check one convolution of a tensor of this shape on the device of x; return the shape of its result."""
     if weight.ndim != 4:
         raise ValueError(f"{op}: {name} must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
-    if stride < 1 or padding < 0 or groups < 1:
+    try:
+        fits = stride >= 1 and padding >= 0 and groups >= 1
+    except TypeError as error:
+        raise TypeError(
+            f"{op}: stride, padding and groups must be one number each, for both directions, "
+            f"got stride={stride!r}, padding={padding!r}, groups={groups!r}"
+        ) from error
+    if not fits:
         raise ValueError(
             f"{op}: stride and groups must be at least 1 and padding at least 0, "
             f"got stride={stride}, padding={padding}, groups={groups}"

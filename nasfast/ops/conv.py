@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import checks, reference
+from nasfast.ops.autograd import let_recomputation_reach
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.chain_operator import run_chain
@@ -176,6 +177,7 @@ def _run(
     if any([stage.params.conv_bias is not None for stage in stages]):
         y = _run(op, x, [_without_bias(stage) for stage in stages], residual, backend, shuffle=shuffle)
         _add_biases_to_running_means(stages)
+        let_recomputation_reach(y)
         return y
     if shuffle:
         plan = plan_chain(name, x, fields, shuffle=True)

@@ -22,8 +22,9 @@ from fused_models import (
     unit,
     whole,
 )
-from tolerances import BFLOAT16_CHAIN, assert_close
+from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import nasfast
@@ -79,6 +80,24 @@ def test_checkpointed_blocks(reentrant, executed):
         results.append(observe(Checkpointed(model), x))
     check_same(results[1], results[0])
     assert executed == [(3, True)] * 4
+
+
+@pytest.mark.parametrize("tolerance", [FLOAT32_CHAIN, BFLOAT16_CHAIN], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layer", [conv(4, 4, 1), conv(4, 4, 3, padding=1), conv(4, 4, 1, bias=True)], ids=str)
+def test_recomputation_changes_statistics_too(layer, tolerance, executed):
+    """It ends as soon as everything was saved again; the chain is the last that saves."""
+    dtype = torch.float32 if tolerance is FLOAT32_CHAIN else torch.bfloat16
+    plain = nn.Sequential(copy.deepcopy(layer).requires_grad_(False), disturb(nn.BatchNorm2d(4, momentum=None)))
+    plain.to(dtype)
+    fused = copy.deepcopy(plain)
+    fuse_all(fused)
+    for model in (plain, fused):
+        for scale in (1, 2, 5):
+            x = torch.arange(200, dtype=dtype).sin().reshape(2, 4, 5, 5) * scale
+            checkpoint(model, x + scale, use_reentrant=False).sum().backward()
+    assert executed == [(1, False)] * 6
+    for name, buffer in plain.named_buffers():
+        assert_close(name, fused.get_buffer(name), buffer.double(), tolerance)
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
@@ -220,6 +239,20 @@ def test_functional_parameters(executed):
     assert_close("result", got, torch.func.functional_call(model, other, (x,)))
     want = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sin().sum())(other)
     check_same(gradients, want)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_mode_gradients(training, executed):
+    model = disturb(nn.Sequential(unit())).requires_grad_(False).train(training)
+    fuse_all(model)
+    x, direction = torch.randn(2, 2, 4, 5, 5)
+    results = []
+    for _ in range(2):
+        with forward_ad.dual_level():
+            results.append(forward_ad.unpack_dual(model(forward_ad.make_dual(x, direction))).tangent)
+        nasfast.unfuse(model)
+    assert executed == []
+    assert_close("tangent", *results)
 
 
 def test_two_threads(executed):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fused_models import Candidate, Fickle, check_same, conv, disturb, fuse_all, observe, unit
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves
 
 import nasfast
@@ -162,6 +163,14 @@ def test_a_model_that_cannot_be_copied_is_left():
     report = fuse_all(model)
     assert report.chains == ()
     assert "cannot be copied, so that nothing was traced (cannot pickle" in report.left[0].reason
+
+
+def test_a_parametrized_weight_is_not_computed():
+    """Spectral norm in training mode changes its buffers each time."""
+    model = nn.Sequential(parametrizations.spectral_norm(conv(4, 4, 1)), nn.BatchNorm2d(4))
+    before = copy.deepcopy(dict(model.named_buffers()))
+    assert fuse_all(model).left[0].reason == "its weight is parametrized"
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 def test_hooks_do_not_run_while_tracing():

@@ -9,6 +9,8 @@ import torch
 from fused_models import MODELS, Candidate, Switch, check_same, conv, disturb, make, observe, set_mode, unit
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import nasfast
 from nasfast.fusion import measure, rule
@@ -317,6 +319,26 @@ def test_other_instructions_are_measured_in_the_first_forward(operator, executed
         twin()(torch.randn(2, 16, 9, 9))
         assert executed == ([(3, False)] if operator < 1 else [])
     assert len(times) == 12
+
+
+def test_checkpoints_do_not_see_what_is_measured(monkeypatch):
+    """They count what is saved, and selective ones keep the results of operators."""
+    monkeypatch.setattr(rule._native.extension, "isa", lambda: "avx2")
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    plain = nn.Sequential(unit())
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    for model in (plain, fused):
+        with Mode():
+            y = checkpoint(model, torch.ones(2, 4, 5, 5), use_reentrant=False)
+        y.sum().backward()
+    assert seen.count(torch.ops.aten.convolution.default) <= 2
 
 
 def nested() -> nn.Sequential:

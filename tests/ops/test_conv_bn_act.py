@@ -138,6 +138,7 @@ WRONG = {
         {"groups": 4, "conv_weight": W[:, :1]},
     ),
     "stride": (ValueError, "stride and groups must be at least 1.*got stride=0", {"stride": 0}),
+    "pair": (TypeError, r"one number each, for both directions, got stride=\(1, 1\)", {"stride": (1, 1)}),
     "too small": (ValueError, "3x3 kernel with padding=0 does not fit", {"x": X[:, :, :2]}),
     "weight device": (ValueError, "conv_weight must be on cpu like x, got meta", {"conv_weight": W.to("meta")}),
     "bn weight": (ValueError, r"conv_bn_act: bn_weight must have shape \(6,\)", {"bn_weight": ONES[:2]}),
