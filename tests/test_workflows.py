@@ -1,6 +1,8 @@
 """The GitHub workflows and hooks: valid, with pinned actions, without secrets, calling targets that exist."""
 
+import itertools
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,16 @@ def test_there_are_workflows_for_lint_tests_wheel_and_docs():
 
 
 def _steps(workflow: Path) -> list[dict]:
-    """The steps of all jobs of a workflow, in order."""
-    return [step for job in yaml.safe_load(workflow.read_text())["jobs"].values() for step in job["steps"]]
+    """The steps of all jobs of a workflow, in order, with each value of a job's matrix."""
+    steps = []
+    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        for values in itertools.product(*matrix.values()):
+            text = yaml.safe_dump(job["steps"])
+            for name, value in zip(matrix, values, strict=True):
+                text = text.replace(f"${{{{ matrix.{name} }}}}", value)
+            steps += yaml.safe_load(text)
+    return steps
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda workflow: workflow.stem)
@@ -39,7 +49,23 @@ def test_a_workflow_runs_what_exists(workflow):
 
 def test_the_workflows_run_the_checks_all_tests_the_oldest_versions_and_the_wheel():
     commands = {step["run"] for workflow in WORKFLOWS for step in _steps(workflow) if "run" in step}
-    assert commands >= {"make check", "make test", "make test-oldest-fast", "make wheel"}
+    assert commands >= {"make check", "make test", "make test-oldest-fast", "make wheel", "make wheel-cuda"}
+
+
+def test_wheels_with_and_without_cuda_kernels_are_uploaded_under_different_names():
+    steps = _steps(ROOT / ".github" / "workflows" / "wheel.yml")
+    uploads = [step["with"] for step in steps if "upload-artifact" in step.get("uses", "")]
+    names = [upload["name"] for upload in uploads]
+    assert len(set(names)) == len(names) == 6 and {"wheel-3.12", "wheel-cuda-3.12"} <= set(names)
+    assert {upload["path"] for upload in uploads} == {"build/wheel/nasfast-*", "build/wheel-cuda/nasfast-*"}
+    planned = {
+        target: subprocess.run(
+            ["make", "-n", target, f"VENV={ROOT / '.venv'}"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        for target in ("wheel", "wheel-cuda")
+    }
+    assert "NASFAST_CUDA=OFF" in planned["wheel"] and "--build-number" not in planned["wheel"]
+    assert "NASFAST_CUDA=ON" in planned["wheel-cuda"] and "--build-number=1cuda" in planned["wheel-cuda"]
 
 
 def test_a_wheel_is_built_for_every_python_of_the_tested_versions():
