@@ -262,8 +262,10 @@ def test_impossible_searches_are_refused(settings, message):
 
 
 def test_impossible_studies_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="cells must be at least 3"):
+    with pytest.raises(ValueError, match="cells must be from 3"):
         NasiQuickConfig(cells=2)
+    with pytest.raises(ValueError, match="exact must be from 3.* to 10000.*15,625"):
+        NasiQuickConfig(exact=15_626)  # there are not so many different ones: drawing them never ended
     with pytest.raises(ValueError, match="architectures must be 0 or at least 10"):
         NasiCompareConfig(architectures=1)
     with pytest.raises(ValueError, match="cannot read"):

@@ -20,19 +20,22 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """What a search sees of the data -> settings of `NasiConfig`."""
 
+MOST_CELLS = 10_000
+"""Largest number of different random cells; drawing the last ones of a space would take very long."""
+
 
 @dataclass(frozen=True)
 class NasiQuickConfig(ConfigBase):
     """The quick experiment; its pass marks belong to the defaults.
 
     Attributes:
-        cells: number of random NAS-Bench-201 cells that are scored and trained.
+        cells: number of random NAS-Bench-201 cells that are scored and trained, all different.
         images: number of images in a batch that scores an architecture.
         repeats: number of initialisations of a score, each with a batch of its own.
         train_steps: number of SGD steps for every trained cell.
         steps: number of architectures that a search samples.
         seeds: number of searches of every kind; their seeds begin with `seed`.
-        exact: number of small architectures whose exact NTK trace is computed.
+        exact: number of small architectures, all different, whose exact NTK trace is computed.
         threads: CPU threads, 0 for torch's choice. Small maps gain little from more than one. Rounding depends on the
             number, and so do the accuracies of short trainings.
         seed: first seed of the searches; also the seed of images, cells and weights.
@@ -59,8 +62,11 @@ class NasiQuickConfig(ConfigBase):
             seeds=self.seeds,
         )
         for name in ("cells", "exact"):
-            if getattr(self, name) < 3:
-                raise ValueError(f"{name} must be at least 3, as a correlation needs, got {getattr(self, name)}")
+            if not 3 <= getattr(self, name) <= MOST_CELLS:
+                raise ValueError(
+                    f"{name} must be from 3, as a correlation needs, to {MOST_CELLS}, a part of the 15,625 cells of "
+                    f"NAS-Bench-201 from which different ones are drawn, got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)
