@@ -27,7 +27,7 @@ from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Sampler
-from nasfast.train.batches import EpochLoader, as_epochs
+from nasfast.train.batches import EpochLoader, to_train_on
 from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint
 from nasfast.train.config import TrainExtras, TrainStage, accept_old_keywords
 from nasfast.train.evaluate import Evaluation
@@ -383,7 +383,7 @@ def train(
         world: the ranks that train together; each begins with the model, sampler and position of rank 0.
 
     Raises:
-        ValueError: `cfg.lr` is None, or no parameter trains.
+        ValueError: `cfg.lr` is None, no parameter trains, or the loader has no batch.
         TrainingDivergedError: the loss or a gradient is not finite; the last good checkpoint is kept.
         CheckpointError: a checkpoint cannot be written, there is no room for them, or none of the existing ones can be
             used.
@@ -392,7 +392,7 @@ def train(
         Terminated: SIGTERM came; a checkpoint of the last step is saved.
         RankError: another rank is gone.
     """
-    loader = as_epochs(loader)
+    loader = to_train_on(loader)
     model.to(device).to(memory_format=torch.channels_last).train()
     loop = _Loop(
         model,

@@ -20,6 +20,7 @@ from nasfast.settings.train import TrainConfig
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace, read_space
 from nasfast.supernet import Init, InitScheme, Supernet
 from nasfast.supernet.init import SCHEMES, aligned_scheme
+from nasfast.train.batches import to_train_on
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.config import TrainStage
 from nasfast.train.loop import train
@@ -95,7 +96,8 @@ def train_supernet(
         Path of the final checkpoint.
 
     Raises:
-        ValueError: the sampler and the supernet disagree about layer indicators or the space.
+        ValueError: the sampler and the supernet disagree about layer indicators or the space, or the loader has no
+            batch.
         ConfigError: `run_dir` has no checkpoints, but a space.yaml of another space or a damaged one.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
@@ -119,6 +121,8 @@ def train_supernet(
         resume=resume,
         overwrite=overwrite,
     )
+    # refused before anything is written or replaced
+    to_train_on(loader)
     if world.is_main:
         _describe(net, loader, sampler, cfg, stage, leads=world.leads)
     return train(

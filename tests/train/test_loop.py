@@ -9,6 +9,7 @@ import torch
 from tiny import Fixed, batches, net_and_sampler, tiny_space
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from nasfast.config import ConfigError
 from nasfast.spaces import FairSampler, StrictFairSampler, UniformSampler, digits_mini
@@ -403,6 +404,17 @@ def test_a_loader_shorter_than_its_length(tmp_path):
     net, sampler = net_and_sampler()
     with pytest.raises(RuntimeError, match="loader has length 4 but epoch 0 ended after 3 batches"):
         train_supernet(net, Short(), sampler, TrainConfig(epochs=1, lr=0.1), run_dir=tmp_path)
+
+
+def test_a_loader_without_batches_replaces_nothing(tmp_path):
+    net, sampler = net_and_sampler()
+    cfg = TrainConfig(epochs=1, lr=0.1)
+    last = train_supernet(net, batches(1), sampler, cfg, run_dir=tmp_path)
+    none = DataLoader(TensorDataset(*batches(1)[0]), batch_size=1000, drop_last=True)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(ValueError, match="no batch to train on: a DataLoader with drop_last=True"):
+        train_supernet(net, none, sampler, cfg, run_dir=tmp_path, overwrite=True)
+    assert last.exists() and before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
 
 # arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import CHOICES, tiny_space
+from tiny import CHOICES, batches, tiny_space
 
 from nasfast.config import ConfigError
 from nasfast.settings.run import RunConfig, SpaceConfig
@@ -66,7 +66,7 @@ def test_the_learning_rate_from_python_is_the_same(depth, lr, tmp_path, monkeypa
     space = _space(depth)
     net, sampler = make_supernet(space, "dinas")
     monkeypatch.setattr(supernet_training, "train", lambda net, loader, cfg, stage, **options: cfg.lr)
-    assert train_supernet(net, [], sampler, run_dir=tmp_path) == lr
+    assert train_supernet(net, batches(1), sampler, run_dir=tmp_path) == lr
     assert RunConfig.load(tmp_path / "config.yaml").train.lr == lr
 
 
