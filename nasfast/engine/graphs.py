@@ -14,6 +14,7 @@ backward of the one that left it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,6 +158,12 @@ class GraphEngine:
         layers.append(([net.head, net.classifier], {None: self._classify}))
         return layers
 
+    def _name(self, i: int, choice: int | None) -> str:
+        """What users call the choice of a layer of `_modules`."""
+        if choice is None:
+            return "the stem" if i == 0 else "the head"
+        return f"layer {i - 1} choice {choice} ({self.net.space.label(i - 1, choice)})"
+
     def _autocast(self) -> Any:
         # the cache could hold casts from another capture
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
@@ -180,8 +187,8 @@ class GraphEngine:
                             results.append(function(source))
                     except Exception as error:
                         raise EngineError(
-                            f"choice {choice} of layer {i - 1} does not run on fake tensors, which count the memory "
-                            f"that its graphs need: {error}"
+                            f"{self._name(i, choice)} does not run on fake tensors, which count the memory that its "
+                            f"graphs need: {error}"
                         ) from error
                     kept.append(counted())
                 arenas.append(max(kept))
@@ -251,7 +258,7 @@ class GraphEngine:
             )
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
-            raise EngineError(f"choice {choice} of layer {i - 1} could not be captured: {error}") from error
+            raise EngineError(f"{self._name(i, choice)} could not be captured: {error}") from error
         for reason in dict.fromkeys(self._unjoined(i, choice, segment)):
             self._log_unjoined(i, choice, reason)
         self._segments[i][key] = segment
@@ -289,7 +296,8 @@ class GraphEngine:
         """Log the first candidate of each reason as info, and the others for people who debug."""
         level = logging.DEBUG if reason in self._told else logging.INFO
         self._told.add(reason)
-        _logger.log(level, "choice %s of layer %d is not joined to its neighbours: it is %s", choice, i - 1, reason)
+        said = "%s is not joined to a neighbour, or only in part: %s"
+        _logger.log(level, said, self._name(i, choice), reason)
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
@@ -345,10 +353,14 @@ class GraphEngine:
 
     def _set_gradients(self, segments: Iterable[Segment]) -> None:
         """Set `grad` of the parameters that these segments reached; clear those that the step before has set."""
+        parts = [segment.reached for segment in segments]
         gradients: dict[nn.Parameter, Tensor] = {}
-        for segment in segments:
-            for p, gradient in segment.reached.items():
-                # several segments may share a parameter, whose gradient is then their sum
+        for part in parts:
+            gradients.update(part)  # much faster than parameter by parameter, and this runs at every step
+        if len(gradients) < sum(map(len, parts)):
+            # segments share a parameter, whose gradient is then their sum
+            gradients = {}
+            for p, gradient in itertools.chain.from_iterable(part.items() for part in parts):
                 gradients[p] = gradients[p] + gradient if p in gradients else gradient
         for p in self._graded:
             p.grad = None

@@ -21,14 +21,20 @@ _MATRIX_COLUMNS = 56
 
 
 class Unjoined(Enum):
-    """Why two layers of the graph engine are not joined, so that a launch of its own does what a chain would do."""
+    """Why the graph engine runs launches of their own between two layers, whose work the chains could do; sentences."""
 
-    NO_CHAIN = "no chain alone, as an identity, a block with squeeze-and-excitation, and most blocks of other families"
-    HOOK = "a module with a forward hook, which may read what is between two layers"
-    WRITES = "a chain whose last convolution runs on other kernels or has an activation behind its BatchNorm"
-    READS = "a chain whose first convolution runs on other kernels"
-    SUMS = "a chain to whose gradient of the input another one is added"
-    DEPTHWISE = "a chain that begins with a depthwise convolution: in forward, and if it adds its input, in backward"
+    NO_CHAIN = (
+        "It does not consist of one chain of convolutions alone. This holds for identities, for blocks with "
+        "squeeze-and-excitation, and for most blocks of other families."
+    )
+    HOOK = "A forward hook may read its input and its result, so both are written before it runs."
+    WRITES = "Its last convolution runs on other kernels, or an activation follows its last BatchNorm."
+    READS = "Its first convolution runs on other kernels."
+    SUMS = "Another gradient is added to the gradient of its input."
+    DEPTHWISE = (
+        "It begins with a depthwise convolution, so in forward one more launch makes its input. If it adds its input "
+        "to its result, backward has one more launch, too."
+    )
 
     def __str__(self) -> str:
         return self.value
@@ -100,5 +106,5 @@ def summary(gpu: str, shared_kb: int) -> list[str]:
     served, count = found.pop("", 0), sum(found.values())
     lines = [f"cuda runs {served} of the {served + count} depthwise stages of a mobilenet_v2 step on tensor cores"]
     lines += [f"  not {count}: {why}" for why, count in found.items()]
-    lines.append("the graph engine joins these to no layer before or behind them:")
+    lines.append("the graph engine joins a layer not at all, or only in part, to a neighbour if one of these holds:")
     return [*lines, *(f"  {reason}" for reason in Unjoined)]

@@ -68,24 +68,29 @@ def cross_entropy(
     return reference.cross_entropy(logits, labels, label_smoothing=label_smoothing)
 
 
-def clipped_sgd_serves(parameters: Sequence[Tensor], *, backend: str | None = None) -> bool:
-    """Whether `clipped_sgd` can update these parameters by their `grad`, and is the chosen backend's way to do it."""
+def clipped_sgd_serves(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, backend: str | None = None
+) -> bool:
+    """Whether `clipped_sgd` can update parameters by these gradients, and is the chosen backend's way to do it."""
     return bool(parameters) and _runs_on_triton(
-        "clipped_sgd", parameters[0], lambda: _why_not_fused(parameters), backend
+        "clipped_sgd", parameters[0], lambda: _why_not_fused(parameters, gradients), backend
     )
 
 
-def _why_not_fused(parameters: Sequence[Tensor]) -> str:
-    for p in parameters:
-        grad = p.grad
-        if grad is None or p.dtype != torch.float32 or grad.dtype != torch.float32:
-            return f"updates float32, got {p.dtype} and a gradient of {None if grad is None else grad.dtype}"
-        if p.is_contiguous() and grad.is_contiguous():
-            continue  # nearly all, and this runs at every step
-        if not p.is_contiguous(memory_format=torch.channels_last) or p.stride() != grad.stride():
-            return "updates dense parameters whose gradients have the same strides"
+def _why_not_fused(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> str:
+    tensors = [*parameters, *gradients]
+    other = {t.dtype for t in tensors} - {torch.float32}
+    if other:
+        return f"updates float32 parameters by float32 gradients, got {other.pop()}"
+    # this runs at every step, where nearly always all are contiguous
+    if not all(map(Tensor.is_contiguous, tensors)):
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if p.is_contiguous() and gradient.is_contiguous():
+                continue
+            if not p.is_contiguous(memory_format=torch.channels_last) or p.stride() != gradient.stride():
+                return "updates dense parameters whose gradients have the same strides"
     # every path has another number of elements, which in the reason would be another line of the log
-    return "" if sum(p.numel() for p in parameters) <= _MOST_ELEMENTS else f"updates up to {_MOST_ELEMENTS} elements"
+    return "" if sum(map(Tensor.numel, parameters)) <= _MOST_ELEMENTS else f"updates up to {_MOST_ELEMENTS} elements"
 
 
 def clipped_sgd(updates: Sequence[SgdUpdate], clip: float) -> Tensor:

@@ -25,32 +25,47 @@ class ClippedSGD(torch.optim.SGD):
             The norm of all gradients before the scaling.
         """
         clip = clip_norm or math.inf
-        used = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        parameters = [p for _, part in used for p in part]
-        if all(group["momentum"] for group in self.param_groups) and clipped_sgd_serves(parameters):
-            return clipped_sgd([self._update(group, part) for group, part in used if part], clip)
+        used = [_with_gradients(group["params"]) for group in self.param_groups]
+        parameters = [p for part, _ in used for p in part]
+        gradients = [gradient for _, part in used for gradient in part]
+        if all(group["momentum"] for group in self.param_groups) and clipped_sgd_serves(parameters, gradients):
+            groups = [(group, *part) for group, part in zip(self.param_groups, used, strict=True) if part[0]]
+            return clipped_sgd([self._update(*part) for part in groups], clip)
         norm = nn.utils.clip_grad_norm_(parameters, clip)
         self.step()
         return norm
 
-    def _update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> SgdUpdate:
-        momenta = []
-        for p in parameters:
-            state = self.state[p]
-            momentum = state.get("momentum_buffer")
-            if momentum is None:
-                # torch.optim.SGD begins with the first gradient, which is what zeros become
-                state["momentum_buffer"] = momentum = torch.zeros_like(p)
-            elif not (momentum.is_contiguous() and p.is_contiguous()) and momentum.stride() != p.stride():
-                # a step of torch.optim.SGD began with a gradient of other strides, and the kernel pairs by address
-                state["momentum_buffer"] = momentum = torch.empty_like(p).copy_(momentum)
-            momenta.append(momentum)
+    def _update(self, group: dict[str, Any], parameters: list[nn.Parameter], gradients: list[Tensor]) -> SgdUpdate:
         return SgdUpdate(
             parameters,
-            [p.grad for p in parameters if p.grad is not None],
-            momenta,
+            gradients,
+            self._momenta(parameters),
             lr=group["lr"],
             momentum=group["momentum"],
             decay=group["weight_decay"],
             nesterov=group["nesterov"],
         )
+
+    def _momenta(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """The momenta of these parameters, with the same strides, because the kernel pairs elements by address."""
+        momenta = [self.state[p].get("momentum_buffer") for p in parameters]
+        if any(m is None for m in momenta) or not all(map(Tensor.is_contiguous, [*parameters, *momenta])):
+            return [self._momentum(p) for p in parameters]
+        return momenta  # nearly always, and this runs at every step
+
+    def _momentum(self, p: nn.Parameter) -> Tensor:
+        state = self.state[p]
+        momentum = state.get("momentum_buffer")
+        if momentum is None:
+            # torch.optim.SGD begins with the first gradient, which is what zeros become
+            state["momentum_buffer"] = momentum = torch.zeros_like(p)
+        elif not (momentum.is_contiguous() and p.is_contiguous()) and momentum.stride() != p.stride():
+            # a step of torch.optim.SGD began with a gradient of other strides
+            state["momentum_buffer"] = momentum = torch.empty_like(p).copy_(momentum)
+        return momentum
+
+
+def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Those of the parameters whose `grad` is not None, and these gradients."""
+    used = [(p, gradient) for p in parameters if (gradient := p.grad) is not None]
+    return [p for p, _ in used], [gradient for _, gradient in used]

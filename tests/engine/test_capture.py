@@ -194,8 +194,8 @@ def test_a_run_whose_capture_fails_goes_on_eagerly_and_loses_nothing(cuda, caplo
         assert torch.equal(wanted, found), name
     assert [len(choices) for choices in captured[:3]] == [1, 1, 0]
     assert [r.message for r in caplog.records] == [
-        "goes on without CUDA graphs: choice 0 of layer 1 could not be captured: operation not permitted when stream "
-        "is capturing"
+        f"goes on without CUDA graphs: layer 1 choice 0 ({space.label(1, 0)}) could not be captured: operation not "
+        "permitted when stream is capturing"
     ]
 
 

@@ -324,17 +324,17 @@ def test_a_candidate_begins_the_backward_of_the_layer_before(emulated, monkeypat
         size = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
         for name, gradient in found.items():
             assert float((gradient - expected[name]).norm()) <= 2**-9 * size, name
-    between = " is not joined to its neighbours: it is "
+    between = " is not joined to a neighbour, or only in part: "
     told = [
         (record.levelname, *record.message.split(between)) for record in caplog.records if between in record.message
     ]
     # the stem is no chain of these kernels; an identity comes in every layer
     assert told == [
-        ("INFO", "choice None of layer -1", Unjoined.WRITES.value),
-        ("INFO", "choice 1 of layer 2", Unjoined.DEPTHWISE.value),
-        ("INFO", "choice 2 of layer 1", Unjoined.NO_CHAIN.value),
-        ("DEBUG", "choice 2 of layer 0", Unjoined.NO_CHAIN.value),
-        ("DEBUG", "choice 2 of layer 2", Unjoined.NO_CHAIN.value),
+        ("INFO", "the stem", Unjoined.WRITES.value),
+        ("INFO", "layer 2 choice 1 (k3 e1)", Unjoined.DEPTHWISE.value),
+        ("INFO", "layer 1 choice 2 (identity)", Unjoined.NO_CHAIN.value),
+        ("DEBUG", "layer 0 choice 2 (identity)", Unjoined.NO_CHAIN.value),
+        ("DEBUG", "layer 2 choice 2 (identity)", Unjoined.NO_CHAIN.value),
     ]
 
 
@@ -443,7 +443,7 @@ def test_a_candidate_whose_memory_cannot_be_planned_is_named():
     _, net = networks(space, "bn")
     net.layers[1].candidates[2].register_forward_hook(lambda module, inputs, y: y * y.sum().item())
     shape = (4, space.in_channels, space.resolution, space.resolution)
-    with pytest.raises(EngineError, match="choice 2 of layer 1 does not run on fake tensors"):
+    with pytest.raises(EngineError, match=r"layer 1 choice 2 \(.*\) does not run on fake tensors"):
         GraphEngine(net, shape, capture=EagerCapture())
 
 
@@ -475,7 +475,7 @@ def test_a_candidate_that_cannot_be_captured_raises_or_falls_back_with_one_messa
     images, labels = random_batch(space, 4, device=DEVICE)
     path = tuple(0 for _ in space.layers)
     strict = GraphEngine(net, tuple(images.shape), capture=FailingCapture())
-    with pytest.raises(EngineError, match="choice 0 of layer 1 could not be captured: out of something"):
+    with pytest.raises(EngineError, match=r"layer 1 choice 0 \(.*\) could not be captured: out of something"):
         strict.forward_backward(images, labels, [path])
     lenient = GraphEngine(net, tuple(images.shape), capture=FailingCapture(), strict=False)
     want = EagerEngine(net).forward_backward(images, labels, [path])
@@ -483,5 +483,5 @@ def test_a_candidate_that_cannot_be_captured_raises_or_falls_back_with_one_messa
         for _ in range(2):
             assert torch.equal(lenient.forward_backward(images, labels, [path]).loss, want.loss)
     assert [r.message for r in caplog.records] == [
-        "goes on without CUDA graphs: choice 0 of layer 1 could not be captured: out of something"
+        f"goes on without CUDA graphs: layer 1 choice 0 ({space.label(1, 0)}) could not be captured: out of something"
     ]

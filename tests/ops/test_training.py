@@ -179,10 +179,10 @@ def test_other_types_and_strides_go_to_pytorch():
     parameter = torch.nn.Parameter(torch.randn(4, 4, device=DEVICE))
     parameter.grad = torch.randn(4, 4, device=DEVICE).t()
     with pytest.raises(RuntimeError, match="gradients have the same strides"):
-        training.clipped_sgd_serves([parameter], backend="triton")
+        training.clipped_sgd_serves([parameter], [parameter.grad], backend="triton")
     double = torch.nn.Parameter(torch.ones(2, dtype=torch.float64, device=DEVICE))
     double.grad = torch.ones_like(double)
-    assert not training.clipped_sgd_serves([double]) and not training.clipped_sgd_serves([])
+    assert not training.clipped_sgd_serves([double], [double.grad]) and not training.clipped_sgd_serves([], [])
 
 
 @needs_triton

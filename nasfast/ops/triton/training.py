@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -46,8 +47,11 @@ def clipped_sgd(updates: Sequence[SgdUpdate], clip: float) -> Tensor:
     device = updates[0].parameters[0].device
     tables = [_pieces(update) for update in updates]
     counts = [len(table) // 4 for table in tables]
-    given = torch.tensor(list(itertools.chain(*tables)), dtype=torch.int64, pin_memory=device.type == "cuda")
+    # packed, because torch.tensor takes longer for a list, and this runs at every step
+    packed = struct.pack(f"{4 * sum(counts)}q", *itertools.chain.from_iterable(tables))
+    given = torch.frombuffer(bytearray(packed), dtype=torch.int64)
     # from pinned memory, so that the host does not wait for the device
+    given = given.pin_memory() if device.type == "cuda" else given
     table = torch.empty(len(given), dtype=torch.int64, device=device).copy_(given, non_blocking=True)
     count = sum(counts)
     rows, norm = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 1))
@@ -72,12 +76,15 @@ def clipped_sgd(updates: Sequence[SgdUpdate], clip: float) -> Tensor:
 
 def _pieces(update: SgdUpdate) -> list[int]:
     """The table of an update; see sgd_kernel."""
-    table: list[int] = []
-    for p, gradient, momentum in zip(update.parameters, update.gradients, update.momenta, strict=True):
-        at, size = (p.data_ptr(), gradient.data_ptr(), momentum.data_ptr()), p.numel()
-        if size <= PIECE:  # nearly all parameters, and this runs at every step
-            table += (*at, size)
-            continue
+    addresses = [list(map(Tensor.data_ptr, part)) for part in (update.parameters, update.gradients, update.momenta)]
+    sizes = list(map(Tensor.numel, update.parameters))
+    if max(sizes) <= PIECE:  # nearly always, and this runs at every step
+        table = [0] * (4 * len(sizes))
+        for i, column in enumerate((*addresses, sizes)):
+            table[i::4] = column
+        return table
+    table = []
+    for *firsts, size in zip(*addresses, sizes, strict=True):
         for begin in range(0, size, PIECE):
-            table += (*(address + p.element_size() * begin for address in at), min(PIECE, size - begin))
+            table += (*(first + torch.float32.itemsize * begin for first in firsts), min(PIECE, size - begin))
     return table
