@@ -207,7 +207,7 @@ def _rank(case: str, out: Path, port: int, rank: int, resume: bool) -> None:
     except SystemExit as error:
         code = error.code
         if isinstance(error, Terminated):
-            (out / f"error {rank}").write_text(error.message)
+            (out / f"error {rank}").write_text(error.saved)
     except (CheckpointError, RankError) as error:
         (out / f"error {rank}").write_text(f"{type(error).__name__}: {error}")
         code = 3
