@@ -19,7 +19,7 @@ using TileSmall = Tile<1, 4, 2, 64, Depth::kStreamed, 1>;   // 64 x 64
 using TileFlat = Tile<2, 2, 4, 64, Depth::kStreamed, 1>;    // 64 x 128
 using TileSquare = Tile<2, 4, 2, 64, Depth::kStreamed, 1>;  // 128 x 64
 using TileLow = Tile<2, 4, 2, 32, Depth::kWhole, 1>;        // 128 x 64
-using TileTall = Tile<1, 8, 1, 64, Depth::kKept, 2>;        // 128 x 32
+using TileTall = Tile<1, 4, 1, 64, Depth::kKept, 3>;        // 64 x 32
 using TileNear = Tile<2, 2, 3, 32, Depth::kWhole, 2>;       // 64 x 96
 using TileWide = Tile<2, 2, 3, 64, Depth::kWhole, 2>;       // 64 x 96
 using TileWidest = Tile<2, 1, 6, 128, Depth::kKept, 2>;     // 32 x 192
@@ -96,7 +96,7 @@ struct TileList {
 };
 
 using ForwardTiles = TileList<TileSmall, TileFlat, TileSquare, TileTall, TileNear, TileWide, TileWidest>;
-using BackwardTiles = TileList<TileSmall, TileFlat, TileLow, TileNear, TileWide, TileWidest>;
+using BackwardTiles = TileList<TileSmall, TileFlat, TileLow, TileTall, TileNear, TileWide, TileWidest>;
 
 static_assert(MakingSource::kPlanes == ForwardSource::kPlanes,
               "a stage has one grid, whether it makes its input or not");

@@ -19,15 +19,13 @@ pytestmark = [
 ]
 SHARED_OF_A_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # Bytes per thread that these kernels spill: those that fuse an expansion with a depthwise convolution, the depthwise
-# kernels on tensor cores, the pointwise kernel of the tallest tile that makes its input, and the gradient of an
-# expansion of at most 32 channels. The others spill none.
+# kernels on tensor cores, and the gradient of an expansion of at most 32 channels. The others spill none.
 SPILLED = {
     ("ExpandForwardKernel", 7, 1): 40,
     ("ExpandBackwardKernel", 5, 1): 24,
     ("ExpandBackwardKernel", 7, 2): 96,
     ("DepthwiseForwardMatrices", 7, 7): 8,
     **{("DepthwiseBackwardMatrices", kernel, tiles): 24 for kernel in (5, 7) for tiles in (2, 4, 7)},
-    ("PointwiseForward", 8): 8,
     ("ExpansionGradientKernel", 1): 8,
 }
 
