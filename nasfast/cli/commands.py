@@ -241,6 +241,8 @@ def _config_of(out: str) -> RunConfig:
 
 def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
     path = Path(args.predictor) if args.predictor else Path(args.out) / pipeline.TABLE_FILE
+    if args.out is not None and not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {args.out}` first")
     try:
         table = IndicatorTable.load(path)
     except TableError:

@@ -73,3 +73,9 @@ def test_rank_needs_one_predictor(capsys, extra, message):
         main(["rank", "--table", "t.json", *extra.split()])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_without_scores_is_told_what_to_do(tmp_path, capsys):
+    assert main(["rank", "--out", str(tmp_path), "--table", "t.json"]) == 1
+    remedy = f"indicators.json is missing: run `nasfast score --out {tmp_path}` first\n"
+    assert capsys.readouterr().err == f"nasfast rank: {tmp_path}/{remedy}"
