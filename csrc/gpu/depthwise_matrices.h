@@ -398,30 +398,12 @@ struct Panels {
   }
 };
 
-// Sums of the 8 channels of a lane.
-struct PieceSums {
-  float first[8], second[8];
-};
-
-// Adds what the lanes have summed that have the same channels: row w of `to`, [warps][kSlots], is of warp w.
+// Leaves the sums of the lanes in `to`, [warp][channel of the block].
 template <class Block>
-NASFAST_DEVICE void gather_pieces(const Block& block, Local<PieceSums>& sums, Vec2* to) {
-  block.warps([&](const Warp& warp) {
-    const auto at = [&](int lane) -> auto& { return sums[32 * warp.index + lane]; };
-    NASFAST_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      warp.add_lanes([&](int lane) -> float& { return at(lane).first[j]; }, 4);
-      warp.add_lanes([&](int lane) -> float& { return at(lane).second[j]; }, 4);
-    }
-    warp.each([&](int lane) {
-      if (lane >= 4) return;
-      NASFAST_UNROLL
-      for (int j = 0; j < 8; ++j) {
-        to[warp.index * kSlots + 8 * lane + j] = {as_bits(at(lane).first[j]), as_bits(at(lane).second[j])};
-      }
-    });
+NASFAST_DEVICE void gather_by_warp(const Block& block, Local<ChannelSums>& sums, Vec2* to) {
+  gather(block, sums, [&](int warp, int lane, int j, float first, float second) {
+    to[warp * kSlots + 8 * lane + j] = {as_bits(first), as_bits(second)};
   });
-  block.sync();
 }
 // The sums of channel c of the block over its warps.
 NASFAST_DEVICE GradientSums over_warps(const Vec2* sums, int c) {

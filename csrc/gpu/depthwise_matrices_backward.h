@@ -75,7 +75,7 @@ struct MatrixBackwardSource {
   NASFAST_DEVICE bool sums() const { return stage.before != nullptr; }
   template <bool kSums>
   NASFAST_DEVICE void take(int64_t at, const uint32_t (&result)[4], const Vec4& more, const Beside& beside,
-                           PieceSums& sums) const {
+                           ChannelSums& sums) const {
     Vec4 dx;
     NASFAST_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -119,7 +119,7 @@ struct DepthwiseBackwardMatrices {
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);
     const int first = panels.first, mine = panels.mine;
     panels.begin(block, stage.weight, true);
-    Local<PieceSums> sums(block);
+    Local<ChannelSums> sums(block);
     block.each([&](int thread) {
       sums[thread] = {};
       if (thread >= mine) return;
@@ -132,7 +132,7 @@ struct DepthwiseBackwardMatrices {
     if (stage.before == nullptr) return;
 
     Vec2* const parts = reinterpret_cast<Vec2*>(shared);
-    gather_pieces(block, sums, parts);
+    gather_by_warp(block, sums, parts);
     const NormGradient& gradient = stage.gradient;
     block.each([&](int thread) {
       if (thread >= mine) return;

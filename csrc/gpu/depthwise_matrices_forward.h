@@ -52,7 +52,7 @@ struct MatrixForwardSource {
   static NASFAST_DEVICE bool sums() { return true; }
   template <bool kSums>
   NASFAST_DEVICE void take(int64_t at, const uint32_t (&result)[4], const Vec4&, const Beside& beside,
-                           PieceSums& sums) const {
+                           ChannelSums& sums) const {
     store_vector(stage.y + at, Vec4{result[0], result[1], result[2], result[3]});
     NASFAST_UNROLL
     for (int j = 0; j < 8; ++j) {
@@ -83,7 +83,7 @@ struct DepthwiseForwardMatrices {
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);
     const int first = panels.first, mine = panels.mine;
     panels.begin(block, stage.weight, false);
-    Local<PieceSums> sums(block);
+    Local<ChannelSums> sums(block);
     block.each([&](int thread) {
       sums[thread] = {};
       if (thread >= mine) return;
@@ -104,7 +104,7 @@ struct DepthwiseForwardMatrices {
     panels.run(block, Source{stage, planes}, begun, sums);
 
     Vec2* const parts = reinterpret_cast<Vec2*>(shared);
-    gather_pieces(block, sums, parts);
+    gather_by_warp(block, sums, parts);
     const Norm& norm = stage.norm;
     const float count = args.units.numbers(block.y);
     block.each([&](int thread) {

@@ -131,8 +131,9 @@ struct PointwiseBackward {
     if (args.before == nullptr) return;
 
     Vec2* parts = reinterpret_cast<Vec2*>(shared);
-    gather(block, sums, result, parts,
-           [](float sum, float product, int, int, int) { return Vec2{as_bits(sum), as_bits(product)}; });
+    gather(block, sums, [&](int warp, int lane, int j, float sum, float product) {
+      parts[result.part(warp, lane) + j] = {as_bits(sum), as_bits(product)};
+    });
     const Reduction& reduction = args.gradient.reduction;
     block.each([&](int thread) {
       for (int c = thread; c < mine; c += kThreads) {

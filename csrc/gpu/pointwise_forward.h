@@ -155,10 +155,10 @@ struct PointwiseForward {
     product.run(block, [](int, int) {}, write);
 
     Vec2* parts = reinterpret_cast<Vec2*>(shared);
-    gather(block, sums, result, parts, [&](float sum, float square, int warp, int lane, int j) {
+    gather(block, sums, [&](int warp, int lane, int j, float sum, float square) {
       const float count = result.count(block.x, block.count_x, warp / Tile::kColumnWarps, false);
       const Moments m = Sums{sum, square}.moments(count > 0 ? pivot_of(warp, lane)[j] : 0, count);
-      return Vec2{as_bits(m.mean), as_bits(m.m2)};
+      parts[result.part(warp, lane) + j] = {as_bits(m.mean), as_bits(m.m2)};
     });
     const int left = factor.columns - result.first_column, mine = left < Tile::kColumns ? left : Tile::kColumns;
     const Reduction& reduction = args.norm.reduction;

@@ -1,13 +1,9 @@
-// The result of a product: which of its numbers a lane has, and how a block adds those of a channel.
+// The result of a product: which of its numbers a lane has, and where it leaves what it sums.
 #pragma once
 
 #include "product.h"
 
 namespace nasfast::gpu::pointwise {
-
-struct ChannelSums {
-  float first[8], second[8];
-};
 
 // Which numbers of the result a lane has, and how many rows a block.
 template <class Tile>
@@ -28,6 +24,10 @@ struct Result {
   }
   // Of the first of a lane's 8 channels, within the block.
   NASFAST_DEVICE int column(int warp, int lane) const { return warp % Tile::kColumnWarps * 32 + lane % 4 * 8; }
+  // Of the same channel, in what the warps of a block leave of it, [row warp][column].
+  NASFAST_DEVICE int part(int warp, int lane) const {
+    return warp / Tile::kColumnWarps * Tile::kColumns + column(warp, lane);
+  }
   // Calls f(i, h, at) for the first `left` rows of a tile that a lane has; at: their place in a tensor of the result's
   // shape, from this tile and these columns on.
   template <class F>
@@ -54,29 +54,5 @@ struct Result {
     return static_cast<float>((mine - 1) * size + here);
   }
 };
-
-// Adds the sums of the lanes that have the same channels, and leaves pair(first, second, warp, lane, j) of each channel
-// and row warp in shared memory, [row warp][column]; j: which of the lane's 8 channels.
-template <class Tile, class Block, class Both, class Pair>
-NASFAST_DEVICE void gather(const Block& block, Local<Both>& sums, const Result<Tile>& result, Vec2* to,
-                           const Pair& pair) {
-  block.warps([&](const Warp& warp) {
-    const auto at = [&](int lane) -> auto& { return sums[32 * warp.index + lane]; };
-    NASFAST_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      warp.add_lanes([&](int lane) -> float& { return at(lane).first[j]; }, 4);
-      warp.add_lanes([&](int lane) -> float& { return at(lane).second[j]; }, 4);
-    }
-    warp.each([&](int lane) {
-      if (lane >= 4) return;
-      NASFAST_UNROLL
-      for (int j = 0; j < 8; ++j) {
-        to[warp.index / Tile::kColumnWarps * Tile::kColumns + result.column(warp.index, lane) + j] =
-            pair(at(lane).first[j], at(lane).second[j], warp.index, lane, j);
-      }
-    });
-  });
-  block.sync();
-}
 
 }  // namespace nasfast::gpu::pointwise

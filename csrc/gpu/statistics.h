@@ -67,6 +67,31 @@ struct GradientSums {
   }
 };
 
+// Two sums for each of the 8 neighbouring channels that a lane has.
+struct ChannelSums {
+  float first[8], second[8];
+};
+
+// Adds the sums of the lanes of a warp that have the same channels, which are those with the same lane % 4. Then calls
+// leave(warp, lane, j, first, second) with the result for channel j of each of the lanes 0 to 3.
+template <class Block, class Leave>
+NASFAST_DEVICE void gather(const Block& block, Local<ChannelSums>& sums, const Leave& leave) {
+  block.warps([&](const Warp& warp) {
+    const auto at = [&](int lane) -> auto& { return sums[32 * warp.index + lane]; };
+    NASFAST_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      warp.add_lanes([&](int lane) -> float& { return at(lane).first[j]; }, 4);
+      warp.add_lanes([&](int lane) -> float& { return at(lane).second[j]; }, 4);
+    }
+    warp.each([&](int lane) {
+      if (lane >= 4) return;
+      NASFAST_UNROLL
+      for (int j = 0; j < 8; ++j) leave(warp.index, lane, j, at(lane).first[j], at(lane).second[j]);
+    });
+  });
+  block.sync();
+}
+
 // A sum in twice the precision of a float.
 struct TwoFloats {
   float high = 0, low = 0;
