@@ -60,7 +60,7 @@ def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):
         ({"name": "x", "flag": 1}, "'flag': expected bool, got 1"),
         ({"name": "x", "count": True}, "'count': expected int, got True"),
         ({"name": "x", "count": 1.5}, "'count': expected int, got 1.5"),
-        ({"name": "x", "inner": {"sizes": 3}}, "'inner.sizes': expected a list, got 3"),
+        ({"name": "x", "inner": {"sizes": 3}}, "'inner.sizes': expected a list such as \\[3\\], got 3"),
         ({"name": "x", "inner": {"rate": -1}}, "inner: rate must not be negative"),
         ({"name": "x", "inner": 3}, "inner: expected a mapping of keys, got 3"),
         ([], "Outer: expected a mapping of keys"),

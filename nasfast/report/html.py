@@ -88,7 +88,7 @@ def write_report(run_dir: str | Path) -> Path:
     """
     folder = Path(run_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(f"write_report: run_dir must be the directory of a run, got {folder}")
+        raise FileNotFoundError(f"{folder} is no directory: give the directory of a run")
     run = RunFiles(folder)
     sections: list[tuple[str, str, Callable[[RunFiles], str]]] = [
         ("summary", "Summary", _summary),

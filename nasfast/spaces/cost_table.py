@@ -183,7 +183,7 @@ def _rows(entries: list[Any], space: SearchSpace) -> tuple[tuple[tuple[int, floa
     if missing:
         names = ", ".join(f"layer {i} choice {v} ({space.label(i, v)})" for i, v in missing[:_NAMED])
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        raise ConfigError(f"it has no value for {names}{more}: add them, or measure the space again")
+        raise ConfigError(f"it has no value for {names}{more}: add what is missing, or measure the space again")
     return tuple(tuple(sorted(row.items())) for row in found)
 
 

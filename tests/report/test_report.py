@@ -400,7 +400,7 @@ def test_hostile_strings_are_shown_not_obeyed(tmp_path, make_run):
 
 
 def test_run_dir_must_exist(tmp_path):
-    with pytest.raises(FileNotFoundError, match="run_dir must be the directory of a run"):
+    with pytest.raises(FileNotFoundError, match="is no directory: give the directory of a run"):
         write_report(tmp_path / "absent")
 
 
