@@ -274,7 +274,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"config key '{where}': expected a list such as [{value}], got {value!r}")
+            form = f" such as [{value}]" if isinstance(value, (str, int, float)) else ""
+            raise ConfigError(f"config key '{where}': expected a list{form}, got {value!r}")
         inner = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
         if len(inner) != len(value):
             raise ConfigError(f"config key '{where}': expected {len(inner)} values, got {len(value)}")

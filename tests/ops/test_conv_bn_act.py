@@ -137,6 +137,7 @@ WRONG = {
         "with groups=4 takes 4 channels and gives a multiple of 4",
         {"groups": 4, "conv_weight": W[:, :1]},
     ),
+    "no channel": (ValueError, "conv_weight must give at least one channel, got", {"conv_weight": W[:0]}),
     "stride": (ValueError, "stride and groups must be at least 1.*got stride=0", {"stride": 0}),
     "pair": (TypeError, r"one number each, for both directions, got stride=\(1, 1\)", {"stride": (1, 1)}),
     "too small": (ValueError, "3x3 kernel with padding=0 does not fit", {"x": X[:, :, :2]}),
