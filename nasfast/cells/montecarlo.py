@@ -11,7 +11,7 @@ from nasfast.cells.network import CellSupernet
 from nasfast.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.cells.steps import draw_gates
 from nasfast.settings.cells import CellSearchConfig
-from nasfast.train.batches import as_epochs
+from nasfast.train.batches import to_learn_from
 
 
 def monte_carlo(
@@ -35,9 +35,12 @@ def monte_carlo(
 
     Returns:
         The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.cells.probe`.
+
+    Raises:
+        ValueError: the loader has no batch.
     """
     cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
-    loader, space = as_epochs(loader), net.space
+    loader, space = to_learn_from(loader), net.space
     table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
     of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
     logits = uniform_logits(space)

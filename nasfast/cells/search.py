@@ -11,7 +11,7 @@ from nasfast.cells.steps import CellSearchEngine
 from nasfast.settings.cells import CellSearchConfig
 from nasfast.spaces.cells import CellSpace
 from nasfast.train import TrainConfig, TrainStage
-from nasfast.train.batches import as_epochs
+from nasfast.train.batches import to_learn_from
 from nasfast.train.loop import train
 
 __all__ = ["SEARCH", "TRAIN", "WEIGHTS", "CellSearchConfig", "CellSearchResult", "search_cells"]
@@ -58,7 +58,7 @@ def search_cells(
         progress: called with the number of steps done, instead of progress on the screen.
 
     Raises:
-        ValueError: `held_out` without `cfg.bilevel`, or the reverse; label smoothing or bf16.
+        ValueError: `held_out` without `cfg.bilevel`, or the reverse; a loader without batches; label smoothing or bf16.
         TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated: see
             `nasfast.train.train`.
     """
@@ -70,8 +70,8 @@ def search_cells(
             "a search of cells needs label_smoothing=0 and precision='fp32', in which local costs are defined, got "
             f"{train_cfg.label_smoothing} and {train_cfg.precision!r}"
         )
-    loader = as_epochs(loader)
-    held = None if held_out is None else as_epochs(held_out)
+    loader = to_learn_from(loader)
+    held = None if held_out is None else to_learn_from(held_out)
     search = CellSearch(space, cfg, train_cfg.epochs * len(loader), fused=fused)
     train(
         search,

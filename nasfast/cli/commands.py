@@ -114,7 +114,8 @@ def _at_most(hours: float | None) -> Iterator[None]:
             yield
     except Terminated as stopped:
         if deadline is not None and time.time() >= deadline:
-            stopped.reason = f"--max-hours {hours:g} is over"
+            # the reason may also name an error
+            stopped.reason = stopped.reason.replace(Terminated().reason, f"--max-hours {hours:g} is over")
         raise
 
 

@@ -128,10 +128,10 @@ class Limits:
         for name, costs, maximum in self.costs(space, allow_identity=allow_identity):
             least, most = (sum(extreme(row.values()) for row in costs.rows) for extreme in (min, max))
             if most <= maximum:
-                ends = f"{costs.text(least + costs.fixed)} to {costs.text(most + costs.fixed)}"
+                ends = " to ".join(costs.text(end + costs.fixed) for end in sorted({least, most}))
+                lower = "a lower limit would choose among them" if least < most else "no limit chooses among them"
                 found.append(
-                    f"Every architecture meets {name}={self.given[name]:,.10g}: they have {ends}, and a lower limit "
-                    "would choose among them."
+                    f"Every architecture meets {name}={self.given[name]:,.10g}: they have {ends}, and {lower}."
                 )
         return found
 

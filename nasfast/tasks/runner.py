@@ -189,8 +189,6 @@ class _Round:
         except Exception as died:  # each executor has its own errors for a worker or machine that is gone
             text = " ".join(str(died).split())[:300]
             status, error = "failed", f"no answer from its worker ({type(died).__name__}: {text})"
-        if status == "stopped":
-            error = "its worker was told to stop"
         # its result may be there although it was stopped, or its worker killed, just behind its end
         if (saved := saved_result(self.runner.folder / task.name, task)) is not None:
             self._end(task, "done", result=saved[0])

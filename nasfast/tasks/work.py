@@ -72,8 +72,8 @@ def _attempt(task: Task, path: Path, here: str, deadline: float | None, modules:
                 result = _function(task)(path, **task.arguments, **task.machine)
             save_result(path, task, result)
             return "done", ""
-    except (Terminated, KeyboardInterrupt) as stop:
-        return "stopped", getattr(stop, "message", "interrupted")
+    except (Terminated, KeyboardInterrupt):
+        return "stopped", "its worker was told to stop"
     except Exception as error:
         _say(traceback.format_exc())
         return "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -98,17 +98,17 @@ def as_epochs(loader: object) -> EpochLoader:
     )
 
 
-def to_train_on(loader: object) -> EpochLoader:
+def to_learn_from(loader: object) -> EpochLoader:
     """`as_epochs(loader)`, which has at least one batch.
 
     Raises:
         TypeError: see `as_epochs`.
-        ValueError: it has no batch, so that nothing would be trained.
+        ValueError: it has no batch, so that nothing would be learnt.
     """
     epochs = as_epochs(loader)
     if len(epochs) == 0:
         raise ValueError(
-            "the loader has no batch to train on: a DataLoader with drop_last=True has none if batch_size is above the "
+            "a loader has no batch: a DataLoader with drop_last=True has none if batch_size is above the "
             "number of images; give more images, or smaller batches"
         )
     return epochs

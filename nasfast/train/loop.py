@@ -27,7 +27,7 @@ from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Sampler
-from nasfast.train.batches import EpochLoader, to_train_on
+from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint
 from nasfast.train.config import TrainExtras, TrainStage, accept_old_keywords
 from nasfast.train.evaluate import Evaluation
@@ -392,7 +392,7 @@ def train(
         Terminated: SIGTERM came; a checkpoint of the last step is saved.
         RankError: another rank is gone.
     """
-    loader = to_train_on(loader)
+    loader = to_learn_from(loader)
     model.to(device).to(memory_format=torch.channels_last).train()
     loop = _Loop(
         model,

@@ -20,7 +20,7 @@ from nasfast.settings.train import TrainConfig
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace, read_space
 from nasfast.supernet import Init, InitScheme, Supernet
 from nasfast.supernet.init import SCHEMES, aligned_scheme
-from nasfast.train.batches import to_train_on
+from nasfast.train.batches import to_learn_from
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.config import TrainStage
 from nasfast.train.loop import train
@@ -122,7 +122,7 @@ def train_supernet(
         overwrite=overwrite,
     )
     # refused before anything is written or replaced
-    to_train_on(loader)
+    to_learn_from(loader)
     if world.is_main:
         _describe(net, loader, sampler, cfg, stage, leads=world.leads)
     return train(

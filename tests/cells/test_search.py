@@ -141,6 +141,14 @@ def test_held_out_images_belong_to_two_levels(tmp_path, bilevel):
     cfg = CellSearchConfig(bilevel=bilevel)
     with pytest.raises(ValueError, match=f"bilevel={bilevel} needs {'a' if bilevel else 'no'} held_out loader"):
         search_cells(SPACE, data(), cfg, WEIGHTS, held_out=None if bilevel else data(), run_dir=tmp_path)
+
+
+def test_a_loader_without_batches_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="a loader has no batch"):
+        search_cells(SPACE, data(), CellSearchConfig(bilevel=True), WEIGHTS, held_out=[], run_dir=tmp_path)
+    with pytest.raises(ValueError, match="a loader has no batch"):
+        monte_carlo(CellSupernet(SPACE), [], batches=1)
+    assert not any(tmp_path.iterdir())
     assert not list(tmp_path.iterdir())
 
 

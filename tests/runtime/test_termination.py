@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from nasfast.cli import commands
 from nasfast.runtime.termination import Terminated, noticed, raised
 
 
@@ -81,6 +83,7 @@ def test_at_once_within_noticed(handler):
 
 HOOK = """
 import os, signal, time
+from nasfast.cli import commands
 from nasfast.runtime.termination import Terminated, raised
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs that run in the background ignore it
 hit = []
@@ -146,3 +149,12 @@ def test_a_program_that_knows_nothing_of_it_ends_with_143():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (143, "")
+
+
+def test_the_end_of_the_time_does_not_hide_an_error(monkeypatch):
+    with pytest.raises(Terminated) as stopped, raised(), commands._at_most(1.0), noticed():
+        later = time.time() + 3600
+        monkeypatch.setattr(time, "time", lambda: later)
+        send()
+        raise OSError("the disk is full")
+    assert stopped.value.reason == "--max-hours 1 is over (the disk is full)"

@@ -185,6 +185,9 @@ def test_a_limit_that_every_architecture_meets_is_said_with_the_range(small_spac
     assert f"max_macs={max(macs):,}: they have {min(macs):,} MACs to {max(macs):,} MACs" in said[0]
     assert f"{float(min(costs)):g} ms to {float(max(costs)):g} ms" in said[1]
     assert Limits(max_macs=max(macs) - 1).met_by_all(small_space) == []
+    form["entries"] = [{**entry, "value": 1} for entry in form["entries"]]
+    (said,) = Limits(tables=((read_cost_table(write(form), small_space), 100.0),)).met_by_all(small_space)
+    assert said.endswith(f"=100: they have {len(small_space) + 0.25:g} ms, and no limit chooses among them.")
 
 
 def test_unreachable_limits_name_what_can_be_reached(small_space, all_archs, make_table, write):

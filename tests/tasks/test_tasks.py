@@ -64,7 +64,8 @@ def test_an_error_is_an_ending_with_a_traceback_in_the_log(task, error, tmp_path
 
 def test_the_deadline_stops_a_task_that_may_still_save(tmp_path):
     begin = time.monotonic()
-    assert here(Task("wait", "task_functions:wait_for_ever"), tmp_path, time.time() + 0.3)[0] == "stopped"
+    ending = here(Task("wait", "task_functions:wait_for_ever"), tmp_path, time.time() + 0.3)
+    assert ending == ("stopped", "its worker was told to stop")
     assert time.monotonic() - begin < 30
     assert (tmp_path / "wait/saved").exists()
     assert not (tmp_path / "wait" / PROGRESS_FILE).exists()

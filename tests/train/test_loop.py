@@ -412,7 +412,7 @@ def test_a_loader_without_batches_replaces_nothing(tmp_path):
     last = train_supernet(net, batches(1), sampler, cfg, run_dir=tmp_path)
     none = DataLoader(TensorDataset(*batches(1)[0]), batch_size=1000, drop_last=True)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(ValueError, match="no batch to train on: a DataLoader with drop_last=True"):
+    with pytest.raises(ValueError, match="a loader has no batch: a DataLoader with drop_last=True"):
         train_supernet(net, none, sampler, cfg, run_dir=tmp_path, overwrite=True)
     assert last.exists() and before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
