@@ -83,7 +83,6 @@ def test_at_once_within_noticed(handler):
 
 HOOK = """
 import os, signal, time
-from nasfast.cli import commands
 from nasfast.runtime.termination import Terminated, raised
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs that run in the background ignore it
 hit = []
