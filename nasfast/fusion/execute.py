@@ -11,7 +11,7 @@ from torch import Tensor
 from nasfast.fusion import measure, rule
 from nasfast.fusion.chain import ChainStage, Members
 from nasfast.fusion.fold import Folded, sources_of
-from nasfast.fusion.stages import ORDINARY, Way, in_float32, result_dtype, run_stages, wrapped
+from nasfast.fusion.stages import ORDINARY, Way, in_float32, result_dtype, run_stages, transformed
 from nasfast.ops import checks
 
 # decisions that one chain keeps; one for each shape of its input
@@ -23,7 +23,6 @@ class _Reading:
 
     Attributes:
         stages: the stages.
-        tensors: all tensors of the stages.
         learned: the convolutions' weights, then all other parameters.
         batch: whether a BatchNorm normalises with batch statistics.
         only_folded: whether the operator lacks a convolution.
@@ -38,12 +37,11 @@ class _Reading:
         self.watch = members.watch()
         self.stages = stages
         params = [stage.stage.params for stage in stages]
-        self.tensors = sources_of(stages)
         others = [t for p in params for t in (p.bn_weight, p.bn_bias, p.conv_bias) if t is not None]
         self.learned = [p.conv_weight for p in params] + others
         self.batch = any(stage.stage.training for stage in stages)
         self.only_folded = any(stage.conv.only_folded for stage in stages)
-        self.ordinary = set(map(type, self.tensors)) <= ORDINARY
+        self.ordinary = set(map(type, sources_of(stages))) <= ORDINARY
         norms = [bn for bn in members.norms if bn.training and bn.track_running_stats]
         self.counters = [bn.num_batches_tracked for bn in norms if bn.num_batches_tracked is not None]
         self.cumulative = any(bn.momentum is None for bn in norms)
@@ -92,7 +90,7 @@ class Executor:
         reading = self._reading
         if reading is None or not reading.watch.same():
             reading = self._read()
-        if reading is None or not reading.ordinary or wrapped(x, *reading.tensors):
+        if reading is None or not reading.ordinary or transformed():
             return None
         if self._always:
             return None if reading.only_folded else Way.OPERATOR

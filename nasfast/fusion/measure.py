@@ -5,17 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nasfast.fusion.chain import ChainStage
 from nasfast.fusion.fold import Folded
 from nasfast.fusion.stages import Way, plain_stages, result_dtype, run_stages
+from nasfast.ops.autograd import has_saved_tensors_hooks
 from nasfast.ops.reference import ConvBNParams
 
 _ROUNDS = 5
@@ -55,8 +58,10 @@ def measure(model: nn.Module, arguments: Sequence[Any]) -> dict[tuple[nn.Conv2d,
 
 def faster(stages: Sequence[ChainStage], x: Tensor, way: Way) -> Way:
     """This way of running the stages on x, or PyTorch where that takes less time; nothing is changed."""
-    # activation checkpointing counts and keeps what operators save, and must not see these runs
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is), _disable_current_modes():
+    # activation checkpointing counts and keeps what operators save, and must not see these runs; where hooks are
+    # disabled nobody sees them
+    hidden = saved_tensors_hooks(_as_it_is, _as_it_is) if has_saved_tensors_hooks() else nullcontext()
+    with hidden, _disable_current_modes():
         return _faster(stages, x, way)
 
 

@@ -70,17 +70,13 @@ def result_dtype(x: Tensor) -> torch.dtype:
 
 
 def plain(*tensors: Tensor) -> bool:
-    """Whether these are ordinary tensors and not subclasses or functorch's wrappers, which follow other rules."""
-    return set(map(type, tensors)) <= ORDINARY and not wrapped(*tensors)
+    """Whether these are ordinary tensors and not subclasses, which follow other rules, and nothing is transformed."""
+    return set(map(type, tensors)) <= ORDINARY and not transformed()
 
 
-def wrapped(*tensors: Tensor) -> bool:
-    """Whether one of these is a wrapper of functorch or may have a tangent, which no operator of ours has."""
-    if forward_ad._current_level >= 0:
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return False
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
+def transformed() -> bool:
+    """Whether tensors may have a tangent, or torch.func transforms what runs; our operators have no rule for either."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 ORDINARY = {Tensor, nn.Parameter}

@@ -68,8 +68,10 @@ class Watch:
 
     def _same_objects(self) -> bool:
         """Whether everything but the functions is as it was."""
-        if self._state is not None and self._state[1] == _VERSIONS(self._state[0], self._modules):
-            return True
+        if _VERSIONS is not None and self._state is not None:
+            dictionaries, versions = self._state
+            if versions == _VERSIONS(dictionaries, self._modules):
+                return True
         state = self._state_now()
         same = (
             all(map(is_, map(dict.get, self._dictionaries, self._keys), self._objects))
@@ -102,5 +104,5 @@ def _columns(pairs: Iterable[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
     return [one for one, _ in pairs], [other for _, other in pairs]
 
 
-# Python 3.13 and an extension of an older version lack it; then it is None, and every `_state` too
-_VERSIONS: Callable[[list[dict], list[nn.Module]], bytes] = getattr(_native.extension, "versions", None)  # type: ignore[assignment]
+# None in Python 3.13, and without the extension or with one of an older version
+_VERSIONS: Callable[[list[dict], list[nn.Module]], bytes] | None = getattr(_native.extension, "versions", None)

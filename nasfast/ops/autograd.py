@@ -101,8 +101,13 @@ def let_recomputation_reach(y: Tensor) -> None:
     """
     if torch.compiler.is_compiling() or not y.requires_grad:
         return
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if has_saved_tensors_hooks():
         torch.empty(0, requires_grad=True).square()
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether somebody, such as a checkpoint, sees what operators save for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def refuse_second_derivatives(op: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -5,6 +5,7 @@ Wrong types raise TypeError, wrong values and shapes ValueError.
 """
 
 import math
+import operator
 import os
 from collections.abc import Sequence
 
@@ -362,13 +363,13 @@ def _check_conv(
     if weight.ndim != 4:
         raise ValueError(f"{op}: {name} must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
     try:
-        fits = stride >= 1 and padding >= 0 and groups >= 1
+        stride, padding, groups = operator.index(stride), operator.index(padding), operator.index(groups)
     except TypeError as error:
         raise TypeError(
-            f"{op}: stride, padding and groups must be one number each, for both directions, "
+            f"{op}: stride, padding and groups must be one integer each, for both directions, "
             f"got stride={stride!r}, padding={padding!r}, groups={groups!r}"
         ) from error
-    if not fits:
+    if stride < 1 or padding < 0 or groups < 1:
         raise ValueError(
             f"{op}: stride and groups must be at least 1 and padding at least 0, "
             f"got stride={stride}, padding={padding}, groups={groups}"

@@ -341,6 +341,23 @@ def test_checkpoints_do_not_see_what_is_measured(monkeypatch):
     assert seen.count(torch.ops.aten.convolution.default) <= 2
 
 
+@pytest.mark.parametrize("around", ["torch.func.grad", "hooks disabled"])
+def test_what_measures_runs_where_hooks_are_disabled(around, monkeypatch, executed):
+    """In a transform of torch.func nothing is fused, even if it transforms no tensor of the chain."""
+    monkeypatch.setattr(rule._native.extension, "isa", lambda: "avx2")
+    model = nn.Sequential(unit()).eval()
+    nasfast.fuse(model)
+    x = torch.ones(2, 4, 5, 5)
+    if around == "torch.func.grad":
+        got = torch.func.grad(lambda scale: (model(x) * scale).sum())(torch.tensor(2.0))
+        assert executed == []
+    else:
+        with torch.autograd.graph.disable_saved_tensors_hooks("there are no hooks"):
+            got = model(x).sum()
+    nasfast.unfuse(model)
+    torch.testing.assert_close(got.detach(), model(x).sum().detach())
+
+
 def nested() -> nn.Sequential:
     torch.manual_seed(0)
     return disturb(nn.Sequential(Candidate(3), unit(), Candidate(5)).double()).requires_grad_(False)
