@@ -138,10 +138,10 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     one, it traces the modules that this forward calls. So a supernet that chooses a candidate in Python gets fused
     candidates.
 
-    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. The model
-    runs unfused under torch.compile, torch.export, torch.jit.trace, torch.func and in forward-mode autograd.
-    torch.jit.script, nn.DataParallel and copy.copy need `unfuse` first: a shallow copy runs the forward of its original.
-    The native backends have no second derivatives. While torch.fx traces, no other thread may run a model.
+    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
+    torch.compile, torch.export, torch.jit.trace, torch.func and forward-mode autograd the model runs unfused.
+    torch.jit.script, nn.DataParallel and copy.copy need `unfuse` first: a shallow copy runs its original's forward. The
+    native backends have no second derivatives. Do not call `fuse` while another thread runs a model.
 
     `fuse` on a fused model searches it again and forgets what was measured.
 
