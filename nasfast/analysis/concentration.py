@@ -171,14 +171,22 @@ def exponents(setting: Setting, *, count: int = 144, repeats: int = 10, seed: in
 
     For identity and relu they are 2, 0 and 0 with normalisation, and 0, 2 and 2 without. tanh has the same powers of
     gamma and lipschitz, but its deviation is no power of std.
+
+    Raises:
+        ValueError: nothing deviates, as with linear `flatten` filters of whole matrices without normalisation.
     """
 
-    def rms(s: Setting) -> float:
-        return deviations(s, counts=(count,), repeats=repeats, reference_filters=2000, seed=seed).rms[0]
+    def measured(s: Setting) -> Concentration:
+        return deviations(s, counts=(count,), repeats=repeats, reference_filters=2000, seed=seed)
 
-    before = rms(setting)
+    before = measured(setting)
+    if before.rms[0] < 1e-10 * abs(before.expectation):
+        raise ValueError(
+            f"exponents: {count} filters of this setting deviate by rounding alone: take a count that is no multiple of "
+            f"{setting.channels * setting.kernel**2}"
+        )
     return {
-        name: math.log2(rms(replace(setting, **{name: 2 * getattr(setting, name)})) / before)
+        name: math.log2(measured(replace(setting, **{name: 2 * getattr(setting, name)})).rms[0] / before.rms[0])
         for name in ("gamma", "lipschitz", "std")
     }
 

@@ -112,9 +112,9 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
         return {arch: table.score(arch) for arch in archs}
     scores = {arch: score.function(evidence, arch) for arch in archs}
     if bad := [arch for arch, value in scores.items() if not math.isfinite(value)]:
+        remedy = ": the supernet diverged; train it with a lower train.lr" if score.trained else ""
         raise ScoreError(
-            f"{len(bad)} of {len(scores)} paths have no finite {name}, the first is [{format_arch(bad[0])}]: the "
-            "supernet diverged; train it with a lower train.lr"
+            f"{len(bad)} of {len(scores)} paths have no finite {name}, the first is [{format_arch(bad[0])}]{remedy}"
         )
     return scores
 

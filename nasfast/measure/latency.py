@@ -206,7 +206,7 @@ def _unsteady_lines(form: Mapping[str, Any]) -> list[str]:
     worst = sorted(unsteady.items(), key=lambda part: -part[1][1] / part[1][0])[:3]
     examples = "; ".join(f"{name}: {low:.3g} to {high:.3g} ms" for name, (low, high) in worst)
     parts = "1 part" if len(unsteady) == 1 else f"{len(unsteady)} parts"
-    clock = "" if form["clock"] == "cpu" else ", or with --clock cpu --threads 1"
+    clock = ", or with --clock cpu --threads 1" if _could_leave_out_waiting(form) else ""
     return [
         f"{parts} took very different times in different rounds ({examples} between the 20 % and 80 % quantiles): "
         f"measure again when the machine is less busy{clock}"
@@ -246,10 +246,15 @@ def _validation_lines(form: Mapping[str, Any], least: float) -> list[str]:
     ]
 
 
+def _could_leave_out_waiting(form: Mapping[str, Any]) -> bool:
+    """Whether --clock cpu can time what was timed by the wall clock."""
+    return form["clock"] == "wall" and form["device"] != "cuda"
+
+
 def _advice(form: Mapping[str, Any], error: Mapping[str, float]) -> str:
     """What makes a large error smaller, of what these settings do not have yet."""
     helps = [f"more --rounds than {form['rounds']}", f"a larger --batch than {form['batch']} if you deploy with one"]
-    if form["clock"] == "wall" and form["device"] != "cuda":
+    if _could_leave_out_waiting(form):
         helps.insert(1, "on a busy machine --clock cpu --threads 1")
     text = (
         f"an error above {LARGE_ERROR:.0%} for 80 % of the networks hides differences between them; what helps: "

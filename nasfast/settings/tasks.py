@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from nasfast.config import ConfigBase
+
+# timers of Python fail with much more
+_MOST_HOURS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class TaskSettings(ConfigBase):
             raise ValueError(f"workers must not be negative, got {self.workers}; 0 takes as many as the machine allows")
         if self.attempts < 1:
             raise ValueError(f"attempts must be at least 1, got {self.attempts}")
-        if self.max_hours is not None and not 0 < self.max_hours < math.inf:
-            raise ValueError(f"max-hours must be positive, got {self.max_hours}")
+        if self.max_hours is not None and not 0 < self.max_hours <= _MOST_HOURS:
+            raise ValueError(f"max-hours must be positive and at most {_MOST_HOURS:,}, got {self.max_hours}")
         if self.ray_address is not None and self.executor != "ray":
             raise ValueError(f"--ray.address {self.ray_address} needs --executor ray")

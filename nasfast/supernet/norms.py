@@ -32,7 +32,20 @@ def begin_norms(module: nn.Module, shift: float, branch_scale: float) -> None:
     for block in module.modules():
         if getattr(block, "has_residual", False):
             nn.init.constant_(block.last_bn.weight, branch_scale)  # type: ignore[union-attr,arg-type]
-    units = [unit for unit in module.modules() if isinstance(unit, ConvBNAct)]
-    for unit in units[:-1]:
+    for unit in set(_units(module)).difference(_last_units(module)):
         if unit.act_name in _SHIFTED:
             nn.init.constant_(unit.bn.bias, shift)
+
+
+def _units(module: nn.Module) -> list[ConvBNAct]:
+    return [unit for unit in module.modules() if isinstance(unit, ConvBNAct)]
+
+
+def _last_units(module: nn.Module) -> list[ConvBNAct]:
+    """The last unit of a network; in a supernet without a head, the last one of each candidate of its last layer."""
+    last = _units(module)[-1:]
+    for layer in module.modules():
+        candidates = getattr(layer, "candidates", None)
+        if isinstance(candidates, nn.ModuleList) and not set(last).isdisjoint(_units(candidates)):
+            return [unit for candidate in candidates for unit in _units(candidate)[-1:]]
+    return last

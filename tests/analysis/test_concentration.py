@@ -89,6 +89,11 @@ def test_deviations_scale_exactly_and_gamma_is_no_quality(kind, act):
     assert one.rms[0] / one.expectation == pytest.approx(ten.rms[0] / ten.expectation, rel=1e-9)
 
 
+def test_what_does_not_deviate_has_no_exponents():
+    with pytest.raises(ValueError, match="72 filters.*rounding alone: take a count that is no multiple of 36"):
+        exponents(Setting("flatten", "identity", False), count=72, repeats=4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_filters_have_the_stated_variance(kind):
     setting = Setting(kind, std=3.0)

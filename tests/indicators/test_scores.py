@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -205,7 +206,7 @@ def test_values_that_are_not_finite_name_the_candidate(macro_space):
         score_table("path_loss", Evidence(net, batches(1, resolution=12), paths=60))
 
 
-def test_paths_without_a_finite_score_are_refused(macro_space):
+def test_paths_without_a_finite_score_are_refused(macro_space, monkeypatch):
     """They would rank with the best paths, because a nan is below nothing."""
     net = Supernet(macro_space, init="aligned")
     with torch.no_grad():
@@ -215,6 +216,10 @@ def test_paths_without_a_finite_score_are_refused(macro_space):
     assert math.isfinite(score_paths("path_loss", evidence, [good])[good])
     with pytest.raises(ScoreError, match=r"1 of 2 paths have no finite path_loss, the first is \[0 2"):
         score_paths("path_loss", evidence, [good, bad])
+    monkeypatch.setitem(SCORES, "path_loss", dataclasses.replace(SCORES["path_loss"], trained=False))
+    with pytest.raises(ScoreError) as untrained:
+        score_paths("path_loss", evidence, [good, bad])
+    assert "no finite" in str(untrained.value) and "train" not in str(untrained.value)
 
 
 def test_a_new_score_is_one_function(trained, monkeypatch):

@@ -191,6 +191,9 @@ def test_a_report_names_unsteady_parts_and_advises_no_limit_that_nothing_meets(c
     assert "1 part took very different times in different rounds (layer 0, k3 e2: 0.1 to 36 ms between" in text
     assert "with an error of that size this table serves no limit" in text and "max_latency_ms" not in text
     assert "an error above 7% for 80 % of the networks hides differences" in text
+    assert text.count("--clock cpu --threads 1") == 2
+    report.form["device"] = "cuda"  # which has no such clock
+    assert "--clock" not in str(report)
 
 
 def test_the_file_is_a_table_of_the_space(cfg, tmp_path):

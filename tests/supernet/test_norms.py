@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nasfast.settings.supernet import SupernetConfig
-from nasfast.spaces import FairSampler, Stage, nas_bench_macro
+from nasfast.spaces import Block, FairSampler, Stage, nas_bench_macro
 from nasfast.supernet import InitScheme, Supernet
 from nasfast.train.supernet import make_supernet
 
@@ -36,6 +36,17 @@ def test_betas_before_activations_and_gammas_behind_branches(activation):
         acts = "project" not in name and "indicator" not in name and name != last
         assert (norm.bias == (shift if acts else 0.0)).all(), name
         assert (norm.weight == (0.25 if name in residual else 1.0)).all(), name
+
+
+def test_without_a_head_the_last_unit_of_each_last_candidate_keeps_its_beta():
+    choices = (Block("conv", 3), Block("shuffle", 3), Block("identity"), Block("conv", 1))
+    space = tiny_space(stages=(Stage(8, 2, 1, choices),), head=())
+    net = Supernet(space, init=InitScheme(shift=0.75))
+    shifted = {name: norm.bias.mean().item() for name, norm in norms(net).items() if "layers" in name}
+    last = [name for name in shifted if name.startswith("layers.1")]
+    assert [shifted[name] for name in last if ".candidates.0" in name or ".candidates.3" in name] == [0.0, 0.0]
+    assert [shifted[name] for name in last if ".candidates.1" in name][-1] == 0.0
+    assert {shifted[name] for name in shifted if "layers.0.candidates.0" in name} == {0.75}
 
 
 def test_shallow_spaces_keep_their_weights_and_deep_ones_have_others():
