@@ -182,8 +182,8 @@ def exponents(setting: Setting, *, count: int = 144, repeats: int = 10, seed: in
     before = measured(setting)
     if before.rms[0] < 1e-10 * abs(before.expectation):
         raise ValueError(
-            f"exponents: {count} filters of this setting deviate by rounding alone: take a count that is no multiple of "
-            f"{setting.channels * setting.kernel**2}"
+            f"exponents: {count} filters of this setting deviate by rounding alone: take a count that is no multiple "
+            f"of {setting.channels * setting.kernel**2}"
         )
     return {
         name: math.log2(measured(replace(setting, **{name: 2 * getattr(setting, name)})).rms[0] / before.rms[0])
