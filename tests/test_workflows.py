@@ -19,14 +19,14 @@ def test_there_are_workflows_for_lint_tests_wheel_and_docs():
 
 def _steps(workflow: Path) -> list[dict]:
     """The steps of all jobs of a workflow, in order, with each value of a job's matrix."""
-    steps = []
-    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+    text, steps = workflow.read_text(), []
+    for name, job in yaml.safe_load(text)["jobs"].items():
         matrix = job.get("strategy", {}).get("matrix", {})
         for values in itertools.product(*matrix.values()):
-            text = yaml.safe_dump(job["steps"])
-            for name, value in zip(matrix, values, strict=True):
-                text = text.replace(f"${{{{ matrix.{name} }}}}", value)
-            steps += yaml.safe_load(text)
+            chosen = text
+            for key, value in zip(matrix, values, strict=True):
+                chosen = chosen.replace(f"${{{{ matrix.{key} }}}}", value)
+            steps += yaml.safe_load(chosen)["jobs"][name]["steps"]
     return steps
 
 

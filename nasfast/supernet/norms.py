@@ -5,7 +5,7 @@ By default gamma is 1 and beta 0. Two numbers change that, so that a deep frozen
 
 - A shift b is the beta of every BatchNorm in front of an activation s that is linear far above 0. Such a unit and the
   next BatchNorm multiply the squared norm of gradients by E s'(z + b)^2 / Var s(z + b) for normal z: for a ReLU 1.47
-  with b = 0, 1.25 with 0.5, 1.12 with 1 and 1.02 with 2. The last unit of a network keeps 0, because there only the
+  with b = 0, 1.25 with 0.5, 1.12 with 1 and 1.02 with 2. The last unit of a path keeps 0, because there only the
   mean of its channels grows with b, and no BatchNorm behind it removes that.
 - A branch scale is the gamma of the last BatchNorm of a block that adds its input. Two candidates of such a layer, and
   its skip, then differ only in a part of their output.
