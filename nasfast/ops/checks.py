@@ -375,8 +375,8 @@ def _check_conv(
             f"got stride={stride}, padding={padding}, groups={groups}"
         )
     out_channels, per_group, *kernel = weight.shape
-    if out_channels < 1:
-        raise ValueError(f"{op}: {name} must give at least one channel, got shape {tuple(weight.shape)}")
+    if weight.numel() < 1:
+        raise ValueError(f"{op}: {name} must be at least 1 in every dimension, got shape {tuple(weight.shape)}")
     if per_group * groups != shape[1] or out_channels % groups:
         raise ValueError(
             f"{op}: {name} of shape {tuple(weight.shape)} with groups={groups} takes {per_group * groups} channels "
