@@ -29,10 +29,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
+from nasfast.engine.joins import obstacles, unjoined
 from nasfast.engine.segments import Head, Segment
 from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Remains, Unmade
-from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual, has_forward_hooks
+from nasfast.ops.modules import FusedConvBNAct
 from nasfast.ops.plan import stage_kind
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
@@ -239,7 +240,8 @@ class GraphEngine:
         function = choices[choice]
         used = function.parameters() if isinstance(function, _Chosen) else [p for m in modules for p in m.parameters()]
         last = i == len(self._layers) - 1
-        in_front, behind = self._obstacles(i, choice)
+        parts = self._parts(i, choice)
+        in_front, behind = obstacles(modules, parts)
         twins = [segment for (other, _), segment in self._segments[i].items() if other == choice]
         make = partial(Head, labels=self.labels, label_smoothing=self.label_smoothing) if last else Segment
         try:
@@ -259,8 +261,12 @@ class GraphEngine:
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             raise EngineError(f"{self._name(i, choice)} could not be captured: {error}") from error
-        for reason in dict.fromkeys(self._unjoined(i, choice, segment)):
-            self._log_unjoined(i, choice, reason)
+        for reason in dict.fromkeys(unjoined(segment, parts, in_front, behind)):
+            # the first candidate of each reason as info, and the others for people who debug
+            level = logging.DEBUG if reason in self._told else logging.INFO
+            self._told.add(reason)
+            said = "%s is not joined to a neighbour, or only in part: %s"
+            _logger.log(level, said, self._name(i, choice), reason)
         self._segments[i][key] = segment
         return segment
 
@@ -269,35 +275,6 @@ class GraphEngine:
         modules, choices = self._layers[i]
         function = choices[choice]
         return function.parts() if isinstance(function, _Chosen) else list(modules[0].children())
-
-    def _obstacles(self, i: int, choice: int | None) -> tuple[Unjoined | None, Unjoined | None]:
-        """Why a layer's choice can make no input, and leave no result: it begins, or ends, with no chain alone."""
-        if any(map(has_forward_hooks, self._layers[i][0])):
-            return Unjoined.HOOK, Unjoined.HOOK
-        parts = self._parts(i, choice)
-        chains = [_is_chain(part) for part in parts] or [False]
-        return None if chains[0] else Unjoined.NO_CHAIN, None if chains[-1] else Unjoined.NO_CHAIN
-
-    def _unjoined(self, i: int, choice: int | None, segment: Segment) -> Iterator[Unjoined]:
-        """Why launches of their own do what the chains of this captured segment and of its neighbours could do."""
-        in_front, behind = self._obstacles(i, choice)
-        if segment.unmade is not None:
-            differentiates = segment.source_grad is not None and segment.passes_on
-            if not segment.makes:
-                yield in_front or Unjoined.READS
-            elif differentiates and not segment.begins:
-                yield Unjoined.SUMS
-            elif _begins_depthwise(self._parts(i, choice)[0]):
-                yield Unjoined.DEPTHWISE
-        if segment.target is not None and segment.left is None:
-            yield behind or Unjoined.WRITES
-
-    def _log_unjoined(self, i: int, choice: int | None, reason: Unjoined) -> None:
-        """Log the first candidate of each reason as info, and the others for people who debug."""
-        level = logging.DEBUG if reason in self._told else logging.INFO
-        self._told.add(reason)
-        said = "%s is not joined to a neighbour, or only in part: %s"
-        _logger.log(level, said, self._name(i, choice), reason)
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
@@ -389,17 +366,6 @@ class _Chosen:
         """The module of the candidate; none for a layer that is skipped."""
         skipped = self.choice < 0 or self.choice == self.layer.layer.indicator_choice
         return [] if skipped else [self.layer.candidates[self.choice]]
-
-
-def _is_chain(module: nn.Module) -> bool:
-    """Whether a call of this module is one chain."""
-    return type(module) is FusedConvBNAct or (type(module) is FusedInvertedResidual and module.se is None)
-
-
-def _begins_depthwise(chain: nn.Module) -> bool:
-    """Whether the first convolution of this chain, see `_is_chain`, is depthwise."""
-    first = next(module for module in chain.modules() if isinstance(module, nn.Conv2d))
-    return first.groups > 1
 
 
 def _lay_out(net: Supernet) -> None:
