@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
+import numbers
 import os
 import re
 import types
@@ -44,8 +46,9 @@ def suggestion(key: str, valid: typing.Iterable[str]) -> str:
 class ConfigBase:
     """Base of every frozen config dataclass.
 
-    A field that is itself a config dataclass is written as a nested mapping. Values from a mapping are checked against
-    the annotated type. Ranges are checked by a dataclass's `__post_init__`, which values from Python pass too.
+    A field that is itself a config dataclass is written as a nested mapping. Every value, from a file or from Python,
+    is checked against the annotated type and converted to it: a list to a tuple, "2.4M" to a number, a mapping to a
+    config. A dataclass checks ranges in its `_check_values`.
 
     Attributes:
         names_files: whether strings may be names of files; these are saved so that they name the same files under any
@@ -53,6 +56,18 @@ class ConfigBase:
     """
 
     names_files: typing.ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        hints = _hints(kind)
+        for f in dataclasses.fields(self):
+            if f.init:
+                # the dataclass is frozen: an ordinary assignment is refused
+                object.__setattr__(self, f.name, _convert(getattr(self, f.name), hints[f.name], f.name))
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Raise ValueError for values that are out of range or contradict each other."""
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], *, where: str = "") -> Self:
@@ -68,7 +83,8 @@ class ConfigBase:
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{where.rstrip('.') or cls.__name__}: expected a mapping of keys, got {mapping!r}")
-        hints = typing.get_type_hints(cls)
+        kind: Any = cls
+        hints = _hints(kind)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         for key in mapping:
             if key not in fields:
@@ -105,7 +121,7 @@ class ConfigBase:
         """
         kind: Any = cls
         for part in key.split("."):
-            kind = typing.get_type_hints(kind)[part]
+            kind = _hints(kind)[part]
         return kind
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,6 +244,11 @@ def flatten(form: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@functools.cache
+def _hints(config: Any) -> dict[str, Any]:
+    return typing.get_type_hints(config)
+
+
 _SUFFIXES = {"K": "e3", "M": "e6", "G": "e9"}
 
 
@@ -286,9 +307,10 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             return float(expand_suffix(value))
         except ValueError:
             pass
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numbers of NumPy too
+    if hint is float and real:
         return float(value)
-    if hint is int and isinstance(value, float) and value.is_integer():
+    if hint is int and real and float(value).is_integer():
         return int(value)
     if hint is Any:
         return value

@@ -27,6 +27,7 @@ from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
 from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
 from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, model_folder
+from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
@@ -79,6 +80,7 @@ def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
     def decorate(function: StageFunction) -> StageFunction:
         @functools.wraps(function)
         def stage(cfg: RunConfig, **kwargs: Any) -> Any:
+            check_type("cfg", cfg, RunConfig, advice="RunConfig.load(FILE) and RunConfig.from_dict(MAPPING) make one")
             use_threads(cfg.threads)
             leads = kwargs.get("world", SINGLE).leads
             with run_lock(cfg.run_dir, create=create) if leads else nullcontext():
@@ -477,6 +479,9 @@ def run(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE, tasks: T
         resume: whether to continue an interrupted run; complete parts are not repeated.
         world: the ranks that train together; rank 0 runs the other stages while the others wait.
         tasks: where networks are retrained; see `retrain_best`.
+
+    Raises:
+        TypeError: `cfg` is not a RunConfig.
     """
     check_one_process(tasks, world.size)
     supernet(cfg, resume=resume, world=world)

@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "display": set(),
     "seeds": set(),
+    "runtime.arguments": set(),
     "runtime.files": set(),
     "runtime.late": set(),
     "runtime.imports": set(),
@@ -42,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "spaces": {"config", "display", "runtime.moved"},
     "ops": {"runtime.files", "runtime.moved"},
     "fusion": {"ops"},
-    "supernet": {"config", "spaces", "ops", "settings"},
+    "supernet": {"runtime.arguments", "config", "spaces", "ops", "settings"},
     "data": {"config", "runtime.files", "runtime.moved", "seeds", "settings"},
     "engine": {"spaces", "supernet", "ops"},
     "analysis.meanfield": set(),
@@ -52,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "analysis.meanfield", "settings",
     },
     "train": {
+        "runtime.arguments",
         "config", "runtime.files", "runtime.lock", "runtime.moved", "runtime.progress", "runtime.termination",
         "runtime.tracking", "runtime", "spaces", "ops", "supernet", "engine", "settings",
     },
@@ -63,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     "indicators.structure": {"config", "spaces", "indicators.table"},
     "indicators.accuracies": {"spaces"},
     "indicators.rank": {
+        "runtime.arguments",
         "runtime.files", "spaces", "indicators.accuracies", "indicators.structure", "indicators.table",
     },
     "nasi": {
@@ -70,12 +73,14 @@ ALLOWED: dict[str, set[str]] = {
         "indicators.table", "settings",
     },
     "indicators": {
+        "runtime.arguments",
         "config", "runtime.files", "spaces", "supernet", "train", "nasi", "indicators.accuracies", "indicators.rank",
         "indicators.structure", "indicators.table",
     },
     "indicators.config": {"config", "settings", "indicators"},
-    "search": {"config", "display", "runtime.files", "spaces", "indicators.table"},
+    "search": {"runtime.arguments", "config", "display", "runtime.files", "spaces", "indicators.table"},
     "retrain": {
+        "runtime.arguments",
         "config", "runtime.files", "runtime.lock", "runtime", "spaces", "supernet", "data", "train", "cells",
         "settings",
     },
@@ -110,6 +115,7 @@ ALLOWED: dict[str, set[str]] = {
         "search", "retrain", "settings.run", "tasks", "runtime.lock", "runtime.progress", "runtime.tracking",
     },
     "pipeline": {
+        "runtime.arguments",
         "config", "display", "runtime.files", "runtime.lock", "runtime.progress", "runtime.termination",
         "runtime.tracking", "runtime", "spaces", "supernet", "train", "indicators", "indicators.accuracies",
         "indicators.table", "search", "retrain", "report", "measure", "settings", "stages", "settings.run",
@@ -256,7 +262,14 @@ def test_the_reader_sees_the_imports():
 
 def test_the_arrows_themselves_have_no_cycle():
     assert _cycles(ALLOWED) == []
-    assert ALLOWED["search"] == {"config", "display", "runtime.files", "spaces", "indicators.table"}
+    assert ALLOWED["search"] == {
+        "runtime.arguments",
+        "config",
+        "display",
+        "runtime.files",
+        "spaces",
+        "indicators.table",
+    }
 
 
 FAKE = {

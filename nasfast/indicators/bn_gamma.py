@@ -13,6 +13,7 @@ from torch import nn
 from nasfast.indicators.evidence import Evidence
 from nasfast.indicators.registry import register
 from nasfast.indicators.table import IndicatorTable
+from nasfast.runtime.arguments import check_type
 from nasfast.supernet import Supernet
 
 
@@ -29,7 +30,9 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
 
     Raises:
         TableError: a gamma is not finite.
+        TypeError: `net` is not a supernet.
     """
+    check_type("net", net, Supernet, advice="nasfast.Supernet(space) makes one")
     block, layer_scores = [], []
     for layer in net.layers:
         norms = {choice: layer.indicator_bn(choice) for choice in range(len(layer.candidates))}

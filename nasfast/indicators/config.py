@@ -33,7 +33,7 @@ class ScoreConfig(ConfigBase):
     images: int = 1000
     table: str | None = None
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if self.name is not None:
             _get_score(self.name)
         if self.structure is not None and not 0 <= self.structure < math.inf:

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.structure import baselines, structure_scores
 from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.runtime.arguments import check_type
 from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, ArchSpace, format_arch
 
@@ -211,7 +212,10 @@ def rank(
         ArchError: an architecture is not of `space`.
         TableError: the table belongs to another space.
         ValueError: there are too few resamples.
+        TypeError: `accuracies` or `space` is of another type.
     """
+    check_type("accuracies", accuracies, Mapping, advice="give a dict of architecture -> accuracy")
+    check_type("space", space, ArchSpace, advice="nasfast.spaces.get_space(NAME) makes one")
     if resamples < MIN_RESAMPLES:
         raise ValueError(f"rank: resamples must be at least {MIN_RESAMPLES}, got {resamples}; 1000 is usual")
     if isinstance(predictor, IndicatorTable) and predictor.space.fingerprint != space.fingerprint:
@@ -220,8 +224,7 @@ def rank(
             f"are of {space.name!r} ({space.fingerprint}): give accuracies of the table's space"
         )
     scores: Mapping[Arch, float]
-    additive = isinstance(predictor, IndicatorTable)
-    if isinstance(predictor, IndicatorTable):
+    if additive := isinstance(predictor, IndicatorTable):
         scores, meta = {arch: predictor.score(arch) for arch in accuracies}, dict(predictor.meta)
     else:
         scores, meta = predictor, {}

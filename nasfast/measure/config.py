@@ -38,7 +38,7 @@ class StepConfig(ConfigBase):
     threads: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1, got {self.batch}")
         if self.threads < 0 or self.seed < 0:
@@ -77,8 +77,8 @@ class StepTimesConfig(StepConfig):
     rounds: int = 10
     project: str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_values(self) -> None:
+        super()._check_values()
         if self.project is not None:
             get_card(self.project)
         if self.rounds < 1:
@@ -123,7 +123,7 @@ class LatencyConfig(ConfigBase):
     clock: Literal["wall", "cpu"] = "wall"
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_common(self.threads, self.seed, batch=self.batch, rounds=self.rounds)
         if self.device == "auto":
             raise ValueError("device must be cpu, cuda, cuda:N or onnx, because a table is of one device; got 'auto'")
@@ -166,7 +166,7 @@ class ProfileConfig(StepConfig):
     tracer: Literal["torch", "nvtx"] = "torch"
     top: int = 20
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_values(self) -> None:
+        super()._check_values()
         if self.top < 1:
             raise ValueError(f"top must be at least 1, got {self.top}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -46,20 +45,13 @@ class NasiConfig(ConfigBase):
     images: Visible = "true"
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if self.steps < 1 or self.seed < 0:
             raise ValueError(f"steps must be at least 1 and seed not negative, got {self.steps} and {self.seed}")
         for name in ("temperature", "xi"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name, valid in (("gates", Gates), ("labels", Visible), ("images", Visible)):
-            _check_choice(name, getattr(self, name), get_args(valid))
         check_penalty(self.mu, self.constraint, self.nu)
-
-
-def _check_choice(name: str, value: str, valid: Sequence[str]) -> None:
-    if value not in valid:
-        raise ValueError(f"unknown {name} {value!r}; {nearest(value, valid)}")
 
 
 def check_penalty(mu: float, constraint: Constraint, nu: float | None) -> float:
@@ -71,7 +63,8 @@ def check_penalty(mu: float, constraint: Constraint, nu: float | None) -> float:
     Raises:
         ValueError: unknown constraint, negative mu or nu, a quantile above 1, or no nu where the constraint needs one.
     """
-    _check_choice("constraint", constraint, get_args(Constraint))
+    if constraint not in get_args(Constraint):
+        raise ValueError(f"unknown constraint {constraint!r}; {nearest(constraint, get_args(Constraint))}")
     if nu is None:
         if constraint != "quantile":
             raise ValueError(f"constraint={constraint!r} needs nu, a value of Q: those of a search are in its report")

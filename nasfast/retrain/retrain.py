@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.retrain.export import MODEL_FILE, save_model
+from nasfast.runtime.arguments import check_type
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import answers_from_hex, answers_to_hex, write_atomic
 from nasfast.runtime.lock import run_lock
@@ -113,11 +114,14 @@ def retrain(
 
     Raises:
         ArchError: `arch` does not belong to `space`.
+        TypeError: `space` or `cfg` is of another type.
         ValueError: `cfg.init` is `inherit`, and there is no supernet or the network has cells; or `train_loader` does
             not augment by `cfg.auto_augment`.
         TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated, RankError: see
             `nasfast.train.train`.
     """
+    check_type("space", space, ArchSpace, advice="nasfast.spaces.get_space(NAME) makes one")
+    check_type("cfg", cfg, RetrainConfig, advice="make one with RetrainConfig(train=TrainConfig(...))")
     arch = space.check(arch)
     _check_augments(train_loader, cfg)
     cfg = _with_lr(cfg)

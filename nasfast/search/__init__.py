@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.runtime.arguments import check_type
 from nasfast.search.candidate import (
     Candidate,
     Candidates,
@@ -93,7 +94,8 @@ def search(
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
         TableError: the table belongs to another space.
-        ConfigError: the table of latencies cannot be used.
+        ConfigError: a setting has the wrong type, or the table of latencies cannot be used.
+        TypeError: `table` or `space` is something else, such as its name.
     """
     config = SearchConfig(
         method=method,
@@ -112,6 +114,8 @@ def run_search(
     table: IndicatorTable, space: SearchSpace, config: SearchConfig, *, history: str | Path | None = None
 ) -> list[Candidate]:
     """`search` with all settings in a config."""
+    check_type("table", table, IndicatorTable, advice="nasfast.score(supernet) and IndicatorTable.load(FILE) make one")
+    check_type("space", space, SearchSpace, advice="nasfast.spaces.get_space(NAME) makes one")
     if table.space.fingerprint != space.fingerprint:
         raise TableError(
             f"the table was scored in space {table.space.name!r} ({table.space.fingerprint}), the search is in "

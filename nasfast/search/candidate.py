@@ -147,7 +147,7 @@ class SearchResult(Tabular, ConfigBase):
         """One row per candidate, with its cost by each table."""
         return [_record(c, [f"{t.quantity} ({t.unit})" for t in self.tables]) for c in self.candidates]
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if self.format != _FORMAT:
             raise ValueError(f"archs.json has format {self.format!r}, this version reads {_FORMAT!r}: search again")
 

@@ -58,9 +58,7 @@ class SearchConfig(ConfigBase):
     allow_identity: bool = False
     refine: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.method not in ("auto", "exact", "evolution"):
-            raise ValueError(f"method must be 'auto', 'exact' or 'evolution', got {self.method!r}")
+    def _check_values(self) -> None:
         for name in ("top_k", "population", "generations", "parents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -46,7 +46,7 @@ class CellSearchConfig(ConfigBase):
     records: int = 100
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         for name in ("alpha_lr", "alpha_weight_decay", "alpha_std"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

@@ -68,7 +68,7 @@ class DataConfig(ConfigBase):
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if self.batch_size < 2:
             raise ValueError(
                 f"batch_size must be at least 2 (BatchNorm needs more than one image), got {self.batch_size}"

@@ -25,7 +25,7 @@ class ImageInfo(ConfigBase):
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
             raise ValueError(f"mean and std must have 1 or 3 values each, got {self.mean} and {self.std}")
         if not 0 < self.resolution <= self.short_side:

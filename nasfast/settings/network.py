@@ -55,7 +55,7 @@ class NetConfig(ConfigBase):
     groups: int = 8
     dtype: Literal["float32", "float64"] = "float32"
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         for name, least in (("width", 1), ("depth", 1), ("batch", 2), ("every", 1), ("residual", 0), ("groups", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")

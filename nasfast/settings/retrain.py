@@ -55,7 +55,7 @@ class RetrainConfig(ConfigBase):
     patience: int | None = None
     train: TrainConfig = TrainConfig(epochs=20, lr=0.1)
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         for name in ("top_k", "seeds"):
             if (count := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")

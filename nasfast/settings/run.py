@@ -79,7 +79,7 @@ class RunConfig(ConfigBase):
     retrain: RetrainConfig = RetrainConfig()
     track: tuple[Literal["wandb", "mlflow"], ...] = ()
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if self.threads < 0 or self.seed < 0:
             raise ValueError(f"threads and seed must not be negative, got threads={self.threads}, seed={self.seed}")
         if self.recalibration_batches < 1:

@@ -86,7 +86,7 @@ class SupernetConfig(ConfigBase):
     activation: Literal["identity", "relu", "relu6", "tanh", "hswish", "silu"] | None = None
     hold_out: bool | None = None
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         for name, value in self.aligned.items():
             if name in ("alignment", "linear_share") and not 0 <= value <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {value}")

@@ -30,7 +30,7 @@ class TaskSettings(ConfigBase):
     max_hours: float | None = None
     ray_address: str | None = None
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if self.workers < 0:
             raise ValueError(f"workers must not be negative, got {self.workers}; 0 takes as many as the machine allows")
         if self.attempts < 1:

@@ -68,7 +68,7 @@ class TrainConfig(ConfigBase):
             raise ValueError("train: cfg.lr is not set: give a learning rate (train_supernet and retrain choose one)")
         return self.lr
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         # the conditions are written so that NaN fails too
         for name in ("epochs", "lr", "log_every", "keep_checkpoints", "eval_every"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:

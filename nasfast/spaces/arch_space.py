@@ -101,8 +101,14 @@ class ArchSpace(Tabular, ConfigBase, ABC):
         """Return `arch` as a tuple of ints if it belongs to this space.
 
         Raises:
-            ArchError: wrong length, or a value that is illegal or no integer; the text names the choice and its values.
+            ArchError: text, wrong length, or a value that is illegal or no integer; the message names the choice and
+                its values.
         """
+        if isinstance(arch, str) or not isinstance(arch, Iterable):
+            raise ArchError(
+                f"architecture of space {self.name!r} must have {len(self)} integers, got {arch!r}; `space.parse` "
+                "reads text"
+            )
         arch = tuple(arch)
         if len(arch) != len(self):
             raise ArchError(

@@ -38,7 +38,7 @@ class SqueezeExcite(ConfigBase):
     activation: Activation = "relu"
     gate: Gate = "hsigmoid"
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if not 0 < self.ratio < math.inf:
             raise ValueError(f"se: ratio must be positive and finite, got {self.ratio}")
 
@@ -77,7 +77,7 @@ class Block(ConfigBase):
     expand: int | float = 1
     se: SqueezeExcite | None = None
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_kind(self.kind)
         if self.se is not None and self.kind in _WITHOUT_SE:
             raise ValueError(f"block {self.kind}: only mbconv has squeeze-and-excitation: leave out se")

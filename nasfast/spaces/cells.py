@@ -46,7 +46,7 @@ class Edge(ConfigBase):
     target: int
     ops: tuple[str, ...] = DARTS_OPS
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if not 0 <= self.source < self.target:
             raise ValueError(f"an edge goes from a node to a later one, got {self.source} to {self.target}")
         for op in self.ops:
@@ -76,7 +76,7 @@ class Cell(ConfigBase):
     edges: tuple[Edge, ...]
     outputs: tuple[int, ...]
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         if self.inputs not in (1, 2) or self.nodes < 1:
             raise ValueError(f"a cell has 1 or 2 inputs and at least one node, got {self.inputs} and {self.nodes}")
         object.__setattr__(self, "edges", tuple(sorted(self.edges, key=lambda e: (e.target, e.source))))
@@ -219,7 +219,7 @@ class CellSpace(ArchSpace):
     num_classes: int = 10
     in_channels: int = 3
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         where = f"cell space {self.name!r}"
         for field in ("cells", "channels", "stem_multiplier", "resolution", "num_classes", "in_channels"):
             if getattr(self, field) < 1:

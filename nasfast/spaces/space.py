@@ -140,7 +140,7 @@ class SearchSpace(ArchSpace):
     classifier_bias: bool = True
     in_channels: int = 3
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         for field in ("resolution", "num_classes", "in_channels"):
             if getattr(self, field) < 1:
                 raise ValueError(f"space {self.name!r}: {field} must be positive, got {getattr(self, field)}")

@@ -44,7 +44,7 @@ class StandaloneNetwork(ArchNetwork):
 
     space: SearchSpace
 
-    def __init__(self, space: SearchSpace, arch: Arch, *, activation: str | None = None) -> None:
+    def __init__(self, space: SearchSpace, arch: Iterable[int], *, activation: str | None = None) -> None:
         super().__init__()
         self.arch = space.check(arch)
         self.space = space
@@ -83,7 +83,7 @@ def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str
 
 @standalone_network.register
 def _(space: SearchSpace, arch: Iterable[int], *, activation: str | None = None) -> StandaloneNetwork:
-    return StandaloneNetwork(space, tuple(arch), activation=activation)
+    return StandaloneNetwork(space, arch, activation=activation)
 
 
 def build(
@@ -121,7 +121,7 @@ def inherit(net: Supernet, arch: Iterable[int]) -> StandaloneNetwork:
     Raises:
         ArchError: `arch` does not belong to the supernet's space.
     """
-    network = StandaloneNetwork(net.space, tuple(arch), activation=net.activation)
+    network = StandaloneNetwork(net.space, arch, activation=net.activation)
     device = next(net.parameters()).device
     pairs: list[tuple[nn.Module, nn.Module]] = [
         (net.stem, network.stem),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nasfast.config import nearest
 from nasfast.ops.nhwc import pixel_mean
+from nasfast.runtime.arguments import check_type
 from nasfast.settings.supernet import Init, Trainable
 from nasfast.spaces import SKIP, Layer, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
@@ -95,6 +96,7 @@ class Supernet(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        check_type("space", space, SearchSpace, advice="nasfast.spaces.get_space(NAME) makes one")
         self.space, self.init = space, init
         self.activation = activation or space.activation
         # as given: a space that has only reduction layers has no indicators, and still agrees with a sampler's setting

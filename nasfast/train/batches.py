@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,8 +35,8 @@ class _IterableLoader:
     adapter was made. A `generator` of the DataLoader or of its sampler keeps its own seed.
     """
 
-    def __init__(self, batches: _SizedBatches) -> None:
-        self._batches = batches
+    def __init__(self, batches: _SizedBatches, classes: int | None) -> None:
+        self._batches, self._classes = batches, classes
         owners = (batches, getattr(batches, "sampler", None))
         own = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
         # a dict removes duplicates: a DataLoader that shuffles gives its generator to its sampler
@@ -48,8 +48,9 @@ class _IterableLoader:
     def epoch(
         self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        for x, y in islice(self._reseeded(epoch), start, None):
-            yield x.to(device, memory_format=torch.channels_last), y.to(device)
+        for batch in islice(self._reseeded(epoch), start, None):
+            x, y = _images_and_labels(batch, self._classes)
+            yield x.to(device, memory_format=torch.channels_last), y.to(device, torch.long)
 
     def _reseeded(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch; each is made while the generators are in states that only this epoch uses.
@@ -78,34 +79,66 @@ class _IterableLoader:
             yield batch
 
 
+def _images_and_labels(batch: object, classes: int | None) -> tuple[Tensor, Tensor]:
+    """The two tensors of a batch of the user's, checked here because a GPU names no cause for labels out of range."""
+    if not isinstance(batch, (list, tuple)) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+        of = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
+        raise TypeError(
+            f"loader: each batch must be a pair of tensors (images, labels), got {type(batch).__name__}{of}: give e.g. "
+            "a torch.utils.data.DataLoader with a collate_fn that returns such a pair"
+        )
+    x, y = batch
+    if x.ndim != 4 or not x.is_floating_point():
+        raise ValueError(
+            f"loader: images must be floating and of shape (N, C, H, W), got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if y.shape != x.shape[:1] or y.is_floating_point():
+        raise ValueError(
+            f"loader: labels must be integers of shape ({len(x)},), one for each image, got {y.dtype} of shape "
+            f"{tuple(y.shape)}"
+        )
+    # labels that are on a GPU already are not read, because the read would wait for it
+    if len(y) and not y.is_cuda and (y.min() < 0 or (classes is not None and y.max() >= classes)):
+        allowed = "at least 0" if classes is None else f"from 0 to {classes - 1}, as the network has {classes} classes"
+        raise ValueError(f"loader: labels must be {allowed}, got {int(y.min())} to {int(y.max())}")
+    return x, y
+
+
 def _set_states(generators: Iterable[torch.Generator], states: list[Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 
 
-def as_epochs(loader: object) -> EpochLoader:
+def as_epochs(loader: object, *, classes: int | None = None) -> EpochLoader:
     """`loader` itself if it is an EpochLoader, or an adapter for an iterable of (images, labels) with a length.
 
+    The adapter checks every batch, and raises TypeError or ValueError for one that is no such pair.
+
+    Args:
+        loader: the loader, or the iterable.
+        classes: the network's number of classes, which every label must be below; None if it is not known.
+
     Raises:
-        TypeError: it is neither.
+        TypeError: `loader` is neither.
     """
     if isinstance(loader, EpochLoader):
         return loader
     if isinstance(loader, Iterable) and isinstance(loader, Sized):
-        return _IterableLoader(loader)
+        return _IterableLoader(loader, classes)
     raise TypeError(
         f"loader must be a nasfast Loader or a sized iterable of (images, labels), got {type(loader).__name__}"
     )
 
 
-def to_learn_from(loader: object) -> EpochLoader:
-    """`as_epochs(loader)`, which has at least one batch.
+def to_learn_from(loader: object, *, classes: int | None = None) -> EpochLoader:
+    """`as_epochs(loader, classes=classes)`, which has at least one batch.
 
     Raises:
         TypeError: see `as_epochs`.
         ValueError: it has no batch, so that nothing would be learnt.
     """
-    epochs = as_epochs(loader)
+    epochs = as_epochs(loader, classes=classes)
     if len(epochs) == 0:
         raise ValueError(
             "a loader has no batch: a DataLoader with drop_last=True has none if batch_size is above the "

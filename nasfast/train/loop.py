@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nasfast.engine import Engine, make_engine
+from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
@@ -369,8 +370,8 @@ def train(
     Args:
         model: called as `model(x, path)` with a sampler, otherwise as `model(x)`; parameters with `requires_grad`
             train.
-        loader: a `nasfast.data.Loader`, or any sized iterable of (images, labels). With several ranks, each loader
-            gives its rank's shares of the batches.
+        loader: a `nasfast.data.Loader`, or any sized iterable of (images, labels), floating (N, C, H, W) and integers
+            (N,). With several ranks, each loader gives its rank's shares of the batches.
         cfg: settings of the optimiser, the engine, the log and the checkpoints; `lr` must be given.
         stage: the name of the stage, its files, and what a checkpoint must match.
         sampler: gives the paths of each step; its state is part of the checkpoint.
@@ -379,11 +380,13 @@ def train(
         engine: takes the optimiser and returns what executes the steps; None takes `cfg.engine`. Whatever a step of it
             changes besides the parameters that train must be a buffer of the model, so that checkpoints have it.
         extras: an average of the weights, early stopping, and what changes batches.
-        device: where to train; the model is moved there in channels_last.
+        device: where to train; the model is moved there in channels_last. `auto` takes the GPU if torch sees one.
         world: the ranks that train together; each begins with the model, sampler and position of rank 0.
 
     Raises:
-        ValueError: `cfg.lr` is None, no parameter trains, or the loader has no batch.
+        ValueError: `cfg.lr` is None, no parameter trains, or the loader has no batch or wrong ones.
+        TypeError: the loader or its batches are of another type.
+        ConfigError: `device` is a GPU, and torch sees none.
         TrainingDivergedError: the loss or a gradient is not finite; the last good checkpoint is kept.
         CheckpointError: a checkpoint cannot be written, there is no room for them, or none of the existing ones can be
             used.
@@ -392,7 +395,8 @@ def train(
         Terminated: SIGTERM came; a checkpoint of the last step is saved.
         RankError: another rank is gone.
     """
-    loader = to_learn_from(loader)
+    loader = to_learn_from(loader, classes=getattr(getattr(model, "space", None), "num_classes", None))
+    device = torch_device(device)
     model.to(device).to(memory_format=torch.channels_last).train()
     loop = _Loop(
         model,

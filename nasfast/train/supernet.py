@@ -11,6 +11,8 @@ from typing import Any
 
 from nasfast.config import ConfigError, dump_yaml, portable
 from nasfast.runtime import moved
+from nasfast.runtime.arguments import check_type
+from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
@@ -98,9 +100,14 @@ def train_supernet(
     Raises:
         ValueError: the sampler and the supernet disagree about layer indicators or the space, or the loader has no
             batch.
+        TypeError: an argument is of another type.
         ConfigError: `run_dir` has no checkpoints, but a space.yaml of another space or a damaged one.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
+    check_type("net", net, Supernet, advice="nasfast.Supernet(space) makes one")
+    check_type("sampler", sampler, Sampler, advice="nasfast.spaces.SAMPLERS[NAME](space) makes one")
+    cfg = TrainConfig() if cfg is None else cfg
+    check_type("cfg", cfg, TrainConfig, advice="make one with TrainConfig(epochs=...)")
     if sampler.space.fingerprint != net.space.fingerprint:
         raise ValueError(
             f"sampler draws from space {sampler.space.name!r}, the supernet has space {net.space.name!r}: make both "
@@ -110,7 +117,6 @@ def train_supernet(
         raise ValueError(
             "sampler draws layer-indicator paths, the supernet has none: build it with layer_indicators=True"
         )
-    cfg = cfg or TrainConfig()
     if cfg.lr is None:
         cfg = cfg.replace(lr=default_lr(net.summary.trainable, len(net.space.layers)))
     stage = TrainStage(
@@ -123,6 +129,7 @@ def train_supernet(
     )
     # refused before anything is written or replaced
     to_learn_from(loader)
+    device = torch_device(device)
     if world.is_main:
         _describe(net, loader, sampler, cfg, stage, leads=world.leads)
     return train(

@@ -224,7 +224,7 @@ def test_configs_are_checked():
     with pytest.raises(ValueError, match="constraint='fixed' needs nu"):
         NasiConfig(constraint="fixed")
     for name in ("constraint", "gates", "labels", "images"):
-        with pytest.raises(ValueError, match=f"unknown {name} 'fixd'"):
+        with pytest.raises(ValueError, match=f"config key '{name}': got 'fixd', allowed: "):
             NasiConfig(**{name: "fixd"})
 
 

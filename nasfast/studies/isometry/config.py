@@ -57,7 +57,7 @@ class IsometryConfig(ConfigBase):
     threads: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         for name, least in (("batch", 4), ("samples", 1), ("probes", 2), ("lanczos_steps", 1), ("paths", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")

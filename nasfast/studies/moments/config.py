@@ -23,7 +23,7 @@ class QuickConfig(ConfigBase):
     threads: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_common(self.threads, self.seed)
 
 
@@ -71,7 +71,7 @@ class FiguresConfig(ConfigBase):
     threads: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_device(self.device)
         check_common(
             self.threads, self.seed, realisations=self.realisations, histogram_realisations=self.histogram_realisations
@@ -152,7 +152,7 @@ class ModuleConfig(ConfigBase):
     threads: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_common(self.threads, self.seed, paths=self.paths, candidate_paths=self.candidate_paths, draws=self.draws)
         if self.batch < 2 or self.paths < 2:
             raise ValueError(f"batch and paths must be at least 2, got {self.batch} and {self.paths}")

@@ -51,7 +51,7 @@ class NasiQuickConfig(ConfigBase):
     threads: int = 1
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_common(
             self.threads,
             self.seed,
@@ -150,7 +150,7 @@ class NasiSearchConfig(ConfigBase):
     threads: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_device(self.device)
         sizes = {name: getattr(self, name) for name in ("resolution", "cells", "channels", "batch")}
         given = {name: value for name, value in sizes.items() if value is not None}
@@ -218,8 +218,8 @@ class NasiCompareConfig(NasiSearchConfig):
     score_batch: int = 32
     resamples: int = 1000
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_values(self) -> None:
+        super()._check_values()
         check_common(0, 0, repeats=self.repeats, score_batch=self.score_batch)
         if self.architectures != 0 and self.architectures < MIN_ARCHITECTURES:
             raise ValueError(f"architectures must be 0 or at least {MIN_ARCHITECTURES}, got {self.architectures}")

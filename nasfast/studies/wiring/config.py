@@ -29,7 +29,7 @@ class TheoremsConfig(ConfigBase):
     threads: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_common(self.threads, self.seed, channels=self.channels, batch=self.batch)
 
 
@@ -84,7 +84,7 @@ class ExperimentConfig(ConfigBase):
     threads: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check_values(self) -> None:
         check_device(self.device)
         check_common(
             self.threads,
@@ -192,8 +192,8 @@ class WidthConfig(LearntConfig):
 
     control_steps: int = 600
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_values(self) -> None:
+        super()._check_values()
         check_common(0, 0, control_steps=self.control_steps)
 
 
@@ -209,8 +209,8 @@ class CollapseConfig(LearntConfig):
     control_steps: int = 300
     second_order: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_values(self) -> None:
+        super()._check_values()
         check_common(0, 0, control_steps=self.control_steps)
         if self.second_order and self.method != "darts":
             raise ValueError(f"second_order belongs to method='darts', got {self.method!r}")
@@ -234,6 +234,6 @@ class CostConfig(ExperimentConfig):
     nets: int = 10
     batches: int = 60
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_values(self) -> None:
+        super()._check_values()
         check_common(0, 0, nets=self.nets, batches=self.batches)

@@ -1,0 +1,69 @@
+"""The main functions of the package say which argument is of a wrong type, and where a right one comes from."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import batches, tiny_space
+
+import nasfast
+from nasfast.config import ConfigError
+from nasfast.retrain import retrain
+from nasfast.settings.run import RunConfig
+from nasfast.spaces import ArchError, FairSampler
+from nasfast.supernet import Supernet
+from nasfast.train import TrainConfig, train_supernet
+
+SPACE = tiny_space()
+ARCH = (0,) * len(SPACE)
+
+
+def net():
+    return Supernet(SPACE)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Supernet("mobilenet_v2"), "space must be of type SearchSpace, got str: nasfast.spaces.get_space"),
+        (lambda: nasfast.score(None), "net must be of type Supernet, got NoneType"),
+        (lambda: nasfast.search("indicators.json", SPACE), "table must be of type IndicatorTable, got str"),
+        (lambda: nasfast.search(nasfast.score(net()), "mobilenet_v2"), "space must be of type SearchSpace, got str"),
+        (lambda: nasfast.rank([0.9], {}, SPACE), "accuracies must be of type Mapping, got list"),
+        (lambda: nasfast.rank({}, {}, None), "space must be of type ArchSpace, got NoneType"),
+        (lambda: nasfast.run({}), "cfg must be of type RunConfig, got dict: RunConfig.load"),
+        (lambda: train_supernet(None, [], None), "net must be of type Supernet, got NoneType"),
+        (lambda: train_supernet(net(), [], None), "sampler must be of type Sampler, got NoneType"),
+        (lambda: train_supernet(net(), [], FairSampler(SPACE), {}), "cfg must be of type TrainConfig, got dict"),
+        (lambda: retrain("space", ARCH, [], [], run_dir="x"), "space must be of type ArchSpace, got str"),
+        (lambda: retrain(SPACE, ARCH, [], [], TrainConfig(), run_dir="x"), "cfg must be of type RetrainConfig, got"),
+    ],
+)
+def test_arguments_of_another_type_are_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("arch", ["0 1", None, 3])
+def test_an_architecture_that_is_no_sequence_of_integers_is_refused(arch):
+    with pytest.raises(ArchError, match=f"must have {len(SPACE)} integers, got .*`space.parse` reads text"):
+        nasfast.build(SPACE, arch)
+    with pytest.raises(ArchError, match="integers"):
+        nasfast.inherit(net(), arch)
+
+
+def test_settings_from_python_are_converted_as_those_of_files(tmp_path):
+    assert TrainConfig(lr="4e-5").lr == 4e-5
+    assert RunConfig(train={"epochs": 3}).train == TrainConfig(epochs=3)
+    smallest = nasfast.search(nasfast.score(net()), SPACE, max_macs="5G", top_k=1)
+    assert smallest == nasfast.search(nasfast.score(net()), SPACE, top_k=1)
+    with pytest.raises(ConfigError, match="'epochs': expected int, got '5'"):
+        TrainConfig(epochs="5")
+    with pytest.raises(ConfigError, match="'method': got 'greedy', allowed: 'auto', 'exact', 'evolution'"):
+        nasfast.search(nasfast.score(net()), SPACE, method="greedy")
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device='cuda', but torch sees no GPU"):
+        train_supernet(net(), batches(1, size=4), FairSampler(SPACE), run_dir=tmp_path / "run", device="cuda")
+    assert not (tmp_path / "run").exists()
