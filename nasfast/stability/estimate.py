@@ -6,9 +6,8 @@ from nasfast.runtime.device import use_threads
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
 from nasfast.stability.run import check_seeds, with_threads
-from nasfast.stability.work import seed_task
+from nasfast.stability.work import seeds_at_a_time
 from nasfast.stages.estimate import Estimate, Plan, memory, trial_of
-from nasfast.tasks.room import workers_for
 
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
@@ -27,7 +26,5 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
         )
         trained = Estimate("networks (retraining)", trainings, trial.network_seconds(), memory())
         written = trial.written
-    # the tasks of the run, so that as many count as fitting here as there
-    tasks = [seed_task(cfg, number) for number in range(seeds)]
-    at_a_time = settings.workers or workers_for(tasks)
+    at_a_time = settings.workers or seeds_at_a_time(cfg, seeds)
     return Plan((scored, trained), cfg.threads, at_a_time, settings, written, settings.max_hours)

@@ -22,11 +22,10 @@ from nasfast.spaces import Arch, SearchSpace
 from nasfast.stability.agreement import Agreement, agreement
 from nasfast.stability.page import STABILITY_FILE, write_stability_page
 from nasfast.stability.room import check_room
-from nasfast.stability.work import network_task, rivals, seed_task
+from nasfast.stability.work import network_task, rivals, seed_task, seeds_at_a_time
 from nasfast.stages.checks import already_begun, check_same_run
 from nasfast.stages.inputs import checked_space
 from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
-from nasfast.tasks.room import workers_for
 from nasfast.tasks.task import saved_result
 
 _LOG = logging.getLogger(__name__)
@@ -131,13 +130,12 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
         if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
             raise already_begun(cfg.run_dir, "a run", same)
         same()
-        tasks = [seed_task(cfg, number) for number in range(seeds)]
-        for task in tasks:
-            saved_result(cfg.run_dir / task.name, task)
         if settings.executor == "processes":
-            check_room(cfg, seeds, settings.workers or workers_for(tasks))
+            check_room(cfg, seeds, settings.workers or seeds_at_a_time(cfg, seeds))
         else:
             _check_limits(cfg)
+        for task in (seed_task(cfg, number) for number in range(seeds)):
+            saved_result(cfg.run_dir / task.name, task)
         write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
         return _run(cfg, seeds, runner)
 

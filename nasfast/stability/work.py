@@ -20,7 +20,7 @@ from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, SearchSpace, arch_file_text
 from nasfast.stages.checks import MACHINE_DATA
 from nasfast.stages.inputs import retrain_loaders
-from nasfast.tasks import Task, gpus_for
+from nasfast.tasks import Task, gpus_for, room
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,6 +38,12 @@ def seed_task(cfg: RunConfig, number: int) -> Task:
         gpus=gpus_for(cfg.torch_device),
         machine=_machine(cfg),
     )
+
+
+def seeds_at_a_time(cfg: RunConfig, seeds: int) -> int:
+    """How many of the tasks of `seeds` seeds fit on this machine at a time."""
+    # the tasks are alike, and no more run than there are cores
+    return room.workers_for([seed_task(cfg, number) for number in range(min(seeds, room.cores()))])
 
 
 def network_task(cfg: RunConfig, space: SearchSpace, arch: Arch, number: int) -> Task:

@@ -12,7 +12,7 @@ from nasfast.retrain import retrain
 from nasfast.search import InfeasibleConstraintError
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import digits_mini
-from nasfast.stability import room, run
+from nasfast.stability import room, run, work
 from nasfast.train import CheckpointError
 from nasfast.train.supernet import make_supernet, train_supernet
 
@@ -53,7 +53,7 @@ def test_the_bytes_are_those_of_checkpoints(tmp_path, ema):
 
 def test_more_seeds_than_room_are_refused_before_anything_is_trained(tmp_path, monkeypatch, capsys):
     cfg = config(tmp_path / "run")
-    monkeypatch.setattr(run, "workers_for", lambda tasks: 2)
+    monkeypatch.setattr(run, "seeds_at_a_time", lambda cfg, seeds: 2)
     each, once = room.bytes_of(cfg, SPACE, 4, 2)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=once + 3.5 * each))
     assert main(["run", "--out", str(cfg.run_dir), *FLAGS, "--seeds", "4"]) == 1
@@ -69,6 +69,21 @@ def test_more_seeds_than_room_are_refused_before_anything_is_trained(tmp_path, m
     room.check_room(cfg, 4, 2)
     with pytest.raises(CheckpointError, match="which is enough for"):  # more are written at a time
         room.check_room(cfg, 4, 9)
+
+
+def test_a_billion_seeds_are_refused_at_once(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def counted(cfg, number, make=work.seed_task):
+        made.append(number)
+        assert len(made) <= 1000, "a task for every seed"
+        return make(cfg, number)
+
+    for module in (run, work):
+        monkeypatch.setattr(module, "seed_task", counted)
+    assert main(["run", "--out", str(tmp_path / "run"), *FLAGS, "--seeds", "1_000_000_000"]) == 1
+    assert "the checkpoints of 1000000000 seeds need" in capsys.readouterr().err
+    assert made
 
 
 def test_limits_are_checked_before_a_cluster_gets_tasks(tmp_path, caplog):
