@@ -16,7 +16,7 @@ def check_room(cfg: RunConfig, seeds: int, workers: int) -> None:
     """Refuse more seeds than there is room for, before anything is trained.
 
     Args:
-        cfg: settings of the run, whose folder exists.
+        cfg: settings of the run; its folder need not exist.
         seeds: number of seeds.
         workers: the most tasks that run at a time.
 
@@ -28,7 +28,8 @@ def check_room(cfg: RunConfig, seeds: int, workers: int) -> None:
     found = [*cfg.run_dir.glob("seed-*/checkpoints/*"), *cfg.run_dir.glob("networks/*/*/checkpoints/*")]
     # a checkpoint of the best evaluation may be a second name of another file
     there = {status.st_ino: status.st_size for status in (path.stat() for path in found)}
-    room = shutil.disk_usage(cfg.run_dir).free + sum(there.values())
+    folder = next(path for path in (cfg.run_dir.absolute(), *cfg.run_dir.absolute().parents) if path.is_dir())
+    room = shutil.disk_usage(folder).free + sum(there.values())
     if seeds * each + once > room:
         raise CheckpointError(
             f"the checkpoints of {seeds} seeds need {size_text(seeds * each + once)} in {cfg.run_dir}, where there is "
