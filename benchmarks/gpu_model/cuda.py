@@ -231,7 +231,7 @@ def _bytes(
     )  # the input of an expansion that is computed again
     if stage == "pointwise_forward" and first:
         return 2 * (source * max(before, 1) + result * (not chain.recompute))
-    if stage in ("pointwise_forward", "depthwise_forward"):
+    if stage in ("pointwise_forward", "depthwise_forward", "dense_forward"):
         return 2 * (source + result)
     if stage == "expand_depthwise_forward":
         return 2 * (narrow + result)

@@ -9,6 +9,7 @@
 
 #include "../cpu/launch.h"
 #include "../cpu/plan.h"
+#include "dense_forward.h"
 #include "expansion.h"
 
 namespace nasfast::gpu {
@@ -35,6 +36,13 @@ void check_expansion(const ChainPlan& plan) {
                   " pixels and activation ", static_cast<int64_t>(s.act));
 }
 
+// Whether the kernel of dense_forward.h runs this stage.
+bool is_stem(const ChainPlan& plan, size_t i) {
+  const StagePlan& s = plan.stages[i];
+  return i == 0 && s.kind == cpu::Kind::kDense && s.kernel == 3 && s.stride <= 2 && s.in_channels <= kDenseInput &&
+         s.width * s.in_channels % 8 == 0;
+}
+
 // Refuses what the kernels cannot do. nasfast/ops/plan.py says the same before, with explanations for the user.
 ChainPlan read(const std::vector<int64_t>& numbers) {
   ChainPlan plan(numbers);
@@ -44,11 +52,15 @@ ChainPlan read(const std::vector<int64_t>& numbers) {
                   ": x is too large for the CUDA kernels");
   for (size_t i = 0; i < plan.stages.size(); ++i) {
     const StagePlan& s = plan.stages[i];
-    STD_TORCH_CHECK(s.kind != cpu::Kind::kDense && s.act <= cpu::Act::kRelu6 && s.in_channels % 8 == 0 &&
+    const bool dense = s.kind == cpu::Kind::kDense;
+    STD_TORCH_CHECK((dense ? is_stem(plan, i) : s.in_channels % 8 == 0) && s.act <= cpu::Act::kRelu6 &&
                         s.out_channels % 8 == 0 && s.in_channels <= most && s.out_channels <= most,
                     kConvOp, ", stage ", i,
-                    " of the plan: the CUDA kernels need a pointwise or depthwise convolution, channels in multiples "
-                    "of 8, and identity, relu or relu6; got kind ",
+                    " of the plan: the CUDA kernels need a pointwise or depthwise convolution, or the dense 3 x 3 one "
+                    "of a stem with at most ",
+                    kDenseInput,
+                    " channels and rows in multiples of 8 numbers; other channels in multiples of 8; and identity, "
+                    "relu or relu6; got kind ",
                     static_cast<int64_t>(s.kind), ", ", s.in_channels, " -> ", s.out_channels,
                     " channels and activation ", static_cast<int64_t>(s.act));
   }
@@ -403,6 +415,8 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
   check.result("grad", grad);
   if (dx) check.input("dx", *dx);
   if (dx && add_input) check.input("grad, to be added,", grad);
+  STD_TORCH_CHECK(!dx || plan.stages[0].kind != cpu::Kind::kDense, kConvOp,
+                  ": the CUDA kernels have no input gradient of a dense stage");
   const bool has_left = !left.empty();
   check.saved(saved, has_left);
   x = check.kept_input(input);

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "call.h"
+#include "dense_forward.h"
 #include "depthwise.h"
 #include "expand_depthwise_backward.h"
 #include "expansion_gradient.h"
@@ -18,6 +19,7 @@ template <class Machine>
 Grid forward_grid(const Shapes& chain, size_t i, const Machine& machine) {
   const Geometry& geometry = chain.stages[i];
   if (chain.fused(i)) return expand_depthwise_forward_grid(geometry, chain.channels(), machine);
+  if (geometry.dense()) return dense_forward_grid(geometry, machine);
   return geometry.kernel == 1 ? pointwise_forward_grid(geometry, machine) : depthwise_forward_grid(geometry, machine);
 }
 
@@ -58,8 +60,10 @@ Grids backward_grids(const Shapes& chain, const Machine& machine) {
   const Geometry &first = chain.stages[0], &last = chain.stages.back();
   grids.begin = grids.add(reduce_grid(last.out_rows(), last.out_channels, machine), last.out_channels);
   for (size_t i = 0; i < chain.stages.size(); ++i) {
-    grids.stages.push_back(grids.add(backward_grid(chain, i, machine), chain.stages[i].in_channels));
+    const Geometry& g = chain.stages[i];
+    grids.stages.push_back(g.dense() ? Grid{} : grids.add(backward_grid(chain, i, machine), g.in_channels));
   }
+  if (first.dense()) return grids;
   grids.end = grids.add(reduce_grid(first.in_rows(), first.in_channels, machine), first.in_channels);
   return grids;
 }
@@ -115,6 +119,9 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
     if (chain.fused(i)) {
       expand_depthwise_forward<Format>(machine, grid, {stage, call.stages[0].weight, chain.channels()});
       machine.launched("expand_depthwise_forward", g);
+    } else if (g.dense()) {
+      dense_forward<Format>(machine, grid, stage);
+      machine.launched("dense_forward", g);
     } else if (g.kernel == 1) {
       pointwise_forward<Format>(machine, grid, stage, i == 0 ? making : nullptr);
       machine.launched("pointwise_forward", g);

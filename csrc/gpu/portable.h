@@ -62,6 +62,9 @@ NASFAST_DEVICE void load_again(const float* from, float (&to)[4]) {
                : "r"(shared_address(from)));
 }
 
+// Keeps a number in a register. The compiler would otherwise compute it again wherever it is used.
+NASFAST_DEVICE void keep(int& number) { asm volatile("" : "+r"(number)); }
+
 // Stores 16 bytes of global memory by one instruction. Left to itself, the compiler stores each number once it is known.
 NASFAST_DEVICE void store_vector(void* to, const Vec4& v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(v.v[0]), "r"(v.v[1]),
@@ -237,6 +240,7 @@ struct Block {
 inline void load_again(const float* from, float (&to)[1]) { to[0] = from[0]; }
 inline void load_again(const float* from, float (&to)[2]) { to[0] = from[0], to[1] = from[1]; }
 inline void load_again(const float* from, float (&to)[4]) { std::copy_n(from, 4, to); }
+inline void keep(int&) {}
 inline void store_vector(void* to, const Vec4& v) { *static_cast<Vec4*>(to) = v; }
 template <class T>
 T load_fresh(const T* from) {

@@ -5,7 +5,8 @@
 // kernel reads the gradient dz in front of its BatchNorm, writes that of the stage before, and finishes the sums that
 // the BatchNorm of the stage before needs. All tensors are NHWC without gaps, of 16-bit numbers in one Format.
 //
-// Every family of kernels (pointwise.h, depthwise.h) has, for forward and for backward,
+// Every family of kernels (pointwise.h, depthwise.h) has, for forward and for backward (dense_forward.h for forward
+// alone, because backward ends behind it),
 //
 //   Grid pointwise_forward_grid(const Geometry&, const Machine&);
 //   template <class Format, class Machine> void pointwise_forward(const Machine&, const Grid&, const ForwardStage&);
@@ -25,6 +26,8 @@ struct Geometry {
   int in_channels, out_channels;
   int kernel, stride;
 
+  // Not depthwise: the first convolution of a chain, whose few input channels are never as many as its output channels.
+  NASFAST_ANYWHERE bool dense() const { return kernel > 1 && in_channels != out_channels; }
   NASFAST_ANYWHERE int64_t in_rows() const { return int64_t{images} * height * width; }
   NASFAST_ANYWHERE int64_t out_rows() const { return int64_t{images} * out_height * out_width; }
 };

@@ -33,7 +33,7 @@ from nasfast.engine.joins import obstacles, unjoined
 from nasfast.engine.segments import Head, Segment
 from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Remains, Unmade
-from nasfast.ops.modules import FusedConvBNAct
+from nasfast.ops.modules import FusedConvBNAct, run_in_order
 from nasfast.ops.plan import stage_kind
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
@@ -150,7 +150,7 @@ class GraphEngine:
     def _modules(self) -> list[tuple[list[nn.Module], dict[int | None, Callable[[Tensor], Tensor]]]]:
         """For each layer, stem first and head last: the modules whose parameters it may use, a function per choice."""
         net = self.net
-        layers: list[tuple[list[nn.Module], dict]] = [([net.stem], {None: net.stem})]
+        layers: list[tuple[list[nn.Module], dict]] = [([net.stem], {None: partial(run_in_order, net.stem)})]
         for layer in net.layers:
             choices = dict.fromkeys(range(len(layer.candidates)))
             if layer.layer.indicator_choice is not None:

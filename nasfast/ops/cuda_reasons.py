@@ -103,6 +103,7 @@ def summary(gpu: str, shared_kb: int) -> list[str]:
             if kind == "depthwise":
                 recomputed = times.recomputes and i == 1
                 found[without_tensor_cores(kernel, stride, width, recomputed=recomputed, shared_kb=shared_kb)] += 1
+            width = -(-width // stride)
     served, count = found.pop("", 0), sum(found.values())
     lines = [f"cuda runs {served} of the {served + count} depthwise stages of a mobilenet_v2 step on tensor cores"]
     lines += [f"  not {count}: {why}" for why, count in found.items()]

@@ -29,6 +29,8 @@ STORAGE_DTYPES = {
 # what the CUDA kernels have of `reference.ACTIVATIONS`, and of what their channels are multiples: a lane reads 16 bytes
 _CUDA_ACTS = ("identity", "relu", "relu6")
 _CUDA_CHANNELS = 8
+# The most input channels of a dense 3 x 3 stage, kDenseInput in csrc/gpu/dense_forward.h: a patch is one product deep.
+_MAX_CUDA_DENSE_CHANNELS = 3
 # The most channels of a stage. Backward of a pointwise stage keeps 20 bytes for each output channel in the 98 KB of
 # shared memory that a block has on sm_86, beside the 36.75 KB of its smallest tile (Memory in csrc/gpu/product.h).
 _MAX_CUDA_CHANNELS = 3136
@@ -36,7 +38,7 @@ _MAX_CUDA_CHANNELS = 3136
 CUDA_SERVES = (
     "chains of frozen pointwise and depthwise convolutions with batch statistics, in bfloat16 or float16, with "
     f"{', '.join(_CUDA_ACTS[:-1])} or {_CUDA_ACTS[-1]}, channels in multiples of {_CUDA_CHANNELS} up to "
-    f"{_MAX_CUDA_CHANNELS}, and no shuffle"
+    f"{_MAX_CUDA_CHANNELS}, no shuffle, and in front a dense 3 x 3 stem of at most {_MAX_CUDA_DENSE_CHANNELS} channels"
 )
 # The largest number of products per output of a dense convolution that is multiplied as gathered patches (3 x 3 x 3 in
 # a stem). Gathering copies every input kernel^2 times, which is cheap only with few channels. PyTorch's convolution
@@ -284,31 +286,38 @@ def cuda_refusal(
     if any([type(length) is not int for length in shape]):
         return Refusal("the sizes of x are not known", "shape")
     refuse = _refuse if torch.compiler.is_compiling() else _refuse_once
-    return refuse(storage_dtype(x), shape, fields, modelled_gpu(x))
+    return refuse(storage_dtype(x), shape, torch.is_grad_enabled() and x.requires_grad, fields, modelled_gpu(x))
 
 
-def _refuse(dtype: torch.dtype, shape: tuple[int, ...], shapes: tuple[tuple, ...], gpu: str | None) -> Refusal | None:
+def _refuse(
+    dtype: torch.dtype, shape: tuple[int, ...], input_grad: bool, shapes: tuple[tuple, ...], gpu: str | None
+) -> Refusal | None:
     """`cuda_refusal` from all that it depends on; shapes are the fields of a StageShape for each stage."""
     stages = [StageShape(*fields) for fields in shapes]
     for i, stage in enumerate(stages):
         if stage.trains:
             return Refusal(f"the weight of stage {i} trains", "operator")
-        if stage.kind not in (Kind.POINTWISE, Kind.DEPTHWISE) or not _fits(stage, first=i == 0, input_grad=True):
-            reason = f"the convolution of stage {i} is neither pointwise nor depthwise with kernel 3, 5 or 7"
-            return Refusal(reason, "operator")
-    reasons = ["x is empty"] if 0 in shape else [_lacks(i, stage, dtype) for i, stage in enumerate(stages)]
-    found = [reason for reason in reasons if reason]
-    if found:
-        return Refusal(found[0], "shape")
-    plan = _decide("cuda", dtype, shape, True, False, shapes, gpu) if gpu else None
+        if not _fits(stage, first=i == 0, input_grad=input_grad):
+            reason = "neither pointwise nor depthwise with kernel 3, 5 or 7, nor of a stem, whose x has no gradient"
+            return Refusal(f"the convolution of stage {i} is {reason}", "operator")
+    reasons = ["x is empty"] if 0 in shape else [_lacks(i, stage, dtype, shape[3]) for i, stage in enumerate(stages)]
+    if found := next(filter(None, reasons), ""):
+        return Refusal(found, "shape")
+    plan = _decide("cuda", dtype, shape, input_grad, False, shapes, gpu) if gpu else None
     slower = "" if plan is None or gpu is None else cuda_times.slower(gpu, plan.modelled, recompute=plan.recompute)
     return Refusal(slower, "speed") if slower else None
 
 
-def _lacks(i: int, stage: StageShape, dtype: torch.dtype) -> str:
-    """What the CUDA kernels lack for stage i, a pointwise or depthwise convolution; empty if nothing."""
-    out_channels, per_group = stage.weight[:2]
-    both = per_group * stage.groups, out_channels
+def _lacks(i: int, stage: StageShape, dtype: torch.dtype, width: int) -> str:
+    """What the CUDA kernels lack for stage i, which the operator has; empty if nothing. width: that of x."""
+    out_channels, per_group, kernel, _ = stage.weight
+    both = [out_channels] if stage.kind == Kind.DENSE else [per_group * stage.groups, out_channels]
+    if stage.kind == Kind.DENSE:
+        if kernel > 3 or stage.stride > 2 or per_group > _MAX_CUDA_DENSE_CHANNELS:
+            said = f"stage {i} is dense, {kernel} x {kernel}, of {per_group} channels, with stride {stage.stride}"
+            return f"{said}; the kernels have 3 x 3, at most {_MAX_CUDA_DENSE_CHANNELS} channels and stride 1 or 2"
+        if width * per_group % _CUDA_CHANNELS:
+            return f"a row of x has {width * per_group} numbers; dense stage {i} needs a multiple of {_CUDA_CHANNELS}"
     odd = [channels for channels in both if channels % _CUDA_CHANNELS]
     if stage.dtype not in (torch.float32, dtype):
         return f"the weight of stage {i} is {stage.dtype}, and the kernels multiply float32 or {dtype} here"

@@ -54,8 +54,8 @@ def moved(drawn: Drawn) -> Drawn:
     return Drawn(x, stages, residual, drawn.shuffle, grad)
 
 
-def run(drawn: Drawn) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in run_chain(cuda_chain, moved(drawn)).items()}
+def run(drawn: Drawn, *, x_grad: bool = True) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in run_chain(cuda_chain, moved(drawn), x_grad=x_grad).items()}
 
 
 def operator_arguments(drawn: Drawn) -> dict:
@@ -97,7 +97,7 @@ def note_terms(terms: dict[str, float], i: int, xhat: torch.Tensor, dz: torch.Te
     terms |= {f"dbeta{i}": float(dz.norm()), f"dgamma{i}": float((dz * xhat).norm())}
 
 
-def check_stages(drawn: Drawn) -> None:
+def check_stages(drawn: Drawn, *, x_grad: bool = True) -> None:
     """Every number is what float64 makes of the outputs that the kernels stored.
 
     The float64 chain continues with the stored output of each convolution, so that both sides have the same slopes of
@@ -106,8 +106,8 @@ def check_stages(drawn: Drawn) -> None:
     rounding = ROUNDING[drawn.x.dtype]
     _, saved, statistics = kept_by(drawn)
     plan = read_plan(planned_numbers(drawn))
-    x = drawn.x.double().requires_grad_()
-    a, leaves, terms = x, {"dx": x}, {}
+    x = drawn.x.double().requires_grad_(x_grad)
+    a, leaves, terms = x, {"dx": x} if x_grad else {}, {}
     for i, (stage, planned) in enumerate(zip(drawn.stages, plan.stages, strict=True)):
         gamma, beta = (t.double().requires_grad_() for t in stage.params[1:3])
         leaves |= {f"dgamma{i}": gamma, f"dbeta{i}": beta}
@@ -128,7 +128,7 @@ def check_stages(drawn: Drawn) -> None:
     residual = x if drawn.residual is drawn.x else drawn.residual
     y = a if residual is None else a + residual.double()
     y.backward(drawn.grad.double())
-    ours = run(drawn)
+    ours = run(drawn, x_grad=x_grad)
     assert ours["y"].dtype == drawn.x.dtype
     assert relative(ours["y"], y.detach()) <= 1.2 * rounding
     for name, leaf in leaves.items():
@@ -166,18 +166,33 @@ BLOCKS = [
     ChainCase((3, 8, 9, 5), "pw48/relu dw7s2/relu pw16/identity", "tensor"),
     ChainCase((2, 8, 6, 5), "pw16/relu pw24/identity dw3/relu dw5s2/relu pw8/relu6", "tensor"),
 ]
+# stems: one to three channels, both strides, few and many output channels, bands of rows and of columns
+STEMS = [
+    ChainCase(shape, units, x_grad=False)
+    for shape, units in [
+        ((2, 3, 9, 16), "dense40k3s2/relu6"),
+        ((1, 3, 70, 24), "dense32k3s2/relu6 dw3/relu6 pw16/identity"),
+        ((3, 1, 7, 8), "dense16k3/relu dw3s2/relu"),
+        ((2, 2, 5, 20), "dense48k3/identity pw24/relu"),
+        ((1, 3, 3, 280), "dense8k3s2/relu6 dw3/relu6"),
+        ((1, 1, 2, 2056), "dense8k3/relu6"),
+        # more bands than blocks
+        ((1030, 1, 1, 8), "dense8k3/relu6"),
+    ]
+]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("case", STAGES + BLOCKS, ids=str)
+@pytest.mark.parametrize("case", STAGES + BLOCKS + STEMS, ids=str)
 def test_numbers_are_those_of_float64_given_what_is_stored(case, dtype):
-    check_stages(replace(case, dtype=dtype).draw_once())
+    check_stages(replace(case, dtype=dtype).draw_once(), x_grad=case.x_grad)
 
 
 @pytest.mark.parametrize("mean", [1e3, -30.0])
 def test_channels_far_from_zero_keep_their_variance(mean):
     # y is stored with steps of up to 4, so only what is stored can be compared
     check_stages(replace(BLOCKS[2], dtype=torch.bfloat16, mean=mean).draw_once())
+    check_stages(replace(STEMS[1], dtype=torch.bfloat16, mean=mean).draw_once(), x_grad=False)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=["bfloat16", "float16"])
@@ -214,6 +229,7 @@ KINKED = [
     ChainCase((4, 24, 14, 14), "pw144/relu6 dw3/relu6 pw24/identity", "x"),
     ChainCase((4, 40, 14, 13), "dw7/relu6 pw24/identity"),
     ChainCase((4, 24, 15, 14), "pw72/relu dw5s2/relu pw56/identity"),
+    ChainCase((4, 3, 23, 24), "dense32k3s2/relu6 dw3/relu6 pw16/identity", x_grad=False),
 ]
 
 
@@ -225,8 +241,8 @@ def test_errors_are_no_larger_than_those_of_eager_autocast(case, dtype):
     peer = eager_autocast if dtype == torch.bfloat16 else reference.conv_bn_act_chain
     for attempt in range(2):
         drawn = replace(case, dtype=dtype).draw_once(attempt)
-        exact = exact_chain(drawn)
-        for errors, results in ((ours, run(drawn)), (theirs, run_chain(peer, drawn))):
+        exact, x_grad = exact_chain(drawn, x_grad=case.x_grad), case.x_grad
+        for errors, results in ((ours, run(drawn, x_grad=x_grad)), (theirs, run_chain(peer, drawn, x_grad=x_grad))):
             for name, error in relative_errors(results, exact).items():
                 errors[name] = errors.get(name, 0.0) + error / 2
     assert ours["y"] <= min(2e-2, 1.1 * theirs["y"]), (ours, theirs)
@@ -240,11 +256,14 @@ def test_errors_are_no_larger_than_those_of_eager_autocast(case, dtype):
 
 
 @pytest.mark.parametrize("place", ["x", "weight"])
-@pytest.mark.parametrize("units", ["pw16/relu6", "dw3/relu6", "pw48/relu6 dw5s2/relu6 pw8/identity"])
+@pytest.mark.parametrize(
+    "units", ["pw16/relu6", "dw3/relu6", "pw48/relu6 dw5s2/relu6 pw8/identity", "dense16k3s2/relu6"]
+)
 def test_not_a_number_reaches_the_result(units, place):
-    drawn = replace(ChainCase((2, 8, 6, 6), units), dtype=torch.bfloat16).draw_once()
+    shape = (2, 3, 6, 8) if units.startswith("dense") else (2, 8, 6, 6)
+    drawn = replace(ChainCase(shape, units), dtype=torch.bfloat16).draw_once()
     if place == "x":
-        drawn.x[1, 5, 2, 3] = torch.nan
+        drawn.x[1, 2, 2, 3] = torch.nan
     else:
         drawn.stages[0].params.conv_weight[5, 0, 0, 0] = torch.nan
     want = reference.conv_bn_act_chain(drawn.x.double(), [widened(stage) for stage in drawn.stages])
@@ -279,7 +298,14 @@ def test_channels_that_do_not_vary_give_finite_results():
 ORDERS = [{"backwards": True}, {"block_order": 1}, {"block_order": 7, "backwards": True}, {"block_order": 8}]
 
 
-@pytest.mark.parametrize("case", [BLOCKS[1], BLOCKS[2], BLOCKS[4], ChainCase((9, 16, 12, 12), "pw24/relu6")], ids=str)
+ORDERED = [
+    *(BLOCKS[i] for i in (1, 2, 4)),
+    ChainCase((9, 16, 12, 12), "pw24/relu6"),
+    ChainCase((50, 3, 4, 8), "dense16k3/relu6 dw3/relu6", x_grad=False),
+]
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_neither_repetition_nor_the_order_of_threads_and_blocks_changes_a_bit(case):
     # so many multiprocessors that the results of groups of blocks are added too
     drawn, settings = replace(case, dtype=torch.bfloat16).draw_once(), {"multiprocessors": 60}
@@ -287,7 +313,7 @@ def test_neither_repetition_nor_the_order_of_threads_and_blocks_changes_a_bit(ca
     results = []
     for order in orders:
         _native.extension.set_emulation(**settings, **order)
-        results.append(run(drawn))
+        results.append(run(drawn, x_grad=case.x_grad))
     for result, order in zip(results[1:], orders[1:], strict=True):
         for name, tensor in result.items():
             assert torch.equal(tensor, results[0][name]), (name, order)

@@ -19,12 +19,17 @@ REFUSED = {
     "running": ("pw24/relu6 dw3/relu6 pw16/identity!", "stage 2 uses running statistics"),
     "act": ("pw24/tanh dw3/relu6", "stage 0 has the activation tanh; the kernels have identity, relu, relu6"),
     "channels": ("pw24/relu6 pw20/relu6", "stage 1 has 20 channels, not a multiple of 8"),
-    "dense": ("dense8k3/relu6 dw3/relu6", "the convolution of stage 0 is neither pointwise nor depthwise"),
+    "dense": ("pw8/relu6 dense8k3/relu6", "the convolution of stage 1 is neither pointwise nor depthwise"),
     "stride": ("dw3/relu6 pw8s2/relu6", "the convolution of stage 1 is neither pointwise nor depthwise"),
 }
 CASES = {name: (replace(GOOD, units=units), reason) for name, (units, reason) in REFUSED.items()}
 CASES["few"] = replace(GOOD, shape=(2, 4, 6, 6)), "stage 0 has 4 channels, not a multiple of 8"
-CASES["dense"] = replace(GOOD, shape=(2, 2, 6, 6), units=REFUSED["dense"][0]), REFUSED["dense"][1]
+STEM = replace(GOOD, shape=(2, 4, 6, 8), units="dense8k3/relu6")
+CASES["deep"] = STEM, "the kernels have 3 x 3, at most 3 channels and stride 1 or 2"
+CASES["odd row"] = (
+    replace(STEM, shape=(2, 3, 6, 9)),
+    "a row of x has 27 numbers; dense stage 0 needs a multiple of 8",
+)
 CASES["shuffle"] = ChainCase((2, 16, 6, 6), "pw8/relu dw3/identity", shuffle=True, dtype=GOOD.dtype), "are shuffled"
 
 
@@ -80,6 +85,16 @@ def test_other_chains_go_to_triton_and_the_reason_is_logged_once(name, on_a_gpu,
     assert len(caplog.records) == 1 and "the triton backend (cuda: " in message and reason in message, message
 
 
+def test_a_stem_goes_to_cuda_unless_the_gradient_of_its_input_is_wanted(on_a_gpu, caplog):
+    drawn = replace(GOOD, shape=(2, 3, 6, 8), units="dense8k3s2/relu6 dw3/relu6 pw16/identity").draw_once()
+    ops.conv_bn_act_chain(drawn.x, drawn.stages)
+    assert on_a_gpu == ["cuda"]
+    with caplog.at_level(logging.INFO, logger=backends.__name__):
+        ops.conv_bn_act_chain(drawn.x.requires_grad_(), drawn.stages)
+    assert "cuda" not in on_a_gpu[1:]
+    assert "nor of a stem, whose x has no gradient" in caplog.text
+
+
 def test_weights_that_train_go_to_triton(on_a_gpu, caplog):
     drawn = GOOD.draw_once()
     drawn.stages[1].params.conv_weight.requires_grad_()
@@ -100,7 +115,7 @@ def test_a_call_that_names_cuda_raises_with_the_reason(name, emulated):
 def test_cuda_named_for_all_operators_raises_where_its_kernels_lack_the_shape(name, on_a_gpu, caplog):
     case, reason = CASES[name]
     with ops.use_backend("cuda"), caplog.at_level(logging.INFO, logger=backends.__name__):
-        if name in ("act", "channels", "wide", "few"):
+        if name in ("act", "channels", "wide", "few", "deep", "odd row"):
             with pytest.raises(RuntimeError, match=f"backend 'cuda' .from use_backend. cannot serve: .*{reason}"):
                 call(case)
             assert on_a_gpu == []
@@ -110,7 +125,7 @@ def test_cuda_named_for_all_operators_raises_where_its_kernels_lack_the_shape(na
 
 
 def test_a_network_runs_with_cuda_named_for_all_operators(emulated, monkeypatch):
-    """Its stem is a dense convolution, which the kernels do not have; neither do they have bn_act alone."""
+    """The kernels have its stem, too, and no bn_act alone."""
     used = []
     run_chain = conv.run_chain
 
@@ -130,7 +145,7 @@ def test_a_network_runs_with_cuda_named_for_all_operators(emulated, monkeypatch)
         with ops.use_backend(name), torch.autocast("cpu", torch.bfloat16):
             found[name] = net(images, [0] * len(space.layers))
     torch.testing.assert_close(found["cuda"], found["reference"], rtol=0.05, atol=0.05)
-    assert set(used) == {"cpu", "cuda"}
+    assert set(used) == {"cuda"}
 
 
 def test_types_that_it_lacks_raise_with_the_reason(emulated):
