@@ -129,7 +129,7 @@ struct Warp {
   // numbers (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1). d(lane), a(lane) and b(lane) are arrays.
   template <class Format, class D, class A, class B>
   NASFAST_DEVICE void multiply_16(const D& d, const A& a, const B& b) const {
-    multiply_16(Format{}, d(lane()), a(lane()), b(lane()), d(lane()));
+    multiply_16(Format{}, d(lane()), a(lane()), b(lane()));
   }
   // d = a b + start, where start(lane) is an array like d(lane).
   template <class Format, class D, class A, class B, class Start>
@@ -167,6 +167,13 @@ struct Warp {
                  : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                     \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), \
                    "f"(c[3]));                                                                                        \
+  }                                                                                                                   \
+  template <class D, class A, class B>                                                                                \
+  static NASFAST_DEVICE void multiply_16(FORMAT, D& d, const A& a, const B& b) {                                      \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                               \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                         \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                 \
   }                                                                                                                   \
   template <class D, class A, class B>                                                                                \
   static NASFAST_DEVICE void multiply_8(FORMAT, D& d, const A& a, const B& b) {                                       \

@@ -280,10 +280,6 @@ struct RowProduct {
   }
   NASFAST_DEVICE float* planes() const { return reinterpret_cast<float*>(shared + memory.planes_at); }
   NASFAST_DEVICE int slabs() const { return Tile::kWhole ? 1 : divide_up(factor.depth, kSlab); }
-  NASFAST_DEVICE int tiles() const { return static_cast<int>((factor.rows + Tile::kRows - 1) / Tile::kRows); }
-  NASFAST_DEVICE int rows_of(int tile) const {
-    return tile + 1 == tiles() ? static_cast<int>(factor.rows - int64_t{tile} * Tile::kRows) : Tile::kRows;
-  }
 
   // A slab of a tile of rows.
   struct Place {
@@ -292,16 +288,23 @@ struct RowProduct {
 
     NASFAST_DEVICE bool last() const { return Tile::kWhole || deep <= kSlab; }
   };
-  NASFAST_DEVICE Place first(int tile) const { return {tile, rows_of(tile), factor.depth}; }
-  // Bytes of `in` from this slab to the one that the block takes next.
-  NASFAST_DEVICE int64_t step(const Place& at, int row_blocks) const {
-    if (!at.last()) return 2 * kSlab;
-    return int64_t{2} * Tile::kRows * row_blocks * factor.depth - int64_t{2} * kSlab * (slabs() - 1);
+  // What is the same for all slabs of a block.
+  struct Way {
+    int tiles, last;          // tiles of all blocks, and the rows of the last one
+    int64_t to_tile, to_top;  // bytes from the last slab to the next tile of this block in `in`, and to the first weights
+
+    NASFAST_DEVICE int rows(int tile) const { return tile + 1 == tiles ? last : Tile::kRows; }
+  };
+  NASFAST_DEVICE Way way(int row_blocks) const {
+    const int tiles = static_cast<int>((factor.rows + Tile::kRows - 1) / Tile::kRows), more = slabs() - 1;
+    return {tiles, static_cast<int>(factor.rows - int64_t{tiles - 1} * Tile::kRows),
+            int64_t{2} * Tile::kRows * row_blocks * factor.depth - int64_t{2} * kSlab * more,
+            -more * weights.slab_step()};
   }
 
   // Fills what a block keeps in shared memory, and begins to load the first slab.
   template <class Block>
-  NASFAST_DEVICE void begin(const Block& block, const Place& at, Local<Thread>& threads) const {
+  NASFAST_DEVICE void begin(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
     block.each([&](int thread) {
       Thread& t = threads[thread];
       NASFAST_UNROLL
@@ -325,12 +328,12 @@ struct RowProduct {
         });
       }
     }
-    load(block, at, threads);
+    load(block, way, at, threads);
     block.each([&](int thread) { source.template prepare<Tile::kThreads>(thread, factor.depth, planes()); });
   }
   // Begins to load a slab into registers.
   template <class Block>
-  NASFAST_DEVICE void load(const Block& block, const Place& at, Local<Thread>& threads) const {
+  NASFAST_DEVICE void load(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
     const int64_t row_step = int64_t{2} * Threads::kStep * factor.depth;
     block.each([&](int thread) {
       Thread& t = threads[thread];
@@ -343,11 +346,11 @@ struct RowProduct {
         for (int i = 0; i < Threads::kMost; ++i, from += row_step) {
           if (i * Threads::kStep < left) t.in[i][n] = *reinterpret_cast<const Vec4*>(from);
         }
-        t.from[n] += step(at, block.count_x);
+        t.from[n] += at.last() ? way.to_tile : 2 * kSlab;
       }
       if (!Tile::kStream) return;
       weights.load(thread, at.deep, t.weights);
-      t.weights.from += at.last() ? -(slabs() - 1) * weights.slab_step() : weights.slab_step();
+      t.weights.from += at.last() ? way.to_top : weights.slab_step();
     });
   }
   // Converts what load() has loaded and stores it to shared memory.
@@ -388,7 +391,8 @@ struct RowProduct {
   // group of columns.
   template <class Block, class Ahead, class Write>
   NASFAST_DEVICE void run(const Block& block, const Ahead& ahead, const Write& write) const {
-    const int tiles = this->tiles();
+    const Way way = this->way(block.count_x);
+    const auto first = [&](int tile) { return Place{tile, way.rows(tile), factor.depth}; };
     Local<Thread> threads(block);
     Local<Acc> acc(block);
     const auto clear = [](Acc& sums) {
@@ -396,13 +400,13 @@ struct RowProduct {
       for (int i = 0; i < 16 * Tile::kTiles; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0;
     };
     Place now = first(block.x);
-    begin(block, now, threads);
+    begin(block, way, now, threads);
     block.each([&](int thread) { clear(acc[thread]); });
     block.sync();
 
     int buffer = 0, slab = 0;
     NASFAST_NO_UNROLL
-    while (now.tile < tiles) {
+    while (now.tile < way.tiles) {
       store(block, now, buffer, threads);
       // this buffer was read two turns ago, and everyone has passed the barrier of the turn between
       block.sync();
@@ -411,7 +415,7 @@ struct RowProduct {
         ahead(now.tile, now.rows);
         next = first(now.tile + block.count_x);
       }
-      if (next.tile < tiles) load(block, next, threads);
+      if (next.tile < way.tiles) load(block, way, next, threads);
       block.warps([&](const Warp& warp) {
         const uint16_t* const slab_weights = weight_slab(Tile::kStream ? buffer : slab);
         SlabProduct<Format, Tile, kTransposed, Local<Acc>>{warp, in_slab(buffer), slab_weights, memory.pitch, acc}.run(
