@@ -41,18 +41,23 @@ inline Grid depthwise_grid(const Geometry& g, const Jobs& jobs) {
   return {jobs.blocks(), jobs.groups(), weights > sums ? weights : sums};
 }
 
-// Whether the tensor cores take a stage. By the instruction model they are faster from kernel 5 on. GPUs whose blocks have
-// less shared memory than kMatrixShared (sm_86, sm_89) also take about four times as many cycles for a product.
+// Whether the tensor cores take a stage. By the instruction model they are faster from kernel 5 on, and for pairs of small
+// images with kernel 7. GPUs whose blocks have less shared memory than kMatrixShared (sm_86, sm_89) also take about four
+// times as many cycles for a product.
 template <class Machine>
 bool on_tensor_cores(const Geometry& g, const Machine& machine) {
   constexpr size_t kMatrixShared = 128 * 1024;
-  return g.stride == 1 && g.kernel >= 5 && g.width > 8 && g.width <= kMatrixColumns &&
-         machine.shared_memory >= kMatrixShared;
+  const bool wide = g.kernel >= 5 && g.width > kSmallColumns && g.width <= kMatrixColumns;
+  const bool small = g.kernel == 7 && g.width <= kSmallColumns && g.height <= kSmallRows;
+  return g.stride == 1 && (wide || small) && machine.shared_memory >= kMatrixShared;
 }
 // f(kernel, tiles of 8 columns) with both as constants.
 template <class F>
 void with_panel(const Geometry& g, const F& f) {
   const auto with_tiles = [&](auto kernel) {
+    if constexpr (kernel.value == 7) {
+      if (g.width <= kSmallColumns) return f(kernel, std::integral_constant<int, 1>());
+    }
     if (g.width <= 16) return f(kernel, std::integral_constant<int, 2>());
     g.width <= 32 ? f(kernel, std::integral_constant<int, 4>()) : f(kernel, std::integral_constant<int, 7>());
   };
@@ -63,7 +68,7 @@ template <template <class, int, int> class Kernel, class Format, class Machine, 
 void with_matrices(const Geometry& g, const Machine& machine, const F& f) {
   with_panel(g, [&](auto kernel, auto tiles) {
     using Chosen = Kernel<Format, kernel.value, tiles.value>;
-    f(divide_units(g, Chosen::kBlocks, machine.multiprocessors), Type<Chosen>());
+    f(divide_units(g, Chosen::Shape::kPair, Chosen::kBlocks, machine.multiprocessors), Type<Chosen>());
   });
 }
 template <template <class, int, int> class Kernel, class Machine>

@@ -11,6 +11,8 @@
 // transposition of 8 x 8 numbers makes of them 2 pixels of one channel. In shared memory every channel is an image. The
 // results take its place, and come back as 8 channels of a lane by the opposite transposition. The order of channels in
 // shared memory, the slots, is the one for which this takes no other step.
+//
+// Two images of a small map are one panel. Each has 8 of the 16 rows of a product, and its own rows of zeros around it.
 #pragma once
 
 #include "depthwise_jobs.h"
@@ -18,10 +20,11 @@
 namespace nasfast::gpu {
 
 constexpr int kMatrixWarps = 8, kMatrixThreads = 32 * kMatrixWarps;
-constexpr int kSlots = 32;          // channels of a block
-constexpr int kMatrixBlocks = 2;    // of a multiprocessor: a thread has 128 registers
-constexpr int kPanelRows = 14;      // rows that a block makes at a time; they divide 14, 28 and 56
-constexpr int kMatrixColumns = 56;  // the widest map: 7 tiles of 8 columns
+constexpr int kSlots = 32;        // channels of a block
+constexpr int kMatrixBlocks = 2;  // of a multiprocessor: a thread has 128 registers
+constexpr int kPanelRows = 14;    // rows that a block makes at a time; they divide 14, 28 and 56
+constexpr int kSmallRows = kPanelRows / 2, kSmallColumns = 8;  // the largest map of which two images are a panel
+constexpr int kMatrixColumns = 56;                             // the widest map: 7 tiles of 8 columns
 
 // Whether the GPU for which this is compiled ever runs these kernels; see on_tensor_cores() in depthwise.h.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
@@ -34,24 +37,28 @@ constexpr bool kMatricesRun = true;
 NASFAST_DEVICE int channel_of_slot(int slot) { return slot % 8 / 2 * 8 + slot / 8 * 2 + slot % 2; }
 NASFAST_DEVICE int slot_of_channel(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
 
-// Rows begin to begin + rows - 1 of an image.
+// Rows begin to begin + rows - 1 of a picture.
 struct Unit {
-  int image, begin, rows;
+  int picture, begin, rows;
 };
 
-// Divides the images into units of equal height, and these among blocks.
+// Divides the pictures into units of equal height, and these among blocks. A picture is an image, or two small ones, of
+// which the last picture may have only one.
 struct Units {
-  int images, height, width, channels;
-  int rows;          // of a unit, or fewer in the last one of an image
+  int pictures, height, width, channels;
+  int all;           // rows of all images
+  int rows;          // of a unit, or fewer in the last one of a picture
   int each;          // units of a block
-  Divisor segments;  // units of an image
+  Divisor segments;  // units of a picture
 
-  NASFAST_ANYWHERE int count() const { return images * segments.by; }
+  NASFAST_ANYWHERE int count() const { return pictures * segments.by; }
   NASFAST_ANYWHERE int blocks() const { return ceil_div(count(), each); }  // that share channels
   NASFAST_ANYWHERE int groups() const { return ceil_div(channels, kSlots); }
-  NASFAST_DEVICE Unit unit(int index) const {
-    const int image = segments(index), begin = (index - image * segments.by) * rows;
-    return {image, begin, smaller(rows, height - begin)};
+  // pair: whether a picture is two images; then it is one unit.
+  NASFAST_DEVICE Unit unit(int index, bool pair) const {
+    if (pair) return {index, 0, smaller(height, all - index * height)};
+    const int picture = segments(index), begin = (index - picture * segments.by) * rows;
+    return {picture, begin, smaller(rows, height - begin)};
   }
   // Numbers per channel of a block.
   NASFAST_DEVICE float numbers(int block) const {
@@ -60,21 +67,24 @@ struct Units {
 
  private:
   NASFAST_DEVICE int rows_before(int index) const {
-    const int image = segments(index);
-    return image * height + smaller(height, (index - image * segments.by) * rows);
+    const int picture = segments(index);
+    return smaller(all, picture * height + smaller(height, (index - picture * segments.by) * rows));
   }
 };
 
-// How a channel lies in shared memory. kTiles: of 8 columns, in a row of the map.
+// How a channel lies in shared memory. kTiles: of 8 columns, in a row of the map; a panel of one tile has two images.
 template <int kKernel_, int kTiles_>
 struct Panel {
   static constexpr int kKernel = kKernel_, kTiles = kTiles_;
   static constexpr int kPad = kKernel / 2;
   // Columns before the first one of the image, an even number, because pixels move in pairs.
   static constexpr int kLead = (kPad + 1) / 2 * 2, kShift = kLead - kPad;
-  static constexpr int kLines = kPanelRows + kKernel - 1;
+  static constexpr bool kPair = kTiles == 1;
+  static constexpr int kLines = (kPair ? 2 : 1) * (kKernel - 1) + kPanelRows;
+  // Lines from the first 8 rows of a product to the other 8.
+  static constexpr int kHalf = kPair ? kLines / 2 : 8;
   // Numbers from line to line, and from channel to channel: both are an odd number of 16 bytes, so that neither 8 lines
-  // nor 8 channels meet in a bank. Rows 14 and 15 of a product read lines of the next channel, and nothing reads their
+  // nor 8 channels meet in a bank. The last rows of a product read lines of the next channel, and nothing reads their
   // results.
   static constexpr int kPitch = 8 * ((kTiles + 1) | 1), kChannel = 8 * (kLines * kPitch / 8 | 1);
   // Words of the bands: for every channel and row of the filter 4 words of zeros and the filter, and both once more with
@@ -85,8 +95,12 @@ struct Panel {
   // A warp loads and stores one tile of columns, and every kStep-th row.
   static constexpr int kStep = kMatrixWarps / kTiles;
 
-  // Where a row of the panel is in a channel, those around it included.
+  // Where a row of the panel is in a channel, those around it included; of a pair, a row of the first image.
   static NASFAST_DEVICE int line(int row) { return (kPad + row) * kPitch; }
+  // How much further a row is if it is of the second image. height: that of an image.
+  static NASFAST_DEVICE int further(int row, int height) {
+    return kPair && row >= height ? (kHalf - height) * kPitch : 0;
+  }
 };
 
 // Brings the filters of `mine` channels to shared memory, rounded to the type of the tensors.
@@ -136,9 +150,11 @@ NASFAST_DEVICE void multiply_bands(const Warp& warp, const uint16_t* x, const ui
     NASFAST_UNROLL
     for (int two = 0; two <= kTiles; two += 2) {
       Local<uint32_t[4]> a(warp);  // the 8 columns from 8 two on, and the next 8
-      warp.load_matrices(
-          [&](int lane) -> auto& { return a[lane]; },
-          [&](int lane) { return x + lane % 16 * Panel::kPitch + lane / 16 * 8 + ky * Panel::kPitch + 8 * two; });
+      warp.load_matrices([&](int lane) -> auto& { return a[lane]; },
+                         [&](int lane) {
+                           const int line = Panel::kPair ? lane % 8 + lane / 8 % 2 * Panel::kHalf : lane % 16;
+                           return x + line * Panel::kPitch + lane / 16 * 8 + ky * Panel::kPitch + 8 * two;
+                         });
       NASFAST_UNROLL
       for (int j = 0; j < 2; ++j) {
         // these columns are the first half of what one tile reads, and the second half of the tile before
@@ -157,9 +173,10 @@ NASFAST_DEVICE void multiply_bands(const Warp& warp, const uint16_t* x, const ui
   }
 }
 
-// Replaces the pixels of a channel by its results in `rows` rows.
+// Replaces the pixels of a channel by its results in `rows` rows. first: how many of the first 8 rows of a product are
+// of the panel.
 template <class Format, class Panel>
-NASFAST_DEVICE void convolve_channel(const Warp& warp, uint16_t* x, const uint32_t* bands, int rows) {
+NASFAST_DEVICE void convolve_channel(const Warp& warp, uint16_t* x, const uint32_t* bands, int first, int rows) {
   Local<float[Panel::kTiles][4]> acc(warp);
   warp.each([&](int lane) {
     NASFAST_UNROLL
@@ -171,24 +188,25 @@ NASFAST_DEVICE void convolve_channel(const Warp& warp, uint16_t* x, const uint32
     uint16_t* const to = x + Panel::line(lane / 4) + 2 * (lane % 4);
     NASFAST_UNROLL
     for (int h = 0; h < 2; ++h) {
-      if (lane / 4 + 8 * h >= rows) continue;
+      if (lane / 4 >= first || lane / 4 + first * h >= rows) continue;
       NASFAST_UNROLL
       for (int i = 0; i < Panel::kTiles; ++i) {
-        *reinterpret_cast<uint32_t*>(to + 8 * h * Panel::kPitch + 8 * i) =
+        *reinterpret_cast<uint32_t*>(to + h * Panel::kHalf * Panel::kPitch + 8 * i) =
             Format::pack(acc[lane][i][2 * h], acc[lane][i][2 * h + 1]);
       }
     }
   });
 }
 
-// Divides the map. resident: blocks that a multiprocessor holds.
-inline Units divide_units(const Geometry& g, int resident, int multiprocessors) {
+// Divides the map. pair: whether two images are a picture. resident: blocks that a multiprocessor holds.
+inline Units divide_units(const Geometry& g, bool pair, int resident, int multiprocessors) {
   constexpr int kEnoughRows = 1024;
-  constexpr double kPrologue = 25;  // what a block costs besides its panels, in results of a thread
-  constexpr double kFewest = 3;     // with fewer warps per scheduler, the time is that of a single warp
-  Units best{g.images, g.out_height, g.out_width, g.out_channels, 0, 0, {}};
-  best.rows = ceil_div(g.out_height, ceil_div(g.out_height, kPanelRows));
-  best.segments = Divisor(ceil_div(g.out_height, best.rows));
+  const double prologue = pair ? 6 : 25;  // what a block costs besides its panels, in results of a thread
+  constexpr double kFewest = 3;           // with fewer warps per scheduler, the time is that of a single warp
+  const int height = pair ? 2 * g.out_height : g.out_height, all = g.images * g.out_height;
+  Units best{ceil_div(all, height), height, g.out_width, g.out_channels, all, 0, 0, {}};
+  best.rows = ceil_div(height, ceil_div(height, kPanelRows));
+  best.segments = Divisor(ceil_div(height, best.rows));
   const double panel = static_cast<double>(best.rows) * g.out_width * kSlots / kMatrixThreads;
   double least = INFINITY;
   for (int each = ceil_div(best.count(), kEnoughRows); each <= best.count(); ++each) {
@@ -199,7 +217,7 @@ inline Units divide_units(const Geometry& g, int resident, int multiprocessors) 
       const double warps = together * kMatrixWarps / 4.;
       return together == 0 ? 0 : warps > kFewest ? warps : kFewest;
     };
-    const double cost = (each * panel + kPrologue) * (blocks / resident * time(resident) + time(blocks % resident));
+    const double cost = (each * panel + prologue) * (blocks / resident * time(resident) + time(blocks % resident));
     if (cost < least) least = cost, best = units;
   }
   return best;
@@ -238,7 +256,7 @@ struct Panels {
     const int begin = block.y * units.each, end = smaller(units.count(), begin + units.each);
     NASFAST_NO_UNROLL
     for (int index = begin; index < end; ++index) {
-      const Unit unit = units.unit(index);
+      const Unit unit = units.unit(index, Panel::kPair);
       clear(block, unit);
       // a loop of its own for either way to convert, because a branch on it for every pixel costs more than the conversion
       source.simple() ? fill<true>(block, source, unit) : fill<false>(block, source, unit);
@@ -248,7 +266,8 @@ struct Panels {
         for (int slot = warp.index; slot < kSlots; slot += kMatrixWarps) {
           if (channel_of_slot(slot) >= mine) continue;
           convolve_channel<Format, Panel>(warp, pixels + slot * Panel::kChannel,
-                                          bands + slot * Panel::kKernel * Panel::kBand, unit.rows);
+                                          bands + slot * Panel::kKernel * Panel::kBand, Panel::kPair ? height() : 8,
+                                          unit.rows);
         }
       });
       block.sync();
@@ -259,6 +278,9 @@ struct Panels {
   }
 
  private:
+  // Rows of an image.
+  NASFAST_DEVICE int height() const { return Panel::kPair ? units.height / 2 : units.height; }
+
   // Zeros around the image where another panel has left something: in front of its columns results, and in lines outside
   // of it pixels.
   template <class Block>
@@ -266,7 +288,9 @@ struct Panels {
     block.each([&](int thread) {
       NASFAST_UNROLL
       for (int row = thread / kSlots; row < kPanelRows; row += kMatrixThreads / kSlots) {
-        uint16_t* const to = pixels + thread % kSlots * Panel::kChannel + Panel::line(row);
+        if (Panel::kPair && row >= unit.rows) continue;
+        uint16_t* const to =
+            pixels + thread % kSlots * Panel::kChannel + Panel::line(row) + Panel::further(row, height());
         if (Panel::kLead == 2) {
           *reinterpret_cast<uint32_t*>(to) = 0;
         } else {
@@ -275,8 +299,8 @@ struct Panels {
       }
     });
     if (units.segments.by == 1) return;
-    const int left = units.height - unit.begin;
     if (unit.begin < Panel::kPad) clear_lines(block, -Panel::kPad, -unit.begin);
+    const int left = units.height - unit.begin;
     if (left < unit.rows + Panel::kPad) clear_lines(block, left, unit.rows + Panel::kPad);
   }
   template <class Block>
@@ -297,7 +321,7 @@ struct Panels {
   };
   NASFAST_DEVICE Column column(int lane, int tile, const Unit& unit, int row) const {
     const int column = 8 * tile + lane / 4, c = 8 * (lane % 4);
-    const int64_t pixel = (int64_t{unit.image} * units.height + row) * units.width + column;
+    const int64_t pixel = (int64_t{unit.picture} * units.height + row) * units.width + column;
     return {pixel * units.channels + first + c, int64_t{Panel::kStep} * units.width * units.channels,
             column < units.width && c < mine};
   }
@@ -307,7 +331,7 @@ struct Panels {
   NASFAST_DEVICE void fill(const Block& block, const Source& source, const Unit& unit) const {
     constexpr int kAhead = Source::kAhead, kStep = Panel::kStep;
     const int begin = larger(0, unit.begin - Panel::kPad);
-    const int end = smaller(units.height, unit.begin + unit.rows + Panel::kPad);
+    const int end = Panel::kPair ? unit.rows : smaller(units.height, unit.begin + unit.rows + Panel::kPad);
     block.warps([&](const Warp& warp) {
       const int tile = warp.index % Panel::kTiles, share = warp.index / Panel::kTiles;
       if (share >= kStep) return;
@@ -343,7 +367,8 @@ struct Panels {
             warp.transpose([&](int lane) -> auto& { return made[lane][n].v[j]; });
           }
           warp.each([&](int lane) {
-            uint16_t* const here = to + lane / 4 * Panel::kChannel + 2 * (lane % 4) + n * kStep * Panel::kPitch;
+            uint16_t* const here = to + lane / 4 * Panel::kChannel + 2 * (lane % 4) + n * kStep * Panel::kPitch +
+                                   Panel::further(row + n * kStep, height());
             NASFAST_UNROLL
             for (int j = 0; j < 4; ++j) {
               *reinterpret_cast<uint32_t*>(here + 8 * j * Panel::kChannel) = made[lane][n].v[j];
@@ -383,7 +408,10 @@ struct Panels {
           if (row + n * kStep >= unit.rows) break;
           Local<uint32_t[4]> result(warp);
           warp.load_transposed([&](int lane) -> auto& { return result[lane]; },
-                               [&](int lane) { return from + lane * Panel::kChannel + n * kStep * Panel::kPitch; });
+                               [&](int lane) {
+                                 return from + lane * Panel::kChannel + n * kStep * Panel::kPitch +
+                                        Panel::further(row + n * kStep, height());
+                               });
           warp.each([&](int lane) {
             Column& own = columns[lane];
             if (own.there) {

@@ -104,6 +104,9 @@ MATRICES = {"shared_memory": 227}
         (7, (1, 8, 29, 33)),
         (5, (1, 8, 43, 56)),  # the widest
         (7, (1, 8, 3, 55)),  # fewer rows than the stencil
+        (7, (3, 40, 7, 7)),  # two images are a panel, and the last one has a panel of its own
+        (7, (2, 8, 5, 8)),
+        (7, (2, 8, 1, 1)),
     ],
     ids=str,
 )
@@ -143,10 +146,13 @@ def test_tensor_cores_add_the_input(residual):
     check(ChainCase((2, 8, 7, 9), "dw5/identity", residual, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("multiprocessors", [2, 132])
-def test_no_order_of_tensor_cores_changes_a_bit(multiprocessors):
+@pytest.mark.parametrize(
+    ("multiprocessors", "kernel", "shape"),
+    [(2, 5, (50, 8, 2, 9)), (132, 5, (50, 8, 2, 9)), (2, 7, (41, 8, 2, 4))],
+)
+def test_no_order_of_tensor_cores_changes_a_bit(multiprocessors, kernel, shape):
     """A block has one panel after the other or only one, and the sums of blocks are added in two levels."""
-    case = ChainCase((50, 8, 2, 9), "dw3/relu6 dw5/relu6", "none", dtype=torch.bfloat16)
+    case = ChainCase(shape, f"dw3/relu6 dw{kernel}/relu6", "none", dtype=torch.bfloat16)
     drawn, results = case.draw_once(), []
     for order in ({}, {"backwards": True, "block_order": 1}, {"block_order": 5}):
         _native.extension.set_emulation(multiprocessors, **order, **MATRICES)
