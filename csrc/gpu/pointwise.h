@@ -15,8 +15,10 @@ namespace pointwise {
 
 // Rows x columns of a block. The streamed ones hold much in registers, and one of their blocks is on a multiprocessor:
 // they are for small maps, of which a multiprocessor has one or two blocks anyway.
-using TileSmall = Tile<1, 4, 2, 64, Depth::kStreamed, 1>;   // 64 x 64
-using TileFlat = Tile<2, 2, 4, 64, Depth::kStreamed, 1>;    // 64 x 128
+using TileSmall = Tile<1, 4, 2, 64, Depth::kStreamed, 1>;  // 64 x 64
+using TileSmallDeep = Tile<1, 4, 2, 128, Depth::kStreamed, 1>;
+using TileFlat = Tile<2, 2, 4, 64, Depth::kStreamed, 1>;  // 64 x 128
+using TileFlatDeep = Tile<2, 2, 4, 128, Depth::kStreamed, 1>;
 using TileSquare = Tile<2, 4, 2, 64, Depth::kStreamed, 1>;  // 128 x 64
 using TileLow = Tile<2, 4, 2, 32, Depth::kWhole, 1>;        // 128 x 64
 using TileTall = Tile<1, 4, 1, 64, Depth::kKept, 3>;        // 64 x 32
@@ -95,8 +97,9 @@ struct TileList {
   }
 };
 
-using ForwardTiles = TileList<TileSmall, TileFlat, TileSquare, TileTall, TileNear, TileWide, TileWidest>;
-using BackwardTiles = TileList<TileSmall, TileFlat, TileLow, TileTall, TileNear, TileWide, TileWidest>;
+using ForwardTiles = TileList<TileSmall, TileSmallDeep, TileFlat, TileSquare, TileTall, TileNear, TileWide, TileWidest>;
+using BackwardTiles =
+    TileList<TileSmall, TileSmallDeep, TileFlat, TileFlatDeep, TileLow, TileTall, TileNear, TileWide, TileWidest>;
 
 static_assert(MakingSource::kPlanes == ForwardSource::kPlanes,
               "a stage has one grid, whether it makes its input or not");
