@@ -155,19 +155,17 @@ NASFAST_DEVICE void multiply_bands(const Warp& warp, const uint16_t* x, const ui
                            const int line = Panel::kPair ? lane % 8 + lane / 8 % 2 * Panel::kHalf : lane % 16;
                            return x + line * Panel::kPitch + lane / 16 * 8 + ky * Panel::kPitch + 8 * two;
                          });
-      NASFAST_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        // these columns are the first half of what one tile reads, and the second half of the tile before
-        const int tile = two + j;
-        const auto columns = [&](int lane) { return a[lane] + 2 * j; };
-        if (tile < kTiles) {
-          warp.template multiply_8<Format>([&](int lane) -> auto& { return acc[lane][tile < kTiles ? tile : 0]; },
-                                           columns, [&](int lane) { return b[lane]; });
-        }
-        if (tile > 0 && tile <= kTiles) {
-          warp.template multiply_8<Format>([&](int lane) -> auto& { return acc[lane][tile > 0 ? tile - 1 : 0]; },
-                                           columns, [&](int lane) { return b[lane] + 1; });
-        }
+      const auto filter = [&](int lane) -> auto& { return b[lane]; };
+      const auto sums = [&](int tile) { return [&acc, tile](int lane) -> auto& { return acc[lane][tile]; }; };
+      if (two < kTiles)
+        warp.template multiply_16<Format>(sums(two), [&](int lane) -> auto& { return a[lane]; }, filter);
+      // a tile between reads the second half of these columns and the first half of the next
+      if (two > 0) {
+        warp.template multiply_8<Format>(
+            sums(two - 1), [&](int lane) -> auto& { return a[lane]; }, [&](int lane) { return b[lane] + 1; });
+      }
+      if (two + 1 < kTiles) {
+        warp.template multiply_8<Format>(sums(two + 1), [&](int lane) { return a[lane] + 2; }, filter);
       }
     }
   }
