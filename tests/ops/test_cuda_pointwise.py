@@ -88,6 +88,12 @@ def test_many_blocks_are_added_on_two_levels(emulation):
     compare(ChainCase((1, 16, 61, 60), "pw24/identity pw8/identity", dtype=torch.bfloat16))
 
 
+def test_backward_with_wide_tiles_and_deep_slabs(emulation):
+    """64 x 128 results and slabs of 128 need more shared memory than the emulated GPU has by default."""
+    emulation(2, shared_memory=227)
+    compare(ChainCase((2, 104, 7, 7), "pw264/identity pw16/identity", dtype=torch.float16))
+
+
 def test_weights_may_be_float32(emulation):
     drawn = SMALL.draw_once()
     wide = [s._replace(params=s.params._replace(conv_weight=s.params.conv_weight.float())) for s in drawn.stages]
