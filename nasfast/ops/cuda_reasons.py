@@ -14,10 +14,11 @@ from nasfast.ops.plan import Kind, read_plan
 
 _logger = logging.getLogger(__name__)
 _logged: set[str] = set()
-# kMatrixShared in csrc/gpu/depthwise.h with kReserved in csrc/gpu/portable.h, and kMatrixColumns in
-# csrc/gpu/depthwise_matrices.h
+# kMatrixShared in csrc/gpu/depthwise.h with kReserved in csrc/gpu/portable.h, and kMatrixColumns, kSmallColumns and
+# kSmallRows in csrc/gpu/depthwise_matrices.h
 _MATRIX_SHARED_KB = 128 + 1
 _MATRIX_COLUMNS = 56
+_SMALL_COLUMNS, _SMALL_ROWS = 8, 7
 
 
 class Unjoined(Enum):
@@ -40,12 +41,12 @@ class Unjoined(Enum):
         return self.value
 
 
-def without_tensor_cores(kernel: int, stride: int, width: int, *, recomputed: bool, shared_kb: int) -> str:
+def without_tensor_cores(kernel: int, stride: int, size: tuple[int, int], *, recomputed: bool, shared_kb: int) -> str:
     """Why a depthwise stage does not run on tensor cores; empty if it does. This is `on_tensor_cores` of csrc/gpu.
 
     Args:
         kernel, stride: of the stage.
-        width: columns of its input.
+        size: rows and columns of its input.
         recomputed: whether the expansion in front of it is computed again.
         shared_kb: the most shared memory of a block, in KB.
     """
@@ -57,8 +58,11 @@ def without_tensor_cores(kernel: int, stride: int, width: int, *, recomputed: bo
         return "there is no such stencil for stride 2"
     if kernel < 5:
         return "with kernel 3 it is slower by the model"
-    if width <= 8:
-        return "on maps of at most 8 columns it is slower by the model"
+    height, width = size
+    if width <= _SMALL_COLUMNS and kernel < 7:
+        return f"with kernel {kernel} it is slower by the model on maps of at most {_SMALL_COLUMNS} columns"
+    if width <= _SMALL_COLUMNS and height > _SMALL_ROWS:
+        return f"on maps of at most {_SMALL_COLUMNS} columns the kernel has at most {_SMALL_ROWS} rows"
     if width > _MATRIX_COLUMNS:
         return f"the kernel has maps of at most {_MATRIX_COLUMNS} columns"
     return ""
@@ -79,8 +83,9 @@ def log_stages(numbers: tuple[int, ...], shared_kb: int) -> None:
     for i, stage in enumerate(chain.stages):
         if stage.kind == Kind.DEPTHWISE:
             recomputed = chain.recompute and i == 1
-            width = stage.size[1]
-            why = without_tensor_cores(stage.kernel, stage.stride, width, recomputed=recomputed, shared_kb=shared_kb)
+            why = without_tensor_cores(
+                stage.kernel, stage.stride, stage.size, recomputed=recomputed, shared_kb=shared_kb
+            )
             if why and why not in _logged:
                 _logged.add(why)
                 said = "depthwise convolutions run without tensor cores: %s; the first is in %s"
@@ -102,7 +107,8 @@ def summary(gpu: str, shared_kb: int) -> list[str]:
         for i, (kind, kernel, stride) in enumerate(chain.stages):
             if kind == "depthwise":
                 recomputed = times.recomputes and i == 1
-                found[without_tensor_cores(kernel, stride, width, recomputed=recomputed, shared_kb=shared_kb)] += 1
+                size = width, width
+                found[without_tensor_cores(kernel, stride, size, recomputed=recomputed, shared_kb=shared_kb)] += 1
             width = -(-width // stride)
     served, count = found.pop("", 0), sum(found.values())
     lines = [f"cuda runs {served} of the {served + count} depthwise stages of a mobilenet_v2 step on tensor cores"]

@@ -11,10 +11,10 @@ from nasfast.ops.plan import StageShape, make_plan
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
-def on_tensor_cores(kernel: int, stride: int, width: int, shared_kb: int) -> bool:
+def on_tensor_cores(kernel: int, stride: int, size: tuple[int, int], shared_kb: int) -> bool:
     """Whether they run a stage on an emulated GPU: they round a float32 filter, and the stencils of threads do not."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 8, 2, width, generator=generator).bfloat16().contiguous(memory_format=torch.channels_last)
+    x = torch.randn(1, 8, *size, generator=generator).bfloat16().contiguous(memory_format=torch.channels_last)
     weight = torch.randn(8, 1, kernel, kernel, generator=generator)
     results = []
     for rounded in (weight, weight.bfloat16().float()):
@@ -29,13 +29,24 @@ def on_tensor_cores(kernel: int, stride: int, width: int, shared_kb: int) -> boo
 @pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 @pytest.mark.parametrize("shared_kb", [99, 227])
 @pytest.mark.parametrize(
-    ("kernel", "stride", "width"), [(3, 1, 14), (5, 2, 14), (5, 1, 8), (5, 1, 9), (7, 1, 56), (7, 1, 57)], ids=str
+    ("kernel", "stride", "size"),
+    [
+        (3, 1, (2, 14)),
+        (5, 2, (2, 14)),
+        (5, 1, (2, 8)),
+        (5, 1, (2, 9)),
+        (7, 1, (2, 56)),
+        (7, 1, (2, 57)),
+        (7, 1, (7, 8)),
+        (7, 1, (8, 8)),
+    ],
+    ids=str,
 )
-def test_the_rule_is_that_of_the_kernels(kernel, stride, width, shared_kb, monkeypatch):
+def test_the_rule_is_that_of_the_kernels(kernel, stride, size, shared_kb, monkeypatch):
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
-    why = cuda_reasons.without_tensor_cores(kernel, stride, width, recomputed=False, shared_kb=shared_kb)
+    why = cuda_reasons.without_tensor_cores(kernel, stride, size, recomputed=False, shared_kb=shared_kb)
     try:
-        assert on_tensor_cores(kernel, stride, width, shared_kb) == (why == ""), why
+        assert on_tensor_cores(kernel, stride, size, shared_kb) == (why == ""), why
     finally:
         _native.extension.set_emulation()
 
@@ -57,7 +68,7 @@ def test_each_reason_is_logged_once(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize(("gpu", "shared_kb", "served"), [("H200", 227, 8), ("RTX 3080", 99, 0)])
+@pytest.mark.parametrize(("gpu", "shared_kb", "served"), [("H200", 227, 9), ("RTX 3080", 99, 0)])
 def test_the_summary_counts_the_stages_of_a_step(gpu, shared_kb, served):
     first, *reasons = cuda_reasons.summary(gpu, shared_kb)[: -1 - len(cuda_reasons.Unjoined)]
     count = len(cuda_times.TIMES[gpu])
