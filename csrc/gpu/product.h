@@ -290,8 +290,9 @@ struct RowProduct {
   };
   // What is the same for all slabs of a block.
   struct Way {
-    int tiles, last;          // tiles of all blocks, and the rows of the last one
-    int64_t to_tile, to_top;  // bytes from the last slab to the next tile of this block in `in`, and to the first weights
+    int tiles, last;  // tiles of all blocks, and the rows of the last one
+    int64_t to_tile;  // bytes from the last slab to the next tile of this block in `in`
+    int64_t to_top;   // bytes from the last slab to the first in the weights
 
     NASFAST_DEVICE int rows(int tile) const { return tile + 1 == tiles ? last : Tile::kRows; }
   };

@@ -24,7 +24,6 @@ SPILLED = {
     ("ExpandForwardKernel", 7, 1): 40,
     ("ExpandBackwardKernel", 5, 1): 24,
     ("ExpandBackwardKernel", 7, 2): 96,
-    ("DepthwiseForwardMatrices", 7, 7): 8,
     **{("DepthwiseBackwardMatrices", kernel, tiles): 24 for kernel in (5, 7) for tiles in (1, 2, 4, 7)},
     ("ExpansionGradientKernel", 1): 8,
 }
