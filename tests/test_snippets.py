@@ -13,6 +13,7 @@ import pytest
 from doc_links import ROOT, pages
 
 from nasfast.cli.flags import parse
+from nasfast.runtime import imports
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -43,7 +44,9 @@ DOCUMENTED = [
 @pytest.mark.parametrize("command", DOCUMENTED)
 def test_the_flags_of_a_documented_command_exist(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "my_blocks", None)  # what the command imports is forgotten after the test
+    # what the command imports is forgotten after the test
+    monkeypatch.setattr(imports, "_imported", [])
+    monkeypatch.setitem(sys.modules, "my_blocks", None)
     del sys.modules["my_blocks"]
     (tmp_path / "published").mkdir()  # a folder that two commands read
     (tmp_path / "my_blocks.py").touch()

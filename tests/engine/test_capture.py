@@ -183,7 +183,7 @@ def test_a_run_whose_capture_fails_goes_on_eagerly_and_loses_nothing(cuda, caplo
     before, captured = cuda.state, engine._segments
     want_engine = EagerEngine(want_net)
     optimizers = [torch.optim.SGD([p for p in n.parameters() if p.requires_grad], 0.5, 0.9) for n in nets]
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
         for _ in range(2):
             want, got = (e.forward_backward(images, labels, [path]) for e in (want_engine, engine))
             assert torch.equal(want.loss, got.loss) and torch.equal(want.correct, got.correct)

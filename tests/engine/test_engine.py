@@ -428,7 +428,7 @@ def test_without_cuda_graphs_are_refused_and_auto_is_eager(caplog):
     shape = (4, space.in_channels, space.resolution, space.resolution)
     with pytest.raises(EngineError, match="need the network on a CUDA device, it is on cpu"):
         make_engine(net, "graphs", batch=shape, label_smoothing=0.0, bf16=False)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
         assert isinstance(make_engine(net, "auto", batch=shape, label_smoothing=0.0, bf16=False), EagerEngine)
     assert not caplog.records
 
@@ -479,7 +479,7 @@ def test_a_candidate_that_cannot_be_captured_raises_or_falls_back_with_one_messa
         strict.forward_backward(images, labels, [path])
     lenient = GraphEngine(net, tuple(images.shape), capture=FailingCapture(), strict=False)
     want = EagerEngine(net).forward_backward(images, labels, [path])
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
         for _ in range(2):
             assert torch.equal(lenient.forward_backward(images, labels, [path]).loss, want.loss)
     assert [r.message for r in caplog.records] == [
