@@ -9,6 +9,18 @@ namespace {
 // Vectors per float sum of a plane; see kTileRows.
 constexpr int64_t kTileVectors = 64;
 
+// Bytes of a tensor from which a pass over it waits for memory more than for the cache.
+constexpr int64_t kMemoryBytes = 4 * 1024 * 1024;
+
+// Rows that a pass goes through before it turns to the next vectors of channels. With many rows, coefficients and sums
+// stay in registers. With few, addresses follow each other, which memory needs and the cache does not. Measured with
+// AVX-512: up to 1.7 times as fast.
+inline int64_t block_rows(const BnActParams& p) {
+  const bool wide = p.channels > kGroup * kLanes;
+  if (p.rows * p.channels * (p.bfloat16 ? 2 : 4) < kMemoryBytes || (p.bfloat16 && !wide)) return kTileRows;
+  return wide && !p.bfloat16 ? 1 : 8;
+}
+
 template <typename T>
 void bn_stats_rows(const BnActParams& p, int64_t begin, int64_t end) {
   const int64_t channels = p.channels;
@@ -73,11 +85,12 @@ void bn_act_fwd_rows(const BnActParams& p, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(p.x);
   const T* residual = static_cast<const T*>(p.residual);
   T* y = static_cast<T*>(p.y);
+  const int64_t block = block_rows(p);
   for (int64_t item = end - 1; item >= begin; --item) {
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at = row * channels;
       const T* added = kResidual ? residual + at : nullptr;
-      bn_act_tile<A, kResidual>(p.bn, x + at, added, channels, y + row * p.ldy, p.ldy, rows, channels);
+      bn_act_tile<A, kResidual>(p.bn, x + at, added, channels, y + row * p.ldy, p.ldy, rows, channels, block);
     });
   }
 }
@@ -105,13 +118,17 @@ void bn_act_bwd_reduce_rows(const BnActParams& p, int64_t begin, int64_t end) {
   const int64_t channels = p.channels;
   const T* x = static_cast<const T*>(p.x);
   const T* grad = static_cast<const T*>(p.grad);
+  const int64_t block = block_rows(p);
+  Scratch scratch(2 * Scratch::size<float>(channels + kLanes));
+  float* sums = scratch.take<float>(channels + kLanes);
+  float* moments = scratch.take<float>(channels + kLanes);
   for (int64_t item = begin; item < end; ++item) {
     double* sum = p.partial + item * channels * 2;
     for (int64_t i = 0; i < 2 * channels; ++i) sum[i] = 0;
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at = row * channels;
-      bn_act_bwd_reduce_tile<A>(p.bn, grad + row * p.ldgrad, p.ldgrad, x + at, channels, rows, channels, sum,
-                                sum + channels);
+      bn_act_bwd_reduce_tile<A>(p.bn, grad + row * p.ldgrad, p.ldgrad, x + at, channels, rows, channels, block, sums,
+                                moments, sum, sum + channels);
     });
   }
 }
@@ -152,10 +169,12 @@ void bn_act_bwd_rows(const BnActParams& p, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(p.x);
   const T* grad = static_cast<const T*>(p.grad);
   T* dx = static_cast<T*>(p.dx);
+  const int64_t block = block_rows(p);
   for (int64_t item = end - 1; item >= begin; --item) {
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at = row * channels;
-      bn_act_bwd_tile<A>(p.bn, grad + row * p.ldgrad, p.ldgrad, x + at, channels, dx + at, channels, rows, channels);
+      bn_act_bwd_tile<A>(p.bn, grad + row * p.ldgrad, p.ldgrad, x + at, channels, dx + at, channels, rows, channels,
+                         block);
     });
   }
 }

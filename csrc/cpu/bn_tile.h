@@ -49,11 +49,20 @@ inline void for_each_group(int64_t channels, const Body& body) {
   if (c < channels) body(c, Count<1>{}, static_cast<int>(channels - c));
 }
 
+// Calls body(c, Count<n>{}, lanes, first, last) for blocks of rows from first to last, as for_each_group does for each.
+template <typename Body>
+inline void for_each_block(int64_t rows, int64_t block_rows, int64_t channels, const Body& body) {
+  for (int64_t first = 0; first < rows; first += block_rows) {
+    const int64_t last = lesser(first + block_rows, rows);
+    for_each_group(channels, [&](int64_t c, auto count, auto lanes) { body(c, count, lanes, first, last); });
+  }
+}
+
 // y = act(bn(x)) (+ residual, which has the layout of x); x and y may have different storage types
 template <typename A, bool kResidual, typename T, typename U>
 inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t ldx, U* y, int64_t ldy, int64_t rows,
-                        int64_t channels) {
-  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
+                        int64_t channels, int64_t block_rows = kTileRows) {
+  for_each_block(rows, block_rows, channels, [&](int64_t c, auto count, auto lanes, int64_t first, int64_t last) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n];
     for (int j = 0; j < n; ++j) {
@@ -61,7 +70,7 @@ inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t
       scale[j] = load(bn.scale + c + j * kLanes, lanes);
       shift[j] = load(bn.shift + c + j * kLanes, lanes);
     }
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = first; r < last; ++r) {
       for (int j = 0; j < n; ++j) {
         const int64_t at = r * ldx + c + j * kLanes;
         prefetch(x + at + kAhead * ldx);
@@ -95,8 +104,8 @@ inline void centre_tile(const T* x, const float* center, C* a, int64_t lda, int6
 // dy = gradient of BatchNorm's input, where dz = grad * act'(z)
 template <typename A, typename T, typename U>
 inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld, U* dy,
-                            int64_t lddy, int64_t rows, int64_t channels) {
-  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
+                            int64_t lddy, int64_t rows, int64_t channels, int64_t block_rows = kTileRows) {
+  for_each_block(rows, block_rows, channels, [&](int64_t c, auto count, auto lanes, int64_t first, int64_t last) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n], slope[n], offset[n];
     for (int j = 0; j < n; ++j) {
@@ -106,7 +115,7 @@ inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, con
       slope[j] = load(bn.slope + c + j * kLanes, lanes);
       offset[j] = load(bn.offset + c + j * kLanes, lanes);
     }
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = first; r < last; ++r) {
       for (int j = 0; j < n; ++j) {
         prefetch(y + (r + kAhead) * ld + c + j * kLanes);
         prefetch(grad + (r + kAhead) * ldgrad + c + j * kLanes);
@@ -118,20 +127,23 @@ inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, con
   });
 }
 
-// Adds sum dz and sum dz * (y - center) to the two double arrays.
+// Adds sum dz and sum dz * (y - center) to the two double arrays. sums and moments have whole vectors of zeros, before
+// and after.
 template <typename A, typename T>
 inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld,
-                                   int64_t rows, int64_t channels, double* sum, double* moment) {
-  for_each_group(channels, [&](int64_t c, auto count, auto lanes) {
+                                   int64_t rows, int64_t channels, int64_t block_rows, float* sums, float* moments,
+                                   double* sum, double* moment) {
+  for_each_block(rows, block_rows, channels, [&](int64_t c, auto count, auto lanes, int64_t first, int64_t last) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n], s[n], m[n];
     for (int j = 0; j < n; ++j) {
       center[j] = load(bn.center + c + j * kLanes, lanes);
       scale[j] = load(bn.scale + c + j * kLanes, lanes);
       shift[j] = load(bn.shift + c + j * kLanes, lanes);
-      s[j] = m[j] = VecF{};
+      s[j] = load(sums + c + j * kLanes, AllLanes{});
+      m[j] = load(moments + c + j * kLanes, AllLanes{});
     }
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = first; r < last; ++r) {
       for (int j = 0; j < n; ++j) {
         prefetch(y + (r + kAhead) * ld + c + j * kLanes);
         prefetch(grad + (r + kAhead) * ldgrad + c + j * kLanes);
@@ -141,15 +153,16 @@ inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgr
         m[j] += g * d;
       }
     }
-    float sums[n * kLanes], moments[n * kLanes];
     for (int j = 0; j < n; ++j) {
-      store(sums + j * kLanes, s[j], AllLanes{});
-      store(moments + j * kLanes, m[j], AllLanes{});
+      store(sums + c + j * kLanes, s[j], AllLanes{});
+      store(moments + c + j * kLanes, m[j], AllLanes{});
     }
-    const int64_t width = lesser(n * kLanes, channels - c);
-    for (int64_t i = 0; i < width; ++i) sum[c + i] += sums[i];
-    for (int64_t i = 0; i < width; ++i) moment[c + i] += moments[i];
   });
+  for (int64_t c = 0; c < channels; ++c) sum[c] += sums[c];
+  for (int64_t c = 0; c < channels; ++c) moment[c] += moments[c];
+  const int64_t held = (channels + kLanes - 1) / kLanes * kLanes;
+  memset(sums, 0, held * sizeof(float));
+  memset(moments, 0, held * sizeof(float));
 }
 
 // Merges `rows` values of `width` channels into the mean and the squared distance to it (m2) of the `before` rows seen

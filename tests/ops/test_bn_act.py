@@ -244,6 +244,8 @@ def test_reference_serves_the_other_types(dtype):
 X, ONES, ZEROS = torch.ones(2, 3, 4, 4), torch.ones(3), torch.zeros(3)
 WRONG = {
     "3-d x": (ValueError, r"bn_act: x must be 4-d \(N, C, H, W\), got shape \(3, 4, 4\)", {"x": X[0]}),
+    "no tensor": (TypeError, "bn_act: x must be a tensor, got NoneType", {"x": None}),
+    "no bias": (TypeError, "bn_act: bias must be a tensor, got NoneType", {"bias": None}),
     "int x": (TypeError, "bn_act: x must be float32, bfloat16.*got torch.int64", {"x": X.long()}),
     "weight shape": (ValueError, r"bn_act: weight must have shape \(3,\), got \(2,\)", {"weight": ONES[:2]}),
     "bias type": (TypeError, "bn_act: bias must be float32.*got torch.bfloat16", {"bias": ZEROS.bfloat16()}),
