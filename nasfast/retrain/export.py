@@ -78,9 +78,12 @@ def load_model(path: str | Path) -> ArchNetwork:
     """The network that `save_model` wrote, in eval mode on the CPU, with its `images`.
 
     Raises:
+        TypeError: path is no path.
         FileNotFoundError: the weights, arch.json or space.yaml are missing.
         ValueError: the files do not belong together or are damaged.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"load_model: path must be a folder that `save_model` wrote, got {type(path).__name__}")
     path = Path(path)
     if path.is_dir():
         path = path / MODEL_FILE

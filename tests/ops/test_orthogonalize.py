@@ -485,3 +485,5 @@ def test_bad_targets_are_named(monkeypatch):
     for function in (ops.orthogonalize, ops.orthogonalize_):
         with pytest.raises(TypeError, match=r"must be a list of tensors, got one tensor: pass \[tensor\]"):
             function(torch.empty(3, 2, 2))
+        with pytest.raises(TypeError, match="must be a list of tensors, got Linear"):
+            function(torch.nn.Linear(2, 2))

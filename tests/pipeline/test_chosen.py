@@ -240,6 +240,11 @@ def test_a_network_of_unknown_classes_is_exported_with_a_warning(searched, caplo
     assert export(searched) == 0 and not caplog.records
 
 
+def test_a_network_is_loaded_from_a_path():
+    with pytest.raises(TypeError, match="load_model: path must be a folder that `save_model` wrote, got NoneType"):
+        load_model(None)
+
+
 def test_without_onnxruntime_the_other_files_can_still_be_exported(searched, capsys, monkeypatch):
     save(searched, best=BEST)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
