@@ -1,4 +1,4 @@
-"""Cases of bn_act, mixed_bn, depthwise_conv2d and pool_3x3."""
+"""Cases of bn_act, mixed_bn, depthwise_conv2d, pool_3x3 and squeeze_excite."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ TENSORS = (14, 35)
 
 # (kernel, stride, dilation); only reduction cells have stride 2
 CONVS = [(3, 1, 1), (5, 1, 1), (7, 1, 1), (3, 1, 2), (5, 1, 2), (3, 2, 1), (5, 2, 1), (3, 2, 2), (5, 2, 2)]
+# (channels, height, squeezed channels) of EfficientNet-B0 and MobileNetV3-Large at 224 x 224 input
+EXCITATIONS = [(96, 56, 4), (144, 56, 6), (480, 14, 120), (960, 7, 240)]
 POOLS = [("max", 1), ("avg", 1), ("max", 2), ("avg", 2)]
 
 
@@ -40,6 +42,9 @@ def cases(size: Size) -> list[Case]:
     for kind, stride in POOLS:
         family = f"{kind} s{stride}"
         found += [Case("pool_3x3", family, _text(shape), partial(_pool, shape, kind, stride)) for shape in cells]
+    for channels, height, squeezed in EXCITATIONS:
+        (shape,) = _shapes(BN_ACT_BATCH, [(channels, height)], size)
+        found.append(Case("squeeze_excite", f"to {squeezed}", _text(shape), partial(_excite, shape, squeezed)))
     return found
 
 
@@ -122,3 +127,19 @@ def _pool(shape: Shape, kind: str, stride: int, setting: Setting) -> Call:
         return F.avg_pool2d(x, 3, stride, 1, count_include_pad=False)
 
     return Call(ours if setting.ours else theirs, [setting.images(shape)])
+
+
+def _excite(shape: Shape, squeezed: int, setting: Setting) -> Call:
+    x = setting.images(shape)
+    sizes = (squeezed, shape[1], 1, 1), (squeezed,), (shape[1], squeezed, 1, 1), (shape[1],)
+    weights = [0.1 * torch.randn(size).to(setting.device, x.dtype) for size in sizes]
+
+    def ours(x: Tensor) -> Tensor:
+        return ops.squeeze_excite(x, *weights)
+
+    def theirs(x: Tensor) -> Tensor:
+        w1, b1, w2, b2 = weights
+        hidden = F.relu(F.conv2d(F.adaptive_avg_pool2d(x, 1), w1, b1))
+        return x * F.hardsigmoid(F.conv2d(hidden, w2, b2))
+
+    return Call(ours if setting.ours else theirs, [x])
