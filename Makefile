@@ -84,7 +84,8 @@ sanitize: install  ## run the operators' tests with AddressSanitizer and UBSan
 		$(BIN)/pytest -q --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_bn_act.py \
 		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_conv_bn_act_chain_operators.py \
 		tests/ops/test_inverted_residual.py tests/ops/test_orthogonalize.py tests/ops/test_mixed_bn.py \
-		tests/ops/test_depthwise_conv2d.py tests/ops/test_pool_3x3.py tests/ops/test_instruction_sets.py \
+		tests/ops/test_depthwise_conv2d.py tests/ops/test_pool_3x3.py tests/ops/test_squeeze_excite.py \
+		tests/ops/test_instruction_sets.py \
 		tests/ops/test_cuda_chain.py tests/ops/test_cuda_boundary.py
 
 check: install  ## check lint rules and formatting of Python, C++ and CUDA, and the types of the package

@@ -58,6 +58,12 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // shape is that of x.
   m.def("pool_3x3_bwd(Tensor grad, Tensor index, int[] shape, str kind, int stride) -> Tensor dx");
 
+  // The two passes of squeeze_excite (nasfast/ops/squeeze.py) over NHWC tensors of one type. sums is (N, C), float32: the
+  // sum over the pixels of x, or of x * y.
+  m.def("squeeze_excite_sums(Tensor x, Tensor? y) -> Tensor sums");
+  // out = x * scale + shift; scale and shift are (N, C), float32.
+  m.def("squeeze_excite_scale(Tensor x, Tensor scale, Tensor? shift) -> Tensor out");
+
   // An uninitialised NHWC tensor of this shape (N, C, H, W) in recycled memory, of the type of `like`.
   m.def("empty_nhwc(Tensor like, int[] shape) -> Tensor");
 

@@ -101,6 +101,10 @@ SIGNATURES = {
     "nasfast.ops:orthogonalize_": ("tensors", "seed= names= gain="),
     "nasfast.ops:depthwise_conv2d": ("x weight", "stride= dilation= backend="),
     "nasfast.ops:pool_3x3": ("x", "kind stride= backend="),
+    "nasfast.ops:squeeze_excite": (
+        "x squeeze_weight squeeze_bias excite_weight excite_bias",
+        "act= gate= backend=",
+    ),
     "nasfast.ops:use_backend": ("name", ""),
     "nasfast.measure.latency:latency": ("cfg=", ""),
     "nasfast.measure.step_times:step_times": ("cfg=", ""),

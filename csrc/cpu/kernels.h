@@ -7,6 +7,7 @@
 #include "depthwise_conv2d.h"
 #include "mixed_bn.h"
 #include "pool_3x3.h"
+#include "squeeze_excite.h"
 
 namespace nasfast::cpu {
 
@@ -18,6 +19,7 @@ struct Kernels {
   const OrthogonalKernels& orthogonal;
   const DepthwiseConv2dKernels& depthwise_conv2d;
   const Pool3x3Kernels& pool_3x3;
+  const SqueezeExciteKernels& squeeze_excite;
 };
 
 Kernels kernels();

@@ -13,9 +13,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members, rule
 from nasfast.fusion.chain import Chain
+from nasfast.fusion.excite import ExcitationForward
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
 from nasfast.fusion.forward import ChainForward
 from nasfast.fusion.measure import measure
+from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import stage_kind
@@ -69,7 +71,8 @@ class FuseReport:
 
     Attributes:
         chains: every chain.
-        left: every convolution and BatchNorm outside of the chains.
+        excitations: paths of the squeeze-and-excitations, each of which can run as one operator.
+        left: every convolution and BatchNorm outside of the chains and squeeze-and-excitations.
         convolutions: number of convolutions of the model.
         ours: number of convolutions in fused modules of nasfast, which `fuse` does not change.
         backend: the backend that serves the model's type on its device, or why none does.
@@ -77,6 +80,7 @@ class FuseReport:
     """
 
     chains: tuple[FusedChain, ...]
+    excitations: tuple[str, ...]
     left: tuple[NotFused, ...]
     convolutions: int
     ours: int
@@ -101,6 +105,11 @@ class FuseReport:
         if any(chain.example for chain in self.chains):
             examples = [chain.example or "not measured" for chain in self.chains]
             lines += _chains_by("for inputs like the example, in the present mode:", owners, examples)
+        if self.excitations:
+            lines.append(
+                "one operator each on a CPU, in bfloat16 or on large inputs where only BatchNorms train: "
+                f"{_count(len(self.excitations), 'squeeze-and-excitation')}: {_listed(list(self.excitations))}"
+            )
         reasons: dict[str, list[str]] = defaultdict(list)
         for entry in self.left:
             reasons[f"{entry.kind}: {entry.reason}"].append(entry.name)
@@ -113,10 +122,11 @@ class FuseReport:
 def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, only_faster: bool = True) -> FuseReport:
     """Make the convolution -> BatchNorm -> activation chains of a model run fused, where that is faster.
 
-    It works in place on any module and changes only the `forward` of the modules that own a chain. Classes, submodules,
-    parameters, state_dict, hooks, copies, train() and eval() do not change, and every forward reads all settings again.
-    Results and running statistics are the same up to rounding. The result of a chain may be in channels_last, whatever
-    the input is: code behind it must flatten with `flatten` or `reshape`, not with `view`.
+    It works in place on any module and changes only the `forward` of the modules that own a chain, and of
+    squeeze-and-excitations. Classes, submodules, parameters, state_dict, hooks, copies, train() and eval() do not
+    change, and every forward reads all settings again. Results and running statistics are the same up to rounding. The
+    result of a chain may be in channels_last, whatever the input is: code behind it must flatten with `flatten` or
+    `reshape`, not with `view`.
 
     How a chain runs is decided for each shape and type of its input, mode and what trains:
 
@@ -134,9 +144,12 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. Chains with a
     dilation are folded only, because the operator has none. A chain continues while nothing else reads the values
     between its stages. It ends at the border of a block, which is a module with several convolutions. An addition to
-    the result of the last stage belongs to the chain. `fuse` traces forwards with torch.fx, and where it cannot trace
-    one, it traces the modules that this forward calls. So a supernet that chooses a candidate in Python gets fused
-    candidates.
+    the result of the last stage belongs to the chain. Squeeze-and-excitation between chains is an operator of its own
+    (`nasfast.ops.squeeze_excite`): a mean, two 1x1 convolutions with biases, an activation of a stage between them, and
+    the input times a sigmoid or hard sigmoid. It runs on a CPU in channels_last, in bfloat16, or in float32 if its
+    input has a gradient and at least 131,072 elements and its weights are frozen; otherwise it is not faster than
+    PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that this
+    forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
 
     While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
     torch.compile, torch.export, torch.jit.trace, torch.func and forward-mode autograd the model runs unfused.
@@ -157,25 +170,18 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
         What was fused, and why the rest was not.
 
     Raises:
-        TypeError: model is not an nn.Module.
+        TypeError: model is not an nn.Module, or example neither a tensor nor a list.
         ValueError: model was compiled by torch.compile, or an example is given together with only_faster=False.
         Exception: whatever the model raises for the example. Then nothing is fused.
     """
     _check_module("fuse", model)
-    if example is not None and not only_faster:
-        raise ValueError("fuse: an example measures which chains are faster; leave it out with only_faster=False")
+    _check_example(example, only_faster)
     problem = members.untouchable(model)
-    if problem is not None and not isinstance(vars(model).get("forward"), ChainForward):
+    if problem is not None and not isinstance(vars(model).get("forward"), ReplacedForward):
         raise ValueError(f"fuse: model is {problem}; {_INSTEAD}")
     findings = find_chains(model, folding=only_faster)
     again = unfuse(model) > 0
-    owned: dict[str, list[Chain]] = defaultdict(list)
-    for located in findings.chains:
-        owned[located.owner].append(located.chain)
-    for owner, its_chains in owned.items():
-        module = model.get_submodule(owner)
-        programs = findings.programs.get(owner, ())
-        module.forward = ChainForward(module, its_chains, programs, always=not only_faster)
+    _replace_forwards(model, findings, only_faster)
     measured: dict[tuple[nn.Conv2d, ...], Way] = {}
     if example is not None:
         try:
@@ -205,15 +211,40 @@ def unfuse(model: nn.Module) -> int:
     undone = 0
     for module in model.modules():
         forward = vars(module).get("forward")
-        if isinstance(forward, ChainForward):
-            undone += len(forward.chains)
+        if isinstance(forward, ReplacedForward):
+            undone += len(forward.chains) if isinstance(forward, ChainForward) else 0
             del module.forward
     return undone
+
+
+def _replace_forwards(model: nn.Module, findings: Findings, only_faster: bool) -> None:
+    """Give their forwards to the modules that own chains and to the squeeze-and-excitations."""
+    owned: dict[str, list[Chain]] = defaultdict(list)
+    for located in findings.chains:
+        owned[located.owner].append(located.chain)
+    for owner, its_chains in owned.items():
+        module = model.get_submodule(owner)
+        programs = findings.programs.get(owner, ())
+        module.forward = ChainForward(module, its_chains, programs, always=not only_faster)
+    for path, excitation in findings.excitations.items():
+        module = model.get_submodule(path)
+        module.forward = ExcitationForward(module, excitation)
 
 
 def _check_module(op: str, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _check_example(example: Tensor | Sequence[Any] | None, only_faster: bool) -> None:
+    if example is None:
+        return
+    if not only_faster:
+        raise ValueError("fuse: an example measures which chains are faster; leave it out with only_faster=False")
+    if not isinstance(example, (Tensor, list, tuple)):
+        raise TypeError(
+            f"fuse: example must be a tensor, or a list of the forward's arguments, got {type(example).__name__}"
+        )
 
 
 def _folding_notes(model: nn.Module, findings: Findings) -> list[str]:
@@ -294,13 +325,17 @@ def _report(
     chains = sorted(findings.chains, key=lambda located: places[located.convolutions[0]])
     fused = tuple(_fused_chain(located, convs, runs[located], examples.get(located, "")) for located in chains)
     in_chains = {name for located in chains for name in (*located.convolutions, *located.norms)}
+    in_chains |= {
+        name for path in findings.excitations for name in convs if f"{name}.".startswith(f"{path}." if path else "")
+    }
     left = tuple(
         NotFused(name, type(module).__name__, findings.reasons.get(name, "not behind a fused convolution"))
         for name, module in {**convs, **norms}.items()
         if name not in in_chains
     )
     notes = [*_notes(dict(model.named_modules()), convs, chains), *more]
-    return FuseReport(fused, left, len(convs), len(findings.ours), _backend(convs.values()), tuple(notes))
+    excitations, backend = tuple(findings.excitations), _backend(convs.values())
+    return FuseReport(fused, excitations, left, len(convs), len(findings.ours), backend, tuple(notes))
 
 
 def _fused_chain(located: LocatedChain, convs: dict[str, _ConvNd], runs: str, example: str) -> FusedChain:

@@ -21,6 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from nasfast.fusion import members
 from nasfast.fusion.calls import activation_of
 from nasfast.fusion.chain import Chain, Path
+from nasfast.fusion.excite import Excitation, find_excitations
 from nasfast.fusion.program import Program, norm_kind
 from nasfast.fusion.recognise import TracedChain, Unrecognised, frame_of, write
 from nasfast.fusion.tracer import OURS, Tracer
@@ -57,6 +58,7 @@ class Findings:
         reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
             be in a chain has no reason here.
         ours: paths of the convolutions in fused modules of nasfast.
+        excitations: by path, the squeeze-and-excitations; their convolutions have no reason here.
         programs: by path, the programs of a module that owns chains, where its forward has any: one, or one for each
             mode.
     """
@@ -65,6 +67,7 @@ class Findings:
     programs: dict[str, tuple[Program, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
+    excitations: dict[str, Excitation] = field(default_factory=dict)
 
 
 def find_chains(model: nn.Module, *, folding: bool) -> Findings:
@@ -86,6 +89,8 @@ def find_chains(model: nn.Module, *, folding: bool) -> Findings:
         if problem is not None:
             reasons[name] = problem
     with unchanged_surroundings():
+        search.findings.excitations = find_excitations(twin)
+        search.opaque.update(map(twin.get_submodule, search.findings.excitations))
         search.visit(twin)
         search.write_programs(twin)
     for name in members.convolutions(model):

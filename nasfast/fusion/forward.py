@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
@@ -12,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_state
 
 from nasfast.fusion.chain import Chain, descendant, passed
 from nasfast.fusion.execute import Executor, surroundings
 from nasfast.fusion.placeholders import run_own_forward
 from nasfast.fusion.program import BoundProgram, Program
+from nasfast.fusion.replaced import ReplacedForward, must_run_unfused
 from nasfast.fusion.stages import Way
 from nasfast.fusion.watch import Watch, hooks_of
 
@@ -25,11 +23,8 @@ from nasfast.fusion.watch import Watch, hooks_of
 _KEPT_SITUATIONS = 256
 
 
-class ChainForward:
-    """Replaces the forward of a module that owns chains; an object, so that it is copied and pickled with the module.
-
-    It has a weak reference to the module: a cycle would keep the memory of a deleted model until the next garbage
-    collection.
+class ChainForward(ReplacedForward):
+    """Replaces the forward of a module that owns chains.
 
     Args:
         module: the module.
@@ -47,7 +42,7 @@ class ChainForward:
         always: bool,
         ways: Sequence[dict[tuple, Way]] = (),
     ) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.chains = tuple(chains)
         self.programs = tuple(programs)
         self.always = always
@@ -56,37 +51,14 @@ class ChainForward:
         self.executors = [Executor(always, known) for known in ways or [{}] * len(chains)]
         self._binding: _Binding | None = None
 
-    @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        if module is None:
-            raise ReferenceError(
-                "the module of this fused forward was deleted; keep the model while its forward is used"
-            )
-        return module
-
     def __reduce__(self) -> tuple:
         ways = tuple(executor.measured for executor in self.executors)
         return ChainForward, (self.module, self.chains, self.programs, self.always, ways)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(partial(type(self.module).forward, self.module))
-
-    def __getattr__(self, name: str) -> Any:
-        # torch.jit.script reads these of every forward that it compiles
-        if name in ("__globals__", "__code__", "__closure__"):
-            raise AttributeError(
-                "torch.jit.script cannot compile a module that runs fused: call nasfast.unfuse(model) before, or use "
-                "torch.jit.trace, which records the unfused model"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         forward = type(module).forward
-        # compilers fuse by themselves, tracers need the plain operators, and global hooks see every module
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or module_state._has_any_global_hook():
+        if must_run_unfused():
             return forward(module, *args, **kwargs)
         binding = self._binding
         if binding is None or not binding.same(module):

@@ -24,7 +24,8 @@ from nasfast.fusion.program import ChainStep, Frame, Program, Slot, Step, finger
 # names that the code of a recognised forward may use besides attributes of its module
 _MODULES = {"torch": torch, "F": torch.nn.functional, "nn": nn}
 _NAMES = {"getattr", "functional", "chunk", "add", "add_", "mul", "relu", "relu_", "relu6", "hardtanh", "tanh"}
-_NAMES |= {"flatten", "hardswish", "silu", "sigmoid", "cat", "mean", "amax", "dropout", "jit", "is_scripting"}
+_NAMES |= {"flatten", "hardswish", "silu", "sigmoid", "cat", "mean", "amax", "dropout"}
+_NAMES |= {"hardsigmoid", "jit", "is_scripting"}
 # functions that are not called while this attribute is false
 _UNUSED = {"checkpoint": "grad_checkpointing", "checkpoint_seq": "grad_checkpointing"}
 # instructions that may change what outlives the forward

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nasfast.fusion.forward import ChainForward
+from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.watch import HOOKS
 
 
@@ -27,7 +27,7 @@ def twin_of(model: nn.Module) -> nn.Module:
         shared += [value for value in values if isinstance(value, torch.Tensor)]
         for name in HOOKS:
             memo[id(getattr(module, name))] = OrderedDict()
-        if isinstance(vars(module).get("forward"), ChainForward):
+        if isinstance(vars(module).get("forward"), ReplacedForward):
             memo[id(module.forward)] = None
     memo.update((id(tensor), tensor) for tensor in shared)
     twin = copy.deepcopy(model, memo)

@@ -12,6 +12,7 @@ from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
 from nasfast.ops.pooling import pool_3x3
 from nasfast.ops.reference import ConvBNParams, Stage
+from nasfast.ops.squeeze import squeeze_excite
 from nasfast.runtime import moved
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "pool_3x3",
     "reference",
     "resolve_backend",
+    "squeeze_excite",
     "use_backend",
 ]
 

@@ -169,7 +169,7 @@ _TABLE["orthogonalize"] = (
 )
 for _op in ("cross_entropy", "clipped_sgd"):
     _TABLE[_op] = (Backend(_op, "triton", _can_use_triton), Backend(_op, "reference", _can_use_reference))
-for _op in ("depthwise_conv2d", "pool_3x3"):
+for _op in ("depthwise_conv2d", "pool_3x3", "squeeze_excite"):
     _TABLE[_op] = (Backend(_op, "cpu", _can_use_cpu), Backend(_op, "reference", _can_use_reference))
 
 

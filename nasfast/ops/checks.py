@@ -7,12 +7,12 @@ Wrong types raise TypeError, wrong values and shapes ValueError.
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from nasfast.ops.reference import ACTIVATIONS, ConvBNParams, Stage
+from nasfast.ops.reference import ACTIVATIONS, GATES, ConvBNParams, Stage
 
 _ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -126,8 +126,7 @@ def check_mixed_bn(
     first = xs[0]
     for i, x in enumerate(xs):
         where = f"{op}: xs[{i}]"
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{where} must be a tensor, got {type(x).__name__}")
+        _check_tensor(where, x)
         if i == 0:
             _check_input(op, x, "xs[0]")
         if x.shape != first.shape:
@@ -169,6 +168,7 @@ def check_depthwise_conv2d(x: Tensor, weight: Tensor, *, stride: int, dilation: 
     _check_map(op, x, stride)
     if dilation not in (1, 2):
         raise ValueError(f"{op}: dilation must be 1 or 2, got {dilation}")
+    _check_tensor(f"{op}: weight", weight)
     shapes = [(x.shape[1], 1, k, k) for k in (3, 5, 7)]
     if tuple(weight.shape) not in shapes:
         raise ValueError(f"{op}: weight must be one of {shapes} for this x, got {tuple(weight.shape)}")
@@ -196,6 +196,30 @@ def _check_map(op: str, x: Tensor, stride: int) -> None:
         raise ValueError(f"{op}: x must have channels and pixels, got shape {tuple(x.shape)}")
     if stride not in (1, 2):
         raise ValueError(f"{op}: stride must be 1 or 2, got {stride}")
+
+
+def check_squeeze_excite(x: Tensor, weights: Sequence[Tensor], *, act: str, gate: str) -> None:
+    """Check the arguments of `nasfast.ops.squeeze_excite`; weights are W1, b1, W2, b2.
+
+    Raises:
+        TypeError, ValueError: as described in the module docstring.
+    """
+    op = "squeeze_excite"
+    _check_map(op, x, 1)
+    for name, value, allowed in (("act", act, ACTIVATIONS), ("gate", gate, GATES)):
+        if value not in allowed:
+            raise ValueError(f"{op}: {name} must be one of {', '.join(allowed)}, got {value!r}")
+    names = ("squeeze_weight", "squeeze_bias", "excite_weight", "excite_bias")
+    channels, squeezed = x.shape[1], weights[1].numel() if isinstance(weights[1], Tensor) else 0
+    shapes = ((squeezed, channels, 1, 1), (squeezed,), (channels, squeezed, 1, 1), (channels,))
+    for name, tensor, shape in zip(names, weights, shapes, strict=True):
+        _check_tensor(f"{op}: {name}", tensor)
+        if tuple(tensor.shape) != shape or squeezed == 0:
+            raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype not in (torch.float32, x.dtype) or tensor.dtype != weights[0].dtype:
+            raise TypeError(f"{op}: {name} must be float32 or {x.dtype}, one type for all four, got {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
 
 
 def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -273,17 +297,21 @@ def check_fits(where: str, tensor: Tensor, needed: int) -> None:
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > total:
-        raise MemoryError(
-            f"{where} of shape {tuple(tensor.shape)} needs {needed / 1e9:.1f} GB, "
-            f"and {tensor.device} has {total / 1e9:.1f} GB"
-        )
+        there = f"{tensor.device} has {total / 1e9:.1f} GB"
+        raise MemoryError(f"{where} of shape {tuple(tensor.shape)} needs {needed / 1e9:.1f} GB, and {there}")
 
 
 def _list_of_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     # a tensor is a sequence of its rows
-    if isinstance(tensors, Tensor):
-        raise TypeError(f"{op}: {name} must be a list of tensors, got one tensor: pass [tensor]")
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        given = "one tensor: pass [tensor]" if isinstance(tensors, Tensor) else type(tensors).__name__
+        raise TypeError(f"{op}: {name} must be a list of tensors, got {given}")
     return list(tensors)
+
+
+def _check_tensor(where: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where} must be a tensor, got {type(value).__name__}")
 
 
 def _probably_finite(tensors: Sequence[Tensor]) -> bool:
@@ -295,8 +323,7 @@ def _probably_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _check_matrix(where: str, z: Tensor) -> None:
-    if not isinstance(z, Tensor):
-        raise TypeError(f"{where} must be a tensor, got {type(z).__name__}")
+    _check_tensor(where, z)
     if z.dtype not in _ACTIVATION_DTYPES:
         raise TypeError(
             f"{where} must be float32, float64, bfloat16 or float16, got {z.dtype}; convert it with .float()"
@@ -325,6 +352,7 @@ def _check_unit(
     # every message says which of the three units it is about
     where = f"{op}, {name}"
     weight = unit.conv_weight
+    _check_tensor(f"{where}: conv_weight", weight)
     if weight.ndim != 4:
         raise ValueError(f"{where}: conv_weight must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
     if name == "depthwise":
@@ -341,6 +369,7 @@ def _check_unit(
 
 
 def _check_input(op: str, x: Tensor, name: str = "x") -> None:
+    _check_tensor(f"{op}: {name}", x)
     if x.ndim != 4:
         raise ValueError(f"{op}: {name} must be 4-d (N, C, H, W), got shape {tuple(x.shape)}")
     if x.dtype not in _ACTIVATION_DTYPES:
@@ -360,6 +389,7 @@ def _check_conv(
     op: str, name: str, x: Tensor, shape: tuple[int, ...], weight: Tensor, stride: int, padding: int, groups: int
 ) -> tuple[int, ...]:
     """Check one convolution of a tensor of this shape on the device of x; return the shape of its result."""
+    _check_tensor(f"{op}: {name}", weight)
     if weight.ndim != 4:
         raise ValueError(f"{op}: {name} must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
     try:
@@ -437,6 +467,7 @@ def _check_bn(
 
 
 def _check_vector(op: str, name: str, vector: Tensor, channels: int, x: Tensor) -> None:
+    _check_tensor(f"{op}: {name}", vector)
     if vector.shape != (channels,):
         raise ValueError(f"{op}: {name} must have shape ({channels},), got {tuple(vector.shape)}")
     if vector.dtype != torch.float32 and not (vector.dtype == x.dtype == torch.float64):

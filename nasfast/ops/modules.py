@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act_chain, runs_on_cuda_kernels
 from nasfast.ops.reference import ConvBNParams, Stage
+from nasfast.ops.squeeze import is_faster, squeeze_excite
 
 ACTIVATION_MODULES = {
     "identity": nn.Identity,
@@ -134,7 +135,7 @@ class ConvAct(nn.Module):
 class SqueezeExcitation(nn.Module):
     """Multiplies each channel by gate(W2 act(W1 mean(x) + b1) + b2) (Hu et al. 2018): (N, C, H, W) -> (N, C, H, W).
 
-    It runs on PyTorch's operators in every network.
+    It runs on PyTorch's operators.
 
     Args:
         channels: C.
@@ -150,11 +151,23 @@ class SqueezeExcitation(nn.Module):
         super().__init__()
         if gate not in _GATE_MODULES:
             raise ValueError(f"gate must be one of {', '.join(_GATE_MODULES)}, got {gate!r}")
+        self.act, self.gate = act, gate
         self.squeeze = ConvAct(channels, squeezed, activation_module(act))
         self.excite = ConvAct(squeezed, channels, _GATE_MODULES[gate]())
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.excite(self.squeeze(x.mean((2, 3), keepdim=True)))
+
+
+class FusedSqueezeExcitation(SqueezeExcitation):
+    """SqueezeExcitation as `nasfast.ops.squeeze_excite`, where that is faster than PyTorch's operators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = [getattr(unit.conv, name) for unit in (self.squeeze, self.excite) for name in ("weight", "bias")]
+        compiles = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if compiles or not is_faster(x, trains=any(weight.requires_grad for weight in weights)):
+            return super().forward(x)
+        return squeeze_excite(x, *weights, act=self.act, gate=self.gate)
 
 
 class InvertedResidual(nn.Module):

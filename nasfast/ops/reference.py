@@ -5,7 +5,7 @@ the end. Tests compare every other backend with them in float64. In float32 they
 functions that they call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,10 @@ ACTIVATIONS = {
     "tanh": torch.tanh,
     "hswish": F.hardswish,  # z * min(max(z + 3, 0), 6) / 6
     "silu": F.silu,  # z / (1 + exp(-z))
+}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "hsigmoid": F.hardsigmoid,  # min(max(z + 3, 0), 6) / 6
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -311,6 +315,36 @@ def pool_3x3(x: Tensor, *, kind: str, stride: int = 1) -> Tensor:
     if kind == "max":
         return F.max_pool2d(x, 3, stride, 1)
     return F.avg_pool2d(x, 3, stride, 1, count_include_pad=False)
+
+
+def squeeze_excite(
+    x: Tensor,
+    squeeze_weight: Tensor,
+    squeeze_bias: Tensor,
+    excite_weight: Tensor,
+    excite_bias: Tensor,
+    *,
+    act: str = "relu",
+    gate: str = "hsigmoid",
+) -> Tensor:
+    """x times one factor per image and channel: gate(W2 act(W1 mean(x) + b1) + b2), with the mean over all pixels.
+
+    Hu et al. 2018 (squeeze-and-excitation).
+
+    Args:
+        x: (N, C, H, W), any floating type.
+        squeeze_weight, squeeze_bias: W1 (S, C, 1, 1) and b1 (S,).
+        excite_weight, excite_bias: W2 (C, S, 1, 1) and b2 (C,).
+        act: a key of `ACTIVATIONS`.
+        gate: a key of `GATES`.
+
+    Returns:
+        (N, C, H, W).
+    """
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    w1, b1, w2, b2 = (t.to(exact.dtype) for t in (squeeze_weight, squeeze_bias, excite_weight, excite_bias))
+    hidden = ACTIVATIONS[act](F.conv2d(exact.mean((2, 3), keepdim=True), w1, b1))
+    return (exact * GATES[gate](F.conv2d(hidden, w2, b2))).to(x.dtype)
 
 
 def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from nasfast.ops.modules import (
     FusedConvBNAct,
     FusedConvBNActSequential,
     FusedInvertedResidual,
+    FusedSqueezeExcitation,
     InvertedResidual,
     SqueezeExcitation,
     activation_module,
@@ -72,8 +73,9 @@ class UnitFactory:
         module = FusedInvertedResidual if self.fused else InvertedResidual
         se = None
         if block.se is not None:
+            kind = FusedSqueezeExcitation if self.fused else SqueezeExcitation
             hidden = block.hidden_channels(layer.in_channels)
-            se = SqueezeExcitation(hidden, block.se.channels(hidden), act=block.se.activation, gate=block.se.gate)
+            se = kind(hidden, block.se.channels(hidden), act=block.se.activation, gate=block.se.gate)
         return module(
             layer.in_channels,
             layer.out_channels,

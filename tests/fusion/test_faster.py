@@ -434,6 +434,10 @@ def test_an_example_that_the_model_refuses_leaves_it_unfused():
     model = block()
     with pytest.raises(RuntimeError, match="expected input"):
         nasfast.fuse(model, torch.randn(2, 3, 20, 20))
+    with pytest.raises(
+        TypeError, match="fuse: example must be a tensor, or a list of the forward's arguments, got str"
+    ):
+        nasfast.fuse(model, "images")
     assert nasfast.unfuse(model) == 0
 
 

@@ -18,6 +18,7 @@ OPS = (
     "orthogonalize",
     "depthwise_conv2d",
     "pool_3x3",
+    "squeeze_excite",
 )
 # what a CPU leaves to PyTorch
 GPU_OPS = ("cross_entropy", "clipped_sgd")
@@ -133,7 +134,7 @@ def test_explain_covers_every_operator_and_backend(native):
     with ops.use_backend("cuda"):
         # what has CUDA kernels cannot run on a CPU
         left = [row.op for row in backends.explain() if row.chosen]
-    assert left == ["bn_act", "mixed_bn", *GPU_OPS, "depthwise_conv2d", "pool_3x3"]
+    assert left == ["bn_act", "mixed_bn", *GPU_OPS, "depthwise_conv2d", "pool_3x3", "squeeze_excite"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_unusable_instruction_set_is_named(native):
 
 def main(library: str) -> None:
     """Check every operator; the last line that is printed says which case failed."""
-    from kernel_cases import bn_act, chain, depthwise_conv2d, mixed_bn, orthogonalize, pool_3x3
+    from kernel_cases import bn_act, chain, depthwise_conv2d, mixed_bn, orthogonalize, pool_3x3, squeeze_excite
 
     assert _native.extension.__file__ == library, _native.extension.__file__
     assert _native.extension.isa() == os.environ["NASFAST_ISA"]
@@ -62,6 +62,7 @@ def main(library: str) -> None:
     each("depthwise_conv2d", depthwise_conv2d.CASES, lambda case: depthwise_conv2d.check_case(case, "cpu"))
     each("pool_3x3", pool_3x3.CASES, lambda case: pool_3x3.check_case(case, "cpu"))
     each("pool_3x3, special values, stride", (1, 2), pool_3x3.check_special_values)
+    each("squeeze_excite", squeeze_excite.CASES, lambda case: squeeze_excite.check_case(case, "cpu"))
     each("chain", chain.POINTWISE + chain.DEPTHWISE + chain.CHAINS + chain.PLANS, chain.check_case)
     each("chain in bfloat16", chain.BFLOAT16_CASES, chain.check_bfloat16)
     shapes = orthogonalize.SHAPES + orthogonalize.BATCHES

@@ -3,10 +3,11 @@ from itertools import product
 import pytest
 import torch
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
+from torch.profiler import ProfilerActivity, profile
 
 from nasfast import ops
-from nasfast.ops import ConvBNParams, reference
-from nasfast.ops.modules import FusedInvertedResidual, InvertedResidual, SqueezeExcitation
+from nasfast.ops import ConvBNParams, reference, squeeze
+from nasfast.ops.modules import FusedInvertedResidual, FusedSqueezeExcitation, InvertedResidual, SqueezeExcitation
 
 BLOCKS = [
     {"in_channels": cin, "out_channels": cout, "kernel_size": k, "stride": s, "expand": e}
@@ -67,24 +68,24 @@ def test_fused_matches_plain_in_float64(block, frozen, training, backend):
 @pytest.mark.parametrize(
     ("act", "gate", "expand"), [("relu", "hsigmoid", 3), ("silu", "sigmoid", 2.5), ("tanh", "hsigmoid", 1)]
 )
-def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backend):
+def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backend, monkeypatch):
     """Between the depthwise unit and the projection; also its formula, written out."""
     block = {"in_channels": 6, "out_channels": 6, "kernel_size": 5, "stride": 1, "expand": expand}
     hidden = round(6 * expand)
 
-    def excitation():
-        return SqueezeExcitation(hidden, 8, act=act, gate=gate)
-
-    plain = randomised(block, act="silu", se=excitation())
+    monkeypatch.setattr(squeeze, "_MIN_ELEMENTS", 0)
+    plain = randomised(block, act="silu", se=SqueezeExcitation(hidden, 8, act=act, gate=gate))
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not frozen or ".bn." in name)
-    fused = twin(plain, block, act="silu", se=excitation())
+    fused = twin(plain, block, act="silu", se=FusedSqueezeExcitation(hidden, 8, act=act, gate=gate))
     x = torch.randn(3, 6, 9, 8).contiguous(memory_format=torch.channels_last)
     grad = torch.randn_like(plain(x))
     plain.load_state_dict(fused.state_dict())
     want = results(plain.double(), x.double(), grad.double())
-    with ops.use_backend(backend):
+    with ops.use_backend(backend), profile(activities=[ProfilerActivity.CPU]) as recorded:
         got = results(fused, x, grad)
+    called = any(event.key == "nasfast::squeeze_excite_sums" for event in recorded.key_averages())
+    assert called == (frozen and backend == "cpu")
     assert got.keys() == want.keys() and ("dse.excite.conv.bias" in got) != frozen
     for name, tensor in got.items():
         assert_close(name, tensor, want[name], FLOAT32_CHAIN, floor=8.0 if name.startswith("d") else 0.0)
