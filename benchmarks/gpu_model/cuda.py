@@ -70,6 +70,7 @@ class CudaLaunch:
         words: the argument of the kernel, in hexadecimal; pointers are numbered in the order in which they appear.
         geometry: images, height and width of the input and of the output, channels of both, kernel and stride.
         bytes: size of the distinct tensors that it reads and writes.
+        early: whether it may start before the launch in front of it has ended, from sm_90 on.
     """
 
     kernel: CudaKernel
@@ -79,6 +80,7 @@ class CudaLaunch:
     words: str
     geometry: dict[str, int]
     bytes: int
+    early: bool
 
 
 _GEOMETRY = ("images", "H", "W", "OH", "OW", "C", "N", "KERNEL", "STRIDE")
@@ -156,8 +158,10 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
     stages = len(chain.stages) if chain else 0
     before = arguments.get("before") or []
     begins = bool(before) and func._opname.endswith("bwd")
+    dx = not func._opname.endswith("bwd") or arguments["dx"] is not None
+    lines = list(_lines(library.take_records()))
     launches, first = [], False
-    for line in _lines(library.take_records()):
+    for i, line in enumerate(lines):
         geometry = dict(zip(_GEOMETRY, line["geometry"], strict=True))
         stages -= line["stage"].endswith(("backward", "gradient"))
         # forward goes from the first stage to the last, and backward the other way
@@ -180,7 +184,9 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
                     added=bool(added),
                     first=first,
                     begins=begins,
+                    writes=dx or i + 1 < len(lines),
                 ),
+                early=bool(launches),
             )
         )
     return result, launches
@@ -205,7 +211,15 @@ def launching_nothing(arch: int) -> Iterator[None]:
 
 
 def _bytes(
-    stage: str, g: dict[str, int], chain: ChainPlan | None, before: int, *, added: bool, first: bool, begins: bool
+    stage: str,
+    g: dict[str, int],
+    chain: ChainPlan | None,
+    before: int,
+    *,
+    added: bool,
+    first: bool,
+    begins: bool,
+    writes: bool,
 ) -> int:
     """Bytes of the 16-bit tensors that one launch reads and writes.
 
@@ -215,6 +229,7 @@ def _bytes(
         added: whether it adds a tensor to its result.
         first: whether it is of the first stage of a chain, which has no stage before.
         begins: whether the backward of this stage also begins that of the chain before, whose output it reads for this.
+        writes: whether the backward of this stage writes a gradient, and not only sums of it.
 
     Raises:
         ValueError: a stage that this model does not know.
@@ -236,14 +251,14 @@ def _bytes(
     if stage == "expand_depthwise_forward":
         return 2 * (narrow + result)
     if stage == "expand_depthwise_backward":
-        return 2 * (2 * result + narrow + source)
+        return 2 * (2 * result + narrow + writes * source)
     if stage == "expansion_gradient":
         return 2 * (result + (2 + added + begins) * source)
     if stage == "apply":
         return 2 * (2 + added) * result
     if stage in ("pointwise_backward", "depthwise_backward"):
         # dz and y of this stage; dz of the stage before, its y and what is added
-        return 2 * (2 * result + (1 + (added + begins if first else 1)) * source)
+        return 2 * (2 * result + (writes + (added + begins if first else 1)) * source)
     raise ValueError(f"the model does not know what the stage {stage!r} reads and writes")
 
 

@@ -12,7 +12,8 @@ the launches. The time that the GPU needs to start launches is printed separatel
 
 A second sum, `predicted`, is an estimate and not a bound: the assumed fixed cost of a launch, and the largest of
 memory, of instructions at 70 % of the issue rate, and of tensor cores at 85 % of theirs, on the multiprocessor with the
-most programs; or the bound where that is larger.
+most programs; or the bound where that is larger. From sm_90 on, a CUDA kernel that is not the first of its operator may
+start before the one in front of it has ended, for which an assumed part of the fixed cost is subtracted.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ _ATOMIC = {90: 350, 86: 300}
 _DOUBLE = {90: 0.5, 86: 16}
 # assumed microseconds from the end of one empty launch to the end of the next
 LAUNCH_US = {90: 3.8, 86: 4.6}
+# assumed part of these that is saved if a launch may start before the one in front of it has ended: of 1.0 between the
+# two and 1.3 until all blocks have started, 1.1 remain
+EARLY_US = {90: 1.2, 86: 0.0}
 # assumed shares of the rates of instructions and of products that a launch reaches, and the fewest cycles in which a
 # warp issues an instruction
 _ISSUE, _TENSOR, _CYCLES_OF_A_WARP = 0.70, 0.85, 3
@@ -113,7 +117,13 @@ def costs(step: Step, arch: int, *, processes: int, cache: str) -> list[Cost]:
     found: dict[tuple, Cost] = {}
     for job, results in zip(ordered, in_processes(_job, ordered, processes, cache), strict=True):
         found |= {(job.specialization.key, shape): cost for shape, cost in zip(job.launches, results, strict=True)}
-    return [found[launch.specialization.key, _shape(launch)] for launch in step.launches]
+    return [_started(launch, found[launch.specialization.key, _shape(launch)], arch) for launch in step.launches]
+
+
+def _started(launch: Launch, cost: Cost, arch: int) -> Cost:
+    """The cost with what the launch saves if it may start early."""
+    saved = EARLY_US[arch] * launch.early
+    return replace(cost, predicted=max(cost.predicted - saved, cost.largest))
 
 
 def _shape(launch: Launch) -> tuple:
@@ -380,7 +390,9 @@ def main() -> None:
         kernels = summarize(step.launches, found)
         show(kernels, arch, before.get(arch))
         count = sum(sum(phase.values()) for phase in counts.values())
-        print(f"fixed cost of {count} launches, assumed: {count * LAUNCH_US[arch]:.0f}")
+        early = sum(launch.early for launch in step.launches) if EARLY_US[arch] else 0
+        fixed = count * LAUNCH_US[arch] - early * EARLY_US[arch]
+        print(f"fixed cost of {count} launches, {early} of which may start early, assumed: {fixed:.0f}")
         rows.append({"arch": arch, "gpu": GPUS[arch].name, "kernels": kernels})
     if args.out:
         write_json(args.out, rows)

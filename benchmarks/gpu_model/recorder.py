@@ -95,6 +95,7 @@ class Launch:
         phase: one of PHASES.
         configuration: family and name of the tile sizes in configs.FAMILIES.
         chain: the chain of whose operator it is a part; None outside.
+        early: whether it may start before the launch in front of it has ended, from sm_90 on.
     """
 
     kernel: str
@@ -105,6 +106,7 @@ class Launch:
     phase: str
     configuration: tuple[str, str] | None
     chain: Chain | None = None
+    early: bool = False
 
     @property
     def programs(self) -> int:
@@ -358,8 +360,9 @@ class _CountLaunches(TorchDispatchMode):
         phase = _phase(sys._getframe(2))
         for launch in launches:
             arguments = launch.geometry | {"shared": launch.shared, "words": launch.words}
+            chain, early = self.step.chain, launch.early
             self.step.launches.append(
-                Launch(launch.stage, launch.grid, arguments, launch.kernel, launch.bytes, phase, None, self.step.chain)
+                Launch(launch.stage, launch.grid, arguments, launch.kernel, launch.bytes, phase, None, chain, early)
             )
         return result
 

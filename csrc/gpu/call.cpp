@@ -444,7 +444,7 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
     begin = {bits(grad), y, norms.intervals.back(), last.rows, channels, lanes_of(channels), norms.gradients.back()};
   }
   const auto size = [&](const StagePlan& s, size_t i) {
-    return i == 0 || i < first ? 0 : plan.batch * s.height * s.width * s.in_channels;
+    return i <= first ? 0 : plan.batch * s.height * s.width * s.in_channels;
   };
   const Turns turns(grad, plan, size, &memory);
   const uint16_t* dz = bits(grad);
@@ -458,7 +458,8 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
     if (i + 1 == count) stage.handed = handed;
     stage.back = norms.gradients[i].back;
     stage.weight = check.weight(s, conv_weights[i]);
-    stage.dx = i > 0 ? turns.of(i) : bits(*dx);
+    // nothing reads what the last of these kernels would write, unless it is the gradient of the input
+    stage.dx = i == 0 ? bits(*dx) : i > first ? turns.of(i) : nullptr;
     if (i > 0) {
       stage.before = output_of(saved, plan.stages[i - 1]);
       stage.interval = norms.intervals[i - 1];

@@ -86,7 +86,7 @@ struct ResultRows {
   GradientSums sums[2];
   int column;              // column of the first result
   const uint32_t* beside;  // the output of the stage before, or what is added, or null
-  uint32_t* dx;
+  uint32_t* dx = nullptr;
   uint32_t ahead[kColumns];
 
   NASFAST_DEVICE ResultRows(const BackwardStage& stage, int channel)
@@ -96,7 +96,7 @@ struct ResultRows {
     const Geometry& g = stage.geometry;
     column = first;
     const int64_t at = ((int64_t{image} * g.height + row) * g.width + first) * step + channel / 2;
-    dx = reinterpret_cast<uint32_t*>(stage.dx) + at;
+    if (stage.dx != nullptr) dx = reinterpret_cast<uint32_t*>(stage.dx) + at;
     const uint16_t* from = stage.before != nullptr ? stage.before : stage.added;
     beside = from == nullptr ? nullptr : reinterpret_cast<const uint32_t*>(from) + at;
   }
@@ -119,7 +119,7 @@ struct ResultRows {
           dz[v] = interval[v].low < y && y < interval[v].high ? out[t][v] : 0;
           sums[v].add(dz[v], y - interval[v].mean);
         }
-        dx[t * step] = Format::pack(dz[0], dz[1]);
+        if (stage.dx != nullptr) dx[t * step] = Format::pack(dz[0], dz[1]);
       });
     } else {
       each_column<kColumns>(stage.geometry.width - column, [&](int t) {
@@ -128,7 +128,7 @@ struct ResultRows {
                                     more ? out[t][1] + Format::second(ahead[t]) : out[t][1]);
       });
     }
-    dx += stage.geometry.width * step;
+    dx += stage.dx != nullptr ? stage.geometry.width * step : 0;
   }
 };
 

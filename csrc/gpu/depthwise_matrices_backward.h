@@ -94,7 +94,7 @@ struct MatrixBackwardSource {
       }
       dx.v[i] = Format::pack(dz[0], dz[1]);
     }
-    store_vector(stage.dx + at, dx);
+    if (!kSums || stage.dx != nullptr) store_vector(stage.dx + at, dx);
   }
 };
 

@@ -83,8 +83,8 @@ struct BackwardStage {
   const uint16_t* y;     // the output of this stage's convolution
   const Back* back;      // this stage's: dy = a dz + b y + c
   Weight weight;
-  uint16_t* dx;              // dz of the stage before, or the gradient of the chain's input
-  const uint16_t* before;    // the output of the convolution before, or null
+  uint16_t* dx;            // dz of the stage before, or null if only its sums are wanted; or the gradient of the input
+  const uint16_t* before;  // the output of the convolution before, or null
   const Interval* interval;  // the interval of the stage before
   NormGradient gradient;     // the BatchNorm of the stage before
   const uint16_t* added;     // what is added to dx in the first stage, or null; depthwise, only if `before` is null
@@ -100,7 +100,8 @@ struct ExpandForward {
   int channels;  // channels of x
 };
 
-// Makes dz of the expansion in depthwise.dx, and finishes the sums that its BatchNorm needs. `before` is null.
+// Makes dz of the expansion in depthwise.dx, if that is not null, and finishes the sums that its BatchNorm needs.
+// `before` is null.
 struct ExpandBackward {
   BackwardStage depthwise;
   const uint16_t* x;

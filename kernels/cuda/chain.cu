@@ -34,6 +34,7 @@ class Gpu {
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     shared_memory = static_cast<size_t>(limit) - kReserved;
+    early_ = !debug_ && can_start_early();
   }
 
   template <class Kernel>
@@ -44,7 +45,13 @@ class Gpu {
       STD_CUDA_CHECK(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory)));
     }
-    kernel<<<dim3(count_x, count_y), Kernel::kThreads, shared, stream_>>>(args);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    const cudaLaunchConfig_t config{dim3(count_x, count_y),     Kernel::kThreads, shared, stream_, &early,
+                                    early_ && behind_ ? 1u : 0u};
+    cudaLaunchKernelEx(&config, kernel, args);  // launched() has the error
+    behind_ = true;
   }
 
   // Raises if the launch failed. With NASFAST_CUDA_DEBUG it waits for the kernel, whose errors a later call would
@@ -64,8 +71,20 @@ class Gpu {
  private:
   static constexpr size_t kWithoutAsking = 48 * 1024 - kReserved;  // bytes that every kernel may have
 
+  // Whether the kernels that run on the current device wait by themselves for those in front (run_kernel.h), and the
+  // driver takes such launches in CUDA graphs, too.
+  static bool can_start_early() {
+    int driver = 0;
+    cudaFuncAttributes attributes{};
+    STD_CUDA_CHECK(cudaDriverGetVersion(&driver));
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, run_kernel<ApplyKernel<Bf16>>));
+    return driver >= 12030 && attributes.ptxVersion >= kWaits;
+  }
+
   torch::stable::accelerator::DeviceGuard guard_;  // launches go to the current device
   bool debug_;
+  bool early_ = false;           // whether a kernel may start before the one in front of it in the same call has ended
+  mutable bool behind_ = false;  // whether this call has launched a kernel
   cudaStream_t stream_ = nullptr;
 };
 

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from nasfast.ops import _native, cuda_times
 
 pytest.importorskip("triton")
+from benchmarks.gpu_model.sass import TOOLS
+
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
@@ -65,6 +68,31 @@ def test_every_launch_of_a_step_fits_the_shared_memory_of_a_block(table):
     for row in table:
         assert row["shared_bytes"] + (row["most_asked"] or 0) <= SHARED_OF_A_BLOCK[row["arch"]], row
     assert all(row["blocks_per_sm"] >= 1 for row in table)
+
+
+# instructions that read or write memory of the GPU
+MEMORY = re.compile(r"(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG)")
+
+
+@pytest.mark.skipif(90 not in built_for(), reason="the extension has no kernels for sm_90")
+def test_kernels_wait_for_those_in_front_before_they_touch_memory():
+    """The launches of a call may start early on sm_90, see kernels/cuda/chain.cu."""
+    command = [TOOLS / "cuobjdump", "-sass", "-arch", "sm_90", _native.extension.__file__]
+    before, waited = {}, {}
+    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        if match := re.search(r"Function : (\S+)", line):
+            kernel = match[1]
+            before[kernel], waited[kernel] = [], False
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", line):
+            waited[kernel] |= match[1] == "ACQBULK"
+            if not waited[kernel] and MEMORY.fullmatch(match[1]):
+                before[kernel].append(match[1])
+    chains = [kernel for kernel in waited if "run_kernel" in kernel]
+    assert len(chains) > 100
+    for kernel in chains:
+        assert waited[kernel] and not before[kernel], kernel
+    # the others are launched behind all that is in front of them
+    assert not any(waited[kernel] for kernel in set(waited) - set(chains))
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +151,14 @@ def test_a_step_has_one_launch_for_each_convolution_and_two_for_each_chain(traff
 
 
 def test_a_step_of_the_graph_engine_has_at_most_150_launches(program):
-    found = json.loads(program(str(Path(__file__).parent / "cuda_step.py"), TRITON_INTERPRET="0"))
-    assert sum(found.values()) <= 150
+    step = json.loads(program(str(Path(__file__).parent / "cuda_step.py"), TRITON_INTERPRET="0"))
+    found = step["kernels"]
+    assert sum(found.values()) + step["pytorch"] <= 150
     # of 22 chains, all but that of the head leave their results to the next one, which begins their backward
     assert found["reduce"] == found["apply"] == found["dense_forward"] == 1
+    # the first launch of each chain and direction waits for all that is in front of it
+    chains = sum(count for name, count in found.items() if not name.endswith("_kernel"))
+    assert step["early"] == chains - 2 * 22
     assert "bn_act_kernel" not in found and "bn_act_reduce_kernel" not in found
 
 
