@@ -443,8 +443,13 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
   } else {
     begin = {bits(grad), y, norms.intervals.back(), last.rows, channels, lanes_of(channels), norms.gradients.back()};
   }
+  // Whether stage i writes dz of the stage before: where that is the first one with a kernel, only its sums are wanted.
+  // A depthwise kernel can leave the rest away; in the others each write would take longer.
+  const auto is_read = [&](const StagePlan& s, size_t i) {
+    return i > first || (i == first && (s.kind != cpu::Kind::kDepthwise || (plan.recompute() && i == 1)));
+  };
   const auto size = [&](const StagePlan& s, size_t i) {
-    return i <= first ? 0 : plan.batch * s.height * s.width * s.in_channels;
+    return i > 0 && is_read(s, i) ? plan.batch * s.height * s.width * s.in_channels : 0;
   };
   const Turns turns(grad, plan, size, &memory);
   const uint16_t* dz = bits(grad);
@@ -458,8 +463,7 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
     if (i + 1 == count) stage.handed = handed;
     stage.back = norms.gradients[i].back;
     stage.weight = check.weight(s, conv_weights[i]);
-    // nothing reads what the last of these kernels would write, unless it is the gradient of the input
-    stage.dx = i == 0 ? bits(*dx) : i > first ? turns.of(i) : nullptr;
+    stage.dx = i == 0 ? bits(*dx) : is_read(s, i) ? turns.of(i) : nullptr;
     if (i > 0) {
       stage.before = output_of(saved, plan.stages[i - 1]);
       stage.interval = norms.intervals[i - 1];

@@ -119,8 +119,10 @@ struct ResultRows {
           dz[v] = interval[v].low < y && y < interval[v].high ? out[t][v] : 0;
           sums[v].add(dz[v], y - interval[v].mean);
         }
-        if (stage.dx != nullptr) dx[t * step] = Format::pack(dz[0], dz[1]);
+        ahead[t] = Format::pack(dz[0], dz[1]);
       });
+      if (stage.dx == nullptr) return;
+      each_column<kColumns>(stage.geometry.width - column, [&](int t) { dx[t * step] = ahead[t]; });
     } else {
       each_column<kColumns>(stage.geometry.width - column, [&](int t) {
         const bool more = beside != nullptr;
@@ -128,7 +130,7 @@ struct ResultRows {
                                     more ? out[t][1] + Format::second(ahead[t]) : out[t][1]);
       });
     }
-    dx += stage.dx != nullptr ? stage.geometry.width * step : 0;
+    dx += stage.geometry.width * step;
   }
 };
 

@@ -31,7 +31,7 @@ struct ExpandBackwardKernel {
     Vec4 grad[kLoads], y[kLoads];        // of the next turn
     const uint16_t *next_grad, *next_y;  // the thread's piece of the first pixel of that turn
     const uint16_t* x;                   // the same of x
-    uint16_t* dx;                        // the same of dx, or null, for the thread's channels in expand()
+    uint16_t* dx;                        // the same of dx, for the thread's channels in expand()
     int from, to;  // places of its strip in the rows of dy and of the result; -1 if this thread has nothing to do
     int columns;   // columns of the result that it makes
   };
@@ -84,7 +84,7 @@ struct ExpandBackwardKernel {
       block.sync();
       if (row + Rows::kTurnRows < end) load<0, kEarly>(block, args, rows, row + Rows::kTurnRows, state, shared);
       if (x_count > 0) expand(block, args, channel, x_begin, x_count, state, shared);
-      block.each([&](int thread) { state[thread].dx += stage.dx != nullptr ? 2 * g.width * g.out_channels : 0; });
+      block.each([&](int thread) { state[thread].dx += 2 * g.width * g.out_channels; });
     };
     int row = begin;
     NASFAST_NO_UNROLL
@@ -179,7 +179,7 @@ struct ExpandBackwardKernel {
     s.next_grad = stage.grad + place;
     s.next_y = stage.y + place;
     s.x = args.stage.x + x_pixel * args.tile.channels + args.tile.piece(thread);
-    s.dx = stage.dx != nullptr ? stage.dx + x_pixel * g.out_channels + mine : nullptr;
+    s.dx = stage.dx + x_pixel * g.out_channels + mine;
   }
 
   // Loads pieces of dz and of the output of the depthwise convolution for the turn that begins at `row` of dy. For what
@@ -322,7 +322,6 @@ struct ExpandBackwardKernel {
   static NASFAST_DEVICE void expand(const Block& block, const Args& args, int channel, int begin, int end,
                                     Local<Thread>& state, unsigned char* shared) {
     const int channels = args.stage.depthwise.geometry.out_channels;
-    const bool wanted = args.stage.depthwise.dx != nullptr;
     const ExpandBackwardMemory& at = args.memory;
     const uint16_t* const weights = reinterpret_cast<const uint16_t*>(shared + at.weights);
     const uint16_t* const x = reinterpret_cast<const uint16_t*>(shared + at.x);
@@ -363,7 +362,7 @@ struct ExpandBackwardKernel {
               }
               v.v[i] = Format::pack(dz[0], dz[1]);
             }
-            if (place >= 0 && channel + piece < channels && wanted) *reinterpret_cast<Vec4*>(s.dx + place) = v;
+            if (place >= 0 && channel + piece < channels) *reinterpret_cast<Vec4*>(s.dx + place) = v;
           }
         });
       }

@@ -113,7 +113,7 @@ struct PointwiseBackward {
       });
     };
     const auto write = [&](const Warp& warp, int tile, int rows, auto& acc) {
-      uint16_t* dx = args.dx != nullptr ? args.dx + result.from(tile) : nullptr;
+      uint16_t* dx = args.dx + result.from(tile);
       warp.each([&](int lane) {
         const int thread = 32 * warp.index + lane;
         if (args.before != nullptr) {
@@ -192,7 +192,7 @@ struct PointwiseBackward {
           const float first = dz(both[2 * h], Format::first(y), 2 * j);
           v.v[2 * half + j] = Format::pack(first, dz(both[2 * h + 1], Format::second(y), 2 * j + 1));
         }
-        if (half == 1 && dx != nullptr) store_vector(dx + at, v);
+        if (half == 1) store_vector(dx + at, v);
       });
     }
   }
