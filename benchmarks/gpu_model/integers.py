@@ -251,7 +251,8 @@ def _load_constant(regs: Registers, ins: Instruction, sure: bool) -> None:
     if "64" in ins.modifiers:
         regs.put_pair(to, regs.pair(source), sure=sure)
     else:
-        regs.put(to, regs.get(source) if not ins.modifiers & {"U8", "U16", "S8", "S16"} else None, sure=sure)
+        narrow = ins.modifiers & {"U8", "U16", "S8", "S16"}
+        regs.put(to, regs.constant(source, *narrow) if narrow else regs.get(source), sure=sure)
 
 
 def _move(regs: Registers, ins: Instruction, sure: bool) -> None:

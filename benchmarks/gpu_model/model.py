@@ -227,6 +227,11 @@ def _product_cycles(gpu: Gpu, walk: Walk) -> float:
     return walk.products["HMMA"] / (16 * 8 * 16) * gpu.multiply_cycles + walk.products["HGMMA"] / _GROUP_PRODUCTS
 
 
+def pytorch_us(step: Step, arch: int) -> float:
+    """Estimate of the microseconds of PyTorch's launches, whose machine code is not followed: fixed cost and bytes."""
+    return step.aten_launches * LAUNCH_US[arch] + step.aten_bytes / GPUS[arch].bandwidth * 1e6
+
+
 # the constants of a kernel that a sample has in every combination: stencils, and tiles of a product
 _VARIED = ("KERNEL", "STRIDE", "BN", "BK")
 
@@ -393,7 +398,9 @@ def main() -> None:
         early = sum(launch.early for launch in step.launches) if EARLY_US[arch] else 0
         fixed = count * LAUNCH_US[arch] - early * EARLY_US[arch]
         print(f"fixed cost of {count} launches, {early} of which may start early, assumed: {fixed:.0f}")
-        rows.append({"arch": arch, "gpu": GPUS[arch].name, "kernels": kernels})
+        others = pytorch_us(step, arch)
+        print(f"not in the table: the {step.aten_launches} launches of PyTorch, {others:.0f} by fixed cost and bytes")
+        rows.append({"arch": arch, "gpu": GPUS[arch].name, "kernels": kernels, "pytorch_us": others})
     if args.out:
         write_json(args.out, rows)
 

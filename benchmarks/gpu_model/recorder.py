@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -120,12 +121,14 @@ class Step:
     Attributes:
         launches: launches of Triton and CUDA kernels, in order.
         aten: number of PyTorch's launches by (phase, operator).
+        aten_bytes: size of the tensors that these read and write.
         chains: how often each chain ran.
         configuration, chain: those of the launch that is being recorded.
     """
 
     launches: list[Launch] = field(default_factory=list)
     aten: Counter[tuple[str, str]] = field(default_factory=Counter)
+    aten_bytes: int = 0
     chains: Counter[Chain] = field(default_factory=Counter)
     configuration: tuple[str, str] | None = None
     chain: Chain | None = None
@@ -353,6 +356,8 @@ class _CountLaunches(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not func.is_view and not func._opname.startswith(_NO_LAUNCH) and (count := _launches_of(func, args, out)):
             self.step.aten[_phase(sys._getframe(1)), func._opname] += count
+            touched = {t.data_ptr(): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
+            self.step.aten_bytes += sum(t.numel() * t.element_size() for t in touched.values())
         return out
 
     def _record_chain(self, func: Any, given: dict[str, Any]) -> Any:

@@ -58,6 +58,18 @@ class Registers:
             return not found if found is True or found is False else found
         return self.truths.get(predicate)
 
+    def constant(self, operand: str, kind: str) -> Value:
+        """The value of a constant of 8 or 16 bits, whose `kind` is such as U8."""
+        found = _CONSTANT.match(operand)
+        if not found or found[1]:
+            return None
+        at, bits = int(found[2], 16), int(kind[1:])
+        word = self.constants.get(at - at % 4)
+        if word is None:
+            return None
+        value = word >> 8 * (at % 4) & (1 << bits) - 1
+        return (value - (1 << bits)) & MASK if kind[0] == "S" and value >> bits - 1 else value
+
     def get(self, operand: str) -> Value:
         """The value of an operand: a register, constant or number, perhaps negated or inverted."""
         found = self.values.get(operand, self)

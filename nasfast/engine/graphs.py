@@ -35,6 +35,7 @@ from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Remains, Unmade
 from nasfast.ops.modules import FusedConvBNAct, run_in_order
 from nasfast.ops.plan import stage_kind
+from nasfast.ops.rounded import Rounded
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
 from nasfast.supernet.classify import Classify
@@ -62,17 +63,19 @@ class MemoryPlan:
     Attributes:
         boundaries: activations between the layers and their gradients.
         gradients: gradients of the parameters that train.
+        rounded: copies of frozen weights in 16 bits.
         arenas: for each layer, the most that one of its candidates keeps from forward to backward; the stem is first,
             the head last. Counted here is also what a candidate leaves of its output, which lies between the layers.
     """
 
     boundaries: int
     gradients: int
+    rounded: int
     arenas: tuple[int, ...]
 
     @property
     def total(self) -> int:
-        return self.boundaries + self.gradients + sum(self.arenas)
+        return self.boundaries + self.gradients + self.rounded + sum(self.arenas)
 
     def __str__(self) -> str:
         def mib(count: int) -> str:
@@ -80,6 +83,7 @@ class MemoryPlan:
 
         return (
             f"CUDA graphs: {mib(self.total)} = boundaries {mib(self.boundaries)} + gradients {mib(self.gradients)} + "
+            f"weights in 16 bits {mib(self.rounded)} + "
             f"kept activations {mib(sum(self.arenas))} (largest layer {mib(max(self.arenas))})"
         )
 
@@ -130,9 +134,10 @@ class GraphEngine:
             _logger.info("%s", self.plan)
         self._capture = self.capture or CudaCapture(self.device)
         self._allocate(boundaries)
-        if self.bf16:
-            self._classify.round(torch.bfloat16)
         _lay_out(self.net)
+        self._rounded = Rounded(torch.bfloat16) if self.bf16 else None
+        if self._rounded is not None:
+            self._classify.round(self._rounded)
 
     def check_memory(self, *, free: int) -> None:
         """Check that the plan fits into this many free bytes.
@@ -204,7 +209,16 @@ class GraphEngine:
         boundaries.pop()  # the logits
         sizes = sum(2 * math.prod(shape) * dtype.itemsize for shape, dtype in boundaries)
         gradients = sum(p.numel() * p.element_size() for p in self._trainable)
-        return boundaries, MemoryPlan(sizes, gradients, tuple(arenas))
+        return boundaries, MemoryPlan(sizes, gradients, self._rounded_bytes(), tuple(arenas))
+
+    def _rounded_bytes(self) -> int:
+        """The most that the copies of frozen weights need: of the classifier, and of pointwise convolutions."""
+        if not self.bf16:
+            return 0
+        units = (module.conv for module in self.net.modules() if isinstance(module, FusedConvBNAct))
+        pointwise = (conv.weight for conv in units if conv.groups == 1 and conv.kernel_size == (1, 1))
+        frozen = (p for p in (*self.net.classifier.parameters(), *pointwise) if not p.requires_grad)
+        return sum(p.numel() for p in frozen) * torch.bfloat16.itemsize
 
     def _allocate(self, boundaries: list[tuple[torch.Size, torch.dtype]]) -> None:
         def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -256,6 +270,7 @@ class GraphEngine:
                 target_grad=None if last else self._gradients[i],
                 parameters=[p for p in used if p.requires_grad],
                 autocast=self._autocast,
+                rounded=self._rounded,
                 memory=twins[0].gradients if twins else None,
             )
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
@@ -308,7 +323,8 @@ class GraphEngine:
         return segments
 
     def _replay(self, x: Tensor, y: Tensor, paths: list[list[Segment]]) -> StepResult:
-        self._classify.refresh()
+        if self._rounded is not None:
+            self._rounded.refresh()
         self.images.copy_(x)
         self.labels.copy_(y)
         outcomes = []

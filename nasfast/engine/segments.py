@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nasfast.engine.capture import Replay
 from nasfast.ops import destinations
+from nasfast.ops.rounded import Rounded
 from nasfast.ops.training import cross_entropy
 
 
@@ -33,6 +34,7 @@ class Segment:
         source_grad, target_grad: buffers of their gradients; None if nothing before them trains.
         parameters: the parameters of the module that train.
         autocast: makes the context in which forward runs.
+        rounded: copies of frozen weights in the type of autocast; None without autocast.
         memory: memory for `gradients`, that of a segment with the same parameters; None for memory of its own.
         gradients: memory for the gradients of the parameters, one after another; backward writes those in `reached`.
         left: what the target is made from behind forward; None if it is there.
@@ -54,6 +56,7 @@ class Segment:
     target_grad: Tensor | None
     parameters: list[nn.Parameter]
     autocast: Callable[[], Any]
+    rounded: Rounded | None
     memory: Tensor | None
     gradients: Tensor = field(init=False)
     left: destinations.Unmade | None = field(init=False, default=None)
@@ -117,6 +120,7 @@ class Segment:
             input_gradient=self.source_grad,
             parameter_gradients=slots,
             remains=self.remains,
+            rounded=self.rounded,
         )
         with self.autocast(), destinations.offered(self._offer):
             y = self.module(self._x)

@@ -8,6 +8,8 @@ A caller may also let an operator leave its result unmade: the last BatchNorm of
 pixels, so its result takes a launch of its own, unless the next chain makes it while it reads it. The chains of the
 CUDA kernels can do both. In backward, the BatchNorm that was left needs two sums over all pixels of the gradient of the
 result. Whoever made the result begins this: with its last kernel, or with a launch of its own.
+
+With the memory, a caller may offer copies of frozen weights in 16 bits.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.ops.arrivals import zeros
+from nasfast.ops.rounded import Rounded
 
 # An operator keeps the offer of its forward for its backward, because backward may run in another thread.
 _here = threading.local()
@@ -121,6 +124,7 @@ class Offer:
         parameter_gradients: a contiguous buffer for the gradient of each of these parameters.
         remains: memory for what the operator that takes `result` may leave instead of writing it; None if it must
             write it.
+        rounded: copies of frozen weights in 16 bits; None for none.
 
     Attributes:
         result_taken: whether an operator has taken `result`.
@@ -139,7 +143,9 @@ class Offer:
         input_gradient: Tensor | None,
         parameter_gradients: Mapping[nn.Parameter, Tensor],
         remains: Remains | None,
+        rounded: Rounded | None = None,
     ) -> None:
+        self.rounded = rounded
         self._source, self._unmade, self._result, self._remains = source, unmade, result, remains
         self._input_gradient = input_gradient
         self._images = {"result": result, "input_gradient": input_gradient}
@@ -246,6 +252,13 @@ def new_image(
     if buffer is None:
         buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
     return buffer
+
+
+def rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A frozen weight in this type if the caller keeps it in this type, otherwise as it is."""
+    offer = current()
+    rounded = None if offer is None else offer.rounded
+    return weight if rounded is None or rounded.dtype != dtype else rounded.of(weight)
 
 
 def unmade_input(x: Tensor) -> Unmade | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nasfast.ops.modules import has_forward_hooks, run_in_order
 from nasfast.ops.nhwc import pixel_mean
+from nasfast.ops.rounded import Rounded
 
 
 class Classify:
@@ -22,31 +22,19 @@ class Classify:
 
     def __init__(self, head: nn.Sequential, classifier: nn.Module) -> None:
         self.head, self.classifier = head, classifier
-        # by name: a parameter, its rounded copy, and the version of the parameter that was rounded
-        self._rounded: dict[str, tuple[nn.Parameter, Tensor, int]] = {}
+        self._rounded: Rounded | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         features = pixel_mean(run_in_order(self.head, x))
-        if not self._rounded:
-            return self.classifier(features)
+        linear = self.classifier
+        if self._rounded is None or type(linear) is not nn.Linear or has_forward_hooks(linear):
+            return linear(features)
         weight, bias = (
-            self._rounded[name][1] if name in self._rounded else getattr(self.classifier, name)
-            for name in ("weight", "bias")
+            parameter if parameter is None or parameter.requires_grad else self._rounded.of(parameter)
+            for parameter in (linear.weight, linear.bias)
         )
         return F.linear(features, weight, bias)
 
-    def round(self, dtype: torch.dtype) -> None:
-        """Keep frozen parameters of the classifier in the type in which autocast would round them at every step."""
-        linear = self.classifier
-        if type(linear) is not nn.Linear or has_forward_hooks(linear):
-            return
-        for name, parameter in linear.named_parameters():
-            if not parameter.requires_grad:
-                self._rounded[name] = parameter, parameter.detach().to(dtype), parameter._version
-
-    def refresh(self) -> None:
-        """Round parameters again that have changed, as when a state dict was loaded; it waits for nothing."""
-        for name, (parameter, rounded, version) in self._rounded.items():
-            if parameter._version != version:
-                rounded.copy_(parameter.detach())
-                self._rounded[name] = parameter, rounded, parameter._version
+    def round(self, rounded: Rounded) -> None:
+        """From now on, take frozen parameters of the classifier from `rounded`, in the type of autocast."""
+        self._rounded = rounded

@@ -19,7 +19,7 @@ from nasfast.ops import _native, _triton, backends, bn_act, conv_bn_act_chain, m
 from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Offer
 from nasfast.ops.modules import BNAct2d
-from nasfast.ops.plan import storage_dtype
+from nasfast.ops.plan import Kind, read_plan, storage_dtype
 from nasfast.spaces import Block, FixedLayer, Stage
 from nasfast.supernet import Supernet
 
@@ -359,20 +359,51 @@ def test_a_candidate_with_a_hook_neither_leaves_nor_makes(emulated, begun_by_lau
 
 
 @emulates
-def test_a_classifier_that_is_frozen_is_rounded_again_when_it_has_changed(emulated):
+@pytest.mark.parametrize("name", ["classifier", "layers.0.candidates.0.expand.conv"])
+def test_frozen_weights_are_rounded_again_when_they_have_changed(emulated, name):
     space = tiny_space(resolution=8)
     eager_net, net = networks(space, "indicators")
     images, labels = random_batch(space, 2, device=DEVICE)
     engines = EagerEngine(eager_net, bf16=True), GraphEngine(net, tuple(images.shape), bf16=True, capture=capture())
     losses = []
-    for scale in (1.0, 3.0):
+    for flip in (1.0, -1.0):
         for one in (eager_net, net):
             with torch.no_grad():
-                one.classifier.weight.mul_(scale)
+                one.get_submodule(name).weight.mul_(flip)
         want, got = (engine.forward_backward(images, labels, [(0, 1, 0, 1)]).loss for engine in engines)
         assert torch.equal(want, got)
         losses.append(got)
     assert losses[0] != losses[1]
+
+
+@emulates
+def test_pointwise_kernels_read_frozen_weights_in_16_bits(emulated, monkeypatch):
+    """They are at the same place at every step, because graphs have their addresses."""
+    read, forward = [], torch.ops.nasfast.conv_bn_act_chain_gpu_fwd
+
+    def reading(**arguments):
+        stages = read_plan(arguments["plan"]).stages
+        read.extend(zip(stages, [(w.dtype, w.data_ptr()) for w in arguments["conv_weights"]], strict=True))
+        return forward(**arguments)
+
+    monkeypatch.setattr(torch.ops.nasfast, "conv_bn_act_chain_gpu_fwd", reading)
+    space = tiny_space(resolution=8)
+    _, net = networks(space, "bn")
+    images, labels = random_batch(space, 2, device=DEVICE)
+    engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture())
+    steps = []
+    for _ in range(2):
+        read.clear()
+        engine.forward_backward(images, labels, [(0, 1, 0, 1)])
+        steps.append(set(read))
+    assert steps[0] == steps[1]
+    for stage, (dtype, _) in steps[0]:
+        # the kernels that compute an expansion again do more with its weights than to round them
+        rounds = stage.kind == Kind.POINTWISE and stage.saved_at is not None
+        assert dtype == (torch.bfloat16 if rounds else torch.float32)
+    assert {dtype for _, (dtype, _) in steps[0]} == {torch.bfloat16, torch.float32}
+    copies = sum(copy.numel() * copy.element_size() for _, copy in engine._rounded._copies.values())
+    assert 0 < copies <= engine.plan.rounded
 
 
 def test_gradients_of_parameters_outside_the_path_are_none_after_an_eager_step_too():
@@ -417,7 +448,7 @@ def test_the_memory_plan_counts_boundaries_gradients_and_what_is_kept():
     assert plan.boundaries == 2 * held
     assert plan.gradients == 4 * sum(p.numel() for p in net.parameters() if p.requires_grad)
     assert len(plan.arenas) == len(space.layers) + 2 and all(plan.arenas[1:])
-    assert plan.total == plan.boundaries + plan.gradients + sum(plan.arenas)
+    assert plan.total == plan.boundaries + plan.gradients + plan.rounded + sum(plan.arenas)
     assert "CUDA graphs:" in str(plan) and "kept activations" in str(plan)
 
 

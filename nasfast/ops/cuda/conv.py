@@ -14,8 +14,15 @@ from torch import Tensor
 from nasfast.ops import cuda_reasons
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.chain_launch import check_backward, check_forward, new_gradients
-from nasfast.ops.destinations import begun_backward, leave_result, new_image, unmade_input, what_was_left
-from nasfast.ops.plan import KEPT_PLANS, ChainPlan, read_plan
+from nasfast.ops.destinations import (
+    begun_backward,
+    leave_result,
+    new_image,
+    rounded_weight,
+    unmade_input,
+    what_was_left,
+)
+from nasfast.ops.plan import KEPT_PLANS, ChainPlan, Kind, read_plan
 
 
 def _counters(like: Tensor, plan: list[int]) -> Tensor:
@@ -48,6 +55,13 @@ def _aligned(tensor: Tensor) -> Tensor:
     The kernels read 16 bytes at a time.
     """
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _weights(chain: ChainPlan, weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The weights as the kernels get them: in 16 bits where they would only be rounded, and somebody keeps them so."""
+    rounded = [stage.kind == Kind.POINTWISE and stage.saved_at is not None for stage in chain.stages]
+    found = zip(weights, rounded, strict=True)
+    return [_aligned(rounded_weight(weight, dtype) if only_rounds else weight) for weight, only_rounds in found]
 
 
 def _refuse_running_statistics(batch: list[bool]) -> None:
@@ -89,7 +103,7 @@ def conv_bn_act_chain_fwd(
     statistics = x.new_empty(chain.statistics_elements("cuda"), dtype=torch.float64)
     torch.ops.nasfast.conv_bn_act_chain_gpu_fwd(
         x=x,
-        conv_weights=[_aligned(weight) for weight in conv_weights],
+        conv_weights=_weights(chain, conv_weights, x.dtype),
         bn_weights=bn_weights,
         bn_biases=bn_biases,
         added=added,
@@ -134,7 +148,7 @@ def conv_bn_act_chain_bwd(
             x=None if x is None else _aligned(x),
             saved=saved,
             statistics=statistics,
-            conv_weights=[_aligned(weight) for weight in conv_weights],
+            conv_weights=_weights(chain, conv_weights, grad.dtype),
             bn_weights=bn_weights,
             add_input=add_input,
             dx=dx if wants[0] else None,
