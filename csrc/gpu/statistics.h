@@ -101,6 +101,10 @@ struct TwoFloats {
     low += (high - (s - t)) + (x - t);
     high = s;
   }
+  NASFAST_DEVICE void add(const TwoFloats& other) {
+    add(other.high);
+    low += other.low;
+  }
   NASFAST_DEVICE double value() const { return static_cast<double>(high) + low; }
 };
 
@@ -109,6 +113,13 @@ struct TwoFloats {
 constexpr int kGroup = 32;
 constexpr int kOneLevel = 48;
 constexpr int kMostRows = 64 * kGroup;
+// The fewest channels of which a warp adds rows: the fewer it has, the more lanes share the rows of a channel.
+constexpr int kFewestChannels = 4;
+// With more rows than kOneLevel there is also one level only if this many lanes can add them, one row after another.
+constexpr int kOneLevelLanes = 28 * 32;
+// Numbers in shared memory: of the rows that one block adds.
+constexpr int kNumbers = kOneLevelLanes / kFewestChannels;
+static_assert(kNumbers >= kOneLevel && kNumbers >= kMostRows / kGroup, "a number for each row of one level");
 
 // Counters that a launch needs for each of its groups of channels.
 NASFAST_ANYWHERE int counters_of(int rows) { return rows <= kOneLevel ? 1 : 1 + (rows + kGroup - 1) / kGroup; }
@@ -166,52 +177,140 @@ struct RowTotal {
   double first, second;
 };
 
+// What a thread adds up of the rows of one channel; first and second are relative to the pivot with kMoments.
+struct RowSums {
+  TwoFloats first, second;
+  float count = 0, pivot = 0;
+
+  NASFAST_DEVICE void add(const RowSums& other) {
+    first.add(other.first);
+    second.add(other.second);
+    count += other.count;
+  }
+  template <bool kMoments>
+  NASFAST_DEVICE RowTotal total() const {
+    const double sum = first.value(), square = second.value();
+    if (!kMoments) return {sum, square};
+    // the sum of squares around pivot + shift; a shift that is rounded changes it by the square of its error only
+    const float shift = count > 0 ? static_cast<float>(sum) / count : 0;
+    const double m2 = square - shift * (2 * sum - static_cast<double>(count) * shift);
+    return {static_cast<double>(pivot) + shift, m2 > 0 ? m2 : (m2 == m2 ? 0. : m2)};
+  }
+};
+
+// Rows [begin, end) of the table of partial results, of which a thread adds every `step`-th one, from begin + `from` on.
+struct RowRange {
+  int begin, end, from, step;
+};
+
 // Adds rows of pairs of one channel. A pair is the mean and the m2 of numbers[row - begin] numbers with kMoments, and two
 // sums without. The mean of the first row is subtracted from every mean. So one pass over the rows is enough: a sum of
 // squared means would be so large that m2 lost its digits.
 template <bool kMoments>
-NASFAST_DEVICE RowTotal add_rows(const Vec2* at, int stride, int begin, int end, const float* numbers) {
-  constexpr int kAhead = 16;  // loads that are under way at once
-  TwoFloats first, second;
-  float count = 0, pivot = 0;
+NASFAST_DEVICE RowSums add_rows(const Vec2* at, int stride, const RowRange& range, const float* numbers) {
+  constexpr int kAhead = 8;  // loads that are under way at once
+  RowSums sums;
+  if (kMoments) sums.pivot = as_float(load_fresh(at + int64_t{range.begin} * stride).v[0]);
+  at += int64_t{range.begin + range.from} * stride;
+  numbers += range.from;
+  int left = range.end - range.begin - range.from;
+  const int step = range.step * stride;
   NASFAST_NO_UNROLL
-  for (int row = begin; row < end; row += kAhead) {
+  for (; left > 0; left -= kAhead * range.step) {
     Vec2 pair[kAhead];
     NASFAST_UNROLL
-    for (int i = 0; i < kAhead; ++i) pair[i] = row + i < end ? load_fresh(at + int64_t{row + i} * stride) : Vec2{0, 0};
-    if (row == begin) pivot = as_float(pair[0].v[0]);
+    for (int i = 0; i < kAhead; ++i) {
+      pair[i] = i * range.step < left ? load_fresh(at + i * step) : Vec2{0, 0};
+    }
     NASFAST_UNROLL
     for (int i = 0; i < kAhead; ++i) {
       const float a = as_float(pair[i].v[0]), b = as_float(pair[i].v[1]);
       if (kMoments) {
-        const float weight = row + i < end ? numbers[row + i - begin] : 0.f;
-        const float distance = a - pivot, weighted = weight * distance;
-        count += weight;
-        first.add(weighted);
-        second.add(fma(weighted, distance, b));
+        const float weight = i * range.step < left ? numbers[i * range.step] : 0.f;
+        const float distance = a - sums.pivot, weighted = weight * distance;
+        sums.count += weight;
+        sums.first.add(weighted);
+        sums.second.add(fma(weighted, distance, b));
       } else {
-        first.add(a);
-        second.add(b);
+        sums.first.add(a);
+        sums.second.add(b);
       }
     }
+    at += kAhead * step;
+    numbers += kAhead * range.step;
   }
-  const double sum = first.value(), square = second.value();
-  if (!kMoments) return {sum, square};
-  // the sum of squares around pivot + shift; a shift that is rounded changes it by the square of its error only
-  const float shift = count > 0 ? static_cast<float>(sum) / count : 0;
-  const double m2 = square - shift * (2 * sum - static_cast<double>(count) * shift);
-  return {static_cast<double>(pivot) + shift, m2 > 0 ? m2 : (m2 == m2 ? 0. : m2)};
+  return sums;
 }
 
-// Fills numbers[i] with how many numbers of a channel row i has or, with more than kOneLevel rows, the rows of group i.
-template <int kThreads, class Block, class Count>
-NASFAST_DEVICE void count_numbers(const Block& block, int rows, const Count& count, float* numbers) {
-  if (rows <= kOneLevel) {
-    block.each([&](int thread) {
-      for (int i = thread; i < rows; i += kThreads) numbers[i] = count(i);
-    });
-    return;
+// Threads that share the rows of a channel are in one warp, which then has fewer channels: as many as this. The warps of
+// a block together have all `mine` channels, if they have so many threads.
+template <int kThreads>
+NASFAST_DEVICE int channels_of_warp(int mine) {
+  int channels = 32;
+  while (channels > kFewestChannels && kThreads / 32 * (channels / 2) >= mine) channels /= 2;
+  return channels;
+}
+
+// Adds the rows [begin, end) of the `mine` channels from `first` on, and calls finish.complete() for each channel.
+template <int kThreads, bool kMoments, class Block, class Finish>
+NASFAST_DEVICE void add_channels(const Block& block, const Reduction& r, int first, int mine, int begin, int end,
+                                 const float* numbers, const Finish& finish) {
+  const int width = channels_of_warp<kThreads>(mine);
+  block.warps([&](const Warp& warp) {
+    Local<RowSums> sums(warp), others(warp);
+    Local<typename Finish::Known> known(warp);
+    NASFAST_NO_UNROLL
+    for (int base = warp.index * width; base < mine; base += kThreads / 32 * width) {
+      warp.each([&](int lane) {
+        const int c = base + lane % width;
+        if (c >= mine) return;
+        known[lane] = finish.load(first + c);
+        sums[lane] =
+            add_rows<kMoments>(r.partial + first + c, r.channels, {begin, end, lane / width, 32 / width}, numbers);
+      });
+      NASFAST_NO_UNROLL
+      for (int bit = width; bit < 32; bit *= 2) {
+        const auto other = [&](int lane) { return lane ^ bit; };
+        warp.each([&](int lane) { others[lane] = sums[lane]; });
+        warp.from_lane([&](int lane) -> float& { return others[lane].first.high; }, other);
+        warp.from_lane([&](int lane) -> float& { return others[lane].first.low; }, other);
+        warp.from_lane([&](int lane) -> float& { return others[lane].second.high; }, other);
+        warp.from_lane([&](int lane) -> float& { return others[lane].second.low; }, other);
+        if (kMoments) warp.from_lane([&](int lane) -> float& { return others[lane].count; }, other);
+        warp.each([&](int lane) { sums[lane].add(others[lane]); });
+      }
+      warp.each([&](int lane) {
+        const int c = base + lane;
+        if (lane < width && c < mine) finish.complete(first + c, known[lane], sums[lane].template total<kMoments>());
+      });
+    }
+  });
+}
+
+// Leaves what a group of rows adds up to in a row behind those of all blocks.
+struct GroupFinish {
+  struct Known {};
+  const Reduction& r;
+  int row;
+
+  NASFAST_DEVICE Known load(int) const { return {}; }
+  NASFAST_DEVICE void complete(int c, const Known&, const RowTotal& t) const {
+    r.partial[int64_t{row} * r.channels + c] = {as_bits(static_cast<float>(t.first)),
+                                                as_bits(static_cast<float>(t.second))};
   }
+};
+
+// Fills numbers[i] with how many numbers of a channel row i has.
+template <int kThreads, class Block, class Count>
+NASFAST_DEVICE void count_rows(const Block& block, int rows, const Count& count, float* numbers) {
+  block.each([&](int thread) {
+    for (int i = thread; i < rows; i += kThreads) numbers[i] = count(i);
+  });
+  block.sync();
+}
+// Fills numbers[i] with how many the rows of group i have.
+template <int kThreads, class Block, class Count>
+NASFAST_DEVICE void count_groups(const Block& block, int rows, const Count& count, float* numbers) {
   static_assert(kGroup == 32, "a lane has a row of a group");
   block.warps([&](const Warp& warp) {
     Local<float> sum(warp);
@@ -224,97 +323,94 @@ NASFAST_DEVICE void count_numbers(const Block& block, int rows, const Count& cou
       });
     }
   });
+  block.sync();
 }
 
 // Completes the reduction of the `mine` channels from `first` on. Every block calls it once, after it has written its row
 // to partial[row * channels + first ...]; no barrier is needed in between.
 //   group: the number of this group of channels; each group has counters of its own.
 //   count(row): how many numbers of a channel that block has, for moments.
-//   finish(channel): is called in the last block, for each channel by one thread. It loads what it needs while the rows
-//     are on their way, and returns a function that gets their RowTotal.
+//   finish: for each channel, one thread of the last block calls finish.complete(channel, known, total) with what
+//     finish.load(channel) gave to every thread of the channel while the rows were on their way.
 template <int kThreads, bool kMoments, class Block, class Count, class Finish>
 NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row, int group, int first, int mine,
                                 const Count& count, const Finish& finish) {
   int* counters = r.counters + group * counters_of(r.rows);
-  static_assert(kMostRows / kGroup >= kOneLevel, "a number for each row of one level");
-  float* numbers = block.template shared_floats<kMostRows / kGroup>();
-  int begin = 0, end = r.rows;
-  if (r.rows > kOneLevel) {
-    const int groups = (r.rows + kGroup - 1) / kGroup, here = row / kGroup, from = here * kGroup;
-    const int rows = r.rows - from < kGroup ? r.rows - from : kGroup;
-    if (!block.comes_last(counters + 1 + here, rows)) return;
-    if (kMoments) {
-      block.each([&](int thread) {
-        for (int i = thread; i < rows; i += kThreads) numbers[i] = count(from + i);
-      });
-      block.sync();
-    }
-    block.each([&](int thread) {
-      for (int c = thread; c < mine; c += kThreads) {
-        const RowTotal t = add_rows<kMoments>(r.partial + first + c, r.channels, from, from + rows, numbers);
-        r.partial[int64_t{r.rows + here} * r.channels + first + c] = {as_bits(static_cast<float>(t.first)),
-                                                                      as_bits(static_cast<float>(t.second))};
-      }
-    });
-    begin = r.rows;
-    end = r.rows + groups;
-    if (!block.comes_last(counters, groups)) return;
-  } else if (!block.comes_last(counters, r.rows)) {
+  float* numbers = block.template shared_floats<kNumbers>();
+  if (r.rows <= kOneLevel || r.rows * channels_of_warp<kThreads>(mine) <= kOneLevelLanes) {
+    if (!block.comes_last(counters, r.rows)) return;
+    if (kMoments) count_rows<kThreads>(block, r.rows, count, numbers);
+    add_channels<kThreads, kMoments>(block, r, first, mine, 0, r.rows, numbers, finish);
     return;
   }
-  if (kMoments) {
-    count_numbers<kThreads>(block, r.rows, count, numbers);
-    block.sync();
-  }
-  block.each([&](int thread) {
-    for (int c = thread; c < mine; c += kThreads) {
-      const auto complete = finish(first + c);
-      complete(add_rows<kMoments>(r.partial + first + c, r.channels, begin, end, numbers));
-    }
-  });
+  const int groups = (r.rows + kGroup - 1) / kGroup, here = row / kGroup, from = here * kGroup;
+  const int rows = r.rows - from < kGroup ? r.rows - from : kGroup;
+  if (!block.comes_last(counters + 1 + here, rows)) return;
+  if (kMoments) count_rows<kThreads>(block, rows, [&](int i) { return count(from + i); }, numbers);
+  add_channels<kThreads, kMoments>(block, r, first, mine, from, from + rows, numbers, GroupFinish{r, r.rows + here});
+  if (!block.comes_last(counters, groups)) return;
+  if (kMoments) count_groups<kThreads>(block, r.rows, count, numbers);
+  add_channels<kThreads, kMoments>(block, r, first, mine, r.rows, r.rows + groups, numbers, finish);
 }
+
+struct NormFinish {
+  struct Known {
+    float gamma, beta;
+  };
+  const Norm& norm;
+
+  NASFAST_DEVICE Known load(int c) const { return {norm.gamma[c], norm.beta[c]}; }
+  NASFAST_DEVICE void complete(int c, const Known& known, const RowTotal& total) const {
+    const double mean = total.first, variance = total.second * norm.share;
+    norm.statistics[c] = mean;
+    norm.statistics[norm.reduction.channels + c] = variance;
+    const float scale = known.gamma / sqrtf(static_cast<float>(variance) + norm.eps);
+    const float shift = fma(-static_cast<float>(mean), scale, known.beta);
+    norm.fold[c] = {scale, shift};
+    norm.interval[c] = interval_of(norm.act, scale, shift, static_cast<float>(mean));
+    if (norm.left_gamma == nullptr) return;
+    norm.left_gamma[c] = known.gamma;
+    norm.left_statistics[c] = mean;
+    norm.left_statistics[norm.reduction.channels + c] = static_cast<float>(variance) + norm.eps;
+  }
+};
 
 // Forward: the partial rows are (mean, m2) of this block's numbers; leaves statistics, fold and interval.
 template <int kThreads, class Block, class Count>
 NASFAST_DEVICE void finish_norm(const Block& block, const Norm& norm, int row, int group, int first, int mine,
                                 const Count& count) {
-  reduce_rows<kThreads, true>(block, norm.reduction, row, group, first, mine, count, [&norm](int c) {
-    const float gamma = norm.gamma[c], beta = norm.beta[c];
-    return [&norm, c, gamma, beta](const RowTotal& total) {
-      const double mean = total.first, variance = total.second * norm.share;
-      norm.statistics[c] = mean;
-      norm.statistics[norm.reduction.channels + c] = variance;
-      const float scale = gamma / sqrtf(static_cast<float>(variance) + norm.eps);
-      const float shift = fma(-static_cast<float>(mean), scale, beta);
-      norm.fold[c] = {scale, shift};
-      norm.interval[c] = interval_of(norm.act, scale, shift, static_cast<float>(mean));
-      if (norm.left_gamma == nullptr) return;
-      norm.left_gamma[c] = gamma;
-      norm.left_statistics[c] = mean;
-      norm.left_statistics[norm.reduction.channels + c] = static_cast<float>(variance) + norm.eps;
-    };
-  });
+  reduce_rows<kThreads, true>(block, norm.reduction, row, group, first, mine, count, NormFinish{norm});
 }
+
+struct GradientFinish {
+  struct Known {
+    double mean, variance;
+    float gamma;
+  };
+  const NormGradient& g;
+
+  NASFAST_DEVICE Known load(int c) const {
+    return {g.statistics[c], g.statistics[g.reduction.channels + c], g.gamma[c]};
+  }
+  NASFAST_DEVICE void complete(int c, const Known& known, const RowTotal& sums) const {
+    const double mean = known.mean;
+    const float r = 1 / sqrtf(static_cast<float>(known.variance) + g.eps);
+    const double dbeta = sums.first;
+    // the distances were taken to the rounded mean
+    const double dgamma = r * (sums.second + dbeta * (static_cast<float>(mean) - mean));
+    if (g.dgamma != nullptr) g.dgamma[c] = static_cast<float>(dgamma);
+    if (g.dbeta != nullptr) g.dbeta[c] = static_cast<float>(dbeta);
+    const float a = known.gamma * r, b = static_cast<float>(-a * r * dgamma * g.share);
+    g.back[c] = {a, b, static_cast<float>(-a * dbeta * g.share - b * mean), 0};
+  }
+};
 
 // Backward: the partial rows are sums of dz and of dz (y - mean); leaves dgamma, dbeta and the coefficients of dy.
 template <int kThreads, class Block>
 NASFAST_DEVICE void finish_gradient(const Block& block, const NormGradient& g, int row, int group, int first,
                                     int mine) {
   const auto one = [](int) { return 1.f; };
-  reduce_rows<kThreads, false>(block, g.reduction, row, group, first, mine, one, [&g](int c) {
-    const double mean = g.statistics[c], variance = g.statistics[g.reduction.channels + c];
-    const float gamma = g.gamma[c];
-    return [&g, c, mean, variance, gamma](const RowTotal& sums) {
-      const float r = 1 / sqrtf(static_cast<float>(variance) + g.eps);
-      const double dbeta = sums.first;
-      // the distances were taken to the rounded mean
-      const double dgamma = r * (sums.second + dbeta * (static_cast<float>(mean) - mean));
-      if (g.dgamma != nullptr) g.dgamma[c] = static_cast<float>(dgamma);
-      if (g.dbeta != nullptr) g.dbeta[c] = static_cast<float>(dbeta);
-      const float a = gamma * r, b = static_cast<float>(-a * r * dgamma * g.share);
-      g.back[c] = {a, b, static_cast<float>(-a * dbeta * g.share - b * mean), 0};
-    };
-  });
+  reduce_rows<kThreads, false>(block, g.reduction, row, group, first, mine, one, GradientFinish{g});
 }
 
 }  // namespace nasfast::gpu
