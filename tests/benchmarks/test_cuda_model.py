@@ -24,10 +24,11 @@ SHARED_OF_A_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 102
 # Bytes per thread that these kernels spill: those that fuse an expansion with a depthwise convolution, the depthwise
 # kernels on tensor cores, and the gradient of an expansion of at most 32 channels. The others spill none.
 SPILLED = {
-    ("ExpandForwardKernel", 7, 1): 40,
-    ("ExpandBackwardKernel", 5, 1): 24,
-    ("ExpandBackwardKernel", 7, 2): 96,
-    **{("DepthwiseBackwardMatrices", kernel, tiles): 24 for kernel in (5, 7) for tiles in (1, 2, 4, 7)},
+    ("ExpandForwardKernel", 7, 1): 48,
+    ("ExpandBackwardKernel", 5, 1): 32,
+    ("ExpandBackwardKernel", 5, 2): 8,
+    ("ExpandBackwardKernel", 7, 2): 104,
+    **{("DepthwiseBackwardMatrices", kernel, tiles): 16 for kernel in (5, 7) for tiles in (1, 2, 4, 7)},
     ("ExpansionGradientKernel", 1): 8,
 }
 
