@@ -135,9 +135,7 @@ class GraphEngine:
         self._capture = self.capture or CudaCapture(self.device)
         self._allocate(boundaries)
         _lay_out(self.net)
-        self._rounded = Rounded(torch.bfloat16) if self.bf16 else None
-        if self._rounded is not None:
-            self._classify.round(self._rounded)
+        self._round(Rounded(torch.bfloat16) if self.bf16 else None)
 
     def check_memory(self, *, free: int) -> None:
         """Check that the plan fits into this many free bytes.
@@ -237,6 +235,10 @@ class GraphEngine:
         self._layers = layers
         self._told: set[Unjoined] = set()
 
+    def _round(self, rounded: Rounded | None) -> None:
+        self._rounded = rounded
+        self._classify.round(rounded)
+
     def buffers(self) -> Iterator[Tensor]:
         """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
         yield from (b for b in self._activations[1:] + self._gradients if b is not None)
@@ -312,6 +314,7 @@ class GraphEngine:
             _logger.warning("goes on without CUDA graphs: %s", error)
         # free the memory of graphs and buffers for the eager engine
         self._segments, self._activations, self._gradients, self._remains = [], [], [], []
+        self._round(None)
         del self.images
         return None
 

@@ -35,6 +35,6 @@ class Classify:
         )
         return F.linear(features, weight, bias)
 
-    def round(self, rounded: Rounded) -> None:
-        """From now on, take frozen parameters of the classifier from `rounded`, in the type of autocast."""
+    def round(self, rounded: Rounded | None) -> None:
+        """Take frozen parameters of the classifier from `rounded`, which has autocast's type; None: as they are."""
         self._rounded = rounded
