@@ -2,11 +2,11 @@
 
 import logging
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from devices import DEVICE
+from engines import capture, compare, gradients, networks
 from tiny import tiny_macro_space, tiny_space
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,16 +15,11 @@ from nasfast import spaces, use_backend
 from nasfast.engine import EagerEngine, GraphEngine, make_engine
 from nasfast.engine.graphs import EngineError
 from nasfast.measure.timing import random_batch
-from nasfast.ops import _native, _triton, backends, bn_act, conv_bn_act_chain, modules
-from nasfast.ops.cuda_reasons import Unjoined
-from nasfast.ops.destinations import Offer
+from nasfast.ops import _native, _triton, bn_act
 from nasfast.ops.modules import BNAct2d
-from nasfast.ops.plan import Kind, read_plan, storage_dtype
-from nasfast.spaces import Block, FixedLayer, Stage
-from nasfast.supernet import Supernet
+from nasfast.spaces import Block, Stage
 
 pytestmark = pytest.mark.usefixtures("device")
-CAPTURE = None if DEVICE == "cuda" else EagerCapture
 
 
 def shuffle_space() -> spaces.SearchSpace:
@@ -41,44 +36,6 @@ SPACES = {"digits_mini": spaces.digits_mini, "macro": tiny_macro_space, "shuffle
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-
-
-def capture():
-    return None if CAPTURE is None else CAPTURE()
-
-
-def networks(space, trainable, **options):
-    """The same supernet twice."""
-    nets = [Supernet(space, seed=3, **options) for _ in range(2)]
-    for net in nets:
-        net.freeze(trainable, classifier=trainable != "indicators")
-        net.to(device=DEVICE, memory_format=torch.channels_last).train()
-    return nets
-
-
-def gradients(net):
-    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-
-
-def compare(space, trainable, steps, *, bf16=False, batch=4, make=networks, **options):
-    eager_net, net = make(space, trainable, **options)
-    images, labels = random_batch(space, batch, device=DEVICE)
-    eager = EagerEngine(eager_net, 0.1, bf16)
-    graphs = GraphEngine(net, tuple(images.shape), 0.1, bf16, capture())
-    optimizers = [torch.optim.SGD([p for p in n.parameters() if p.requires_grad], 0.5, 0.9) for n in (eager_net, net)]
-    for i, paths in enumerate(steps):
-        x = images + i
-        want, got = (engine.forward_backward(x, labels, paths) for engine in (eager, graphs))
-        assert torch.equal(want.loss, got.loss) and torch.equal(want.correct, got.correct), (i, want, got)
-        expected, found = gradients(eager_net), gradients(net)
-        assert expected.keys() == found.keys()
-        for name, gradient in found.items():
-            assert torch.equal(gradient, expected[name]), (i, name)
-        for optimizer in optimizers:
-            optimizer.step()
-        for buffer in graphs.buffers():
-            buffer.fill_(torch.nan)
-    return graphs
 
 
 @pytest.mark.parametrize("trainable", ["indicators", "bn", "all"])
@@ -218,192 +175,6 @@ def test_triton_operators_write_into_boundaries_and_gradients():
     assert before == {"copy_": 2, "clone": 1, "_foreach_copy_": 1}
     # the reduction besides: its cat, and the copy of that; the gradients of its two chains, their sum, its copy
     assert after == {"copy_": 4, "clone": 3, "_foreach_copy_": 1, "add": 1, "cat": 1}
-
-
-emulates = pytest.mark.skipif(
-    DEVICE == "cuda" or _native.why_no_emulation() is not None, reason="emulates the CUDA kernels"
-)
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    """Chains that the CUDA kernels have go there, as on a GPU."""
-    for op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
-        (cuda,) = (backend for backend in backends._TABLE[op] if backend.name == "cuda")
-        served = replace(cuda, can_use=lambda x: (storage_dtype(x) == torch.bfloat16, "its type"))
-        monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))
-
-
-@pytest.fixture
-def begun_by_launches(monkeypatch):
-    """No chain begins the backward of the chain before: a launch does, whose bits are those of the eager engine."""
-    monkeypatch.setattr(Offer, "begin_backward", lambda self, dx: None)
-
-
-@emulates
-def test_cuda_operators_write_into_boundaries_and_gradients(emulated, begun_by_launches, monkeypatch):
-    taken = Counter()
-
-    def counted(take, what):
-        def taking(self, *arguments):
-            buffer = take(self, *arguments)
-            # the launchers of this machine's other backend ask for none
-            taken[what] += buffer is not None
-            return buffer
-
-        return taking
-
-    for name in ("take_image", "take_parameter_gradient"):
-        monkeypatch.setattr(Offer, name, counted(getattr(Offer, name), name))
-    blocks = Block("mbconv", 3, 2), Block("mbconv", 5, 1), Block("identity")
-    space = tiny_space(resolution=8, stages=(Stage(16, 1, 2, blocks[:2]), Stage(16, 1, 1, blocks)))
-    compare(space, "bn", [[(0, 0)], [(1, 1), (0, 2)]], batch=2, bf16=True, layer_indicators=False)
-    # three BatchNorms of each first candidate, two of each second; result and input gradient of every candidate
-    assert taken["take_parameter_gradient"] >= 2 * (3 + 3 + 2 + 2) and taken["take_image"] >= 4, taken
-
-
-@emulates
-@pytest.mark.parametrize("layer_indicators", [False, True])
-def test_a_candidate_makes_what_the_layer_before_has_left(layer_indicators, emulated, begun_by_launches):
-    """A reduction leaves a result to which nothing is added, a normal block one with its input, an identity none."""
-    blocks = Block("mbconv", 3, 2), Block("mbconv", 3, 1), Block("identity")
-    space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, blocks),))
-    # in the last step a candidate gets its input in two ways, and its gradients add up in the order of the paths
-    steps = [[(0, 0, 0)], [(1, 2, 1), (2, 1, 2)], [(0, 0, 0), (0, 2, 0), (0, 1, 0)]]
-    graphs = compare(space, "bn", steps, batch=2, bf16=True, layer_indicators=layer_indicators)
-    # by choice, and how it gets its input: it is there, it is made, something is added to make it
-    stem, first, second, third, head = graphs._segments
-    assert set(stem) == {(None, None)} and set(first) == {(0, None), (1, None), (2, None)}
-    assert set(second) == {(0, False), (1, False), (2, False), (1, None)}
-    assert set(third) == {(0, True), (1, None), (2, True), (0, None)}
-    assert set(head) == {(None, True), (None, None)}
-    assert first[0, None].left.added is None and second[0, False].left.added is graphs._activations[2]
-    # an identity reads its input by no chain, so a launch of its own makes it
-    assert second[0, False].makes and not second[2, False].makes
-
-
-class Reductions(TorchDispatchMode):
-    """Counts the launches that begin the backward of what another chain has left."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket is torch.ops.nasfast.conv_bn_act_chain_gpu_reduce
-        return func(*args, **(kwargs or {}))
-
-
-@emulates
-def test_a_candidate_begins_the_backward_of_the_layer_before(emulated, monkeypatch, caplog):
-    """So does the head, which is one chain. Its sums have another order than in the eager engine."""
-    stages = set()
-
-    def counted(x, chain, **options):
-        stages.add(len(chain))
-        return conv_bn_act_chain(x, chain, **options)
-
-    monkeypatch.setattr(modules, "conv_bn_act_chain", counted)
-    caplog.set_level(logging.DEBUG, logger="nasfast.engine.graphs")
-    blocks = Block("mbconv", 3, 2), Block("mbconv", 3, 1), Block("identity")
-    head = FixedLayer(Block("mbconv", 3, 3), 24), FixedLayer(Block("conv", 1), 32)
-    space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, blocks),), head=head)
-    eager_net, net = networks(space, "bn", layer_indicators=False)
-    images, labels = random_batch(space, 2, device=DEVICE)
-    eager = EagerEngine(eager_net, 0.1, bf16=True)
-    graphs = GraphEngine(net, tuple(images.shape), 0.1, True, capture())
-    # the second time, what an earlier step has left there is NaN
-    for paths, launches in [([(0, 0, 1)], 0), ([(0, 2, 1), (2, 1, 2)], 2)] * 2:
-        want = eager.forward_backward(images, labels, paths)
-        graphs.forward_backward(images, labels, paths)
-        for buffer in graphs.buffers():
-            buffer.fill_(torch.nan)
-        with Reductions() as reductions:
-            got = graphs.forward_backward(images, labels, paths)
-        assert torch.equal(want.loss, got.loss) and reductions.count == launches
-        expected, found = gradients(eager_net), gradients(net)
-        assert expected.keys() == found.keys() and 4 in stages
-        size = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
-        for name, gradient in found.items():
-            assert float((gradient - expected[name]).norm()) <= 2**-9 * size, name
-    between = " is not joined to a neighbour, or only in part: "
-    told = [
-        (record.levelname, *record.message.split(between)) for record in caplog.records if between in record.message
-    ]
-    # the stem is no chain of these kernels; an identity comes in every layer
-    assert told == [
-        ("INFO", "the stem", Unjoined.WRITES.value),
-        ("INFO", "layer 2 choice 1 (k3 e1)", Unjoined.DEPTHWISE.value),
-        ("INFO", "layer 1 choice 2 (identity)", Unjoined.NO_CHAIN.value),
-        ("DEBUG", "layer 0 choice 2 (identity)", Unjoined.NO_CHAIN.value),
-        ("DEBUG", "layer 2 choice 2 (identity)", Unjoined.NO_CHAIN.value),
-    ]
-
-
-@emulates
-def test_a_candidate_with_a_hook_neither_leaves_nor_makes(emulated, begun_by_launches):
-    space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, (Block("mbconv", 3, 2), Block("mbconv", 3, 1))),))
-
-    seen = []
-
-    def hooked(*arguments, **options):
-        nets = networks(*arguments, **options)
-        for net in nets:
-            net.layers[1].candidates[0].register_forward_pre_hook(lambda module, given: seen.append(given[0].isnan()))
-            net.layers[1].candidates[0].register_forward_hook(lambda module, given, y: seen.append(y.isnan()))
-        return nets
-
-    graphs = compare(space, "bn", [[(0, 0, 0)]] * 2, batch=2, bf16=True, make=hooked, layer_indicators=False)
-    # what the hooks read in the second step, of both engines; before, buffers are not filled
-    assert not any(nans.any() for nans in seen[-4:])
-    assert graphs._segments[1][0, None].left is not None
-    assert graphs._segments[2][0, False].left is None and not graphs._segments[2][0, False].makes
-
-
-@emulates
-@pytest.mark.parametrize("name", ["classifier", "layers.0.candidates.0.expand.conv"])
-def test_frozen_weights_are_rounded_again_when_they_have_changed(emulated, name):
-    space = tiny_space(resolution=8)
-    eager_net, net = networks(space, "indicators")
-    images, labels = random_batch(space, 2, device=DEVICE)
-    engines = EagerEngine(eager_net, bf16=True), GraphEngine(net, tuple(images.shape), bf16=True, capture=capture())
-    losses = []
-    for flip in (1.0, -1.0):
-        for one in (eager_net, net):
-            with torch.no_grad():
-                one.get_submodule(name).weight.mul_(flip)
-        want, got = (engine.forward_backward(images, labels, [(0, 1, 0, 1)]).loss for engine in engines)
-        assert torch.equal(want, got)
-        losses.append(got)
-    assert losses[0] != losses[1]
-
-
-@emulates
-def test_pointwise_kernels_read_frozen_weights_in_16_bits(emulated, monkeypatch):
-    """They are at the same place at every step, because graphs have their addresses."""
-    read, forward = [], torch.ops.nasfast.conv_bn_act_chain_gpu_fwd
-
-    def reading(**arguments):
-        stages = read_plan(arguments["plan"]).stages
-        read.extend(zip(stages, [(w.dtype, w.data_ptr()) for w in arguments["conv_weights"]], strict=True))
-        return forward(**arguments)
-
-    monkeypatch.setattr(torch.ops.nasfast, "conv_bn_act_chain_gpu_fwd", reading)
-    space = tiny_space(resolution=8)
-    _, net = networks(space, "bn")
-    images, labels = random_batch(space, 2, device=DEVICE)
-    engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture())
-    steps = []
-    for _ in range(2):
-        read.clear()
-        engine.forward_backward(images, labels, [(0, 1, 0, 1)])
-        steps.append(set(read))
-    assert steps[0] == steps[1]
-    for stage, (dtype, _) in steps[0]:
-        # the kernels that compute an expansion again do more with its weights than to round them
-        rounds = stage.kind == Kind.POINTWISE and stage.saved_at is not None
-        assert dtype == (torch.bfloat16 if rounds else torch.float32)
-    assert {dtype for _, (dtype, _) in steps[0]} == {torch.bfloat16, torch.float32}
-    copies = sum(copy.numel() * copy.element_size() for _, copy in engine._rounded._copies.values())
-    assert 0 < copies <= engine.plan.rounded
 
 
 def test_gradients_of_parameters_outside_the_path_are_none_after_an_eager_step_too():

@@ -163,6 +163,24 @@ def test_no_order_of_tensor_cores_changes_a_bit(multiprocessors, kernel, shape):
     assert errors["y"] <= BOUND[case.dtype], errors
 
 
+@pytest.mark.parametrize("tensor_cores", [False, True], ids=["threads", "tensor_cores"])
+@pytest.mark.parametrize("units", ["dw3/relu6 dw3/identity", "pw16/relu6 dw5s2/relu6", "pw16/relu6 dw7/relu6"])
+def test_a_gradient_that_nothing_reads_is_not_written(units, tensor_cores):
+    """Where the input needs no gradient, the first stage needs only sums over its dz; the second one is depthwise."""
+    _native.extension.set_emulation(**(MATRICES if tensor_cores else {}))
+    drawn = ChainCase((2, 16, 14, 13), units, dtype=torch.bfloat16).draw_once()
+    results, allocated = [], []
+    for x_grad in (True, False):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            results.append(run_chain(cuda_chain, drawn, x_grad=x_grad))
+        allocated.append({event.cpu_memory_usage for event in profile.events() if event.name == "aten::new_empty"})
+    want, got = results
+    assert set(want) - set(got) == {"dx"}
+    assert all(torch.equal(tensor, want[name]) for name, tensor in got.items())
+    size = 2 * drawn.x.numel()  # that of the output of the first stage, too
+    assert size in allocated[0] and size not in allocated[1]
+
+
 def test_tensor_cores_round_the_filter_to_the_type_of_the_tensors():
     """By this the kernels differ from those of threads: a weight of 1 + 2^-10 is 1 in bfloat16."""
     drawn = ChainCase((1, 8, 9, 9), "dw5/identity", "none", dtype=torch.bfloat16).draw_once()
