@@ -152,8 +152,9 @@ struct Weights {
         NASFAST_UNROLL
         for (int j = 0; j < 4; ++j) *reinterpret_cast<uint32_t*>(here + 8 * j) = v.v[j];
       } else {
-        constexpr bool kWhole = Threads::kStep % 32 == 0;  // groups of columns
-        const int column = kWhole ? place(row) + i * Threads::kStep : place(row + i * Threads::kStep);
+        // place() moves bits, and the row of a thread has none of those of a step that is a power of two
+        constexpr bool kBits = (Threads::kStep & (Threads::kStep - 1)) == 0;
+        const int column = kBits ? place(row) + place(i * Threads::kStep) : place(row + i * Threads::kStep);
         *reinterpret_cast<Vec4*>(to + column * pitch + piece) = v;
       }
     }
