@@ -245,7 +245,7 @@ def _bytes(
         g["images"] * g["H"] * g["W"] * chain.stages[0].in_channels
     )  # the input of an expansion that is computed again
     if stage == "pointwise_forward" and first:
-        return 2 * (source * max(before, 1) + result * (not chain.recompute))
+        return 2 * (source * max(before, 1) + result * (chain.schedule != "recomputed"))
     if stage in ("pointwise_forward", "depthwise_forward", "dense_forward"):
         return 2 * (source + result)
     if stage == "expand_depthwise_forward":

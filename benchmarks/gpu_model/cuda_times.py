@@ -1,4 +1,4 @@
-"""Modelled times of the chains of a step, with Triton's kernels and with both schedules of the CUDA kernels.
+"""Modelled times of the chains of a step, with Triton's kernels and with all schedules of the CUDA kernels.
 
     python -m benchmarks.gpu_model.cuda_times [--out FILE] [--rule nasfast/ops/cuda_times.json | --arch 90]
 
@@ -29,8 +29,9 @@ from nasfast.ops.cuda_times import Chain, Times
 
 def rows_of(arch: int, *, processes: int, cache: str) -> list[dict[str, Any]]:
     """One row for each chain that the CUDA kernels can run."""
-    steps = {backend: record_step(Workload(backend=backend), arch) for backend in ("triton", "cuda", "recompute")}
-    # the last two have most of their launches in common, which are modelled once
+    backends = "triton", "cuda", "release", "recompute"
+    steps = {backend: record_step(Workload(backend=backend), arch) for backend in backends}
+    # the last three have most of their launches in common, which are modelled once
     every = [(backend, launch) for backend, step in steps.items() for launch in step.launches]
     together = Step([launch for _, launch in every])
     times: Counter[tuple[str, Chain | None]] = Counter()
@@ -41,9 +42,9 @@ def rows_of(arch: int, *, processes: int, cache: str) -> list[dict[str, Any]]:
     rows = []
     for chain in (chain for chain in steps["cuda"].chains if chain in served):
         on_triton = sum(times["triton", part] / steps["triton"].chains[part] for part in _parts(chain, steps["triton"]))
-        found = {backend: times[backend, chain] / steps[backend].chains[chain] for backend in ("cuda", "recompute")}
-        recomputed = round(found["recompute"], 1) if chain in again else None
-        rows.append(chain._asdict() | Times(round(on_triton, 1), round(found["cuda"], 1), recomputed)._asdict())
+        stored, *others = (times[backend, chain] / steps[backend].chains[chain] for backend in backends[1:])
+        released, recomputed = (round(time, 1) if chain in again else None for time in others)
+        rows.append(chain._asdict() | Times(round(on_triton, 1), round(stored, 1), recomputed, released)._asdict())
     return rows
 
 
@@ -65,14 +66,15 @@ def _parts(chain: Chain, step: Step) -> list[Chain]:
 
 def show(gpu: str, rows: list[dict[str, Any]]) -> None:
     """Print a table of one GPU."""
-    print(f"\n{gpu}: microseconds forward and backward\n{'chain':90} {'Triton':>7} {'stored':>7} {'recomputed':>10}")
+    print(f"\n{gpu}: microseconds forward and backward\n{'chain':90}", *(f"{name:>10}" for name in Times._fields))
+    chosen = 0.0
     for row in rows:
-        again = row["recomputed"] or ""
-        chain = Chain(row["stages"], row["pixels"], row["channels"])
-        print(f"{chain!s:90} {row['triton']:7.1f} {row['stored']:7.1f} {again:>10}")
-    fastest = sum(min(row["triton"], row["stored"], row["recomputed"] or row["stored"]) for row in rows)
-    print(f"{'all':90} {sum(r['triton'] for r in rows):7.1f} {sum(r['stored'] for r in rows):7.1f}")
-    print(f"{'the fastest of each':90} {fastest:7.1f}")
+        chain, times = Chain(row["stages"], row["pixels"], row["channels"]), Times(*map(row.get, Times._fields))
+        schedule = times.schedule(chain)
+        chosen += min(times.triton, times.cuda(schedule))
+        print(f"{chain!s:90}", *(f"{time or '':>10}" for time in times), schedule)
+    print(f"{'all':90} {sum(row['triton'] for row in rows):10.1f} {sum(row['stored'] for row in rows):10.1f}")
+    print(f"{'what is chosen':90} {chosen:10.1f}")
 
 
 def main() -> None:

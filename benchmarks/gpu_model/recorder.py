@@ -51,7 +51,8 @@ from nasfast.train.loop import make_optimizer
 
 _PACKAGE = str(Path(nasfast.__file__).parent)
 _ENGINE = str(Path(_PACKAGE, "engine"))
-BACKENDS = ("triton", "cuda", "recompute", "auto")
+BACKENDS = ("triton", "cuda", "release", "recompute", "auto")
+_SCHEDULES = {"cuda": "stored", "release": "released", "recompute": "recomputed"}
 PHASES = ("forward", "backward", "engine", "optimizer")
 # operators that neither read nor write elements
 _NO_LAUNCH = ("empty", "new_empty", "resize_", "_reshape_alias", "_unsafe_view", "lift_fresh", "set_", "record_stream")
@@ -149,7 +150,8 @@ class Workload:
         trains: the parameters that train, as in `Supernet.freeze`.
         engine: graphs or eager.
         backend: triton; cuda, which is the CUDA kernels where they can serve and Triton elsewhere; recompute, the same
-            with every expansion computed again that can be; or auto, what such a GPU runs.
+            with every expansion computed again that can be; release, with these computed again in backward only; or
+            auto, what such a GPU runs.
     """
 
     space: str = "mobilenet_v2"
@@ -227,7 +229,7 @@ def _chosen(backend: str, arch: int) -> Iterator[None]:
         patch.object(plan, "modelled_gpu", lambda x: gpu),
     ]
     if backend != "auto":
-        changes.append(patch.object(cuda_times, "recomputes", lambda gpu, chain: backend == "recompute"))
+        changes.append(patch.object(cuda_times, "schedule", lambda gpu, chain: _SCHEDULES[backend]))
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)

@@ -317,6 +317,7 @@ Shapes::Shapes(const std::vector<int64_t>& numbers) {
   const ChainPlan plan = read(numbers);
   for (const StagePlan& stage : plan.stages) stages.push_back(geometry_of(plan, stage));
   recompute = plan.recompute();
+  releases = plan.releases();
 }
 
 ApplyArgs making(const Tensor& x, const std::vector<Tensor>& before) {
@@ -365,8 +366,11 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
   const bool keep = saved.numel() > 0;
   if (keep) check.saved(saved, leaves);
   if (!before.empty()) begin = making(x, before);
-  // the output of an expansion that is computed again is nowhere
-  const auto output = [&](const StagePlan& s, size_t) { return keep || s.saved_at < 0 ? 0 : s.rows * s.out_channels; };
+  // which outputs are only there until the next stage has read them
+  const auto passes = [&](const StagePlan& s) {
+    return s.saved_at == cpu::kReleased || (!keep && s.saved_at != cpu::kNowhere);
+  };
+  const auto output = [&](const StagePlan& s, size_t) { return passes(s) ? s.rows * s.out_channels : 0; };
   const Turns turns(x, plan, output, &memory);
 
   const uint16_t* given = bits(x);
@@ -384,7 +388,7 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
     stage.act = act;
     stage.weight = check.weight(s, conv_weights[i]);
     const bool here = leaves && i + 1 == plan.stages.size();
-    stage.y = s.saved_at < 0 ? nullptr : here ? to.y : keep ? bits(saved) + s.saved_at : turns.of(i);
+    stage.y = here ? to.y : passes(s) ? turns.of(i) : output_of(saved, s);
     stage.norm = norm_of(s, statistics, coefficients, bn_weights[i], bn_biases[i], eps[i]);
     if (here) {
       stage.norm.fold = to.fold;

@@ -16,11 +16,13 @@ using torch::stable::Tensor;
 // The convolutions of a plan, which is refused if it has something that the kernels cannot do.
 struct Shapes {
   std::vector<Geometry> stages;
-  bool recompute;  // whether no memory has the output of the first stage
+  bool recompute;  // whether backward computes the output of the first stage again
+  bool releases;   // whether forward stores this output all the same
 
   explicit Shapes(const std::vector<int64_t>& plan);
   // Whether this stage runs as one kernel with what it needs of the stage before it.
-  bool fused(size_t i_stage) const { return recompute && i_stage == 1; }
+  bool fused_forward(size_t i_stage) const { return recompute && !releases && i_stage == 1; }
+  bool fused_backward(size_t i_stage) const { return recompute && i_stage == 1; }
   int channels() const { return stages[0].in_channels; }  // channels of x
 };
 

@@ -18,7 +18,7 @@ namespace nasfast::gpu {
 template <class Machine>
 Grid forward_grid(const Shapes& chain, size_t i, const Machine& machine) {
   const Geometry& geometry = chain.stages[i];
-  if (chain.fused(i)) return expand_depthwise_forward_grid(geometry, chain.channels(), machine);
+  if (chain.fused_forward(i)) return expand_depthwise_forward_grid(geometry, chain.channels(), machine);
   if (geometry.dense()) return dense_forward_grid(geometry, machine);
   return geometry.kernel == 1 ? pointwise_forward_grid(geometry, machine) : depthwise_forward_grid(geometry, machine);
 }
@@ -26,7 +26,7 @@ Grid forward_grid(const Shapes& chain, size_t i, const Machine& machine) {
 template <class Machine>
 Grid backward_grid(const Shapes& chain, size_t i, const Machine& machine) {
   const Geometry& geometry = chain.stages[i];
-  if (chain.fused(i)) return expand_depthwise_backward_grid(geometry, chain.channels(), machine);
+  if (chain.fused_backward(i)) return expand_depthwise_backward_grid(geometry, chain.channels(), machine);
   if (chain.recompute && i == 0) return expansion_gradient_grid(geometry, machine);
   return geometry.kernel == 1 ? pointwise_backward_grid(geometry, machine) : depthwise_backward_grid(geometry, machine);
 }
@@ -116,7 +116,7 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
     const Geometry& g = stage.geometry;
     const Grid& grid = grids.stages[i];
     stage.norm.reduction = workspace.reduction(grid, g.out_channels);
-    if (chain.fused(i)) {
+    if (chain.fused_forward(i)) {
       expand_depthwise_forward<Format>(machine, grid, {stage, call.stages[0].weight, chain.channels()});
       machine.launched("expand_depthwise_forward", g);
     } else if (g.dense()) {
@@ -153,7 +153,7 @@ void run_backward(const Machine& machine, const BackwardCall& call, const Worksp
                                    stage.dx,    stage.before,  stage.interval, stage.gradient};
       expansion_gradient<Format>(machine, grid, last);
       machine.launched("expansion_gradient", g);
-    } else if (chain.fused(i)) {
+    } else if (chain.fused_backward(i)) {
       expand_depthwise_backward<Format>(machine, grid, {stage, call.x, call.expansion, chain.channels()});
       machine.launched("expand_depthwise_backward", g);
     } else if (g.kernel == 1) {

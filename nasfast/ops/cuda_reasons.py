@@ -101,12 +101,13 @@ def summary(gpu: str, shared_kb: int) -> list[str]:
     """
     found: Counter[str] = Counter()
     for chain, times in cuda_times.TIMES[gpu].items():
-        if cuda_times.slower(gpu, chain, recompute=times.recomputes):
+        schedule = times.schedule(chain)
+        if cuda_times.slower(gpu, chain, schedule):
             continue  # runs on Triton
         width = isqrt(chain.pixels // cuda_times.BATCH)
         for i, (kind, kernel, stride) in enumerate(chain.stages):
             if kind == "depthwise":
-                recomputed = times.recomputes and i == 1
+                recomputed = schedule != "stored" and i == 1
                 size = width, width
                 found[without_tensor_cores(kernel, stride, size, recomputed=recomputed, shared_kb=shared_kb)] += 1
             width = -(-width // stride)

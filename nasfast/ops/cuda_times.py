@@ -8,12 +8,19 @@ output is computed again. Imports no torch.
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+# Where the CUDA kernels have the output of an expansion: kept for backward; stored by forward, and computed again by
+# backward; or computed again by both.
+Schedule = Literal["stored", "released", "recomputed"]
 
 # compute capabilities of GPUs with HBM, which move about three times as many bytes per instruction as the others
 _WITH_HBM = {(8, 0), (9, 0), (10, 0), (10, 3)}
 # images of the modelled step
 BATCH = 32
+# The most microseconds that may be given for a megabyte that is not kept from forward to backward: about what it takes
+# on an H200 to write it and to read it twice.
+_MOST_FOR_A_MEGABYTE = 0.6
 _FILE = Path(__file__).with_name("cuda_times.json")
 
 
@@ -30,6 +37,11 @@ class Chain(NamedTuple):
     pixels: int
     channels: tuple[int, ...]
 
+    @property
+    def expansion_bytes(self) -> int:
+        """By how much the output of the first stage is larger than the input, in 16 bits."""
+        return 2 * self.pixels * (self.channels[1] - self.channels[0])
+
     def __str__(self) -> str:
         parts = []
         for (kind, kernel, stride), before, after in zip(
@@ -45,28 +57,31 @@ class Times(NamedTuple):
 
     Attributes:
         triton: with the Triton kernels.
-        stored: with the CUDA kernels, if every convolution's output is stored.
-        recomputed: with the CUDA kernels, if backward computes the expansion again; None where they cannot.
+        stored, recomputed, released: with the CUDA kernels in each Schedule; None where they cannot.
     """
 
     triton: float
     stored: float
-    recomputed: float | None
+    recomputed: float | None = None
+    released: float | None = None
 
-    @property
-    def recomputes(self) -> bool:
-        return self.cuda < self.stored
+    def cuda(self, schedule: Schedule) -> float:
+        """The time in this schedule, or with everything stored if the kernels have no other."""
+        time: float | None = getattr(self, schedule)
+        return self.stored if time is None else time
 
-    @property
-    def cuda(self) -> float:
-        return self.stored if self.recomputed is None else min(self.stored, self.recomputed)
+    def schedule(self, chain: Chain) -> Schedule:
+        """The fastest schedule, where a megabyte that is kept counts as `_MOST_FOR_A_MEGABYTE`."""
+        known: list[Schedule] = [name for name in get_args(Schedule) if getattr(self, name) is not None]
+        kept = {"stored": chain.expansion_bytes, "released": 0, "recomputed": 0}
+        return min(known, key=lambda name: self.cuda(name) + _MOST_FOR_A_MEGABYTE * kept[name] / 1e6)
 
 
 def _read() -> dict[str, dict[Chain, Times]]:
     return {
         gpu: {
             Chain(tuple(tuple(stage) for stage in row["stages"]), row["pixels"], tuple(row["channels"])): Times(
-                row["triton"], row["stored"], row["recomputed"]
+                *map(row.get, Times._fields)
             )
             for row in rows
         }
@@ -98,23 +113,19 @@ def _distance(a: Chain, b: Chain) -> float:
     return distance
 
 
-def recomputes(gpu: str, chain: Chain) -> bool:
-    """Whether the CUDA kernels are faster if they compute the expansion again."""
+def schedule(gpu: str, chain: Chain) -> Schedule:
+    """The schedule of the CUDA kernels for a chain whose expansion they can compute again."""
     similar = most_similar(gpu, chain)
-    return similar is not None and TIMES[gpu][similar].recomputes
+    return "stored" if similar is None else TIMES[gpu][similar].schedule(similar)
 
 
-def slower(gpu: str, chain: Chain, *, recompute: bool) -> str:
-    """Why Triton's kernels run this chain faster than the CUDA kernels; empty if they do not.
-
-    Args:
-        recompute: whether the CUDA kernels would compute the expansion again.
-    """
+def slower(gpu: str, chain: Chain, schedule: Schedule) -> str:
+    """Why Triton's kernels run this chain faster than the CUDA kernels in this schedule; empty if they do not."""
     similar = most_similar(gpu, chain)
     if similar is None:
         return ""
     times = TIMES[gpu][similar]
-    cuda = times.recomputed if recompute and times.recomputed is not None else times.stored
+    cuda = times.cuda(schedule)
     if cuda <= times.triton:
         return ""
     which = similar if similar == chain else f"the modelled chain that is most similar: {similar}"
@@ -123,12 +134,14 @@ def slower(gpu: str, chain: Chain, *, recompute: bool) -> str:
 
 def summary(gpu: str) -> list[str]:
     """What the model decides for this GPU: lines for people."""
-    times = TIMES[gpu].values()
-    again = [t for t in times if t.recomputed is not None]
-    reasons = [why for chain, t in TIMES[gpu].items() if (why := slower(gpu, chain, recompute=t.recomputes))]
+    times = TIMES[gpu]
+    schedules = {chain: t.schedule(chain) for chain, t in times.items()}
+    again = [schedules[chain] for chain, t in times.items() if t.recomputed is not None]
+    reasons = [why for chain, chosen in schedules.items() if (why := slower(gpu, chain, chosen))]
+    took = sum(t.cuda(schedules[chain]) for chain, t in times.items())
     return [
-        f"cuda by the model of an {gpu}: {sum(t.cuda for t in times):.0f} us, and {sum(t.triton for t in times):.0f} "
-        f"us with triton, for the {len(times)} chains of a mobilenet_v2 step; it computes "
-        f"{sum(t.recomputes for t in again)} of the {len(again)} expansions again for which it can",
+        f"cuda by the model of an {gpu}: {took:.0f} us, and {sum(t.triton for t in times.values()):.0f} us with "
+        f"triton, for the {len(times)} chains of a mobilenet_v2 step; of the {len(again)} expansions that it can "
+        f"compute again, {again.count('recomputed')} are, and {again.count('released')} in backward only",
         *(f"not cuda {reason}" for reason in reasons),
     ]

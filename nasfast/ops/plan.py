@@ -89,6 +89,7 @@ class StagePlan:
         size, out_size: (H, W) of the input and of the output.
         saved_at: element of the saved tensor at which the convolution's output begins; None if the output is not saved,
             because backward computes it again from the chain's input.
+        released: whether forward stores an output that is not saved, until the next stage has read it.
         statistics_at: element of the statistics at which mean and variance, (2, out_channels), begin.
     """
 
@@ -103,6 +104,7 @@ class StagePlan:
     out_size: tuple[int, int]
     saved_at: int | None
     statistics_at: int
+    released: bool = False
 
     @property
     def in_rows(self) -> int:
@@ -141,6 +143,11 @@ class ChainPlan:
         return self.stages[0].saved_at is None
 
     @property
+    def schedule(self) -> cuda_times.Schedule:
+        """Where the output of the first stage is."""
+        return "released" if self.stages[0].released else "recomputed" if self.recompute else "stored"
+
+    @property
     def modelled(self) -> cuda_times.Chain:
         """What decides how fast the chain is on a GPU."""
         kinds = [(stage.kind.name.lower(), stage.kernel, stage.stride) for stage in self.stages]
@@ -176,6 +183,8 @@ class ChainPlan:
 
 # lengths of the two parts of ChainPlan.numbers
 _HEADER, _PER_STAGE = 6, 9
+# the place of an output that is not saved
+_NOWHERE, _RELEASED = -1, -2
 
 
 class StageShape(NamedTuple):
@@ -304,7 +313,7 @@ def _refuse(
     if found := next(filter(None, reasons), ""):
         return Refusal(found, "shape")
     plan = _decide("cuda", dtype, shape, input_grad, False, shapes, gpu) if gpu else None
-    slower = "" if plan is None or gpu is None else cuda_times.slower(gpu, plan.modelled, recompute=plan.recompute)
+    slower = "" if plan is None or gpu is None else cuda_times.slower(gpu, plan.modelled, plan.schedule)
     return Refusal(slower, "speed") if slower else None
 
 
@@ -364,9 +373,12 @@ def _decide(
         size = [_strided(length, subsample) for length in size]
     shape = batch, channels // 2 if shuffle else channels, *size
     plan = make_plan(shape, stages, shuffle=shuffle, subsample=subsample)
-    if shuffle or not _recomputes(backend, plan, gpu):
+    if shuffle or not _can_recompute(backend, plan):
         return plan
-    return make_plan(shape, stages, recompute=True, subsample=subsample)
+    # the emulation of the CUDA kernels computes all that it can again, for tests
+    schedule = cuda_times.schedule(gpu, plan.modelled) if backend == "cuda" and gpu is not None else "recomputed"
+    recompute, release = schedule != "stored", schedule == "released"
+    return make_plan(shape, stages, recompute=recompute, release=release, subsample=subsample)
 
 
 _decide_once = lru_cache(KEPT_PLANS)(_decide)
@@ -383,11 +395,10 @@ def _fits(stage: StageShape, *, first: bool, input_grad: bool) -> bool:
     return kind == Kind.DEPTHWISE
 
 
-def _recomputes(backend: str, plan: ChainPlan, gpu: str | None) -> bool:
-    """Whether backward computes the output of an expansion again, and goes through it and its depthwise stage at once.
+def _can_recompute(backend: str, plan: ChainPlan) -> bool:
+    """Whether backward can compute the output of an expansion again, and go through it and its depthwise stage at once.
 
-    The chain's input is then kept instead of the output. The emulation of the CUDA kernels computes all that it can
-    again, for tests.
+    The chain's input is then kept instead of the output.
     """
     if [stage.kind for stage in plan.stages[:2]] != [Kind.POINTWISE, Kind.DEPTHWISE]:
         return False
@@ -399,8 +410,7 @@ def _recomputes(backend: str, plan: ChainPlan, gpu: str | None) -> bool:
         fits = first.out_channels <= MAX_RECOMPUTED_CUDA_HIDDEN
         fits = fits and first.out_channels * height * width <= _MAX_CUDA_IMAGE
         fits = fits and first.batch * (width + 28) <= _MAX_CUDA_COLUMNS
-        fits = fits and first.in_channels <= MAX_RECOMPUTED_CUDA_CHANNELS and first.act in ("relu", "relu6")
-        return fits and (gpu is None or cuda_times.recomputes(gpu, plan.modelled))
+        return fits and first.in_channels <= MAX_RECOMPUTED_CUDA_CHANNELS and first.act in ("relu", "relu6")
     return backend == "cpu" and first.in_channels <= MAX_RECOMPUTED_CHANNELS
 
 
@@ -414,6 +424,7 @@ def make_plan(
     stages: Sequence[StageShape],
     *,
     recompute: bool = False,
+    release: bool = False,
     shuffle: bool = False,
     subsample: int = 1,
 ) -> ChainPlan:
@@ -422,7 +433,8 @@ def make_plan(
     Args:
         shape: (N, C, H, W) of the input of the first stage, that is with half the channels of x where shuffle is set.
         stages: the stages of one chain.
-        recompute: whether the output of the first stage is computed again instead of being saved.
+        recompute: whether backward computes the output of the first stage again instead of reading it.
+        release: whether forward stores this output all the same; the CUDA kernels only.
         shuffle, subsample: as in `ChainPlan`.
     """
     batch, channels, height, width = shape
@@ -446,6 +458,7 @@ def make_plan(
             out_size=out_size,
             saved_at=None if recompute and not plans else saved_size,
             statistics_at=statistics_at,
+            released=recompute and release and not plans,
         )
         plans.append(plan)
         if plan.saved_at is not None:
@@ -460,7 +473,7 @@ def _numbers(stages: Sequence[StagePlan], shuffle: bool, saved_size: int) -> tup
     first = stages[0]
     numbers = [first.batch, first.in_channels, *first.size, int(shuffle), saved_size]
     for stage in stages:
-        saved_at = -1 if stage.saved_at is None else stage.saved_at
+        saved_at = stage.saved_at if stage.saved_at is not None else _RELEASED if stage.released else _NOWHERE
         numbers += [int(stage.kind), _ACTS.index(stage.act), stage.out_channels, stage.kernel, stage.stride]
         numbers += [*stage.out_size, saved_at, stage.statistics_at]
     return tuple(numbers)
@@ -480,21 +493,8 @@ def _read_once(numbers: tuple[int, ...]) -> ChainPlan:
         kind, act, out, kernel, stride, out_height, out_width, saved_at, statistics_at = numbers[
             begin : begin + _PER_STAGE
         ]
-        out_size = out_height, out_width
-        stages.append(
-            StagePlan(
-                kind=Kind(kind),
-                act=_ACTS[act],
-                batch=batch,
-                in_channels=channels,
-                out_channels=out,
-                kernel=kernel,
-                stride=stride,
-                size=size,
-                out_size=out_size,
-                saved_at=None if saved_at < 0 else saved_at,
-                statistics_at=statistics_at,
-            )
-        )
-        channels, size = out, out_size
+        convolution = Kind(kind), _ACTS[act], batch, channels, out, kernel, stride, size, (out_height, out_width)
+        place, released = None if saved_at < 0 else saved_at, saved_at == _RELEASED
+        stages.append(StagePlan(*convolution, saved_at=place, statistics_at=statistics_at, released=released))
+        channels, size = out, (out_height, out_width)
     return ChainPlan(tuple(stages), bool(shuffle), saved_size, numbers)

@@ -200,7 +200,7 @@ BAD_PLAN = {
     "saved behind the end": broken_plan(2, saved_at=10**6),
     "saved nowhere": broken_plan(0, saved_at=2**62),
     "the second computed again": broken_plan(1, saved_at=-1),
-    "saved before the beginning": broken_plan(0, saved_at=-2),
+    "saved before the beginning": broken_plan(0, saved_at=-3),
     "statistics over another stage": broken_plan(1, statistics_at=0),
 }
 

@@ -21,11 +21,12 @@ BFLOAT16 = torch.bfloat16
 cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
+@pytest.fixture(autouse=True, params=["recomputed", "released"])
+def emulated(request, monkeypatch):
     """Expansions are computed again wherever the kernels can, not only where the model of the GPU says so."""
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
-    monkeypatch.setattr(cuda_times, "recomputes", lambda gpu, chain: True)
+    monkeypatch.setattr(planning, "modelled_gpu", lambda x: "H200")
+    monkeypatch.setattr(cuda_times, "schedule", lambda gpu, chain: request.param)
     planning._decide_once.cache_clear()
     yield
     planning._decide_once.cache_clear()
