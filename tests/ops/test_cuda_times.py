@@ -193,7 +193,7 @@ def test_doctor_says_what_the_model_decides(monkeypatch):
     ]
     assert lines[-len(cuda_reasons.Unjoined) :] == [f"  {reason.value}" for reason in cuda_reasons.Unjoined]
     assert lines[:2] == [
-        "cuda by the model of an RTX 3080: 25 us, and 30 us with triton, for the 3 chains of a mobilenet_v2 step; of the "
-        "3 expansions that it can compute again, 2 are, and 0 in backward only",
+        "cuda by the model of an RTX 3080: 25 us, and 30 us with triton, for the 3 chains of a mobilenet_v2 step; of "
+        "the 3 expansions that it can compute again, 2 are, and 0 in backward only",
         f"not cuda by the model of an RTX 3080, 11 us, and 10 us with triton, for {HALVED}",
     ]
