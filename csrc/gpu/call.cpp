@@ -367,9 +367,7 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
   if (keep) check.saved(saved, leaves);
   if (!before.empty()) begin = making(x, before);
   // which outputs are only there until the next stage has read them
-  const auto passes = [&](const StagePlan& s) {
-    return s.saved_at == cpu::kReleased || (!keep && s.saved_at != cpu::kNowhere);
-  };
+  const auto passes = [&](const StagePlan& s) { return s.saved_at == cpu::kReleased || (!keep && s.saved_at >= 0); };
   const auto output = [&](const StagePlan& s, size_t) { return passes(s) ? s.rows * s.out_channels : 0; };
   const Turns turns(x, plan, output, &memory);
 
