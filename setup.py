@@ -102,7 +102,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DNASFAST_CUDA={os.environ.get('NASFAST_CUDA', 'AUTO')}",
-            f"-DNASFAST_ISAS={os.environ.get('NASFAST_ISAS', 'ALL')}",
+            f"-DNASFAST_ISAS={os.environ.get('NASFAST_ISAS', 'NATIVE')}",
             f"-DNASFAST_EMULATION={switch('NASFAST_EMULATION')}",
             f"-DNASFAST_SANITIZE={switch('NASFAST_SANITIZE')}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",

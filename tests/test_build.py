@@ -1,21 +1,19 @@
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
-from importlib.util import find_spec
-from itertools import filterfalse
 from pathlib import Path
 
 import pytest
 
 import nasfast
+from nasfast.ops import _native
 
+LEVELS = ["baseline", "avx2", "avx512", "avx512bf16", "amx"]
 ROOT = Path(__file__).parent.parent
-ARCHS = ("80", "86", "89", "90")
-# the folder in which `make install` builds
+# the folder in which `make install-tests` builds
 INSTALLED = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
 
 
@@ -110,7 +108,7 @@ def test_native_off_is_recorded(tmp_path):
         ("NASFAST_CUDA", "AUTO, ON or OFF"),
         ("NASFAST_EMULATION", "ON or OFF"),
         ("NASFAST_SANITIZE", "ON or OFF"),
-        ("NASFAST_ISAS", "ALL or BASELINE"),
+        ("NASFAST_ISAS", "NATIVE, ALL or BASELINE"),
     ],
 )
 def test_wrong_switch_values_are_named(tmp_path, name, values):
@@ -131,6 +129,24 @@ def test_a_broken_compiler_fails_loudly(tmp_path):
     assert not (package / "_build.json").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+def test_native_is_the_best_level_of_this_machine_and_the_baseline(tmp_path):
+    """CMake and the library find the same level."""
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    command = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", tmp_path, "-DNASFAST_CUDA=OFF", "-DNASFAST_ISAS=NATIVE"]
+    command += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, check=True)
+    commands = {
+        entry["file"]: entry["command"] for entry in json.loads((tmp_path / "compile_commands.json").read_text())
+    }
+    chosen = [level for level in LEVELS if f"NASFAST_HAS_{level.upper()}" in commands[str(ROOT / "csrc/cpu/isa.cpp")]]
+    if _native.extension is None or _native.extension.build_info()["isas"] != LEVELS:
+        pytest.skip("the installed extension does not have every level")
+    assert chosen == sorted({"baseline", _native.extension.usable_isas()[-1]}, key=LEVELS.index)
+
+
 @pytest.mark.aot
 def test_builds_and_runs_without_cuda(tmp_path):
     if not has_compiler():
@@ -138,7 +154,7 @@ def test_builds_and_runs_without_cuda(tmp_path):
     settings = {"NASFAST_CUDA": "OFF", "NASFAST_ISAS": "BASELINE"}
     if (INSTALLED / "CMakeCache.txt").exists():
         # Only three small sources depend on these settings. A copy keeps the times of the other objects, so that ninja
-        # takes those that `make install` has compiled. The cache names the folder that it was made in.
+        # takes those that `make install-tests` has compiled. The cache names the folder that it was made in.
         unwanted = shutil.ignore_patterns("CMakeCache.txt", "cuda_kernels.dir")
         shutil.copytree(INSTALLED, tmp_path / "temp", ignore=unwanted)
     else:
@@ -163,41 +179,3 @@ def test_builds_and_runs_without_cuda(tmp_path):
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-
-
-def is_compiled(source):
-    """Whether the build folder of this checkout has the source as it is now, compiled for every architecture."""
-    target = f"CMakeFiles/cuda_kernels.dir/kernels/cuda/{source.name}.o"
-    if not (INSTALLED / "CMakeCache.txt").exists():
-        return False
-    # the ninja that built the folder, because one of another version deletes its log, and so all that it knows
-    cache = (INSTALLED / "CMakeCache.txt").read_text()
-    (ninja_path,) = re.findall(r"^CMAKE_MAKE_PROGRAM:.*=(.*)$", cache, re.MULTILINE)
-
-    def ninja(*arguments):
-        command = [ninja_path, "-C", INSTALLED, *arguments, target]
-        return subprocess.run(command, capture_output=True, text=True).stdout
-
-    # the dry run says what it would compile
-    return "no work to do" in ninja("-n") and all(f"sm_{arch}" in ninja("-t", "commands") for arch in ARCHS)
-
-
-@pytest.mark.aot
-def test_nvcc_compiles_every_cuda_source(tmp_path):
-    """Those that `make install` has compiled, with the same flags, are not compiled again."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc on PATH")
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
-    targets.append(f"-gencode=arch=compute_{ARCHS[-1]},code=compute_{ARCHS[-1]}")
-    # as CMakeLists.txt has it
-    torch_headers = Path(find_spec("torch").submodule_search_locations[0]) / "include"
-    flags = ["-std=c++17", "-O3", f"-I{torch_headers}", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    sources = sorted((ROOT / "kernels" / "cuda").glob("*.cu"))
-    assert sources
-    for source in filterfalse(is_compiled, sources):
-        target = tmp_path / f"{source.stem}.o"
-        command = [nvcc, *flags, *targets, "-c", source, "-o", target]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        assert target.stat().st_size > 0

@@ -6,21 +6,6 @@
 
 namespace nasfast::cpu::NASFAST_ISA {
 
-struct Identity {
-  static VecF value(VecF z) { return z; }
-  static VecF backward(VecF grad, VecF) { return grad; }
-};
-
-struct Relu {
-  static VecF value(VecF z) { return maximum(VecF{}, z); }
-  static VecF backward(VecF grad, VecF z) { return z > 0.0f ? grad : VecF{}; }
-};
-
-struct Relu6 {
-  static VecF value(VecF z) { return minimum(broadcast(6.0f), maximum(VecF{}, z)); }
-  static VecF backward(VecF grad, VecF z) { return (z > 0.0f) & (z < 6.0f) ? grad : VecF{}; }
-};
-
 struct Tanh {
   static VecF value(VecF z) { return tanh(z); }
   static VecF backward(VecF grad, VecF z) {
@@ -47,28 +32,54 @@ struct Silu {
   }
 };
 
-// Returns pick(A{}) for the given activation.
+// Activations in three classes, each made from an Act. Kernels are compiled for every class, so there are few.
+
+struct Identity {
+  explicit Identity(Act) {}
+  VecF value(VecF z) const { return z; }
+  VecF backward(VecF grad, VecF) const { return grad; }
+};
+
+// relu and relu6
+struct Clamp {
+  VecF most;
+
+  explicit Clamp(Act act) : most(broadcast(act == Act::kRelu6 ? 6.0f : __builtin_inff())) {}
+  VecF value(VecF z) const { return minimum(most, maximum(VecF{}, z)); }
+  VecF backward(VecF grad, VecF z) const { return (z > 0.0f) & (z < most) ? grad : VecF{}; }
+};
+
+// tanh, hswish and silu, told apart for every vector: their arithmetic takes longer than the branch
+struct Curved {
+  Act act;
+
+  explicit Curved(Act act) : act(act) {}
+  VecF value(VecF z) const {
+    return act == Act::kTanh ? Tanh::value(z) : act == Act::kHswish ? Hswish::value(z) : Silu::value(z);
+  }
+  VecF backward(VecF grad, VecF z) const {
+    if (act == Act::kTanh) return Tanh::backward(grad, z);
+    return act == Act::kHswish ? Hswish::backward(grad, z) : Silu::backward(grad, z);
+  }
+};
+
+// Returns pick(A) for the class of the given activation.
 template <typename Pick>
-auto by_act(Act act, const Pick& pick) -> decltype(pick(Identity{})) {
+auto by_act(Act act, const Pick& pick) -> decltype(pick(Identity(act))) {
   switch (act) {
+    case Act::kIdentity:
+      return pick(Identity(act));
     case Act::kRelu:
-      return pick(Relu{});
     case Act::kRelu6:
-      return pick(Relu6{});
-    case Act::kTanh:
-      return pick(Tanh{});
-    case Act::kHswish:
-      return pick(Hswish{});
-    case Act::kSilu:
-      return pick(Silu{});
+      return pick(Clamp(act));
     default:
-      return pick(Identity{});
+      return pick(Curved(act));
   }
 }
 
-// Returns pick(T{}, A{}) for the given storage type and activation.
+// Returns pick(T{}, A) for the given storage type and the class of the activation.
 template <typename Pick>
-auto by_type(bool bfloat16, Act act, const Pick& pick) -> decltype(pick(float{}, Identity{})) {
+auto by_type(bool bfloat16, Act act, const Pick& pick) -> decltype(pick(float{}, Identity(act))) {
   if (bfloat16) return by_act(act, [&](auto a) { return pick(BFloat16{}, a); });
   return by_act(act, [&](auto a) { return pick(float{}, a); });
 }

@@ -97,6 +97,7 @@ void bn_act_fwd_rows(const BnActParams& p, int64_t begin, int64_t end) {
 
 template <typename T, typename A, bool kResidual>
 void bn_act_fwd_planes(const BnActParams& p, int64_t begin, int64_t end) {
+  const A act(p.bn.act);
   for (int64_t item = end - 1; item >= begin; --item) {
     const int64_t c = item % p.channels;
     const VecF center = broadcast(p.bn.center[c]);
@@ -106,7 +107,7 @@ void bn_act_fwd_planes(const BnActParams& p, int64_t begin, int64_t end) {
     const T* residual = static_cast<const T*>(p.residual) + (kResidual ? item * p.plane : 0);
     T* y = static_cast<T*>(p.y) + item * p.plane;
     for_each_vector(p.plane, [&](int64_t i, auto lanes) {
-      VecF out = A::value((load(x + i, lanes) - center) * scale + shift);
+      VecF out = act.value((load(x + i, lanes) - center) * scale + shift);
       if constexpr (kResidual) out += load(residual + i, lanes);
       store(y + i, out, lanes);
     });
@@ -135,6 +136,7 @@ void bn_act_bwd_reduce_rows(const BnActParams& p, int64_t begin, int64_t end) {
 
 template <typename T, typename A>
 void bn_act_bwd_reduce_planes(const BnActParams& p, int64_t begin, int64_t end) {
+  const A act(p.bn.act);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t c = item % p.channels;
     const VecF center = broadcast(p.bn.center[c]);
@@ -150,7 +152,7 @@ void bn_act_bwd_reduce_planes(const BnActParams& p, int64_t begin, int64_t end) 
       VecF m{};
       for_each_vector(count, [&](int64_t i, auto lanes) {
         const VecF d = load(x + tile + i, lanes) - center;
-        const VecF dz = keep_lanes(A::backward(load(grad + tile + i, lanes), d * scale + shift), lanes);
+        const VecF dz = keep_lanes(act.backward(load(grad + tile + i, lanes), d * scale + shift), lanes);
         s += dz;
         m += dz * d;
       });
@@ -181,6 +183,7 @@ void bn_act_bwd_rows(const BnActParams& p, int64_t begin, int64_t end) {
 
 template <typename T, typename A>
 void bn_act_bwd_planes(const BnActParams& p, int64_t begin, int64_t end) {
+  const A act(p.bn.act);
   for (int64_t item = end - 1; item >= begin; --item) {
     const int64_t c = item % p.channels;
     const VecF center = broadcast(p.bn.center[c]);
@@ -193,7 +196,7 @@ void bn_act_bwd_planes(const BnActParams& p, int64_t begin, int64_t end) {
     T* dx = static_cast<T*>(p.dx) + item * p.plane;
     for_each_vector(p.plane, [&](int64_t i, auto lanes) {
       const VecF d = load(x + i, lanes) - center;
-      const VecF dz = A::backward(load(grad + i, lanes), d * scale + shift);
+      const VecF dz = act.backward(load(grad + i, lanes), d * scale + shift);
       store(dx + i, dz * scale + (d * slope + offset), lanes);
     });
   }

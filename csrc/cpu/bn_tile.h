@@ -62,6 +62,7 @@ inline void for_each_block(int64_t rows, int64_t block_rows, int64_t channels, c
 template <typename A, bool kResidual, typename T, typename U>
 inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t ldx, U* y, int64_t ldy, int64_t rows,
                         int64_t channels, int64_t block_rows = kTileRows) {
+  const A act(bn.act);
   for_each_block(rows, block_rows, channels, [&](int64_t c, auto count, auto lanes, int64_t first, int64_t last) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n];
@@ -74,7 +75,7 @@ inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t
       for (int j = 0; j < n; ++j) {
         const int64_t at = r * ldx + c + j * kLanes;
         prefetch(x + at + kAhead * ldx);
-        VecF out = A::value((load(x + at, lanes) - center[j]) * scale[j] + shift[j]);
+        VecF out = act.value((load(x + at, lanes) - center[j]) * scale[j] + shift[j]);
         if constexpr (kResidual) out += load(residual + at, lanes);
         store(y + r * ldy + c + j * kLanes, out, lanes);
       }
@@ -105,6 +106,7 @@ inline void centre_tile(const T* x, const float* center, C* a, int64_t lda, int6
 template <typename A, typename T, typename U>
 inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld, U* dy,
                             int64_t lddy, int64_t rows, int64_t channels, int64_t block_rows = kTileRows) {
+  const A act(bn.act);
   for_each_block(rows, block_rows, channels, [&](int64_t c, auto count, auto lanes, int64_t first, int64_t last) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n], slope[n], offset[n];
@@ -120,7 +122,7 @@ inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, con
         prefetch(y + (r + kAhead) * ld + c + j * kLanes);
         prefetch(grad + (r + kAhead) * ldgrad + c + j * kLanes);
         const VecF d = load(y + r * ld + c + j * kLanes, lanes) - center[j];
-        const VecF dz = A::backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
+        const VecF dz = act.backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
         store(dy + r * lddy + c + j * kLanes, dz * scale[j] + (d * slope[j] + offset[j]), lanes);
       }
     }
@@ -133,6 +135,7 @@ template <typename A, typename T>
 inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld,
                                    int64_t rows, int64_t channels, int64_t block_rows, float* sums, float* moments,
                                    double* sum, double* moment) {
+  const A act(bn.act);
   for_each_block(rows, block_rows, channels, [&](int64_t c, auto count, auto lanes, int64_t first, int64_t last) {
     constexpr int n = decltype(count)::value;
     VecF center[n], scale[n], shift[n], s[n], m[n];
@@ -148,7 +151,7 @@ inline void bn_act_bwd_reduce_tile(const BnFold& bn, const T* grad, int64_t ldgr
         prefetch(y + (r + kAhead) * ld + c + j * kLanes);
         prefetch(grad + (r + kAhead) * ldgrad + c + j * kLanes);
         const VecF d = load(y + r * ld + c + j * kLanes, lanes) - center[j];
-        const VecF g = A::backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
+        const VecF g = act.backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
         s[j] += g;
         m[j] += g * d;
       }

@@ -38,6 +38,7 @@ inline void provide_expansion(const DepthwiseParams& p, int64_t image, int64_t r
                               int64_t ld) {
   const Expansion& e = p.expansion;
   const T* x = static_cast<const T*>(e.x) + (image * p.height + row) * p.width * e.in_channels;
+  const A act(e.bn.act);
   centre_tile(x, e.center, a, lda, p.width, e.in_channels);
   gemm_tile(a, lda, p.width, static_cast<const C*>(e.weight), e.in_channels, p.channels,
             [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
@@ -45,7 +46,7 @@ inline void provide_expansion(const DepthwiseParams& p, int64_t image, int64_t r
               const VecF scale = load(e.bn.scale + c, lanes);
               const VecF shift = load(e.bn.shift + c, lanes);
               for_each_row(count, sum, [&](int i, VecF v) {
-                store(to + (r + i) * ld + c, A::value((v + bias) * scale + shift), lanes);
+                store(to + (r + i) * ld + c, act.value((v + bias) * scale + shift), lanes);
               });
             });
 }
@@ -146,7 +147,6 @@ inline void provide_dy(const DepthwiseParams& p, int64_t image, int64_t row, int
   const T* y = static_cast<const T*>(p.grad.y) + pixel * p.channels + c0;
   by_act(bn.act, [&](auto act) {
     bn_act_bwd_tile<decltype(act)>(here, grad, p.grad.ld, y, p.channels, to, ld, p.out_width, channels);
-    return 0;
   });
 }
 
@@ -174,6 +174,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   float* moments = scratch.take<float>(group);
   float* out = scratch.take<float>(out_size);
   const StageInputGrad& dx = p.dx;
+  const A act(dx.bn.act);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t image = item / p.strips;
     const int64_t r0 = item % p.strips * p.strip_rows;
@@ -200,7 +201,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
             for (int64_t x = 0; x < pass.width; ++x) {
               prefetch(y + x * p.channels + kLanes);  // of the next vector of channels
               const VecF d = load(y + x * p.channels, lanes) - center;
-              const VecF g = A::backward(load(out + x * kLanes, AllLanes{}), d * scale + shift);
+              const VecF g = act.backward(load(out + x * kLanes, AllLanes{}), d * scale + shift);
               put(to + x * p.channels, g, p.streams, lanes);
               s += g;
               m += g * d;
@@ -235,6 +236,7 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
   const Pass pass = chain_pass(p, true);
   const Expansion& e = p.expansion;
+  const A act(e.bn.act);
   const int64_t ld = divide_up(p.channels, kLanes) * kLanes;
   const int64_t lda = tile_ld<C>(e.in_channels);
   const int64_t ldz = tile_ld<C>(p.channels);
@@ -279,7 +281,7 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
                                  for_each_row(count, sum, [&](int i, VecF v) {
                                    const VecF xhat = v + bias;
                                    const VecF g =
-                                       A::backward(load(from + i * kLanes, AllLanes{}), xhat * scale + shift);
+                                       act.backward(load(from + i * kLanes, AllLanes{}), xhat * scale + shift);
                                    store(dz + (row + i) * ldz + c, g, lanes);
                                    s += g;
                                    m += g * xhat;

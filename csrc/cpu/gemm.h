@@ -283,15 +283,22 @@ inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_
 }
 #endif
 
+// The end of a block at the last columns, which fill no vector: rare, so it is compiled apart from the others.
+template <typename Epilogue>
+[[gnu::noinline]] void finish_last(int64_t row, int count, int64_t c, int lanes, const VecF* sums,
+                                   const Epilogue& epilogue) {
+  epilogue(row, count, c, sums, lanes);
+}
+
 // Calls epilogue for the vector of columns at c in `count` rows from `row` on.
 template <typename Epilogue>
 inline void finish_block(int64_t row, int count, int64_t c, int64_t columns, const VecF* sums,
                          const Epilogue& epilogue) {
-  if (c + kLanes <= columns) {
-    epilogue(row, count, c, sums, AllLanes{});
-  } else {
-    epilogue(row, count, c, sums, static_cast<int>(columns - c));
-  }
+  if (c + kLanes <= columns) return epilogue(row, count, c, sums, AllLanes{});
+  VecF copy[kBlockRows];  // so that only this branch needs the sums in memory
+#pragma GCC unroll 8
+  for (int i = 0; i < kBlockRows; ++i) copy[i] = sums[i];
+  finish_last(row, count, c, static_cast<int>(columns - c), copy, epilogue);
 }
 
 #if defined(__AMX_BF16__)

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#ifdef NASFAST_X86_ISAS
+#ifdef __x86_64__
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,16 +12,24 @@
 namespace nasfast::cpu {
 namespace {
 
-bool is_compiled(Isa isa) {
-#ifdef NASFAST_X86_ISAS
-  (void)isa;
-  return true;
-#else
-  return isa == Isa::kBaseline;
+// The levels of this build, in ascending order.
+constexpr Isa kCompiled[] = {
+    Isa::kBaseline,
+#ifdef NASFAST_HAS_AVX2
+    Isa::kAvx2,
 #endif
-}
+#ifdef NASFAST_HAS_AVX512
+    Isa::kAvx512,
+#endif
+#ifdef NASFAST_HAS_AVX512BF16
+    Isa::kAvx512Bf16,
+#endif
+#ifdef NASFAST_HAS_AMX
+    Isa::kAmx,
+#endif
+};
 
-#ifdef NASFAST_X86_ISAS
+#ifdef __x86_64__
 // Whether the tile registers of AMX and their bf16 product are here. Linux refuses them to a process that has not asked
 // for them, because they add 8 KiB to the state of a thread.
 bool has_tiles() {
@@ -38,7 +46,7 @@ bool runs_here(Isa isa) {
   switch (isa) {
     case Isa::kBaseline:
       return true;
-#ifdef NASFAST_X86_ISAS
+#ifdef __x86_64__
     case Isa::kAvx2:
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     case Isa::kAvx512:
@@ -54,8 +62,6 @@ bool runs_here(Isa isa) {
   }
 }
 
-constexpr Isa kAllIsas[] = {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
-
 std::string join(const std::vector<std::string>& names) {
   std::string text;
   for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
@@ -65,8 +71,8 @@ std::string join(const std::vector<std::string>& names) {
 Isa choose() {
   const char* wanted = std::getenv("NASFAST_ISA");
   Isa best = Isa::kBaseline;
-  for (Isa isa : kAllIsas) {
-    if (!is_compiled(isa) || !runs_here(isa)) continue;
+  for (Isa isa : kCompiled) {
+    if (!runs_here(isa)) continue;
     if (wanted && *wanted && isa_name(isa) == wanted) return isa;
     best = isa;
   }
@@ -81,16 +87,14 @@ Isa choose() {
 
 std::vector<std::string> compiled_isas() {
   std::vector<std::string> names;
-  for (Isa isa : kAllIsas) {
-    if (is_compiled(isa)) names.push_back(isa_name(isa));
-  }
+  for (Isa isa : kCompiled) names.push_back(isa_name(isa));
   return names;
 }
 
 std::vector<std::string> usable_isas() {
   std::vector<std::string> names;
-  for (Isa isa : kAllIsas) {
-    if (is_compiled(isa) && runs_here(isa)) names.push_back(isa_name(isa));
+  for (Isa isa : kCompiled) {
+    if (runs_here(isa)) names.push_back(isa_name(isa));
   }
   return names;
 }

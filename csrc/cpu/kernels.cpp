@@ -24,31 +24,34 @@ NASFAST_DECLARE(amx)  // only the kernels with matrix products
 #undef NASFAST_DECLARE
 
 Kernels kernels() {
+// AMX has no vectors of its own, so a level names the vectors and the matrix products.
+#define NASFAST_KERNELS(vectors, products)                                                                 \
+  {                                                                                                        \
+    vectors::kBnActKernels, products::kConvKernels, products::kDepthwiseKernels, vectors::kMixedBnKernels, \
+        vectors::kOrthogonalKernels, vectors::kDepthwiseConv2dKernels, vectors::kPool3x3Kernels,           \
+        vectors::kSqueezeExciteKernels                                                                     \
+  }
   switch (current_isa()) {
-#ifdef NASFAST_X86_ISAS
+#ifdef NASFAST_HAS_AMX
     case Isa::kAmx:
-      return {avx512bf16::kBnActKernels,      amx::kConvKernels,
-              amx::kDepthwiseKernels,         avx512bf16::kMixedBnKernels,
-              avx512bf16::kOrthogonalKernels, avx512bf16::kDepthwiseConv2dKernels,
-              avx512bf16::kPool3x3Kernels,    avx512bf16::kSqueezeExciteKernels};
+      return NASFAST_KERNELS(avx512bf16, amx);
+#endif
+#ifdef NASFAST_HAS_AVX512BF16
     case Isa::kAvx512Bf16:
-      return {avx512bf16::kBnActKernels,   avx512bf16::kConvKernels,         avx512bf16::kDepthwiseKernels,
-              avx512bf16::kMixedBnKernels, avx512bf16::kOrthogonalKernels,   avx512bf16::kDepthwiseConv2dKernels,
-              avx512bf16::kPool3x3Kernels, avx512bf16::kSqueezeExciteKernels};
+      return NASFAST_KERNELS(avx512bf16, avx512bf16);
+#endif
+#ifdef NASFAST_HAS_AVX512
     case Isa::kAvx512:
-      return {avx512::kBnActKernels,   avx512::kConvKernels,         avx512::kDepthwiseKernels,
-              avx512::kMixedBnKernels, avx512::kOrthogonalKernels,   avx512::kDepthwiseConv2dKernels,
-              avx512::kPool3x3Kernels, avx512::kSqueezeExciteKernels};
+      return NASFAST_KERNELS(avx512, avx512);
+#endif
+#ifdef NASFAST_HAS_AVX2
     case Isa::kAvx2:
-      return {avx2::kBnActKernels,   avx2::kConvKernels,         avx2::kDepthwiseKernels,
-              avx2::kMixedBnKernels, avx2::kOrthogonalKernels,   avx2::kDepthwiseConv2dKernels,
-              avx2::kPool3x3Kernels, avx2::kSqueezeExciteKernels};
+      return NASFAST_KERNELS(avx2, avx2);
 #endif
     default:
-      return {baseline::kBnActKernels,   baseline::kConvKernels,         baseline::kDepthwiseKernels,
-              baseline::kMixedBnKernels, baseline::kOrthogonalKernels,   baseline::kDepthwiseConv2dKernels,
-              baseline::kPool3x3Kernels, baseline::kSqueezeExciteKernels};
+      return NASFAST_KERNELS(baseline, baseline);
   }
+#undef NASFAST_KERNELS
 }
 
 }  // namespace nasfast::cpu

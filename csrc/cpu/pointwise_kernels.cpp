@@ -135,16 +135,16 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   float* moments = scratch.take<float>(padded);
   const C* weight = static_cast<const C*>(p.weight);
   const StageInputGrad& dx = p.dx;
+  const A act(dx.bn.act);
   for (int64_t item = begin; item < end; ++item) {
     for (int64_t i = 0; kFolded && i < 2 * p.in_channels; ++i) dx.partial[item * 2 * p.in_channels + i] = 0;
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at_out = row * p.out_channels;
       const int64_t at_in = row * p.in_channels;
       const T* grad = static_cast<const T*>(p.grad.data) + row * p.grad.ld;
-      by_act(p.grad.bn.act, [&](auto act) {
-        bn_act_bwd_tile<decltype(act)>(p.grad.bn, grad, p.grad.ld, static_cast<const T*>(p.grad.y) + at_out,
-                                       p.out_channels, a, lda, rows, p.out_channels);
-        return 0;
+      by_act(p.grad.bn.act, [&](auto behind) {
+        bn_act_bwd_tile<decltype(behind)>(p.grad.bn, grad, p.grad.ld, static_cast<const T*>(p.grad.y) + at_out,
+                                          p.out_channels, a, lda, rows, p.out_channels);
       });
       T* out = static_cast<T*>(dx.data) + at_in;
       const T* y = static_cast<const T*>(dx.y) + (dx.folded ? at_in : 0);
@@ -161,7 +161,7 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
                     for_each_row(count, sum, [&](int i, VecF v) {
                       prefetch(y + at + i * p.in_channels + kPanelVectors * kLanes);  // of the next panel
                       const VecF d = load(y + at + i * p.in_channels, lanes) - center;
-                      const VecF g = A::backward(v, d * scale + shift);
+                      const VecF g = act.backward(v, d * scale + shift);
                       put(out + at + i * p.in_channels, g, p.streams, lanes);
                       s += g;
                       m += g * d;
