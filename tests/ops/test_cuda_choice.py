@@ -169,7 +169,7 @@ def test_cpu_tensors_are_served_only_by_the_emulation_that_is_named(monkeypatch)
 
 def test_a_gpu_before_ampere_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(backends, "_cuda_reason", "")
+    monkeypatch.setattr(backends, "_why_no_cuda_kernels", lambda device: "")
 
     class Image:
         device, dtype = torch.device("cuda", 0), torch.bfloat16
