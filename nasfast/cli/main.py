@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import traceback
-import types
 from collections.abc import Sequence
 
 from nasfast import __version__
@@ -133,19 +132,6 @@ def _say_stopped(command: str, flags: Sequence[str], stopped: BaseException, rea
         how = reason if stage == command else f"{reason} in the stage `{stage}`"
         # a line of its own: the terminal has shown ^C, or a line of progress
         print(f"\nnasfast {command}: {'; '.join(filter(None, (how, saved, more)))}", file=sys.stderr)
-
-
-class _CallableModule(types.ModuleType):
-    """Makes `from nasfast.cli import main; main()` work, which scripts of earlier installations contain.
-
-    Delete it in the version after the one that made `nasfast.cli` a package.
-    """
-
-    def __call__(self, argv: Sequence[str] | None = None) -> int:
-        return main(argv)
-
-
-sys.modules[__name__].__class__ = _CallableModule
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import torch
 from nasfast.config import ConfigError
 from nasfast.measure.cards import Card
 from nasfast.measure.floor import Machine, Trace, conv_floor
-from nasfast.runtime import moved
 
 
 @dataclass(frozen=True)
@@ -142,6 +141,3 @@ def project(passes: Sequence[Pass], step_ms: float, here: Machine, card: Card, d
         floor_there = 1e3 * p.floor(there, item)
         projected.append(ProjectedPass(p.name, p.ms, floor_ms, fraction, floor_there / fraction))
     return Projection(card, dtype, tuple(projected), max(0.0, step_ms - sum(p.ms for p in passes)))
-
-
-__getattr__ = partial(moved.find, __name__)

@@ -1,7 +1,5 @@
 """Functional operators of frozen-weight supernets, each with a reference and faster backends behind one contract."""
 
-from functools import partial
-
 from nasfast.ops import modules, reference
 from nasfast.ops._native import empty_cache
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
@@ -13,7 +11,6 @@ from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
 from nasfast.ops.pooling import pool_3x3
 from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.ops.squeeze import squeeze_excite
-from nasfast.runtime import moved
 
 __all__ = [
     "BACKENDS",
@@ -35,5 +32,3 @@ __all__ = [
     "squeeze_excite",
     "use_backend",
 ]
-
-__getattr__ = partial(moved.find, __name__)

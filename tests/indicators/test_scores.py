@@ -18,7 +18,7 @@ from nasfast.indicators.config import ScoreConfig
 from nasfast.indicators.registry import SCORES, ScoreError, available, get_score, register
 from nasfast.indicators.scores import Evidence, score_paths, score_table
 from nasfast.indicators.structure import structure_table
-from nasfast.search import search
+from nasfast.search import search_table
 from nasfast.settings.supernet import METHODS
 from nasfast.spaces import Block, FairSampler, FixedLayer
 from nasfast.supernet import Supernet
@@ -83,7 +83,7 @@ def test_a_distilled_table_ranks_as_the_losses_of_all_paths_do(trained):
     assert table.meta["step"] == 3
     assert table.meta["paths"] == len(set(evidence.sample())) < 60
     assert 0.3 < table.meta["r2"] <= 1
-    assert search(table, trained.space, top_k=1)[0].arch == max(archs, key=table.score)
+    assert search_table(table, trained.space, top_k=1)[0].arch == max(archs, key=table.score)
 
 
 def test_structure_is_added_in_units_of_its_deviation(trained):
@@ -177,7 +177,7 @@ def test_every_score_gives_a_table_or_says_why_not(macro_space):
     for name in SCORES:
         table = score_table(name, evidence)
         assert table.meta["score"] == name
-        assert len(search(table, macro_space, top_k=2)) == 2
+        assert len(search_table(table, macro_space, top_k=2)) == 2
         assert get_score(name).summary
 
 
