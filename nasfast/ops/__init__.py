@@ -4,7 +4,7 @@ from nasfast.ops import modules, reference
 from nasfast.ops._native import empty_cache
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
-from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain, inverted_residual
+from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain
 from nasfast.ops.depthwise import depthwise_conv2d
 from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
@@ -21,7 +21,6 @@ __all__ = [
     "conv_bn_act_chain",
     "depthwise_conv2d",
     "empty_cache",
-    "inverted_residual",
     "mixed_bn",
     "modules",
     "orthogonalize",
