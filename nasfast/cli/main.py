@@ -32,7 +32,6 @@ _COMMANDS = {
     **{name: command.text for name, command in registry.COMMANDS.items()},
     "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
-    "completion": "a script by which bash or zsh completes commands, flags and values",
 }
 
 _JOINT = ("run", "supernet", "retrain")

@@ -17,10 +17,9 @@ from nasfast.config import flatten, load_yaml, portable
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
-from nasfast.report.page import escape, figure_of, millions, page_of, percent, table_of
+from nasfast.report.page import escape, figure_of, millions, page_of, percent, svg_of, table_of
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import NotRun, RunFiles, body_of
-from nasfast.report.vector import svg_of
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.progress import duration
 from nasfast.search import sample_under
