@@ -357,7 +357,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _doctor,
-    "completion": print,
 }
 
 

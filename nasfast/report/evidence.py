@@ -130,9 +130,8 @@ def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str
 def same_terms(best: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:
     """Whether a result can be compared with another: equal cost, equal epochs, evaluated on the same images."""
     near = abs(peer["macs"] - best["macs"]) <= EQUAL_COST_TOLERANCE * best["macs"]
-    # results of earlier versions do not record single images; the number of ranks decides the order of images
-    recorded = bool(best.get("correct")) and bool(peer.get("correct"))
-    return near and recorded and all(peer[key] == best[key] for key in ("epochs", "images", "ranks"))
+    # the number of ranks decides the order of images
+    return near and all(peer[key] == best[key] for key in ("epochs", "images", "ranks"))
 
 
 def repeats_of(name: str, retrained: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:

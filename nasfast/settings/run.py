@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from nasfast.config import ConfigBase, UnknownKeyError
+from nasfast.config import ConfigBase
 from nasfast.indicators.config import ScoreConfig
 from nasfast.search.config import SearchConfig
 from nasfast.settings.checks import check_device
@@ -15,12 +15,6 @@ from nasfast.settings.retrain import RetrainConfig
 from nasfast.settings.supernet import MethodName, SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import named_space
-
-_OTHER_VERSION = (
-    ". If you did not write this key, another version of nasfast did, which environment.json beside the file names: go "
-    "on with that version, or delete the key from the file"
-)
-"""End of an error about an unknown key in the config.yaml of a run directory."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +80,6 @@ class RunConfig(ConfigBase):
             raise ValueError(f"recalibration_batches must be at least 1, got {self.recalibration_batches}")
         check_device(self.device)
         check_policy(self.data.loader, self.retrain.auto_augment)
-
-    @classmethod
-    def load(cls, path: str | Path) -> RunConfig:
-        """Read the config.yaml of a run directory; see `ConfigBase.load`."""
-        try:
-            return super().load(path)
-        except UnknownKeyError as error:
-            raise UnknownKeyError(f"{error}{_OTHER_VERSION}") from error
 
     def resolved(self) -> RunConfig:
         """The same settings, with each null that the method's preset decides replaced by its value.

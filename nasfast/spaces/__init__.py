@@ -9,7 +9,7 @@ from nasfast.spaces.blocks import Block, SqueezeExcite, block_cost
 from nasfast.spaces.builders import digits_mini, mobilenet_v2, mobilenet_v3, nas_bench_macro, shufflenet_v2
 from nasfast.spaces.cost import Cost, Operator
 from nasfast.spaces.cost_table import CostTable, read_cost_table
-from nasfast.spaces.registry import BUILDERS, from_yaml, get_space, named_space, names_file, read_space, space_kind
+from nasfast.spaces.registry import BUILDERS, get_space, named_space, names_file, read_space, space_kind
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import FixedLayer, Layer, SearchSpace, Stage
 
@@ -39,7 +39,6 @@ __all__ = [
     "block_cost",
     "digits_mini",
     "format_arch",
-    "from_yaml",
     "get_space",
     "load_arch",
     "mean_path",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from typing import Literal
 
-from nasfast.runtime import moved
 from nasfast.spaces.blocks import Activation, Block, SqueezeExcite
 from nasfast.spaces.space import FixedLayer, SearchSpace, Stage
 
@@ -116,6 +114,3 @@ def digits_mini(*, num_classes: int = 10, resolution: int = 32) -> SearchSpace:
         head=(FixedLayer(Block("conv", kernel=1), 160),),
         activation="relu6",
     )
-
-
-__getattr__ = partial(moved.find, __name__)

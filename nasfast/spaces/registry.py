@@ -69,10 +69,6 @@ def read_space(path: str | Path) -> ArchSpace:
     return kind.load(path)
 
 
-# the older name
-from_yaml = read_space
-
-
 def names_file(name: str) -> bool:
     """Whether a space is named by the path of its YAML file."""
     return name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()

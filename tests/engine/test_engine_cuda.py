@@ -27,7 +27,7 @@ emulates = pytest.mark.skipif(
 @pytest.fixture
 def emulated(monkeypatch):
     """Chains that the CUDA kernels have go there, as on a GPU."""
-    for op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
+    for op in ("conv_bn_act", "conv_bn_act_chain"):
         (cuda,) = (backend for backend in backends._TABLE[op] if backend.name == "cuda")
         served = replace(cuda, can_use=lambda x: (storage_dtype(x) == torch.bfloat16, "its type"))
         monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))

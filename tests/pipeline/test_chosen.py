@@ -390,23 +390,17 @@ def test_networks_that_are_retrained_apart_are_tracked(searched, monkeypatch):
     """The settings reach the process of a task, where no stage runs around the training."""
     seen = []
 
-    class Tracker:
-        def __init__(self, name, folder, settings):
-            seen.append((folder, settings["retrain"]["train"]["epochs"]))
+    def begin(name, run, folder, settings):
+        seen.append((folder, settings["retrain"]["train"]["epochs"]))
+        return (lambda metrics, step: seen.append((step, metrics))), seen.append
 
-        def log(self, stage, step, metrics):
-            seen.append((stage, step, metrics))
-
-        def close(self, ending):
-            seen.append(ending)
-
-    monkeypatch.setitem(tracking._KINDS, "wandb", Tracker)
+    monkeypatch.setattr(tracking, "_begin", begin)
     monkeypatch.setattr(apart, "retrain", lambda *_, name, **__: tracking.log(f"retrain/{name}", 1, {"loss": 2.0}))
     cfg = RunConfig(out=str(searched), device="cpu", threads=1, track=("wandb",))
     cfg = cfg.replace(data=cfg.data.replace(source="digits", workers=0))
     task = apart.training_task(cfg, SPACE, "best", BEST, 0)
     apart.retrain_one(searched / "task", **task.arguments)
-    assert seen == [(searched, 20), ("retrain/best", 1, {"loss": 2.0}), "finished"]
+    assert seen == [(searched, 20), (1, {"retrain/best/loss": 2.0}), False]
 
 
 def test_torchrun_and_tasks_exclude_each_other(searched, monkeypatch, capsys):
