@@ -13,7 +13,14 @@ from typing import Any
 
 from nasfast.config import ConfigError, load_yaml, nearest
 from nasfast.spaces.arch_space import ArchSpace
-from nasfast.spaces.builders import digits_macro, digits_mini, mobilenet_v2, mobilenet_v3, nas_bench_macro, shufflenet_v2
+from nasfast.spaces.builders import (
+    digits_macro,
+    digits_mini,
+    mobilenet_v2,
+    mobilenet_v3,
+    nas_bench_macro,
+    shufflenet_v2,
+)
 from nasfast.spaces.cells import CellSpace, choice_blocks_space, darts_space, nas_bench_201_space
 from nasfast.spaces.space import SearchSpace
 

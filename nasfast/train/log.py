@@ -20,9 +20,6 @@ from nasfast.runtime.files import METRICS_FILE, locked_lines, read_metrics, writ
 
 _LOG = logging.getLogger(__name__)
 
-_LINE_EVERY = 600
-"""Seconds between lines where no terminal shows a bar: a run of minutes has none, and that of a day is not silent."""
-
 
 class TrainLog:
     """Writes a stage's metrics to file, TensorBoard and screen.
@@ -82,7 +79,7 @@ class TrainLog:
         left = self._left(step, now)
         if self._bar:
             self._bar.update(self._task, completed=step, metrics=text, left=left)
-        elif self._shown and now - self._said >= _LINE_EVERY:
+        elif self._shown and now - self._said >= progress.LINE_EVERY:
             self._said = now
             parts = [f"{self._stage} {step}/{self._total}", left, text]
             print("  ".join(filter(None, parts)), file=sys.stderr, flush=True)

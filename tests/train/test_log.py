@@ -135,7 +135,7 @@ def test_durations(seconds, text):
 
 def test_no_time_is_shown_before_the_first_step(tmp_path, monkeypatch, capsys):
     """A resumed stage may begin with an evaluation."""
-    monkeypatch.setattr("nasfast.train.log._LINE_EVERY", 0)
+    monkeypatch.setattr("nasfast.runtime.progress.LINE_EVERY", 0)
     with TrainLog(tmp_path, "a", step=5, total=9, shown=True) as log:
         log.write(5, eval_top1=0.5)
         log.write(6, loss=1.0)
