@@ -57,6 +57,13 @@ class Comparison:
         return self.low > 0 or self.high < 0
 
     @property
+    def headline(self) -> str:
+        """What was gained, in one line without a full stop."""
+        peers = "one random network" if self.peers == 1 else f"{self.peers} random networks"
+        text = f"{self.gain:+.1f} points over {peers} of equal cost (95 % interval {self.low:.1f} to {self.high:.1f})"
+        return text if self.significant else f"{text}, not significant"
+
+    @property
     def sentence(self) -> str:
         """The difference, its interval, and what the interval covers."""
         peers = "one random architecture" if self.peers == 1 else f"the mean of {self.peers} random architectures"

@@ -155,7 +155,8 @@ def _summary(run: RunFiles) -> str:
         )
     if best.optimal:
         sentences.append(escape(worth_of_score(run.folder)))
-    return cards_of(cards) + "".join(f"<p>{s}</p>" for s in sentences)
+    gained = "" if comparison is None else f'<p class="note"><b>{comparison.headline}.</b></p>'
+    return cards_of(cards) + gained + "".join(f"<p>{s}</p>" for s in sentences)
 
 
 def _label_of(comparison: Comparison) -> str:

@@ -37,17 +37,22 @@ def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str])
 
     Args:
         metrics: lines of `metrics.jsonl`.
-        stages: the stages to draw, each in its own colour.
+        stages: the stages to draw. The seeds of a network, and all random networks, share a colour.
     """
     figure, (loss, accuracy) = new_figure(10, 3.6, columns=2)
-    for colour, stage in zip(np.resize(SERIES, len(stages)), stages, strict=True):
-        lines, name = [m for m in metrics if m["stage"] == stage], literal(stage)
+    series = [_series(stage) for stage in stages]
+    names = list(dict.fromkeys(series))
+    colours = dict(zip(names, np.resize(SERIES, len(names)), strict=True))
+    for i, (stage, name) in enumerate(zip(stages, series, strict=True)):
+        lines, colour = [m for m in metrics if m["stage"] == stage], colours[name]
+        # the legend leaves out what begins with "_"
+        shown = f"_{stage}" if name in series[:i] else literal(name)
         steps, values = _smoothed(lines, "loss")
-        loss.plot(steps, values, color=colour, label=f"{name}, training")
-        _plot_evaluation(loss, lines, "eval_loss", colour, f"{name}, validation")
+        loss.plot(steps, values, color=colour, label=f"{shown}, training")
+        _plot_evaluation(loss, lines, "eval_loss", colour, f"{shown}, validation")
         steps, values = _smoothed(lines, "top1")
-        accuracy.plot(steps, 100 * values, color=colour, alpha=0.6, lw=1.2, label=f"{name}, training")
-        _plot_evaluation(accuracy, lines, "eval_top1", colour, f"{name}, validation", scale=100)
+        accuracy.plot(steps, 100 * values, color=colour, alpha=0.6, lw=1.2, label=f"{shown}, training")
+        _plot_evaluation(accuracy, lines, "eval_top1", colour, f"{shown}, validation", scale=100)
     loss.set(xlabel="step", ylabel="cross-entropy (nats)", title="Loss")
     accuracy.set(xlabel="step", ylabel="top-1 (%)", title="Accuracy")
     for ax in (loss, accuracy):
@@ -55,6 +60,12 @@ def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str])
         if ax.get_legend_handles_labels()[0]:
             ax.legend(fontsize=8, frameon=False)
     return figure
+
+
+def _series(stage: str) -> str:
+    """The name that a stage has in the legend, without its seed or the number of a random network."""
+    name = stage.partition("-seed-")[0]
+    return "retrain/random" if name.startswith("retrain/random-") else name
 
 
 def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure:
