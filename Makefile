@@ -10,18 +10,25 @@ CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
-PIP = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# uv installs torch in a third of pip's time: $(call install,environment,constraints) packages
+install = $(1)/bin/uv pip install --quiet --python $(1)/bin/python -c $(2)
+# An environment with what compiles nasfast: $(call make_environment,python,environment,constraints)
+define make_environment
+	test -x $(2)/bin/python || $(1) -m venv $(2)
+	$(2)/bin/pip install --quiet --disable-pip-version-check -c $(3) uv
+	$(call install,$(2),$(3)) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
+endef
+INSTALL = $(call install,$(VENV),constraints.txt)
 INPUTS = pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
 
 install: $(VENV)/installed  ## create .venv with nasfast (editable), compiled for this machine, and what the demo needs
 
 $(VENV)/tools: constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
+	$(call make_environment,$(PYTHON),$(VENV),constraints.txt)
 	touch $@
 
 $(VENV)/installed: $(VENV)/tools $(INPUTS)
-	$(PIP) --no-build-isolation -e '.[demo]'
+	$(INSTALL) --no-build-isolation -e '.[demo]'
 	touch $@
 
 # Every instruction set, the emulation of the CUDA kernels and, where nvcc is, these kernels for an RTX 3080 and an H200.
@@ -30,7 +37,7 @@ install-tests: $(VENV)/installed-tests  ## add what the tests and checks need to
 
 $(VENV)/installed-tests: $(VENV)/tools $(INPUTS)
 	NASFAST_ISAS=ALL NASFAST_EMULATION=ON NASFAST_CUDA=$(if $(shell command -v nvcc),ON,OFF) CUDAARCHS='86-real;90-real' \
-		$(PIP) --no-build-isolation -e '.[test,demo]'
+		$(INSTALL) --no-build-isolation -e '.[test,demo]'
 	touch $(VENV)/installed $@
 
 demo: install  ## run the whole search, from images to report.html, on handwritten digits
@@ -44,7 +51,7 @@ PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: install-tests  ## run every test, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL)
 
-# pyproject.toml says what the marks mean. tests/test_tiers.py reads this line.
+# pyproject.toml says what the marks mean.
 FAST = not (slow or interpreter or kill or fault or dali or aot)
 test-fast: install-tests  ## run the fast tests, which cover every module, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m "$(FAST)"
@@ -61,8 +68,7 @@ TESTS_OLDEST = ops engine benchmarks/test_aot.py benchmarks/test_issue_model.py 
 OPTIONS_OLDEST =
 
 $(OLDEST)/installed: constraints-oldest.txt
-	test -x $(OLDEST)/bin/python || $(PYTHON_OLDEST) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
+	$(call make_environment,$(PYTHON_OLDEST),$(OLDEST),constraints-oldest.txt)
 	touch $@
 
 # This installs a copy of nasfast, because an editable installation would delete the compiled module of $(VENV). The
@@ -70,7 +76,7 @@ $(OLDEST)/installed: constraints-oldest.txt
 # because make test runs the kernels of every instruction set.
 test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
-	NASFAST_ISAS=BASELINE $(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
+	NASFAST_ISAS=BASELINE $(call install,$(OLDEST),constraints-oldest.txt) --no-build-isolation '.[test,demo]'
 	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q $(PARALLEL) \
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
