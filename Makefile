@@ -35,7 +35,7 @@ $(VENV)/installed-tests: $(VENV)/tools $(INPUTS)
 
 demo: install  ## run the whole search, from images to report.html, on handwritten digits
 	rm -rf runs/demo
-	$(BIN)/nasfast run --config demo --out runs/demo
+	$(BIN)/nasfast run --config demo --out runs/demo --workers 0
 
 # Each process of pytest uses one thread: more threads than cores would wait for each other. All tests of a file run in one
 # process, which makes the fixtures of the file once. Files start in the order of tests/conftest.py, longest first; xdist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -95,3 +95,14 @@ def noted_chains() -> Iterator[Counter[str]]:
             if hasattr(namespace, name):
                 stack.enter_context(patch.object(namespace, name, noting(name, getattr(namespace, name))))
         yield calls
+
+
+def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
+    """Name and ms of every kernel that the second of two calls runs on a GPU, in the order they ran."""
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        step()
+        torch.cuda.synchronize(device)
+    events = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    return [(e.name, e.device_time / 1e3) for e in events]

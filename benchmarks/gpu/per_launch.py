@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.gpu.launches import kernels_of
 from benchmarks.gpu.plan import ROOT
 from benchmarks.gpu_model.scenarios import scenarios
-from nasfast.measure.projection import kernels_of
 from nasfast.ops import cuda_times
 
 if TYPE_CHECKING:

@@ -171,9 +171,9 @@ _TABLE: dict[str, tuple[Backend, ...]] = {
         Backend(op, "triton", _can_use_triton),
         Backend(op, "reference", _can_use_reference),
     )
-    for op in ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain", "mixed_bn")
+    for op in ("bn_act", "conv_bn_act", "conv_bn_act_chain", "mixed_bn")
 }
-for _op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
+for _op in ("conv_bn_act", "conv_bn_act_chain"):
     _cpu, *_others = _TABLE[_op]
     _TABLE[_op] = (_cpu, Backend(_op, "cuda", _can_use_cuda_chain, CUDA_SERVES), *_others)
 _TABLE["orthogonalize"] = (

@@ -32,7 +32,7 @@ def emulated(monkeypatch):
         pytest.skip("the CUDA kernels are not built for this GPU")
     monkeypatch.setattr(cuda_times, "slower", lambda gpu, chain, schedule: "")
     planning._refuse_once.cache_clear()
-    for op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain") if not ON_GPU else ():
+    for op in ("conv_bn_act", "conv_bn_act_chain") if not ON_GPU else ():
         (cuda,) = (backend for backend in backends._TABLE[op] if backend.name == "cuda")
         served = replace(cuda, can_use=lambda x: (storage_dtype(x) == torch.bfloat16, "its type"))
         monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))
