@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install install-tests demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda bench clean
+.PHONY: help install install-tests demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda compile-cuda-old bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -157,6 +157,14 @@ build/nvcc: constraints.txt | $(VENV)/tools
 	rm -rf $@
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $@ "cuda-toolkit[nvcc,cccl]==$$(sed -n 's/^cuda-toolkit==//p' constraints.txt)"
 	touch $@
+
+# Users of a torch for CUDA 12 compile with nvcc 12.
+compile-cuda-old:  ## compile the CUDA kernels with the nvcc 12 of Ubuntu 24.04, whose package this installs
+	sudo apt-get update
+	sudo apt-get install --yes --no-install-recommends nvidia-cuda-toolkit
+	nvcc --version | grep 'release 12'
+	set -e; for source in csrc/gpu/units/*.cpp kernels/cuda/*.cu; do echo $$source; nvcc -x cu -std=c++17 -O3 --threads 0 \
+		--generate-code=arch=compute_86,code=sm_86 --generate-code=arch=compute_90,code=sm_90 -c $$source -o /dev/null; done
 
 bench: install-tests  ## run every benchmark that needs no GPU; takes an hour or two
 	$(BIN)/python -m pytest benchmarks/ops -q --benchmark-json benchmarks/results/ops.json
