@@ -177,11 +177,6 @@ def test_every_study_of_the_registry_can_be_run():
         registry.find("moments quik")
 
 
-def test_the_documentation_has_the_table_of_the_registry():
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert registry.table() in text
-
-
 def test_every_kind_of_figure_can_be_drawn_and_is_told_once():
     kinds = [kind for module in registry.modules("figures") for kind in module.FIGURES]
     assert len(set(kinds)) == len(kinds) == len(drawings())
