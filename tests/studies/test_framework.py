@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
