@@ -98,11 +98,11 @@ test-gpu: install-tests  ## run the tests that use a GPU (without one: the inter
 SANITIZED = build/sanitize
 RUNTIMES = $(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))
 sanitize: install-tests  ## run the operators' tests with AddressSanitizer and UBSan
-	NASFAST_EMULATION=ON NASFAST_SANITIZE=ON NASFAST_NATIVE=ON NASFAST_CUDA=OFF CXX="$(CXX)" $(BIN)/python setup.py -q egg_info --egg-base build \
+	NASFAST_EMULATION=ON NASFAST_SANITIZE=ON NASFAST_NATIVE=ON NASFAST_ISAS=BASELINE NASFAST_CUDA=OFF CXX="$(CXX)" $(BIN)/python setup.py -q egg_info --egg-base build \
 		build --build-base build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/native
 	PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib LD_PRELOAD="$(RUNTIMES)" OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
-		$(BIN)/pytest -q --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_bn_act.py \
+		$(BIN)/pytest -q $(PARALLEL) --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_bn_act.py \
 		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_conv_bn_act_chain_operators.py \
 		tests/ops/test_inverted_residual.py tests/ops/test_orthogonalize.py tests/ops/test_mixed_bn.py \
 		tests/ops/test_depthwise_conv2d.py tests/ops/test_pool_3x3.py tests/ops/test_squeeze_excite.py \
