@@ -427,6 +427,17 @@ def test_curves_average_long_runs_and_skip_gaps():
     assert len(accuracy.lines[0].get_xdata()) == 0
 
 
+def test_seeds_and_random_networks_share_entries_of_the_legend():
+    names = ["best", "best-seed-1", "random", "random-2", "random-10"]
+    stages = [f"retrain/{name}" for name in names]
+    metrics = [{"stage": stage, "step": i, "loss": 1.0, "top1": 0.5} for stage in stages for i in range(3)]
+    for ax in plots.training_curves(metrics, stages).axes:
+        entries = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert entries == ["retrain/best, training", "retrain/random, training"]
+        best, again, random, *others = [line.get_color() for line in ax.lines]
+        assert best == again != random and set(others) == {random}
+
+
 @pytest.mark.parametrize(("spread", "digits"), [(0.004, 3), (0.4, 2)])
 def test_heat_map_prints_digits_that_differ(tmp_path, spread, digits):
     space = nas_bench_macro()

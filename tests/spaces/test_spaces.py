@@ -76,6 +76,7 @@ def test_spaces_say_their_activation(tmp_path):
         "mobilenet_v3": "hswish",
         "shufflenet_v2": "relu",
         "nas_bench_macro": "relu",
+        "digits_macro": "relu",
         "digits_mini": "relu6",
     }
     space = nas_bench_macro()
