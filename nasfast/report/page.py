@@ -58,7 +58,7 @@ def svg_of(figure: Figure, name: str, caption: str) -> str:
     """
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = re.sub(r'<g id="[^"]*">', "<g>", _NOT_XML.sub("\ufffd", file.getvalue()))
     label = escape(_NOT_XML.sub("\ufffd", caption))
     return text[text.index("<svg ") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

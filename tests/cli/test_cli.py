@@ -131,15 +131,6 @@ def test_resume_reaches_the_stage(seen):
 # what goes wrong
 
 
-def test_a_run_of_another_version_is_named_as_one(tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text("train: {warmth: 3}\n")
-    for command in (["run", "--resume"], ["search"], ["rank", "--score", "gamma", "--table", "absent.json"]):
-        assert main([*command, "--out", str(tmp_path)]) == 1
-        said = capsys.readouterr().err
-        assert f"{tmp_path / 'config.yaml'}: unknown config key 'train.warmth'" in said
-        assert said.endswith("go on with that version, or delete the key from the file\n")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -27,7 +27,7 @@ from nasfast.train.checkpoint import CheckpointError, load_checkpoint
 from .processes import Run
 
 IMAGES, BAD, MANY, NAMES = "images", "bad-images", "many-images", "bilder-größe"
-"""Folders of images: readable ones, some unreadable, enough for several parts of a cache, unusual names."""
+"""Folders of images: readable ones, some unreadable, many, unusual names."""
 
 _SETTINGS: dict[str, Any] = {
     "method": "dinas_paper",  # only its training and its retraining need images

@@ -81,12 +81,13 @@ def test_at_once_within_noticed(handler):
     assert handler == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_python_drops_is_raised_at_the_end(handler):
     class Bad:
         def __del__(self) -> None:
             send()
 
-    with pytest.raises(Terminated), pytest.warns(pytest.PytestUnraisableExceptionWarning), raised():
+    with pytest.raises(Terminated), raised():
         Bad()
 
 
