@@ -17,6 +17,8 @@ class CudaDeviceInfo(TypedDict):
     count: int
     kernels_run: bool
     binary_version: int
+    ptx_version: int
+    old_driver: bool
     error: str
 
 def build_info() -> BuildInfo:
@@ -44,8 +46,11 @@ def pool_bytes() -> tuple[int, int]:
 def num_threads() -> int:
     """Threads of torch's pool, which the CPU kernels share."""
 
-def cuda_device_info() -> CudaDeviceInfo:
-    """GPUs the driver offers, and whether the compiled kernels run on the current one; needs neither GPU nor driver."""
+def cuda_device_info(device: int = 0) -> CudaDeviceInfo:
+    """GPUs the driver offers, and whether the compiled kernels run on this one; needs neither GPU nor driver."""
+
+def set_early_launches(on: bool) -> bool:
+    """Whether CUDA kernels may start early from now on; returns whether they could. Only with CUDA operators."""
 
 def memory_at(places: bytes) -> bytes:
     """What is in memory at these places, one after another.

@@ -1,4 +1,4 @@
-"""Records which kernels run: those of Triton in the order of their launches, and calls of operators with CUDA kernels."""
+"""Records which kernels run: those of Triton in the order of their launches, and calls that launch CUDA kernels."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@
 #include <cstdlib>
 #include <vector>
 
-#define CHECK(call)                                                          \
-  do {                                                                       \
-    const cudaError_t status = (call);                                       \
-    if (status != cudaSuccess) {                                             \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status));   \
-      std::exit(1);                                                          \
-    }                                                                        \
+#define CHECK(call)                                                        \
+  do {                                                                     \
+    const cudaError_t status = (call);                                     \
+    if (status != cudaSuccess) {                                           \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status)); \
+      std::exit(1);                                                        \
+    }                                                                      \
   } while (false)
 
 __global__ void empty_kernel() {
@@ -38,9 +38,10 @@ __global__ void products(float* out) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (kDepth == 16) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
       } else {
         asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                      : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -169,7 +170,8 @@ int main() {
   int syncs = 100;
   void* arguments[] = {&syncs};
   const float grid = best(stream, [&] {
-    CHECK(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(barriers), dim3(sms), dim3(256), arguments, 0, stream));
+    CHECK(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(barriers), dim3(sms), dim3(256), arguments, 0,
+                                      stream));
   });
   std::printf("{\"what\": \"barrier of the grid\", \"us\": %.3f}\n", 1e3 * grid / syncs);
   for (const size_t mebibytes : {16, 64, 1024}) {

@@ -1,4 +1,4 @@
-"""Runs the plan for a machine with a CUDA GPU: three commands of at most five minutes each, of which each is useful alone.
+"""Runs the plan for a machine with a CUDA GPU: three commands of at most five minutes each, each useful alone.
 
     bash benchmarks/gpu.sh measure|check|tests [--out DIR] [--part NAME]... [--device cuda|cpu]
     bash benchmarks/gpu.sh --report [--out DIR]
@@ -124,7 +124,7 @@ def processes() -> int:
 
 
 def imported_from(device: str) -> Path:
-    """The folder from which the parts import nasfast: `python -m` takes the one in which it starts before all others."""
+    """The folder from which the parts import nasfast. They start in it, because `python -m` looks there first."""
     return ROOT / BUILD / "lib" if device == "cuda" else ROOT
 
 
@@ -236,7 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [part.name for part in PARTS]
     parser.add_argument("--part", action="append", choices=names, metavar="NAME", help="run only this part; repeatable")
     parser.add_argument("--list", action="store_true", help="list the commands, their parts and seconds")
-    parser.add_argument("--report", action="store_true", help="write the page of the results in DIR again, and print it")
+    parser.add_argument(
+        "--report", action="store_true", help="write the page of the results in DIR again, and print it"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: test the plan on tiny networks")
     args = parser.parse_args(arguments)
     out = args.out.resolve()

@@ -102,7 +102,8 @@ def _parity(rows: Rows) -> list[str]:
     if not found:
         return []
     bad = [row for row in found if not row["ok"]]
-    lines = [f"- {len(found) - len(bad)} of {len(found)} chains, types and schedules have errors as small as eager autocast's"]
+    good = len(found) - len(bad)
+    lines = [f"- {good} of {len(found)} chains, types and schedules have errors as small as eager autocast's"]
     for row in bad[:_NAMED]:
         name = max(row["ours"], key=lambda n, row=row: row["ours"][n] / max(row["eager"][n], 1e-12))
         error = f"{name}: {row['ours'][name]:.2e}, eager {row['eager'][name]:.2e}"
@@ -147,9 +148,8 @@ def _step(rows: Rows) -> list[str]:
         beside = ratio(times[_OURS], row) if name == _TRITON and _OURS in times else beside
         over = f"{row['median_ms'] / floor:.1f}" if floor else ""
         first = f"{variants[name]['first_s']:.1f} s" if name in variants else ""
-        lines.append(
-            f"| {name} | {row['median_ms']:.3f} ({row['q20_ms']:.3f} to {row['q80_ms']:.3f}) | {over} | {first} | {beside} |"
-        )
+        ms = f"{row['median_ms']:.3f} ({row['q20_ms']:.3f} to {row['q80_ms']:.3f})"
+        lines.append(f"| {name} | {ms} | {over} | {first} | {beside} |")
     lines += [""]
     for row in _of("kernels", rows):
         ran = ", ".join(f"{name} {count}" for name, count in {**row["cuda"], **row["triton"]}.items())

@@ -40,7 +40,9 @@ def bench_sanitizer(bench: Bench) -> None:
     for i, tool in enumerate(tools):
         command = [found, "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"] if tool else []
         code, output, seconds = _run(bench, [*command, *_program("chains", bench)], bench.left / (len(tools) - i))
-        said = [line.strip("= ") for line in output.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
+        said = [
+            line.strip("= ") for line in output.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line
+        ]
         lines = [line for line in output.splitlines() if line.startswith("=========")][:12]
         bench.row("sanitizer", tool=tool or "none", code=code, seconds=seconds, said=said, lines=lines if code else [])
         if code is None or code:
@@ -93,7 +95,13 @@ def _run(bench: Bench, command: list[str], limit: float) -> tuple[int | None, st
     folder = imported_from(bench.device)
     try:
         result = subprocess.run(
-            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=max(1, limit)
+            command,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=max(1, limit),
         )
     except subprocess.TimeoutExpired as error:
         said = error.stdout or b""

@@ -43,10 +43,10 @@ class Scenario:
         """The time of a launch.
 
         Args:
-            launch: microseconds at the model's clock and bandwidth. `work`: of the instructions, at one per cycle, on the
-                busiest multiprocessor; `products`: of the tensor cores there; `memory`; `latency`: of a program alone,
-                times the rounds of programs; `tail`: what the last program takes longer. And `reach`: the share of the
-                rate of instructions that the resident warps can reach; `may_start_early`.
+            launch: microseconds at the model's clock and bandwidth. `work`: of the instructions, at one per cycle, on
+                the busiest multiprocessor; `products`: of the tensor cores there; `memory`; `latency`: of a program
+                alone, times the rounds of programs; `tail`: what the last program takes longer. And `reach`: the share
+                of the rate of instructions that the resident warps can reach; `may_start_early`.
         """
         work = max(launch["work"] / min(self.ipc, launch["reach"]), launch["products"] / self.tensor) / self.clock
         waits = self.latency * launch["latency"] / self.clock

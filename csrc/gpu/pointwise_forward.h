@@ -54,9 +54,8 @@ struct ForwardSource {
       apply_fold<Format>(raw, planes, depth, c, [](float a, float b, int, int) { return Format::pack(a, b); });
     } else {
       const uint32_t most = act == Act::kRelu6 ? Format::kSixes : Format::pack(INFINITY, INFINITY);
-      apply_fold<Format>(raw, planes, depth, c, [most](float a, float b, int, int) {
-        return Format::at_most(Format::pack_relu(a, b), most);
-      });
+      apply_fold<Format>(raw, planes, depth, c,
+                         [most](float a, float b, int, int) { return Format::at_most(Format::pack_relu(a, b), most); });
     }
   }
 };

@@ -67,7 +67,9 @@ class CudaCapture:
                 except Exception:
                     _native.set_early_launches(True)
                     raise
-            _logger.info("graphs are captured without early launches of CUDA kernels, because a capture with them failed")
+            _logger.info(
+                "graphs are captured without early launches of CUDA kernels, because a capture with them failed"
+            )
             return replays
 
     def _record_all(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:

@@ -77,7 +77,11 @@ def _gpu() -> list[str]:
             continue
         info = _native.extension.cuda_device_info(index)
         if info["kernels_run"]:
-            how = "" if info["ptx_version"] == info["binary_version"] else ", which the driver compiles at their first call"
+            how = (
+                ""
+                if info["ptx_version"] == info["binary_version"]
+                else ", which the driver compiles at their first call"
+            )
             lines.append(f"compiled CUDA kernels run here (image sm_{info['binary_version']}{how})")
         else:
             lines.append(f"compiled CUDA kernels do not run here: {info['error'] or 'no GPU'}")

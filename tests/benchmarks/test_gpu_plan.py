@@ -13,18 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import plan
+from benchmarks.gpu import build, parts, per_launch, plan, proofs, tools
 from benchmarks.gpu.plan import COMMANDS, REPORT, ROWS, Part, read_rows, run_part
+from benchmarks.gpu.report import report
+from benchmarks.gpu_model import scenarios as model_scenarios
+from benchmarks.gpu_model.scenarios import SCENARIOS
 from nasfast.ops import _native, use_backend
 
 ROOT = Path(plan.__file__).parents[2]
 COMMAND = [shutil.which("bash"), str(ROOT / "benchmarks" / "gpu.sh")]
 pytest.importorskip("triton")
-from benchmarks.gpu import build, parts, per_launch, proofs, tools
-from benchmarks.gpu.report import report
-from benchmarks.gpu_model import scenarios as model_scenarios
-from benchmarks.gpu_model.scenarios import SCENARIOS
-
 
 emulated = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 
@@ -50,7 +48,8 @@ def dry_run(command: str, env: dict[str, str], out: Path) -> dict[str, list[dict
     result = subprocess.run(run, env=env, capture_output=True, text=True)
     rows = read_rows(out / ROWS)
     problems = [row for row in rows if row["kind"] in ("error", "left_out") or row.get("ok") is False]
-    assert result.returncode == 0 and not problems, (problems, result.stderr[-3000:])
+    log = (out / plan.LOG).read_text()[-3000:]
+    assert result.returncode == 0 and not problems, (problems, result.stderr[-3000:], log)
     assert (out / REPORT).read_text() in result.stdout and "FAILED" not in result.stdout
     parts = {part.name: [row for row in rows if row["part"] == part.name] for part in COMMANDS[command]}
     assert all(found[-1]["kind"] == "end" for found in parts.values())
@@ -72,7 +71,9 @@ def test_measure(bare, tmp_path):
     assert of("launch", parts["machine"]) == ["torch", "triton"]
     # both types, and one chain in every schedule
     checked = {(row["dtype"], row["schedule"]) for row in parts["parity"] if row["kind"] == "parity"}
-    assert checked == {(dtype, how) for dtype in ("bfloat16", "float16") for how in ("stored", "released", "recomputed")}
+    assert checked == {
+        (dtype, how) for dtype in ("bfloat16", "float16") for how in ("stored", "released", "recomputed")
+    }
     assert of("bits", parts["bits"], "what") == ["again", "no early launches", "eager"]
     assert of("bits", parts["bits"], "different") == [0, 0, 0]
     names = ["torch eager", "torch graph", "nasfast engine", "nasfast engine, no early launches"]
@@ -110,11 +111,11 @@ def test_tests(bare, tmp_path):
 
 def test_every_command_takes_five_minutes_and_lists_itself():
     listed = subprocess.run([*COMMAND, "--list"], capture_output=True, text=True, check=True).stdout
-    for command, parts in COMMANDS.items():
-        assert parts[0].name == "build"
-        assert f"{command}: {sum(part.seconds for part in parts)} s" in listed
-        assert sum(part.seconds for part in parts) <= 300
-        for part in parts:
+    for command, its_parts in COMMANDS.items():
+        assert its_parts[0].name == "build"
+        assert f"{command}: {sum(part.seconds for part in its_parts)} s" in listed
+        assert sum(part.seconds for part in its_parts) <= 300
+        for part in its_parts:
             assert f"  {part.name:9} {part.seconds:4} s  {part.text}" in listed
 
 
@@ -127,7 +128,9 @@ def test_a_step_that_triton_serves_stops(tmp_path, monkeypatch):
     bench = parts.Bench("step", tmp_path / ROWS, "cpu", time.monotonic() + 600)
     # the choice that nasfast would make if the extension were not there
     monkeypatch.setattr(parts.Variant, "chosen", lambda self, bench: use_backend("triton"))
-    with pytest.raises(parts.NoCudaKernel, match="nasfast engine: no CUDA kernel of a chain ran, but .*pointwise_forward"):
+    with pytest.raises(
+        parts.NoCudaKernel, match="nasfast engine: no CUDA kernel of a chain ran, but .*pointwise_forward"
+    ):
         parts.bench_variants(bench, (parts.OURS[0],), rounds=1)
     (row,) = read_rows(tmp_path / ROWS)
     assert row["kind"] == "kernels" and row["cuda"] == {} and row["triton"]["pointwise_forward_kernel"] > 0
@@ -169,7 +172,15 @@ def test_measured_constants_replace_the_assumptions(tmp_path, monkeypatch):
     model_scenarios.MEASURED.write_text(json.dumps({"H200": {"ipc": 0.5, "error": 0.1}}))
     assert {scenario.ipc for scenario in model_scenarios.scenarios("H200").values()} == {0.5}
     assert model_scenarios.scenarios("RTX 3080") == SCENARIOS["RTX 3080"]
-    launch = {"work": 1.0, "products": 0.1, "reach": 1.0, "memory": 1.0, "latency": 0.5, "tail": 0.2, "may_start_early": 1}
+    launch = {
+        "work": 1.0,
+        "products": 0.1,
+        "reach": 1.0,
+        "memory": 1.0,
+        "latency": 0.5,
+        "tail": 0.2,
+        "may_start_early": 1,
+    }
     for found in SCENARIOS.values():
         low, central, high = (found[name].microseconds(launch) for name in ("low", "central", "high"))
         assert low < central < high
@@ -177,7 +188,14 @@ def test_measured_constants_replace_the_assumptions(tmp_path, monkeypatch):
 
 def test_constants_are_found_again():
     rows = [
-        {"work": 3.0 * i % 7 + 0.1, "products": 0.1, "reach": 1.0, "memory": 2.0 * i % 5 + 0.1, "latency": 0.5, "tail": 0.2}
+        {
+            "work": 3.0 * i % 7 + 0.1,
+            "products": 0.1,
+            "reach": 1.0,
+            "memory": 2.0 * i % 5 + 0.1,
+            "latency": 0.5,
+            "tail": 0.2,
+        }
         | {"may_start_early": i % 2}
         for i in range(40)
     ]
@@ -195,12 +213,12 @@ def test_our_kernels_are_known_by_the_names_of_a_profiler():
 
 
 def test_the_longest_kernels_of_ncu_are_read():
-    output = '''==PROF== Connected
+    output = """==PROF== Connected
 "ID","Kernel Name","gpu__time_duration.sum","sm__throughput.avg.pct_of_peak_sustained_elapsed"
 "","","nsecond","%"
 "0","short","1,000","10"
 "1","long","20,000","80.5"
-'''
+"""
     assert tools.longest(output) == [
         {"kernel": "long", "time": "20,000", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "80.5"},
         {"kernel": "short", "time": "1,000", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "10"},
@@ -235,7 +253,7 @@ def test_a_part_that_crashes_leaves_its_rows_its_last_lines_and_the_next_part(tm
     row = "{'part': 'step', 'kind': 'step', 'name': 'torch eager', 'median_ms': 2.0, 'q20_ms': 1.0, 'q80_ms': 3.0}"
     code = f"""
 import os, pathlib
-from benchmarks.gpu import plan
+from benchmarks.gpu import build, parts, per_launch, plan, proofs, tools
 plan.append(pathlib.Path({str(tmp_path / ROWS)!r}), {row})
 print("line before the end", flush=True)
 os.abort()

@@ -20,8 +20,8 @@ from kernel_cases.chain import (
 from kernel_cases.cuda import ON_GPU, PLACE, cuda_chain, emulated_only, moved, needs_kernels, run_cuda, set_emulation
 
 from nasfast import ops
-from nasfast.ops import reference
 from nasfast.ops import plan as planning
+from nasfast.ops import reference
 from nasfast.ops.plan import read_plan
 
 pytestmark = needs_kernels
@@ -225,7 +225,10 @@ def test_errors_are_no_larger_than_those_of_eager_autocast(case, dtype):
     for attempt in range(2):
         drawn = replace(case, dtype=dtype).draw_once(attempt)
         exact, x_grad = exact_chain(drawn, x_grad=case.x_grad), case.x_grad
-        for errors, results in ((ours, run_cuda(drawn, x_grad=x_grad)), (theirs, run_chain(peer, drawn, x_grad=x_grad))):
+        for errors, results in (
+            (ours, run_cuda(drawn, x_grad=x_grad)),
+            (theirs, run_chain(peer, drawn, x_grad=x_grad)),
+        ):
             for name, error in relative_errors(results, exact).items():
                 errors[name] = errors.get(name, 0.0) + error / 2
     assert ours["y"] <= min(2e-2, 1.1 * theirs["y"]), (ours, theirs)

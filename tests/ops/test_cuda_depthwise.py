@@ -1,4 +1,4 @@
-"""The depthwise CUDA kernels against float64, on a GPU or in their emulation, where strips, segments and groups of channels end."""
+"""The depthwise CUDA kernels against float64, on a GPU or emulated, where strips, segments and channels end."""
 
 from collections.abc import Iterator
 from dataclasses import replace
