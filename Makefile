@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
-CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
+SOURCES = $(wildcard csrc/* csrc/*/* csrc/*/*/* kernels/*/*)
+CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h kernels/cuda/*)
 
 .PHONY: help install install-tests demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda compile-cuda-old bench clean
 

@@ -51,10 +51,7 @@ const Known& ask(int device) {
   return it;
 }
 
-bool is_set(const char* variable, const char* value) {
-  const char* const found = std::getenv(variable);
-  return found != nullptr && std::strcmp(found, value) == 0;
-}
+bool says(const char* setting, const char* value) { return setting != nullptr && std::strcmp(setting, value) == 0; }
 
 // Whether the driver takes early launches in CUDA graphs, too.
 bool driver_starts_early() {
@@ -74,12 +71,14 @@ std::string text(const Geometry& g) {
 
 bool set_early_launches(bool on) { return early_launches.exchange(on); }
 
-Gpu::Gpu(int device, void* stream) : device_(device), stream_(stream), debug_(is_set("NASFAST_CUDA_DEBUG", "1")) {
+Gpu::Gpu(int device, void* stream)
+    : device_(device), stream_(stream), debug_(says(std::getenv("NASFAST_CUDA_DEBUG"), "1")) {
   const Known& it = ask(device);
   multiprocessors = it.multiprocessors;
   shared_memory = static_cast<size_t>(it.shared_memory) - kReserved;
   panels = it.ptx != 86 && it.ptx != 89;  // kMatricesRun in csrc/gpu/depthwise_matrices.h
-  early_ = it.ptx >= kWaits && !debug_ && early_launches && !is_set("NASFAST_CUDA_EARLY", "0") && driver_starts_early();
+  early_ = it.ptx >= kWaits && !debug_ && early_launches && !says(std::getenv("NASFAST_CUDA_EARLY"), "0") &&
+           driver_starts_early();
   check("cudaGetDevice", cudaGetDevice(&before_));
   check("cudaSetDevice", cudaSetDevice(device));
 }
