@@ -206,7 +206,7 @@ class FileStore:
             DataError: the pixels are not those that were written, and the cache cannot be built again.
         """
         pixels = np.array(self._pixels)
-        if _digest(pixels) != self._digest:
+        if _digest(pixels.data) != self._digest:
             (self.folder / "cache.json").unlink(missing_ok=True)  # so that no process opens it
             self._build()
             pixels = np.array(self._pixels)
@@ -227,7 +227,7 @@ def _header(length: int) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 
 
-def _digest(data: bytes | np.ndarray) -> str:
+def _digest(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
