@@ -264,32 +264,32 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
     const auto finish = [&](int64_t r, const auto& eval) {
       const int64_t at = (image * p.height + r) * p.width * e.in_channels;
       centre_tile(static_cast<const T*>(e.x) + at, e.center, a, lda, p.width, e.in_channels);
-      for_each_panel(
-          static_cast<const C*>(e.weight), e.in_channels, p.channels, [&](auto width, int64_t column, const C* b) {
-            constexpr int kWidth = decltype(width)::value;
-            for (int j = 0; j < kWidth; ++j) eval(column + j * kLanes, da + j * out_size);
-            gemm_panel<kWidth>(a, lda, b, e.in_channels, p.width, column, p.channels,
-                               [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
-                                 const float* from = da + (c - column) / kLanes * out_size + row * kLanes;
-                                 const VecF bias = load(e.bias + c, lanes);
-                                 const VecF scale = load(e.bn.scale + c, lanes);
-                                 const VecF shift = load(e.bn.shift + c, lanes);
-                                 VecF s = load(sums + c, AllLanes{});
-                                 VecF m = load(moments + c, AllLanes{});
-                                 by_act(e.bn.act, [&](auto act) {
-                                   for_each_row(count, sum, [&](int i, VecF v) {
-                                     const VecF xhat = v + bias;
-                                     const VecF da_row = load(from + i * kLanes, AllLanes{});
-                                     const VecF g = act.backward(da_row, xhat * scale + shift);
-                                     store(dz + (row + i) * ldz + c, g, lanes);
-                                     s += g;
-                                     m += g * xhat;
-                                   });
-                                 });
-                                 store(sums + c, s, AllLanes{});
-                                 store(moments + c, m, AllLanes{});
-                               });
-          });
+      for_each_panel(static_cast<const C*>(e.weight), e.in_channels, p.channels,
+                     [&](auto width, int64_t column, const C* b) {
+                       constexpr int kWidth = decltype(width)::value;
+                       for (int j = 0; j < kWidth; ++j) eval(column + j * kLanes, da + j * out_size);
+                       gemm_panel<kWidth>(a, lda, b, e.in_channels, p.width, column, p.channels,
+                                          [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
+                                            const float* from = da + (c - column) / kLanes * out_size + row * kLanes;
+                                            const VecF bias = load(e.bias + c, lanes);
+                                            const VecF scale = load(e.bn.scale + c, lanes);
+                                            const VecF shift = load(e.bn.shift + c, lanes);
+                                            VecF s = load(sums + c, AllLanes{});
+                                            VecF m = load(moments + c, AllLanes{});
+                                            by_act(e.bn.act, [&](auto act) {
+                                              for_each_row(count, sum, [&](int i, VecF v) {
+                                                const VecF xhat = v + bias;
+                                                const VecF da_row = load(from + i * kLanes, AllLanes{});
+                                                const VecF g = act.backward(da_row, xhat * scale + shift);
+                                                store(dz + (row + i) * ldz + c, g, lanes);
+                                                s += g;
+                                                m += g * xhat;
+                                              });
+                                            });
+                                            store(sums + c, s, AllLanes{});
+                                            store(moments + c, m, AllLanes{});
+                                          });
+                     });
       T* v = static_cast<T*>(e.v) + (e.v ? at : 0);
       if (v)
         gemm_tile(dz, ldz, p.width, static_cast<const C*>(e.weight_bwd), p.channels, e.in_channels,
