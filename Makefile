@@ -5,23 +5,30 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h kernels/cuda/*)
 
-.PHONY: help install install-tests demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda bench clean
+.PHONY: help install install-tests demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda compile-cuda-old bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
-PIP = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# uv installs torch in a third of pip's time: $(call install,environment,constraints) packages
+install = $(1)/bin/uv pip install --quiet --python $(1)/bin/python -c $(2)
+# An environment with what compiles nasfast: $(call make_environment,python,environment,constraints)
+define make_environment
+	test -x $(2)/bin/python || $(1) -m venv $(2)
+	$(2)/bin/pip install --quiet --disable-pip-version-check -c $(3) uv
+	$(call install,$(2),$(3)) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
+endef
+INSTALL = $(call install,$(VENV),constraints.txt)
 INPUTS = pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
 
 install: $(VENV)/installed  ## create .venv with nasfast (editable), compiled for this machine, and what the demo needs
 
 $(VENV)/tools: constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
+	$(call make_environment,$(PYTHON),$(VENV),constraints.txt)
 	touch $@
 
 $(VENV)/installed: $(VENV)/tools $(INPUTS)
-	$(PIP) --no-build-isolation -e '.[demo]'
+	$(INSTALL) --no-build-isolation -e '.[demo]'
 	touch $@
 
 # Every instruction set, the emulation of the CUDA kernels and, where nvcc is, these kernels for an RTX 3080 and an H200.
@@ -30,12 +37,12 @@ install-tests: $(VENV)/installed-tests  ## add what the tests and checks need to
 
 $(VENV)/installed-tests: $(VENV)/tools $(INPUTS)
 	NASFAST_ISAS=ALL NASFAST_EMULATION=ON NASFAST_CUDA=$(if $(shell command -v nvcc),ON,OFF) CUDAARCHS='86-real;90-real' \
-		$(PIP) --no-build-isolation -e '.[test,demo]'
+		$(INSTALL) --no-build-isolation -e '.[test,demo]'
 	touch $(VENV)/installed $@
 
 demo: install  ## run the whole search, from images to report.html, on handwritten digits
 	rm -rf runs/demo
-	$(BIN)/nasfast run --config demo --out runs/demo
+	$(BIN)/nasfast run --config demo --out runs/demo --workers 0
 
 # Each process of pytest uses one thread: more threads than cores would wait for each other. All tests of a file run in one
 # process, which makes the fixtures of the file once. Files start in the order of tests/conftest.py, longest first; xdist
@@ -44,7 +51,7 @@ PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: install-tests  ## run every test, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL)
 
-# pyproject.toml says what the marks mean. tests/test_tiers.py reads this line.
+# pyproject.toml says what the marks mean.
 FAST = not (slow or interpreter or kill or fault or dali or aot)
 test-fast: install-tests  ## run the fast tests, which cover every module, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m "$(FAST)"
@@ -61,8 +68,7 @@ TESTS_OLDEST = ops engine benchmarks/test_aot.py benchmarks/test_issue_model.py 
 OPTIONS_OLDEST =
 
 $(OLDEST)/installed: constraints-oldest.txt
-	test -x $(OLDEST)/bin/python || $(PYTHON_OLDEST) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
+	$(call make_environment,$(PYTHON_OLDEST),$(OLDEST),constraints-oldest.txt)
 	touch $@
 
 # This installs a copy of nasfast, because an editable installation would delete the compiled module of $(VENV). The
@@ -70,7 +76,7 @@ $(OLDEST)/installed: constraints-oldest.txt
 # because make test runs the kernels of every instruction set.
 test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
-	NASFAST_ISAS=BASELINE $(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-build-isolation '.[test,demo]'
+	NASFAST_ISAS=BASELINE $(call install,$(OLDEST),constraints-oldest.txt) --no-build-isolation '.[test,demo]'
 	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q $(PARALLEL) \
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
@@ -151,6 +157,14 @@ build/nvcc: constraints.txt | $(VENV)/tools
 	rm -rf $@
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $@ "cuda-toolkit[nvcc,cccl]==$$(sed -n 's/^cuda-toolkit==//p' constraints.txt)"
 	touch $@
+
+# Users of a torch for CUDA 12 compile with nvcc 12.
+compile-cuda-old:  ## compile the CUDA kernels with the nvcc 12 of Ubuntu 24.04, whose package this installs
+	sudo apt-get update
+	sudo apt-get install --yes --no-install-recommends nvidia-cuda-toolkit
+	nvcc --version | grep 'release 12'
+	set -e; for source in csrc/gpu/units/*.cpp kernels/cuda/*.cu; do echo $$source; nvcc -x cu -std=c++17 -O3 --threads 0 \
+		--generate-code=arch=compute_86,code=sm_86 --generate-code=arch=compute_90,code=sm_90 -c $$source -o /dev/null; done
 
 bench: install-tests  ## run every benchmark that needs no GPU; takes an hour or two
 	$(BIN)/python -m pytest benchmarks/ops -q --benchmark-json benchmarks/results/ops.json

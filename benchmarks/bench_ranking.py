@@ -101,7 +101,7 @@ _DEEP = (*LEARNED[:2], ("gamma", 0.0))
 
 def _initial(init: str, *more: tuple[str, Any]) -> Entry:
     changes = (("init", init), ("layer_indicators", False), *more)
-    scores = (("beta_gradient", 0.0),)
+    scores = (("beta_norm", 0.0),)
     name = f"initial-{init}{', linear share 1' if more else ''}"
     return Entry(name, epochs=0, changes=changes, scores=scores, paths=400)
 

@@ -19,6 +19,9 @@
 #ifdef NASFAST_WITH_CUDA
 #include "../kernels/cuda/device_info.h"
 #endif
+#ifdef NASFAST_CUDA_OPERATORS
+#include "../kernels/cuda/gpu.h"
+#endif
 
 namespace py = pybind11;
 
@@ -48,18 +51,22 @@ py::dict build_info() {
   return info;
 }
 
-py::dict cuda_device_info() {
+py::dict cuda_device_info([[maybe_unused]] int device) {
   py::dict result;
 #ifdef NASFAST_WITH_CUDA
-  const auto info = nasfast::cuda::device_info();
+  const auto info = nasfast::cuda::device_info(device);
   result["count"] = info.count;
   result["kernels_run"] = info.kernels_run;
   result["binary_version"] = info.binary_version;
+  result["ptx_version"] = info.ptx_version;
+  result["old_driver"] = info.old_driver;
   result["error"] = info.error;
 #else
   result["count"] = 0;
   result["kernels_run"] = false;
   result["binary_version"] = 0;
+  result["ptx_version"] = 0;
+  result["old_driver"] = false;
   result["error"] = "built without CUDA";
 #endif
   return result;
@@ -129,7 +136,10 @@ PYBIND11_MODULE(_C, m) {
     return std::make_pair(use.used, use.reached);
   });
   m.def("num_threads", [] { return torch::stable::get_num_threads(); });
-  m.def("cuda_device_info", &cuda_device_info);
+  m.def("cuda_device_info", &cuda_device_info, py::arg("device") = 0);
+#ifdef NASFAST_CUDA_OPERATORS
+  m.def("set_early_launches", &nasfast::gpu::set_early_launches);
+#endif
   m.def("memory_at", &memory_at);
 #if PY_VERSION_HEX < 0x030D0000
   m.def("versions", &versions);

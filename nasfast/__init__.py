@@ -8,11 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nasfast.runtime import moved
-
 __version__ = "0.1.0"
-
-moved.install()
 
 if TYPE_CHECKING:
     from nasfast import data, ops, retrain, search, spaces, supernet, train
@@ -23,6 +19,7 @@ if TYPE_CHECKING:
     from nasfast.ops import orthogonalize_, use_backend
     from nasfast.pipeline import run
     from nasfast.retrain import classify, load_model
+    from nasfast.search import search_table
     from nasfast.settings.run import RunConfig
     from nasfast.supernet import Supernet, build, inherit
     from nasfast.train import train_supernet
@@ -35,7 +32,7 @@ _MODULES = (
     "spaces",
     "supernet",
     "train",
-)  # the module `nasfast.search` can also be called, as the function of that name
+)
 _HOMES = {
     "IndicatorTable": "nasfast.indicators.table",
     "RunConfig": "nasfast.settings.run",
@@ -49,6 +46,7 @@ _HOMES = {
     "rank": "nasfast.indicators.rank",
     "run": "nasfast.pipeline",
     "score": "nasfast.indicators.bn_gamma",
+    "search_table": "nasfast.search",
     "train_supernet": "nasfast.train",
     "unfuse": "nasfast.fusion",
     "use_backend": "nasfast.ops",
@@ -72,6 +70,7 @@ __all__ = [
     "run",
     "score",
     "search",
+    "search_table",
     "spaces",
     "supernet",
     "train",

@@ -25,10 +25,6 @@ class ConfigError(ValueError):
     """A configuration cannot be used; the text says which key, what was given and what is allowed."""
 
 
-class UnknownKeyError(ConfigError):
-    """A configuration has a key that this version does not know."""
-
-
 def nearest(key: str, valid: typing.Iterable[str]) -> str:
     """The part of an error text that helps with a misspelt name: the nearest valid name and the list of all."""
     valid = sorted(valid)
@@ -78,7 +74,7 @@ class ConfigBase:
             where: prefix of the keys in errors, e.g. `"train."`.
 
         Raises:
-            UnknownKeyError: a key is unknown; the nearest valid one is named.
+            ConfigError: a key is unknown; the nearest valid one is named.
             ConfigError: a required key is missing, or a value has the wrong type.
         """
         if not isinstance(mapping, Mapping):
@@ -88,7 +84,7 @@ class ConfigBase:
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         for key in mapping:
             if key not in fields:
-                raise UnknownKeyError(f"unknown config key '{where}{key}'; {nearest(str(key), fields)}")
+                raise ConfigError(f"unknown config key '{where}{key}'; {nearest(str(key), fields)}")
         for name, f in fields.items():
             required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if required and name not in mapping:

@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.onnx import require_onnx
-from nasfast.runtime.progress import followed_by
+from nasfast.runtime.progress import duration, followed_by
 from nasfast.runtime.termination import Terminated
 from nasfast.runtime.tracking import tracked
 from nasfast.search import (
@@ -66,6 +67,11 @@ from nasfast.train.supernet import make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
 StageFunction = TypeVar("StageFunction", bound=Callable[..., Any])
+
+
+def _say(stage: str, started: float, text: str) -> None:
+    """The line of a stage that has ended; `started` is its beginning by `time.monotonic`."""
+    _LOG.info("%-8s  %s, %s", stage, text, duration(time.monotonic() - started))
 
 
 def _stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
@@ -114,6 +120,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
         ConfigError, DataError: the settings or images cannot be used.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
+    started = time.monotonic()
     space, loader = configured_space(cfg, world=world)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
     check_scoring(cfg, net)
@@ -126,7 +133,10 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
         net, loader, sampler, cfg.train, run_dir=cfg.run_dir, resume=resume, device=cfg.torch_device, world=world
     )
     if world.is_main:
-        _note_chance(cfg, space)
+        top1 = _path_accuracy(cfg.run_dir)
+        learnt = "" if top1 is None else f", top-1 {top1:.1%} of paths"
+        _say("supernet", started, f"{cfg.train.epochs} epochs{learnt}")
+        _warn_of_chance(top1, space)
     return final
 
 
@@ -146,14 +156,19 @@ def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) 
     write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
 
 
-def _note_chance(cfg: RunConfig, space: SearchSpace) -> None:
+def _path_accuracy(run_dir: Path) -> float | None:
+    """The last training accuracy of the supernet's paths, from 0 to 1; None if none was logged."""
+    top1 = [m["top1"] for m in read_metrics(run_dir) if m["stage"] == "supernet" and "top1" in m]
+    return top1[-1] if top1 else None
+
+
+def _warn_of_chance(top1: float | None, space: SearchSpace) -> None:
     """Warn if the supernet has learnt nothing, because a ranking by its indicators is then unproven."""
-    top1 = [m["top1"] for m in read_metrics(cfg.run_dir) if m["stage"] == "supernet" and "top1" in m]
-    if top1 and at_chance(top1[-1], space.num_classes):
+    if top1 is not None and at_chance(top1, space.num_classes):
         _LOG.warning(
             "the supernet's training accuracy is at chance (%.1f %%, %d classes): its scores may rank nothing. "
             "Compare with `nasfast rank` or the random baseline, or let more parameters train (supernet.trainable)",
-            100 * top1[-1],
+            100 * top1,
             space.num_classes,
         )
 
@@ -198,6 +213,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
         ConfigError, ScoreError, TableError: the supernet cannot have this score, the score is not finite, or the user's
             table cannot be used.
     """
+    started = time.monotonic()
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
     check_search(cfg, saved_space(cfg))  # the settings are kept, and a search that takes them would refuse them
     settings = cfg.score.resolved(cfg.method)
@@ -214,6 +230,8 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
         table = score_table(settings.score.name, evidence, structure=settings.structure or 0.0, meta=meta)
     table.save(cfg.run_dir / TABLE_FILE)
     _save_config(cfg)
+    beside = f" + {settings.structure:g} sqrt_size" if settings.structure and settings.table is None else ""
+    _say("score", started, f"{settings.label}{beside}")
     return table
 
 
@@ -227,6 +245,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
         ConfigError, TableError: a table cannot be used; that of scores has another score, or is damaged.
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
+    started = time.monotonic()
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.resolved().search
     check_search(cfg, space)
@@ -267,6 +286,8 @@ def search(cfg: RunConfig) -> list[Candidate]:
         scored_with=None if scoring.gives_table else _scored_with(cfg),
     )
     _save_config(cfg)
+    proof = "highest score proven" if candidates[0].optimal else candidates[0].status
+    _say("search", started, f"{space.cardinality:,.0f} architectures, {proof}")
     return candidates
 
 
@@ -340,6 +361,7 @@ def retrain_best(
         ArchError, ConfigError: one of `archs` is not in the space; there are both `tasks` and several ranks.
         TaskError: see `nasfast.stages.apart.retrain_apart`. CheckpointError and others: see `nasfast.train.train`.
     """
+    started = time.monotonic()
     check_one_process(tasks, world.size)
     form: Any = None
     if world.is_main:
@@ -356,6 +378,7 @@ def retrain_best(
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(cfg.run_dir / TASKS_FOLDER, ignore_errors=True)
         _save_config(cfg)
+        _say("retrain", started, f"{len(results)} networks, {cfg.retrain.train.epochs} epochs each")
     return results
 
 

@@ -66,10 +66,6 @@ def status_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def parts_of(backend_or_folder) -> list[Path]:
-    return sorted(getattr(backend_or_folder, "folder", backend_or_folder).glob("*.part"))
-
-
 def named(augmentation: Augmentation) -> str:
     return f"{augmentation.kind}-{augmentation.resolution}{'-grey' * augmentation.grey}"
 

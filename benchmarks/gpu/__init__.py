@@ -1,4 +1,5 @@
-"""The ten-minute plan for a machine with a CUDA GPU, which `benchmarks/gpu.sh` starts.
+"""The plan for a machine with a CUDA GPU, which `benchmarks/gpu.sh` starts.
 
-`plan` runs the parts, `parts`, `system` and `rows` are what they run, and `summary` writes the page of their results.
+`plan` runs the parts. They are `build`; `system` with `micro.cu`; `proofs` for parity and bits; `per_launch`; `parts` for
+the step and random paths; `tools` for sanitizer and ncu; and pytest with the plugin `rows`. `report` writes their page.
 """

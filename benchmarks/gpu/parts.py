@@ -1,7 +1,7 @@
-"""Measures the step and its kernels: the program behind most parts of the plan, one process for each.
+"""Measures the step: the program behind the parts of the plan, one process for each.
 
-The step is forward, cross entropy and backward of the mean path of the 6^20 space with batch 32, 224 x 224 images and
-bf16 autocast; only BatchNorms train. On the CPU the network is tiny, and Triton's kernels run under its interpreter.
+The step is forward, cross entropy, backward and update of the mean path of the 6^20 space with batch 32, 224 x 224
+images and bf16 autocast; only BatchNorms train. On the CPU the network is tiny, and the CUDA kernels are emulated.
 """
 
 from __future__ import annotations
@@ -10,32 +10,33 @@ import argparse
 import multiprocessing
 import os
 import random
-import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from benchmarks.captures import EagerCapture
-from benchmarks.gpu.launches import noted_launches
+from benchmarks.gpu.launches import noted_chains, noted_launches
 from benchmarks.gpu.plan import append, processes
+from benchmarks.gpu.system import clocks
 from nasfast.engine import EagerEngine, GraphEngine
-from nasfast.measure.cards import CARDS
-from nasfast.measure.floor import Machine, measure_machine, step_floor, trace
-from nasfast.measure.projection import kernels_of, passes_of, project
-from nasfast.measure.timing import EngineStep, GraphedStep, TrainingStep, measure, measuring, random_batch
+from nasfast.engine.capture import CudaCapture
+from nasfast.measure.floor import measure_machine, step_floor, trace
+from nasfast.measure.timing import TrainingStep, measure, measuring, random_batch, seconds_of
+from nasfast.ops import use_backend
+from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Arch, Block, FixedLayer, SearchSpace, Stage, get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet
-
-Step = Callable[[], dict[str, float]]
-
+from nasfast.train.loop import make_optimizer
 
 @dataclass(frozen=True)
 class Bench:
@@ -107,28 +108,43 @@ class Variant:
 
     Attributes:
         ops: `nasfast` or `torch`.
-        how: `eager`, `graph` (one CUDA graph of this path), `engine` (that of nasfast), `compile` or `compile graph`.
-        trainable: `bn` for all BatchNorms, `indicators` for the last one of each block.
+        how: `eager`, `graph` (one CUDA graph of the path), `engine` (that of nasfast), or `compile graph` (torch.compile
+            with max-autotune, in one CUDA graph).
+        backend: of all operators of nasfast; None for its own choice, which has to run CUDA kernels.
+        early: whether CUDA kernels may start early.
     """
 
     ops: str
     how: str
-    trainable: str = "bn"
+    backend: str | None = None
+    early: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.ops} {self.how}" + (f", {self.trainable}" if self.trainable != "bn" else "")
+        said = [f"{self.ops} {self.how}", *filter(None, [self.backend]), *["no early launches"] * (not self.early)]
+        return ", ".join(said)
+
+    @contextmanager
+    def chosen(self, bench: Bench) -> Iterator[None]:
+        """Within this context, operators run as the variant says."""
+        backend = self.backend or ("cuda" if not bench.on_gpu else None)  # the emulation has to be named
+        with ExitStack() as stack:
+            if backend is not None and self.ops == "nasfast":
+                stack.enter_context(use_backend(backend))
+            if not self.early:
+                stack.enter_context(patch.dict(os.environ, NASFAST_CUDA_EARLY="0"))
+            yield
 
 
 # variants that are known to run come first, because a faulty kernel of ours can end the whole process
 PEERS = (Variant("torch", "eager"), Variant("torch", "graph"))
-STEPS = (*PEERS, Variant("nasfast", "eager"), Variant("nasfast", "engine"))
-MORE_STEPS = (Variant("torch", "graph", "indicators"), Variant("nasfast", "engine", "indicators"))
+OURS = (Variant("nasfast", "engine"), Variant("nasfast", "engine", early=False))
+ON_TRITON = Variant("nasfast", "engine", backend="triton")
 
 
 def network(bench: Bench, variant: Variant) -> Supernet:
     net = Supernet(bench.space, init="he", layer_indicators=False, fused=variant.ops == "nasfast")
-    net.freeze(variant.trainable)
+    net.freeze("bn")
     return net.to(device=bench.device, memory_format=torch.channels_last).train()
 
 
@@ -143,60 +159,97 @@ class Fixed(nn.Module):
         return self.net(x, self.path)
 
 
-def make(bench: Bench, variant: Variant) -> tuple[Step, float]:
-    """Make a step that has run once; returns it and its loss."""
-    images, labels = random_batch(bench.space, bench.batch, device=bench.device)
-    net, capture = network(bench, variant), None if bench.on_gpu else EagerCapture()
-    if variant.how == "engine":
-        engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture)
-        loss = engine.forward_backward(images, labels, [bench.path]).loss
-        return EngineStep(engine, images, labels, bench.path), float(loss)
-    model, path = net, bench.path
-    if "compile" in variant.how:
-        backend = "inductor" if bench.on_gpu else "aot_eager"
-        model, path = torch.compile(Fixed(net, path), dynamic=False, backend=backend), None
-    step = TrainingStep(model, images, labels, path=path, bf16=True)
-    loss = step.loss()
-    loss.backward()
-    return (GraphedStep(step, capture) if "graph" in variant.how else step), float(loss.detach())
+class Whole:
+    """Forward, loss, backward and update; a call returns seconds of `step`. `loss`: that of the first call."""
+
+    def __init__(self, bench: Bench, variant: Variant) -> None:
+        images, labels = random_batch(bench.space, bench.batch, device=bench.device)
+        net, capture = network(bench, variant), None if bench.on_gpu else EagerCapture()
+        self.device = torch.device(bench.device)
+        if variant.how == "engine":
+            engine, optimizer = (
+                GraphEngine(net, tuple(images.shape), bf16=True, capture=capture),
+                make_optimizer(net, TrainConfig()),
+            )
+            self.loss = float(engine.forward_backward(images, labels, [bench.path]).loss)
+            self.run = lambda: (engine.forward_backward(images, labels, [bench.path]), optimizer.step())
+            return
+        model, path = net, bench.path
+        if "compile" in variant.how:
+            options = {"mode": "max-autotune-no-cudagraphs"} if bench.on_gpu else {"backend": "aot_eager"}
+            model, path = torch.compile(Fixed(net, path), dynamic=False, **options), None
+        step = TrainingStep(model, images, labels, path=path, bf16=True)
+        trainable = [p for p in net.parameters() if p.requires_grad]
+        update = torch.optim.SGD(trainable, lr=0.0, momentum=0.9, nesterov=True, fused=True)
+        self.loss = float(step.loss().detach())
+
+        def whole() -> None:
+            model.zero_grad(set_to_none=True)
+            step.loss().backward()
+            update.step()
+
+        whole()
+        if "graph" in variant.how:
+            capturing = capture or CudaCapture(self.device)
+            (whole,) = capturing.capture([whole], capturing.pool())
+        self.run = whole
+
+    def __call__(self) -> dict[str, float]:
+        return {"step": seconds_of(self.run, self.device)}
 
 
-def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) -> dict[str, float]:
-    """Write a row when a variant has run, and one with its interleaved time; returns the medians in ms."""
-    steps: dict[str, Step] = {}
+def make(bench: Bench, variant: Variant) -> Whole:
+    """Make a step that has run once, and write a row with the kernels that did.
+
+    Raises:
+        NoCudaKernel: the variant leaves the choice to nasfast, and no CUDA kernel of a chain ran.
+    """
+    with variant.chosen(bench), noted_chains() as chains, noted_launches(run=True) as launches:
+        step = Whole(bench, variant)
+    triton = Counter(launch.kernel for launch in launches)
+    bench.row("kernels", variant=variant.name, cuda=dict(chains), triton=dict(triton), loss=step.loss)
+    if variant.ops == "nasfast" and variant.backend is None and not chains:
+        raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran, but {dict(triton) or 'PyTorch'}")
+    return step
+
+
+class NoCudaKernel(SystemExit):
+    """What should have run our CUDA kernels ran others: no later number would mean anything."""
+
+
+def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) -> None:
+    """Write a row when a variant has run, and one with its interleaved time."""
+    steps: dict[str, Whole] = {}
     for variant in variants:
         with bench.attempt(variant.name):
             start = time.monotonic()
-            step, loss = make(bench, variant)
-            first = time.monotonic() - start
-            if bench.on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            alone = statistics.median(step()["step"] for _ in range(5 if bench.on_gpu else 1))
-            # only here: a graph allocates its memory when it is captured
-            counts = bench.on_gpu and variant.how in ("eager", "compile")
-            peak = {"peak_MiB": (torch.cuda.max_memory_allocated() - before) / 2**20} if counts else {}
-            bench.row("variant", name=variant.name, first_s=first, alone_ms=1e3 * alone, loss=loss, **peak)
-            steps[variant.name] = step
-    times = measure(steps, rounds=rounds if bench.on_gpu else 1, warmup=2 if bench.on_gpu else 0) if steps else {}
+            steps[variant.name] = make(bench, variant)
+            bench.row("variant", name=variant.name, first_s=time.monotonic() - start, loss=steps[variant.name].loss)
+    if not steps:
+        return
+    # the variants differ in what they launched when they were captured, or choose again
+    calls = {v.name: partial(_in_context, bench, v, steps[v.name]) for v in variants if v.name in steps}
+    bench.row("clocks", when=f"before {', '.join(calls)}", **clocks())
+    times = measure(calls, rounds=rounds if bench.on_gpu else 1, warmup=2 if bench.on_gpu else 0)
+    bench.row("clocks", when=f"behind {', '.join(calls)}", **clocks())
     for name, phases in times.items():
         bench.row("step", name=name, **phases["step"])
-    return {name: phases["step"]["median_ms"] for name, phases in times.items()}
+
+
+def _in_context(bench: Bench, variant: Variant, step: Whole) -> dict[str, float]:
+    with variant.chosen(bench):
+        return step()
 
 
 def bench_step(bench: Bench) -> None:
-    bench_variants(bench, PEERS, rounds=5)
-    compile_ahead(bench, list(enumerate(bench.path)), seconds=0.4 * bench.left)
-    medians = bench_variants(bench, STEPS, rounds=20)
+    bench_variants(bench, (*PEERS, *OURS), rounds=30)
     with bench.attempt("floor"):
         machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
-        floor = 1e3 * step_floor(traced(bench), machine, torch.bfloat16).step
-        bench.row("floor", ms=floor, ceilings=machine._asdict(), times={n: ms / floor for n, ms in medians.items()})
-    if bench.left > 25:
-        # only one of them under the interpreter, where a step takes seconds
-        bench_variants(bench, MORE_STEPS if bench.on_gpu else MORE_STEPS[:1], rounds=10)
-    else:
-        bench.row("left_out", what="indicators", error=f"{bench.left:.0f} s left")
+        bench.row("floor", ms=1e3 * step_floor(traced(bench), machine, torch.bfloat16).step)
+    if bench.on_gpu:
+        compile_ahead(bench, list(enumerate(bench.path)), seconds=0.4 * bench.left)
+    bench_variants(bench, (ON_TRITON, OURS[0]), rounds=30)
+    bench_variants(bench, (Variant("torch", "compile graph"), OURS[0]), rounds=30)
 
 
 def traced(bench: Bench) -> Any:
@@ -266,109 +319,34 @@ def _run_layer(task: tuple[Bench, int, int]) -> tuple[int, int, str | None]:
 @cache
 def _network_of_process(bench: Bench) -> Supernet:
     torch.set_num_threads(1)
-    return network(bench, Variant("nasfast", "eager"))
+    return network(bench, ON_TRITON)
 
 
-# ---- kernels
+# ---- random paths
 
 
-def bench_kernels(bench: Bench) -> None:
-    """Write the launches and total us of every kernel: for nasfast's eager step by grid and arguments, and for the
-    engine's replays and PyTorch's eager step by name alone."""
-    with bench.attempt("nasfast eager"):
-        step, _ = make(bench, Variant("nasfast", "eager"))
-        with noted_launches() as launches:
-            kernels = _kernels(bench, step, launches)
-        # kernels_of runs the step twice and returns the kernels of the second run
-        _write_kernels(bench, "nasfast eager", kernels, launches[len(launches) // 2 :] if bench.on_gpu else launches)
-        with bench.attempt("projections"):
-            _write_passes(bench, kernels)
-    for variant in (Variant("nasfast", "engine"), Variant("torch", "eager")):
-        with bench.attempt(variant.name):
-            step, _ = make(bench, variant)
-            with noted_launches() as launches:
-                kernels = _kernels(bench, step, launches)
-            _write_kernels(bench, variant.name, kernels, [])
-
-
-def _kernels(bench: Bench, step: Step, launches: list) -> list[tuple[str, float]]:
-    """Name and ms of every kernel that ran, in order; without a GPU these are the interpreted kernels."""
-    if bench.on_gpu:
-        return kernels_of(step, torch.device(bench.device))
-    step()
-    return [(launch.kernel, launch.ms) for launch in launches]
-
-
-def _write_kernels(bench: Bench, variant: str, kernels: list[tuple[str, float]], launches: list) -> None:
-    by_name: dict[str, list] = {}
-    for launch in launches:
-        by_name.setdefault(launch.kernel, []).append(launch)
-    counts = {name: sum(kernel == name for kernel, _ in kernels) for name in by_name}
-    # both lists are in stream order; if their lengths differ, launches and kernels cannot be matched
-    queues = {name: iter(found) for name, found in by_name.items() if len(found) == counts[name]}
-    groups: dict[tuple, list[float]] = {}
-    for name, ms in kernels:
-        launch = next(queues[name]) if name in queues else None
-        key = (name, *((launch.grid, launch.arguments) if launch else ((), ())))
-        groups.setdefault(key, []).append(1e3 * ms)
-    for (name, grid, arguments), us in sorted(groups.items(), key=lambda group: -sum(group[1])):
-        bench.row(
-            "kernel",
-            variant=variant,
-            kernel=name,
-            grid=grid,
-            arguments=dict(arguments),
-            launches=len(us),
-            us=sum(us),
-            min_us=min(us),
-            max_us=max(us),
-        )
-    if unmatched := sorted(name for name in by_name if name not in queues):
-        bench.row("left_out", what="arguments of kernels", error=f"other numbers of launches: {', '.join(unmatched)}")
-
-
-def _write_passes(bench: Bench, kernels: list[tuple[str, float]]) -> None:
-    """Write the passes of convolutions with their fraction of the floor, and projections to other cards."""
-    machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
-    passes, total = passes_of(kernels, traced(bench)), sum(ms for _, ms in kernels)
-    projected = {name: project(passes, total, machine, card, "bf16") for name, card in CARDS.items()}
-    # on this machine the floor in seconds is the number of bytes
-    only_bytes = Machine(1.0, float("inf"), float("inf"))
-    for found, measured in zip(next(iter(projected.values())).passes, passes, strict=True):
-        bench.row(
-            "pass",
-            name=found.name,
-            ms=found.ms,
-            floor_ms=found.floor_ms,
-            fraction=found.fraction,
-            GB_per_s=measured.floor(only_bytes, 2) / found.ms / 1e6,
-        )
-    bench.row("projection", label="PROJECTION, not measured", ms={name: p.step_ms for name, p in projected.items()})
-
-
-# ---- random paths and torch.compile
+def random_paths(bench: Bench, count: int) -> list[Arch]:
+    generator = random.Random(0)
+    return [tuple(generator.randrange(len(layer.choices)) for layer in bench.space.layers) for _ in range(count)]
 
 
 def bench_paths(bench: Bench) -> None:
     """Measure images per second with a new path every step, which a graph or compilation of one path cannot serve."""
-    generator = random.Random(0)
-    count = 60 if bench.on_gpu else 2
-    paths = [tuple(generator.randrange(len(layer.choices)) for layer in bench.space.layers) for _ in range(count)]
+    paths = random_paths(bench, 60 if bench.on_gpu else 2)
     images, labels = random_batch(bench.space, bench.batch, device=bench.device)
-    for ops, how in (("torch", "eager"), ("nasfast", "eager"), ("nasfast", "engine")):
-        if (ops, how) == ("nasfast", "eager"):
-            used = sorted({(i, choice) for path in paths for i, choice in enumerate(path)})
-            compile_ahead(bench, used, seconds=0.6 * bench.left)
-        with bench.attempt(f"{ops} {how}"):
-            net = network(bench, Variant(ops, how))
-            if how == "engine":
+    for variant in (Variant("torch", "eager"), Variant("nasfast", "eager"), Variant("nasfast", "engine")):
+        with bench.attempt(variant.name), variant.chosen(bench), noted_chains() as chains:
+            net = network(bench, variant)
+            if variant.how == "engine":
                 capture = None if bench.on_gpu else EagerCapture()
                 engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture)
             else:
                 engine = EagerEngine(net, bf16=True)
             first = _seconds_of_paths(bench, engine, paths, images, labels)  # captures, kernels, algorithms
+            if variant.ops == "nasfast" and not chains:
+                raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran")
             seconds = _seconds_of_paths(bench, engine, paths, images, labels)
-            bench.row("paths", name=f"{ops} {how}", first_s=first, images_per_s=bench.batch * count / seconds)
+            bench.row("paths", name=variant.name, first_s=first, images_per_s=bench.batch * len(paths) / seconds)
 
 
 def _seconds_of_paths(bench: Bench, engine: Any, paths: list[Arch], images: Any, labels: Any) -> float:
@@ -380,37 +358,32 @@ def _seconds_of_paths(bench: Bench, engine: Any, paths: list[Arch], images: Any,
     return time.perf_counter() - start
 
 
-def bench_compile(bench: Bench) -> None:
-    bench_variants(bench, [Variant("torch", "compile"), Variant("nasfast", "engine")], rounds=20)
-    if bench.left > 20 or not bench.on_gpu:
-        torch.compiler.reset()
-        bench_variants(bench, [Variant("torch", "compile graph"), Variant("nasfast", "engine")], rounds=20)
-    else:
-        bench.row("left_out", what="compile graph", error=f"{bench.left:.0f} s left")
-
-
 def main() -> None:
-    from benchmarks.gpu import system
+    from benchmarks.gpu import build, per_launch, proofs, system, tools
 
-    parts = {"step": bench_step, "kernels": bench_kernels, "paths": bench_paths, "compile": bench_compile}
-    of_the_system = {
+    parts = {
+        "build": build.bench_build,
         "machine": system.bench_machine,
-        "native": system.bench_native,
-        "orthogonalize": system.bench_orthogonalize,
+        "parity": proofs.bench_parity,
+        "bits": proofs.bench_bits,
+        "launches": per_launch.bench_launches,
+        "step": bench_step,
+        "sanitizer": tools.bench_sanitizer,
+        "ncu": tools.bench_ncu,
+        "paths": bench_paths,
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=[*parts, *of_the_system])
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--seconds", type=float, required=True)
     args = parser.parse_args()
-    if args.device == "cpu" and args.part in parts:
-        os.environ["NASFAST_BACKEND"] = "triton"  # interpreted kernels run only for an explicit backend
-    # the part `native` starts this program with the extension that it built
-    part = "native" if args.part == "orthogonalize" else args.part
-    bench = Bench(part, args.rows, args.device, time.monotonic() + args.seconds)
+    bench = Bench(args.part, args.rows, args.device, time.monotonic() + args.seconds)
+    if args.part == "build":
+        parts["build"](bench)
+        return
     with measuring():
-        {**parts, **of_the_system}[args.part](bench)
+        parts[args.part](bench)
 
 
 if __name__ == "__main__":

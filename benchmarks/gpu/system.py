@@ -1,23 +1,22 @@
-"""Measures the machine (ceilings, cost of launches) and the compiled extension (build, tests, orthogonalize)."""
+"""Measures the machine: versions, clocks, copies, products, launches, and the constants of the model (micro.cu)."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu.plan import ROOT, environment_of, tests_command
+from benchmarks.gpu.plan import BUILD, ROOT
 from nasfast.measure.doctor import environment
-from nasfast.measure.timing import machine, measure, seconds_of
+from nasfast.measure.timing import machine, seconds_of
 
 try:
     import triton
@@ -55,9 +54,9 @@ def bench_machine(bench: Bench) -> None:
         bench.row("machine", **machine(), cores=os.cpu_count(), packages=_versions(), **_device(bench))
         bench.row("doctor", **environment())
     with bench.attempt("clocks"):
-        bench.row("clocks", when="idle", **_clocks())
+        bench.row("clocks", when="idle", **clocks())
     with bench.attempt("copies"):
-        for mebibytes in (1024, 256, 16) if bench.on_gpu else (1,):
+        for mebibytes in (1024, 64, 32, 16) if bench.on_gpu else (1,):
             source = torch.randn(mebibytes << 18, device=bench.device)
             target = torch.empty_like(source)
             seconds = _best(bench, lambda source=source, target=target: target.copy_(source))
@@ -69,9 +68,11 @@ def bench_machine(bench: Bench) -> None:
             seconds = _best(bench, lambda a=a, b=b: a @ b)
             bench.row("ceiling", what=f"product {n} {str(dtype)[6:]}", TFLOP_per_s=2 * n**3 / seconds / 1e12)
     with bench.attempt("clocks"):
-        bench.row("clocks", when="busy", **_clocks())
+        bench.row("clocks", when="busy", **clocks())
     with bench.attempt("launches"):
         _bench_launches(bench)
+    with bench.attempt("micro.cu"):
+        _bench_micro(bench)
 
 
 def _versions() -> dict[str, str | None]:
@@ -99,8 +100,8 @@ def _device(bench: Bench) -> dict:
     }
 
 
-def _clocks() -> dict:
-    """The figures of nvidia-smi, or an error."""
+def clocks() -> dict:
+    """Clocks, power and temperature by nvidia-smi, or an error."""
     if shutil.which("nvidia-smi") is None:
         return {"error": "no nvidia-smi"}
     command = ["nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader"]
@@ -144,6 +145,23 @@ def _bench_launches(bench: Bench) -> None:
         bench.row("launch", **row)
 
 
+def _bench_micro(bench: Bench) -> None:
+    """Write the rows of micro.cu; on the CPU, where it cannot run, only whether it is there."""
+    source = Path(__file__).with_name("micro.cu")
+    if not bench.on_gpu:
+        bench.row("micro", what="not run on a CPU", bytes=source.stat().st_size)
+        return
+    program = ROOT / BUILD / "micro"
+    major, minor = torch.cuda.get_device_capability()
+    command = ["nvcc", "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", str(source), "-o", str(program)]
+    for run in (command, [str(program)]):
+        result = subprocess.run(run, capture_output=True, text=True, timeout=max(1.0, bench.left))
+        if result.returncode:
+            raise RuntimeError(f"{run[0]}: {result.stderr[-1500:]}")
+    for line in result.stdout.splitlines():
+        bench.row("micro", **json.loads(line))
+
+
 if triton is not None:
 
     @triton.jit
@@ -164,59 +182,3 @@ def _graph_of(launch: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
 def _wait(bench: Bench) -> None:
     if bench.on_gpu:
         torch.cuda.synchronize()
-
-
-# ---- the compiled extension
-
-
-def bench_native(bench: Bench) -> None:
-    """Build the extension into a folder of its own, then test and time orthogonalize with this build."""
-    folder = ROOT / "build" / "gpu-plan"
-    shutil.rmtree(folder / "lib", ignore_errors=True)
-    env = environment_of(bench.device)
-    if bench.on_gpu:
-        major, minor = torch.cuda.get_device_capability()
-        env |= {"NASFAST_NATIVE": "ON", "NASFAST_CUDA": "ON", "NASFAST_ISAS": "BASELINE"}
-        env["CUDAARCHS"] = f"{major}{minor}-real"
-    else:
-        env["NASFAST_NATIVE"] = "OFF"
-    build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "build", "--build-base", folder]
-    build += ["--build-lib", folder / "lib", "--build-temp", folder / "native"]
-    folder.mkdir(parents=True, exist_ok=True)
-    if not _run(bench, "build", build, env, ROOT):
-        sys.exit("the build failed")
-    env["PYTHONPATH"] = os.pathsep.join([str(folder / "lib"), env["PYTHONPATH"]])
-    tests = tests_command(bench.rows, bench.part, ["tests/ops/test_orthogonalize.py"], bench.device)
-    passed = _run(bench, "tests", tests, env, folder / "lib")
-    parts = [sys.executable, "-m", "benchmarks.gpu.parts", "orthogonalize", "--rows", str(bench.rows)]
-    timed = _run(
-        bench, "times", [*parts, "--device", bench.device, "--seconds", f"{bench.left:.0f}"], env, folder / "lib"
-    )
-    if not (passed and timed):
-        sys.exit("tests or times failed")
-
-
-def _run(bench: Bench, what: str, command: list[str | Path], env: dict[str, str], folder: Path) -> bool:
-    """Run a command in a folder, from which `python -m` imports first; returns whether it succeeded."""
-    start = time.monotonic()
-    code = subprocess.run(command, cwd=folder, env=env).returncode
-    bench.row("ran", what=what, seconds=round(time.monotonic() - start, 1), code=code)
-    return code == 0
-
-
-def bench_orthogonalize(bench: Bench) -> None:
-    """Time orthogonalize on all weights of the 6^20 space by size class, then PyTorch's batched QR."""
-    from benchmarks.ops.orthogonal import grouped_qr, weights
-    from nasfast.ops import orthogonalize
-
-    bench.row("doctor", **environment())
-    device = torch.device(bench.device)
-    classes = weights() if bench.on_gpu else {"n up to 32": weights()["n up to 32"][:3]}
-    repeated = dict(rounds=7, warmup=2) if bench.on_gpu else dict(rounds=1, warmup=0)
-    once = dict(rounds=1, warmup=0)
-    for peer, function, settings in (("nasfast", orthogonalize, repeated), ("qr grouped", grouped_qr, once)):
-        for name, drawn in classes.items():
-            with bench.attempt(f"{peer}, {name}"):
-                work = partial(function, [z.to(device) for z in drawn])
-                times = measure({peer: lambda work=work: {"full": seconds_of(work, device)}}, **settings)[peer]["full"]
-                bench.row("orthogonalize", name=peer, of=name, tensors=len(drawn), **times)

@@ -12,6 +12,13 @@
 #include <vector>
 
 #include "../../csrc/gpu/chain.h"
+#include "../../csrc/gpu/dense_forward.h"
+#include "../../csrc/gpu/depthwise.h"
+#include "../../csrc/gpu/depthwise_panels.h"
+#include "../../csrc/gpu/expand_depthwise_backward.h"
+#include "../../csrc/gpu/expansion_gradient.h"
+#include "../../csrc/gpu/norm.h"
+#include "../../csrc/gpu/pointwise.h"
 
 namespace nasfast::gpu {
 namespace {
@@ -46,6 +53,7 @@ const bool Known<Kernel>::known = [] {
 std::string records, taken;
 
 struct Recorder {
+  static constexpr bool panels = true;
   int multiprocessors = 0;
   size_t shared_memory = 0;
   bool silent = false;  // records nothing, to measure the time of the rest

@@ -37,6 +37,7 @@ from benchmarks.gpu_model.cuda import CACHE, CudaKernel, digest
 from benchmarks.gpu_model.gpus import GPUS, Gpu
 from benchmarks.gpu_model.recorder import BACKENDS, PHASES, Launch, Specialization, Step, Workload, record_step
 from benchmarks.gpu_model.sass import Code
+from benchmarks.gpu_model.scenarios import GRAPHS, scenarios
 from benchmarks.gpu_model.walk import Latencies, Program, Walk, walks
 from benchmarks.harness import ROOT, positive, write_json
 
@@ -66,6 +67,7 @@ class Cost:
     Attributes:
         instructions: instructions of one warp, averaged over the programs.
         issue, latency, memory: lower bounds of the time in microseconds, as above.
+        work, products, reach: of the busiest multiprocessor, see Scenario.microseconds.
         tail: microseconds that the last program to arrive takes longer than the others.
         predicted: estimate of the time in microseconds, as above.
         rounds: how often the programs fill the GPU.
@@ -80,6 +82,9 @@ class Cost:
     issue: float
     latency: float
     memory: float
+    work: float
+    products: float
+    reach: float
     tail: float
     predicted: float
     rounds: float
@@ -202,13 +207,17 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
     busiest = math.ceil(programs / gpu.processors)
     resident = min(busiest, max(1, held)) * warps / 4
     products = sum(_product_cycles(gpu, o) for o, _ in followed) / len(followed)
-    needed = max(instructions / min(_ISSUE, resident / _CYCLES_OF_A_WARP), products / _TENSOR)
-    busy = busiest * warps * needed / (4 * gpu.clock) * 1e6
+    reach = resident / _CYCLES_OF_A_WARP
+    work, matrices = (busiest * warps * cycles / (4 * gpu.clock) * 1e6 for cycles in (instructions, products))
+    busy = max(work / min(_ISSUE, reach), matrices / _TENSOR)
     cost = Cost(
         instructions,
         issue=programs * warps * instructions / (4 * gpu.processors * gpu.clock) * 1e6,
         latency=math.ceil(rounds) * cycles / gpu.clock * 1e6,
         memory=size / gpu.bandwidth * 1e6,
+        work=work,
+        products=matrices,
+        reach=reach,
         tail=max(0, tail) / gpu.clock * 1e6,
         predicted=LAUNCH_US[arch] + max(busy, size / gpu.bandwidth * 1e6),
         rounds=rounds,
@@ -230,18 +239,6 @@ def _product_cycles(gpu: Gpu, walk: Walk) -> float:
 def pytorch_us(step: Step, arch: int) -> float:
     """Estimate of the microseconds of PyTorch's launches, whose machine code is not followed: fixed cost and bytes."""
     return step.aten_launches * LAUNCH_US[arch] + step.aten_bytes / GPUS[arch].bandwidth * 1e6
-
-
-# the constants of a kernel that a sample has in every combination: stencils, and tiles of a product
-_VARIED = ("KERNEL", "STRIDE", "BN", "BK")
-
-
-def one_of_each(launches: Iterable[Launch]) -> list[Launch]:
-    """The first launch of every kernel, stencil and tile; most of these are among the kernels that `aot` compiles."""
-    first: dict[tuple, Launch] = {}
-    for launch in launches:
-        first.setdefault((launch.kernel, *map(launch.arguments.get, _VARIED)), launch)
-    return list(first.values())
 
 
 # ---- tables
@@ -309,6 +306,31 @@ def show_each(launches: Iterable[Launch], found: Iterable[Cost]) -> None:
         )
 
 
+def rows_of_launches(launches: Iterable[Launch], found: Iterable[Cost]) -> list[dict[str, float | str]]:
+    """A row for each launch of a CUDA kernel, for benchmarks/gpu/per_launch.py."""
+    rows = []
+    for launch, cost in zip(launches, found, strict=True):
+        if isinstance(launch.specialization, CudaKernel):
+            family = launch.specialization.name.partition("<")[0].rpartition("::")[2]
+            names = ("work", "products", "reach", "memory", "latency", "tail", "predicted")
+            times = {name: round(getattr(cost, name), 2) for name in names}
+            rows.append({"kernel": family, "stage": launch.kernel, "may_start_early": launch.early, **times})
+    return rows
+
+
+def step_interval(gpu: str, launches: list[dict[str, float | str]], others: float) -> dict[str, float]:
+    """Microseconds of a step in every scenario.
+
+    Args:
+        launches: of `rows_of_launches`.
+        others: microseconds of all other launches.
+    """
+    return {
+        name: sum(scenario.microseconds(launch) for launch in launches) + GRAPHS * scenario.gap + others
+        for name, scenario in scenarios(gpu).items()
+    }
+
+
 _SHOWN = ("KERNEL", "STRIDE", "M", "K", "N", "C", "H", "W", "OH", "R", "programs", "ROWS", "COLUMNS", "CB", "BM", "BN")
 
 
@@ -359,13 +381,13 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="triton", help="see Workload")
     parser.add_argument("--arch", nargs="*", type=int, choices=GPUS, default=list(GPUS), help="no value: only record")
     parser.add_argument("--kernel", nargs="+", help="model only these kernels")
-    parser.add_argument("--sample", action="store_true", help="model one launch of each kernel, stencil and tile")
     parser.add_argument("--each", action="store_true", help="list every launch")
     parser.add_argument("--mix", metavar="KERNEL", help="print the instructions of this kernel")
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="folder for Triton's cache")
     parser.add_argument("--compare", type=Path, help="a file of an earlier --out, to compare with")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--launches", type=Path, help="JSON file for every launch of a CUDA kernel, in order, by GPU")
     args = parser.parse_args()
     path = tuple(map(int, args.path.split(","))) if args.path else None
     workload = Workload(
@@ -381,13 +403,13 @@ def main() -> None:
     rows = [
         {"workload": vars(workload), "launches": counts, "pytorch": {f"{p} {n}": c for (p, n), c in step.aten.items()}}
     ]
+    each: dict[str, list[dict[str, float | str]]] = {}
     for arch in args.arch:
         step = steps[arch]
         if args.kernel:
             step.launches = [launch for launch in step.launches if launch.kernel in args.kernel]
-        if args.sample:
-            step.launches = one_of_each(step.launches)
         found = costs(step, arch, processes=args.jobs, cache=str(args.cache))
+        each[GPUS[arch].name] = rows_of_launches(step.launches, found)
         if args.each:
             show_each(step.launches, found)
         if args.mix:
@@ -400,9 +422,16 @@ def main() -> None:
         print(f"fixed cost of {count} launches, {early} of which may start early, assumed: {fixed:.0f}")
         others = pytorch_us(step, arch)
         print(f"not in the table: the {step.aten_launches} launches of PyTorch, {others:.0f} by fixed cost and bytes")
-        rows.append({"arch": arch, "gpu": GPUS[arch].name, "kernels": kernels, "pytorch_us": others})
+        interval = step_interval(GPUS[arch].name, each[GPUS[arch].name], others)
+        print("the step takes " + ", ".join(f"{us / 1e3:.2f} ms ({name})" for name, us in interval.items()))
+        rows.append(
+            {"arch": arch, "gpu": GPUS[arch].name, "kernels": kernels, "pytorch_us": others, "interval": interval}
+        )
     if args.out:
         write_json(args.out, rows)
+    if args.launches:
+        lines = [f'"{gpu}": [\n' + ",\n".join(map(json.dumps, launches)) + "\n]" for gpu, launches in each.items()]
+        args.launches.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

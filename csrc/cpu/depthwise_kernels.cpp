@@ -20,33 +20,34 @@ Pass chain_pass(const DepthwiseParams& p, bool backward) {
 }
 
 // Writes row `row` of one image as the stencil reads it, channels [c0, c0 + channels), to `to`: [pixel][ld] floats.
-// A is the activation of the stage before.
-template <typename T, typename A>
+template <typename T>
 inline void provide_input(const DepthwiseParams& p, int64_t image, int64_t row, int64_t c0, int64_t channels, float* to,
                           int64_t ld) {
   const T* x = static_cast<const T*>(p.x.data) + (image * p.height + row) * p.width * p.channels + c0;
   if (!p.x.folded) return copy_tile(x, p.channels, to, ld, p.width, channels);
   const BnFold& bn = p.x.bn;
   const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, nullptr, nullptr, bn.act};
-  bn_act_tile<A, false>(here, x, static_cast<const T*>(nullptr), p.channels, to, ld, p.width, channels);
+  by_act(bn.act, [&](auto act) {
+    bn_act_tile<decltype(act), false>(here, x, static_cast<const T*>(nullptr), p.channels, to, ld, p.width, channels);
+  });
 }
 
-// The same from an expansion, all its channels; A is the expansion's activation. `a` is memory for the centred row of
-// x.
-template <typename T, typename A, typename C>
+// The same from an expansion, all its channels. `a` is memory for the centred row of x.
+template <typename T, typename C>
 inline void provide_expansion(const DepthwiseParams& p, int64_t image, int64_t row, C* a, int64_t lda, float* to,
                               int64_t ld) {
   const Expansion& e = p.expansion;
   const T* x = static_cast<const T*>(e.x) + (image * p.height + row) * p.width * e.in_channels;
-  const A act(e.bn.act);
   centre_tile(x, e.center, a, lda, p.width, e.in_channels);
   gemm_tile(a, lda, p.width, static_cast<const C*>(e.weight), e.in_channels, p.channels,
             [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
               const VecF bias = load(e.bias + c, lanes);
               const VecF scale = load(e.bn.scale + c, lanes);
               const VecF shift = load(e.bn.shift + c, lanes);
-              for_each_row(count, sum, [&](int i, VecF v) {
-                store(to + (r + i) * ld + c, act.value((v + bias) * scale + shift), lanes);
+              by_act(e.bn.act, [&](auto act) {
+                for_each_row(count, sum, [&](int i, VecF v) {
+                  store(to + (r + i) * ld + c, act.value((v + bias) * scale + shift), lanes);
+                });
               });
             });
 }
@@ -83,8 +84,7 @@ inline void store_and_sum(const float* out, int64_t width, T* y, int64_t ldy, bo
   store(running.squares + c, q, AllLanes{});
 }
 
-// A is the activation of the stage before, or of the expansion where there is one.
-template <typename T, typename A>
+template <typename T>
 void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
   const Pass pass = chain_pass(p, false);
@@ -110,8 +110,8 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
       const int64_t channels = lesser(group, p.channels - c0);
       running.before = running.summed = 0;
       const auto provide = [&](int64_t row, float* to) {
-        if (expanded) return provide_expansion<T, A>(p, image, row, a, lda, to, group);
-        provide_input<T, A>(p, image, row, c0, channels, to, group);
+        if (expanded) return provide_expansion<T>(p, image, row, a, lda, to, group);
+        provide_input<T>(p, image, row, c0, channels, to, group);
       };
       const auto finish = [&](int64_t r, const auto& eval) {
         for_each_vector(channels, [&](int64_t c, auto lanes) {
@@ -159,8 +159,7 @@ inline void flush_sums(float* sums, float* moments, int64_t channels, int64_t he
   memset(moments, 0, held * sizeof(float));
 }
 
-// With kFolded, A is the activation of the stage before.
-template <typename T, typename A, bool kFolded>
+template <typename T, bool kFolded>
 void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   const Pass pass = chain_pass(p, true);
   const int64_t group = group_channels(p.channels, pass.kernel * pass.columns);
@@ -174,7 +173,6 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   float* moments = scratch.take<float>(group);
   float* out = scratch.take<float>(out_size);
   const StageInputGrad& dx = p.dx;
-  const A act(dx.bn.act);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t image = item / p.strips;
     const int64_t r0 = item % p.strips * p.strip_rows;
@@ -198,14 +196,16 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
             const VecF shift = load(dx.bn.shift + c0 + c, lanes);
             VecF s = load(sums + c, AllLanes{});
             VecF m = load(moments + c, AllLanes{});
-            for (int64_t x = 0; x < pass.width; ++x) {
-              prefetch(y + x * p.channels + kLanes);  // of the next vector of channels
-              const VecF d = load(y + x * p.channels, lanes) - center;
-              const VecF g = act.backward(load(out + x * kLanes, AllLanes{}), d * scale + shift);
-              put(to + x * p.channels, g, p.streams, lanes);
-              s += g;
-              m += g * d;
-            }
+            by_act(dx.bn.act, [&](auto act) {
+              for (int64_t x = 0; x < pass.width; ++x) {
+                prefetch(y + x * p.channels + kLanes);  // of the next vector of channels
+                const VecF d = load(y + x * p.channels, lanes) - center;
+                const VecF g = act.backward(load(out + x * kLanes, AllLanes{}), d * scale + shift);
+                put(to + x * p.channels, g, p.streams, lanes);
+                s += g;
+                m += g * d;
+              }
+            });
             store(sums + c, s, AllLanes{});
             store(moments + c, m, AllLanes{});
           } else {
@@ -228,15 +228,13 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// Backward of a depthwise convolution and of the expansion before it, whose activation is A. For a panel of channels,
-// the stencil gives da, and a product gives xhat again; dz stays in this thread's memory, as input of the product that
-// gives v.
-template <typename T, typename A>
+// Backward of a depthwise convolution and of the expansion before it. For a panel of channels, the stencil gives da,
+// and a product gives xhat again; dz stays in this thread's memory, as input of the product that gives v.
+template <typename T>
 void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
   const Pass pass = chain_pass(p, true);
   const Expansion& e = p.expansion;
-  const A act(e.bn.act);
   const int64_t ld = divide_up(p.channels, kLanes) * kLanes;
   const int64_t lda = tile_ld<C>(e.in_channels);
   const int64_t ldz = tile_ld<C>(p.channels);
@@ -278,13 +276,15 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
                                  const VecF shift = load(e.bn.shift + c, lanes);
                                  VecF s = load(sums + c, AllLanes{});
                                  VecF m = load(moments + c, AllLanes{});
-                                 for_each_row(count, sum, [&](int i, VecF v) {
-                                   const VecF xhat = v + bias;
-                                   const VecF g =
-                                       act.backward(load(from + i * kLanes, AllLanes{}), xhat * scale + shift);
-                                   store(dz + (row + i) * ldz + c, g, lanes);
-                                   s += g;
-                                   m += g * xhat;
+                                 by_act(e.bn.act, [&](auto act) {
+                                   for_each_row(count, sum, [&](int i, VecF v) {
+                                     const VecF xhat = v + bias;
+                                     const VecF da_row = load(from + i * kLanes, AllLanes{});
+                                     const VecF g = act.backward(da_row, xhat * scale + shift);
+                                     store(dz + (row + i) * ldz + c, g, lanes);
+                                     s += g;
+                                     m += g * xhat;
+                                   });
                                  });
                                  store(sums + c, s, AllLanes{});
                                  store(moments + c, m, AllLanes{});
@@ -309,25 +309,19 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
 
 void depthwise_fwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
   const TileRegisters tiles;
-  const Act act = p.expansion.in_channels ? p.expansion.bn.act : p.x.folded ? p.x.bn.act : Act::kIdentity;
-  by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_fwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+  (p.bfloat16 ? depthwise_fwd_items<BFloat16> : depthwise_fwd_items<float>)(p, begin, end);
   if (p.streams) finish_streams();
+}
+
+template <typename T>
+void depthwise_bwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
+  if (p.expansion.in_channels) return expansion_bwd_items<T>(p, begin, end);
+  (p.dx.folded ? depthwise_bwd_items<T, true> : depthwise_bwd_items<T, false>)(p, begin, end);
 }
 
 void depthwise_bwd(const DepthwiseParams& p, int64_t begin, int64_t end) {
   const TileRegisters tiles;
-  if (p.expansion.in_channels) {
-    const Act act = p.expansion.bn.act;
-    by_type(p.bfloat16, act, [](auto t, auto a) { return expansion_bwd_items<decltype(t), decltype(a)>; })(p, begin,
-                                                                                                           end);
-  } else if (p.dx.folded) {
-    const Act act = p.dx.bn.act;
-    by_type(p.bfloat16, act, [](auto t, auto a) { return depthwise_bwd_items<decltype(t), decltype(a), true>; })(
-        p, begin, end);
-  } else {
-    (p.bfloat16 ? depthwise_bwd_items<BFloat16, Identity, false>
-                : depthwise_bwd_items<float, Identity, false>)(p, begin, end);
-  }
+  (p.bfloat16 ? depthwise_bwd<BFloat16> : depthwise_bwd<float>)(p, begin, end);
   if (p.streams) finish_streams();
 }
 

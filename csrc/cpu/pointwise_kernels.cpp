@@ -61,7 +61,7 @@ inline void gather_tile(const PointwiseParams& p, int64_t row, int64_t rows, T* 
   copy_tile(patches, depth, a, lda, rows, depth);
 }
 
-template <typename T, typename A>
+template <typename T>
 void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
   const int64_t depth = p.in_channels * p.kernel * p.kernel;
@@ -83,7 +83,10 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
       if (gathers) {
         gather_tile(p, row, rows, patches, a, lda);
       } else if (p.x.folded) {
-        bn_act_tile<A, false>(p.x.bn, x, static_cast<const T*>(nullptr), p.in_channels, a, lda, rows, p.in_channels);
+        by_act(p.x.bn.act, [&](auto act) {
+          bn_act_tile<decltype(act), false>(p.x.bn, x, static_cast<const T*>(nullptr), p.in_channels, a, lda, rows,
+                                            p.in_channels);
+        });
       } else {
         copy_tile(x, p.in_channels, a, lda, rows, p.in_channels);
       }
@@ -122,9 +125,8 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// dx = W^T dy. With kFolded, A is the activation of the stage before; the activation of this stage is chosen once per
-// tile.
-template <typename T, typename A, bool kFolded>
+// dx = W^T dy
+template <typename T, bool kFolded>
 void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
   const int64_t lda = tile_ld<C>(p.out_channels);
@@ -135,16 +137,15 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   float* moments = scratch.take<float>(padded);
   const C* weight = static_cast<const C*>(p.weight);
   const StageInputGrad& dx = p.dx;
-  const A act(dx.bn.act);
   for (int64_t item = begin; item < end; ++item) {
     for (int64_t i = 0; kFolded && i < 2 * p.in_channels; ++i) dx.partial[item * 2 * p.in_channels + i] = 0;
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at_out = row * p.out_channels;
       const int64_t at_in = row * p.in_channels;
       const T* grad = static_cast<const T*>(p.grad.data) + row * p.grad.ld;
-      by_act(p.grad.bn.act, [&](auto behind) {
-        bn_act_bwd_tile<decltype(behind)>(p.grad.bn, grad, p.grad.ld, static_cast<const T*>(p.grad.y) + at_out,
-                                          p.out_channels, a, lda, rows, p.out_channels);
+      by_act(p.grad.bn.act, [&](auto act) {
+        bn_act_bwd_tile<decltype(act)>(p.grad.bn, grad, p.grad.ld, static_cast<const T*>(p.grad.y) + at_out,
+                                       p.out_channels, a, lda, rows, p.out_channels);
       });
       T* out = static_cast<T*>(dx.data) + at_in;
       const T* y = static_cast<const T*>(dx.y) + (dx.folded ? at_in : 0);
@@ -158,13 +159,15 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
                     const VecF shift = load(dx.bn.shift + c, lanes);
                     VecF s = load(sums + c, AllLanes{});
                     VecF m = load(moments + c, AllLanes{});
-                    for_each_row(count, sum, [&](int i, VecF v) {
-                      prefetch(y + at + i * p.in_channels + kPanelVectors * kLanes);  // of the next panel
-                      const VecF d = load(y + at + i * p.in_channels, lanes) - center;
-                      const VecF g = act.backward(v, d * scale + shift);
-                      put(out + at + i * p.in_channels, g, p.streams, lanes);
-                      s += g;
-                      m += g * d;
+                    by_act(dx.bn.act, [&](auto act) {
+                      for_each_row(count, sum, [&](int i, VecF v) {
+                        prefetch(y + at + i * p.in_channels + kPanelVectors * kLanes);  // of the next panel
+                        const VecF d = load(y + at + i * p.in_channels, lanes) - center;
+                        const VecF g = act.backward(v, d * scale + shift);
+                        put(out + at + i * p.in_channels, g, p.streams, lanes);
+                        s += g;
+                        m += g * d;
+                      });
                     });
                     store(sums + c, s, AllLanes{});
                     store(moments + c, m, AllLanes{});
@@ -321,19 +324,16 @@ void pack_weight(bool bfloat16, const float* w, int64_t depth, int64_t columns, 
 
 void pointwise_fwd(const PointwiseParams& p, int64_t begin, int64_t end) {
   const TileRegisters tiles;
-  const Act act = p.x.folded ? p.x.bn.act : Act::kIdentity;
-  by_type(p.bfloat16, act, [](auto t, auto a) { return pointwise_fwd_items<decltype(t), decltype(a)>; })(p, begin, end);
+  (p.bfloat16 ? pointwise_fwd_items<BFloat16> : pointwise_fwd_items<float>)(p, begin, end);
   if (p.streams) finish_streams();
 }
 
 void pointwise_bwd(const PointwiseParams& p, int64_t begin, int64_t end) {
   const TileRegisters tiles;
   if (p.dx.folded) {
-    by_type(p.bfloat16, p.dx.bn.act,
-            [](auto t, auto a) { return pointwise_bwd_items<decltype(t), decltype(a), true>; })(p, begin, end);
+    (p.bfloat16 ? pointwise_bwd_items<BFloat16, true> : pointwise_bwd_items<float, true>)(p, begin, end);
   } else {
-    (p.bfloat16 ? pointwise_bwd_items<BFloat16, Identity, false>
-                : pointwise_bwd_items<float, Identity, false>)(p, begin, end);
+    (p.bfloat16 ? pointwise_bwd_items<BFloat16, false> : pointwise_bwd_items<float, false>)(p, begin, end);
   }
   if (p.streams) finish_streams();
 }

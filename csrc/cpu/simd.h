@@ -273,7 +273,7 @@ inline VecF keep_lanes(VecF v, int lanes) {
 }
 
 // tanh with a relative error below 4e-7 everywhere
-inline VecF tanh(VecF z) {
+[[gnu::noinline, maybe_unused]] static VecF tanh(VecF z) {
   const VecF square = z * z;
   // tanh(z) / z - 1 = square * polynomial, a Chebyshev fit on |z| <= 0.55
   VecF near = broadcast(-0.00661576f);

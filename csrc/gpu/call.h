@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "norm.h"
+#include "stages.h"
 
 namespace nasfast::gpu {
 

@@ -7,11 +7,6 @@
 #include <algorithm>
 
 #include "call.h"
-#include "dense_forward.h"
-#include "depthwise.h"
-#include "expand_depthwise_backward.h"
-#include "expansion_gradient.h"
-#include "pointwise.h"
 
 namespace nasfast::gpu {
 
@@ -123,7 +118,11 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
       dense_forward<Format>(machine, grid, stage);
       machine.launched("dense_forward", g);
     } else if (g.kernel == 1) {
-      pointwise_forward<Format>(machine, grid, stage, i == 0 ? making : nullptr);
+      if (i == 0 && making != nullptr) {
+        pointwise_making<Format>(machine, grid, stage, *making);
+      } else {
+        pointwise_forward<Format>(machine, grid, stage);
+      }
       machine.launched("pointwise_forward", g);
     } else {
       depthwise_forward<Format>(machine, grid, stage);

@@ -26,7 +26,9 @@ constexpr int kPanelRows = 14;    // rows that a block makes at a time; they div
 constexpr int kSmallRows = kPanelRows / 2, kSmallColumns = 8;  // the largest map of which two images are a panel
 constexpr int kMatrixColumns = 56;                             // the widest map: 7 tiles of 8 columns
 
-// Whether the GPU for which this is compiled ever runs these kernels; see on_tensor_cores() in depthwise.h.
+// Whether the GPUs for which this is compiled ever run these kernels: not those of on_tensor_cores() in depthwise.h, nor
+// has the Gpu of kernels/cuda/gpu.h `panels` for them. The kernels then end the program, because a return would leave
+// results that nobody wrote.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
 constexpr bool kMatricesRun = false;
 #else

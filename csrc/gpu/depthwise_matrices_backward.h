@@ -111,7 +111,7 @@ struct DepthwiseBackwardMatrices {
 
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
-    if constexpr (!kMatricesRun) return;
+    if constexpr (!kMatricesRun) return trap();
     const BackwardStage& stage = args.stage;
     Back* const back = reinterpret_cast<Back*>(shared + Shape::kBytes);
     Interval* const mask = reinterpret_cast<Interval*>(back + kSlots);

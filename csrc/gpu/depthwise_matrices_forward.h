@@ -77,7 +77,7 @@ struct DepthwiseForwardMatrices {
 
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
-    if constexpr (!kMatricesRun) return;
+    if constexpr (!kMatricesRun) return trap();
     const ForwardStage& stage = args.stage;
     float* const planes = reinterpret_cast<float*>(shared + Shape::kBytes);
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);

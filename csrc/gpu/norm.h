@@ -6,30 +6,6 @@
 
 namespace nasfast::gpu {
 
-// How the 256 threads of a block share rows of channels: 8 neighbouring channels for each thread, `rows` rows at once.
-struct Lanes {
-  int groups;   // groups of channels; no two groups have a channel in common
-  int vectors;  // vectors of 8 channels per group; the last group may have fewer
-  int rows;     // rows that a block reads at once
-
-  static constexpr int kThreads = 256;
-};
-
-// As few groups as keep seven of eight threads busy, or else those that keep the most.
-inline Lanes lanes_of(int channels) {
-  constexpr int kTries = 8;
-  const int all = channels / 8, fewest = (all + Lanes::kThreads - 1) / Lanes::kThreads;
-  Lanes best{};
-  int most = 0;
-  for (int tried = fewest; tried < fewest + kTries && 8 * most < 7 * Lanes::kThreads; ++tried) {
-    const int vectors = (all + tried - 1) / tried, rows = Lanes::kThreads / vectors;
-    if (rows * vectors <= most) continue;
-    most = rows * vectors;
-    best = {(all + vectors - 1) / vectors, vectors, rows};
-  }
-  return best;
-}
-
 // What a thread does in either kernel: `each` is called for rows of the tensor and offsets of 8 channels.
 struct Share {
   int channel;          // the first of 8 channels, or -1 if the thread is idle
@@ -61,17 +37,6 @@ NASFAST_DEVICE void unpack(const Vec4& from, float (&to)[8]) {
     to[2 * i + 1] = Format::second(from.v[i]);
   }
 }
-
-struct ApplyArgs {
-  const uint16_t* y;  // [rows][channels]
-  const Fold* fold;
-  const uint16_t* added;  // shape of y, or null
-  uint16_t* out;          // shape of y
-  int64_t rows;
-  int channels;
-  Act act;
-  Lanes lanes;
-};
 
 // out = act(scale y + shift) + added.
 template <class Format>
@@ -131,16 +96,6 @@ void apply(const Machine& machine, const ApplyArgs& args) {
   const int blocks = row_blocks(args.lanes, args.rows, ApplyKernel<Format>::kBlocks, machine);
   machine.template launch<ApplyKernel<Format>>(blocks, args.lanes.groups, 0, args);
 }
-
-struct ReduceArgs {
-  const uint16_t* grad;  // [rows][channels]: gradient behind the activation
-  const uint16_t* y;     // shape of grad
-  const Interval* interval;
-  int64_t rows;
-  int channels;
-  Lanes lanes;
-  NormGradient gradient;
-};
 
 // The sums of dz and of dz (y - mean), where dz is the gradient in front of the activation.
 template <class Format>

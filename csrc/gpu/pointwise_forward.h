@@ -52,11 +52,10 @@ struct ForwardSource {
     if (fold == nullptr) return;
     if (act == Act::kIdentity) {
       apply_fold<Format>(raw, planes, depth, c, [](float a, float b, int, int) { return Format::pack(a, b); });
-    } else if (act == Act::kRelu) {
-      apply_fold<Format>(raw, planes, depth, c, [](float a, float b, int, int) { return Format::pack_relu(a, b); });
     } else {
-      apply_fold<Format>(raw, planes, depth, c, [](float a, float b, int, int) {
-        return Format::at_most(Format::pack_relu(a, b), Format::kSixes);
+      const uint32_t most = act == Act::kRelu6 ? Format::kSixes : Format::pack(INFINITY, INFINITY);
+      apply_fold<Format>(raw, planes, depth, c, [most](float a, float b, int, int) {
+        return Format::at_most(Format::pack_relu(a, b), most);
       });
     }
   }

@@ -26,6 +26,7 @@
 #ifndef __CUDACC__
 #include <algorithm>
 #include <cassert>
+#include <cstdlib>
 #include <functional>
 #include <vector>
 
@@ -61,6 +62,9 @@ NASFAST_DEVICE void load_again(const float* from, float (&to)[4]) {
                : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
                : "r"(shared_address(from)));
 }
+
+// Ends the program with an error.
+NASFAST_DEVICE void trap() { __trap(); }
 
 // Keeps a number in a register. The compiler would otherwise compute it again wherever it is used.
 NASFAST_DEVICE void keep(int& number) { asm volatile("" : "+r"(number)); }
@@ -247,6 +251,7 @@ struct Block {
 inline void load_again(const float* from, float (&to)[1]) { to[0] = from[0]; }
 inline void load_again(const float* from, float (&to)[2]) { to[0] = from[0], to[1] = from[1]; }
 inline void load_again(const float* from, float (&to)[4]) { std::copy_n(from, 4, to); }
+inline void trap() { std::abort(); }
 inline void keep(int&) {}
 inline void store_vector(void* to, const Vec4& v) { *static_cast<Vec4*>(to) = v; }
 template <class T>

@@ -5,14 +5,14 @@
 // kernel reads the gradient dz in front of its BatchNorm, writes that of the stage before, and finishes the sums that
 // the BatchNorm of the stage before needs. All tensors are NHWC without gaps, of 16-bit numbers in one Format.
 //
-// Every family of kernels (pointwise.h, depthwise.h) has, for forward and for backward (dense_forward.h for forward
-// alone, because backward ends behind it),
+// At the end are the families of kernels: functions that launch one for a stage, and those that say how this launch
+// divides its work. A header of each family defines them, and one of csrc/gpu/units compiles them, for a Machine: the Gpu
+// of kernels/cuda/gpu.h or the Emulation. It has
 //
-//   Grid pointwise_forward_grid(const Geometry&, const Machine&);
-//   template <class Format, class Machine> void pointwise_forward(const Machine&, const Grid&, const ForwardStage&);
-//
-// A Machine is the GPU of kernels/cuda/chain.cu or the Emulation: it has `multiprocessors`, `shared_memory` (the bytes
-// that a block can have) and `launch<Kernel>(count_x, count_y, shared, args)`.
+//   multiprocessors, shared_memory  (the bytes that a block can have)
+//   panels                          whether it was compiled with the kernels of depthwise_matrices.h
+//   launch<Kernel>(count_x, count_y, shared, args)
+//   launched(name, geometry)        called behind each launch; raises what has gone wrong
 #pragma once
 
 #include "statistics.h"
@@ -91,6 +91,53 @@ struct BackwardStage {
   Handed handed;             // of this stage; only the last stage of a chain has it, if it is pointwise
 };
 
+// How the 256 threads of a block share rows of channels: 8 neighbouring channels for each thread, `rows` rows at once.
+struct Lanes {
+  int groups;   // groups of channels; no two groups have a channel in common
+  int vectors;  // vectors of 8 channels per group; the last group may have fewer
+  int rows;     // rows that a block reads at once
+
+  static constexpr int kThreads = 256;
+};
+
+// As few groups as keep seven of eight threads busy, or else those that keep the most.
+inline Lanes lanes_of(int channels) {
+  constexpr int kTries = 8;
+  const int all = channels / 8, fewest = (all + Lanes::kThreads - 1) / Lanes::kThreads;
+  Lanes best{};
+  int most = 0;
+  for (int tried = fewest; tried < fewest + kTries && 8 * most < 7 * Lanes::kThreads; ++tried) {
+    const int vectors = (all + tried - 1) / tried, rows = Lanes::kThreads / vectors;
+    if (rows * vectors <= most) continue;
+    most = rows * vectors;
+    best = {(all + vectors - 1) / vectors, vectors, rows};
+  }
+  return best;
+}
+
+// out = act(scale y + shift) + added.
+struct ApplyArgs {
+  const uint16_t* y;  // [rows][channels]
+  const Fold* fold;
+  const uint16_t* added;  // shape of y, or null
+  uint16_t* out;          // shape of y
+  int64_t rows;
+  int channels;
+  Act act;
+  Lanes lanes;
+};
+
+// Begins backward: the sums of dz and of dz (y - mean).
+struct ReduceArgs {
+  const uint16_t* grad;  // [rows][channels]: gradient behind the activation
+  const uint16_t* y;     // shape of grad
+  const Interval* interval;
+  int64_t rows;
+  int channels;
+  Lanes lanes;
+  NormGradient gradient;
+};
+
 // The two stages of an expansion and the depthwise convolution behind it, when the output y1 of the expansion is in no
 // memory: every kernel computes from the input x of the chain what it needs of y1. expand_depthwise.h,
 // expand_depthwise_backward.h and expansion_gradient.h have these kernels.
@@ -124,5 +171,65 @@ struct ExpansionGradient {
   const Interval* interval;
   NormGradient gradient;
 };
+
+// ---- families of kernels
+
+// The two kernels at the ends of a chain (norm.h).
+template <class Machine>
+Grid reduce_grid(int64_t rows, int channels, const Machine& machine);
+template <class Format, class Machine>
+void reduce(const Machine& machine, const Grid& grid, const ReduceArgs& args);
+template <class Format, class Machine>
+void apply(const Machine& machine, const ApplyArgs& args);
+
+// The dense stage of a stem, behind which backward ends (dense_forward.h).
+template <class Machine>
+Grid dense_forward_grid(const Geometry& g, const Machine& machine);
+template <class Format, class Machine>
+void dense_forward(const Machine& machine, const Grid& grid, const ForwardStage& stage);
+
+// pointwise.h. making: how the first stage of a chain makes x on the way.
+template <class Machine>
+Grid pointwise_forward_grid(const Geometry& g, const Machine& machine);
+template <class Format, class Machine>
+void pointwise_forward(const Machine& machine, const Grid& grid, const ForwardStage& stage);
+template <class Format, class Machine>
+void pointwise_making(const Machine& machine, const Grid& grid, const ForwardStage& stage, const ApplyArgs& making);
+template <class Machine>
+Grid pointwise_backward_grid(const Geometry& g, const Machine& machine);
+template <class Format, class Machine>
+void pointwise_backward(const Machine& machine, const Grid& grid, const BackwardStage& stage);
+
+// depthwise.h, and depthwise_panels.h for the stages that run on tensor cores.
+template <class Machine>
+Grid depthwise_forward_grid(const Geometry& g, const Machine& machine);
+template <class Format, class Machine>
+void depthwise_forward(const Machine& machine, const Grid& grid, const ForwardStage& stage);
+template <class Machine>
+Grid depthwise_backward_grid(const Geometry& g, const Machine& machine);
+template <class Format, class Machine>
+void depthwise_backward(const Machine& machine, const Grid& grid, const BackwardStage& stage);
+template <class Machine>
+Grid panels_forward_grid(const Geometry& g, const Machine& machine);
+template <class Format, class Machine>
+void panels_forward(const Machine& machine, const Grid& grid, const ForwardStage& stage);
+template <class Machine>
+Grid panels_backward_grid(const Geometry& g, const Machine& machine);
+template <class Format, class Machine>
+void panels_backward(const Machine& machine, const Grid& grid, const BackwardStage& stage);
+
+// expand_depthwise.h, expand_depthwise_backward.h and expansion_gradient.h. channels: of the input of the chain.
+template <class Machine>
+Grid expand_depthwise_forward_grid(const Geometry& g, int channels, const Machine& machine);
+template <class Format, class Machine>
+void expand_depthwise_forward(const Machine& machine, const Grid& grid, const ExpandForward& stage);
+template <class Machine>
+Grid expand_depthwise_backward_grid(const Geometry& g, int channels, const Machine& machine);
+template <class Format, class Machine>
+void expand_depthwise_backward(const Machine& machine, const Grid& grid, const ExpandBackward& stage);
+template <class Machine>
+Grid expansion_gradient_grid(const Geometry& g, const Machine& machine);
+template <class Format, class Machine>
+void expansion_gradient(const Machine& machine, const Grid& grid, const ExpansionGradient& stage);
 
 }  // namespace nasfast::gpu

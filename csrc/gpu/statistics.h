@@ -180,20 +180,21 @@ struct RowTotal {
 // What a thread adds up of the rows of one channel; first and second are relative to the pivot with kMoments.
 struct RowSums {
   TwoFloats first, second;
-  float count = 0, pivot = 0;
+  TwoFloats count;  // a float has no odd numbers above 2^24
+  float pivot = 0;
 
   NASFAST_DEVICE void add(const RowSums& other) {
     first.add(other.first);
     second.add(other.second);
-    count += other.count;
+    count.add(other.count);
   }
   template <bool kMoments>
   NASFAST_DEVICE RowTotal total() const {
     const double sum = first.value(), square = second.value();
     if (!kMoments) return {sum, square};
     // the sum of squares around pivot + shift; a shift that is rounded changes it by the square of its error only
-    const float shift = count > 0 ? static_cast<float>(sum) / count : 0;
-    const double m2 = square - shift * (2 * sum - static_cast<double>(count) * shift);
+    const float shift = count.high > 0 ? static_cast<float>(sum) / count.high : 0;
+    const double m2 = square - shift * (2 * sum - count.value() * shift);
     return {static_cast<double>(pivot) + shift, m2 > 0 ? m2 : (m2 == m2 ? 0. : m2)};
   }
 };
@@ -228,7 +229,7 @@ NASFAST_DEVICE RowSums add_rows(const Vec2* at, int stride, const RowRange& rang
       if (kMoments) {
         const float weight = i * range.step < left ? numbers[i * range.step] : 0.f;
         const float distance = a - sums.pivot, weighted = weight * distance;
-        sums.count += weight;
+        sums.count.add(weight);
         sums.first.add(weighted);
         sums.second.add(fma(weighted, distance, b));
       } else {
@@ -276,7 +277,10 @@ NASFAST_DEVICE void add_channels(const Block& block, const Reduction& r, int fir
         warp.from_lane([&](int lane) -> float& { return others[lane].first.low; }, other);
         warp.from_lane([&](int lane) -> float& { return others[lane].second.high; }, other);
         warp.from_lane([&](int lane) -> float& { return others[lane].second.low; }, other);
-        if (kMoments) warp.from_lane([&](int lane) -> float& { return others[lane].count; }, other);
+        if (kMoments) {
+          warp.from_lane([&](int lane) -> float& { return others[lane].count.high; }, other);
+          warp.from_lane([&](int lane) -> float& { return others[lane].count.low; }, other);
+        }
         warp.each([&](int lane) { sums[lane].add(others[lane]); });
       }
       warp.each([&](int lane) {

@@ -7,11 +7,13 @@
 // do not depend on timing, on the other matrices of a call, or on whether a panel is kept in shared memory.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+
 #include "householder.h"
 #include "panel.h"
 
 namespace nasfast::orthogonal {
-namespace {
 
 // In an update, each thread works on one of kTileColumns columns and on every kSlices-th row of it.
 constexpr int kTileColumns = 64;
@@ -37,8 +39,30 @@ struct TinyTask {
 // from the last to the first.
 enum class Step { kLoad, kFactor, kUpdate, kIdentity, kForm, kStore };
 
+struct PanelStep {
+  Step step;
+  int i_panel;
+};
+
 // Elements of shared memory for a tile of an update.
 constexpr int kTileScratch = (kSlices + 2) * kPanel * kTileColumns;
+
+// Bytes of shared memory for matrices of this many rows, and the number of rows up to which a panel is kept in it.
+struct SharedMemory {
+  size_t bytes;
+  int resident_rows;
+
+  SharedMemory(int rows, size_t element, size_t limit) {
+    const size_t most = (limit / element - kPanelScratch) / kPanel;
+    resident_rows = static_cast<int>(std::min<size_t>(rows, most));
+    bytes = std::max<size_t>(kTileScratch, kPanelScratch + resident_rows * kPanel) * element;
+  }
+};
+
+// Elements of shared memory for a block that does tiny matrices.
+constexpr size_t kTinyShared = (kTinyElements + kTinyColumns) * kTinyStride;
+
+namespace {
 
 template <typename T, typename Block>
 NASFAST_DEVICE void run_tiny(const Block& block, const TinyTask<T>& task, T* shared) {
@@ -303,11 +327,6 @@ NASFAST_DEVICE void run_step(const Block& block, const Task<T>& task, Step step,
 // The steps of a matrix with this many panels, in order: load; factor and update, panel by panel; identity; form, from
 // the last panel to the first; store.
 NASFAST_ANYWHERE int step_count(int panels) { return 3 * panels + 3; }
-
-struct PanelStep {
-  Step step;
-  int i_panel;
-};
 
 NASFAST_ANYWHERE PanelStep step_at(int panels, int i) {
   if (i == 0) return {Step::kLoad, 0};

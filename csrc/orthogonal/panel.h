@@ -4,7 +4,6 @@
 #include "householder.h"
 
 namespace nasfast::orthogonal {
-namespace {
 
 // Columns of a panel. A panel of 16 float columns with 1536 rows fits into the 99 KB of shared memory of sm_86.
 constexpr int kPanel = 16;
@@ -30,6 +29,8 @@ struct Task {
 
   NASFAST_ANYWHERE int panels() const { return static_cast<int>(ld / kPanel); }
 };
+
+namespace {
 
 // The first row of a group that is below the diagonal element of column k.
 NASFAST_DEVICE int first_below(int k, int group) {

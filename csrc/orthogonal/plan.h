@@ -91,19 +91,4 @@ struct Plan {
   }
 };
 
-// Bytes of shared memory for matrices of this many rows, and the number of rows up to which a panel is kept in it.
-struct SharedMemory {
-  size_t bytes;
-  int resident_rows;
-
-  SharedMemory(int rows, size_t element, size_t limit) {
-    const size_t most = (limit / element - kPanelScratch) / kPanel;
-    resident_rows = static_cast<int>(std::min<size_t>(rows, most));
-    bytes = std::max<size_t>(kTileScratch, kPanelScratch + resident_rows * kPanel) * element;
-  }
-};
-
-// Elements of shared memory for a block that does tiny matrices.
-constexpr size_t kTinyShared = (kTinyElements + kTinyColumns) * kTinyStride;
-
 }  // namespace nasfast::orthogonal

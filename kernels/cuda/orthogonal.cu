@@ -1,12 +1,11 @@
-// Launches of orthogonalize on the GPU. csrc/orthogonal/blocks.h has the work of a block of threads, plan.h the
-// division of the matrices among blocks.
+// The kernels of orthogonalize. csrc/orthogonal/blocks.h has the work of a block of threads.
+
+#include "orthogonal.h"
 
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
 
-#include "../../csrc/orthogonal/plan.h"
+#include <stdexcept>
+#include <string>
 
 namespace nasfast::cuda {
 namespace {
@@ -52,109 +51,51 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
   run_step(ThreadBlock{}, task, step, i_panel, tile, resident_rows, shared_memory<T>());
 }
 
-struct Launcher {
-  int device;
-  cudaStream_t stream;
+void check(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // the next call would report it otherwise
+  throw std::runtime_error(std::string("orthogonalize: ") + cudaGetErrorString(status));
+}
 
-  explicit Launcher(int device) : device(device) {
-    void* current = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
-    stream = static_cast<cudaStream_t>(current);
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    STD_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
-    STD_TORCH_CHECK(
-        capture == cudaStreamCaptureStatusNone,
-        "orthogonalize: cannot be captured in a CUDA graph, because it copies tables of matrices from memory of "
-        "the host that is freed before the graph runs: call it before the capture");
-  }
-
-  Tensor empty(size_t size, ScalarType type) const {
-    return torch::stable::empty({static_cast<int64_t>(size)}, type, std::nullopt,
-                                torch::stable::Device(torch::headeronly::DeviceType::CUDA, device));
-  }
-
-  // Copies the tasks to the device. The memory of the host may be freed afterwards: from pageable memory, the call
-  // returns only when the copy no longer needs it.
-  template <typename Item>
-  Tensor upload(const std::vector<Item>& items) const {
-    Tensor table = empty(items.size() * sizeof(Item), ScalarType::Byte);
-    STD_CUDA_CHECK(cudaMemcpyAsync(table.mutable_data_ptr(), items.data(), items.size() * sizeof(Item),
-                                   cudaMemcpyHostToDevice, stream));
-    return table;
-  }
-
-  template <typename T>
-  SharedMemory shared_memory(const void* kernel, int rows) const {
-    int limit = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    // always the same value, because another thread of the host may set it between this call and the launch
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
-    return SharedMemory(rows, sizeof(T), limit);
-  }
-
-  template <typename T>
-  void tiny(const std::vector<TinyTask<T>>& tasks) const {
-    if (tasks.empty()) return;
-    const Tensor table = upload(tasks);
-    tiny_kernel<T><<<tasks.size(), kTinyThreads, kTinyShared * sizeof(T), stream>>>(
-        static_cast<const TinyTask<T>*>(table.const_data_ptr()));
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-  }
-
-  // Does every matrix by one block.
-  template <typename T>
-  void whole(const std::vector<Task<T>>& tasks) const {
-    if (tasks.empty()) return;
-    const auto shared = shared_memory<T>(reinterpret_cast<const void*>(&matrix_kernel<T>), Plan<T>::rows(tasks));
-    const Tensor table = upload(tasks);
-    matrix_kernel<T><<<tasks.size(), kThreads, shared.bytes, stream>>>(
-        static_cast<const Task<T>*>(table.const_data_ptr()), shared.resident_rows);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-  }
-
-  // Does all matrices together, with one launch for every panel and step.
-  template <typename T>
-  void in_step(const std::vector<Task<T>>& tasks, int panels) const {
-    if (tasks.empty()) return;
-    const auto shared = shared_memory<T>(reinterpret_cast<const void*>(&step_kernel<T>), Plan<T>::rows(tasks));
-    const size_t tile_bytes = kTileScratch * sizeof(T);
-    const Tensor table = upload(tasks);
-    for (int i = 0; i < step_count(panels); ++i) {
-      const PanelStep now = step_at(panels, i);
-      int most = 0;
-      for (const Task<T>& task : tasks) most = std::max(most, tiles(task, now.step, now.i_panel));
-      if (most == 0) continue;
-      const dim3 grid(tasks.size(), most);
-      step_kernel<T><<<grid, kThreads, now.step == Step::kFactor ? shared.bytes : tile_bytes, stream>>>(
-          static_cast<const Task<T>*>(table.const_data_ptr()), now.step, now.i_panel, shared.resident_rows);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    }
-  }
-
-  template <typename T>
-  void run(const std::vector<Matrices<T>>& all) const {
-    Plan<T> plan(all);
-    const Tensor workspace = empty(plan.workspace, scalar_type<T>());
-    plan.place(static_cast<T*>(workspace.mutable_data_ptr()));
-    in_step(plan.large, plan.most_panels());
-    whole(plan.medium);
-    whole(plan.small);
-    tiny(plan.tiny);
-  }
-};
-
-std::vector<Tensor> orthogonalize_cuda(const std::vector<Tensor>& matrices) {
-  if (matrices.empty()) return {};
-  const int device = matrices[0].device().index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const Launcher launcher(device);
-  Work work(matrices);
-  launcher.run(work.of_type<float>());
-  launcher.run(work.of_type<double>());
-  return work.results;
+// Lets the kernel have all shared memory of a block, and says how much of it matrices of `rows` rows need.
+template <typename T>
+SharedMemory shared_for(const void* kernel, int rows) {
+  int device = 0, limit = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  // always the same value, because another thread of the host may set it between this call and the launch
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
+  return SharedMemory(rows, sizeof(T), limit);
 }
 
 }  // namespace
-}  // namespace nasfast::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(nasfast, CUDA, m) { m.impl("orthogonalize", TORCH_BOX(&nasfast::cuda::orthogonalize_cuda)); }
+template <typename T>
+void launch_tiny(const TinyTask<T>* tasks, int count, Stream stream) {
+  tiny_kernel<T><<<count, kTinyThreads, kTinyShared * sizeof(T), stream>>>(tasks);
+  check(cudaGetLastError());
+}
+
+template <typename T>
+void launch_whole(const Task<T>* tasks, int count, int rows, Stream stream) {
+  const auto shared = shared_for<T>(reinterpret_cast<const void*>(&matrix_kernel<T>), rows);
+  matrix_kernel<T><<<count, kThreads, shared.bytes, stream>>>(tasks, shared.resident_rows);
+  check(cudaGetLastError());
+}
+
+template <typename T>
+void launch_step(const Task<T>* tasks, int count, int rows, PanelStep now, int most, Stream stream) {
+  const auto shared = shared_for<T>(reinterpret_cast<const void*>(&step_kernel<T>), rows);
+  const size_t bytes = now.step == Step::kFactor ? shared.bytes : kTileScratch * sizeof(T);
+  step_kernel<T><<<dim3(count, most), kThreads, bytes, stream>>>(tasks, now.step, now.i_panel, shared.resident_rows);
+  check(cudaGetLastError());
+}
+
+template void launch_tiny(const TinyTask<float>*, int, Stream);
+template void launch_tiny(const TinyTask<double>*, int, Stream);
+template void launch_whole(const Task<float>*, int, int, Stream);
+template void launch_whole(const Task<double>*, int, int, Stream);
+template void launch_step(const Task<float>*, int, int, PanelStep, int, Stream);
+template void launch_step(const Task<double>*, int, int, PanelStep, int, Stream);
+
+}  // namespace nasfast::cuda

@@ -5,9 +5,6 @@
 
 namespace nasfast::gpu {
 
-// `ptxVersion` of the kernels that wait for those in front of them by themselves.
-constexpr int kWaits = 90;
-
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     run_kernel(const __grid_constant__ typename Kernel::Args args) {

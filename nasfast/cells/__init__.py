@@ -3,12 +3,9 @@
 The spaces of cells themselves are in `nasfast.spaces.cells`.
 """
 
-from functools import partial
-
 from nasfast.cells.derive import derivations, derive
 from nasfast.cells.network import CellStandalone, CellSupernet
 from nasfast.cells.search import CellSearchResult, search_cells
-from nasfast.runtime import moved
 from nasfast.settings.cells import CellSearchConfig
 from nasfast.spaces import read_space, space_kind
 from nasfast.spaces.cells import (
@@ -53,5 +50,3 @@ __all__ = [
     "simplified_cell",
     "space_kind",
 ]
-
-__getattr__ = partial(moved.find, __name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from nasfast.cells.state import SEARCH, TRAIN, CellSearch
 from nasfast.engine import StepResult
 from nasfast.seeds import CELL_GATES, FOR_LOGITS, FOR_WEIGHTS, derive_seed
 from nasfast.settings.cells import CellSearchConfig
+from nasfast.spaces.arch import Arch
 from nasfast.spaces.cell_costs import NONE
 from nasfast.spaces.cells import CellSpace
 from nasfast.train.batches import EpochLoader
@@ -76,7 +77,7 @@ class CellSearchEngine:
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
         self._next = -1
 
-    def forward_backward(self, x: Tensor, y: Tensor, paths: None = None) -> StepResult:
+    def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None = None) -> StepResult:
         """Update the logits, and leave the gradients of the weights in their `grad`."""
         search, cfg = self._search, self._search.cfg
         estimator = estimator_of(cfg)

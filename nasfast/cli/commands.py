@@ -8,7 +8,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,25 +67,34 @@ def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
 
 
 def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
-    width = max(map(len, results))
-    for name, result in results.items():
-        print(
-            f"{name:>{width}}: top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  {result.macs:,} MACs  "
-            f"{result.params:,} params  [{format_arch(result.arch)}]"
-        )
+    """A line per architecture with all its seeds, one for all random ones, and what was gained over these."""
     forms = {name: result.to_dict() for name, result in results.items()}
-    for name, form in forms.items():
-        if repeats := repeats_of(name, forms):
-            accuracies = [form["top1"], *(again["top1"] for again in repeats)]
-            mean, scatter = statistics.mean(accuracies), statistics.stdev(accuracies)
-            print(
-                f"{name}: top-1 {mean:.2%} over {len(accuracies)} seeds, standard deviation {100 * scatter:.2f} points"
-            )
+    repeats = {name: repeats_of(name, forms) for name in forms}
+    repeated = {id(form) for again in repeats.values() for form in again}
     peers = [form for name, form in forms.items() if is_peer(name)]
-    comparison = compare(forms["best"], peers, repeats_of("best", forms)) if "best" in forms else None
+    rows = [["network", "top-1", "MACs", "params", "architecture"]]
+    for name, form in forms.items():
+        if not is_peer(name) and id(form) not in repeated:
+            rows.append([*_cells(name, "seeds", [form, *repeats[name]]), format_arch(form["arch"])])
+    if peers:
+        rows.append([*_cells("random", "architectures", peers), ""])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    comparison = compare(forms["best"], peers, repeats["best"]) if "best" in forms else None
     if comparison is not None:
-        print(comparison.sentence.replace("it is", "the best is", 1))
+        print(comparison.headline)
     print(f"written: {cfg.run_dir / 'retrain'}")
+
+
+def _cells(name: str, of: str, forms: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name, accuracy, MACs and parameters of trainings that share a line: their means, and the range of accuracies."""
+    top1 = [form["top1"] for form in forms]
+    accuracy, macs, params = (statistics.mean(form[key] for form in forms) for key in ("top1", "macs", "params"))
+    costs = [f"{macs:,.0f}", f"{params:,.0f}"]
+    if len(forms) == 1:
+        return [name, f"{accuracy:.2%}", *costs]
+    return [f"{name}, {len(forms)} {of}", f"{accuracy:.2%} ({100 * min(top1):.2f} to {100 * max(top1):.2f})", *costs]
 
 
 @contextlib.contextmanager
@@ -136,7 +145,6 @@ def _run(
             raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
         result = pipeline.run(cfg, resume=resume, world=world, tasks=settings)
         if world.is_main:
-            _show_candidates(cfg, result.candidates)
             _show_retrained(cfg, result.retrained)
             print(f"report: {result.report}")
 
@@ -357,7 +365,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _doctor,
-    "completion": print,
 }
 
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nasfast.cli.completion import completion_script
-from nasfast.cli.parser import LIST, Listed, Parser
+from nasfast.cli.parser import Parser
 from nasfast.config import ConfigBase, ConfigError, flatten, load_yaml, local, nearest
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
@@ -365,31 +364,6 @@ def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:
     return (ProfileConfig(**parser.parse_flags(argv).as_dict()),)
 
 
-def _completion(parser: Parser, argv: Sequence[str]) -> tuple[str]:
-    """The completion script; it is made here, where all flags are known."""
-    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
-    shell = parser.parse_flags(argv).shell
-    return (completion_script(shell, {name: options_of(*name.split(" ")) for name in _completed()}),)
-
-
-def _completed() -> list[str]:
-    """Every command that has flags, with the kind behind it."""
-    names: list[str] = []
-    for name in _FLAGS:
-        kinds = registry.COMMANDS[name].kinds if name in registry.COMMANDS else ()
-        names += [f"{name} {kind}" for kind in kinds] or [name]
-    return names
-
-
-def options_of(command: str, *kind: str) -> dict[str, list[str]]:
-    """The flags of a command, each with the values that it takes where these are few."""
-    try:
-        parse(command, "", [*kind, LIST])
-    except Listed as listed:
-        return listed.args[0]
-    raise ValueError(f"{command} has no flags")
-
-
 def _no_flags(parser: Parser, argv: Sequence[str]) -> tuple[()]:
     parser.parse_flags(argv)
     return ()
@@ -409,7 +383,6 @@ _FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
     **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _no_flags,
-    "completion": _completion,
 }
 
 

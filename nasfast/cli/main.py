@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import traceback
-import types
 from collections.abc import Sequence
 
 from nasfast import __version__
@@ -33,7 +32,6 @@ _COMMANDS = {
     **{name: command.text for name, command in registry.COMMANDS.items()},
     "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
-    "completion": "a script by which bash or zsh completes commands, flags and values",
 }
 
 _JOINT = ("run", "supernet", "retrain")
@@ -133,19 +131,6 @@ def _say_stopped(command: str, flags: Sequence[str], stopped: BaseException, rea
         how = reason if stage == command else f"{reason} in the stage `{stage}`"
         # a line of its own: the terminal has shown ^C, or a line of progress
         print(f"\nnasfast {command}: {'; '.join(filter(None, (how, saved, more)))}", file=sys.stderr)
-
-
-class _CallableModule(types.ModuleType):
-    """Makes `from nasfast.cli import main; main()` work, which scripts of earlier installations contain.
-
-    Delete it in the version after the one that made `nasfast.cli` a package.
-    """
-
-    def __call__(self, argv: Sequence[str] | None = None) -> int:
-        return main(argv)
-
-
-sys.modules[__name__].__class__ = _CallableModule
 
 
 if __name__ == "__main__":

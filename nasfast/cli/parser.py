@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import re
 import sys
 import typing
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import jsonargparse
 import yaml
 
 from nasfast.config import ConfigBase, ConfigError, dump_yaml, expand_suffix, flatten
 from nasfast.settings.run import RunConfig
-
-LIST = "--list-flags"
-
-
-class Listed(Exception):
-    """The only flag was `LIST`; the argument has the flags of the command, with their values."""
 
 
 def _chosen(cfg: RunConfig) -> str:
@@ -60,8 +53,6 @@ class Parser(jsonargparse.ArgumentParser):
 
     def parse_flags(self, argv: Sequence[str]) -> Any:
         """Parse flags; numbers of settings may have K, M or G behind them."""
-        if list(argv) == [LIST]:
-            raise Listed(self._options())
         expanded: list[str] = []
         before = ""
         for text in argv:
@@ -91,23 +82,6 @@ class Parser(jsonargparse.ArgumentParser):
             return settings.to_yaml()
         head, _, rest = settings.to_yaml().partition("\n")
         return f"{head}\n{_chosen(settings)}{rest}"
-
-    def _options(self) -> dict[str, list[str]]:
-        """Each flag with the values that it takes, where these are few."""
-        found: dict[str, list[str]] = {"--import": []}
-        for action in self._actions:
-            for flag in (text for text in action.option_strings if text.startswith("--")):
-                values = list(map(str, action.choices or ()))
-                with contextlib.suppress(KeyError, TypeError):
-                    hint = self.settings.annotation(flag.removeprefix("--")) if self.settings else None
-                    kinds = [hint, *typing.get_args(hint)]
-                    values += [
-                        str(v) for kind in kinds if typing.get_origin(kind) is Literal for v in typing.get_args(kind)
-                    ]
-                    values += ["true", "false"] if hint is bool else []
-                found[flag] = values
-        # a group of settings is no flag of its own
-        return {flag: values for flag, values in found.items() if not any(f.startswith(f"{flag}.") for f in found)}
 
     def _takes_number(self, flag: str) -> bool:
         try:

@@ -6,7 +6,6 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as F
-
-from nasfast.runtime import moved
 
 _LOG = logging.getLogger(__name__)
 
@@ -368,6 +365,3 @@ def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[S
 def random_subset(source: ImageSource, count: int, seed: int) -> SubsetSource:
     """`count` images (all if there are fewer) in random order, so that batches have a mixture of classes."""
     return SubsetSource(source, np.random.default_rng(seed).permutation(len(source))[:count])
-
-
-__getattr__ = partial(moved.find, __name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -81,31 +82,37 @@ class ClutteredDigitsSource(ImageSource):
     in_memory = True
 
     def __init__(self, split: Split) -> None:
-        _, images, labels = _load(split)
-        rng = np.random.default_rng(0 if split == "train" else 1)
-        drawn = rng.integers(len(images), size=_CLUTTERED[split])
         self.classes = tuple(map(str, range(10)))
-        self.labels = labels[drawn]
-        self._images = [self._draw(images, number, rng) for number in drawn]
-
-    @staticmethod
-    def _draw(images: np.ndarray, number: int, rng: np.random.Generator) -> Image.Image:
-        canvas = np.zeros((_SIDE, _SIDE))
-        for other in rng.integers(len(images), size=_PIECES):
-            y, x = rng.integers(16 - _PIECE + 1, size=2)
-            piece = np.asarray(_enlarged(images[other], 16))[y : y + _PIECE, x : x + _PIECE]
-            y, x = rng.integers(_SIDE - _PIECE + 1, size=2)
-            there = canvas[y : y + _PIECE, x : x + _PIECE]
-            np.maximum(there, _CLUTTER * piece, out=there)
-        digit = np.asarray(_enlarged(images[number], 20))
-        y, x = rng.integers(_SIDE - 20 + 1, size=2)
-        there = canvas[y : y + 20, x : x + 20]
-        np.maximum(there, digit, out=there)
-        noisy = np.clip(canvas + rng.normal(0, _NOISE, canvas.shape), 0, 255)
-        return Image.fromarray(noisy.astype(np.uint8)).convert("RGB")
+        labels, self._images = _cluttered(split)
+        self.labels = labels.copy()
 
     def image(self, index: int) -> Image.Image:
         return self._images[index]
 
     def name(self, index: int) -> str:
         return f"cluttered digit {index}"
+
+
+@cache  # every stage of a run, and every network that a process retrains, opens the same images
+def _cluttered(split: Split) -> tuple[np.ndarray, tuple[Image.Image, ...]]:
+    """Labels (n,) int64 and images of a part."""
+    _, images, labels = _load(split)
+    pieces, digits = ([np.asarray(_enlarged(image, side)) for image in images] for side in (16, 20))
+    rng = np.random.default_rng(0 if split == "train" else 1)
+    drawn = rng.integers(len(images), size=_CLUTTERED[split])
+    return labels[drawn], tuple(_draw(pieces, digits[number], rng) for number in drawn)
+
+
+def _draw(pieces: list[np.ndarray], digit: np.ndarray, rng: np.random.Generator) -> Image.Image:
+    canvas = np.zeros((_SIDE, _SIDE))
+    for other in rng.integers(len(pieces), size=_PIECES):
+        y, x = rng.integers(16 - _PIECE + 1, size=2)
+        piece = pieces[other][y : y + _PIECE, x : x + _PIECE]
+        y, x = rng.integers(_SIDE - _PIECE + 1, size=2)
+        there = canvas[y : y + _PIECE, x : x + _PIECE]
+        np.maximum(there, _CLUTTER * piece, out=there)
+    y, x = rng.integers(_SIDE - 20 + 1, size=2)
+    there = canvas[y : y + 20, x : x + 20]
+    np.maximum(there, digit, out=there)
+    noisy = np.clip(canvas + rng.normal(0, _NOISE, canvas.shape), 0, 255)
+    return Image.fromarray(noisy.astype(np.uint8)).convert("RGB")

@@ -263,7 +263,7 @@ def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentati
     common = {"workers": cfg.workers, "prefetch": cfg.prefetch}
     if kind == "auto":
         kind, reason = _choose(source, augmentation)
-        _say_choice(len(source), kind, reason)
+        _say_choice(kind, reason)
     if kind == "cache":
         return CacheBackend(source, augmentation, cache_dir=cfg.cache_dir, cache_side=cfg.cache_side, **common)
     if kind == "dali":
@@ -272,9 +272,9 @@ def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentati
 
 
 @functools.cache
-def _say_choice(images: int, kind: str, reason: str) -> None:
+def _say_choice(kind: str, reason: str) -> None:
     """Say what `auto` means, once in a process: each stage of a run makes loaders of the same images."""
-    _LOG.info("loader for %d images: %s, because %s", images, kind, reason)
+    _LOG.info("loader of images: %s, because %s", kind, reason)
 
 
 def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 
@@ -111,20 +109,6 @@ class Evidence:
                 images += len(y)
             self._outcomes[path] = (loss / images, correct / images)
         return self._outcomes[path]
-
-    @contextmanager
-    def norms_train(self) -> Iterator[None]:
-        """Context in which only the BatchNorms of the supernet have gradients; its end restores the previous state."""
-        before = {p: p.requires_grad for p in self.net.parameters()}
-        norms = {p for m in self.net.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
-        try:
-            for p in before:
-                p.requires_grad_(p in norms)
-            yield
-        finally:
-            for p, required in before.items():
-                p.requires_grad_(required)
-                p.grad = None
 
 
 class NetworkEvidence:

@@ -69,7 +69,7 @@ def refine(
     squared error minus its squared error under the best penalty. (The rule of Hastie, Tibshirani and Friedman, The
     Elements of Statistical Learning, 7.10, takes the standard error of the least error itself.) The choice of the
     penalty is a part of what `Refinement.refined` cross-validates. A gain that chance could explain is not taken,
-    because with few or noisy accuracies such a gain is mostly a loss (docs/ranking.md 6).
+    because with few or noisy accuracies such a gain is mostly a loss (docs/ranking.md 4).
 
     Args:
         table: the scores to refine.

@@ -11,11 +11,9 @@ from typing import Any
 from scipy.stats import rankdata
 
 from nasfast.indicators import (  # noqa: F401  each registers its scores
-    ablation,
     accuracy,
     bn_gamma,
     nasi_table,
-    norm_gradients,
     path_accuracy,
     path_loss,
     structural,

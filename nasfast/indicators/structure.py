@@ -111,7 +111,7 @@ def structure_scores(space: ArchSpace, name: str, archs: Iterable[Iterable[int]]
 
 
 def structure_table(space: SearchSpace, name: str) -> IndicatorTable:
-    """The baseline as a table, which `nasfast.search` maximises exactly.
+    """The baseline as a table, which `nasfast.search_table` maximises exactly.
 
     Raises:
         ValueError: the name is unknown.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.measure.cards import get_card
 from nasfast.settings.checks import check_common, check_device
 from nasfast.settings.supernet import MethodName
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
@@ -70,17 +69,12 @@ class StepTimesConfig(StepConfig):
 
     Attributes:
         rounds: timed steps per row, after two that are not timed.
-        project: key of `nasfast.measure.cards.CARDS`, such as `rtx3080`. It adds the time that DI-NAS on nasfast's
-            operators would take on that card, and needs a GPU; null adds nothing.
     """
 
     rounds: int = 10
-    project: str | None = None
 
     def _check_values(self) -> None:
         super()._check_values()
-        if self.project is not None:
-            get_card(self.project)
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds}")
 

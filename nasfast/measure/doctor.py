@@ -66,21 +66,21 @@ def _cpu() -> list[str]:
 
 
 def _gpu() -> list[str]:
+    if not torch.cuda.is_available():
+        # without a driver CUDA says that the driver's version is insufficient, which misleads people
+        return ["torch sees no GPU", "compiled CUDA kernels do not run here: no GPU or no driver"]
     lines = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(index)
-            lines.append(f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}")
-    else:
-        lines.append("torch sees no GPU")
-    if _native.extension is not None:
-        info = _native.extension.cuda_device_info()
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        lines.append(f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}")
+        if _native.extension is None:
+            continue
+        info = _native.extension.cuda_device_info(index)
         if info["kernels_run"]:
-            lines.append(f"compiled CUDA kernels run here (image sm_{info['binary_version']})")
+            how = "" if info["ptx_version"] == info["binary_version"] else ", which the driver compiles at their first call"
+            lines.append(f"compiled CUDA kernels run here (image sm_{info['binary_version']}{how})")
         else:
-            # without a driver CUDA says that the driver's version is insufficient, which misleads people
-            reason = info["error"] if torch.cuda.is_available() else "no GPU or no driver"
-            lines.append(f"compiled CUDA kernels do not run here: {reason or 'no GPU'}")
+            lines.append(f"compiled CUDA kernels do not run here: {info['error'] or 'no GPU'}")
     return lines
 
 

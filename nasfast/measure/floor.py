@@ -17,9 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nasfast.measure.cards import Machine
-
 _ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2}
+
+
+class Machine(NamedTuple):
+    """The most that a device can do per second.
+
+    Attributes:
+        bytes: bytes copied, reads plus writes.
+        matmul: FLOP of matrix products.
+        vector: FLOP of plain vector arithmetic.
+    """
+
+    bytes: float
+    matmul: float
+    vector: float
 
 
 @dataclass

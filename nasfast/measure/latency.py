@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import deployed
 from nasfast.measure.doctor import environment
 from nasfast.measure.timing import machine, measure, measuring
-from nasfast.runtime import moved
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.onnx import check_provider
@@ -275,8 +273,6 @@ def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:
         return
     try:
         old = json.loads(Path(path).read_text(encoding="utf-8"))
-        # files of earlier versions have dtype and threads only among the settings
-        old = {**old["config"], **old}
         changes = [f"{key} {old[key]!r}, not {form[key]!r}" for key in _SAME if old[key] != form[key]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} exists and is no table of latencies: choose another --out") from error
@@ -432,6 +428,3 @@ def _about(form: Mapping[str, Any]) -> str:
         return f"{text}; not validated"
     count, error = len(form["validation"]["networks"]), form["validation"]["error"]
     return f"{text}; error {error['median']:.1%} median, {error['q80']:.1%} for 80 % of {count} random networks"
-
-
-__getattr__ = partial(moved.find, __name__)

@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 
-from nasfast.config import ConfigError
 from nasfast.engine import GraphEngine
-from nasfast.measure.cards import Card, get_card
 from nasfast.measure.config import StepTimesConfig
 from nasfast.measure.doctor import environment
-from nasfast.measure.floor import measure_machine, trace
-from nasfast.measure.projection import Projection, kernels_of, passes_of, project
 from nasfast.measure.timing import (
     EngineStep,
     GraphedStep,
@@ -30,7 +26,7 @@ from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.settings.supernet import METHODS, MethodName
 from nasfast.spaces import Arch, SearchSpace, format_arch
-from nasfast.supernet import StandaloneNetwork, Supernet
+from nasfast.supernet import Supernet
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +91,6 @@ class StepTimesReport:
     rows: tuple[StepTimesRow, ...]
     machine: dict[str, Any]
     environment: dict[str, list[str]]
-    projection: Projection | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All contents as JSON; the published figures have a label."""
@@ -109,9 +104,6 @@ class StepTimesReport:
             "published": PUBLISHED,
             "machine": self.machine,
             "environment": self.environment,
-            "projection": None
-            if self.projection is None
-            else {"label": "PROJECTION, not measured", "step_ms": self.projection.step_ms, **asdict(self.projection)},
         }
 
     def save(self, path: str | Path) -> None:
@@ -153,7 +145,6 @@ class StepTimesReport:
                 "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",
                 *([_GRAPH_NOTE] if len(self.rows) > len(_ROWS) else []),
                 "times are medians over interleaved rounds",
-                *([] if self.projection is None else ["", str(self.projection)]),
             ]
         )
 
@@ -166,18 +157,13 @@ def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
     graphs: PyTorch's graph of this one path, and the graphs of nasfast's engine.
 
     Raises:
-        ConfigError: the space is unknown, the device does not exist, or a projection is asked for without a GPU.
+        ConfigError: the space is unknown or the device does not exist.
         ArchError: the path does not belong to the space.
         EngineError: the engine's buffers do not fit the GPU's memory, or something cannot be captured.
         ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
     """
     space, path = cfg.resolve()
     images, labels = random_batch(space, cfg.batch, device=torch_device(cfg.device), seed=cfg.seed)
-    if cfg.project is not None and images.device.type != "cuda":
-        raise ConfigError(
-            f"project={cfg.project!r} scales kernels that were measured on a GPU, and this runs on {images.device}: "
-            "use a machine with a GPU, or leave project out"
-        )
     rows = _ROWS + (_GRAPH_ROWS if images.device.type == "cuda" else ())
     steps: dict[str, TrainingStep | GraphedStep | EngineStep] = {}
     eager, trainable = {}, {}
@@ -198,9 +184,6 @@ def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
         _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
         times = measure(steps, rounds=cfg.rounds)
         measured_on = {"device": str(images.device), **machine()}
-        projection = None
-        if cfg.project is not None:
-            projection = _project(cfg, get_card(cfg.project), space, path, eager[_OURS], times)
     # the paper has no figures for nasfast's operators or for graphs
     measured = tuple(
         StepTimesRow(
@@ -208,15 +191,4 @@ def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
         )
         for name, method, fused, how in rows
     )
-    return StepTimesReport(cfg, space, path, measured, measured_on, environment(), projection)
-
-
-def _project(
-    cfg: StepTimesConfig, card: Card, space: SearchSpace, path: Arch, step: TrainingStep, times: dict[str, dict]
-) -> Projection:
-    """Project the row on nasfast's operators to another card."""
-    device = step.images.device
-    traced = trace(lambda: StandaloneNetwork(space, path), tuple(step.images.shape))
-    here = measure_machine(torch.bfloat16 if cfg.dtype == "bf16" else torch.float32, device=device)
-    passes = passes_of(kernels_of(step, device), traced)
-    return project(passes, times[_OURS]["step"]["median_ms"], here, card, cfg.dtype)
+    return StepTimesReport(cfg, space, path, measured, measured_on, environment())

@@ -11,7 +11,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.nn import functional as F
 from nasfast.engine import Engine
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.ops import _native
-from nasfast.runtime import moved
 from nasfast.spaces import Arch, SearchSpace
 
 
@@ -216,6 +214,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-__getattr__ = partial(moved.find, __name__)

@@ -2,9 +2,3 @@
 
 `score` has the score of a network, `search` the algorithm, `layers` and `cells` the supernets of both kinds of spaces.
 """
-
-from functools import partial
-
-from nasfast.runtime import moved
-
-__getattr__ = partial(moved.find, __name__)

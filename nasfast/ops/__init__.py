@@ -1,19 +1,16 @@
 """Functional operators of frozen-weight supernets, each with a reference and faster backends behind one contract."""
 
-from functools import partial
-
 from nasfast.ops import modules, reference
 from nasfast.ops._native import empty_cache
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
-from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain, inverted_residual
+from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain
 from nasfast.ops.depthwise import depthwise_conv2d
 from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
 from nasfast.ops.pooling import pool_3x3
 from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.ops.squeeze import squeeze_excite
-from nasfast.runtime import moved
 
 __all__ = [
     "BACKENDS",
@@ -24,7 +21,6 @@ __all__ = [
     "conv_bn_act_chain",
     "depthwise_conv2d",
     "empty_cache",
-    "inverted_residual",
     "mixed_bn",
     "modules",
     "orthogonalize",
@@ -35,5 +31,3 @@ __all__ = [
     "squeeze_excite",
     "use_backend",
 ]
-
-__getattr__ = partial(moved.find, __name__)

@@ -48,6 +48,11 @@ def why_no_emulation() -> str | None:
     return why_no_chain_kernels()
 
 
+def set_early_launches(on: bool) -> bool:
+    """Whether CUDA kernels of chains may start early from now on; returns whether they could."""
+    return hasattr(extension, "set_early_launches") and extension.set_early_launches(on)
+
+
 def empty_cache() -> None:
     """Give the memory that the CPU operators keep for their next tensors back to the system.
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,6 @@ _logger = logging.getLogger(__name__)
 _logged: set[tuple[str, str]] = set()
 # a plain global: torch.compile guards on it, and in torch 2.11 it cannot trace a ContextVar
 _scoped_name: str | None = None
-# what _why_no_cuda_kernels has found
-_cuda_reason: str | None = None
 _native_missing = _native.why_missing()
 _triton_missing = _triton.why_missing()
 _no_chain_kernels = _native.why_no_chain_kernels()
@@ -81,19 +80,34 @@ def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
     return ok, reason
 
 
-def _why_no_cuda_kernels() -> str:
-    """Why the CUDA kernels of the extension do not run on the current GPU; empty if they do."""
-    global _cuda_reason
-    if _cuda_reason is None:
-        if torch.compiler.is_compiling():
-            return ""  # a compiler cannot trace the extension's functions; a launch that fails says what is wrong
-        if not _native.extension.build_info()["cuda_operators"]:
-            _cuda_reason = "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
-        elif not (info := _native.extension.cuda_device_info())["kernels_run"]:
-            _cuda_reason = f"the compiled kernels do not run on this GPU: {info['error']}"
-        else:
-            _cuda_reason = ""
-    return _cuda_reason
+def _why_no_cuda_kernels(device: torch.device) -> str:
+    """Why the CUDA kernels of the extension do not run on this GPU; empty if they do."""
+    if torch.compiler.is_compiling():
+        return ""  # a compiler cannot trace the extension's functions; a launch that fails says what is wrong
+    return _why_no_cuda_kernels_once(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _why_no_cuda_kernels_once(index: int) -> str:
+    build = _native.extension.build_info()
+    if not build["cuda_operators"]:
+        return "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
+    info = _native.extension.cuda_device_info(index)
+    if info["old_driver"]:
+        major = build["cuda_version"].partition(".")[0]
+        return (
+            f"the driver of this machine is older than CUDA {build['cuda_version']}, which compiled the kernels: reinstall "
+            f"with an nvcc older than {major}.0 on PATH, or update the driver"
+        )
+    if not info["kernels_run"]:
+        return f"the compiled kernels do not run on cuda:{index}: {info['error']}"
+    if info["ptx_version"] != info["binary_version"]:
+        _logger.info(
+            "cuda:%d: the first call of each CUDA kernel waits for the driver, which compiles it for this GPU: reinstall "
+            "with CUDAARCHS=native to have it compiled once",
+            index,
+        )
+    return ""
 
 
 def _can_use_cuda_kernels(x: Tensor) -> tuple[bool, str]:
@@ -101,7 +115,7 @@ def _can_use_cuda_kernels(x: Tensor) -> tuple[bool, str]:
         return False, _native_missing
     if x.device.type != "cuda":
         return False, f"serves CUDA tensors, got one on {x.device}"
-    reason = _why_no_cuda_kernels()
+    reason = _why_no_cuda_kernels(x.device)
     return not reason, reason
 
 
@@ -157,9 +171,9 @@ _TABLE: dict[str, tuple[Backend, ...]] = {
         Backend(op, "triton", _can_use_triton),
         Backend(op, "reference", _can_use_reference),
     )
-    for op in ("bn_act", "conv_bn_act", "inverted_residual", "conv_bn_act_chain", "mixed_bn")
+    for op in ("bn_act", "conv_bn_act", "conv_bn_act_chain", "mixed_bn")
 }
-for _op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
+for _op in ("conv_bn_act", "conv_bn_act_chain"):
     _cpu, *_others = _TABLE[_op]
     _TABLE[_op] = (_cpu, Backend(_op, "cuda", _can_use_cuda_chain, CUDA_SERVES), *_others)
 _TABLE["orthogonalize"] = (

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from nasfast.ops.reference import ACTIVATIONS, GATES, ConvBNParams, Stage
+from nasfast.ops.reference import ACTIVATIONS, GATES, Stage
 
 _ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -77,38 +77,6 @@ def check_chain(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | 
         _check_result(where, x, shape, residual if i_stage == len(stages) - 1 else None, stage.training)
     if shuffle and shape != begin:
         raise ValueError(f"{op}: shuffle=True needs stages that keep the shape of their input, got {begin} -> {shape}")
-
-
-def check_inverted_residual(
-    x: Tensor,
-    expand: ConvBNParams | None,
-    depthwise: ConvBNParams,
-    project: ConvBNParams,
-    *,
-    stride: int,
-    act: str,
-    residual: bool,
-    training: bool,
-    eps: float,
-) -> None:
-    """Check the arguments of `nasfast.ops.inverted_residual`: its three units and how they fit together.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
-    op = "inverted_residual"
-    _check_input(op, x)
-    _check_settings(op, act, eps)
-    shape = tuple(x.shape)
-    if expand is not None:
-        shape = _check_unit(op, "expand", x, shape, expand, 1, training)
-    shape = _check_unit(op, "depthwise", x, shape, depthwise, stride, training)
-    shape = _check_unit(op, "project", x, shape, project, 1, training)
-    if residual and shape != tuple(x.shape):
-        raise ValueError(
-            f"{op}: residual=True adds x of shape {tuple(x.shape)} to a result of shape {shape}; "
-            "it needs stride 1 and as many output as input channels"
-        )
 
 
 def check_mixed_bn(
@@ -341,30 +309,6 @@ def _check_stage(op: str, x: Tensor, shape: tuple[int, ...], stage: Stage) -> tu
     shape = _check_conv(op, "conv_weight", x, shape, conv_weight, stage.stride, stage.padding, stage.groups)
     _check_conv_bias(op, conv_weight, conv_bias)
     _check_bn(op, "bn_", x, shape[1], bn_weight, bn_bias, running_mean, running_var, stage.training)
-    return shape
-
-
-def _check_unit(
-    op: str, name: str, x: Tensor, shape: tuple[int, ...], unit: ConvBNParams, stride: int, training: bool
-) -> tuple[int, ...]:
-    if not isinstance(unit, ConvBNParams):
-        raise TypeError(f"{op}: {name} must be a ConvBNParams, got {type(unit).__name__}")
-    # every message says which of the three units it is about
-    where = f"{op}, {name}"
-    weight = unit.conv_weight
-    _check_tensor(f"{where}: conv_weight", weight)
-    if weight.ndim != 4:
-        raise ValueError(f"{where}: conv_weight must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
-    if name == "depthwise":
-        if weight.shape[2] != weight.shape[3] or weight.shape[2] % 2 == 0:
-            raise ValueError(f"{where}: conv_weight must have an odd square kernel, got shape {tuple(weight.shape)}")
-    elif weight.shape[2:] != (1, 1):
-        raise ValueError(f"{where}: conv_weight must be pointwise (out, in, 1, 1), got shape {tuple(weight.shape)}")
-    groups = shape[1] if name == "depthwise" else 1
-    shape = _check_conv(where, "conv_weight", x, shape, weight, stride, weight.shape[-1] // 2, groups)
-    _check_conv_bias(where, weight, unit.conv_bias)
-    _check_bn(where, "bn_", x, shape[1], unit.bn_weight, unit.bn_bias, unit.running_mean, unit.running_var, training)
-    _check_result(where, x, shape, None, training)
     return shape
 
 

@@ -1,4 +1,4 @@
-"""Chains of convolution, BatchNorm and activation; conv_bn_act and inverted_residual are such chains."""
+"""Chains of convolution, BatchNorm and activation; conv_bn_act is such a chain."""
 
 from collections.abc import Sequence
 
@@ -64,49 +64,6 @@ def conv_bn_act(
     stage = Stage(params, stride, padding, groups, act, training, momentum, eps)
     checks.check_conv_bn_act("conv_bn_act", x, stage, residual)
     return _run("conv_bn_act", x, [stage], residual, backend)
-
-
-def inverted_residual(
-    x: Tensor,
-    expand: ConvBNParams | None,
-    depthwise: ConvBNParams,
-    project: ConvBNParams,
-    *,
-    stride: int = 1,
-    act: str = "relu6",
-    residual: bool = False,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    backend: str | None = None,
-) -> Tensor:
-    """Run the MobileNetV2 block: pointwise expansion, depthwise k x k, linear projection, each with BatchNorm.
-
-    a1 = act(bn1(W1 x)) (or x without expand);  a2 = act(bn2(dw(a1; stride, k // 2)));  out = bn3(W3 a2) (+ x)
-
-    Args:
-        x: (N, Cin, H, W); types and layouts as in `nasfast.ops.bn_act`.
-        expand: conv_weight (hidden, Cin, 1, 1), or None for hidden = Cin.
-        depthwise: conv_weight (hidden, 1, k, k), k odd.
-        project: conv_weight (Cout, hidden, 1, 1).
-        stride: stride of the depthwise convolution.
-        residual: add x; needs stride 1 and Cin == Cout.
-        act, training, momentum, eps, backend: as in `nasfast.ops.bn_act`, for all three BatchNorms.
-
-    Returns:
-        (N, Cout, ceil(H / stride), ceil(W / stride)).
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
-        RuntimeError: the named backend cannot serve.
-    """
-    checks.check_inverted_residual(
-        x, expand, depthwise, project, stride=stride, act=act, residual=residual, training=training, eps=eps
-    )
-    stages = reference.block_stages(
-        expand, depthwise, project, stride=stride, act=act, training=training, momentum=momentum, eps=eps
-    )
-    return _run("inverted_residual", x, stages, x if residual else None, backend)
 
 
 def conv_bn_act_chain(

@@ -195,58 +195,6 @@ def conv_bn_act(
     )
 
 
-def inverted_residual(
-    x: Tensor,
-    expand: ConvBNParams | None,
-    depthwise: ConvBNParams,
-    project: ConvBNParams,
-    *,
-    stride: int = 1,
-    act: str = "relu6",
-    residual: bool = False,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Pointwise expansion, depthwise k x k, linear pointwise projection, each with its BatchNorm.
-
-    a1 = act(bn1(W1 x)) (or x without expand);  a2 = act(bn2(dw(a1; stride, k // 2)));  out = bn3(W3 a2) (+ x)
-
-    Args:
-        x: (N, Cin, H, W).
-        expand: conv_weight (hidden, Cin, 1, 1), or None for hidden = Cin.
-        depthwise: conv_weight (hidden, 1, k, k).
-        project: conv_weight (Cout, hidden, 1, 1).
-        residual: add x; needs stride 1 and Cin == Cout.
-
-    Returns:
-        (N, Cout, ceil(H / stride), ceil(W / stride)) for odd k.
-    """
-    stages = block_stages(
-        expand, depthwise, project, stride=stride, act=act, training=training, momentum=momentum, eps=eps
-    )
-    return conv_bn_act_chain(x, stages, residual=x if residual else None)
-
-
-def block_stages(
-    expand: ConvBNParams | None,
-    depthwise: ConvBNParams,
-    project: ConvBNParams,
-    *,
-    stride: int,
-    act: str,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> list[Stage]:
-    """The inverted residual block as stages of a chain; arguments as in `inverted_residual`."""
-    hidden, _, kernel, _ = depthwise.conv_weight.shape
-    settings = training, momentum, eps
-    stages = [] if expand is None else [Stage(expand, 1, 0, 1, act, *settings)]
-    stages.append(Stage(depthwise, stride, kernel // 2, hidden, act, *settings))
-    return [*stages, Stage(project, 1, 0, 1, "identity", *settings)]
-
-
 def conv_bn_act_chain(
     x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None = None, shuffle: bool = False
 ) -> Tensor:

@@ -17,10 +17,9 @@ from nasfast.config import flatten, load_yaml, portable
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
-from nasfast.report.page import escape, figure_of, millions, page_of, percent, table_of
+from nasfast.report.page import escape, figure_of, millions, page_of, percent, svg_of, table_of
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import NotRun, RunFiles, body_of
-from nasfast.report.vector import svg_of
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.progress import duration
 from nasfast.search import sample_under
@@ -184,8 +183,6 @@ def _accuracies(runs: Mapping[str, RunFiles]) -> str:
             said = "the images of one are not known"
         elif images[one] != images[other] or any(ours.get(k) != theirs.get(k) for k in ("images", "ranks")):
             said = "evaluated on other images"
-        elif not (ours.get("correct") and theirs.get("correct")):
-            said = "single images were not recorded"
         else:
             found = compare_runs([ours], [theirs])
             said = _points(found.gain, found.low, found.high)

@@ -57,6 +57,13 @@ class Comparison:
         return self.low > 0 or self.high < 0
 
     @property
+    def headline(self) -> str:
+        """What was gained, in one line without a full stop."""
+        peers = "one random network" if self.peers == 1 else f"{self.peers} random networks"
+        text = f"{self.gain:+.1f} points over {peers} of equal cost (95 % interval {self.low:.1f} to {self.high:.1f})"
+        return text if self.significant else f"{text}, not significant"
+
+    @property
     def sentence(self) -> str:
         """The difference, its interval, and what the interval covers."""
         peers = "one random architecture" if self.peers == 1 else f"the mean of {self.peers} random architectures"
@@ -130,9 +137,8 @@ def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str
 def same_terms(best: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:
     """Whether a result can be compared with another: equal cost, equal epochs, evaluated on the same images."""
     near = abs(peer["macs"] - best["macs"]) <= EQUAL_COST_TOLERANCE * best["macs"]
-    # results of earlier versions do not record single images; the number of ranks decides the order of images
-    recorded = bool(best.get("correct")) and bool(peer.get("correct"))
-    return near and recorded and all(peer[key] == best[key] for key in ("epochs", "images", "ranks"))
+    # the number of ranks decides the order of images
+    return near and all(peer[key] == best[key] for key in ("epochs", "images", "ranks"))
 
 
 def repeats_of(name: str, retrained: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -155,7 +155,8 @@ def _summary(run: RunFiles) -> str:
         )
     if best.optimal:
         sentences.append(escape(worth_of_score(run.folder)))
-    return cards_of(cards) + "".join(f"<p>{s}</p>" for s in sentences)
+    gained = "" if comparison is None else f'<p class="note"><b>{comparison.headline}.</b></p>'
+    return cards_of(cards) + gained + "".join(f"<p>{s}</p>" for s in sentences)
 
 
 def _label_of(comparison: Comparison) -> str:
@@ -212,10 +213,9 @@ def _needs_indicators(build: Callable[[RunFiles], str]) -> Callable[[RunFiles], 
     def section(run: RunFiles) -> str:
         if not (run.folder / TABLE_FILE).exists() and (run.folder / "config.yaml").exists():
             form = load_yaml(run.folder / "config.yaml")
-            # configs of earlier versions have no score; there these two methods scored paths by accuracy
-            score = form.get("score") or {"distill": form.get("method") not in ("spos", "fairnas")}
+            score = form.get("score", {})
             if score.get("distill") is False:
-                name = escape(str(score.get("name", "accuracy")))
+                name = escape(str(score["name"]))
                 return f"<p>There is no table of scores: {name} scores whole paths during the search.</p>"
         return build(run)
 
@@ -400,8 +400,7 @@ def _rank(run: RunFiles) -> str:
     rows = []
     for row in predictors:
         estimates = [interval_of(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
-        # files of earlier versions have only the difference from depth, under another name
-        above = form.get("above", {}).get(row["name"])
+        above = form["above"].get(row["name"])
         rows.append(
             [row["name"], *estimates, interval_of(above) if above else "", *(f"{r:.2f}" for r in row["regret"])]
         )
@@ -411,7 +410,6 @@ def _rank(run: RunFiles) -> str:
         f"{form['architectures']} architectures; 95 % intervals from {form['resamples']} bootstrap resamples. "
         "Regret: accuracy lost by taking the predictor's favourite under that many MACs."
     )
-    # files of earlier versions do not say why
     note += "".join(f" {row['name']}: {row['undefined']}." for row in predictors if row.get("undefined"))
     return (
         f"<p>{escape(form['verdict'])}</p>"

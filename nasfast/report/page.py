@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import html
+import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from nasfast.report.style import POLICY, SCRIPT, STYLE
-from nasfast.report.vector import svg_of
 from nasfast.runtime.files import write_atomic
 
 # Cells of at most this many characters are not broken into lines.
 _SHORT = 10
+# characters that XML does not allow, from the text of a user's file
+_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> str:
@@ -43,6 +46,22 @@ def embedded(figure: Figure, caption: str, path: Path) -> str:
     svg = svg_of(figure, path.stem, caption)
     write_atomic(path, svg.encode())
     return figure_of(svg, caption)
+
+
+def svg_of(figure: Figure, name: str, caption: str) -> str:
+    """The figure as an SVG element for a page, which is a file of its own too; equal figures give equal text.
+
+    Args:
+        figure: the figure.
+        name: part of the identifiers in the SVG, so that two figures of a page have different ones.
+        caption: what readers hear who cannot see the figure.
+    """
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = re.sub(r'<g id="[^"]*">', "<g>", _NOT_XML.sub("\ufffd", file.getvalue()))
+    label = escape(_NOT_XML.sub("\ufffd", caption))
+    return text[text.index("<svg ") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
 def figure_of(svg: str, caption: str) -> str:

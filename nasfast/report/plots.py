@@ -20,7 +20,6 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.style import EMPTY, INK, ON_DARK, ON_LIGHT
-from nasfast.report.vector import with_value
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
 # Okabe and Ito's palette, whose colours can be distinguished with any colour vision.
@@ -38,17 +37,22 @@ def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str])
 
     Args:
         metrics: lines of `metrics.jsonl`.
-        stages: the stages to draw, each in its own colour.
+        stages: the stages to draw. The seeds of a network, and all random networks, share a colour.
     """
     figure, (loss, accuracy) = new_figure(10, 3.6, columns=2)
-    for colour, stage in zip(np.resize(SERIES, len(stages)), stages, strict=True):
-        lines, name = [m for m in metrics if m["stage"] == stage], literal(stage)
+    series = [_series(stage) for stage in stages]
+    names = list(dict.fromkeys(series))
+    colours = dict(zip(names, np.resize(SERIES, len(names)), strict=True))
+    for i, (stage, name) in enumerate(zip(stages, series, strict=True)):
+        lines, colour = [m for m in metrics if m["stage"] == stage], colours[name]
+        # the legend leaves out what begins with "_"
+        shown = f"_{stage}" if name in series[:i] else literal(name)
         steps, values = _smoothed(lines, "loss")
-        loss.plot(steps, values, color=colour, label=f"{name}, training")
-        _plot_evaluation(loss, lines, "eval_loss", colour, f"{name}, validation")
+        loss.plot(steps, values, color=colour, label=f"{shown}, training")
+        _plot_evaluation(loss, lines, "eval_loss", colour, f"{shown}, validation")
         steps, values = _smoothed(lines, "top1")
-        accuracy.plot(steps, 100 * values, color=colour, alpha=0.6, lw=1.2, label=f"{name}, training")
-        _plot_evaluation(accuracy, lines, "eval_top1", colour, f"{name}, validation", scale=100)
+        accuracy.plot(steps, 100 * values, color=colour, alpha=0.6, lw=1.2, label=f"{shown}, training")
+        _plot_evaluation(accuracy, lines, "eval_top1", colour, f"{shown}, validation", scale=100)
     loss.set(xlabel="step", ylabel="cross-entropy (nats)", title="Loss")
     accuracy.set(xlabel="step", ylabel="top-1 (%)", title="Accuracy")
     for ax in (loss, accuracy):
@@ -56,6 +60,12 @@ def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str])
         if ax.get_legend_handles_labels()[0]:
             ax.legend(fontsize=8, frameon=False)
     return figure
+
+
+def _series(stage: str) -> str:
+    """The name that a stage has in the legend, without its seed or the number of a random network."""
+    name = stage.partition("-seed-")[0]
+    return "retrain/random" if name.startswith("retrain/random-") else name
 
 
 def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure:
@@ -155,11 +165,7 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
         text = "skip" if skipped else layer.label(choice)
         outline = "--" if skipped else "-"
         block = Rectangle((i - 0.4, -height / 2), 0.8, height, fc=colour, ec=INK, lw=0.8, ls=outline)
-        with_value(
-            strip.add_patch(block),
-            f"layer {i}: {text}\n{layer.in_channels} to {layer.out_channels} channels, stride {layer.stride}\n"
-            f"{macs[i]:,.4g} M MACs, {layer.cost(choice).params:,} parameters",
-        )
+        strip.add_patch(block)
         dark = not skipped and np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) < 0.55
         ink = INK if skipped else ON_DARK if dark else ON_LIGHT
         strip.text(i, 0, literal(text), rotation=90, ha="center", va="center", fontsize=8, color=ink)
@@ -176,16 +182,10 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
     strip.set_title(f"{literal(space.name)}: {cost.macs / 1e6:,.1f} M MACs, {cost.params / 1e6:,.2f} M parameters")
     handles = [Patch(fc=shown[text], ec=INK, lw=0.6, label=literal(text)) for text in sorted(shown)]
     figure.legend(handles=handles, ncols=max(1, len(handles)), fontsize=8, frameon=False, loc="outside lower center")
-    draw_bars(bars, range(len(layers)), macs, [f"layer {i}: {value:,.4g} M MACs" for i, value in enumerate(macs)])
+    bars.bar(range(len(layers)), macs, width=0.8, color=GREY)
     bars.set(ylabel="M MACs", xlabel="layer", xticks=range(len(layers)))
     bars.tick_params(labelsize=8)
     return figure
-
-
-def draw_bars(ax: Axes, at: Any, heights: Any, values: Sequence[str], **style: Any) -> None:
-    """Bars that show their values on hover; `style` goes to matplotlib."""
-    for bar, value in zip(ax.bar(at, heights, **{"width": 0.8, "color": GREY, **style}), values, strict=True):
-        with_value(bar, value)
 
 
 def new_figure(
@@ -193,12 +193,11 @@ def new_figure(
 ) -> tuple[Figure, Sequence[Axes]]:
     """A figure of this size in inches and its axes, row by row, in the style of the report.
 
-    `layout` goes to `Figure.subplots`. The axes have no background, so that the page is seen.
+    `layout` goes to `Figure.subplots`.
     """
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
     for ax in axes:
-        ax.set_facecolor("none")
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
         ax.set_axisbelow(True)
@@ -266,7 +265,6 @@ def _block_colour(block: Any) -> str:
     if block.kind == "identity":
         return "#d0d0d0"
     base = np.array(to_rgb(_RED if block.kind == "shuffle_xception" else _KERNEL_COLOURS.get(block.kernel, GREY)))
-    # never quite the colour of the palette, which is lighter in a dark page: the text in the block does not change
     shade = min(1.0, 0.35 + 0.65 * block.expand / 6) if block.kind == "mbconv" else 1.0
     base = 1 - (1 - base) * 0.97 * shade
     return "#" + "".join(f"{round(255 * v):02x}" for v in base)

@@ -97,7 +97,7 @@ def load_model(path: str | Path) -> ArchNetwork:
     try:
         saved = load_checkpoint(path)
         network = standalone_network(space, arch, activation=saved.state["activation"])
-        images = saved.state.pop("images", None)  # files of earlier versions have none
+        images = saved.state.pop("images")
         if saved.state != _state(network):
             raise CheckpointError(f"they belong to {saved.state}")
         network.load_state_dict(saved.tensors)

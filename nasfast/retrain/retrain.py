@@ -50,11 +50,11 @@ class RetrainResult(ConfigBase):
         loss: validation cross-entropy in nats.
         epochs: number of epochs that were asked for.
         seconds: wall time of this process's part of the training.
-        images: number of validation images; 0 in results of earlier versions, which do not record single images.
+        images: number of validation images.
         correct: on which images the network is right; see `nasfast.runtime.files.answers_to_hex`.
         ranks: number of ranks that shared the images; images are ordered by rank, then as the loader gives them.
         stopped_after: number of epochs after which early stopping ended the training; None if it did not.
-        settings: settings of the training; None in results of earlier versions.
+        settings: settings of the training.
     """
 
     arch: Arch
@@ -65,11 +65,11 @@ class RetrainResult(ConfigBase):
     loss: float
     epochs: int
     seconds: float
-    images: int = 0
-    correct: str = ""
+    images: int
+    correct: str
     ranks: int = 1
     stopped_after: int | None = None
-    settings: RetrainConfig | None = None
+    settings: RetrainConfig = RetrainConfig()
 
     @property
     def right(self) -> np.ndarray:

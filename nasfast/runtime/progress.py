@@ -9,6 +9,9 @@ from contextlib import contextmanager
 Listener = Callable[[str, int, int], None]
 """Takes the name of a stage, how much of it is done, and its size."""
 
+LINE_EVERY = 600.0
+"""Seconds between lines where no terminal shows a bar: a run of minutes has none, and that of a day is not silent."""
+
 _listeners: list[Listener] = []
 _following = 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,15 +48,14 @@ class StopRequest:
 
         Raises:
             Terminated: SIGTERM comes, or came before. Where Python drops the exception (in a hook at a fork, in
-                `__del__`), the signal is sent again, and the end of the block raises at the latest. SIGINT is sent
-                again where Python drops a KeyboardInterrupt.
+                `__del__`), the end of the block raises.
         """
 
         def note_and_raise(*_: Any) -> None:
             self.requested = True
             raise Terminated
 
-        with _handled_by(note_and_raise), _sent_again():
+        with _handled_by(note_and_raise):
             if self.requested:
                 raise Terminated
             yield
@@ -77,36 +75,6 @@ def _handled_by(handler: Callable[..., None]) -> Iterator[None]:
     finally:
         # None means that the handler was not set from Python
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-
-
-@contextlib.contextmanager
-def _sent_again() -> Iterator[None]:
-    """Within this block, a signal is sent again later if Python reported its exception but could not raise it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, timers = sys.unraisablehook, []
-
-    def hook(lost: Any) -> None:
-        number = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(lost.exc_type)
-        if number is None:
-            before(lost)
-            return
-        # a timer sends it, because here the exception would be dropped again
-        timer = threading.Timer(0.01, os.kill, (os.getpid(), number))
-        timer.daemon = True
-        timer.start()
-        if number == signal.SIGTERM:
-            timers.append(timer)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
-        for timer in timers:  # no longer needed, because the end of the block raises
-            timer.cancel()
-            timer.join()
 
 
 @contextlib.contextmanager

@@ -1,18 +1,12 @@
-"""Search over a table of indicators: exact, evolutionary, Pareto front, random baselines; runs without torch.
-
-The package can be called: `nasfast.search(table, space)` is the function `search`.
-"""
+"""Search over a table of indicators: exact, evolutionary, Pareto front, random baselines; runs without torch."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import json
-import sys
-import types
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.runtime.arguments import check_type
@@ -54,7 +48,7 @@ __all__ = [
     "run_search",
     "sample_under",
     "save_candidates",
-    "search",
+    "search_table",
     "stratified_sample",
     "top_k",
 ]
@@ -62,7 +56,7 @@ __all__ = [
 _top_k = top_k
 
 
-def search(
+def search_table(
     table: IndicatorTable,
     space: SearchSpace,
     *,
@@ -113,7 +107,7 @@ def search(
 def run_search(
     table: IndicatorTable, space: SearchSpace, config: SearchConfig, *, history: str | Path | None = None
 ) -> list[Candidate]:
-    """`search` with all settings in a config."""
+    """`search_table` with all settings in a config."""
     check_type("table", table, IndicatorTable, advice="nasfast.score(supernet) and IndicatorTable.load(FILE) make one")
     check_type("space", space, SearchSpace, advice="nasfast.spaces.get_space(NAME) makes one")
     if table.space.fingerprint != space.fingerprint:
@@ -129,16 +123,3 @@ def run_search(
         digest = hashlib.sha256(json.dumps([list(row.items()) for row in scores]).encode()).hexdigest()[:16]
         record = History(history, space, scorer=f"indicator table {digest}")
     return evolve(space, functools.partial(arch_sum, scores), config, history=record)
-
-
-class _CallableModule(types.ModuleType):
-    """Makes `nasfast.search(table, space)` work, because importing this package binds that name to the module."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Candidates:
-        return search(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule
-# what `help(nasfast.search)` and notebooks show: the function, although the name is the package's, with its types
-__signature__ = inspect.signature(search, eval_str=True)
-__doc__ = f"{__doc__}\nnasfast.search{__signature__}\n\n{search.__doc__}"

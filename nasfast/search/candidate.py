@@ -120,7 +120,7 @@ class SearchResult(Tabular, ConfigBase):
         candidates: the best architectures, best first.
         pareto: the Pareto front of score against MACs, fewest MACs first; empty if it was not computed.
         tables: the tables of costs that the search had; `values` of an architecture has their order.
-        settings: settings of the search; None if they were not given, as in files of earlier versions.
+        settings: settings of the search; None if they were not given.
         scored_with: settings of the score, where the search computed the scores of whole paths itself. Where it
             searched a table, `settings` in the table's `meta` has them.
         format: version of the file's format.

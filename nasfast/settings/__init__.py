@@ -2,9 +2,3 @@
 
 `run` has all settings of a run. Nothing here imports torch, because the help of a command must not wait for it.
 """
-
-from functools import partial
-
-from nasfast.runtime import moved
-
-__getattr__ = partial(moved.find, __name__)

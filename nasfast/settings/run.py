@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from nasfast.config import ConfigBase, UnknownKeyError
+from nasfast.config import ConfigBase
 from nasfast.indicators.config import ScoreConfig
 from nasfast.search.config import SearchConfig
 from nasfast.settings.checks import check_device
@@ -16,20 +16,14 @@ from nasfast.settings.supernet import MethodName, SupernetConfig, default_lr
 from nasfast.settings.train import TrainConfig
 from nasfast.spaces import named_space
 
-_OTHER_VERSION = (
-    ". If you did not write this key, another version of nasfast did, which environment.json beside the file names: go "
-    "on with that version, or delete the key from the file"
-)
-"""End of an error about an unknown key in the config.yaml of a run directory."""
-
 
 @dataclass(frozen=True)
 class SpaceConfig(ConfigBase):
     """The search space of a run.
 
     Attributes:
-        name: `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML
-            file.
+        name: `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `nas_bench_macro`, `digits_macro`, `digits_mini`, or the
+            path of a YAML file.
         variant: `bnnas` is the released BN-NAS configuration of `mobilenet_v2`.
         resolution: height and width of the images in pixels; null takes the space's.
     """
@@ -86,14 +80,6 @@ class RunConfig(ConfigBase):
             raise ValueError(f"recalibration_batches must be at least 1, got {self.recalibration_batches}")
         check_device(self.device)
         check_policy(self.data.loader, self.retrain.auto_augment)
-
-    @classmethod
-    def load(cls, path: str | Path) -> RunConfig:
-        """Read the config.yaml of a run directory; see `ConfigBase.load`."""
-        try:
-            return super().load(path)
-        except UnknownKeyError as error:
-            raise UnknownKeyError(f"{error}{_OTHER_VERSION}") from error
 
     def resolved(self) -> RunConfig:
         """The same settings, with each null that the method's preset decides replaced by its value.

@@ -6,10 +6,17 @@
 from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_file_text, format_arch, parse_arch
 from nasfast.spaces.arch_space import ArchSpace, arch_from_json, arch_to_json, load_arch
 from nasfast.spaces.blocks import Block, SqueezeExcite, block_cost
-from nasfast.spaces.builders import digits_mini, mobilenet_v2, mobilenet_v3, nas_bench_macro, shufflenet_v2
+from nasfast.spaces.builders import (
+    digits_macro,
+    digits_mini,
+    mobilenet_v2,
+    mobilenet_v3,
+    nas_bench_macro,
+    shufflenet_v2,
+)
 from nasfast.spaces.cost import Cost, Operator
 from nasfast.spaces.cost_table import CostTable, read_cost_table
-from nasfast.spaces.registry import BUILDERS, from_yaml, get_space, named_space, names_file, read_space, space_kind
+from nasfast.spaces.registry import BUILDERS, get_space, named_space, names_file, read_space, space_kind
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import FixedLayer, Layer, SearchSpace, Stage
 
@@ -37,9 +44,9 @@ __all__ = [
     "arch_from_json",
     "arch_to_json",
     "block_cost",
+    "digits_macro",
     "digits_mini",
     "format_arch",
-    "from_yaml",
     "get_space",
     "load_arch",
     "mean_path",

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from functools import partial
-
-from nasfast.runtime import moved
 
 Arch = tuple[int, ...]
 """One value per choice: per layer of a layer-wise space, per edge of a space of cells.
@@ -49,6 +46,3 @@ def format_arch(arch: Arch) -> str:
 def arch_file_text(arch: Arch) -> str:
     """Text form for names of files, `"3_-1_0"`; `parse_arch` reads it back."""
     return "_".join(map(str, arch))
-
-
-__getattr__ = partial(moved.find, __name__)

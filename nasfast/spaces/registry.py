@@ -13,7 +13,14 @@ from typing import Any
 
 from nasfast.config import ConfigError, load_yaml, nearest
 from nasfast.spaces.arch_space import ArchSpace
-from nasfast.spaces.builders import digits_mini, mobilenet_v2, mobilenet_v3, nas_bench_macro, shufflenet_v2
+from nasfast.spaces.builders import (
+    digits_macro,
+    digits_mini,
+    mobilenet_v2,
+    mobilenet_v3,
+    nas_bench_macro,
+    shufflenet_v2,
+)
 from nasfast.spaces.cells import CellSpace, choice_blocks_space, darts_space, nas_bench_201_space
 from nasfast.spaces.space import SearchSpace
 
@@ -24,6 +31,7 @@ BUILDERS: dict[str, Callable[..., ArchSpace]] = {
     "mobilenet_v3": mobilenet_v3,
     "shufflenet_v2": shufflenet_v2,
     "nas_bench_macro": nas_bench_macro,
+    "digits_macro": digits_macro,
     "digits_mini": digits_mini,
     "darts": darts_space,
     "nas_bench_201": nas_bench_201_space,
@@ -67,10 +75,6 @@ def read_space(path: str | Path) -> ArchSpace:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return kind.load(path)
-
-
-# the older name
-from_yaml = read_space
 
 
 def names_file(name: str) -> bool:

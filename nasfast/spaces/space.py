@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.runtime import moved
 from nasfast.spaces.arch import SKIP
 from nasfast.spaces.arch_space import ArchSpace
 from nasfast.spaces.blocks import Activation, Block, cost_of, shuffle_branches
@@ -299,6 +298,3 @@ def _resolve(fixed: Sequence[FixedLayer], channels: int, size: int) -> tuple[Lay
         layers.append(Layer(channels, layer.out, layer.stride, size, (layer.block,), layer.activation))
         channels, size = _output_of(layers)
     return tuple(layers)
-
-
-__getattr__ = partial(moved.find, __name__)

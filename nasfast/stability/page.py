@@ -14,7 +14,7 @@ from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import at_chance
 from nasfast.report.evidence import Comparison, compare_runs, is_peer
 from nasfast.report.page import cards_of, embedded, escape, folded, interval_of, page_of, table_of
-from nasfast.report.plots import SERIES, draw_bars, new_figure
+from nasfast.report.plots import SERIES, new_figure
 from nasfast.report.style import INK
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
 from nasfast.settings.files import CONFIG_FILE
@@ -266,8 +266,7 @@ def _layer_figure(layers: Sequence[Mapping[str, Any]]) -> Figure:
     tau = np.array([[layer["tau"][key] for key in ("value", "low", "high")] for layer in known]).reshape(-1, 3)
     spread = np.abs(tau[:, 1:] - tau[:, :1]).T
     whiskers = {"yerr": spread, "ecolor": INK, "capsize": 3} if spread.any() else {}  # two seeds have no interval
-    values = [f"layer {layer['layer']}: {interval_of(layer['tau'])}" for layer in known]
-    draw_bars(ax, at, tau[:, 0], values, color=SERIES[0], width=0.7, **whiskers)
+    ax.bar(at, tau[:, 0], color=SERIES[0], width=0.7, **whiskers)
     ax.axhline(0, color=INK, lw=0.8)
     ax.set(xlabel="layer", ylabel="tau between seeds", ylim=(-1.05, 1.05), xticks=[layer["layer"] for layer in layers])
     return figure

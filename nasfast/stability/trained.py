@@ -257,7 +257,7 @@ def _attainable(cfg: RunConfig, archs: Iterable[Arch]) -> float | None:
         results = [RetrainResult.load(path) for path in paths]
     except ConfigError:  # a file is absent or damaged, and nothing else needs it
         return None
-    if len({result.images for result in results}) > 1 or not all(result.correct for result in results):
+    if len({result.images for result in results}) > 1:
         return None
     return attainable_tau(np.stack([result.right for result in results]))
 

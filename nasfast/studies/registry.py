@@ -205,14 +205,6 @@ def names() -> list[str]:
     return [study.name for command in COMMANDS.values() for study in command.studies]
 
 
-def table() -> str:
-    """The studies as the Markdown table of CONTRIBUTING.md."""
-    lines = ["| command | what it does |", "|---|---|"]
-    for command in COMMANDS.values():
-        lines += [f"| `nasfast {study.name}` | {study.text or command.about} |" for study in command.studies]
-    return "\n".join(lines)
-
-
 def modules(name: str) -> list[Any]:
     """The modules called `name` of all folders of studies, such as their `figures`."""
     return [importlib.import_module(f"{HOME}.{folder}.{name}") for folder in COMMANDS]

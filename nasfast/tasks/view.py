@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,28 +12,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from nasfast.runtime.progress import duration
+from nasfast.runtime.progress import LINE_EVERY, duration
 from nasfast.tasks.task import Task
 from nasfast.tasks.work import PROGRESS_FILE
 
 _LOG = logging.getLogger(__name__)
 
-_SECONDS_PER_LINE = 10.0
-
 
 class View:
-    """A bar on a terminal; elsewhere a line at most every ten seconds."""
+    """A bar on a terminal; elsewhere a line every ten minutes."""
 
     def __init__(self) -> None:
         self._total, self._tasks, self._later, self._later_tasks = 0.0, 0, 0.0, 0
         self._done, self._done_tasks, self._given, self._failed = 0.0, 0, 0.0, 0
         self._phase = ""
-        self._begin, self._said, self._last = time.monotonic(), -math.inf, ""
+        self._begin = self._said = time.monotonic()
         console = Console(file=sys.stderr)
         self._bars = None
         if console.is_terminal:
             columns = TextColumn("tasks"), BarColumn(), TextColumn("{task.description}")
-            self._bars = Progress(*columns, console=console)
+            self._bars = Progress(*columns, console=console, transient=True)
             self._bar = self._bars.add_task("", total=1.0)
             self._bars.start()
 
@@ -77,8 +74,8 @@ class View:
             text += f"; running {', '.join(states[:4])}{more}"
         if self._bars is not None:
             self._bars.update(self._bar, completed=work / total if total else 0.0, description=text)
-        elif text != self._last and (time.monotonic() - self._said >= _SECONDS_PER_LINE or not running):
-            self._said, self._last = time.monotonic(), text
+        elif time.monotonic() - self._said >= LINE_EVERY:
+            self._said = time.monotonic()
             _LOG.info("%s", text)
 
     def close(self) -> None:

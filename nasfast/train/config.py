@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-
-from nasfast.runtime import moved
 
 
 @dataclass(frozen=True)
@@ -69,30 +65,3 @@ class TrainStage:
     def file_prefix(self) -> str:
         """What the names of the checkpoint files begin with."""
         return self.prefix or self.name.replace("/", "-")
-
-
-def accept_old_keywords(train: Callable[..., Path]) -> Callable[..., Path]:
-    """Let `train` take the fields of `TrainStage` as keywords of its own, as it once did; this warns.
-
-    Delete it in the version after the one that made `TrainStage`.
-    """
-    names = {f.name for f in fields(TrainStage)} - {"name"}
-
-    @functools.wraps(train)
-    def call(*arguments: Any, **keywords: Any) -> Path:
-        if isinstance(keywords.get("stage"), str):
-            warnings.warn(
-                "train(stage='NAME', run_dir=..., ...) is now train(..., TrainStage('NAME', run_dir, ...)); the old "
-                "form goes away in the next version",
-                category=FutureWarning,
-                stacklevel=2,
-            )
-            # the old form had None for no settings
-            old = {name: keywords.pop(name) for name in names & keywords.keys()}
-            keywords["stage"] = TrainStage(keywords["stage"], **{**old, "settings": old.get("settings") or {}})
-        return train(*arguments, **keywords)
-
-    return call
-
-
-__getattr__ = functools.partial(moved.find, __name__)

@@ -1,4 +1,4 @@
-"""Output of a training stage while it runs: metrics.jsonl, TensorBoard, and a progress bar or plain lines."""
+"""Output of a training stage while it runs: metrics.jsonl, TensorBoard, and a progress bar or now and then a line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class TrainLog:
         stage: name of the stage, e.g. `supernet` or `retrain/best`.
         step: step at which the stage starts.
         total: step at which it ends.
-        shown: whether to show progress on the screen.
+        shown: whether to show progress on the screen: a bar that goes when the stage ends, or where standard error is
+            no terminal, a line every ten minutes.
     """
 
     def __init__(self, run_dir: Path, stage: str, *, step: int, total: int, shown: bool = True) -> None:
@@ -44,6 +45,7 @@ class TrainLog:
         with self._on_board():
             self._board = SummaryWriter(str(Path(run_dir) / "tensorboard" / stage), purge_step=step + 1)
         self._start, self._start_step = time.monotonic(), step
+        self._said = self._start
         console = Console(file=sys.stderr)
         self._bar = None
         if shown and console.is_terminal:
@@ -57,6 +59,7 @@ class TrainLog:
                 TextColumn("{task.fields[metrics]}", table_column=rest),
                 console=console,
                 expand=True,
+                transient=True,
             )
             self._task = self._bar.add_task(stage, total=total, completed=step, metrics="", left="")
             self._bar.start()
@@ -72,18 +75,20 @@ class TrainLog:
         tracking.log(self._stage, step, metrics)
         progress.tell(self._stage, step, self._total)
         text = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items() if value is not None)
-        left = self._left(step)
+        now = time.monotonic()
+        left = self._left(step, now)
         if self._bar:
             self._bar.update(self._task, completed=step, metrics=text, left=left)
-        elif self._shown:
+        elif self._shown and now - self._said >= progress.LINE_EVERY:
+            self._said = now
             parts = [f"{self._stage} {step}/{self._total}", left, text]
             print("  ".join(filter(None, parts)), file=sys.stderr, flush=True)
 
-    def _left(self, step: int) -> str:
+    def _left(self, step: int, now: float) -> str:
         """The time that is left of this stage, and of it with those that follow; empty before the first step."""
         if step <= self._start_step:
             return ""
-        per_step = (time.monotonic() - self._start) / (step - self._start_step)
+        per_step = (now - self._start) / (step - self._start_step)
         left = per_step * (self._total - step)
         text = f"eta {progress.duration(left)}"
         more = progress.following()

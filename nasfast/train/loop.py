@@ -30,7 +30,7 @@ from nasfast.settings.train import TrainConfig
 from nasfast.spaces import Sampler
 from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint
-from nasfast.train.config import TrainExtras, TrainStage, accept_old_keywords
+from nasfast.train.config import TrainExtras, TrainStage
 from nasfast.train.evaluate import Evaluation
 from nasfast.train.exchange import Exchange, FlatExchange, Outcome, OverlappedExchange
 from nasfast.train.log import TrainLog
@@ -347,7 +347,6 @@ class _Loop:
             )
 
 
-@accept_old_keywords
 def train(
     model: nn.Module,
     loader: object,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nasfast.config import ConfigError, dump_yaml, portable
-from nasfast.runtime import moved
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
@@ -191,6 +189,3 @@ def _describe(
         for path, text in ((space, net.space.to_yaml()), (config, dump_yaml(portable(form)))):
             if stage.overwrite or not path.exists():
                 write_atomic(path, text.encode())
-
-
-__getattr__ = partial(moved.find, __name__)

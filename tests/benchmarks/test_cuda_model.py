@@ -77,7 +77,7 @@ MEMORY = re.compile(r"(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG)")
 
 @pytest.mark.skipif(90 not in built_for(), reason="the extension has no kernels for sm_90")
 def test_kernels_wait_for_those_in_front_before_they_touch_memory():
-    """The launches of a call may start early on sm_90, see kernels/cuda/chain.cu."""
+    """The launches of a call may start early on sm_90, see kernels/cuda/gpu.cpp."""
     command = [TOOLS / "cuobjdump", "-sass", "-arch", "sm_90", _native.extension.__file__]
     before, waited = {}, {}
     for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():

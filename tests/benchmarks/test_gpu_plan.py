@@ -8,127 +8,203 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import plan
-from benchmarks.gpu.plan import PARTS, ROWS, SUMMARY, Part, read_rows, run_part, summarise_file
+from benchmarks.gpu.plan import COMMANDS, REPORT, ROWS, Part, read_rows, run_part
+from nasfast.ops import _native, use_backend
 
 ROOT = Path(plan.__file__).parents[2]
 COMMAND = [shutil.which("bash"), str(ROOT / "benchmarks" / "gpu.sh")]
 pytest.importorskip("triton")
+from benchmarks.gpu import build, parts, per_launch, proofs, tools
+from benchmarks.gpu.report import report
+from benchmarks.gpu_model import scenarios as model_scenarios
+from benchmarks.gpu_model.scenarios import SCENARIOS
+
+
+emulated = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 
 # packages that a machine with a GPU may lack
-MISSING = ("nasfast._C", "jsonargparse", "rich", "matplotlib", "tensorboard", "sklearn", "timm", "onnx", "nvidia.dali")
+MISSING = ("jsonargparse", "rich", "matplotlib", "tensorboard", "sklearn", "timm", "onnx", "nvidia.dali")
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> dict[str, str]:
-    """An environment without git, the extension, and packages that the plan must not need."""
+    """An environment without git, and without packages that the plan must not need."""
     folder = tmp_path_factory.mktemp("bare")
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({MISSING}))\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("NASFAST_", "TRITON_"))}
-    (folder / "dirname").symlink_to(shutil.which("dirname"))
+    for tool in ("dirname", "cc", "gcc", "c++", "g++", "ld", "as"):  # torch.compile has a compiler on a GPU, too
+        if found := shutil.which(tool):
+            (folder / tool).symlink_to(found)
     return {**env, "PYTHON": sys.executable, "PYTHONPATH": str(folder), "PATH": str(folder), "OMP_NUM_THREADS": "1"}
 
 
-def dry_run(name: str, env: dict[str, str], out: Path) -> list[dict]:
-    """The rows of one part on the CPU, which ended well."""
-    command = [*COMMAND, "--device", "cpu", "--part", name, "--out", str(out)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+def dry_run(command: str, env: dict[str, str], out: Path) -> dict[str, list[dict]]:
+    """The rows of each part of a command on the CPU, all of which ended well."""
+    run = [*COMMAND, command, "--device", "cpu", "--out", str(out)]
+    result = subprocess.run(run, env=env, capture_output=True, text=True)
     rows = read_rows(out / ROWS)
-    problems = [row for row in rows if row["kind"] in ("error", "left_out")]
-    assert rows[-1]["kind"] == "end" and rows[-1]["ok"] and not problems, (problems, rows[-1])
-    assert (out / SUMMARY).read_text() in result.stdout
-    assert {row["part"] for row in rows} == {name}
-    return rows
+    problems = [row for row in rows if row["kind"] in ("error", "left_out") or row.get("ok") is False]
+    assert result.returncode == 0 and not problems, (problems, result.stderr[-3000:])
+    assert (out / REPORT).read_text() in result.stdout and "FAILED" not in result.stdout
+    parts = {part.name: [row for row in rows if row["part"] == part.name] for part in COMMANDS[command]}
+    assert all(found[-1]["kind"] == "end" for found in parts.values())
+    assert list(dict.fromkeys(row["part"] for row in rows)) == list(parts)
+    return parts
 
 
 def of(kind: str, rows: list[dict], key: str = "name") -> list:
     return [row[key] for row in rows if row["kind"] == kind]
 
 
+@emulated
 @pytest.mark.aot
-def test_machine(bare, tmp_path):
-    rows = dry_run("machine", bare, tmp_path)
-    assert of("machine", rows, "packages")[0]["rich"] is not None  # installed, though it cannot be imported
-    assert len(of("ceiling", rows, "what")) == 3
-    assert of("launch", rows) == ["torch", "triton"] and all(us > 0 for us in of("launch", rows, "host_us"))
-
-
-@pytest.mark.aot
-def test_step(bare, tmp_path):
-    rows = dry_run("step", bare, tmp_path)
-    names = ["torch eager", "torch graph", "nasfast eager", "nasfast engine"]
-    assert of("step", rows) == [*names[:2], *names, "torch graph, indicators"] == of("variant", rows)
-    losses = of("variant", rows, "loss")
+def test_measure(bare, tmp_path):
+    parts = dry_run("measure", bare, tmp_path)
+    assert len(of("built", parts["build"], "seconds")) == 1
+    assert of("machine", parts["machine"], "packages")[0]["rich"] is not None  # installed, though it cannot be imported
+    assert len(of("ceiling", parts["machine"], "what")) == 3
+    assert of("launch", parts["machine"]) == ["torch", "triton"]
+    # both types, and one chain in every schedule
+    checked = {(row["dtype"], row["schedule"]) for row in parts["parity"] if row["kind"] == "parity"}
+    assert checked == {(dtype, how) for dtype in ("bfloat16", "float16") for how in ("stored", "released", "recomputed")}
+    assert of("bits", parts["bits"], "what") == ["again", "no early launches", "eager"]
+    assert of("bits", parts["bits"], "different") == [0, 0, 0]
+    names = ["torch eager", "torch graph", "nasfast engine", "nasfast engine, no early launches"]
+    more = ["nasfast engine, triton", "nasfast engine", "torch compile graph", "nasfast engine"]
+    assert of("step", parts["step"]) == names + more == of("variant", parts["step"])
+    losses = of("variant", parts["step"], "loss")
     assert max(losses) < 1.05 * min(losses)
-    (compiled,) = (row for row in rows if row["kind"] == "compiled")
-    assert compiled["layers"] == compiled["of"] == 4 and compiled["failed"] == 0
-    (floor,) = of("floor", rows, "times")
-    assert floor.keys() == set(names)
-    text = (tmp_path / SUMMARY).read_text()
-    assert "nasfast engine: " in text and "x floor" in text and "LOSSES DIFFER" not in text
+    # which kernels ran, by name
+    ran = {row["variant"]: row for row in parts["step"] if row["kind"] == "kernels"}
+    assert ran["nasfast engine"]["cuda"].keys() >= {"conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd"}
+    assert not ran["nasfast engine, triton"]["cuda"]
+    assert {"pointwise_forward_kernel", "depthwise_forward_kernel"} <= ran["nasfast engine, triton"]["triton"].keys()
+    text = (tmp_path / REPORT).read_text()
+    assert "**Decision: " in text and "LOSSES DIFFER" not in text and "8 of 8 chains, types and schedules" in text
+    shown = subprocess.run([*COMMAND, "--report", "--out", str(tmp_path)], env=bare, capture_output=True, text=True)
+    assert shown.stdout.strip() == text.strip()
 
 
+@emulated
 @pytest.mark.aot
-def test_kernels(bare, tmp_path):
-    rows = [row for row in dry_run("kernels", bare, tmp_path) if row["kind"] == "kernel"]
-    eager = [row for row in rows if row["variant"] == "nasfast eager"]
-    assert {"pointwise_forward_kernel", "depthwise_forward_kernel"} <= {row["kernel"] for row in eager}
-    assert all(row["us"] >= row["max_us"] >= row["min_us"] > 0 and row["grid"] for row in eager)
-    # two depthwise convolutions of other widths are other rows
-    widths = {row["arguments"]["C"] for row in eager if row["kernel"] == "depthwise_forward_kernel"}
-    assert len(widths) == 2
-    # the engine launches what the eager step does
-    launches = [
-        {
-            name: sum(row["launches"] for row in rows if (row["variant"], row["kernel"]) == (variant, name))
-            for name in ("pointwise_forward_kernel", "depthwise_backward_kernel")
-        }
-        for variant in ("nasfast eager", "nasfast engine")
-    ]
-    assert launches[0] == launches[1] and all(launches[0].values())
+def test_check(bare, tmp_path):
+    parts = dry_run("check", bare, tmp_path)
+    assert of("sanitizer", parts["sanitizer"], "tool") == ["none"]
+    assert of("ran", parts["ncu"], "code") == [0]
+    assert of("paths", parts["paths"]) == ["torch eager", "nasfast eager", "nasfast engine"]
 
 
+@emulated
 @pytest.mark.aot
 def test_tests(bare, tmp_path):
-    rows = dry_run("tests", bare, tmp_path)
-    assert of("test", rows, "outcome") == ["passed", "passed"]
-    assert "2 passed" in (tmp_path / SUMMARY).read_text()
+    rows = dry_run("tests", bare, tmp_path)["tests"]
+    assert of("test", rows, "outcome") == ["passed"] * 3
+    assert "3 passed" in (tmp_path / REPORT).read_text()
 
 
-@pytest.mark.aot
-def test_paths(bare, tmp_path):
-    rows = dry_run("paths", bare, tmp_path)
-    assert of("paths", rows) == ["torch eager", "nasfast eager", "nasfast engine"]
-    assert all(rate > 0 for rate in of("paths", rows, "images_per_s"))
+def test_every_command_takes_five_minutes_and_lists_itself():
+    listed = subprocess.run([*COMMAND, "--list"], capture_output=True, text=True, check=True).stdout
+    for command, parts in COMMANDS.items():
+        assert parts[0].name == "build"
+        assert f"{command}: {sum(part.seconds for part in parts)} s" in listed
+        assert sum(part.seconds for part in parts) <= 300
+        for part in parts:
+            assert f"  {part.name:9} {part.seconds:4} s  {part.text}" in listed
 
 
-@pytest.mark.aot
-def test_native(bare, tmp_path):
-    rows = dry_run("native", bare, tmp_path)
-    assert of("ran", rows, "what") == ["build", "tests", "times"] and of("ran", rows, "code") == [0, 0, 0]
-    assert of("orthogonalize", rows) == ["nasfast", "qr grouped"]
-    assert set(of("test", rows, "outcome")) == {"skipped"} and "needs a GPU" in (tmp_path / SUMMARY).read_text()
-    # the new build was used, and not the checkout
-    assert "NASFAST_NATIVE=OFF" in of("doctor", rows, "native build")[0][0]
+# ---- what would not run our kernels fails
 
 
-@pytest.mark.aot
-def test_compile(bare, tmp_path):
-    rows = dry_run("compile", bare, tmp_path)
-    assert of("step", rows) == ["torch compile", "nasfast engine", "torch compile graph", "nasfast engine"]
+@emulated
+def test_a_step_that_triton_serves_stops(tmp_path, monkeypatch):
+    """The first plan measured Triton for an hour, because nothing had built the extension."""
+    bench = parts.Bench("step", tmp_path / ROWS, "cpu", time.monotonic() + 600)
+    # the choice that nasfast would make if the extension were not there
+    monkeypatch.setattr(parts.Variant, "chosen", lambda self, bench: use_backend("triton"))
+    with pytest.raises(parts.NoCudaKernel, match="nasfast engine: no CUDA kernel of a chain ran, but .*pointwise_forward"):
+        parts.bench_variants(bench, (parts.OURS[0],), rounds=1)
+    (row,) = read_rows(tmp_path / ROWS)
+    assert row["kind"] == "kernels" and row["cuda"] == {} and row["triton"]["pointwise_forward_kernel"] > 0
+    with pytest.raises(parts.NoCudaKernel):
+        proofs.bits_of(bench, parts.OURS[0], parts.random_paths(bench, 1))
 
 
-def test_the_plan_takes_ten_minutes_and_lists_itself():
-    listed = subprocess.run([*COMMAND, "--list"], capture_output=True, text=True, check=True)
-    for part in PARTS:
-        assert f"{part.name:8} {part.seconds:4} s  {part.text}" in listed.stdout
-    assert sum(part.seconds for part in PARTS) + plan._GRACE * len(PARTS) <= 610
-    assert sum(part.seconds for part in PARTS) <= 600
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"from": "/elsewhere/nasfast/__init__.py"}, "nasfast is imported from /elsewhere"),
+        ({"missing": "not built"}, "not built"),
+        ({"build": {"cuda_operators": False}}, "has no CUDA operators"),
+        ({"device": {"kernels_run": False, "error": "no kernel image"}}, "no kernel image"),
+    ],
+)
+def test_a_build_whose_kernels_would_not_run_stops_the_plan(changed, why):
+    lib = plan.imported_from("cuda")
+    good = {
+        "from": str(lib / "nasfast" / "__init__.py"),
+        "missing": None,
+        "emulation": None,
+        "build": {"cuda_operators": True},
+        "device": {"kernels_run": True, "error": ""},
+    }
+    found = build.problem(good | changed, "cuda")
+    assert found is None if why is None else why in found
+    # the parts import it before the nasfast of this checkout
+    assert plan.environment_of("cuda")["PYTHONPATH"].split(os.pathsep)[:2] == [str(lib), str(ROOT)]
+
+
+# ---- launches beside the model
+
+
+def test_measured_constants_replace_the_assumptions(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_scenarios, "MEASURED", tmp_path / "constants.json")
+    assert model_scenarios.scenarios("H200") == SCENARIOS["H200"]
+    model_scenarios.MEASURED.write_text(json.dumps({"H200": {"ipc": 0.5, "error": 0.1}}))
+    assert {scenario.ipc for scenario in model_scenarios.scenarios("H200").values()} == {0.5}
+    assert model_scenarios.scenarios("RTX 3080") == SCENARIOS["RTX 3080"]
+    launch = {"work": 1.0, "products": 0.1, "reach": 1.0, "memory": 1.0, "latency": 0.5, "tail": 0.2, "may_start_early": 1}
+    for found in SCENARIOS.values():
+        low, central, high = (found[name].microseconds(launch) for name in ("low", "central", "high"))
+        assert low < central < high
+
+
+def test_constants_are_found_again():
+    rows = [
+        {"work": 3.0 * i % 7 + 0.1, "products": 0.1, "reach": 1.0, "memory": 2.0 * i % 5 + 0.1, "latency": 0.5, "tail": 0.2}
+        | {"may_start_early": i % 2}
+        for i in range(40)
+    ]
+    true = replace(SCENARIOS["H200"]["central"], early=0.0, ipc=0.55, bandwidth=0.9, fixed=2.5)
+    found = per_launch.fit("H200", rows, [true.microseconds(row) for row in rows])
+    assert found["error"] < 1e-6
+    assert [round(found[name], 2) for name in ("ipc", "bandwidth", "fixed")] == [0.55, 0.9, 2.5]
+
+
+def test_our_kernels_are_known_by_the_names_of_a_profiler():
+    name = "void nasfast::gpu::run_kernel<nasfast::gpu::DepthwiseForward<nasfast::gpu::Bf16, 3, 1, true> >(...)"
+    assert per_launch.family_of(name) == "DepthwiseForward"
+    assert per_launch.family_of(name.replace("DepthwiseForward", "pointwise::PointwiseForward")) == "PointwiseForward"
+    assert per_launch.family_of("void at::native::vectorized_elementwise_kernel<4, ...>") is None
+
+
+def test_the_longest_kernels_of_ncu_are_read():
+    output = '''==PROF== Connected
+"ID","Kernel Name","gpu__time_duration.sum","sm__throughput.avg.pct_of_peak_sustained_elapsed"
+"","","nsecond","%"
+"0","short","1,000","10"
+"1","long","20,000","80.5"
+'''
+    assert tools.longest(output) == [
+        {"kernel": "long", "time": "20,000", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "80.5"},
+        {"kernel": "short", "time": "1,000", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "10"},
+    ]
 
 
 @pytest.mark.parametrize(("memory", "wanted"), [("143771\n", 16), ("10240\n", 5), ("1000", 1), ("[N/A]", 4), (None, 4)])
@@ -143,6 +219,11 @@ def test_the_memory_of_a_gpu_limits_its_processes(memory, wanted, tmp_path, monk
 
 
 # ---- parts that end badly
+
+
+def page(out: Path) -> str:
+    plan.write_report(out)
+    return (out / REPORT).read_text()
 
 
 def run_code(code: str, out: Path, limit: float = 30.0) -> dict:
@@ -161,11 +242,11 @@ os.abort()
 """
     end = run_code(code, tmp_path)
     assert not end["ok"] and end["error"] == "exit code -6" and end["tail"][-1] == "line before the end"
-    text = summarise_file(tmp_path / ROWS)
-    assert "FAILED: exit code -6" in text and "torch eager" in text and "| line before the end" in text
+    text = page(tmp_path)
+    assert "FAILED: exit code -6" in text and "torch eager" in text and "line before the end" in text
     assert run_code("pass", tmp_path)["ok"]
-    # the summary has the rows of the last run
-    assert "FAILED" not in summarise_file(tmp_path / ROWS)
+    # the report has the rows of the last run
+    assert "FAILED" not in page(tmp_path)
 
 
 def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path):
@@ -192,14 +273,20 @@ def test_a_row_that_was_cut_short_is_left_out(tmp_path):
     assert read_rows(tmp_path / ROWS) == [{"kind": "start"}]
 
 
-def test_a_summary_names_the_best_peer_and_other_losses():
-    steps = {"torch eager": 8.0, "torch graph": 4.0, "nasfast engine": 2.0, "nasfast engine, indicators": 1.0}
+def test_a_report_has_ratios_with_intervals_a_decision_and_other_losses():
+    steps = {"torch graph": 4.0, "nasfast engine": 2.0, "nasfast engine, triton": 3.0}
     rows = [{"kind": "variant", "name": name, "first_s": 1.0, "loss": ms} for name, ms in steps.items()]
-    rows += [{"kind": "step", "name": n, "median_ms": ms, "q20_ms": ms, "q80_ms": ms} for n, ms in steps.items()]
-    text = plan.summarise({"step": [*rows, {"kind": "floor", "ms": 0.5}]})
-    assert "step: did not end" in text
-    assert "  nasfast engine: 0.50 of torch graph" in text and "nasfast engine, indicators: " not in text
-    assert "4.0 x floor" in text and "LOSSES DIFFER" in text
+    rows += [
+        {"kind": "step", "name": n, "median_ms": ms, "q20_ms": 0.9 * ms, "q80_ms": 1.1 * ms} for n, ms in steps.items()
+    ]
+    text = report({"step": [*rows, {"kind": "floor", "ms": 0.5}]})
+    assert "step: did not end" in text and "LOSSES DIFFER" in text
+    assert "Decision: CUDA. Its step takes 0.67 (0.55 to 0.81) of that on Triton." in text
+    assert "| torch graph | 4.000 (3.600 to 4.400) | 8.0 | 1.0 s | 0.50 (0.41 to 0.61) |" in text
+    for row in rows[3:]:
+        row["q80_ms"] = 2 * row["median_ms"]
+    assert "Decision: open" in report({"step": rows})
+    assert "No decision" in report({"step": rows[:4]})
 
 
 # ---- the rows of tests

@@ -10,11 +10,9 @@ from tiny import tiny_space
 from nasfast.spaces import Block, Stage
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-STEP, SAMPLE = RESULTS / "issue_model.json", RESULTS / "issue_model_sample.json"
-# how much worse than the committed results a step may be modelled before it counts as a regression: compilers differ
-SLACK = 1.05
-# what a step of the default workload may take: launches in all, and microseconds by architecture
-MOST_LAUNCHES, MOST_US = 300, {90: 4000, 86: 16000}
+STEP = RESULTS / "issue_model.json"
+# what a step of the default workload may have
+MOST_LAUNCHES = 300
 pytest.importorskip("triton")
 pytestmark = pytest.mark.aot
 
@@ -153,32 +151,6 @@ def test_a_step_launches_no_more_than_the_results_say(run, tmp_path):
     for phase, counts in expected.items():
         assert found[phase]["triton"] <= counts["triton"]
         assert found[phase]["pytorch"] <= counts["pytorch"]
-
-
-def test_the_results_say_that_a_step_takes_no_longer_than_it_may():
-    for arch, kernels in _rows(STEP)[1].items():
-        assert kernels["all"]["largest"] <= MOST_US[arch] and kernels["all"]["spilling_launches"] == 0
-
-
-@pytest.mark.slow
-def test_launches_of_a_step_are_modelled_no_worse_than_the_results_say(run, tmp_path):
-    """A sample of the launches: the compilation of all of them takes seven minutes."""
-    out = tmp_path / "model.json"
-    # the default cache folder, which has most of these kernels when tests/benchmarks/test_aot.py has run
-    run("-m", "benchmarks.gpu_model", "--sample", "--jobs", "1", "--out", str(out), cache=tmp_path / "unused")
-    found, expected = _rows(out)[1], _rows(SAMPLE)[1]
-    assert set(found) == set(expected) == {86, 90}
-    for arch, kernels in found.items():
-        assert {name: row["launches"] for name, row in kernels.items()} == {
-            name: row["launches"] for name, row in expected[arch].items()
-        }
-        now, then = kernels["all"], expected[arch]["all"]
-        assert now["largest"] <= SLACK * then["largest"]
-        assert now["issue"] <= SLACK * then["issue"]
-        assert now["wide_share_of_bytes"] >= then["wide_share_of_bytes"] - 0.02
-        assert now["spilling_launches"] == 0
-        # every tensor is moved once at least
-        assert 0 < now["memory"] <= now["largest"]
 
 
 @pytest.fixture(scope="module")

@@ -361,7 +361,7 @@ def test_doctor(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out
-    for op in ("bn_act", "conv_bn_act", "inverted_residual"):
+    for op in ("bn_act", "conv_bn_act", "conv_bn_act_chain"):
         assert op in out
 
 

@@ -33,7 +33,7 @@ def trained(run_dir, loader):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    if resolve_backend("inverted_residual", torch.empty(1)).name == "reference":
+    if resolve_backend("conv_bn_act_chain", torch.empty(1)).name == "reference":
         pytest.skip("no backend but the reference is built on this machine")
     cfg = DataConfig(source="digits", batch_size=57, workers=0)
     loader, _ = make_loaders(cfg, resolution=16)

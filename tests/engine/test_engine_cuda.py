@@ -1,4 +1,4 @@
-"""The graph engine on the CUDA kernels of chains, which are emulated here."""
+"""The graph engine on the CUDA kernels of chains: on a GPU whose kernels are built, else in their emulation."""
 
 import logging
 from collections import Counter
@@ -8,29 +8,36 @@ import pytest
 import torch
 from devices import DEVICE
 from engines import capture, compare, gradients, networks
+from kernel_cases.cuda import ON_GPU, needs_kernels
 from tiny import tiny_space
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.measure.timing import random_batch
-from nasfast.ops import _native, backends, conv_bn_act_chain, modules
+from nasfast.ops import backends, conv_bn_act_chain, cuda_times, modules
+from nasfast.ops import plan as planning
 from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Offer
 from nasfast.ops.plan import Kind, read_plan, storage_dtype
 from nasfast.spaces import Block, FixedLayer, Stage
 
-emulates = pytest.mark.skipif(
-    DEVICE == "cuda" or _native.why_no_emulation() is not None, reason="emulates the CUDA kernels"
-)
+pytestmark = needs_kernels
+emulates = pytest.mark.skipif(DEVICE == "cuda", reason="replays of CUDA graphs run no Python, in which this test looks")
 
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Chains that the CUDA kernels have go there, as on a GPU."""
-    for op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
+    """Chains that the CUDA kernels have go there, on a GPU or in the emulation."""
+    if DEVICE == "cuda" and not ON_GPU:
+        pytest.skip("the CUDA kernels are not built for this GPU")
+    monkeypatch.setattr(cuda_times, "slower", lambda gpu, chain, schedule: "")
+    planning._refuse_once.cache_clear()
+    for op in ("conv_bn_act", "conv_bn_act_chain") if not ON_GPU else ():
         (cuda,) = (backend for backend in backends._TABLE[op] if backend.name == "cuda")
         served = replace(cuda, can_use=lambda x: (storage_dtype(x) == torch.bfloat16, "its type"))
         monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))
+    yield
+    planning._refuse_once.cache_clear()
 
 
 @pytest.fixture
@@ -39,7 +46,6 @@ def begun_by_launches(monkeypatch):
     monkeypatch.setattr(Offer, "begin_backward", lambda self, dx: None)
 
 
-@emulates
 def test_cuda_operators_write_into_boundaries_and_gradients(emulated, begun_by_launches, monkeypatch):
     taken = Counter()
 
@@ -61,7 +67,6 @@ def test_cuda_operators_write_into_boundaries_and_gradients(emulated, begun_by_l
     assert taken["take_parameter_gradient"] >= 2 * (3 + 3 + 2 + 2) and taken["take_image"] >= 4, taken
 
 
-@emulates
 @pytest.mark.parametrize("layer_indicators", [False, True])
 def test_a_candidate_makes_what_the_layer_before_has_left(layer_indicators, emulated, begun_by_launches):
     """A reduction leaves a result to which nothing is added, a normal block one with its input, an identity none."""
@@ -157,7 +162,6 @@ def test_a_candidate_with_a_hook_neither_leaves_nor_makes(emulated, begun_by_lau
     assert graphs._segments[2][0, False].left is None and not graphs._segments[2][0, False].makes
 
 
-@emulates
 @pytest.mark.parametrize("name", ["classifier", "layers.0.candidates.0.expand.conv"])
 def test_frozen_weights_are_rounded_again_when_they_have_changed(emulated, name):
     space = tiny_space(resolution=8)

@@ -143,7 +143,7 @@ def cache_damaged(case: Case) -> None:
     run.wait_until(lambda: bool(newest_checkpoints(case.out, read=False)))
     case.strike(run)
     case.kill(run)
-    parts = sorted((case.folder / "cache").rglob("*.part"))
+    parts = sorted((case.folder / "cache").rglob("*.npy"))
     if not parts:
         raise NotInjectedError
     part = case.rng.choice(parts)

@@ -14,7 +14,7 @@ from nasfast.indicators.distill import distill, z_sum
 from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.search import search
+from nasfast.search import search_table
 from nasfast.spaces import SKIP
 
 SPACE = tiny_space()
@@ -45,7 +45,7 @@ def test_an_additive_score_is_found_exactly():
     for row in table.scores:
         assert sum(row.values()) == pytest.approx(0, abs=1e-12)
     best = max(ARCHS, key=lambda a: total(rows, a))
-    assert search(table, SPACE, top_k=1)[0].arch == best
+    assert search_table(table, SPACE, top_k=1)[0].arch == best
 
 
 def test_noisy_scores_are_fitted_as_numpys_least_squares_fits_them():
@@ -83,7 +83,7 @@ def test_a_skip_that_was_sampled_gets_a_score_of_its_own():
     assert [score is not None for score in table.layer] == [SKIP in row for row in values] == [False, True] * 2
     for arch in paths:
         assert table.score(arch) + table.meta["intercept"] == pytest.approx(total(rows, arch), abs=1e-9)
-    assert search(table, SPACE, top_k=1, allow_identity=True)[0].arch == (2, 2, 2, 2)
+    assert search_table(table, SPACE, top_k=1, allow_identity=True)[0].arch == (2, 2, 2, 2)
 
 
 def test_too_few_paths_are_refused():

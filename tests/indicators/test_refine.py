@@ -14,7 +14,7 @@ from nasfast.indicators.accuracies import AccuracyError
 from nasfast.indicators.refine import refine
 from nasfast.indicators.structure import structure_scores
 from nasfast.indicators.table import IndicatorTable
-from nasfast.search import search
+from nasfast.search import search_table
 from nasfast.spaces import SKIP, ArchError
 
 SPACE = tiny_space()
@@ -100,7 +100,7 @@ def test_architectures_that_were_not_trained_are_ranked_better_and_the_best_is_p
     )
     assert after > before + 0.1
     assert found.refined.low < found.refined.value < found.refined.high
-    best = search(found.table, SPACE, top_k=1)[0]
+    best = search_table(found.table, SPACE, top_k=1)[0]
     assert best.optimal
     assert best.score == pytest.approx(max(found.table.score(a) for a in ARCHS))
 
@@ -154,7 +154,7 @@ def test_a_skip_that_the_table_scores_is_refined_too():
     truth = {a: float(sum(5 * (v == SKIP) + v for v in a)) for a in random.Random(0).sample(every, 100)}
     found = refine(table, truth, resamples=10)
     assert found.used
-    best = search(found.table, SPACE, top_k=1, allow_identity=True)[0]
+    best = search_table(found.table, SPACE, top_k=1, allow_identity=True)[0]
     assert [v == SKIP for v in best.arch] == [SKIP in row for row in legal]
 
 

@@ -259,12 +259,6 @@ def test_a_table_of_another_kind_is_not_replaced(cfg, clockwork, tmp_path, capsy
     assert main([*flags, "--num_classes", "7"]) == 1
     assert "with fingerprint" in capsys.readouterr().err
     assert out.read_bytes() == before
-    # a file of an earlier version has dtype and threads among the settings only
-    form = {key: value for key, value in json.loads(before).items() if key not in ("dtype", "threads")}
-    out.write_text(json.dumps(form))
-    assert main([*flags, "--threads", "4"]) == 1
-    assert "with threads 0, not 4" in capsys.readouterr().err
-    assert main(flags) == 0
     out.write_text("{}")
     assert main(flags) == 1
     assert "is no table of latencies" in capsys.readouterr().err

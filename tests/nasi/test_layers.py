@@ -13,7 +13,7 @@ from nasfast.indicators import IndicatorTable
 from nasfast.nasi.layers import LayerMixture
 from nasfast.nasi.search import NasiConfig, sample, search
 from nasfast.nasi.table import layer_arch, nasi_table
-from nasfast.search import search as search_table
+from nasfast.search import search_table
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.train.batches import as_epochs
 

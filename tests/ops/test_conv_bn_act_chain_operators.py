@@ -371,6 +371,16 @@ WRONG = {
     "second stage": (ValueError, r"stages\[1\]: conv_weight of shape.*takes 4 channels", {"stages": [GOOD, GOOD]}),
     "act": (ValueError, r"stages\[0\]: act must be one of", {"stages": [GOOD._replace(act="gelu")]}),
     "eval": (ValueError, r"stages\[0\]: training=False", {"stages": [GOOD._replace(training=False)]}),
+    "running": (
+        ValueError,
+        r"stages\[0\]: running_mean must have shape \(6,\), got \(4,\)",
+        {"stages": [GOOD._replace(params=ConvBNParams(*GOOD.params[:3], torch.zeros(4), torch.ones(6)))]},
+    ),
+    "a stage that shrinks to one value": (
+        ValueError,
+        r"stages\[0\]: cannot take batch statistics of a single value",
+        {"x": X[:1, :, :2, :2], "stages": [GOOD._replace(stride=2)]},
+    ),
     "residual": (ValueError, "residual must have the shape of the result", {"residual": X}),
     "empty": (ValueError, "empty batch", {"x": X[:0]}),
     "one value": (ValueError, "single value per channel", {"x": X[:1, :, :1, :1]}),

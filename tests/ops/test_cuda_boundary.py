@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases.chain import ChainCase, Drawn, planned_numbers
+from kernel_cases.cuda import moved, needs_kernels, set_emulation
 
 from nasfast import ops
-from nasfast.ops import _native
 from nasfast.ops import plan as planning
 from nasfast.ops.destinations import Left, Offer, Remains, Unmade, offered
 
-pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
+pytestmark = needs_kernels
 TYPES = [torch.bfloat16, torch.float16]
 # the largest relative error of one rounding
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -22,9 +22,9 @@ def emulation(monkeypatch):
     """Sets the emulated GPU; it is the default one again after the test."""
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
     planning._decide_once.cache_clear()
-    yield _native.extension.set_emulation
+    yield set_emulation
     planning._decide_once.cache_clear()
-    _native.extension.set_emulation()
+    set_emulation()
 
 
 def nan_like(x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,8 @@ def drawn_pair(pair, dtype):
     case, units, residual = pair
     first = replace(case, dtype=dtype).draw_once()
     shape = first.grad.shape
-    return first, ChainCase(tuple(shape), units, residual or "none", dtype=dtype).draw_once()
+    second = ChainCase(tuple(shape), units, residual or "none", dtype=dtype).draw_once()
+    return moved(first), moved(second)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["stored", "again"])
@@ -205,7 +206,7 @@ def test_nan_reaches_the_input_that_is_made(emulation):
 @pytest.mark.parametrize("units", ["pw16/identity", "dw3/relu6 pw16/relu"])
 def test_a_chain_that_must_write_its_result_writes_it(units, emulation):
     """What is added is not the input, or an activation comes last."""
-    drawn = ChainCase((2, 16, 5, 4), units, "tensor", dtype=torch.bfloat16).draw_once()
+    drawn = moved(ChainCase((2, 16, 5, 4), units, "tensor", dtype=torch.bfloat16).draw_once())
     want = ops.conv_bn_act_chain(drawn.x, drawn.stages, residual=drawn.residual, backend="cuda")
     target = nan_like(want)
     with offered(offer(drawn.x, result=target, remains=Remains(target))):
@@ -265,13 +266,13 @@ def test_a_chain_with_nothing_in_front_that_trains(units, emulation):
 
 
 def test_backward_of_a_chain_that_left_its_result_needs_what_it_left(emulation):
-    drawn = ChainCase((2, 16, 5, 4), "pw16/identity", dtype=torch.bfloat16).draw_once()
+    drawn = moved(ChainCase((2, 16, 5, 4), "pw16/identity", dtype=torch.bfloat16).draw_once())
     params = drawn.stages[0].params
     arguments = {
         "grad": drawn.grad,
         "x": None,
         "saved": drawn.grad.new_empty(0),
-        "statistics": torch.empty(80, dtype=torch.float64),
+        "statistics": drawn.grad.new_empty(80, dtype=torch.float64),
         "conv_weights": [params.conv_weight],
         "bn_weights": [params.bn_weight],
         "bn_biases": [params.bn_bias],

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE, on_device
 from kernel_cases.chain import (
     ChainCase,
     Drawn,
@@ -18,18 +17,14 @@ from kernel_cases.chain import (
     relative_errors,
     run_chain,
 )
+from kernel_cases.cuda import ON_GPU, PLACE, cuda_chain, emulated_only, moved, needs_kernels, run_cuda, set_emulation
 
 from nasfast import ops
-from nasfast.ops import _native, reference
+from nasfast.ops import reference
 from nasfast.ops import plan as planning
 from nasfast.ops.plan import read_plan
 
-pytestmark = [
-    pytest.mark.usefixtures("device"),
-    pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation())),
-]
-cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
-emulated_only = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own order of threads and blocks")
+pytestmark = needs_kernels
 TYPES = [torch.bfloat16, torch.float16]
 # the largest relative error of one rounding
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -43,19 +38,7 @@ def emulated(monkeypatch) -> Iterator[None]:
     planning._decide_once.cache_clear()
     yield
     planning._decide_once.cache_clear()
-    _native.extension.set_emulation()
-
-
-def moved(drawn: Drawn) -> Drawn:
-    """The same tensors on the device under test."""
-    x, grad = on_device(drawn.x), on_device(drawn.grad)
-    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else on_device(drawn.residual)
-    stages = [s._replace(params=converted(on_device, s.params)) for s in drawn.stages]
-    return Drawn(x, stages, residual, drawn.shuffle, grad)
-
-
-def run(drawn: Drawn, *, x_grad: bool = True) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in run_chain(cuda_chain, moved(drawn), x_grad=x_grad).items()}
+    set_emulation()
 
 
 def operator_arguments(drawn: Drawn) -> dict:
@@ -128,7 +111,7 @@ def check_stages(drawn: Drawn, *, x_grad: bool = True) -> None:
     residual = x if drawn.residual is drawn.x else drawn.residual
     y = a if residual is None else a + residual.double()
     y.backward(drawn.grad.double())
-    ours = run(drawn, x_grad=x_grad)
+    ours = run_cuda(drawn, x_grad=x_grad)
     assert ours["y"].dtype == drawn.x.dtype
     assert relative(ours["y"], y.detach()) <= 1.2 * rounding
     for name, leaf in leaves.items():
@@ -202,7 +185,7 @@ def test_weights_may_be_float32(dtype):
     narrow = moved(drawn)
     want = cuda_chain(narrow.x, narrow.stages)
     there = moved(drawn._replace(stages=wide))
-    with torch.autocast(DEVICE, dtype):
+    with torch.autocast(PLACE, dtype):
         got = cuda_chain(there.x.float(), there.stages)
     assert got.dtype == dtype
     assert torch.equal(got, want)
@@ -211,7 +194,7 @@ def test_weights_may_be_float32(dtype):
 @emulated_only
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])
 def test_any_division_into_blocks_gives_the_same_numbers(multiprocessors):
-    _native.extension.set_emulation(multiprocessors)
+    set_emulation(multiprocessors)
     for case in (BLOCKS[2], STAGES[2], ChainCase((9, 16, 12, 12), "dw3/relu6 pw8/identity")):
         check_stages(replace(case, dtype=torch.bfloat16).draw_once())
 
@@ -242,7 +225,7 @@ def test_errors_are_no_larger_than_those_of_eager_autocast(case, dtype):
     for attempt in range(2):
         drawn = replace(case, dtype=dtype).draw_once(attempt)
         exact, x_grad = exact_chain(drawn, x_grad=case.x_grad), case.x_grad
-        for errors, results in ((ours, run(drawn, x_grad=x_grad)), (theirs, run_chain(peer, drawn, x_grad=x_grad))):
+        for errors, results in ((ours, run_cuda(drawn, x_grad=x_grad)), (theirs, run_chain(peer, drawn, x_grad=x_grad))):
             for name, error in relative_errors(results, exact).items():
                 errors[name] = errors.get(name, 0.0) + error / 2
     assert ours["y"] <= min(2e-2, 1.1 * theirs["y"]), (ours, theirs)
@@ -280,7 +263,7 @@ def widened(stage: ops.Stage) -> ops.Stage:
 def test_not_a_number_in_the_gradient_reaches_what_it_must():
     drawn = replace(BLOCKS[2], dtype=torch.bfloat16).draw_once()
     drawn.grad[0, 3, 2, 2] = torch.nan
-    want, got = exact_chain(drawn).tensors, run(drawn)
+    want, got = exact_chain(drawn).tensors, run_cuda(drawn)
     assert int(got["dbeta2"].isnan().sum()) == 1 and got["dx"].isnan().all()
     for name, tensor in got.items():
         assert torch.equal(tensor.isnan(), want[name].isnan()), name
@@ -289,7 +272,7 @@ def test_not_a_number_in_the_gradient_reaches_what_it_must():
 def test_channels_that_do_not_vary_give_finite_results():
     drawn = replace(BLOCKS[2], dtype=torch.bfloat16).draw_once()
     drawn.x.fill_(3.7)
-    assert all(tensor.isfinite().all() for tensor in run(drawn).values())
+    assert all(tensor.isfinite().all() for tensor in run_cuda(drawn).values())
 
 
 # ---- the same bits
@@ -309,11 +292,11 @@ ORDERED = [
 def test_neither_repetition_nor_the_order_of_threads_and_blocks_changes_a_bit(case):
     # so many multiprocessors that the results of groups of blocks are added too
     drawn, settings = replace(case, dtype=torch.bfloat16).draw_once(), {"multiprocessors": 60}
-    orders = [{}, {}] if DEVICE == "cuda" else [{}, {}, *ORDERS]
+    orders = [{}, {}] if ON_GPU else [{}, {}, *ORDERS]
     results = []
     for order in orders:
-        _native.extension.set_emulation(**settings, **order)
-        results.append(run(drawn, x_grad=case.x_grad))
+        set_emulation(**settings, **order)
+        results.append(run_cuda(drawn, x_grad=case.x_grad))
     for result, order in zip(results[1:], orders[1:], strict=True):
         for name, tensor in result.items():
             assert torch.equal(tensor, results[0][name]), (name, order)
@@ -324,8 +307,8 @@ def test_counters_are_zeros_before_and_after(monkeypatch):
 
     made, zeros = [], conv.zeros
     monkeypatch.setattr(conv, "zeros", lambda *arguments: made.append(zeros(*arguments)) or made[-1])
-    _native.extension.set_emulation(60)
-    run(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once())
+    set_emulation(60)
+    run_cuda(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once())
     assert len(made) == 2 and min(len(counters) for counters in made) > 1
     assert not any(counters.any() for counters in made)
 
@@ -427,7 +410,7 @@ def test_tensors_of_another_plan_are_refused():
     forward, backward = (getattr(torch.ops.nasfast_cuda, f"conv_bn_act_chain_{way}") for way in ("fwd", "bwd"))
     with torch.no_grad():
         y, saved, statistics = forward(**good)
-    weights, affine, running = good["conv_weights"], good["bn_weights"], torch.ones(16, device=DEVICE)
+    weights, affine, running = good["conv_weights"], good["bn_weights"], torch.ones(16, device=PLACE)
     for bad in (
         {"x": good["x"][:1]},
         {"conv_weights": [weights[0][:8], weights[1]]},
@@ -482,4 +465,4 @@ def test_too_few_counters_are_refused(monkeypatch):
 
     monkeypatch.setattr(conv, "zeros", lambda count, device: torch.zeros(count - 1, dtype=torch.int32, device=device))
     with pytest.raises(RuntimeError, match="needs 1 counters, int32 zeros on the device of the input, got 0"):
-        run(replace(STAGES[1], dtype=TYPES[0]).draw_once())
+        run_cuda(replace(STAGES[1], dtype=TYPES[0]).draw_once())

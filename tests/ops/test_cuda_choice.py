@@ -55,7 +55,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(conv, "run_chain", run_chain)
     monkeypatch.setattr(_triton, "interpreted", lambda: False)
     everything = lambda x: (True, "")  # noqa: E731
-    for op in ("conv_bn_act", "inverted_residual", "conv_bn_act_chain"):
+    for op in ("conv_bn_act", "conv_bn_act_chain"):
         names = [backend.name for backend in backends._TABLE[op]]
         assert names == ["cpu", "cuda", "triton", "reference"]
         row = tuple(replace(backend, can_use=everything) for backend in backends._TABLE[op][1:])
@@ -69,9 +69,8 @@ def test_chains_go_to_cuda_before_triton(on_a_gpu):
     call(replace(GOOD, units="pw16s2/relu6 dw3/relu6"))
     drawn = GOOD.draw_once()
     units = [stage.params for stage in drawn.stages]
-    ops.inverted_residual(drawn.x, *units)
     ops.conv_bn_act(drawn.x, *units[0][:3])
-    assert on_a_gpu == ["cuda"] * 4
+    assert on_a_gpu == ["cuda"] * 3
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -169,7 +168,7 @@ def test_cpu_tensors_are_served_only_by_the_emulation_that_is_named(monkeypatch)
 
 def test_a_gpu_before_ampere_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(backends, "_cuda_reason", "")
+    monkeypatch.setattr(backends, "_why_no_cuda_kernels", lambda device: "")
 
     class Image:
         device, dtype = torch.device("cuda", 0), torch.bfloat16

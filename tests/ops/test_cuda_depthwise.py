@@ -1,19 +1,15 @@
-"""The depthwise CUDA kernels against float64, where strips, segments and groups of channels end."""
+"""The depthwise CUDA kernels against float64, on a GPU or in their emulation, where strips, segments and groups of channels end."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from kernel_cases.chain import ChainCase, eager_autocast, exact_chain, relative_errors, run_chain
+from kernel_cases.cuda import cuda_chain, emulated_only, needs_kernels, run_cuda, set_emulation
 
-from nasfast import ops
-from nasfast.ops import _native
-
-pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
-cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
+pytestmark = needs_kernels
 # Roundings of y and of dy, and of the result. The activations are smooth, so nothing else differs from float64.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 KERNELS = list(product((3, 5, 7), (1, 2)))
@@ -23,12 +19,12 @@ KERNELS = list(product((3, 5, 7), (1, 2)))
 def emulated(monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
     yield
-    _native.extension.set_emulation()
+    set_emulation()
 
 
 def check(case: ChainCase, *, bound: float | None = None) -> None:
     drawn = case.draw_once()
-    errors = relative_errors(run_chain(cuda_chain, drawn), exact_chain(drawn))
+    errors = relative_errors(run_cuda(drawn), exact_chain(drawn))
     assert all(error <= (bound or BOUND[case.dtype]) for error in errors.values()), errors
 
 
@@ -63,7 +59,7 @@ def test_the_batch_norm_before_is_read_and_differentiated(kernel, stride):
 def test_activations_before_the_stencil(kernel, stride, act):
     """Only y: at a kink of an activation, rounding chooses the slope."""
     drawn = ChainCase((2, 16, 8, 15), f"dw3/{act} dw{kernel}s{stride}/{act}", dtype=torch.float16).draw_once()
-    errors = relative_errors(run_chain(cuda_chain, drawn), exact_chain(drawn))
+    errors = relative_errors(run_cuda(drawn), exact_chain(drawn))
     assert errors["y"] <= 3e-3, errors
 
 
@@ -77,12 +73,12 @@ def test_the_input_may_be_added(residual):
 )
 def test_many_blocks_share_a_channel(case):
     """With many multiprocessors rows are cut into segments, and sums of blocks are added in two levels."""
-    _native.extension.set_emulation(132)
+    set_emulation(132)
     case = replace(case, dtype=torch.bfloat16)
     drawn, results = case.draw_once(), []
     for order in ({}, {"backwards": True, "block_order": 5}):
-        _native.extension.set_emulation(132, **order)
-        results.append(run_chain(cuda_chain, drawn))
+        set_emulation(132, **order)
+        results.append(run_cuda(drawn))
     errors = relative_errors(results[0], exact_chain(drawn))
     assert max(errors.values()) <= BOUND[case.dtype], errors
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
@@ -112,13 +108,13 @@ MATRICES = {"shared_memory": 227}
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_tensor_cores_take_any_size(kernel, shape, dtype):
-    _native.extension.set_emulation(**MATRICES)
+    set_emulation(**MATRICES)
     check(ChainCase(shape, f"dw{kernel}/identity", dtype=dtype))
 
 
 @pytest.mark.parametrize("kernel", [5, 7])
 def test_tensor_cores_read_and_differentiate_the_batch_norm_before(kernel):
-    _native.extension.set_emulation(**MATRICES)
+    set_emulation(**MATRICES)
     case = ChainCase((2, 16, 10, 19), f"dw3/identity dw{kernel}/identity", "none", dtype=torch.float16)
     check(case, bound=3e-3)
 
@@ -127,13 +123,13 @@ def test_tensor_cores_read_and_differentiate_the_batch_norm_before(kernel):
 @pytest.mark.parametrize("kernel", [5, 7])
 def test_tensor_cores_with_activations_are_as_exact_as_eager_autocast(kernel, act):
     """Near a kink of an activation, roundings choose the slope of an element: see test_cuda_expansion.py."""
-    _native.extension.set_emulation(**MATRICES)
+    set_emulation(**MATRICES)
     case = ChainCase((2, 16, 15, 18), f"pw32/{act} dw{kernel}/{act}", "none", dtype=torch.bfloat16)
     ours, theirs = [], []
     for attempt in range(2):
         drawn = case.draw_once(attempt)
         exact = exact_chain(drawn)
-        ours.append(relative_errors(run_chain(cuda_chain, drawn), exact))
+        ours.append(relative_errors(run_cuda(drawn), exact))
         theirs.append(relative_errors(run_chain(eager_autocast, drawn), exact))
     assert max(errors["y"] for errors in ours) <= 1e-2, ours
     best, eager = (min(sum(errors.values()) for errors in draws) for draws in (ours, theirs))
@@ -142,7 +138,7 @@ def test_tensor_cores_with_activations_are_as_exact_as_eager_autocast(kernel, ac
 
 @pytest.mark.parametrize("residual", ["x", "tensor"])
 def test_tensor_cores_add_the_input(residual):
-    _native.extension.set_emulation(**MATRICES)
+    set_emulation(**MATRICES)
     check(ChainCase((2, 8, 7, 9), "dw5/identity", residual, dtype=torch.float16))
 
 
@@ -155,24 +151,25 @@ def test_no_order_of_tensor_cores_changes_a_bit(multiprocessors, kernel, shape):
     case = ChainCase(shape, f"dw3/relu6 dw{kernel}/relu6", "none", dtype=torch.bfloat16)
     drawn, results = case.draw_once(), []
     for order in ({}, {"backwards": True, "block_order": 1}, {"block_order": 5}):
-        _native.extension.set_emulation(multiprocessors, **order, **MATRICES)
-        results.append(run_chain(cuda_chain, drawn))
+        set_emulation(multiprocessors, **order, **MATRICES)
+        results.append(run_cuda(drawn))
     for other in results[1:]:
         assert all(torch.equal(tensor, results[0][name]) for name, tensor in other.items())
     errors = relative_errors(results[0], exact_chain(drawn))
     assert errors["y"] <= BOUND[case.dtype], errors
 
 
+@emulated_only  # it reads allocations on the CPU
 @pytest.mark.parametrize("tensor_cores", [False, True], ids=["threads", "tensor_cores"])
 @pytest.mark.parametrize("units", ["dw3/relu6 dw3/identity", "pw16/relu6 dw5s2/relu6", "pw16/relu6 dw7/relu6"])
 def test_a_gradient_that_nothing_reads_is_not_written(units, tensor_cores):
     """Where the input needs no gradient, the first stage needs only sums over its dz; the second one is depthwise."""
-    _native.extension.set_emulation(**(MATRICES if tensor_cores else {}))
+    set_emulation(**(MATRICES if tensor_cores else {}))
     drawn = ChainCase((2, 16, 14, 13), units, dtype=torch.bfloat16).draw_once()
     results, allocated = [], []
     for x_grad in (True, False):
         with torch.profiler.profile(profile_memory=True) as profile:
-            results.append(run_chain(cuda_chain, drawn, x_grad=x_grad))
+            results.append(run_cuda(drawn, x_grad=x_grad))
         allocated.append({event.cpu_memory_usage for event in profile.events() if event.name == "aten::new_empty"})
     want, got = results
     assert set(want) - set(got) == {"dx"}
@@ -181,6 +178,7 @@ def test_a_gradient_that_nothing_reads_is_not_written(units, tensor_cores):
     assert size in allocated[0] and size not in allocated[1]
 
 
+@emulated_only
 def test_tensor_cores_round_the_filter_to_the_type_of_the_tensors():
     """By this the kernels differ from those of threads: a weight of 1 + 2^-10 is 1 in bfloat16."""
     drawn = ChainCase((1, 8, 9, 9), "dw5/identity", "none", dtype=torch.bfloat16).draw_once()
@@ -191,7 +189,7 @@ def test_tensor_cores_round_the_filter_to_the_type_of_the_tensors():
         for w in (rounded + 2**-10, rounded)
     ]
     for settings, same in ((MATRICES, True), ({}, False)):
-        _native.extension.set_emulation(**settings)
+        set_emulation(**settings)
         with torch.autocast("cpu", torch.bfloat16):
             got = [cuda_chain(drawn.x, [stage]) for stage in stages]
         assert torch.equal(*got) == same

@@ -1,24 +1,22 @@
 """Expansions that the CUDA kernels compute again instead of writing them, against float64: see `plan.recompute`.
 
-On the GPU where there is one, else in their emulation on CPU tensors.
+On a GPU whose kernels are built, else in their emulation on CPU tensors.
 """
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from kernel_cases.chain import ChainCase, Drawn, eager_autocast, exact_chain, relative_errors, run_chain
+from kernel_cases.cuda import cuda_chain, moved, needs_kernels, run_cuda, set_emulation
 
-from nasfast import ops
-from nasfast.ops import _native, cuda_times
+from nasfast.ops import cuda_times
 from nasfast.ops import plan as planning
 from nasfast.ops.plan import plan_chain, stage_fields
 
-pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
+pytestmark = needs_kernels
 BFLOAT16 = torch.bfloat16
-cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 
 
 @pytest.fixture(autouse=True, params=["recomputed", "released"])
@@ -30,7 +28,7 @@ def emulated(request, monkeypatch):
     planning._decide_once.cache_clear()
     yield
     planning._decide_once.cache_clear()
-    _native.extension.set_emulation()
+    set_emulation()
 
 
 def recomputed(drawn: Drawn) -> bool:
@@ -77,7 +75,7 @@ def test_errors_are_not_larger_than_those_of_eager_autocast(case):
         drawn = replace(case, dtype=BFLOAT16).draw_once(attempt)
         assert recomputed(drawn)
         exact = exact_chain(drawn)
-        ours.append(relative_errors(run_chain(cuda_chain, drawn), exact))
+        ours.append(relative_errors(run_cuda(drawn), exact))
         theirs.append(relative_errors(run_chain(eager_autocast, drawn), exact))
     # Near a kink of an activation, roundings choose the slope of an element: few and large errors, in some draws of
     # either, of which only the sum can be compared. The best draw has the fewest.
@@ -88,7 +86,7 @@ def test_errors_are_not_larger_than_those_of_eager_autocast(case):
 
 def test_float16_has_the_errors_of_float16():
     drawn = replace(CASES[0], dtype=torch.float16).draw_once()
-    errors = relative_errors(run_chain(cuda_chain, drawn), exact_chain(drawn))
+    errors = relative_errors(run_cuda(drawn), exact_chain(drawn))
     assert max(errors.values()) < 1e-2, errors
     assert errors["y"] < 1e-3, errors
 
@@ -97,8 +95,8 @@ def test_float16_has_the_errors_of_float16():
 def test_float16_gradients_keep_their_relative_size(grad_scale):
     # the coefficients of BatchNorm's gradient leave the range of float16 here
     drawn = replace(CASES[6], dtype=torch.float16).draw_once()
-    got = run_chain(cuda_chain, drawn._replace(grad=drawn.grad / 64))["dx"]
-    scaled = run_chain(cuda_chain, drawn._replace(grad=drawn.grad / 64 * grad_scale))["dx"]
+    got = run_cuda(drawn._replace(grad=drawn.grad / 64))["dx"]
+    scaled = run_cuda(drawn._replace(grad=drawn.grad / 64 * grad_scale))["dx"]
     assert torch.isfinite(scaled).all()
     error = (scaled.double() / grad_scale - got.double()).norm() / got.double().norm()
     assert error < (0.05 if grad_scale < 1 else 5e-3)
@@ -110,7 +108,7 @@ def test_float16_gradients_whose_mean_is_far_from_zero_cancel(case):
     drawn = replace(case, dtype=torch.float16).draw_once()
     drawn = drawn._replace(grad=drawn.grad + 30 * drawn.grad.std())
     exact = exact_chain(drawn)
-    ours = relative_errors(run_chain(cuda_chain, drawn), exact)
+    ours = relative_errors(run_cuda(drawn), exact)
     theirs = relative_errors(run_chain(eager_autocast, drawn), exact)
     for name, error in ours.items():
         assert error <= 1.1 * theirs[name] + 1e-3, (name, ours, theirs)
@@ -120,7 +118,7 @@ def test_a_large_mean_of_x_cancels():
     # x - mean has few bits left, for every implementation; products of x must not lose more
     drawn = replace(CASES[7], dtype=BFLOAT16, mean=30.0).draw_once()
     exact = exact_chain(drawn)
-    ours = relative_errors(run_chain(cuda_chain, drawn), exact)
+    ours = relative_errors(run_cuda(drawn), exact)
     theirs = relative_errors(run_chain(eager_autocast, drawn), exact)
     assert ours["dx"] <= 1.1 * theirs["dx"], (ours, theirs)
     assert ours["y"] <= 1.1 * theirs["y"], (ours, theirs)
@@ -132,8 +130,8 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(case, multiprocessors):
     drawn = replace(case, dtype=BFLOAT16).draw_once()
     results = []
     for backwards, order in ((False, 0), (True, 1), (False, 7)):
-        _native.extension.set_emulation(multiprocessors, backwards, order)
-        results.append(run_chain(cuda_chain, drawn))
+        set_emulation(multiprocessors, backwards, order)
+        results.append(run_cuda(drawn))
     for other in results[1:]:
         for name, want in results[0].items():
             assert torch.equal(other[name], want), name
@@ -146,7 +144,7 @@ def test_a_gamma_close_to_zero_has_an_exact_gradient(case):
     drawn.stages[0].params.bn_weight.fill_(1e-6)
     drawn.stages[0].params.bn_bias.fill_(1.0)
     exact = exact_chain(drawn)
-    ours = relative_errors(run_chain(cuda_chain, drawn), exact)
+    ours = relative_errors(run_cuda(drawn), exact)
     theirs = relative_errors(run_chain(eager_autocast, drawn), exact)
     assert ours["dgamma0"] <= 1.25 * theirs["dgamma0"], (ours, theirs)
 
@@ -154,7 +152,7 @@ def test_a_gamma_close_to_zero_has_an_exact_gradient(case):
 def test_not_a_number_in_one_pixel_reaches_results_and_gradients():
     drawn = replace(CASES[6], dtype=BFLOAT16).draw_once()
     drawn.x[1, 3, 4, 5] = torch.nan
-    got = run_chain(cuda_chain, drawn)
+    got = run_cuda(drawn)
     # the statistics of the batch carry it to every pixel of every channel
     for name in ("y", "dx", "dgamma0", "dgamma2"):
         assert got[name].isnan().all(), name
@@ -162,7 +160,7 @@ def test_not_a_number_in_one_pixel_reaches_results_and_gradients():
 
 def test_only_gradients_of_batchnorm_are_wanted():
     drawn = replace(CASES[1], dtype=BFLOAT16).draw_once()
-    want, got = run_chain(cuda_chain, drawn), run_chain(cuda_chain, drawn, x_grad=False)
+    want, got = run_cuda(drawn), run_cuda(drawn, x_grad=False)
     assert all(torch.equal(got[name], want[name]) for name in got)
 
 
@@ -175,7 +173,7 @@ def test_only_gradients_of_batchnorm_are_wanted():
     ],
 )
 def test_x_is_kept_instead_of_the_expansion(units, kept):
-    drawn = ChainCase((2, 24, 8, 8), units, dtype=BFLOAT16).draw_once()
+    drawn = moved(ChainCase((2, 24, 8, 8), units, dtype=BFLOAT16).draw_once())
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         cuda_chain(drawn.x.requires_grad_(), drawn.stages)
@@ -198,5 +196,5 @@ def test_which_expansions_are_computed_again(channels, hidden, want):
     drawn = case.draw_once()
     assert recomputed(drawn) == want
     # at the limits of shared memory
-    errors = relative_errors(run_chain(cuda_chain, drawn), exact_chain(drawn))
+    errors = relative_errors(run_cuda(drawn), exact_chain(drawn))
     assert errors["y"] < 2e-2, errors

@@ -7,12 +7,11 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases.chain import ChainCase, exact_chain, relative_errors, run_chain
+from kernel_cases.cuda import PLACE, needs_kernels, run_cuda, set_emulation
 
 from nasfast import ops
-from nasfast.ops import _native
 
-pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
-cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
+pytestmark = needs_kernels
 eager_chain = partial(ops.conv_bn_act_chain, backend="reference")
 
 
@@ -20,8 +19,8 @@ eager_chain = partial(ops.conv_bn_act_chain, backend="reference")
 def emulation(monkeypatch):
     """Sets the emulated GPU; it is the default one again after the test."""
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
-    yield _native.extension.set_emulation
-    _native.extension.set_emulation()
+    yield set_emulation
+    set_emulation()
 
 
 # Narrow and wide stages in turn, so that both directions have tiles of every kind: depths of 8 to 1536 with and without
@@ -57,7 +56,7 @@ def compare(case):
     """
     drawn = case.draw_once()
     exact = exact_chain(drawn)
-    errors = relative_errors(run_chain(cuda_chain, drawn), exact)
+    errors = relative_errors(run_cuda(drawn), exact)
     eager = relative_errors(run_chain(eager_chain, drawn), exact)
     kinks = 5e-2 if "relu" in case.units else 0
     for name, error in errors.items():
@@ -76,10 +75,10 @@ def test_results_are_as_close_to_float64_as_those_of_eager_pytorch(case, dtype, 
 def test_a_result_does_not_depend_on_the_order_of_threads_and_blocks(multiprocessors, emulation):
     drawn = SMALL.draw_once()
     emulation(multiprocessors)
-    expected = run_chain(cuda_chain, drawn)
+    expected = run_cuda(drawn)
     for backwards, order in [(True, 0), (False, 1), (True, 29)]:
         emulation(multiprocessors, backwards, order)
-        assert_same(run_chain(cuda_chain, drawn), expected)
+        assert_same(run_cuda(drawn), expected)
 
 
 def test_many_blocks_are_added_on_two_levels(emulation):
@@ -97,15 +96,15 @@ def test_backward_with_wide_tiles_and_deep_slabs(emulation):
 def test_weights_may_be_float32(emulation):
     drawn = SMALL.draw_once()
     wide = [s._replace(params=s.params._replace(conv_weight=s.params.conv_weight.float())) for s in drawn.stages]
-    with torch.autocast("cpu", torch.bfloat16):
-        results = run_chain(cuda_chain, drawn._replace(stages=wide))
-    assert_same(results, run_chain(cuda_chain, drawn))
+    with torch.autocast(PLACE, torch.bfloat16):
+        results = run_cuda(drawn._replace(stages=wide))
+    assert_same(results, run_cuda(drawn))
 
 
 @pytest.mark.parametrize("units", ["pw24/relu pw16/relu", "pw24/relu6 pw16/relu6", "pw24/identity pw16/identity"])
 def test_nan_reaches_the_result_and_the_gradient(units, emulation):
     drawn = ChainCase((2, 16, 5, 7), units, dtype=torch.bfloat16).draw_once()
     drawn.x[1, 3, 2, 4] = torch.nan
-    results = run_chain(cuda_chain, drawn)
+    results = run_cuda(drawn)
     assert results["y"].isnan().all()
     assert results["dx"].isnan().any()

@@ -6,7 +6,7 @@ from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch.profiler import ProfilerActivity, profile
 
 from nasfast import ops
-from nasfast.ops import ConvBNParams, reference, squeeze
+from nasfast.ops import reference, squeeze
 from nasfast.ops.modules import FusedInvertedResidual, FusedSqueezeExcitation, InvertedResidual, SqueezeExcitation
 
 BLOCKS = [
@@ -113,59 +113,3 @@ def test_autocast_is_no_worse_than_eager(block, backend):
         assert_close(name, ours[name], want[name], BFLOAT16_CHAIN)
         # 10 %: both round at random, in other places
         assert (ours[name] - want[name]).norm() <= 1.1 * (eager[name] - want[name]).norm(), name
-
-
-def params(in_channels, out_channels, kernel=1, groups=1):
-    weight = torch.randn(out_channels, in_channels // groups, kernel, kernel)
-    return ConvBNParams(weight, torch.ones(out_channels), torch.zeros(out_channels))
-
-
-@pytest.mark.parametrize("act", ["relu", "relu6", "identity"])
-def test_function_matches_reference(act, backend):
-    x = torch.randn(2, 4, 6, 6)
-    units = params(4, 12), params(12, 12, 3, 12), params(12, 4)
-    got = ops.inverted_residual(x, *units, act=act, residual=True, backend=backend)
-    wide = [ConvBNParams(*(None if t is None else t.double() for t in unit)) for unit in units]
-    assert_close("y", got, reference.inverted_residual(x.double(), *wide, act=act, residual=True), FLOAT32_CHAIN)
-
-
-X = torch.ones(2, 4, 5, 5)
-GOOD = {"expand": params(4, 8), "depthwise": params(8, 8, 3, 8), "project": params(8, 4)}
-WRONG = {
-    "no project": (TypeError, "project must be a ConvBNParams, got NoneType", {"project": None}),
-    "tuple": (TypeError, "expand must be a ConvBNParams, got tuple", {"expand": tuple(GOOD["expand"])}),
-    "even kernel": (
-        ValueError,
-        "inverted_residual, depthwise: conv_weight must have an odd square kernel",
-        {"depthwise": params(8, 8, 2, 8)},
-    ),
-    "dense": (ValueError, r"expand: conv_weight must be pointwise \(out, in, 1, 1\)", {"expand": params(4, 8, 3)}),
-    "width": (ValueError, "depthwise: conv_weight of shape .* got an input of 8", {"depthwise": params(8, 8, 3, 4)}),
-    "project width": (ValueError, "project: conv_weight of shape .* takes 6 channels", {"project": params(6, 4)}),
-    "bn": (
-        ValueError,
-        "project: bn_weight must have shape",
-        {"project": GOOD["project"]._replace(bn_weight=torch.ones(3))},
-    ),
-    "residual": (ValueError, "residual=True adds x of shape.*it needs stride 1", {"residual": True, "stride": 2}),
-    "residual width": (ValueError, "residual=True adds x", {"residual": True, "project": params(8, 6)}),
-    "running": (
-        ValueError,
-        r"inverted_residual, depthwise: running_mean must have shape \(8,\), got \(4,\)",
-        {"depthwise": GOOD["depthwise"]._replace(running_mean=torch.zeros(4), running_var=torch.ones(8))},
-    ),
-    "unit that shrinks to one value": (
-        ValueError,
-        "inverted_residual, depthwise: cannot take batch statistics of a single value",
-        {"x": X[:1, :, :2, :2], "stride": 2},
-    ),
-    "eval": (ValueError, "inverted_residual, expand: training=False normalises with running", {"training": False}),
-    "one value": (ValueError, "single value per channel", {"x": X[:1, :, :1, :1]}),
-    "empty": (ValueError, "an empty batch", {"x": X[:0]}),
-}
-
-
-@pytest.mark.parametrize(("error", "message", "change"), WRONG.values(), ids=WRONG)
-def test_wrong_arguments_say_what_is_wrong(error, message, change):
-    with pytest.raises(error, match=message):
-        ops.inverted_residual(**{"x": X, **GOOD, **change})

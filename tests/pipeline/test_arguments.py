@@ -26,8 +26,8 @@ def net():
     [
         (lambda: Supernet("mobilenet_v2"), "space must be of type SearchSpace, got str: nasfast.spaces.get_space"),
         (lambda: nasfast.score(None), "net must be of type Supernet, got NoneType"),
-        (lambda: nasfast.search("indicators.json", SPACE), "table must be of type IndicatorTable, got str"),
-        (lambda: nasfast.search(nasfast.score(net()), "mobilenet_v2"), "space must be of type SearchSpace, got str"),
+        (lambda: nasfast.search_table("indicators.json", SPACE), "table must be of type IndicatorTable, got str"),
+        (lambda: nasfast.search_table(nasfast.score(net()), "tiny"), "space must be of type SearchSpace, got str"),
         (lambda: nasfast.rank([0.9], {}, SPACE), "accuracies must be of type Mapping, got list"),
         (lambda: nasfast.rank({}, {}, None), "space must be of type ArchSpace, got NoneType"),
         (lambda: nasfast.run({}), "cfg must be of type RunConfig, got dict: RunConfig.load"),
@@ -54,12 +54,12 @@ def test_an_architecture_that_is_no_sequence_of_integers_is_refused(arch):
 def test_settings_from_python_are_converted_as_those_of_files(tmp_path):
     assert TrainConfig(lr="4e-5").lr == 4e-5
     assert RunConfig(train={"epochs": 3}).train == TrainConfig(epochs=3)
-    smallest = nasfast.search(nasfast.score(net()), SPACE, max_macs="5G", top_k=1)
-    assert smallest == nasfast.search(nasfast.score(net()), SPACE, top_k=1)
+    smallest = nasfast.search_table(nasfast.score(net()), SPACE, max_macs="5G", top_k=1)
+    assert smallest == nasfast.search_table(nasfast.score(net()), SPACE, top_k=1)
     with pytest.raises(ConfigError, match="'epochs': expected int, got '5'"):
         TrainConfig(epochs="5")
     with pytest.raises(ConfigError, match="'method': got 'greedy', allowed: 'auto', 'exact', 'evolution'"):
-        nasfast.search(nasfast.score(net()), SPACE, method="greedy")
+        nasfast.search_table(nasfast.score(net()), SPACE, method="greedy")
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_written(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import sys
 
 import numpy as np
@@ -85,7 +84,10 @@ def test_architectures_are_named_after_their_values(searched, trained, capsys):
     argv = ["retrain", "--out", str(searched), *FLAGS, "--arch", "[2 -1 0 1]", "--arch", "0,0,0,0", "--arch", "1211"]
     assert main(argv) == 0
     assert trained == {"arch-2_-1_0_1": FREE, "arch-0_0_0_0": CHEAP, "arch-1_2_1_1": BEST}
-    assert "arch-2_-1_0_1: top-1 100.00%" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["network", "top-1", "MACs", "params", "architecture"]
+    assert lines[1].startswith("arch-2_-1_0_1  100.00%  ") and lines[1].endswith("  2 -1 0 1")
+    assert len(lines) == 5 and lines[4].startswith("written: "), "without random networks nothing is compared"
     assert load_model(searched / "retrain/arch-2_-1_0_1").arch == FREE
 
 
@@ -104,11 +106,11 @@ def test_several_seeds_are_compared_with_random_architectures(searched, trained,
     assert orders[0] != orders[1] != orders[2] != orders[0], "each seed has an order of images of its own"
     assert len({id(trained.seeds[name][1]) for name in trained}) == 3
     out = capsys.readouterr().out
-    scatter = 100 * statistics.stdev([15 / 16, 14 / 16, 13 / 16])
-    assert f"best: top-1 87.50% over 3 seeds, standard deviation {scatter:.2f} points" in out
+    assert "best, 3 seeds  87.50% (81.25 to 93.75)  " in out
     # the random one has the seed of the run: 15 of 16 are right
-    assert "the best is 6.25 percentage points below one random architecture" in out
-    assert "over 16 images and 3 seeds" in out
+    assert "random         93.75%  " in out
+    assert "-6.2 points over one random network of equal cost (95 % interval " in out
+    assert len(out.splitlines()) == 5, "seeds share a line"
 
 
 def test_seeds_share_the_validation_images(searched, trained, tmp_path_factory):
@@ -373,7 +375,7 @@ def test_a_flag_about_tasks_makes_tasks_even_with_its_default(searched, trained,
     monkeypatch.setattr(pipeline, "retrain_apart", apart)
     assert main(["retrain", "--out", str(searched), *FLAGS, "--retrain.random_architectures", "0", *flags]) == 0
     assert asked == [TaskSettings()] and trained == {}
-    assert "best: top-1 93.75%" in capsys.readouterr().out
+    assert "best     93.75%  " in capsys.readouterr().out
     assert main(["retrain", "--out", str(searched), *FLAGS, "--retrain.random_architectures", "0"]) == 0
     assert len(asked) == 1 and list(trained) == ["best"]
 
@@ -390,23 +392,17 @@ def test_networks_that_are_retrained_apart_are_tracked(searched, monkeypatch):
     """The settings reach the process of a task, where no stage runs around the training."""
     seen = []
 
-    class Tracker:
-        def __init__(self, name, folder, settings):
-            seen.append((folder, settings["retrain"]["train"]["epochs"]))
+    def begin(name, run, folder, settings):
+        seen.append((folder, settings["retrain"]["train"]["epochs"]))
+        return (lambda metrics, step: seen.append((step, metrics))), seen.append
 
-        def log(self, stage, step, metrics):
-            seen.append((stage, step, metrics))
-
-        def close(self, ending):
-            seen.append(ending)
-
-    monkeypatch.setitem(tracking._KINDS, "wandb", Tracker)
+    monkeypatch.setattr(tracking, "_begin", begin)
     monkeypatch.setattr(apart, "retrain", lambda *_, name, **__: tracking.log(f"retrain/{name}", 1, {"loss": 2.0}))
     cfg = RunConfig(out=str(searched), device="cpu", threads=1, track=("wandb",))
     cfg = cfg.replace(data=cfg.data.replace(source="digits", workers=0))
     task = apart.training_task(cfg, SPACE, "best", BEST, 0)
     apart.retrain_one(searched / "task", **task.arguments)
-    assert seen == [(searched, 20), ("retrain/best", 1, {"loss": 2.0}), "finished"]
+    assert seen == [(searched, 20), (1, {"retrain/best/loss": 2.0}), False]
 
 
 def test_torchrun_and_tasks_exclude_each_other(searched, monkeypatch, capsys):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -214,7 +217,28 @@ def test_what_the_terminal_says_claims_no_more_than_the_interval_allows(run_dir,
     expected = compare(forms[0], forms[1:])
     assert expected.images == forms[0]["images"] > 100
     assert expected.gain == pytest.approx(100 * (forms[0]["top1"] - forms[1]["top1"]))
-    assert expected.sentence.replace("it is", "the best is", 1) in capsys.readouterr().out
+    assert expected.headline in capsys.readouterr().out
+    assert main(["report", "--out", str(out)]) == 0
+    assert f"<b>{expected.headline}.</b>" in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_demo_fits_on_a_screen_without_a_terminal(tmp_path):
+    flags = ["--config", "demo", "--out", "run", "--threads", "1", "--space.resolution", "16"]
+    flags += ["--train.epochs", "2", "--retrain.train.epochs", "2", "--search.max_macs", "2e5"]
+    said = []
+    for more in ([], ["--resume"]):
+        command = [sys.executable, "-m", "nasfast", "run", *flags, *more]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+        assert len(lines) <= 24 and max(map(len, lines)) < 240, "\n".join(lines)
+        # one line per stage, in this order, and no line per epoch
+        stages = [line.split()[0] for line in lines if re.match(r"(supernet|score|search|retrain) ", line)]
+        assert stages == ["supernet", "score", "search", "retrain"]
+        assert done.stdout.splitlines()[-1] == "report: run/report.html"
+        assert re.search(r"^[+-]\d+\.\d points over 10 random networks of equal cost", done.stdout, re.MULTILINE)
+        said.append(done.stdout)
+    assert said[0] == said[1], "a finished run says the same when it is resumed"
 
 
 def test_random_architectures_differ_and_cost_the_same(run_dir, caplog):

@@ -90,7 +90,7 @@ def test_every_score_is_ranked_or_says_why_not(settings):
     found = trained.compare_trained(settings, {arch: float(i) for i, arch in enumerate(archs)})
     ranked = {row.name for row in found.rows}
     assert ranked | set(found.refused) == set(SCORES)
-    assert {"naswot", "beta_gradient", *BASELINES} <= ranked
+    assert {"naswot", "beta_norm", *BASELINES} <= ranked
     assert "run `nasfast supernet" in found.refused["path_loss"]
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from nasfast.indicators.rank import rank
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import html
-from nasfast.search import Limits, equal_cost_random, pareto_front, save_candidates, search
+from nasfast.search import Limits, equal_cost_random, pareto_front, save_candidates, search_table
 from nasfast.spaces import SearchSpace, mobilenet_v2
 
 
@@ -51,7 +51,7 @@ def write_run(folder, space: SearchSpace, *, max_macs: float) -> None:
     table = IndicatorTable(space, block, layer, {"method": "dinas"})
     table.save(folder / "indicators.json")
 
-    found = search(table, space, max_macs=max_macs)
+    found = search_table(table, space, max_macs=max_macs)
     front = pareto_front(table, space)
     save_candidates(folder / "archs.json", space, found, limits=Limits(max_macs=max_macs), pareto=front)
     for name, arch, top1 in (

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from nasfast.indicators.table import TableError
-from nasfast.search import InfeasibleConstraintError, Limits, option_scores, search, top_k
+from nasfast.search import InfeasibleConstraintError, Limits, option_scores, search_table, top_k
 from nasfast.search.milp import ChoiceProgram
 from nasfast.spaces import SKIP, mobilenet_v2, nas_bench_macro, shufflenet_v2
 
@@ -96,13 +96,13 @@ def test_allow_identity_without_layer_indicators_is_refused(small_space, make_ta
 
 def test_pinned_layers_stay_pinned(make_table):
     space = mobilenet_v2(variant="bnnas")
-    (best,) = search(make_table(space, 0), space, max_macs=475e6, top_k=1)
+    (best,) = search_table(make_table(space, 0), space, max_macs=475e6, top_k=1)
     assert [i for i, v in enumerate(best.arch) if v == SKIP] == [1, 5, 6, 9]
 
 
 def test_table_of_another_space_is_refused(small_space, make_table):
     with pytest.raises(TableError, match="'small'.*'nas_bench_macro'"):
-        search(make_table(small_space, 0), nas_bench_macro())
+        search_table(make_table(small_space, 0), nas_bench_macro())
 
 
 @pytest.mark.parametrize(

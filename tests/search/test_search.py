@@ -1,31 +1,22 @@
-"""The public function, its files, and that it needs no torch."""
+"""The files of a search."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import nasfast.search
 from nasfast.config import ConfigError
-from nasfast.search import Limits, load_candidates, pareto_front, save_candidates, search
+from nasfast.search import Limits, load_candidates, pareto_front, save_candidates, search_table
 from nasfast.spaces import nas_bench_macro
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_package_itself_is_the_public_function(small_space, make_table):
-    table = make_table(small_space, 0)
-    assert nasfast.search(table, small_space, top_k=2) == search(table, small_space, top_k=2)
-    assert search(table, small_space, top_k=1)[0].arch == table.argmax()
-
-
 def test_archs_json_round_trip(tmp_path, small_space, make_table):
     table, path = make_table(small_space, 0), tmp_path / "archs.json"
     macs = small_space.cost((0,) * 6).macs * 1.2
-    found, front = search(table, small_space, max_macs=macs), pareto_front(table, small_space)
+    found, front = search_table(table, small_space, max_macs=macs), pareto_front(table, small_space)
     save_candidates(path, small_space, found, limits=Limits(max_macs=macs), pareto=front)
     result = load_candidates(path, small_space)
     assert list(result.candidates) == found
@@ -36,7 +27,7 @@ def test_archs_json_round_trip(tmp_path, small_space, make_table):
 
 def test_archs_json_of_another_space_is_refused(tmp_path, small_space, make_table):
     path = tmp_path / "archs.json"
-    save_candidates(path, small_space, search(make_table(small_space, 0), small_space))
+    save_candidates(path, small_space, search_table(make_table(small_space, 0), small_space))
     with pytest.raises(ConfigError, match="'small'.*'nas_bench_macro'"):
         load_candidates(path, nas_bench_macro())
 
@@ -47,23 +38,6 @@ def test_archs_json_that_is_not_one_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError):
         load_candidates(path)
-
-
-def test_runs_without_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import nasfast.search\n"
-        "from nasfast.indicators.table import IndicatorTable\n"
-        "from nasfast.spaces import digits_mini\n"
-        "space = digits_mini()\n"
-        "block = tuple({c: 1.0 + c for c in layer.options} for layer in space.layers)\n"
-        "table = IndicatorTable(space, block, (None,) * len(space))\n"
-        "print(nasfast.search(table, space, top_k=1)[0].arch)\n"
-    )
-    path = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=path, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "(5, 5, 5, 5, 5, 5)"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +58,7 @@ def test_an_unusable_file_is_named(tmp_path, content, message):
 
 def test_a_changed_file_is_noticed(tmp_path, small_space, make_table):
     path = tmp_path / "archs.json"
-    found = search(make_table(small_space, 0), small_space, top_k=2)
+    found = search_table(make_table(small_space, 0), small_space, top_k=2)
     save_candidates(path, small_space, found)
     assert load_candidates(path, small_space).candidates == tuple(found)
     text = path.read_text()

@@ -19,7 +19,7 @@ from nasfast.search import (
     run_search,
     sample_under,
     save_candidates,
-    search,
+    search_table,
     top_k,
 )
 from nasfast.spaces import SKIP, nas_bench_macro, read_cost_table
@@ -79,7 +79,7 @@ def test_the_search_by_name_and_by_evolution(small_space, all_archs, make_table,
     form, scores = form_of(small_space), make_table(small_space, 2)
     path, limit = write(form), 6.0
     best = max((a for a in all_archs if exact_cost(form, a) <= limit), key=scores.score)
-    (found,) = search(scores, small_space, max_latency_ms=limit, latency_table=path, top_k=1)
+    (found,) = search_table(scores, small_space, max_latency_ms=limit, latency_table=path, top_k=1)
     assert (found.arch, found.values) == (best, (float(exact_cost(form, best)),))
     config = SearchConfig(
         method="evolution",

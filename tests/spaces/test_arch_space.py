@@ -19,7 +19,6 @@ from nasfast.spaces import (
     arch_from_json,
     arch_to_json,
     digits_mini,
-    from_yaml,
     get_space,
     named_space,
     read_space,
@@ -98,7 +97,6 @@ def test_names_and_files_of_both_kinds(tmp_path):
     assert named_space("darts", cells=3, num_classes=7) == darts_space(cells=3, num_classes=7)
     darts_space().save(tmp_path / "cells.yaml")
     assert named_space(str(tmp_path / "cells.yaml"), num_classes=3) == darts_space(num_classes=3)
-    assert from_yaml is read_space
     with pytest.raises(ConfigError, match="unknown space 'dart'.*did you mean 'darts'"):
         named_space("dart")
 

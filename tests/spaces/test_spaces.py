@@ -24,12 +24,12 @@ from nasfast.spaces import (
     arch_from_json,
     arch_to_json,
     format_arch,
-    from_yaml,
     get_space,
     load_arch,
     mobilenet_v2,
     nas_bench_macro,
     parse_arch,
+    read_space,
     shufflenet_v2,
 )
 
@@ -80,8 +80,8 @@ def test_spaces_say_their_activation(tmp_path):
     }
     space = nas_bench_macro()
     space.save(tmp_path / "space.yaml")
-    assert from_yaml(tmp_path / "space.yaml").activation == "relu"
-    before = space.replace(activation="relu6")  # as files written by earlier versions have it
+    assert read_space(tmp_path / "space.yaml").activation == "relu"
+    before = space.replace(activation="relu6")
     assert before.fingerprint != space.fingerprint
     assert [before.cost((c,) * 8) for c in range(3)] == [space.cost((c,) * 8) for c in range(3)]
 
@@ -141,7 +141,7 @@ def test_yaml_and_json_round_trips(space, tmp_path):
     space.save(tmp_path / "space.yaml")
     (tmp_path / "space.json").write_text(json.dumps(space.to_dict()))
     for name in ("space.yaml", "space.json"):
-        read = from_yaml(tmp_path / name)
+        read = read_space(tmp_path / name)
         assert read == space
         assert read.fingerprint == space.fingerprint
     assert SearchSpace.from_dict(space.to_dict()) == space
@@ -171,7 +171,7 @@ head: []
 """
 
 
-def test_custom_space_from_yaml(tmp_path):
+def test_custom_space_read_space(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(CUSTOM)
     space = get_space(str(path), num_classes=3)
@@ -226,7 +226,7 @@ def test_errors_of_a_custom_space_name_the_key(tmp_path, old, new, message):
     assert old in CUSTOM
     path.write_text(CUSTOM.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
-        from_yaml(path)
+        read_space(path)
 
 
 def test_unknown_space_names_the_nearest():

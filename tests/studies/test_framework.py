@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -175,11 +174,6 @@ def test_every_study_of_the_registry_can_be_run():
             assert list(inspect.signature(study.load("run")).parameters) == expected
     with pytest.raises(KeyError, match="no study is called 'moments quik'; there are isometry, moments quick"):
         registry.find("moments quik")
-
-
-def test_the_documentation_has_the_table_of_the_registry():
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert registry.table() in text
 
 
 def test_every_kind_of_figure_can_be_drawn_and_is_told_once():

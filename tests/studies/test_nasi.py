@@ -14,7 +14,7 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators import IndicatorTable
 from nasfast.nasi.cells import CellMixture
-from nasfast.search import search
+from nasfast.search import search_table
 from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro
 from nasfast.studies.nasi import (
     NasiCompareConfig,
@@ -97,7 +97,7 @@ def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
     )
     found = IndicatorTable.load(tmp_path / "indicators.json")
     assert found.meta == {"method": "nasi", "steps": 2, "seed": 0, "images": False}
-    best = search(found, found.space, top_k=1)[0].arch
+    best = search_table(found, found.space, top_k=1)[0].arch
     assert report.tables[0].rows[0][1] == " ".join(map(str, best))
     moved = [row[0] for row in table(report, "of 8 choices").rows]
     assert moved == [

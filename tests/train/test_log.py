@@ -46,11 +46,17 @@ def test_a_line_behind_a_torn_one_is_whole(tmp_path):
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_nothing_is_shown_when_not_wanted(tmp_path, capsys):
+def test_without_a_terminal_a_line_comes_every_ten_minutes(tmp_path, monkeypatch, capsys):
+    seconds = [0.0, 599.0, 600.0, 601.0, 1199.0, 1200.0]
     for shown in (False, True):
+        now = iter(seconds)
+        monkeypatch.setattr("nasfast.train.log.time.monotonic", lambda now=now: next(now))
         with TrainLog(tmp_path, "a", step=0, total=9, shown=shown) as log:
-            log.write(1, loss=1.0)
-        assert ("a 1/9" in capsys.readouterr().err) == shown
+            for step in range(1, len(seconds)):
+                log.write(step, loss=1.0)
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split("  ")[0] for line in lines] == (["a 2/9", "a 5/9"] if shown else [])
+        assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("call", ["__init__", "add_scalar", "close"])
@@ -83,16 +89,27 @@ def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys,
     )
 
 
+def test_a_bar_leaves_nothing_on_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("TERM", "xterm")
+    with TrainLog(tmp_path, "a", step=0, total=9, shown=True) as log:
+        log.write(9, loss=1.0)
+    written = capsys.readouterr().err
+    assert "9/9" in written
+    erased = "\x1b[2K"  # erases the line of the cursor
+    assert erased in written and "a" not in re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", written.rpartition(erased)[2])
+
+
 def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeypatch, capsys):
-    now = iter([0.0, 60.0, 60.0, 120.0])
+    now = iter([0.0, 600.0, 600.0, 1200.0])
     monkeypatch.setattr("nasfast.train.log.time.monotonic", lambda: next(now))
     with TrainLog(tmp_path, "a", step=0, total=100, shown=True) as log:
-        log.write(10, loss=1.0)  # 6 s per step: 540 s are left
+        log.write(10, loss=1.0)  # 60 s per step: 5400 s are left
     with followed_by(2), TrainLog(tmp_path, "b", step=0, total=100, shown=True) as log:
-        log.write(10, loss=1.0)  # 540 s of this one, and 1200 s
+        log.write(10, loss=1.0)  # 5400 s of this one, and 12000 s
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "a 10/100  eta 9 min 00 s  loss 1"
-    assert second == "b 10/100  eta 9 min 00 s, all 29 min  loss 1"
+    assert first == "a 10/100  eta 1 h 30 min  loss 1"
+    assert second == "b 10/100  eta 1 h 30 min, all 4 h 50 min  loss 1"
 
 
 @pytest.mark.parametrize(
@@ -116,8 +133,9 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def test_no_time_is_shown_before_the_first_step(tmp_path, capsys):
+def test_no_time_is_shown_before_the_first_step(tmp_path, monkeypatch, capsys):
     """A resumed stage may begin with an evaluation."""
+    monkeypatch.setattr("nasfast.runtime.progress.LINE_EVERY", 0)
     with TrainLog(tmp_path, "a", step=5, total=9, shown=True) as log:
         log.write(5, eval_top1=0.5)
         log.write(6, loss=1.0)

@@ -368,31 +368,6 @@ def test_a_huge_rate_diverges_before_any_checkpoint(tmp_path):
         train(network, [(images, labels)] * 9, cfg, TrainStage("x", tmp_path, "f"))
 
 
-def test_keywords_that_became_fields_of_the_stage_still_work_and_warn(tmp_path):
-    cfg, files = TrainConfig(epochs=2, lr=0.2, checkpoint_every=3, log_every=2), []
-    for name in ("old", "new"):
-        torch.manual_seed(0)
-        network, out = build(tiny_space(), (0, 1, 2, 0), seed=1), tmp_path / name
-        if name == "old":
-            with pytest.warns(FutureWarning, match=r"is now train\(\.\.\., TrainStage\("):
-                path = train(
-                    network,
-                    batches(2),
-                    cfg,
-                    stage="a/b",
-                    run_dir=out,
-                    fingerprint="f",
-                    settings={"seed": 1},
-                    prefix="p",
-                    quiet=True,
-                )
-        else:
-            path = train(network, batches(2), cfg, TrainStage("a/b", out, "f", {"seed": 1}, prefix="p", quiet=True))
-        assert path.name.startswith("p-")
-        files.append(path.read_bytes())
-    assert files[0] == files[1]
-
-
 def test_a_loader_shorter_than_its_length(tmp_path):
     class Short:
         def __len__(self):

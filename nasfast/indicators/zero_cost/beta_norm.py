@@ -13,8 +13,7 @@ from nasfast.indicators.zero_cost.layers import not_finite, working_copy
 def beta_norm(module: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Sum over BatchNorms of ||dL/dbeta||_2, where L is the mean cross entropy of the batch.
 
-    The score `beta_gradient` (docs/ranking.md) is the same for the candidates of a supernet, averaged over paths. Norms
-    use the batch's statistics.
+    Norms use the batch's statistics.
 
     Args:
         module: images -> logits (N, classes).

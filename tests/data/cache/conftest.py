@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the cache: images in a folder, and parts of four of them."""
+"""Fixtures of the tests of the cache: images in a folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ import numpy as np
 import pytest
 from cached_images import IMAGES
 from PIL import Image
-
-from nasfast.data import cache_files
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
-    """Four images in each part."""
-    monkeypatch.setattr(cache_files, "_PART_IMAGES", 4)
 
 
 @pytest.fixture

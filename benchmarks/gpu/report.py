@@ -1,0 +1,200 @@
+"""Writes the page of the plan's rows: what was proven, ratios to the peers, model against measured, and a decision."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+Rows = list[dict[str, Any]]
+_LONGEST, _NAMED = 12, 15
+_OURS, _TRITON = "nasfast engine", "nasfast engine, triton"
+
+
+def report(parts: dict[str, Rows]) -> str:
+    """The page of the rows of each part, in the given order."""
+    pages: dict[str, Callable[[Rows], list[str]]] = {
+        "build": _build,
+        "machine": _machine,
+        "parity": _parity,
+        "bits": _bits,
+        "launches": _launches,
+        "step": _step,
+        "sanitizer": _sanitizer,
+        "ncu": _ncu,
+        "paths": _paths,
+        "tests": _tests,
+    }
+    lines = ["# The CUDA kernels on a GPU", ""]
+    step = parts.get("step", [])
+    lines += [*_decision(step), ""] if _of("step", step) else []
+    for name, rows in parts.items():
+        lines += [f"## {_heading(name, rows)}", "", *pages[name](rows)]
+        for row in _of("error", rows) + _of("left_out", rows):
+            lines.append(f"- {'ERROR' if row['kind'] == 'error' else 'left out'}: {row['what']}: {row['error'][:300]}")
+        for row in _of("end", rows):
+            lines += [] if row["ok"] else ["", "```", *(line[:200] for line in row["tail"][-6:]), "```"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _of(kind: str, rows: Rows) -> Rows:
+    return [row for row in rows if row["kind"] == kind]
+
+
+def _heading(name: str, rows: Rows) -> str:
+    for end in _of("end", rows):
+        return f"{name}: {end['seconds']} s" + ("" if end["ok"] else f", FAILED: {end['error']}")
+    return f"{name}: did not end"
+
+
+def _times(rows: Rows) -> dict[str, dict[str, Any]]:
+    """The time of each variant; a later row of the same name replaces an earlier one."""
+    return {row["name"]: row for row in _of("step", rows)}
+
+
+def ratio(ours: dict[str, Any], other: dict[str, Any]) -> str:
+    """Ours divided by the other, with the interval of their quantiles."""
+    least, most = ours["q20_ms"] / other["q80_ms"], ours["q80_ms"] / other["q20_ms"]
+    return f"{ours['median_ms'] / other['median_ms']:.2f} ({least:.2f} to {most:.2f})"
+
+
+def _decision(rows: Rows) -> list[str]:
+    times = _times(rows)
+    if _OURS not in times or _TRITON not in times:
+        return ["**No decision: the engine did not run on both CUDA and Triton.**"]
+    ours, triton = times[_OURS], times[_TRITON]
+    if ours["q80_ms"] < triton["q20_ms"]:
+        return [f"**Decision: CUDA. Its step takes {ratio(ours, triton)} of that on Triton.**"]
+    if triton["q80_ms"] < ours["q20_ms"]:
+        return [f"**Decision: Triton. A step on CUDA takes {ratio(ours, triton)} of it.**"]
+    return [f"**Decision: open. A step on CUDA takes {ratio(ours, triton)} of that on Triton.**"]
+
+
+def _build(rows: Rows) -> list[str]:
+    return [
+        f"- {row['seconds']} s; nasfast from {row['from']}; kernels for {(row['build'] or {}).get('cuda_archs')}"
+        for row in _of("built", rows)
+    ]
+
+
+def _machine(rows: Rows) -> list[str]:
+    lines = []
+    for row in _of("machine", rows):
+        lines.append(
+            f"- {row['gpu'] or row['cpu']}, torch {row['torch']}, Triton {row['packages']['triton']}, "
+            f"Python {row['python']}, {row['cores']} cores"
+        )
+    rates = [f"{r['what']} {r['GB_per_s']:.0f} GB/s" for r in _of("ceiling", rows) if "GB_per_s" in r]
+    rates += [f"{r['what']} {r['TFLOP_per_s']:.1f} TFLOP/s" for r in _of("ceiling", rows) if "TFLOP_per_s" in r]
+    lines += [f"- {', '.join(rates)}"] * bool(rates)
+    for row in _of("launch", rows):
+        parts = [f"{key} {value:.1f}" for key, value in row.items() if key.endswith("_us")]
+        lines.append(f"- launch by {row['name']}: {', '.join(parts)}")
+    for row in _of("micro", rows):
+        numbers = [f"{key} {value}" for key, value in row.items() if key not in ("part", "kind", "what")]
+        lines.append(f"- {row['what']}: {', '.join(numbers)}")
+    return lines
+
+
+def _parity(rows: Rows) -> list[str]:
+    found = _of("parity", rows)
+    if not found:
+        return []
+    bad = [row for row in found if not row["ok"]]
+    lines = [f"- {len(found) - len(bad)} of {len(found)} chains, types and schedules have errors as small as eager autocast's"]
+    for row in bad[:_NAMED]:
+        name = max(row["ours"], key=lambda n, row=row: row["ours"][n] / max(row["eager"][n], 1e-12))
+        error = f"{name}: {row['ours'][name]:.2e}, eager {row['eager'][name]:.2e}"
+        lines.append(f"- WRONG: {row['chain']}, {row['dtype']}, {row['schedule']}: {error}")
+    return lines
+
+
+def _bits(rows: Rows) -> list[str]:
+    return [
+        f"- {row['what']}: {row['paths'] - row['different']} of {row['paths']} paths have the same bits"
+        for row in _of("bits", rows)
+    ]
+
+
+def _launches(rows: Rows) -> list[str]:
+    lines = []
+    for row in _of("launches", rows):
+        lines.append(f"- {row['measured']} launches of CUDA kernels, {row['modelled']} by the model")
+        if "us" in row:
+            lines.append(f"- their kernels take {row['us']:.0f} us of a step of {row['all_us']:.0f} us")
+    each = _of("launch_of_step", rows)
+    if any("model" in row for row in each):
+        lines += ["", "| kernel | launches | us | model | ratio |", "|---|---|---|---|---|"]
+        names = Counter(row["kernel"] for row in each)
+        for name, count in names.most_common():
+            mine = [row for row in each if row["kernel"] == name]
+            us, model = sum(row["us"] for row in mine), sum(row["model"]["predicted"] for row in mine)
+            lines.append(f"| {name} | {count} | {us:.0f} | {model:.0f} | {us / model:.2f} |")
+        lines.append("")
+    for row in _of("constants", rows):
+        values = ", ".join(f"{name} {row[name]:.2f}" for name in ("ipc", "bandwidth", "fixed", "error"))
+        lines.append(f"- the model fits best with {values}")
+    return lines
+
+
+def _step(rows: Rows) -> list[str]:
+    times, variants = _times(rows), {row["name"]: row for row in _of("variant", rows)}
+    floor = next((row["ms"] for row in _of("floor", rows)), None)
+    lines = ["| variant | ms (20 % to 80 %) | times the floor | first call | ours / it |", "|---|---|---|---|---|"]
+    for name, row in times.items():
+        beside = ratio(times[_OURS], row) if _OURS in times and not name.startswith(_OURS) else ""
+        beside = ratio(times[_OURS], row) if name == _TRITON and _OURS in times else beside
+        over = f"{row['median_ms'] / floor:.1f}" if floor else ""
+        first = f"{variants[name]['first_s']:.1f} s" if name in variants else ""
+        lines.append(
+            f"| {name} | {row['median_ms']:.3f} ({row['q20_ms']:.3f} to {row['q80_ms']:.3f}) | {over} | {first} | {beside} |"
+        )
+    lines += [""]
+    for row in _of("kernels", rows):
+        ran = ", ".join(f"{name} {count}" for name, count in {**row["cuda"], **row["triton"]}.items())
+        lines.append(f"- {row['variant']} ran: {ran or 'kernels of PyTorch alone'}")
+    return lines + _losses(variants)
+
+
+def _losses(variants: dict[str, dict[str, Any]]) -> list[str]:
+    losses = {name: row["loss"] for name, row in variants.items()}
+    if not losses or max(losses.values()) - min(losses.values()) <= 0.05 * abs(min(losses.values())):
+        return []
+    return [f"- LOSSES DIFFER: {losses}"]
+
+
+def _sanitizer(rows: Rows) -> list[str]:
+    lines = []
+    for row in _of("sanitizer", rows):
+        ended = "no time" if row["code"] is None else f"exit code {row['code']}"
+        lines.append(f"- {row['tool']}: {ended} after {row['seconds']} s; {'; '.join(row['said'])}")
+    return lines
+
+
+def _ncu(rows: Rows) -> list[str]:
+    return [
+        f"- {row['kernel'][:80]}: {row['time']}; "
+        + ", ".join(f"{name.partition('.')[0]} {value}" for name, value in row.items() if name.endswith("elapsed"))
+        for row in _of("counters", rows)
+    ]
+
+
+def _paths(rows: Rows) -> list[str]:
+    return [
+        f"- {row['name']}: {row['images_per_s']:.0f} images/s (first pass {row['first_s']:.1f} s)"
+        for row in _of("paths", rows)
+    ]
+
+
+def _tests(rows: Rows) -> list[str]:
+    tests = _of("test", rows)
+    counts = Counter(row["outcome"] for row in tests)
+    lines = ["- " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))] if tests else []
+    reasons = Counter(row.get("reason") for row in tests if row["outcome"] == "skipped")
+    lines += [f"- skipped {number}: {reason}" for reason, number in reasons.most_common(3)]
+    reasons = Counter(row["error"] for row in tests if row["outcome"] == "uncollected")
+    lines += [f"- uncollected {number}: {reason[:160]}" for reason, number in reasons.most_common(3)]
+    failed = [row for row in tests if row["outcome"] == "failed"]
+    lines += [f"- FAILED {row['test']}: {row['error'][:160]}" for row in failed[:_NAMED]]
+    return lines + ([f"- and {len(failed) - _NAMED} more failed"] if len(failed) > _NAMED else [])

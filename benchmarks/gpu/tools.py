@@ -1,0 +1,160 @@
+"""Runs small chains under compute-sanitizer, and a step under Nsight Compute.
+
+    python -m benchmarks.gpu.tools chains|step [--device cuda|cpu]
+
+is what the tools look at: without them, it shows that the program itself works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from benchmarks.gpu.plan import environment_of, imported_from
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.parts import Bench
+
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+_SHOWN = 8
+_TIME, _PERCENT = "gpu__time_duration.sum", "pct_of_peak_sustained_elapsed"
+
+
+def bench_sanitizer(bench: Bench) -> None:
+    """Run small chains under each tool of compute-sanitizer.
+
+    Raises:
+        SystemExit: a tool found an error.
+    """
+    tools = SANITIZERS if bench.on_gpu else ("",)
+    found, bad = shutil.which("compute-sanitizer"), []
+    if bench.on_gpu and found is None:
+        raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
+    for i, tool in enumerate(tools):
+        command = [found, "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"] if tool else []
+        code, output, seconds = _run(bench, [*command, *_program("chains", bench)], bench.left / (len(tools) - i))
+        said = [line.strip("= ") for line in output.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
+        lines = [line for line in output.splitlines() if line.startswith("=========")][:12]
+        bench.row("sanitizer", tool=tool or "none", code=code, seconds=seconds, said=said, lines=lines if code else [])
+        if code is None or code:
+            bad.append(f"{tool}: {'no time' if code is None else said or output[-300:]}")
+    if bad:
+        raise SystemExit("; ".join(bad))
+
+
+def bench_ncu(bench: Bench) -> None:
+    """Write the counters of the longest kernels of a step.
+
+    Raises:
+        SystemExit: the tool is not there, or the machine does not allow its counters.
+    """
+    found = shutil.which("ncu")
+    if bench.on_gpu and found is None:
+        raise SystemExit("ncu is not on PATH: it comes with the CUDA toolkit")
+    tool = [found, "--clock-control", "none", "--section", "SpeedOfLight", "--section", "Occupancy", "--csv"]
+    tool += ["--page", "raw", "-k", "regex:run_kernel", "-c", "150"]
+    code, output, seconds = _run(bench, [*(tool if bench.on_gpu else []), *_program("step", bench)], bench.left)
+    bench.row("ran", what="ncu" if bench.on_gpu else "the step without ncu", code=code, seconds=seconds)
+    if code is None or code:
+        raise SystemExit(f"ncu: {'no time' if code is None else output[-500:]}")
+    for row in longest(output):
+        bench.row("counters", **row)
+
+
+def longest(output: str) -> list[dict[str, Any]]:
+    """The longest kernels in the output of `ncu --csv --page raw`: name, time and percentages."""
+    lines = [line for line in output.splitlines() if line.startswith('"')]
+    rows = [row for row in csv.DictReader(lines) if row.get(_TIME, "").replace(".", "").replace(",", "").isdigit()]
+    rows.sort(key=lambda row: -float(row[_TIME].replace(",", "")))
+    return [
+        {
+            "kernel": row["Kernel Name"],
+            "time": row[_TIME],
+            **{name: value for name, value in row.items() if name.endswith(_PERCENT)},
+        }
+        for row in rows[:_SHOWN]
+    ]
+
+
+def _program(what: str, bench: Bench) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu.tools", what, "--device", bench.device]
+
+
+def _run(bench: Bench, command: list[str], limit: float) -> tuple[int | None, str, float]:
+    """Exit code, or None if it had no time; output; seconds. Memory is not cached, so that every access shows."""
+    start, env = time.monotonic(), {**environment_of(bench.device), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    folder = imported_from(bench.device)
+    try:
+        result = subprocess.run(
+            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=max(1, limit)
+        )
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        return None, said.decode(errors="replace") if isinstance(said, bytes) else said, round(limit, 1)
+    return result.returncode, result.stdout, round(time.monotonic() - start, 1)
+
+
+# ---- what the tools look at
+
+
+def run_chains(device: str) -> int:
+    """Run small chains of every family of kernels, in every schedule; returns how many."""
+    import torch
+
+    from benchmarks.gpu.proofs import draw, results, scheduled
+    from nasfast import ops
+    from nasfast.ops.cuda_times import Chain, Schedule
+
+    kinds = [("pointwise", 1, 1), ("depthwise", 3, 1), ("pointwise", 1, 1)]
+    sizes = [(kernel, stride, width) for kernel in (3, 5, 7) for stride in (1, 2) for width in (9, 14)]
+    chains = [
+        Chain((kinds[0], ("depthwise", kernel, stride), kinds[2]), 2 * width**2, (24, 56, 56, 16))
+        for kernel, stride, width in (sizes if device == "cuda" else sizes[:2])
+    ]
+    chains.append(Chain((("dense", 3, 2), *kinds[1:]), 2 * 16**2, (3, 40, 40, 16)))
+    count = 0
+    for chain in chains:
+        for schedule in get_args(Schedule):
+            x, stages = draw(chain, 2, device)
+            x = x.to(torch.bfloat16 if count % 2 else torch.float16)
+            with scheduled(schedule), torch.autocast(device, x.dtype):
+                results(lambda x, stages: ops.conv_bn_act_chain(x, stages, backend="cuda"), x, stages, None, wide=False)
+            count += 1
+    return count
+
+
+def run_step(device: str) -> None:
+    """Run forward and backward of the eager engine once."""
+    from benchmarks.gpu.launches import noted_chains
+    from benchmarks.gpu.parts import Bench, NoCudaKernel, Variant, network
+    from nasfast.engine import EagerEngine
+    from nasfast.measure.timing import random_batch
+
+    bench, variant = Bench("ncu", Path(os.devnull), device, time.monotonic() + 600), Variant("nasfast", "eager")
+    with variant.chosen(bench), noted_chains() as chains:
+        images, labels = random_batch(bench.space, bench.batch, device=device)
+        EagerEngine(network(bench, variant), bf16=True).forward_backward(images, labels, [bench.path])
+    if not chains:
+        raise NoCudaKernel("no CUDA kernel of a chain ran")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("chains", "step"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    if args.what == "chains":
+        print(run_chains(args.device), "chains")
+    else:
+        run_step(args.device)
+
+
+if __name__ == "__main__":
+    main()

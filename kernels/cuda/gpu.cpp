@@ -1,0 +1,136 @@
+#include "gpu.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "device_info.h"
+
+namespace nasfast::gpu {
+namespace {
+
+std::atomic<bool> early_launches{true};
+
+// What never changes about a device.
+struct Known {
+  std::mutex mutex;
+  bool asked = false;
+  int multiprocessors = 0, shared_memory = 0;
+  int ptx = 0;  // architecture of the PTX from which the kernels for it were made
+};
+constexpr int kDevices = 64;  // bits of `prepared`
+Known known[kDevices];
+
+// Clears the error, which the next call of the runtime would report otherwise.
+[[noreturn]] void raise(const std::string& what, cudaError_t status) {
+  cudaGetLastError();
+  throw std::runtime_error("conv_bn_act_chain: " + what + " failed: " + cudaGetErrorString(status));
+}
+void check(const char* what, cudaError_t status) {
+  if (status != cudaSuccess) raise(what, status);
+}
+
+const Known& ask(int device) {
+  if (device < 0 || device >= kDevices) throw std::runtime_error("conv_bn_act_chain: needs a device below 64");
+  Known& it = known[device];
+  const std::lock_guard<std::mutex> lock(it.mutex);
+  if (!it.asked) {
+    check("cudaDeviceGetAttribute",
+          cudaDeviceGetAttribute(&it.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    check("cudaDeviceGetAttribute",
+          cudaDeviceGetAttribute(&it.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    const cuda::DeviceInfo info = cuda::device_info(device);
+    if (!info.kernels_run) throw std::runtime_error("conv_bn_act_chain: no kernel for this GPU: " + info.error);
+    it.ptx = info.ptx_version;
+    it.asked = true;
+  }
+  return it;
+}
+
+bool is_set(const char* variable, const char* value) {
+  const char* const found = std::getenv(variable);
+  return found != nullptr && std::strcmp(found, value) == 0;
+}
+
+// Whether the driver takes early launches in CUDA graphs, too.
+bool driver_starts_early() {
+  int driver = 0;
+  check("cudaDriverGetVersion", cudaDriverGetVersion(&driver));
+  return driver >= 12030;
+}
+
+std::string text(const Geometry& g) {
+  const auto size = [](int height, int width) { return std::to_string(height) + " x " + std::to_string(width); };
+  return std::to_string(g.images) + " images, " + size(g.height, g.width) + " -> " + size(g.out_height, g.out_width) +
+         " pixels, " + std::to_string(g.in_channels) + " -> " + std::to_string(g.out_channels) + " channels, kernel " +
+         std::to_string(g.kernel) + ", stride " + std::to_string(g.stride);
+}
+
+}  // namespace
+
+bool set_early_launches(bool on) { return early_launches.exchange(on); }
+
+Gpu::Gpu(int device, void* stream) : device_(device), stream_(stream), debug_(is_set("NASFAST_CUDA_DEBUG", "1")) {
+  const Known& it = ask(device);
+  multiprocessors = it.multiprocessors;
+  shared_memory = static_cast<size_t>(it.shared_memory) - kReserved;
+  panels = it.ptx != 86 && it.ptx != 89;  // kMatricesRun in csrc/gpu/depthwise_matrices.h
+  early_ = it.ptx >= kWaits && !debug_ && early_launches && !is_set("NASFAST_CUDA_EARLY", "0") && driver_starts_early();
+  check("cudaGetDevice", cudaGetDevice(&before_));
+  check("cudaSetDevice", cudaSetDevice(device));
+}
+
+Gpu::~Gpu() { cudaSetDevice(before_); }
+
+void Gpu::start(const void* kernel, std::atomic<uint64_t>* prepared, const Shape& shape, const void* args) const {
+  const uint64_t mine = uint64_t{1} << device_;
+  if ((*prepared & mine) == 0) {
+    const auto set = [&](cudaFuncAttribute attribute, int value) {
+      check("cudaFuncSetAttribute", cudaFuncSetAttribute(kernel, attribute, value));
+    };
+    set(cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory));
+    // The kernels hardly use the L1 cache. A multiprocessor divides its memory anew only while it is idle, so a kernel
+    // that wants another division cannot start early.
+    set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    *prepared |= mine;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(shape.count_x, shape.count_y);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared;
+  config.stream = static_cast<cudaStream_t>(stream_);
+  config.attrs = &attribute;
+  config.numAttrs = early_ && behind_ && early_launches ? 1 : 0;
+  void* list[] = {const_cast<void*>(args)};
+  cudaError_t status = cudaLaunchKernelExC(&config, kernel, list);
+  if (status != cudaSuccess && config.numAttrs > 0) {
+    cudaGetLastError();
+    config.numAttrs = 0;
+    early_launches = false;
+    status = cudaLaunchKernelExC(&config, kernel, list);
+  }
+  behind_ = true;
+  status_ = status;
+}
+
+void Gpu::launched(const char* kernel, const Geometry& geometry) const {
+  cudaError_t status = static_cast<cudaError_t>(status_);
+  if (status == cudaSuccess && debug_) {
+    const auto stream = static_cast<cudaStream_t>(stream_);
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    status = cudaStreamIsCapturing(stream, &capture);
+    if (status == cudaSuccess && capture == cudaStreamCaptureStatusNone) status = cudaStreamSynchronize(stream);
+  }
+  if (status == cudaSuccess) return;
+  const char* const where = debug_ ? "" : " (it may be an earlier kernel: NASFAST_CUDA_DEBUG=1 tells which)";
+  raise(std::string("the CUDA kernel ") + kernel + " (" + text(geometry) + ")" + where, status);
+}
+
+}  // namespace nasfast::gpu

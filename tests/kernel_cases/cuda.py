@@ -1,0 +1,46 @@
+"""The CUDA kernels of chains under test: on the GPU where it runs them, else their emulation on CPU tensors."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICE, on_device
+from torch import Tensor
+
+from kernel_cases.chain import Drawn, converted, run_chain
+from nasfast import ops
+from nasfast.ops import _native, backends
+
+# whether they run on a GPU, and why they run nowhere
+ON_GPU = DEVICE == "cuda" and backends._can_use_cuda_kernels(torch.empty(0, device=DEVICE))[0]
+WHY_NOT = None if ON_GPU else _native.why_no_emulation()
+PLACE = "cuda" if ON_GPU else "cpu"
+# for modules whose tests need the kernels, and for tests of what only the emulation has
+needs_kernels = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+]
+emulated_only = pytest.mark.skipif(ON_GPU, reason="a GPU has its own multiprocessors, and its own order of threads")
+cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
+
+
+def set_emulation(*settings: Any, **named: Any) -> None:
+    """Set the emulated GPU, see csrc/gpu/emulated.h; a real one stays what it is."""
+    if not ON_GPU:
+        _native.extension.set_emulation(*settings, **named)
+
+
+def moved(drawn: Drawn) -> Drawn:
+    """The same tensors where the kernels run."""
+    if not ON_GPU:
+        return drawn
+    x, grad = on_device(drawn.x), on_device(drawn.grad)
+    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else on_device(drawn.residual)
+    stages = [s._replace(params=converted(on_device, s.params)) for s in drawn.stages]
+    return Drawn(x, stages, residual, drawn.shuffle, grad)
+
+
+def run_cuda(drawn: Drawn, *, x_grad: bool = True) -> dict[str, Tensor]:
+    """`run_chain` on the kernels, with results on the CPU."""
+    return {name: tensor.cpu() for name, tensor in run_chain(cuda_chain, moved(drawn), x_grad=x_grad).items()}
