@@ -37,15 +37,7 @@ from nasfast.runtime.onnx import require_onnx
 from nasfast.runtime.progress import duration, followed_by
 from nasfast.runtime.termination import Terminated
 from nasfast.runtime.tracking import tracked
-from nasfast.search import (
-    Candidate,
-    History,
-    Limits,
-    evolve,
-    pareto_front,
-    run_search,
-    save_candidates,
-)
+from nasfast.search import Candidate, History, Limits, evolve, pareto_front, run_search, save_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
 from nasfast.settings.run import RunConfig
@@ -55,13 +47,7 @@ from nasfast.stages.apart import FOLDER as TASKS_FOLDER
 from nasfast.stages.apart import retrain_apart
 from nasfast.stages.checks import already_begun, check_one_process, check_same_run, check_scoring, check_search
 from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded, warn_if_unnamed, with_seeds
-from nasfast.stages.inputs import (
-    configured_space,
-    evidence_of,
-    load_supernet,
-    retrain_loaders,
-    saved_space,
-)
+from nasfast.stages.inputs import configured_space, evidence_of, load_supernet, retrain_loaders, saved_space
 from nasfast.train.checkpoint import CheckpointError, CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
 
@@ -133,10 +119,7 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
         net, loader, sampler, cfg.train, run_dir=cfg.run_dir, resume=resume, device=cfg.torch_device, world=world
     )
     if world.is_main:
-        top1 = _path_accuracy(cfg.run_dir)
-        learnt = "" if top1 is None else f", top-1 {top1:.1%} of paths"
-        _say("supernet", started, f"{cfg.train.epochs} epochs{learnt}")
-        _warn_of_chance(top1, space)
+        _say("supernet", started, f"{cfg.train.epochs} epochs{_learnt(cfg, space)}")
     return final
 
 
@@ -156,21 +139,17 @@ def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) 
     write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
 
 
-def _path_accuracy(run_dir: Path) -> float | None:
-    """The last training accuracy of the supernet's paths, from 0 to 1; None if none was logged."""
-    top1 = [m["top1"] for m in read_metrics(run_dir) if m["stage"] == "supernet" and "top1" in m]
-    return top1[-1] if top1 else None
-
-
-def _warn_of_chance(top1: float | None, space: SearchSpace) -> None:
-    """Warn if the supernet has learnt nothing, because a ranking by its indicators is then unproven."""
-    if top1 is not None and at_chance(top1, space.num_classes):
+def _learnt(cfg: RunConfig, space: SearchSpace) -> str:
+    """How accurate the supernet's paths are; a warning says if it has learnt nothing, for its scores are unproven."""
+    top1 = [m["top1"] for m in read_metrics(cfg.run_dir) if m["stage"] == "supernet" and "top1" in m]
+    if top1 and at_chance(top1[-1], space.num_classes):
         _LOG.warning(
             "the supernet's training accuracy is at chance (%.1f %%, %d classes): its scores may rank nothing. "
             "Compare with `nasfast rank` or the random baseline, or let more parameters train (supernet.trainable)",
-            100 * top1,
+            100 * top1[-1],
             space.num_classes,
         )
+    return f", top-1 {top1[-1]:.1%} of paths" if top1 else ""
 
 
 def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
