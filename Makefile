@@ -180,7 +180,6 @@ bench: install-tests  ## run every benchmark that needs no GPU; takes an hour or
 	$(BIN)/python -m benchmarks.bench_cells --batch 32 --out benchmarks/results/cells.json
 	$(BIN)/python -m benchmarks.bench_nasi --out benchmarks/results/nasi.json
 	$(BIN)/python -m benchmarks.bench_loader --out benchmarks/results/loader.json
-	$(BIN)/python -m benchmarks.bench_scaling --out benchmarks/results/weak_scaling.json
 	$(BIN)/python -m benchmarks.bench_search --out benchmarks/results/search.json
 
 clean:  ## remove build products
