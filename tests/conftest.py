@@ -13,8 +13,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 # before the kernels are imported: without a GPU they run under Triton's interpreter
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# before oneDNN runs: on AVX2 its weight gradient of a strided 1x1 convolution of fewer than 8 channels, which these tests
-# have, writes beyond its memory (https://github.com/uxlfoundation/oneDNN/issues/6035)
+# before oneDNN runs: on AVX2 its weight gradient of a strided 1x1 convolution of fewer than 8 channels, which these
+# tests have, writes beyond its memory (https://github.com/uxlfoundation/oneDNN/issues/6035)
 if torch.backends.cpu.get_cpu_capability() == "AVX2":
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX")
 # before cuBLAS is initialised, which otherwise refuses every matrix product under deterministic algorithms

@@ -209,8 +209,8 @@ def test_networks_trained_together(done):
 def test_only_rank_0_shows_what_it_does(done):
     """Every line of progress and of results once, though two processes did the work."""
     _, _, shown = done
-    lines = [line.split("images_per_s")[0] for line in shown.splitlines() if line.startswith("supernet ")]
-    assert len(lines) == len(set(lines)) > 3
+    stages = [line.split()[0] for line in shown.splitlines() if line.startswith(("supernet ", "retrain "))]
+    assert stages == ["supernet", "retrain", "retrain"]  # the networks are retrained in each of two ways
     assert shown.count("checkpoint: ") == 1
     # rank 1 trained best-2 by itself in one of the two cases
     evaluations = [line for line in shown.splitlines() if "eval_top1" in line]

@@ -14,6 +14,7 @@ from nasfast.report.style import INK
 from nasfast.spaces.cell_costs import OPERATIONS
 from nasfast.spaces.cells import DARTS_OPS
 from nasfast.studies.page import study_figure, write_study_page
+from nasfast.studies.wiring.drawings import _TINT
 from nasfast.studies.wiring import drawings
 from nasfast.studies.wiring.figures import FIGURES
 
@@ -129,7 +130,7 @@ def test_edge_prob(cell):
     assert [ax.get_title() for ax in figure.axes] == data["edges"]
     assert legend(figure) == data["ops"]
     for ax, intermediate in zip(figure.axes, data["intermediate"], strict=True):
-        assert (to_rgba(ax.get_facecolor())[3] > 0) == intermediate
+        assert (to_rgba(ax.get_facecolor()) == to_rgba(_TINT)) == intermediate
         assert (ax.title.get_color() != INK) == intermediate
     first, last = figure.axes[0].lines, figure.axes[-1].lines
     # candidates that an edge lacks are not drawn; None is bold and black where there is one
