@@ -175,7 +175,7 @@ FLAGS = ["--data.source", "digits", "--data.workers", "0", "--threads", "1", "--
 def test_the_commands_retrain_and_export_it(searched, capsys):
     assert main(["retrain", "--out", str(searched), *FLAGS]) == 0
     out = capsys.readouterr().out
-    assert ' '.join(map(str, ARCH)) in out
+    assert " ".join(map(str, ARCH)) in out
     assert sorted(p.name for p in (searched / "retrain").iterdir()) == ["argmax", "darts"]
     found = {name: load_model(searched / "retrain" / name) for name in ("argmax", "darts")}
     assert {network.space.name for network in found.values()} == {"digits cells"}

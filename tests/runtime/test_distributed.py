@@ -212,9 +212,6 @@ def test_only_rank_0_shows_what_it_does(done):
     stages = [line.split()[0] for line in shown.splitlines() if line.startswith(("supernet ", "retrain "))]
     assert stages == ["supernet", "retrain", "retrain"]  # the networks are retrained in each of two ways
     assert shown.count("checkpoint: ") == 1
-    # rank 1 trained best-2 by itself in one of the two cases
-    evaluations = [line for line in shown.splitlines() if "eval_top1" in line]
-    assert sum(line.startswith("retrain/best-2 11/11") for line in evaluations) == 1
 
 
 @pytest.mark.kill
