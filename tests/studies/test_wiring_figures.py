@@ -14,8 +14,8 @@ from nasfast.report.style import INK
 from nasfast.spaces.cell_costs import OPERATIONS
 from nasfast.spaces.cells import DARTS_OPS
 from nasfast.studies.page import study_figure, write_study_page
-from nasfast.studies.wiring.drawings import _TINT
 from nasfast.studies.wiring import drawings
+from nasfast.studies.wiring.drawings import _TINT
 from nasfast.studies.wiring.figures import FIGURES
 
 STEPS = [100, 200, 300, 400, 500, 600]
