@@ -25,6 +25,8 @@ import nasfast
 from nasfast import ops
 from nasfast.ops import _native, orthogonal, reference
 
+emulated = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
+
 # shapes of the 6^20 supernet, one of each size class; (2592, 432) has panels that do not fit into shared memory
 SUPERNET = [(24, 40), (144, 24), (56, 336), (336, 112), (128, 768), (768, 256), (256, 1536), (1728, 432), (2592, 432)]
 
@@ -35,7 +37,7 @@ def run(backend: str, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     return ops.orthogonalize(matrices, backend=None if backend == "emulated" else backend)
 
 
-@pytest.fixture(params=["reference", "cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["reference", "cpu", pytest.param("emulated", marks=emulated), pytest.param("cuda", marks=pytest.mark.gpu)])
 def runner(request):
     """(backend, device) of everything that orthogonalises."""
     if request.param != "reference" and _native.extension is None:
@@ -72,6 +74,7 @@ def test_a_large_matrix_in_float64(runner):
     torch.testing.assert_close(q, reference.orthogonalize([z])[0], rtol=0, atol=1e-12)
 
 
+@emulated
 def test_threads_of_an_emulated_block_may_run_in_any_order(native):
     matrices = [gaussian(shape) for shape in SHAPES + BATCHES]
     # columns of which the elimination leaves little, so that they are scaled again after every third column
@@ -341,6 +344,11 @@ def test_capture_in_a_cuda_graph_is_refused(native, gpu):
 def test_registration(native):
     matrices = [gaussian((5, 3)), gaussian((2, 9, 20)), gaussian((3, 3)).mT]
     torch.library.opcheck(torch.ops.nasfast.orthogonalize.default, (matrices,))
+
+
+@emulated
+def test_registration_of_the_emulation():
+    matrices = [gaussian((5, 3)), gaussian((2, 9, 20)), gaussian((3, 3)).mT]
     torch.library.opcheck(torch.ops.nasfast.orthogonalize_emulated.default, (matrices, False))
 
 
