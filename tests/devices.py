@@ -8,8 +8,9 @@ Tests get it from one of the fixtures of conftest.py, which also give them the m
 For all other tests there is no GPU, so every test that uses one has the mark.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -18,6 +19,13 @@ from torch import Tensor
 from nasfast.ops import _triton
 
 DEVICE = "cuda" if torch.cuda.is_available() and not _triton.interpreted() else "cpu"
+
+Case = TypeVar("Case")
+
+
+def sampled(cases: Sequence[Case], every: int = 2) -> list[Case]:
+    """All cases on a GPU, and every second one, or so, under Triton's interpreter, where each takes a second."""
+    return list(cases[:: 1 if DEVICE == "cuda" else every])
 
 
 def on_device(tensor: Tensor) -> Tensor:

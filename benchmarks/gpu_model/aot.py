@@ -102,7 +102,7 @@ def jobs(
     """Choose the first call of each kernel, configuration, storage type and stencil, for every architecture.
 
     Args:
-        sample: leave out what `_adds_nothing` says.
+        sample: only one call of each kernel, in its default configuration.
         names: choose only these kernels.
     """
     chosen: dict[tuple, _Job] = {}
@@ -117,25 +117,11 @@ def jobs(
         dtype = "bf16" if "*bf16" in types else "fp32"
         said = ",".join(f"{name}={launch.arguments[name]}" for name in _SHOWN if name in launch.arguments)
         for arch in archs:
-            if sample and _adds_nothing(family, launch.arguments, dtype, default=default, arch=arch):
-                continue
             job = _Job(launch.specialization, said, dtype, config, default, arch)
-            chosen.setdefault((launch.kernel, said, dtype, config, arch), job)
+            key = (launch.kernel, arch) if sample else (launch.kernel, said, dtype, config, arch)
+            if default or not sample:
+                chosen.setdefault(key, job)
     return list(chosen.values())
-
-
-def _adds_nothing(family: str, arguments: dict, dtype: str, *, default: bool, arch: int) -> bool:
-    """Whether another job has limits that are as tight as those of this one.
-
-    A program of sm_90 has as many registers as one of sm_86, and more shared memory. So on sm_90 only the defaults of
-    the type that is fast there remain. Stencils and mixtures keep everything in float32, whatever the storage type, and
-    their other configurations have no more elements than the default one, which is compiled for every type and stencil.
-    So each of the others remains for one type and stride.
-    """
-    if arch == 90:
-        # the kernels of the loss, of SGD and of given statistics have only float32
-        return not default or (dtype == "fp32" and family not in ("training", "fold"))
-    return not default and family in ("depthwise", "mixed") and (dtype == "fp32" or arguments.get("STRIDE", 1) != 1)
 
 
 def compile_job(job: _Job) -> Row:
@@ -172,7 +158,7 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", type=int, choices=GPUS, default=list(GPUS))
-    parser.add_argument("--sample", action="store_true", help="leave out what others show too, as the tests do")
+    parser.add_argument("--sample", action="store_true", help="compile each kernel once, as the tests do")
     parser.add_argument("--kernel", nargs="+", help="compile only these kernels")
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "triton", help="folder for Triton's cache")

@@ -94,15 +94,6 @@ def test_measure(bare, tmp_path):
 
 @emulated
 @pytest.mark.aot
-def test_check(bare, tmp_path):
-    parts = dry_run("check", bare, tmp_path)
-    assert of("sanitizer", parts["sanitizer"], "tool") == ["none"]
-    assert of("ran", parts["ncu"], "code") == [0]
-    assert of("paths", parts["paths"]) == ["torch eager", "nasfast eager", "nasfast engine"]
-
-
-@emulated
-@pytest.mark.aot
 def test_tests(bare, tmp_path):
     rows = dry_run("tests", bare, tmp_path)["tests"]
     assert of("test", rows, "outcome") == ["passed"] * 3

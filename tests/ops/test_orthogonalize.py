@@ -37,7 +37,9 @@ def run(backend: str, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     return ops.orthogonalize(matrices, backend=None if backend == "emulated" else backend)
 
 
-@pytest.fixture(params=["reference", "cpu", pytest.param("emulated", marks=emulated), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=["reference", "cpu", pytest.param("emulated", marks=emulated), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def runner(request):
     """(backend, device) of everything that orthogonalises."""
     if request.param != "reference" and _native.extension is None:

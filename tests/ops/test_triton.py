@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from devices import DEVICE, on_device
+from devices import DEVICE, on_device, sampled
 from kernel_cases.bn_act import CASES as BN_CASES
 from kernel_cases.bn_act import outputs_and_grads, rstd, widened
 from kernel_cases.chain import (
@@ -43,11 +43,13 @@ triton_chain = partial(ops.conv_bn_act_chain, backend="triton")
 # Under the interpreter every operation of every program is a NumPy call: maps and widths of a few programs, and one
 # stride of the kernels that have their own test of every width.
 OTHERS = [ChainCase((2, 8, 5, 5), "dense4k3", shuffle=True, x_grad=False)]
-SMALL = [
-    case
-    for case in POINTWISE + DEPTHWISE[::2] + CHAINS + OTHERS
-    if case.pixels <= (160 if DEVICE == "cpu" else 10**5) and case.shape[1] <= 200
-]
+SMALL = sampled(
+    [
+        case
+        for case in POINTWISE + DEPTHWISE[::2] + CHAINS + OTHERS
+        if case.pixels <= (160 if DEVICE == "cpu" else 10**5) and case.shape[1] <= 200
+    ]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +106,7 @@ def test_matches_float64_reference(case):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("kernel", "stride"), list(product((3, 5, 7), (1, 2))))
+@pytest.mark.parametrize(("kernel", "stride"), sampled(list(product((3, 5, 7), (1, 2))), 3))
 def test_small_and_odd_maps(kernel, stride):
     for width in (1, 6, 17):
         check(ChainCase((2, 3, 2, width), f"dw{kernel}s{stride}"))
@@ -127,7 +129,9 @@ CUTS = [
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("case", "programs"), [(c, 0) for c in CUTS] + [(c, 10**9) for c in CUTS[1:6:2]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "programs"), sampled([(c, 0) for c in CUTS] + [(c, 10**9) for c in CUTS[1:6:2]]), ids=str
+)
 def test_maps_are_cut_into_strips(case, programs, monkeypatch):
     from nasfast.ops.triton import conv as conv_triton
 
@@ -145,8 +149,16 @@ SIXTEEN_BITS = BFLOAT16_CASES + [
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", [c for c in SIXTEEN_BITS if DEVICE == "cuda" or c.pixels <= 150], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    sampled(
+        list(
+            product([c for c in SIXTEEN_BITS if DEVICE == "cuda" or c.pixels <= 150], (torch.bfloat16, torch.float16))
+        ),
+        3,
+    ),
+    ids=str,
+)
 def test_16_bit_storage_is_no_worse_than_eager(case, dtype):
     ours, theirs = {}, {}
     for attempt in range(2):
@@ -168,7 +180,9 @@ def test_16_bit_storage_is_no_worse_than_eager(case, dtype):
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("case", "act", "training"),
-    [(case, ACTS[i % len(ACTS)], i % 3 > 0) for i, case in enumerate(c for c in BN_CASES if c.dtype != torch.float64)],
+    sampled(
+        [(c, ACTS[i % len(ACTS)], i % 3 > 0) for i, c in enumerate(c for c in BN_CASES if c.dtype != torch.float64)]
+    ),
     ids=str,
 )
 def test_bn_act_matches_float64_reference(case, act, training):
@@ -189,13 +203,13 @@ MIXED = [
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", MIXED, ids=str)
+@pytest.mark.parametrize("case", sampled(MIXED), ids=str)
 def test_mixed_bn_matches_float64_reference(case):
     check_mixed(case, "triton", DEVICE)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("wanted", ["nnnn", "xnnx", "nxnx", "xxxn", "xxnx"])
+@pytest.mark.parametrize("wanted", sampled(["nnnn", "xnnx", "nxnx", "xxxn", "xxnx"]))
 def test_mixed_bn_computes_only_wanted_gradients(wanted):
     # runs of consecutive tensors are one launch
     case = MixedCase((2, 6, 5, 4), "nnnxnnnnnnnnnnxxnn")
@@ -338,7 +352,7 @@ results_of_default = functools.cache(results_of)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("family", "name"), other_configs() if _triton.why_missing() is None else [])
+@pytest.mark.parametrize(("family", "name"), sampled(other_configs(), 3) if _triton.why_missing() is None else [])
 def test_every_configuration_gives_the_result_of_the_default(family, name, monkeypatch):
     from nasfast.ops import tuning
 

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import asdict
 
 import pytest
+from in_process import run_tasks_here
 
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
@@ -39,7 +40,8 @@ def settings(tmp_path, config):
 
 
 @pytest.mark.slow
-def test_a_sample_is_trained_once_and_grows(settings, capsys):
+def test_a_sample_is_trained_once_and_grows(settings, capsys, monkeypatch):
+    run_tasks_here(monkeypatch)
     out = settings.run_dir
     command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
     assert main([*command, "--train", "10", "--dry-run"]) == 0

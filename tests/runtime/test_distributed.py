@@ -165,6 +165,17 @@ def test_a_world_of_one_beside_others():
     assert alone.is_main
 
 
+def test_only_what_the_job_has_begun_is_resumed(tmp_path):
+    """What was in the directory before the job is not its own, however often torchrun starts it again."""
+    store = dist.HashStore()
+    first, second, third = (World(attempt=n, store=store) for n in range(3))
+    assert not second.has_begun(tmp_path)
+    first.note_begun(tmp_path / "a")
+    second.note_begun(tmp_path / "b")
+    assert [world.has_begun(tmp_path / "a") for world in (first, second, third)] == [False, True, True]
+    assert [world.has_begun(tmp_path / "b") for world in (first, second, third)] == [False, False, True]
+
+
 # commands
 
 
@@ -269,24 +280,3 @@ def test_torchrun_starts_a_killed_worker_again_and_nothing_is_lost(done, tmp_pat
     resumed, unbroken = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
     assert resumed == unbroken
     assert metrics(tmp_path / "run") == metrics(out / "unbroken")
-
-
-@pytest.mark.kill
-def test_torchrun_does_not_go_on_with_what_was_there_before(done, tmp_path):
-    """Refused without --resume, and refused again when torchrun starts it again."""
-    out, _, _ = done
-    shutil.copytree(out / "single" / "checkpoints", tmp_path / "run" / "checkpoints")
-    (tmp_path / "run" / "checkpoints" / "supernet-00000022.safetensors").unlink()  # there would be something to do
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = ["supernet", "--out", str(tmp_path / "run"), "--config", str(out / "settings.yaml")]
-    process = subprocess.run(
-        [sys.executable, "-m", *torchrun, "--monitor-interval", "0.1", "-m", "nasfast", *command],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 1
-    assert process.stderr.count("has a supernet run already: add --resume") == 2, process.stderr
-    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before

@@ -119,7 +119,7 @@ def test_what_was_learned_is_the_score_without_its_structure():
 def test_structure_in_common_makes_no_ranking_stable():
     tables = noisy_tables(20.0, 3)
     own = [IndicatorTable(t.space, t.block, t.layer, {}, t.rule) for t in tables]
-    found = agreement([with_structure(table, 8.0) for table in own], Limits(), k=81)
+    found = agreement([with_structure(table, 8.0) for table in own], Limits(), k=9)
     assert found.tau.low > STABLE_TAU > found.learned.low and found.top[0].in_top == 3
     assert not found.stable
 
