@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import positive, ratios, saved_bytes, write_json
-from nasfast.cells import DARTS_OPS, CellSpace, CellSupernet, darts_cell, darts_space
-from nasfast.cells.gates import estimator_of, make_estimator, uniform_logits
-from nasfast.cells.state import CellSearch
-from nasfast.cells.steps import CellSearchEngine
 from nasfast.measure.timing import measure, measuring
-from nasfast.settings.cells import CellSearchConfig
+from nasfast.research.cells.config import CellSearchConfig
+from nasfast.research.cells.gates import estimator_of, make_estimator, uniform_logits
+from nasfast.research.cells.network import CellSupernet
+from nasfast.research.cells.space import DARTS_OPS, CellSpace, darts_cell, darts_space
+from nasfast.research.cells.state import CellSearch
+from nasfast.research.cells.steps import CellSearchEngine
 
 
 def _norm(channels: int) -> nn.Module:
@@ -164,7 +165,7 @@ class _Same:
 
 
 def our_step(search: CellSearch, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], dict[str, float]]:
-    """Make the step of `nasfast.cells.search_cells`, with everything that it records."""
+    """Make the step of `nasfast.research.cells.search_cells`, with everything that it records."""
     sgd = _optimizer(search.net)
     weights = list(search.net.parameters())
     engine = CellSearchEngine(search, sgd, _Same(batches[1]) if search.cfg.bilevel else None)

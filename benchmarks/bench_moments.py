@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import positive, ratios, write_json
-from nasfast.analysis.moments import NetConfig, fields, gaussian, run
-from nasfast.analysis.moments.inputs import Source, standardised
 from nasfast.measure.timing import measure, measuring
+from nasfast.research.analysis.moments.inputs import Source, fields, gaussian, standardised
+from nasfast.research.analysis.moments.networks import NetConfig, run
 
 FC, CONV = gaussian(192), fields(3, 16)
 CASES: dict[str, tuple[NetConfig, Source, int]] = {

@@ -17,8 +17,8 @@ from benchmarks.harness import positive, ratios, write_json
 from benchmarks.steps import memory_of_process, trim_memory
 from benchmarks.straight_through import gradient_of_q
 from nasfast.measure.timing import measure
-from nasfast.nasi.search import Mixture, NasiConfig, sample
-from nasfast.studies.nasi import NasiSearchConfig, Searches
+from nasfast.research.nasi.search import Mixture, NasiConfig, sample
+from nasfast.research.studies.nasi import NasiSearchConfig, Searches
 from nasfast.train.batches import as_epochs
 
 OURS = "nasfast"

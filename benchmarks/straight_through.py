@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nasfast.cells.gates import gumbel
-from nasfast.nasi.score import gradient_norm
-from nasfast.nasi.search import Mixture
+from nasfast.research.cells.gates import gumbel
+from nasfast.research.nasi.score import gradient_norm
+from nasfast.research.nasi.search import Mixture
 from nasfast.seeds import NASI_GATES, derive_seed
 
 

@@ -13,20 +13,20 @@ import hashlib
 # no stream of their own, and draw from (seed, epoch)
 AUTO_AUGMENT = 1
 
-# what `nasfast.cells.prototypes` draws
+# what `nasfast.research.cells.prototypes` draws
 PROTOTYPES = 0
 """The fields that the images of a class are cut from."""
 PROTOTYPE_SPLITS = 1, 2
 """Labels, windows and noise of the training images, and of the test images."""
 
-# what a differentiable search of cells draws (`nasfast.cells.search`)
+# what a differentiable search of cells draws (`nasfast.research.cells.search`)
 CELL_LOGITS = 1
 CELL_GATES = 2
 """Followed by the step and by what the gates are drawn for."""
 FOR_LOGITS, FOR_WEIGHTS = 0, 1
 """What the gates of a step are drawn for: the held-out batch that logits learn from, or the training batch."""
 
-# what a search with NASI draws (`nasfast.nasi.search`); each is followed by the step
+# what a search with NASI draws (`nasfast.research.nasi.search`); each is followed by the step
 NASI_GATES = 1
 NASI_LABELS = 2
 NASI_IMAGES = 3

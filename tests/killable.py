@@ -22,9 +22,9 @@ from tiny import tiny_space, write_folder
 
 import nasfast.train.checkpoint as checkpoint_module
 import nasfast.train.loop as loop_module
-from nasfast.cells import CellSpace, minimal_cell
-from nasfast.cells.search import CellSearchConfig, search_cells
 from nasfast.data import DataConfig, FolderSource, Loader, make_loader
+from nasfast.research.cells.search import CellSearchConfig, search_cells
+from nasfast.research.cells.space import CellSpace, minimal_cell
 from nasfast.retrain import RetrainConfig, retrain
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet

@@ -1,49 +1,42 @@
-"""Imports point one way: a module of nasfast imports only its own part and those further left in LAYERS."""
+"""Imports point one way: a module imports its own part of nasfast and those before it. The core needs no research."""
 
 import ast
 from pathlib import Path
 
 import nasfast
 
-# a part is a package, or a module apart from its package; parts of one layer do not import each other
-LAYERS = """
-config display seeds | runtime | settings spaces | indicators.accuracies indicators.table studies.registry |
-indicators.structure search | indicators.rank ops | fusion supernet | engine data | analysis tasks train | cells |
-nasi | indicators | settings.run | measure report retrain | studies | stages | pipeline | stability | cli | __main__
-"""
-PLACE = {part: place for place, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
-# a search needs no torch, and help must not wait for it
-TORCH_FREE = set("config display seeds settings settings.run spaces search studies.registry cli".split())
-TORCH_FREE |= {f"indicators.{module}" for module in ("accuracies", "config", "rank", "structure", "table")}
+PARTS = """
+config display extensions seeds runtime settings spaces ops supernet fusion engine data train tasks indicators search
+settings.run retrain measure report stages pipeline stability cli research __main__
+""".split()
 ROOT = Path(nasfast.__file__).parent
-PATHS = [p for p in ROOT.rglob("*.py") if "_triton" not in p.parts and p != ROOT / "__init__.py"]
 
 
-def part_of(module: str) -> str:
-    return max((part for part in PLACE if f"{module}.".startswith(f"{part}.")), key=len, default="")
+def place(module: str) -> int:
+    """Place of a module's part: of `settings.run` or `settings` the longer name that fits. -1 for other names."""
+    return max(
+        ((len(part), i) for i, part in enumerate(PARTS) if f"{module}.".startswith(f"{part}.")), default=(0, -1)
+    )[1]
 
 
 def violations(module: str, source: str) -> list[str]:
-    nodes, own, found = list(ast.walk(ast.parse(source))), part_of(module), []
+    nodes = list(ast.walk(ast.parse(source)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {f"{node.module}.{a.name}" for node in nodes if isinstance(node, ast.ImportFrom) for a in node.names}
-    for top, _, target in sorted(name.partition(".") for name in names):
-        if top == "torch" and {own, module} & TORCH_FREE and module != "cli.commands":
-            found.append(f"{module} imports torch")
-        elif top == "nasfast" and target.split(".")[0] in ("_C", "_triton"):
-            found += [] if own == "ops" else [f"{module} imports {target}: only ops may"]
-        elif top == "nasfast" and (part := part_of(target)) not in ("", own) and PLACE[part] >= PLACE[own]:
-            found.append(f"{module} imports {target}: {own} is not behind {part}")
-    return found
+    found = sorted(name.removeprefix("nasfast.") for name in names if name.startswith("nasfast."))
+    private = [name for name in found if name.split(".")[0] in ("_C", "_triton") and not module.startswith("ops")]
+    return [f"{module} imports {name}" for name in found if place(name) > place(module) or name in private]
 
 
 def test_imports_point_one_way():
-    modules = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in PATHS}
+    paths = [path for path in ROOT.rglob("*.py") if "_triton" not in path.parts and path != ROOT / "__init__.py"]
+    modules = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in paths}
+    assert [name for name in modules.values() if place(name) < 0] == []
     assert [line for path, module in modules.items() for line in violations(module, path.read_text())] == []
 
 
 def test_a_wrong_import_is_found():
     assert violations("spaces.arch", "from nasfast.supernet import Supernet")
-    assert violations("search.exact", "def f():\n    import torch.nn") == ["search.exact imports torch"]
+    assert violations("cli.main", "from nasfast.research.studies import registry")
     assert violations("train.loop", "from nasfast import _C")
     assert not violations("train.loop", "import torch\nfrom nasfast.supernet.blocks import x")

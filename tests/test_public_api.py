@@ -29,7 +29,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    "package", ["cells", "data", "indicators", "ops", "report", "retrain", "search", "spaces", "supernet", "train"]
+    "package", ["data", "indicators", "ops", "report", "retrain", "search", "spaces", "supernet", "train"]
 )
 def test_every_exported_name_exists(package):
     module = importlib.import_module(f"nasfast.{package}")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nasfast import pipeline
-from nasfast.config import ConfigBase, ConfigError
+from nasfast import extensions, pipeline
+from nasfast.config import ConfigError
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, score_paths, summed
@@ -48,8 +48,6 @@ from nasfast.stages.checks import check_one_process
 from nasfast.stages.estimate import plan_run
 from nasfast.stages.inputs import evidence_to_rank
 from nasfast.stages.untrained import untrained_networks
-from nasfast.studies import registry
-from nasfast.studies.run import run_study
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
@@ -105,7 +103,7 @@ def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
 
 
 @contextlib.contextmanager
-def _at_most(hours: float | None) -> Iterator[None]:
+def at_most(hours: float | None) -> Iterator[None]:
     """Stop what runs within the block after this time, as SIGTERM does.
 
     Raises:
@@ -140,7 +138,7 @@ def _run(
             raise ConfigError("--dry-run times the steps of one process: run it without torchrun")
         print(plan_run(cfg, settings, max_hours=hours))
         return
-    with _at_most(hours), _joined(cfg) as (cfg, world):
+    with at_most(hours), _joined(cfg) as (cfg, world):
         if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
             raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
         result = pipeline.run(cfg, resume=resume, world=world, tasks=settings)
@@ -184,7 +182,7 @@ def _retrain(
     hours: float | None,
 ) -> None:
     check_one_process(tasks, environment_size())
-    with _at_most(hours), _joined(cfg) as (cfg, world):
+    with at_most(hours), _joined(cfg) as (cfg, world):
         results = pipeline.retrain_best(cfg, archs=archs, pareto=pareto, resume=resume, world=world, tasks=tasks)
         if world.is_main:
             _show_retrained(cfg, results)
@@ -329,20 +327,6 @@ def _step(cfg: StepTimesConfig, out: str | None) -> None:
         print(f"written: {out}")
 
 
-def _study(
-    study: registry.Study, cfg: ConfigBase, out: str | None, settings: TaskSettings | None, hours: float | None
-) -> None:
-    """Print a study's report, save it, and raise where a mark is missed."""
-    check_one_process(settings, environment_size())
-    with _at_most(hours):
-        report = run_study(study.name, cfg, out=out, tasks=settings)
-    print(report)
-    if out is not None:
-        print("written:", ", ".join(map(str, (report.save(out), *report.files))))
-    if report.missed:
-        raise RuntimeError(f"{len(report.missed)} of {len(report.checks)} pass marks missed")
-
-
 def _profile(cfg: ProfileConfig) -> None:
     print(profile(cfg))
 
@@ -362,7 +346,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "report": _report,
     "latency": _latency,
     "step": _step,
-    **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _doctor,
 }
@@ -375,4 +358,5 @@ def execute(command: str, arguments: Sequence[Any]) -> None:
         command: `run`, `supernet`, ...
         arguments: what `nasfast.cli.flags.parse` made of its flags.
     """
-    _COMMANDS[command](*arguments)
+    run = extensions.load(extensions.COMMAND_RUN) if command in extensions.COMMANDS else _COMMANDS[command]
+    run(*arguments)

@@ -8,22 +8,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from nasfast import extensions
 from nasfast.cli.parser import Parser
-from nasfast.config import ConfigBase, ConfigError, flatten, load_yaml, local, nearest
+from nasfast.config import ConfigError, flatten, load_yaml, local, nearest
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings.files import CONFIG_FILE
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
-from nasfast.studies import registry
-
-Config = TypeVar("Config", bound=ConfigBase)
 
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -89,8 +86,8 @@ def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tupl
     return RunConfig.from_dict(parsed), others
 
 
-def _add_task_flags(parser: Parser, *, dry_run: bool = True, optional: str = "") -> None:
-    """Add the flags that say where tasks run and for how long; `_task_settings` reads them.
+def add_task_flags(parser: Parser, *, dry_run: bool = True, optional: str = "") -> None:
+    """Add the flags that say where tasks run and for how long; `task_settings` reads them.
 
     Args:
         parser: gets the flags.
@@ -116,8 +113,8 @@ def _add_task_flags(parser: Parser, *, dry_run: bool = True, optional: str = "")
         parser.add_argument("--dry-run", action="store_true", help="only print the tasks with their time and memory")
 
 
-def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings | None, bool]:
-    """Take the flags of `_add_task_flags` out of parsed ones; also returns whether it is a dry run.
+def task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings | None, bool]:
+    """Take the flags of `add_task_flags` out of parsed ones; also returns whether it is a dry run.
 
     Without any of them the settings are None, because a command may then have no tasks.
 
@@ -131,7 +128,7 @@ def _task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings | None, bool]:
     return TaskSettings.from_dict(given) if given else None, dry_run
 
 
-def _hours(parsed: dict[str, Any]) -> float | None:
+def take_hours(parsed: dict[str, Any]) -> float | None:
     """Take --max-hours out of parsed flags, of a command that has more than tasks: after this time it stops itself.
 
     Raises:
@@ -139,27 +136,6 @@ def _hours(parsed: dict[str, Any]) -> float | None:
     """
     hours, parsed["max_hours"] = parsed["max_hours"], None
     return None if hours is None else TaskSettings.from_dict({"max_hours": hours}).max_hours
-
-
-def _study_config(parser: Parser, argv: Sequence[str], kind: type[Config]) -> tuple[Config, dict[str, Any]]:
-    """The settings of a study, from defaults, then --config files, then flags; and the values of its other flags."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config", action="append", default=[])
-    files = early.parse_known_args(argv)[0].config
-    parser.add_argument("--config", action="append", metavar="FILE", help="YAML file with any of the settings below")
-    parser.add_settings(kind)
-    given: dict[str, Any] = {}
-    for file in files:
-        given |= load_yaml(file)
-    try:
-        checked = kind.from_dict(given).to_dict()
-    except ConfigError as error:
-        raise ConfigError(f"{', '.join(files)}: {error}") from error
-    parser.set_defaults({key: checked[key] for key in given})
-    parsed = parser.parse_flags(argv).as_dict()
-    parsed.pop("config")
-    others = {name: parsed.pop(name) for name in set(parsed) - {field.name for field in dataclasses.fields(kind)}}
-    return kind.from_dict(parsed), others
 
 
 def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
@@ -180,12 +156,12 @@ def _retrain(
         help='retrain this architecture of the space, e.g. "1 0 2 1", and not those of the search; may be repeated',
     )
     parser.add_argument("--pareto", action="store_true", help="retrain all points of the Pareto fronts of the search")
-    _add_task_flags(parser, dry_run=False, optional="each training")
+    add_task_flags(parser, dry_run=False, optional="each training")
     cfg, others = _run_config(parser, argv, resumable=True)
     if others["arch"] and others["pareto"]:
         parser.error("--arch and --pareto both say what to retrain: give one of them")
-    hours = _hours(others)
-    return cfg, others["resume"], others["arch"] or [], others["pareto"], _task_settings(others)[0], hours
+    hours = take_hours(others)
+    return cfg, others["resume"], others["arch"] or [], others["pareto"], task_settings(others)[0], hours
 
 
 def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings | None, bool, float | None]:
@@ -195,10 +171,10 @@ def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, Tas
     parser.add_argument(
         "--seeds", type=int, default=1, help="repeat everything with this many seeds, and say whether they agree"
     )
-    _add_task_flags(parser, optional="each retraining of a run of one seed")
+    add_task_flags(parser, optional="each retraining of a run of one seed")
     cfg, others = _run_config(parser, argv, resumable=True)
-    hours = _hours(others) if others["seeds"] == 1 else None
-    settings, dry_run = _task_settings(others)
+    hours = take_hours(others) if others["seeds"] == 1 else None
+    settings, dry_run = task_settings(others)
     return cfg, others["resume"], others["seeds"], settings, dry_run, hours
 
 
@@ -245,11 +221,11 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
     parser.add_argument("--epochs", type=int, help=text)
     text = "with --train: half width of the interval of tau for which the number of architectures is estimated"
     parser.add_argument("--interval", type=float, help=f"{text}; default: 0.1")
-    _add_task_flags(parser)
+    add_task_flags(parser)
     text = "--train takes the images of the run, and has a short recipe of its own, of which --epochs sets the epochs"
     parser.hints = {"retrain.": text, "data.": text}
     parsed = parser.parse_flags(argv).as_dict()
-    settings, dry_run = _task_settings(parsed)
+    settings, dry_run = task_settings(parsed)
     args = argparse.Namespace(**parsed)
     if (args.table is None) == (args.train is None):
         parser.error("give either --table FILE or --train N")
@@ -320,45 +296,6 @@ def _step(parser: Parser, argv: Sequence[str]) -> tuple[StepTimesConfig, str | N
     return StepTimesConfig(**settings), out
 
 
-_StudyArguments = tuple[registry.Study, ConfigBase, str | None, TaskSettings | None, float | None]
-
-
-def _study(parser: Parser, argv: Sequence[str]) -> _StudyArguments:
-    """The study that a command, or the kind behind it, names, its settings, its directory, where its tasks run, and
-    the hours after which it stops.
-    """
-    command = registry.COMMANDS[parser.command]
-    kinds, flags = command.kinds, list(argv)
-    if not kinds:
-        return _study_flags(parser, flags, command.studies[0])
-    kind, *flags = flags or [""]
-    if kind in ("-h", "--help"):
-        width = max(map(len, kinds))
-        lines = "\n".join(f"  {name:{width}}  {study.text}" for name, study in kinds.items())
-        print(
-            f"usage: {parser.prog} KIND [FLAGS]\n\n{parser.description}\n\n{lines}\n\nflags: {parser.prog} KIND --help"
-        )
-        sys.exit(0)
-    if kind not in kinds:
-        raise ConfigError(f"expected one of {', '.join(kinds)} behind {parser.command}, got {kind!r}")
-    return _study_flags(Parser(kinds[kind].name, kinds[kind].text), flags, kinds[kind])
-
-
-def _study_flags(parser: Parser, argv: Sequence[str], study: registry.Study) -> _StudyArguments:
-    more = f", {study.writes}" if study.writes else ""
-    resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
-    text = f"also write {study.files}.json, the page {study.files}.html{more}{resumed}"
-    parser.add_argument("--out", metavar="DIR", help=text)
-    if study.tasks:
-        _add_task_flags(parser, dry_run=False, optional="each search")
-    cfg, others = _study_config(parser, argv, study.load("config"))
-    out = others.pop("out")
-    if not study.tasks:
-        return study, cfg, out, None, None
-    hours = _hours(others)
-    return study, cfg, out, _task_settings(others)[0], hours
-
-
 def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:
     parser.add_settings(ProfileConfig)
     return (ProfileConfig(**parser.parse_flags(argv).as_dict()),)
@@ -380,7 +317,6 @@ _FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
     "report": _report,
     "latency": _latency,
     "step": _step,
-    **dict.fromkeys(registry.COMMANDS, _study),
     "profile": _profile,
     "doctor": _no_flags,
 }
@@ -404,4 +340,5 @@ def parse(command: str, description: str, argv: Sequence[str]) -> tuple[Any, ...
     early.add_argument("--import", action="append", default=[], dest="modules")
     known, rest = early.parse_known_args(argv)
     import_modules(known.modules)  # before any file is read that names what they define
-    return _FLAGS[command](Parser(command, description), rest)
+    read = extensions.load(extensions.COMMAND_FLAGS) if command in extensions.COMMANDS else _FLAGS[command]
+    return read(Parser(command, description), rest)

@@ -11,12 +11,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from nasfast import __version__
+from nasfast import __version__, extensions
 from nasfast.config import nearest
 from nasfast.runtime.files import NO_ROOM
 from nasfast.runtime.launcher import environment_rank
 from nasfast.runtime.termination import Terminated, raised
-from nasfast.studies import registry
 
 _COMMANDS = {
     "run": "everything: train a supernet, score, search, retrain, report",
@@ -29,7 +28,7 @@ _COMMANDS = {
     "report": "write report.html of a run directory, or one page that compares several",
     "latency": "latency of every candidate on this machine, as a table for --search.max_latency_ms",
     "step": "times of a training step: the rows of the paper's Table 2 on this machine, beside the published figures",
-    **{name: command.text for name, command in registry.COMMANDS.items()},
+    **extensions.COMMANDS,
     "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
 }

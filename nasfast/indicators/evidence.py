@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.indicators.registry import ScoreError
-from nasfast.nasi.score import untrained
 from nasfast.spaces import Arch, ArchSpace, FairSampler, SearchSpace
-from nasfast.supernet import Supernet, inherit
+from nasfast.supernet import Supernet, inherit, untrained
 from nasfast.train.batches import as_epochs
 
 _LEAST_PATHS = 300

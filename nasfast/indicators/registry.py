@@ -1,4 +1,6 @@
-"""The registry of scores: each has a name, what it needs and what it gives. `nasfast.indicators.scores` has them all.
+"""The registry of scores: each has a name, what it needs and what it gives.
+
+`nasfast.indicators.scores` registers those of the core; those of `nasfast.extensions` are registered on use.
 
 There are two kinds of scores. An additive score gives a table of (layer, candidate), which the exact search takes. A
 score of paths gives one number per architecture; `nasfast.indicators.distill` fits a table to it by least squares, or
@@ -7,10 +9,12 @@ the search by evolution calls it for each architecture. Larger is better for all
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nasfast import extensions
 from nasfast.config import nearest
 
 if TYPE_CHECKING:
@@ -53,6 +57,7 @@ class Score:
 
 
 SCORES: dict[str, Score] = {}
+"""The scores that are registered so far; `all_scores` registers those of `nasfast.extensions` too."""
 
 
 def register(
@@ -72,7 +77,7 @@ def register(
     """
 
     def decorate(function: Callable) -> Callable:
-        if name in SCORES:
+        if name in SCORES or extensions.SCORES.get(name, function.__module__) != function.__module__:
             raise KeyError(f"a score {name!r} is registered already: choose another name")
         SCORES[name] = Score(name, function, additive, trained, images, held_out, networks, refusal)
         return function
@@ -86,9 +91,18 @@ def get_score(name: str) -> Score:
     Raises:
         ScoreError: there is no such score; the text names the nearest.
     """
+    if name in extensions.SCORES:
+        importlib.import_module(extensions.SCORES[name])
     if name not in SCORES:
-        raise ScoreError(f"unknown score {name!r}; {nearest(name, SCORES)}")
+        raise ScoreError(f"unknown score {name!r}; {nearest(name, [*SCORES, *extensions.SCORES])}")
     return SCORES[name]
+
+
+def all_scores() -> dict[str, Score]:
+    """All scores by name, those of `nasfast.extensions` included."""
+    for module in set(extensions.SCORES.values()):
+        importlib.import_module(module)
+    return SCORES
 
 
 def check_score(score: Score, net: Supernet) -> None:
@@ -111,13 +125,13 @@ def check_network_score(score: Score, space: ArchSpace) -> None:
     if not score.networks:
         raise ScoreError(
             f"the score {score.name!r} needs a supernet, and {space.name} has only single untrained networks here. "
-            f"These can have {_names(name for name, other in SCORES.items() if other.networks)}"
+            f"These can have {_names(name for name, other in all_scores().items() if other.networks)}"
         )
 
 
 def available(net: Supernet) -> list[str]:
     """The names of the scores that a supernet can have."""
-    return [name for name, score in SCORES.items() if score.refusal(net) is None]
+    return [name for name, score in all_scores().items() if score.refusal(net) is None]
 
 
 def _names(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""All registered scores, and the table of any of them."""
+"""The scores of the core, which this module registers, and the table of any score."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from scipy.stats import rankdata
 from nasfast.indicators import (  # noqa: F401  each registers its scores
     accuracy,
     bn_gamma,
-    nasi_table,
     path_accuracy,
     path_loss,
     structural,
-    zero_cost_paths,
 )
 from nasfast.indicators.distill import distill, z_sum
 from nasfast.indicators.evidence import Evidence, NetworkEvidence
@@ -25,6 +23,7 @@ from nasfast.indicators.registry import (
     SCORES,
     Score,
     ScoreError,
+    all_scores,
     available,
     check_network_score,
     check_score,
@@ -41,6 +40,7 @@ __all__ = [
     "NetworkEvidence",
     "Score",
     "ScoreError",
+    "all_scores",
     "available",
     "check_score",
     "get_score",
@@ -61,7 +61,7 @@ def score_table(
     """The table of a score: its own if it is additive, otherwise the table distilled from the scores of sampled paths.
 
     Args:
-        name: one of `SCORES`.
+        name: one of `all_scores()`.
         evidence: what the score is computed from.
         structure: weight of the baseline `sqrt_size`, which is added to the score; both are divided by their standard
             deviations over the space (`z_sum`). 0 adds nothing and leaves the score in its own unit.

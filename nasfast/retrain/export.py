@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import nasfast.cells.network  # noqa: F401  registers the networks of cells with standalone_network
 from nasfast.config import nearest
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx, write_onnx

@@ -97,7 +97,7 @@ def retrain(
     """Train the standalone network of `arch` and write `retrain/NAME/{model.safetensors, arch.json, result.json}`.
 
     Args:
-        space: a `SearchSpace`, or a `nasfast.cells.CellSpace`.
+        space: a `SearchSpace`, or a `nasfast.research.cells.space.CellSpace`.
         arch: an architecture of the space.
         train_loader: training images; see `nasfast.train.train`.
         val_loader: validation images.

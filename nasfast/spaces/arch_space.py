@@ -31,6 +31,7 @@ class ArchSpace(Tabular, ConfigBase, ABC):
         KEY: a key of the written form that no other kind has, from which `read_space` knows the kind.
         LAYERWISE: whether a `nasfast.Supernet` trains the space and a table of scores is searched; otherwise a search
             of cells finds its architectures.
+        NETWORK: `module:class` of its standalone networks, which takes a space, an architecture and `activation`.
         name: shown in files and errors.
         resolution: height and width of the input in pixels.
         num_classes: outputs of the classifier.
@@ -39,6 +40,7 @@ class ArchSpace(Tabular, ConfigBase, ABC):
 
     KEY: ClassVar[str]
     LAYERWISE: ClassVar[bool] = False
+    NETWORK: ClassVar[str]
     # fields of every kind; dataclasses take no fields from a class that is none
     name: str
     resolution: int

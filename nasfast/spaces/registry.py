@@ -1,6 +1,6 @@
 """The one registry of search spaces: kinds, built-in names, and the one reader of their files. No torch.
 
-A new space is a function in `builders.py` (layers) or `cells.py` (cells) and a line in `BUILDERS`.
+A new space of layers is a function in `builders.py` and a line in `BUILDERS`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from nasfast import extensions
 from nasfast.config import ConfigError, load_yaml, nearest
 from nasfast.spaces.arch_space import ArchSpace
 from nasfast.spaces.builders import (
@@ -21,10 +22,13 @@ from nasfast.spaces.builders import (
     nas_bench_macro,
     shufflenet_v2,
 )
-from nasfast.spaces.cells import CellSpace, choice_blocks_space, darts_space, nas_bench_201_space
 from nasfast.spaces.space import SearchSpace
 
-KINDS: tuple[type[ArchSpace], ...] = (SearchSpace, CellSpace)
+
+def _later(entry: str) -> Callable[..., ArchSpace]:
+    """A builder that imports what an entry of `nasfast.extensions` names when it is called."""
+    return lambda **changes: extensions.load(entry)(**changes)
+
 
 BUILDERS: dict[str, Callable[..., ArchSpace]] = {
     "mobilenet_v2": mobilenet_v2,
@@ -33,9 +37,7 @@ BUILDERS: dict[str, Callable[..., ArchSpace]] = {
     "nas_bench_macro": nas_bench_macro,
     "digits_macro": digits_macro,
     "digits_mini": digits_mini,
-    "darts": darts_space,
-    "nas_bench_201": nas_bench_201_space,
-    "choice_blocks": choice_blocks_space,
+    **{name: _later(entry) for name, entry in extensions.SPACES.items()},
 }
 """Built-in name -> builder. Every builder takes `num_classes` and `resolution`, both with defaults."""
 
@@ -46,10 +48,13 @@ def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
     Raises:
         ConfigError: it has no kind's key; the text names the keys that no kind has, and those that each kind has.
     """
-    for kind in KINDS:
-        if kind.KEY in form:
-            return kind
-    valid = {kind.KEY: sorted(field.name for field in fields(kind)) for kind in KINDS}
+    if SearchSpace.KEY in form:
+        return SearchSpace
+    for key, entry in extensions.SPACE_KINDS.items():
+        if key in form:
+            return extensions.load(entry)
+    kinds = [SearchSpace, *map(extensions.load, extensions.SPACE_KINDS.values())]
+    valid = {kind.KEY: sorted(field.name for field in fields(kind)) for kind in kinds}
     everywhere = sorted(set().union(*valid.values()))
     parts, meant = [], set(form)
     for key in (str(key) for key in form if key not in everywhere):

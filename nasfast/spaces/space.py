@@ -128,6 +128,7 @@ class SearchSpace(ArchSpace):
 
     KEY: ClassVar[str] = "stages"
     LAYERWISE: ClassVar[bool] = True
+    NETWORK: ClassVar[str] = "nasfast.supernet.standalone:StandaloneNetwork"
 
     name: str
     resolution: int

@@ -26,7 +26,7 @@ from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import SCORES, ScoreError, parts_of, score_paths, summed
+from nasfast.indicators.scores import ScoreError, all_scores, parts_of, score_paths, summed
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.timing import seconds_of
@@ -230,7 +230,7 @@ def compare_trained(
     if table.exists():
         scores[TABLE_FILE] = loaded = IndicatorTable.load(table)
         rank(accuracies, loaded, space, resamples=resamples, seed=cfg.seed).save(cfg.run_dir / "rank.json")
-    for name in names or [name for name in SCORES if name not in BASELINES]:
+    for name in names or [name for name in all_scores() if name not in BASELINES]:
         try:
             parts = [score_paths(part, evidence_to_rank(_named(cfg, part)), accuracies) for _, part in parts_of(name)]
             scores[name] = summed(name, parts)

@@ -6,7 +6,7 @@
 from nasfast.settings.supernet import Init, Trainable
 from nasfast.supernet.blocks import UnitFactory, block_builder
 from nasfast.supernet.init import InitScheme, initialize
-from nasfast.supernet.standalone import ArchNetwork, StandaloneNetwork, build, inherit, standalone_network
+from nasfast.supernet.standalone import ArchNetwork, StandaloneNetwork, build, inherit, standalone_network, untrained
 from nasfast.supernet.supernet import Supernet, TrainableSummary
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "inherit",
     "initialize",
     "standalone_network",
+    "untrained",
 ]

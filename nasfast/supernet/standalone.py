@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import singledispatch
 
 import torch
 from torch import Tensor, nn
 
+from nasfast import extensions
 from nasfast.settings.images import ImageInfo
 from nasfast.settings.supernet import Init
 from nasfast.spaces import SKIP, Arch, ArchSpace, SearchSpace
@@ -68,22 +68,32 @@ class StandaloneNetwork(ArchNetwork):
         return self.classifier(self.features(x).mean((2, 3)))
 
 
-@singledispatch
 def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str | None = None) -> ArchNetwork:
-    """The standalone network of an architecture; its class depends on the kind of space.
+    """The standalone network of an architecture; its class is the `NETWORK` of the kind of space.
 
     Raises:
         TypeError: `space` is not a search space.
         ArchError: `arch` does not belong to `space`.
     """
-    raise TypeError(
-        f"expected a search space of layers, or one of cells after `import nasfast.cells`, got {type(space).__name__}"
-    )
+    if not isinstance(space, ArchSpace):
+        raise TypeError(f"expected a search space, got {type(space).__name__}")
+    return extensions.load(space.NETWORK)(space, arch, activation=activation)
 
 
-@standalone_network.register
-def _(space: SearchSpace, arch: Iterable[int], *, activation: str | None = None) -> StandaloneNetwork:
-    return StandaloneNetwork(space, arch, activation=activation)
+def untrained(space: ArchSpace, arch: Iterable[int], *, seed: int = 0) -> ArchNetwork:
+    """The network of an architecture as PyTorch initialises its modules, in training mode.
+
+    Args:
+        space: a space of layers or of cells.
+        arch: one of its architectures.
+        seed: seed of the weights.
+
+    Raises:
+        ArchError: `arch` does not belong to `space`.
+    """
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return standalone_network(space, arch).train()
 
 
 def build(
@@ -97,7 +107,7 @@ def build(
     """The standalone network of `arch` with fresh weights, all of which train.
 
     Args:
-        space: a `SearchSpace`, or a `nasfast.cells.CellSpace`.
+        space: a `SearchSpace`, or a `nasfast.research.cells.space.CellSpace`.
         arch: an architecture of the space.
         activation: activation of the blocks of layers that have none of their own; None takes the space's.
         init: initialisation of the weights.

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from nasfast.cells import darts_space, nas_bench_201_space
 from nasfast.indicators.accuracies import AccuracyError, read_accuracies, read_scores
+from nasfast.research.cells.space import darts_space, nas_bench_201_space
 from nasfast.spaces import ArchError, format_arch, nas_bench_macro
 
 SPACE = nas_bench_macro()

@@ -9,16 +9,16 @@ import pytest
 from scipy.stats import kendalltau
 from tiny import batches, write_folder
 
-from nasfast.cells import nas_bench_201_space
 from nasfast.cli.main import main
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.scores import NetworkEvidence, parts_of, rank_sum, score_networks, summed
-from nasfast.indicators.zero_cost import ZERO_COST
-from nasfast.nasi.cells import CellMixture
-from nasfast.nasi.config import NasiConfig
-from nasfast.nasi.score import untrained
-from nasfast.nasi.search import search
+from nasfast.research.cells.space import nas_bench_201_space
+from nasfast.research.nasi.cells import CellMixture
+from nasfast.research.nasi.config import NasiConfig
+from nasfast.research.nasi.score import untrained
+from nasfast.research.nasi.search import search
+from nasfast.research.zero_cost import ZERO_COST
 from nasfast.spaces import nas_bench_macro
 
 CELLS = nas_bench_201_space(cells=2, channels=4, resolution=8)

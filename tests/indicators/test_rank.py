@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from nasfast.cells import nas_bench_201_space
 from nasfast.indicators.accuracies import AccuracyError
 from nasfast.indicators.rank import (
     Estimate,
@@ -18,6 +17,7 @@ from nasfast.indicators.rank import (
     spearman_rho,
 )
 from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.research.cells.space import nas_bench_201_space
 from nasfast.spaces import digits_mini, nas_bench_macro
 
 SPACE = nas_bench_macro()

@@ -13,9 +13,10 @@ from scipy.stats import kendalltau
 from tiny import batches, tiny_space
 from torch.nn import functional as F
 
+from nasfast import extensions
 from nasfast.indicators import bn_gamma, registry
 from nasfast.indicators.config import ScoreConfig
-from nasfast.indicators.registry import SCORES, ScoreError, available, get_score, register
+from nasfast.indicators.registry import SCORES, ScoreError, all_scores, available, get_score, register
 from nasfast.indicators.scores import Evidence, score_paths, score_table
 from nasfast.indicators.structure import structure_table
 from nasfast.search import search_table
@@ -118,8 +119,8 @@ def test_every_score_gives_a_table_or_says_why_not(macro_space):
     net = Supernet(macro_space, init="aligned")
     images = batches(2, resolution=12)
     evidence = Evidence(net, images, loaders=(images, images), paths=24)
-    assert available(net) == list(SCORES)
-    for name in SCORES:
+    assert available(net) == list(all_scores()) and set(extensions.SCORES) < set(available(net))
+    for name in available(net):
         table = score_table(name, evidence)
         assert table.meta["score"] == name
         assert len(search_table(table, macro_space, top_k=2)) == 2
@@ -127,7 +128,7 @@ def test_every_score_gives_a_table_or_says_why_not(macro_space):
 
 
 def test_refusals_list_what_can_be_had(trained, monkeypatch):
-    monkeypatch.setitem(SCORES, "naswot", dataclasses.replace(SCORES["naswot"], refusal=lambda net: "no ReLU"))
+    monkeypatch.setitem(SCORES, "naswot", dataclasses.replace(get_score("naswot"), refusal=lambda net: "no ReLU"))
     with pytest.raises(ScoreError, match=r"tiny has no score 'naswot': no ReLU. It can have .*path_loss"):
         score_table("naswot", Evidence(trained, HELD_OUT))
     assert "naswot" not in available(trained)
@@ -135,6 +136,8 @@ def test_refusals_list_what_can_be_had(trained, monkeypatch):
         score_table("path_los", Evidence(trained, HELD_OUT))
     with pytest.raises(KeyError, match="'gamma' is registered already"):
         register("gamma", additive=True)(lambda evidence: None)
+    with pytest.raises(KeyError, match="'synflow' is registered already"):
+        register("synflow", additive=False)(lambda evidence, arch: 0.0)
 
 
 def test_values_that_are_not_finite_name_the_candidate(macro_space):

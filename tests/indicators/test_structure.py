@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from nasfast.cells import darts_space, nas_bench_201_space
 from nasfast.indicators.structure import BASELINES, baselines, structure_rows, structure_scores, structure_table
+from nasfast.research.cells.space import darts_space, nas_bench_201_space
 from nasfast.search import search_table
 from nasfast.spaces import SKIP, digits_mini, mobilenet_v2, nas_bench_macro, shufflenet_v2
 

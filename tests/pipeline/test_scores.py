@@ -19,8 +19,8 @@ from nasfast.data import make_loader, make_loaders, random_subset
 from nasfast.indicators import bn_gamma
 from nasfast.indicators.scores import score_paths, score_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.indicators.zero_cost import gradient_norm
 from nasfast.pipeline import RunConfig
+from nasfast.research.zero_cost import gradient_norm
 from nasfast.search import load_candidates
 from nasfast.settings.supernet import METHODS
 from nasfast.supernet import inherit

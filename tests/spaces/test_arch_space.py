@@ -9,7 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from nasfast import extensions
 from nasfast.config import ConfigError
+from nasfast.research.cells.space import CellSpace, darts_space
 from nasfast.spaces import (
     BUILDERS,
     ArchError,
@@ -23,8 +25,6 @@ from nasfast.spaces import (
     named_space,
     read_space,
 )
-from nasfast.spaces.cells import CellSpace, darts_space
-from nasfast.spaces.registry import KINDS
 
 CELLS = ("darts", "nas_bench_201", "choice_blocks")
 
@@ -138,8 +138,8 @@ def test_where_layers_are_needed_a_space_of_cells_is_refused(tmp_path):
 
 
 def test_kinds_are_known_by_keys_that_no_other_kind_has():
-    assert set(KINDS) == {SearchSpace, CellSpace}
-    for kind, other in itertools.permutations(KINDS, 2):
+    assert list(extensions.SPACE_KINDS) == [CellSpace.KEY]
+    for kind, other in itertools.permutations((SearchSpace, CellSpace), 2):
         fields = {name for name in other.__dataclass_fields__}
         assert kind.KEY in kind.__dataclass_fields__ and kind.KEY not in fields
 

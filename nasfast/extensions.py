@@ -1,0 +1,47 @@
+"""What `nasfast.research` adds to the registries of the core: their names, and where each is.
+
+The core imports none of these modules itself: an entry, mostly `module:attribute`, is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+SPACES = {
+    "darts": "nasfast.research.cells.space:darts_space",
+    "nas_bench_201": "nasfast.research.cells.space:nas_bench_201_space",
+    "choice_blocks": "nasfast.research.cells.space:choice_blocks_space",
+}
+"""Built-in name of a search space -> its builder."""
+
+SPACE_KINDS = {"cell": "nasfast.research.cells.space:CellSpace"}
+"""Key of the written form of a kind of space -> its class."""
+
+SCORES = dict.fromkeys(
+    ("gradient_norm", "snip", "synflow", "naswot", "zico", "ntk_q", "beta_norm", "log_volume", "nasi"),
+    "nasfast.research.scores",
+)
+"""Name of a score -> the module that registers it."""
+
+COMMANDS = {
+    "isometry": "what orthogonal and Gaussian weights do to signals in a space or a module, beside the paper's claims",
+    "moments": "quick | figures | module: signal and noise with depth, well behaved or pathological at initialisation",
+    "wiring": "theorems | p1 | p2 | p3 | cost: what differentiable search does to the topology of cells, and why",
+    "nasi": "quick | search | compare: architectures chosen at initialisation by the kernel's trace norm",
+}
+"""Name of a command -> its line in `nasfast --help`."""
+
+COMMAND_FLAGS = "nasfast.research.studies.command:flags"
+COMMAND_RUN = "nasfast.research.studies.command:run"
+"""The functions of these commands; `nasfast.cli` calls them as it calls those of its own commands."""
+
+
+def load(entry: str) -> Any:
+    """Import what an entry names.
+
+    Args:
+        entry: `module:attribute`.
+    """
+    module, _, attribute = entry.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,259 @@
+"""Fairness of the candidates of a layer at initialisation: spreads of their outputs over the candidates.
+
+DI-NAS section 3 claims that orthogonal candidates transmit signals equally; this module measures what "equally" may
+mean. Every spread is over the candidates m of one layer on a common input, so 0 is perfect fairness:
+
+- mean_m and var_m of each channel over batch and positions, averaged over channels; f_mean = std_m(mean_m) /
+  sqrt(mean_m var_m) and f_var = std_m(log var_m);
+- rho_m(i, j) = (||f_m(h_i) - f_m(h_j)||^2 / w_out) / (||h_i - h_j||^2 / w_in) is how much a candidate increases the
+  distance of two samples; f_iso = std_m(log mean_ij rho_m), and distortion_m is the coefficient of variation of rho_m
+  over pairs;
+- disagreement = mean over pairs of candidates and samples of ||f - f'||^2 / (||f||^2 + ||f'||^2): 1 for unrelated
+  outputs, 0 for equal ones;
+- f_phi = std_m log phi_m, where phi_m is the mean squared singular value of a candidate's Jacobian
+  (`nasfast.research.analysis.isometry`).
+
+A BatchNorm at the end makes f_mean and f_var nearly 0 for any weights, so measure without it too
+(`without_indicator_bn`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import kendalltau
+from torch import Tensor, nn
+
+from nasfast.indicators.table import IndicatorTable
+from nasfast.research.analysis.jacobian import applied, frozen_copy
+from nasfast.spaces import UniformSampler
+from nasfast.supernet import Supernet
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CandidateOutput:
+    """One candidate on the common input.
+
+    Attributes:
+        name: its name.
+        mean, var: mean and variance of its outputs.
+        rho: mean rho over pairs of samples.
+        distortion: coefficient of variation of rho.
+    """
+
+    name: str
+    mean: float
+    var: float
+    rho: float
+    distortion: float
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """Spreads over the candidates of one layer; see the module's docstring.
+
+    f_phi is None if no phi was given. f_var and f_iso are not finite if a candidate gives all samples one result.
+    """
+
+    candidates: tuple[CandidateOutput, ...]
+    f_mean: float
+    f_var: float
+    f_iso: float
+    disagreement: float
+    f_phi: float | None = None
+
+    @property
+    def distortion(self) -> float:
+        """Mean distortion over the candidates."""
+        return float(np.mean([c.distortion for c in self.candidates]))
+
+
+@torch.no_grad()
+def fairness(
+    candidates: Sequence[nn.Module],
+    h: Tensor,
+    *,
+    names: Sequence[str] | None = None,
+    phi: Sequence[float] | None = None,
+) -> Fairness:
+    """Measure the candidates of one layer on a common input; BatchNorms use the statistics of that input.
+
+    Args:
+        candidates: at least two modules that map (N, C, ...) to results (N, C', ...) of one shape; they are not
+            changed.
+        h: (N, C, ...) floating, N at least 4; 64 or more are recommended.
+        names: names of the candidates; None numbers them.
+        phi: phi of each candidate's Jacobian, for f_phi; None leaves it out.
+
+    Raises:
+        ValueError: there are fewer than two candidates or four samples, or other numbers of names or phis than of
+            candidates; a candidate cannot take h; results have different shapes or are not finite; or two samples are
+            equal, so that their distance is 0.
+    """
+    if len(candidates) < 2 or h.ndim < 2 or h.shape[0] < 4:
+        raise ValueError(
+            f"fairness: needs two candidates and h of (N, C, ...) with four samples, got {len(candidates)} and "
+            f"{tuple(h.shape)}"
+        )
+    names = [str(i) for i in range(len(candidates))] if names is None else names
+    if len(names) != len(candidates) or (phi is not None and len(phi) != len(candidates)):
+        raise ValueError(f"fairness: needs one name and one phi for each of {len(candidates)} candidates")
+    distances = _pair_distances(h)
+    if not float(distances.min()) > 0:
+        raise ValueError("fairness: two samples of h are equal or not finite: give different finite samples")
+    outputs = [applied(frozen_copy(module, h, dtype=h.dtype), h) for module in candidates]
+    if len({y.shape for y in outputs}) > 1:
+        raise ValueError(f"fairness: candidates have results of different shapes {[tuple(y.shape) for y in outputs]}")
+    measured = []
+    for name, y in zip(names, outputs, strict=True):
+        if not torch.isfinite(y).all():
+            raise ValueError(f"fairness: the result of candidate {name} is not finite")
+        rho = _pair_distances(y) / distances
+        mean, var = channel_moments(y)
+        measured.append(CandidateOutput(name, mean, var, float(rho.mean()), float(rho.std() / rho.mean())))
+    means, variances, rhos = (np.array([getattr(c, key) for c in measured]) for key in ("mean", "var", "rho"))
+    return Fairness(
+        tuple(measured),
+        f_mean=float(means.std() / math.sqrt(variances.mean())),
+        f_var=float(np.log(variances).std()),
+        f_iso=float(np.log(rhos).std()),
+        disagreement=float(np.mean([_disagreement(a, b) for a, b in combinations(outputs, 2)])),
+        f_phi=None if phi is None else float(np.log(phi).std()),
+    )
+
+
+def channel_moments(y: Tensor) -> tuple[float, float]:
+    """Mean and variance of every channel over samples and positions, averaged over channels."""
+    dims = [d for d in range(y.ndim) if d != 1]
+    return float(y.double().mean(dims).mean()), float(y.double().var(dims, correction=0).mean())
+
+
+def _pair_distances(h: Tensor) -> Tensor:
+    """Mean squared distance of every pair of samples, per element."""
+    flat = h.flatten(1)
+    # differences are squared directly, because the form by inner products loses the digits of close pairs
+    rows = [(flat[i + 1 :] - flat[i]).square().mean(1) for i in range(len(flat) - 1)]
+    return torch.cat(rows).double()
+
+
+def _disagreement(a: Tensor, b: Tensor) -> float:
+    difference, total = (a - b).flatten(1).square().sum(1), (a.square() + b.square()).flatten(1).sum(1)
+    return float((difference / total.clamp(min=1e-30)).mean())
+
+
+def without_indicator_bn(module: nn.Module) -> nn.Module:
+    """A copy of a block of plain modules whose indicator BatchNorm (`last_bn`) is the identity."""
+    module = copy.deepcopy(module)
+    last = getattr(module, "last_bn", None)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if child is last:
+                setattr(parent, name, nn.Identity())
+    return module
+
+
+@dataclass(frozen=True)
+class DepthSpread:
+    """How differently random paths scale a signal, by depth; every field has one value per layer.
+
+    Var(h_l) is the variance of the output of layer l, averaged over channels.
+
+    Attributes:
+        mean: mean of log Var(h_l) over paths.
+        std: standard deviation of log Var(h_l) over paths.
+        ratio: largest Var(h_l) divided by the smallest.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    ratio: tuple[float, ...]
+
+
+@torch.no_grad()
+def depth_spread(
+    net: Supernet, images: Tensor, *, paths: int = 64, indicator_bn: bool = True, seed: int = 0
+) -> DepthSpread:
+    """Follow random paths through a supernet and compare the variances of their signals.
+
+    Args:
+        net: the supernet, which is not changed; it must have plain modules (`fused=False`) if indicator_bn is off.
+        images: (N, C, H, W).
+        paths: number of uniformly random paths, without layer indicators.
+        indicator_bn: whether blocks keep their indicator BatchNorms.
+        seed: seed of the paths.
+
+    Raises:
+        ValueError: there are fewer than two paths, or a variance is zero or not finite.
+    """
+    if paths < 2:
+        raise ValueError(f"depth_spread: needs two paths to compare, got {paths}")
+    layers = [list(layer.candidates) for layer in net.layers]
+    if not indicator_bn:
+        layers = [[without_indicator_bn(c) for c in candidates] for candidates in layers]
+    sampler = UniformSampler(net.space, seed=seed, layer_indicators=False)
+    first, logs = net.stem(images), np.zeros((paths, len(layers)))
+    for i in range(paths):
+        h = first
+        for index, (candidates, choice) in enumerate(zip(layers, sampler.step()[0], strict=True)):
+            h = h if choice < 0 else candidates[choice](h)
+            var = channel_moments(h)[1]
+            if not 0 < var < math.inf:
+                raise ValueError(f"depth_spread: the variance after layer {index} is {var} on path {i}")
+            logs[i, index] = math.log(var)
+    ratio = np.exp(logs.max(0) - logs.min(0))
+    return DepthSpread(tuple(logs.mean(0).tolist()), tuple(logs.std(0).tolist()), tuple(ratio.tolist()))
+
+
+@dataclass(frozen=True)
+class SeedStability:
+    """How well the indicator rankings of several seeds agree, as means of Kendall's tau-b over pairs of seeds.
+
+    Attributes:
+        within_layers: mean over layers of tau over the candidates of a layer; None if no layer has a ranking.
+        over_all: tau over all candidates of all layers.
+        seeds: number of rankings.
+    """
+
+    within_layers: float | None
+    over_all: float | None
+    seeds: int
+
+
+def seed_stability(rankings: Sequence[IndicatorTable] | Sequence[Sequence[Sequence[float]]]) -> SeedStability:
+    """Compare the indicator scores of trainings that differ only in their seed: the decisive test of fairness claims.
+
+    Args:
+        rankings: two or more. Each is a table of one space, whose block scores S_v are taken, or for each layer the
+            scores of the candidates.
+
+    Raises:
+        ValueError: there are fewer than two rankings, or they have different layers or candidates.
+    """
+    scores = [
+        [np.array([row[c] for c in sorted(row)]) for row in r.block]
+        if isinstance(r, IndicatorTable)
+        else [np.asarray(row, dtype=float) for row in r]
+        for r in rankings
+    ]
+    if len(scores) < 2 or len({tuple(len(row) for row in r) for r in scores}) > 1:
+        raise ValueError(f"seed_stability: needs two or more rankings of the same candidates, got {len(scores)}")
+    within, over = [], []
+    for a, b in combinations(scores, 2):
+        within += [kendalltau(x, y).statistic for x, y in zip(a, b, strict=True) if len(x) > 1]
+        over.append(kendalltau(np.concatenate(a), np.concatenate(b)).statistic)
+    return SeedStability(_mean(within), _mean(over), len(scores))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    # the tau of a constant ranking is nan
+    known = [float(v) for v in values if not math.isnan(v)]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,318 @@
+"""Random networks whose weights are drawn layer by layer and not kept, so that memory does not grow with depth.
+
+The families are those of Labatie 2019, section 2: vanilla (`norm="none"`), normalised feed-forward, and pre-activation
+residual networks with `residual` feed-forward units each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nasfast.ops.orthogonal import orthogonalize_draws
+from nasfast.research.analysis.moments.config import NetConfig
+from nasfast.research.analysis.moments.inputs import Source, standardised
+from nasfast.research.analysis.moments.pairs import Pair, act, add, conv, normalise, rescale
+from nasfast.research.analysis.moments.statistics import energies, ranks, shape
+
+Array = NDArray[np.float64]
+
+# Elements of one chunk of realisations; tensors of this size stay in the processor's caches between layers.
+_CHUNK_ELEMENTS = 2**20
+# Share of the varying part of the signal below which rounding dominates it.
+_LOST = {"float32": 1e-10, "float64": 1e-24}
+
+
+class Draws:
+    """Random numbers of several realisations; each has its own streams for data, noise and weights.
+
+    Args:
+        seed: seed of the experiment.
+        realisations: numbers of the realisations; a network does not depend on which others are drawn with it.
+        dtype: dtype of the results; draws are always float32, so that dtypes can be compared.
+        device: device of the results; draws are made on the CPU, so that devices can be compared.
+    """
+
+    def __init__(
+        self, seed: int, realisations: Sequence[int], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        states = [np.random.SeedSequence((seed, r)).generate_state(3, np.uint64) for r in realisations]
+        data, noise, weights = zip(*([int(s) >> 1 for s in state] for state in states), strict=True)
+        self.data, self.noise, self.weights = (
+            [torch.Generator().manual_seed(s) for s in seeds] for seeds in (data, noise, weights)
+        )
+        self.dtype, self.device = dtype, device
+
+    def inputs(self, source: Source, batch: int) -> Pair:
+        """Standardised inputs and white noise."""
+        x = torch.stack([standardised(source(batch, g)) for g in self.data], 1)
+        dx = torch.stack([torch.randn(x[:, r].shape, generator=g) for r, g in enumerate(self.noise)], 1)
+        return Pair.of(x.to(self.device, self.dtype), dx.to(self.device, self.dtype))
+
+    def normal(self, *size: int, std: float = 1.0) -> Tensor:
+        """(R, *size) numbers from N(0, std^2)."""
+        values = torch.empty(len(self.weights), *size)
+        for row, generator in zip(values, self.weights, strict=True):
+            row.normal_(0, std, generator=generator)
+        return values.to(self.device, self.dtype)
+
+    def ball(self, count: int, dimension: int, radius: float) -> Tensor:
+        """(R, count, dimension) numbers; every row is uniform in the ball of this radius."""
+        direction = self.normal(count, dimension)
+        depth = torch.stack([torch.rand(count, 1, generator=g) for g in self.weights]).to(self.device, self.dtype)
+        return direction * (radius * depth ** (1 / dimension) / direction.norm(dim=2, keepdim=True))
+
+    def layer(self, cfg: NetConfig, channels: int) -> tuple[Tensor, Tensor | None]:
+        """Weight (R, width, channels, *kernel) and bias (R, width) of a layer."""
+        size = (cfg.width, channels, *(cfg.kernel,) * (2 if cfg.kernel else 0))
+        fan_in = channels * max(1, cfg.kernel) ** 2
+        if cfg.init == "uniform":
+            # E |omega_c|^2 = sigma_w^2
+            rows = self.ball(cfg.width, fan_in + 1, cfg.std * ((fan_in + 3) / fan_in) ** 0.5)
+            return rows[..., :-1].reshape(-1, *size), rows[..., -1]
+        bias = self.normal(cfg.width, std=cfg.sigma_b) if cfg.sigma_b else None
+        if cfg.init == "he":
+            return self.normal(*size, std=cfg.std / fan_in**0.5), bias
+        (q,) = orthogonalize_draws([self.normal(cfg.width, fan_in)])
+        # rows have length sigma_w, or less if there are more rows than columns
+        return q.mul_(cfg.std * max(1.0, cfg.width / fan_in) ** 0.5).reshape(-1, *size), bias
+
+    def affine(self, cfg: NetConfig) -> tuple[Tensor, Tensor] | None:
+        """Scale and shift of a normalisation, (R, width) each; None if they are 1 and 0."""
+        if cfg.init != "uniform":
+            return None
+        # E gamma^2 + E shift^2 = 1
+        scale, shift = self.ball(cfg.width, 2, 2**0.5).unbind(2)
+        return scale, shift
+
+    def first(self, cfg: NetConfig, channels: int) -> Tensor:
+        """Weight of the linear layer before the network, with variance 1 / fan-in."""
+        size = (channels, *(cfg.kernel,) * (2 if cfg.kernel else 0))
+        return self.normal(cfg.width, *size, std=(channels * max(1, cfg.kernel) ** 2) ** -0.5)
+
+
+def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pair]]:
+    """Yield the pairs at the named places of each layer of a network; only the current layer is in memory.
+
+    A feed-forward layer has `input` x^{l-1}, `conv` y^l, `norm` z^l (y^l without a normalisation) and `act` x^l. A
+    residual has `input` y^{l,0}; `norm`, `act` and `unit` (y^{l,1}) of the first unit; `branch` y^{l,H}; `sum` y^l.
+
+    Args:
+        cfg: the network.
+        draws: its random numbers.
+        pair: input of the linear layer before the network.
+    """
+    stride = 2 if cfg.kernel else 1
+    pair = rescale(conv(pair, draws.first(cfg, pair.x.shape[2]), stride=stride, padding=cfg.padding))
+
+    def normed(y: Pair) -> Pair:
+        if cfg.norm == "none":
+            return y
+        return normalise(y, cfg.norm, eps=cfg.eps, groups=cfg.groups, affine=draws.affine(cfg))
+
+    def linear(x: Pair) -> Pair:
+        return conv(x, *draws.layer(cfg, cfg.width), padding=cfg.padding)
+
+    for _ in range(cfg.depth):
+        places = {"input": pair}
+        if cfg.residual:
+            for h in range(cfg.residual):
+                z = normed(pair)
+                x = act(z, cfg.act)
+                pair = linear(x)
+                if h == 0:
+                    places |= {"norm": z, "act": x, "unit": pair}
+            places |= {"branch": pair, "sum": add(places["input"], pair)}
+            # both branches must have the same scale, so it changes only here
+            pair = rescale(places["sum"])
+            places["sum"] = pair
+        else:
+            places["conv"] = linear(pair)
+            places["norm"] = normed(places["conv"])
+            pair = rescale(act(places["norm"], cfg.act))
+            places["act"] = pair
+        yield places
+
+
+def _measured(cfg: NetConfig) -> dict[str, tuple[Callable[[Pair], dict[str, Tensor]], ...]]:
+    """The statistics that are taken at each place."""
+    if cfg.residual:
+        return {
+            "input": (energies,),
+            "norm": (energies, shape),
+            "act": (ranks,),
+            "unit": (energies,),
+            "branch": (energies,),
+            "sum": (energies, ranks),
+        }
+    return {"input": (energies,), "norm": (energies, shape), "act": (energies, ranks)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Moments of several realisations of a network.
+
+    Attributes:
+        cfg: the network.
+        values: statistic_place -> (realisations, records), such as `log_mu2_signal_act`; nan from the record on where
+            a signal is lost in rounding. `log_ratio_0` (realisations, 1) is log mu_2(dx) - log mu_2(x) of the inputs.
+        seconds: computing time, without realisations that were read from a file.
+    """
+
+    cfg: NetConfig
+    values: dict[str, Array]
+    seconds: float = 0.0
+
+    @property
+    def depth(self) -> Array:
+        """The measured layers."""
+        return np.array(self.cfg.records, dtype=float)
+
+    @property
+    def realisations(self) -> int:
+        """Number of realisations."""
+        return len(self.values["log_ratio_0"])
+
+    def log_chi(self, place: str) -> Array:
+        """log chi at a place: the normalised sensitivity relative to the inputs; times 20 / ln 10, the loss in dB."""
+        ratio = self.values[f"log_mu2_noise_{place}"] - self.values[f"log_mu2_signal_{place}"]
+        return (ratio - self.values["log_ratio_0"]) / 2
+
+    def curves(self) -> dict[str, Array]:
+        """The curves of the paper's figures, (realisations, records) each.
+
+        `inc` is the geometric increment of chi of a layer, or of the first unit of a residual. `inc_bn` and `inc_phi`
+        are its parts before and after the normalised signal. `logchi` is log chi of the layer's output.
+        """
+        end, out = ("unit", "sum") if self.cfg.residual else ("act", "act")
+        before, middle, after = (self.log_chi(place) for place in ("input", "norm", end))
+        curves = {"inc": np.exp(after - before), "logchi": self.log_chi(out)}
+        if self.cfg.norm != "none":
+            curves |= {"inc_bn": np.exp(middle - before), "inc_phi": np.exp(after - middle)}
+        if self.cfg.residual:
+            curves["inc_residual"] = np.exp(self.log_chi("sum") - before)
+        names = {"reff_signal": "reff_signal_act", "reff_noise": "reff_noise_act", "mu4_z": "mu4_signal_norm"}
+        names |= {"nu1abs_z": "nu1_abs_signal_norm", "pseudo_linear": "pseudo_linear_norm"}
+        names |= {"lognu2": f"log_nu2_signal_{out}", "logmu2_noise": f"log_mu2_noise_{out}"}
+        curves |= {name: self.values[key] for name, key in names.items()}
+        curves["variance_share"] = np.exp(self.values[f"log_mu2_signal_{out}"] - curves["lognu2"])
+        return curves
+
+
+@torch.inference_mode()
+def run_chunk(
+    cfg: NetConfig, source: Source, realisations: Sequence[int], *, seed: int = 0, device: str = "cpu"
+) -> dict[str, Array]:
+    """`Run.values` of these realisations, computed together."""
+    draws = Draws(seed, realisations, getattr(torch, cfg.dtype), device)
+    pair = draws.inputs(source, cfg.batch)
+    start = energies(pair)
+    ratio = start["log_mu2_noise"] - start["log_mu2_signal"]
+    values: dict[str, Array] = {"log_ratio_0": ratio[:, None].cpu().numpy()}
+    lost = np.zeros(len(realisations), dtype=bool)
+    records = cfg.records
+    for layer, places in enumerate(propagate(cfg, draws, pair), 1):
+        if layer % cfg.every:
+            continue
+        measured = {
+            f"{name}_{place}": statistic.cpu().numpy()
+            for place, functions in _measured(cfg).items()
+            for function in functions
+            for name, statistic in function(places[place]).items()
+        }
+        out = "sum" if cfg.residual else "act"
+        with np.errstate(invalid="ignore"):
+            share = measured[f"log_mu2_signal_{out}"] - measured[f"log_nu2_signal_{out}"]
+        # the condition is written so that nan counts as lost
+        lost |= ~(share > np.log(_LOST[cfg.dtype]))
+        for key, statistic in measured.items():
+            curve = values.setdefault(key, np.full((len(realisations), len(records)), np.nan))
+            curve[~lost, layer // cfg.every - 1] = statistic[~lost]
+        if lost.all():
+            break
+    return values
+
+
+def chunk_size(cfg: NetConfig, source: Source) -> int:
+    """Number of realisations that are computed together."""
+    x = source(2, torch.Generator().manual_seed(0))
+    # the layer before the network has stride 2
+    positions = (-(-x.shape[-1] // 2)) ** 2 if cfg.kernel else 1
+    return max(1, _CHUNK_ELEMENTS // (2 * cfg.batch * cfg.width * positions))
+
+
+def run(
+    cfg: NetConfig,
+    source: Source,
+    *,
+    realisations: int,
+    seed: int = 0,
+    device: str = "cpu",
+    file: Path | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Run:
+    """Propagate signal and noise through random networks.
+
+    Args:
+        cfg: the networks.
+        source: gives the inputs.
+        realisations: number of networks, each with its own weights, inputs and noise.
+        seed: seed of all random numbers.
+        device: a torch device; random numbers always come from the CPU.
+        file: JSON lines to which every chunk of realisations is appended. Chunks that are there already are read, so a
+            run that was stopped continues, and a run with more realisations adds to it.
+        progress: called with the number of realisations done.
+    """
+    size, start = chunk_size(cfg, source), time.perf_counter()
+    # sources are functions without a name, so a sample of what they draw identifies them
+    inputs = source(2, torch.Generator().manual_seed(0)).numpy().tobytes()
+    key = hashlib.sha256(json.dumps([cfg.to_dict(), seed, size]).encode() + inputs).hexdigest()[:16]
+    known = _read(file, key)
+    parts = []
+    for first in range(0, realisations, size):
+        ids = range(first, min(first + size, realisations))
+        values = known.get((ids.start, ids.stop))
+        if values is None:
+            values = run_chunk(cfg, source, ids, seed=seed, device=device)
+            if file is not None:
+                _append(file, {"key": key, "ids": [ids.start, ids.stop], "values": values})
+        parts.append(values)
+        progress(ids.stop)
+    return Run(cfg, {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}, time.perf_counter() - start)
+
+
+def _append(file: Path, form: dict) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    values = {name: _plain(v) for name, v in form["values"].items()}
+    line = json.dumps({**form, "values": values}) + "\n"
+    with open(file, "a+b") as out:
+        # a line that a kill left incomplete must not damage this one
+        if out.tell():
+            out.seek(-1, 2)
+            line = line if out.read(1) == b"\n" else f"\n{line}"
+        out.write(line.encode())
+
+
+def _plain(values: Array) -> list[list[float | None]]:
+    return [[v if np.isfinite(v) else None for v in row] for row in values.tolist()]
+
+
+def _read(file: Path | None, key: str) -> dict[tuple[int, int], dict[str, Array]]:
+    found = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []:
+        try:
+            form = json.loads(line)
+        except ValueError:
+            continue  # a kill left the line incomplete
+        if form.get("key") == key:
+            found[tuple(form["ids"])] = {n: np.array(v, dtype=float) for n, v in form["values"].items()}
+    return found

@@ -1,0 +1,186 @@
+"""Signal and noise as one pair, and the layers that propagate both (Labatie 2019, section 2).
+
+The noise is the first-order response to white noise at the input: every layer applies its derivative at the signal to
+it. Both are parts of one tensor, so that one call applies the same weights to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nasfast.research.analysis.moments.config import Act, Norm, Padding
+
+# `shifted` is periodic with the whole border on one side, which shifts the output relative to the input
+_PAD_MODES = {"periodic": "circular", "shifted": "circular", "zero": "constant", "reflective": "reflect"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Signal x and noise dx of several realisations (networks) at one place.
+
+    Attributes:
+        v: (2, B, R, C, *spatial): x and dx of B samples in R realisations; a fully connected network has no spatial
+            dimensions.
+        log_scale: (R,) float64; the noise is exp(log_scale / 2) dx, so that dx can stay near 1.
+    """
+
+    v: Tensor
+    log_scale: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, dx: Tensor) -> Pair:
+        """The pair of x and dx of shape (B, R, C, *spatial)."""
+        return cls(torch.stack((x, dx)), x.new_zeros(x.shape[1], dtype=torch.float64))
+
+    @property
+    def x(self) -> Tensor:
+        """The signal, (B, R, C, *spatial)."""
+        return self.v[0]
+
+    @property
+    def dx(self) -> Tensor:
+        """The noise without its scale, (B, R, C, *spatial)."""
+        return self.v[1]
+
+    @property
+    def over(self) -> tuple[int, ...]:
+        """The dimensions of x that are samples and positions."""
+        return (0, *range(3, self.x.ndim))
+
+    def channels(self, values: Tensor) -> Tensor:
+        """Values (R, C) or (R, 1), reshaped to broadcast with x."""
+        return values.reshape(1, *values.shape, *(1,) * (self.x.ndim - 3))
+
+
+def conv(
+    pair: Pair, weight: Tensor, bias: Tensor | None = None, *, stride: int = 1, padding: Padding = "periodic"
+) -> Pair:
+    """y = w * x + b and dy = w * dx, by one convolution or matrix product for signal, noise and all realisations.
+
+    Args:
+        pair: x and dx.
+        weight: (R, out, C, K, K), or (R, out, C) for a fully connected layer.
+        bias: (R, out), or None.
+        stride: stride of the convolution.
+        padding: how borders are padded.
+    """
+    v = pair.v.flatten(0, 1)
+    if weight.ndim == 3:
+        y = torch.bmm(v.transpose(0, 1), weight.mT).transpose(0, 1)
+    else:
+        realisations, out, _, kernel, _ = weight.shape
+        border = (kernel - 1, 0) if padding == "shifted" else (kernel // 2,) * 2
+        v = F.pad(v.flatten(1, 2), border * 2, mode=_PAD_MODES[padding])
+        y = F.conv2d(v, weight.flatten(0, 1), stride=stride, groups=realisations).unflatten(1, (realisations, out))
+    result = replace(pair, v=y.unflatten(0, pair.v.shape[:2]))
+    if bias is not None:
+        result.x.add_(pair.channels(bias))
+    return result
+
+
+def batch_norm(pair: Pair, eps: float, gamma: Tensor | None = None, shift: Tensor | None = None) -> Pair:
+    """z = (y - nu_1,c) / sqrt(mu_2,c + eps) over samples and positions; these statistics are constants for the noise.
+
+    Args:
+        pair: y and dy.
+        eps: epsilon of the normalisation.
+        gamma, shift: (R, C); if given, the result is gamma z + shift.
+    """
+    z = torch.empty_like(pair.v)
+    # two passes are faster here than torch.var_mean
+    centred = torch.sub(pair.x, pair.x.mean(pair.over, keepdim=True), out=z[0])
+    scale = torch.rsqrt(centred.square().mean(pair.over, keepdim=True) + eps)
+    if gamma is not None:
+        scale = scale * pair.channels(gamma)
+    centred.mul_(scale)
+    if shift is not None:
+        centred.add_(pair.channels(shift))
+    torch.mul(pair.dx, scale, out=z[1])
+    return replace(pair, v=z)
+
+
+def group_norm(pair: Pair, eps: float, groups: int, gamma: Tensor | None = None, shift: Tensor | None = None) -> Pair:
+    """z = (y - m) / s over each group of channels of one sample.
+
+    Layer norm has one group, instance norm one per channel. These statistics depend on the sample, so the noise gets
+    the full derivative dz = (dy - <dy> - z <z dy>) / s.
+
+    Raises:
+        ValueError: the groups do not divide the channels.
+    """
+    if pair.x.shape[2] % groups:
+        raise ValueError(f"group_norm: {pair.x.shape[2]} channels cannot be divided into {groups} groups")
+    x, dx = pair.v.unflatten(3, (groups, -1))
+    dims = tuple(range(3, x.ndim))
+    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    s = torch.sqrt(variance + eps)
+    z = (x - mean) / s
+    dz = (dx - dx.mean(dims, keepdim=True) - z * (z * dx).mean(dims, keepdim=True)) / s
+    v = torch.stack((z, dz)).flatten(3, 4)
+    if gamma is not None:
+        v *= pair.channels(gamma)
+    if shift is not None:
+        v[0] += pair.channels(shift)
+    return replace(pair, v=v)
+
+
+def _tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.tanh(x)
+    return y, 1 - y * y
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    # the slopes take phi'(0) = 0
+    "relu": lambda x: (x.clamp_min(0), x > 0),
+    "relu6": lambda x: (x.clamp(0, 6), (x > 0) & (x < 6)),
+    "tanh": _tanh,
+}
+
+
+def act(pair: Pair, name: Act) -> Pair:
+    """x = phi(y) and dx = phi'(y) dy."""
+    if name == "identity":
+        return replace(pair, v=pair.v.clone())
+    y = torch.empty_like(pair.v)
+    y[0], slope = _ACTIVATIONS[name](pair.x)
+    torch.mul(pair.dx, slope, out=y[1])
+    return replace(pair, v=y)
+
+
+def add(a: Pair, b: Pair) -> Pair:
+    """The sum of two branches, whose noise must have the same scale."""
+    return replace(a, v=a.v + b.v)
+
+
+def rescale(pair: Pair) -> Pair:
+    """Rescale the noise to mean dx^2 = 1 in every realisation; the pair's tensor changes in place."""
+    dims = (0, *range(2, pair.x.ndim))
+    s = pair.dx.double().square().mean(dims) if pair.v.dtype == torch.float64 else pair.dx.square().mean(dims).double()
+    # noise that is 0 stays 0
+    s = torch.where(s > 0, s, 1.0)
+    pair.dx.mul_(pair.channels(torch.rsqrt(s)[:, None].to(pair.v.dtype)))
+    return replace(pair, log_scale=pair.log_scale + s.log())
+
+
+def normalise(pair: Pair, norm: Norm, *, eps: float, groups: int, affine: tuple[Tensor, Tensor] | None = None) -> Pair:
+    """Apply the normalisation of this name.
+
+    Args:
+        pair: y and dy.
+        norm: the name.
+        eps: epsilon of the normalisation.
+        groups: number of groups of `group`.
+        affine: scale and shift, (R, C) each, or None.
+    """
+    gamma, shift = affine or (None, None)
+    if norm == "none":
+        return pair
+    if norm == "batch":
+        return batch_norm(pair, eps, gamma, shift)
+    count = {"layer": 1, "group": groups, "instance": pair.x.shape[2]}[norm]
+    return group_norm(pair, eps, count, gamma, shift)

@@ -1,0 +1,333 @@
+"""Networks of cells: a supernet, whose edges mix their candidates by gates, and the network of one architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast import ops
+from nasfast.research.cells.operations import (
+    Operation,
+    Style,
+    is_plain_batch_norm,
+    make_operation,
+    make_preprocess,
+    make_transition,
+)
+from nasfast.research.cells.space import CellSpace
+from nasfast.supernet import ArchNetwork, Init, InitScheme, initialize
+
+Runs = Sequence[Sequence[Sequence[int]]]
+"""The columns of `CellSpace.ops` that are computed, by type of cell and then by edge."""
+Shared = dict[tuple[int, int, int] | int, Tensor]
+"""What operations on one source have in common: a result by (source, stride, column), the ReLU by the source alone."""
+
+
+class CellModule(nn.Module):
+    """One cell.
+
+    Args:
+        space: the space of cells.
+        index: index of the cell in the network.
+        options: per edge, the columns of `space.ops` that exist.
+        style: how its operations are built.
+    """
+
+    def __init__(self, space: CellSpace, index: int, options: Sequence[Sequence[int]], style: Style) -> None:
+        super().__init__()
+        self.cell, self.ops = space.cell, space.ops
+        channels = space.channels_of(index)
+        self.preprocess = nn.ModuleList()
+        if space.preprocess:
+            self.preprocess.extend(make_preprocess(c, channels, s, style) for c, s in space.cell_inputs(index))
+        edges = nn.ModuleList()
+        # the types of ModuleList and ModuleDict do not say what is in them
+        self.edges: Sequence[Mapping[str, Operation]] = edges  # type: ignore[assignment]
+        for e, columns in enumerate(options):
+            made = {
+                space.ops[k]: make_operation(space.ops[k], channels, space.stride_of(index, e), style) for k in columns
+            }
+            edges.append(nn.ModuleDict({op: module for op, module in made.items() if module is not None}))
+        self.strides = [space.stride_of(index, e) for e in range(len(options))]
+        self.fused = style.fused
+
+    def operation(self, edge: int, column: int) -> Operation | None:
+        """The module of a candidate; None for the operation `none`."""
+        name, modules = self.ops[column], self.edges[edge]
+        return modules[name] if name in modules else None
+
+    def prepare(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The values of the input nodes, from the outputs of earlier cells."""
+        if not self.preprocess:
+            return list(inputs)
+        return [module(x) for module, x in zip(self.preprocess, inputs, strict=True)]
+
+    def forward(
+        self,
+        inputs: Sequence[Tensor],
+        gates: Tensor | None,
+        runs: Sequence[Sequence[int]],
+        *,
+        measures: Sequence[Sequence[int]] | None = None,
+        measured: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Output of the cell and the values of all its nodes.
+
+        Args:
+            inputs: outputs of earlier cells, the older one first.
+            gates: (edges, ops) factors of the operations' outputs; None for 1.
+            runs: per edge, the columns that are computed.
+            measures: per edge, columns that do not run. The backward pass computes their local costs, one at a time,
+                and writes them to `measured`.
+            measured: (edges, ops).
+        """
+        states = self.prepare(inputs)
+        shared: Shared = {}
+        for node in range(self.cell.inputs, self.cell.inputs + self.cell.nodes):
+            terms = []
+            for e in self.cell.into(node):
+                source = self.cell.edges[e].source
+                for k in runs[e]:
+                    operation = self.operation(e, k)
+                    if operation is not None:
+                        key = source, self.strides[e], k
+                        terms.append((e, k, *self._term(operation, states[source], key, shared)))
+            total = self._sum(terms, gates) if terms else self._zeros(states, node)
+            if gates is not None and not terms:
+                # the backward pass, which measures local costs, reaches this node only if its value depends on a gate
+                total = total * gates[0, 0].to(total.dtype)
+            if measures is not None and measured is not None and total.requires_grad:
+                if any(measures[e] for e in self.cell.into(node)):
+                    # a copy, because with `total` in the list the hook would keep `total` and its graph alive
+                    total.register_hook(partial(self._measure, node, list(states), measures, measured))
+            states.append(total)
+        outputs = [states[i] for i in self.cell.outputs]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), states
+
+    def _term(
+        self, operation: Operation, x: Tensor, key: tuple[int, int, int], shared: Shared
+    ) -> tuple[Tensor, Operation | None]:
+        """An operation's output, and the operation itself if its `finish` is still to be applied."""
+        if operation.shared:
+            if key not in shared:
+                shared[key] = operation(x)
+            return shared[key], None
+        if operation.activates:
+            if key[0] not in shared:
+                shared[key[0]] = F.relu(x)
+            x = shared[key[0]]
+        return operation.body(x), operation
+
+    def _sum(self, terms: list[tuple[int, int, Tensor, Operation | None]], gates: Tensor | None) -> Tensor:
+        if gates is None:
+            values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
+            return _add(values)
+        columns = gates.shape[1]
+        index = torch.tensor([e * columns + k for e, k, *_ in terms], device=gates.device)
+        factors = gates.flatten()[index]
+        if self.fused and all(o is None or _ends_in_plain_norm(o) for *_, o in terms):
+            eps = next((o.norm.eps for *_, o in terms if o is not None and o.norm is not None), 1e-5)
+            normalize = [o is not None for *_, o in terms]
+            return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
+        values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
+        return _add([z * y for z, y in zip(factors.to(values[0].dtype).unbind(), values, strict=True)])
+
+    def _zeros(self, states: list[Tensor], node: int) -> Tensor:
+        """The value of a node without any incoming operation."""
+        e = self.cell.into(node)[0]
+        n, c, h, w = states[self.cell.edges[e].source].shape
+        stride = self.strides[e]
+        zeros = states[0].new_zeros(n, c, -(-h // stride), -(-w // stride))
+        return zeros.contiguous(memory_format=torch.channels_last)
+
+    @torch.no_grad()
+    def _measure(
+        self, node: int, states: list[Tensor], measures: Sequence[Sequence[int]], measured: Tensor, grad: Tensor
+    ) -> None:
+        for e, k, y in self.outputs(node, states, measures, {}):
+            measured[e, k] = (grad * y).sum()
+
+    def outputs(
+        self, node: int, states: Sequence[Tensor], columns: Sequence[Sequence[int]], shared: Shared
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Compute operations into a node, one at a time, and give edge, column and output of each.
+
+        Args:
+            node: target of the operations.
+            states: values of the cell's nodes.
+            columns: per edge, the columns of the operations.
+            shared: keeps intermediate results that operations on the same source have in common.
+        """
+        for e in self.cell.into(node):
+            source = self.cell.edges[e].source
+            for k in columns[e]:
+                operation = self.operation(e, k)
+                if operation is not None:
+                    y, unfinished = self._term(operation, states[source], (source, self.strides[e], k), shared)
+                    yield e, k, y if unfinished is None else unfinished.finish(y)
+
+
+def _add(values: list[Tensor]) -> Tensor:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _ends_in_plain_norm(operation: Operation) -> bool:
+    return is_plain_batch_norm(operation.norm) and not operation.after
+
+
+class _Skeleton(nn.Module):
+    """Stem, cells, head and classifier: what the supernet and the standalone network have in common."""
+
+    def __init__(self, space: CellSpace, options: Runs, style: Style) -> None:
+        super().__init__()
+        self.space = space
+        stem = nn.Conv2d(space.in_channels, space.stem_channels, 3, 1, 1, bias=False)
+        self.stem = nn.Sequential(stem, style.make_norm(space.stem_channels, affine=True))
+        cells = nn.ModuleList()
+        # the type of a ModuleList does not say what is in it
+        self.cells: Sequence[CellModule] = cells  # type: ignore[assignment]
+        self.transitions = nn.ModuleDict()
+        for i in range(space.cells):
+            if i in space.reductions and space.reduce_by != "cell":
+                self.transitions[str(i)] = make_transition(space.reduce_by, space.channels_of(i), style)
+            cells.append(CellModule(space, i, options[space.type_of(i)], style))
+        head = [style.make_norm(space.features, affine=True), nn.ReLU()] if space.head else []
+        self.head = nn.Sequential(*head)
+        self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
+
+    def _features(
+        self,
+        x: Tensor,
+        gates: Tensor | None,
+        runs: Runs,
+        *,
+        measures: Runs | None = None,
+        measured: Tensor | None = None,
+        nodes: list[list[Tensor]] | None = None,
+    ) -> Tensor:
+        """(N, in_channels, H, W) images -> (N, features, H', W'), before the pooling."""
+        x = self.stem(x)
+        inputs = [x] * self.space.cell.inputs
+        for i, cell in enumerate(self.cells):
+            if str(i) in self.transitions:
+                inputs = [self.transitions[str(i)](y) for y in inputs]
+            kind = self.space.type_of(i)
+            output, states = cell(
+                inputs,
+                None if gates is None else gates[i],
+                runs[kind],
+                measures=None if measures is None else measures[kind],
+                measured=None if measured is None else measured[i],
+            )
+            if nodes is not None:
+                nodes.append([*states, output])
+            inputs = [*inputs[1:], output]
+        return self.head(inputs[-1])
+
+
+class CellSupernet(_Skeleton):
+    """Every candidate of every edge of every cell; gates mix them.
+
+    Norms use the statistics of the batch in training and in evaluation. They keep no running statistics, because those
+    of one mixture say nothing about another.
+
+    Args:
+        space: the space of cells.
+        init: `default` (PyTorch's), or one of the schemes of `nasfast.supernet.initialize`.
+        fused: use the operators of `nasfast.ops`, which have no second derivatives.
+        seed: seed of the weights.
+
+    Raises:
+        ValueError: unknown init.
+    """
+
+    def __init__(
+        self,
+        space: CellSpace,
+        *,
+        init: Literal["default"] | Init | InitScheme = "default",
+        fused: bool = True,
+        seed: int = 0,
+    ) -> None:
+        style = Style(space.order, space.norm, space.affine, space.pool_norm, fused=fused)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            super().__init__(space, [space.candidates] * len(space.types), style)
+        if init != "default":
+            initialize(self, init, seed=seed)
+
+    @property
+    def gate_shape(self) -> tuple[int, int, int]:
+        """(cells, edges, ops) of the gates."""
+        return self.space.cells, len(self.space.cell.edges), len(self.space.ops)
+
+    def forward(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        runs: Runs | None = None,
+        *,
+        measures: Runs | None = None,
+        measured: Tensor | None = None,
+        nodes: list[list[Tensor]] | None = None,
+    ) -> Tensor:
+        """Logits (N, num_classes).
+
+        After the backward pass of a loss, the gradient of `gates[cell, edge, op]` is the local cost
+        <dL/dX_target, O(X_source)> of the operation there (Unifying wiring, arXiv 2009.01272, section 4).
+
+        Args:
+            x: images (N, in_channels, resolution, resolution).
+            gates: (cells, edges, ops) factors of the operations' outputs; gates of `none` and of operations that do not
+                run have no influence.
+            runs: the operations that are computed; None for all candidates.
+            measures: columns that do not run; the backward pass writes their local costs to `measured`.
+            measured: (cells, edges, ops).
+            nodes: gets a list per cell: the values of its nodes in order, and then its output.
+
+        Raises:
+            ValueError: gates of another shape.
+        """
+        if tuple(gates.shape) != self.gate_shape:
+            raise ValueError(f"gates must be {self.gate_shape} (cells, edges, ops), got {tuple(gates.shape)}")
+        runs = [self.space.candidates] * len(self.space.types) if runs is None else runs
+        return self.classifier(
+            self._features(x, gates, runs, measures=measures, measured=measured, nodes=nodes).mean((2, 3))
+        )
+
+
+class CellStandalone(_Skeleton, ArchNetwork):
+    """The network of one architecture; its norms have scale, shift and running statistics.
+
+    Input (N, in_channels, resolution, resolution), output logits (N, num_classes).
+
+    Raises:
+        ArchError: `arch` does not belong to `space`.
+        ValueError: an activation other than ReLU.
+    """
+
+    space: CellSpace
+
+    def __init__(self, space: CellSpace, arch: Iterable[int], *, activation: str | None = None) -> None:
+        if activation not in (None, "relu"):
+            raise ValueError(f"networks of cells have ReLU, got activation={activation!r}: leave it out")
+        self_arch = space.check(arch)
+        options = [[(k,) for k in part] for part in space.parts(self_arch)]
+        style = Style(space.order, space.norm, True, space.pool_norm, track_running_stats=True, fused=False)
+        super().__init__(space, options, style)
+        self.arch, self.activation, self._runs = self_arch, "relu", options
+
+    def features(self, x: Tensor) -> Tensor:
+        """The maps before the pooling: (N, in_channels, H, W) -> (N, space.features, H', W')."""
+        return self._features(x, None, self._runs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).mean((2, 3)))

@@ -1,0 +1,142 @@
+"""NASI's score of an untrained network, and the exact quantities that it estimates.
+
+NASI (arXiv 2109.00817) ranks architectures by the trace norm of their neural tangent kernel, sum_x ||J_x||_F^2 with J_x
+the Jacobian of the logits of image x with respect to the weights. Q, the squared length of one batch's gradient of the
+loss, estimates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast.config import nearest
+from nasfast.seeds import derive_seed
+from nasfast.spaces import ArchSpace
+from nasfast.supernet import untrained
+
+
+def jacobian(values: Tensor, parameters: Sequence[Tensor], *, chunk: int = 64) -> Iterator[Tensor]:
+    """Rows of d values / d parameters, (chunk, p) at a time; p counts the elements of all parameters.
+
+    Args:
+        values: (R,) results that autograd can differentiate; their graph is kept.
+        parameters: tensors to differentiate by; some may have no influence.
+        chunk: how many rows are computed and held at once.
+    """
+    for start in range(0, len(values), chunk):
+        rows = torch.zeros(min(chunk, len(values) - start), len(values), dtype=values.dtype, device=values.device)
+        rows[:, start : start + len(rows)].fill_diagonal_(1)
+        gradients = torch.autograd.grad(
+            values, parameters, rows, retain_graph=True, is_grads_batched=True, allow_unused=True
+        )
+        yield torch.cat(
+            [
+                p.new_zeros(len(rows), p.numel()) if g is None else g.flatten(1)
+                for g, p in zip(gradients, parameters, strict=True)
+            ],
+            1,
+        )
+
+
+def squared_norms(values: Tensor, parameters: Sequence[Tensor], *, chunk: int = 64) -> Tensor:
+    """(R,) squared lengths of the gradients of `values`; the arguments are those of `jacobian`."""
+    return torch.cat([rows.square().sum(1) for rows in jacobian(values, parameters, chunk=chunk)])
+
+
+def gradient_norm(loss: Tensor, parameters: Sequence[Tensor], *, differentiable: bool = False) -> Tensor:
+    """Squared length of the gradient of a scalar. It is Q if the scalar is the mean loss of a batch.
+
+    Args:
+        loss: the scalar.
+        parameters: tensors to differentiate by; some may have no influence.
+        differentiable: keep the graph, so that the result can be differentiated again.
+    """
+    gradients = torch.autograd.grad(loss, parameters, create_graph=differentiable, allow_unused=True)
+    return squared_length(gradients, loss)
+
+
+def squared_length(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    """Sum of the squares of all elements; None counts as 0, which has the type and device of `like`."""
+    squares = [g.square().sum() for g in gradients if g is not None]
+    return torch.stack(squares).sum() if squares else like.new_zeros(())
+
+
+def _q_batch(logits: Tensor, y: Tensor, parameters: Sequence[Tensor], chunk: int) -> Tensor:
+    return gradient_norm(F.cross_entropy(logits, y), parameters)
+
+
+def _q_sum(logits: Tensor, y: Tensor, parameters: Sequence[Tensor], chunk: int) -> Tensor:
+    return squared_norms(F.cross_entropy(logits, y, reduction="none"), parameters, chunk=chunk).sum()
+
+
+def _trace_label(logits: Tensor, y: Tensor, parameters: Sequence[Tensor], chunk: int) -> Tensor:
+    labelled = logits.gather(1, y[:, None])[:, 0]
+    return squared_norms(labelled, parameters, chunk=chunk).mean().sqrt()
+
+
+def _trace_full(logits: Tensor, y: Tensor, parameters: Sequence[Tensor], chunk: int) -> Tensor:
+    return squared_norms(logits.flatten(), parameters, chunk=chunk).sum()
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor, Sequence[Tensor], int], Tensor]] = {
+    "q_batch": _q_batch,
+    "q_sum": _q_sum,
+    "trace_label": _trace_label,
+    "trace_full": _trace_full,
+}
+"""Name -> function of (logits, labels, parameters, chunk).
+
+`q_batch`, which a search uses, is the squared norm of the mean loss's gradient. `q_sum` is the sum over images of the
+squared norms of their losses' gradients. `trace_label` is the root of the mean squared norm of the labelled logit's
+gradient. `trace_full` is the exact trace of the neural tangent kernel; it takes images times classes backward passes.
+"""
+
+
+def score(network: nn.Module, x: Tensor, y: Tensor, *, kind: str = "q_batch", chunk: int = 64) -> float:
+    """The score of an untrained network on a batch.
+
+    Where a norm uses the statistics of the batch, an image's logits depend on the other images, and so does its row of
+    the Jacobian. All scores see the same Jacobian.
+
+    Args:
+        network: images -> logits (N, classes); its parameters that require a gradient count.
+        x: images (N, C, H, W).
+        y: labels (N,) int64.
+        kind: a name of `SCORES`.
+        chunk: how many backward passes are done at once.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    if kind not in SCORES:
+        raise ValueError(f"unknown score {kind!r}; {nearest(kind, SCORES)}")
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    return float(SCORES[kind](network(x), y, parameters, chunk))
+
+
+def score_architecture(
+    space: ArchSpace,
+    arch: Sequence[int],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    *,
+    kind: str = "q_batch",
+    seed: int = 0,
+) -> float:
+    """The mean score over batches, each with an initialisation of its own.
+
+    Args:
+        space, arch: as for `untrained`.
+        batches: images and labels; the network moves to their device and data type.
+        kind: as for `score`.
+        seed: seed of the initialisations.
+    """
+    scores = []
+    for i, (x, y) in enumerate(batches):
+        network = untrained(space, arch, seed=derive_seed(seed, i)).to(x.device, x.dtype)
+        scores.append(score(network, x, y, kind=kind))
+    return float(np.mean(scores))

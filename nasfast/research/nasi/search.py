@@ -1,0 +1,412 @@
+"""NASI: an architecture chosen at initialisation (arXiv 2109.00817).
+
+A search is one Monte Carlo pass over random architectures of an untrained supernet. It averages the gradients of a
+penalised Q (`nasi.score`) with respect to architecture logits; no weight is trained. docs/nasi.md lists what
+differs from the paper.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast.research.cells.gates import Columns, candidates_of, gumbel, one_hot, softmax_gradient
+from nasfast.research.nasi.config import Constraint, Gates, NasiConfig, check_penalty
+from nasfast.research.nasi.score import gradient_norm, squared_length
+from nasfast.seeds import NASI_GATES, NASI_IMAGES, NASI_LABELS, derive_seed
+from nasfast.train.batches import EpochLoader, as_epochs
+
+Loader = EpochLoader | Collection[tuple[Tensor, Tensor]]
+
+LIPSCHITZ = math.sqrt(2)
+"""gamma_L of cross entropy: its gradient with respect to the logits is never longer than this."""
+
+
+def penalised(q: Tensor, nu: Tensor | float, mu: float) -> Tensor:
+    """R = Q - mu max(0, Q - nu)."""
+    return q - mu * F.relu(q - nu)
+
+
+def slope(q: Tensor, nu: Tensor | float, mu: float) -> Tensor:
+    """dR/dQ: 1 up to nu, 1 - mu above. The gradient of R is this times the gradient of Q, because nu is a constant."""
+    return 1 - mu * (q > nu).to(q.dtype)
+
+
+def one_step(gradients: Tensor, *, xi: float = 1.0) -> Tensor:
+    """Delta* = (xi / T) sum_t G_t / max(|G_1|, ..., |G_t|), norms over everything but the first dimension.
+
+    Args:
+        gradients: (T, ...) in the order of the steps.
+        xi: the largest length that Delta* can have.
+    """
+    norms = gradients.flatten(1).norm(dim=1)
+    largest = norms.cummax(0).values
+    # until the first gradient that is not 0 there is nothing to divide
+    scale = torch.where(largest > 0, 1 / largest.clamp(min=torch.finfo(largest.dtype).tiny), 0.0)
+    return xi * torch.tensordot(scale, gradients, 1) / len(gradients)
+
+
+class Output(NamedTuple):
+    """The output of one candidate.
+
+    Attributes:
+        kind, edge, column: which candidate it is.
+        source, target: the nodes it connects, counted in the order of a forward pass.
+        value: (N, C, H, W).
+    """
+
+    kind: int
+    edge: int
+    column: int
+    source: int
+    target: int
+    value: Tensor
+
+
+class Mixture(Protocol):
+    """An untrained supernet whose candidates are mixed by gates.
+
+    Every operator in it must have second derivatives.
+
+    Attributes:
+        allowed: (kinds, edges, ops) bool: whether there is such a candidate.
+        num_classes: outputs of the classifier.
+    """
+
+    allowed: Tensor
+    num_classes: int
+
+    def __call__(
+        self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
+    ) -> Tensor:
+        """Logits (N, num_classes).
+
+        Args:
+            x: images.
+            gates: (kinds, edges, ops) factors of the candidates' outputs.
+            columns: the candidates that are computed, by kind and edge; None for all.
+            nodes: gets the values of all nodes.
+        """
+        ...
+
+    def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
+        """Compute the outputs of candidates, one at a time.
+
+        Args:
+            nodes: what a forward pass has put into its `nodes`.
+            columns: the candidates, by kind and edge.
+        """
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def to(self, device: str | torch.device) -> Mixture: ...
+
+
+@dataclass(frozen=True)
+class Record:
+    """Q and its gradients at the sampled architectures; the step for any mu and nu follows from them.
+
+    Attributes:
+        q: (T,) Q of each architecture; not finite where its evaluation failed.
+        gradients: (T, kinds, edges, ops) gradients of Q with respect to the logits, float64.
+        picks: (T, kinds, edges) the columns that were drawn.
+        start: (kinds, edges, ops) alpha_0, -inf where there is no such candidate.
+        seconds: how long it took by the clock.
+        cpu_seconds: processor time of all threads, which other programs do not lengthen.
+    """
+
+    q: Tensor
+    gradients: Tensor
+    picks: Tensor
+    start: Tensor
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def finite(self) -> Tensor:
+        """(T,) whether a step counts."""
+        return self.q.isfinite() & self.gradients.flatten(1).isfinite().all(1)
+
+    def first(self, steps: int) -> Record:
+        """The record of a shorter search; it keeps the seconds of this one."""
+        return replace(self, q=self.q[:steps], gradients=self.gradients[:steps], picks=self.picks[:steps])
+
+
+@dataclass(frozen=True)
+class NasiResult:
+    """The result of a search.
+
+    Attributes:
+        logits: (kinds, edges, ops) alpha* = alpha_0 + Delta*, -inf where there is no such candidate.
+        delta: Delta*.
+        q, r, nu: (counted steps,) Q, penalised Q and the limit of Q.
+        norms: (counted steps,) norm of the gradient of R.
+        skipped: how many steps were left out, because Q or its gradient was not finite.
+        record: all steps.
+    """
+
+    logits: Tensor
+    delta: Tensor
+    q: Tensor
+    r: Tensor
+    nu: Tensor
+    norms: Tensor
+    skipped: int
+    record: Record
+
+    @property
+    def above(self) -> float:
+        """Share of the counted steps above their limit."""
+        return float((self.q > self.nu).double().mean())
+
+    def check(self) -> NasiResult:
+        """Return the result itself if it prefers any candidate.
+
+        Raises:
+            ValueError: Delta* is 0.
+        """
+        if not self.delta.any():
+            raise ValueError(
+                f"no sampled architecture has a slope: {100 * self.above:.0f} % of {len(self.q)} lie above nu = "
+                f"{float(self.nu[-1]):.3g} (Q from {float(self.q.min()):.3g} to {float(self.q.max()):.3g}); "
+                "take a larger nu, another mu or more steps"
+            )
+        return self
+
+
+def sample(
+    mixture: Mixture,
+    loader: Loader,
+    cfg: NasiConfig = NasiConfig(),
+    *,
+    logits: Tensor | None = None,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Record:
+    """Q and its gradient at T sampled architectures; no parameter changes.
+
+    Args:
+        mixture: a supernet on `device`.
+        loader: gives a fresh batch for every step; a sized iterable such as a DataLoader or a list will do.
+        cfg: how many architectures are sampled, and how gates are drawn.
+        logits: (kinds, edges, ops) alpha_0; None means 0.
+        device: where to compute.
+        progress: called with the number of steps done.
+
+    Raises:
+        ValueError: alpha_0 of another shape, or a loader without batches.
+    """
+    start, cpu = time.perf_counter(), time.process_time()
+    alpha = _start(mixture, logits)
+    parameters = [p for p in mixture.parameters() if p.requires_grad]
+    q, gradients, picks = [], [], []
+    batches = endless(loader, device)
+    for t in range(cfg.steps):
+        x, y = _visible(*next(batches), cfg, mixture.num_classes, t)
+        x = x.to(parameters[0].dtype)
+        noise = gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, NASI_GATES, t)))
+        value, gradient, pick = _STEPS[cfg.gates](mixture, parameters, alpha, noise, x, y, cfg.temperature)
+        q.append(value)
+        gradients.append(gradient)
+        picks.append(pick)
+        if progress is not None:
+            progress(t + 1)
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    return Record(torch.stack(q), torch.stack(gradients), torch.stack(picks), alpha, seconds, cpu_seconds)
+
+
+def relaxed_gates(alpha: Tensor, noise: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Gumbel-softmax over the last dimension.
+
+    Args:
+        alpha: (kinds, edges, ops) logits.
+        noise: standard Gumbel numbers of the same shape.
+        temperature: temperature of the softmax.
+    """
+    return torch.softmax((alpha + noise) / temperature, -1)
+
+
+Sampled = tuple[Tensor, Tensor, Tensor]
+"""Q, its gradient with respect to the logits, and the columns of the largest gates."""
+
+
+def _soft(
+    mixture: Mixture, parameters: list[Tensor], alpha: Tensor, noise: Tensor, x: Tensor, y: Tensor, temperature: float
+) -> Sampled:
+    """Run all candidates, and differentiate the norm of the gradient."""
+    alpha = alpha.clone().requires_grad_()
+    gates = relaxed_gates(alpha, noise, temperature=temperature)
+    loss = F.cross_entropy(mixture(x, gates.to(x)), y)
+    value = gradient_norm(loss, parameters, differentiable=True)
+    (gradient,) = torch.autograd.grad(value, alpha, allow_unused=True)
+    gradient = torch.zeros_like(alpha) if gradient is None else gradient
+    return value.detach().double().cpu(), gradient, (alpha + noise).detach().argmax(-1)
+
+
+def _straight_through(
+    mixture: Mixture, parameters: list[Tensor], alpha: Tensor, noise: Tensor, x: Tensor, y: Tensor, temperature: float
+) -> Sampled:
+    """Run the drawn candidates; then compute the gradients of the other gates one at a time, which saves memory.
+
+    The gradient of the loss by the gate z of a candidate O is <L_t, O(X_s)>, with X_s the node it starts from and
+    L_t = dL/dX of the node it ends in. With g the gradient by the weights and D the derivative in the direction g,
+    Q = <g, g> and
+
+        dQ/dz = 2 D <L_t, O(X_s)> = 2 <D L_t, O(X_s)> + 2 <J^T L_t, D X_s>,  J the Jacobian of O at X_s,
+
+    because the weights of candidates that did not run are not in g. Two backward passes of the drawn path give D X and
+    D L at all nodes.
+    """
+    picks = (alpha + noise).argmax(-1)
+    hard, columns = one_hot(picks, alpha.shape[-1])
+    gates = hard.to(x).requires_grad_()
+    nodes: list[Tensor] = []
+    logits = mixture(x, gates, columns, nodes=nodes)
+    # the gradient of Q by a term added to dL/dX (here: by z in the loss) is 2 D X, and its gradient by X is 2 D dL/dX
+    zeros = [torch.zeros_like(node, requires_grad=True) for node in nodes]
+    loss = F.cross_entropy(logits, y) + sum((z * node).sum() for z, node in zip(zeros, nodes, strict=True))
+    first = torch.autograd.grad(loss, [*parameters, *nodes], create_graph=True, allow_unused=True)
+    node_gradients = [g.detach() for g in first[len(parameters) :]]
+    value = squared_length(first[: len(parameters)], loss)
+    gate_gradients, *second = torch.autograd.grad(value, [gates, *nodes, *zeros], materialize_grads=True)
+    d_gradients, d_nodes = second[: len(nodes)], second[len(nodes) :]
+    # the graph is not needed any more, and its memory is
+    del logits, loss, first
+    gate_gradients = gate_gradients.double().cpu()
+    others = candidates_of(alpha.masked_fill(hard.bool(), -torch.inf))
+    leaves = [node.detach().requires_grad_() for node in nodes]
+    which, costs = [], []
+    for kind, edge, column, source, target, out in mixture.outputs(leaves, others):
+        # the graph is kept, because candidates share parts of it
+        (pulled,) = torch.autograd.grad(out, leaves[source], node_gradients[target], retain_graph=True)
+        which.append((kind, edge, column))
+        costs.append((d_gradients[target] * out.detach()).sum() + (pulled * d_nodes[source]).sum())
+    if which:
+        # all costs are read at once, because a GPU would have to wait for each
+        gate_gradients.index_put_(tuple(torch.tensor(which).T), torch.stack(costs).double().cpu(), accumulate=True)
+    relaxed = relaxed_gates(alpha, noise, temperature=temperature)
+    return value.detach().double().cpu(), softmax_gradient(relaxed, gate_gradients, temperature), picks
+
+
+_STEPS: dict[Gates, Callable[..., Sampled]] = {"straight_through": _straight_through, "soft": _soft}
+
+
+def solve(
+    record: Record, *, mu: float = 2.0, constraint: Constraint = "quantile", nu: float | None = None, xi: float = 1.0
+) -> NasiResult:
+    """The closed-form solution of the first-order problem, from the sampled architectures.
+
+    Args:
+        record: the sampled architectures.
+        mu, constraint, nu, xi: as in `NasiConfig`.
+
+    Raises:
+        FloatingPointError: no step was finite.
+        ValueError: see `check_penalty`.
+    """
+    nu = check_penalty(mu, constraint, nu)
+    finite = record.finite
+    q, gradients = record.q[finite], record.gradients[finite]
+    if not len(q):
+        raise FloatingPointError(f"none of {len(record.q)} sampled architectures had a finite Q and gradient")
+    limit = limits(q, constraint, nu)
+    of_r = gradients * slope(q, limit, mu)[:, None, None, None]
+    delta = one_step(of_r, xi=xi)
+    return NasiResult(
+        logits=record.start + delta,
+        delta=delta,
+        q=q,
+        r=penalised(q, limit, mu),
+        nu=limit,
+        norms=of_r.flatten(1).norm(dim=1),
+        skipped=int((~finite).sum()),
+        record=record,
+    )
+
+
+def limits(q: Tensor, constraint: Constraint, nu: float) -> Tensor:
+    """(T,) nu of every step (`NasiConfig.constraint`). The adaptive limit depends on the Q of earlier steps."""
+    if constraint == "fixed":
+        return torch.full_like(q, nu)
+    if constraint == "quantile":
+        return torch.full_like(q, float(torch.quantile(q, nu)))
+    before = torch.cat([q.new_tensor([nu]), q[:-1]])
+    return before.cumsum(0) / torch.arange(1, len(q) + 1, dtype=q.dtype)
+
+
+def search(
+    mixture: Mixture,
+    loader: Loader,
+    cfg: NasiConfig = NasiConfig(),
+    *,
+    logits: Tensor | None = None,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> NasiResult:
+    """One search: `sample`, then `solve`; the arguments are those of `sample`.
+
+    Raises:
+        ValueError: no candidate is preferred, because no sampled architecture has a slope; and as `sample`.
+        FloatingPointError: no step was finite.
+    """
+    record = sample(mixture, loader, cfg, logits=logits, device=device, progress=progress)
+    return solve(record, mu=cfg.mu, constraint=cfg.constraint, nu=cfg.nu, xi=cfg.xi).check()
+
+
+def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
+    """alpha_0 as a new float64 tensor on the CPU, -inf where there is no candidate."""
+    shape = mixture.allowed.shape
+    if logits is not None and logits.shape != shape:
+        raise ValueError(f"logits must be {tuple(shape)} (kinds, edges, ops), got {tuple(logits.shape)}")
+    start = torch.zeros(shape, dtype=torch.float64) if logits is None else logits.detach().double().clone()
+    return start.masked_fill(~mixture.allowed, -torch.inf)
+
+
+def endless(loader: Loader, device: str | torch.device = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+    """Batch after batch, epoch after epoch.
+
+    Args:
+        loader: anything that `nasfast.train.batches.as_epochs` takes.
+        device: where the batches go.
+
+    Raises:
+        TypeError: not a loader.
+        ValueError: an epoch without batches.
+    """
+    epochs = as_epochs(loader)
+    for epoch in itertools.count():
+        count = 0
+        for batch in epochs.epoch(epoch, device=device):
+            count += 1
+            yield batch
+        if not count:
+            raise ValueError(f"the loader has no batch in epoch {epoch}: give it more images, or a smaller batch")
+
+
+def _visible(x: Tensor, y: Tensor, cfg: NasiConfig, classes: int, step: int) -> tuple[Tensor, Tensor]:
+    """The images and labels that the search may see of a batch."""
+    if cfg.labels == "random":
+        y = random_labels(len(y), classes, seed=derive_seed(cfg.seed, NASI_LABELS, step)).to(y.device)
+    if cfg.images == "random":
+        x = random_images(x.shape, seed=derive_seed(cfg.seed, NASI_IMAGES, step)).to(x)
+    return x, y
+
+
+def random_labels(count: int, classes: int, *, seed: int) -> Tensor:
+    """(count,) uniform labels, int64."""
+    return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def random_images(shape: Sequence[int], *, seed: int) -> Tensor:
+    """Images of N(0, 1), float32, in channels_last."""
+    x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return x.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,58 @@
+"""Scores of the literature that need no training: the zero-cost scores of networks, and the table of NASI."""
+
+from __future__ import annotations
+
+from nasfast.indicators.evidence import Evidence, NetworkEvidence
+from nasfast.indicators.registry import ScoreError, register
+from nasfast.indicators.table import IndicatorTable
+from nasfast.research.nasi.config import NasiConfig
+from nasfast.research.nasi.kinds import mixture_of, table_of
+from nasfast.research.nasi.search import search
+from nasfast.research.nasi.table import LogitTable
+from nasfast.research.zero_cost import ZERO_COST
+from nasfast.spaces import Arch, format_arch
+from nasfast.supernet import Supernet
+from nasfast.train.batches import as_epochs
+
+_LINEAR_REGIONS = {"relu", "relu6"}
+
+
+def _no_relu(net: Supernet) -> str | None:
+    others = sorted({net.activation, *net.space.own_activations} - _LINEAR_REGIONS)
+    return f"it counts linear regions of ReLUs, and the activation is {' and '.join(others)}" if others else None
+
+
+def _register(name: str) -> None:
+    refusal = _no_relu if name == "naswot" else lambda net: None
+
+    @register(name, additive=False, trained=False, networks=True, refusal=refusal)
+    def path_score(evidence: Evidence | NetworkEvidence, arch: Arch) -> float:
+        # a standalone network is scored because all weights count, also those that are frozen in the supernet
+        network = evidence.network(arch)
+        try:
+            return ZERO_COST[name](network, *evidence.batches[0])
+        except ScoreError as error:
+            raise ScoreError(f"path {format_arch(arch)} of {evidence.space.name} has no {name}: {error}") from error
+
+    path_score.__doc__ = f"The zero-cost score {name} of docs/ranking_zero_cost.md, on the first batch of images."
+
+
+for _name in ZERO_COST:
+    _register(_name)
+
+
+@register("nasi", additive=True, trained=False, networks=True)
+def nasi(evidence: Evidence | NetworkEvidence) -> IndicatorTable | LogitTable:
+    """The logits of a search by NASI (docs/nasi.md): 100 sampled architectures, each on a batch of its own, mu 1.
+
+    It has an untrained supernet of its own, whose weights are PyTorch's.
+
+    Raises:
+        ScoreError: no sampled architecture has a finite Q, or none has a slope.
+    """
+    cfg = NasiConfig(mu=1.0, seed=evidence.seed)
+    try:
+        found = search(mixture_of(evidence.space, seed=evidence.seed), as_epochs(evidence.images), cfg)
+    except (ValueError, FloatingPointError) as error:
+        raise ScoreError(f"NASI finds no table of {evidence.space.name}: {error}") from error
+    return table_of(evidence.space, found)

@@ -1,0 +1,213 @@
+"""The pass marks of the moments study."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nasfast.research.analysis.moments.detect import (
+    EXPLODING,
+    ONE_DIMENSIONAL,
+    WELL_BEHAVED,
+    Line,
+    Verdict,
+    dilution_bounds,
+    fit_line,
+    power_law_of,
+)
+from nasfast.research.analysis.moments.networks import Run
+from nasfast.research.studies.moments.config import FiguresConfig
+from nasfast.research.studies.moments.measure import Published, published_law
+from nasfast.research.studies.parts import Check
+
+_SQRT2 = math.sqrt(2)
+
+# Ranks are averaged over twenty layers before they are compared. A rise within two standard errors does not count.
+_AVERAGED, _SIGMAS = 20, 2.0
+
+
+def vanilla_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+    """Marks of networks without normalisation."""
+    curves = found.curves()
+    inc, rank = curves["inc"].mean(0), curves["reff_signal"]
+    checks = [
+        Check(f"{kind}, vanilla: smallest increment (theorem 2: 1)", 0.95, _SQRT2, float(inc.min())),
+        Check(f"{kind}, vanilla: largest increment (theorem 2: sqrt 2)", 0.95, _SQRT2, float(inc.max())),
+    ]
+    if kind == "FC":
+        late = found.depth > found.depth[-1] / 2
+        checks += [
+            Check("FC, vanilla: increment, last half", 0.98, 1.03, float(inc[late].mean())),
+            Check("FC, vanilla: r_eff(L)", 1, 1.3, float(rank[:, -1].mean())),
+            Check("FC, vanilla: detected one-dimensional", 1, 1, float(ONE_DIMENSIONAL in verdict.names)),
+        ]
+    else:
+        window = _AVERAGED // found.cfg.every
+        steps = np.diff(rank.reshape(len(rank), -1, window).mean(2), axis=1)
+        rise = steps.mean(0) / (steps.std(0, ddof=1) / math.sqrt(len(steps)))
+        checks += [
+            Check("conv, vanilla: r_eff(L)", 1, 4, float(rank[:, -1].mean())),
+            Check(
+                "conv, vanilla: largest rise of r_eff in 20 layers, in standard errors",
+                -math.inf,
+                _SIGMAS,
+                float(rise.max()),
+            ),
+        ]
+    return checks
+
+
+def exploding_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+    """Marks of networks with BatchNorm and without skip connections."""
+    curves, e = found.curves(), verdict.evidence
+    low, high = (0.18, 0.23) if kind == "FC" else (0.15, 0.21)
+    phi = curves["inc_phi"].mean(0)
+    # theorem 3, second factor: from the mean absolute values of the normalised signal alone
+    predicted = (1 - found.values["nu1_abs_squared_signal_norm"].mean(0) / 2) ** -0.5
+    checks = [
+        Check(f"{kind}, BN feed-forward: slope of log chi", low, high, e["slope"]),
+        Check(f"{kind}, BN feed-forward: smallest ReLU part (theorem 3: 1)", 0.99, _SQRT2, float(phi.min())),
+        Check(f"{kind}, BN feed-forward: largest ReLU part (theorem 3: sqrt 2)", 0.99, _SQRT2, float(phi.max())),
+        Check(
+            f"{kind}, BN feed-forward: ReLU part minus that of theorem 3", -0.01, 0.01, float((phi - predicted).mean())
+        ),
+    ]
+    if kind == "FC":
+        checks += [
+            Check("FC, BN feed-forward: R^2 of exponential", 0.999, 1, e["slope_r2"]),
+            Check("FC, BN feed-forward: detected exploding", 1, 1, float(EXPLODING in verdict.names)),
+        ]
+    else:
+        checks.append(
+            Check("conv, BN feed-forward: mu_4(z) at L, fat tails", 6, math.inf, float(curves["mu4_z"][:, -1].mean()))
+        )
+    return checks
+
+
+def resnet_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+    """Marks of residual networks with BatchNorm."""
+    e, tau = verdict.evidence, power_law_of(found).tau
+    low, mean, high = dilution_bounds(found)
+    checks = [
+        Check(f"{kind}, BN resnet: R^2 of power law", 0.99, 1, e["exponent_r2"]),
+        Check(
+            f"{kind}, BN resnet: R^2 of power law minus exponential",
+            0,
+            1,
+            e["exponent_r2"] - e["exponent_r2_against_l"],
+        ),
+        Check(f"{kind}, BN resnet: exponent minus tau", -0.15, 0.15, e["exponent"] - tau),
+        Check(f"{kind}, BN resnet: r_eff(L)", 4, math.inf, e["rank"]),
+        # both bounds hold up to small relative errors: a percent of the increment
+        Check(
+            f"{kind}, BN resnet: increment over lower bound of theorem 4, smallest",
+            0.99,
+            math.inf,
+            float((mean / low).min()),
+        ),
+        Check(
+            f"{kind}, BN resnet: increment over upper bound of theorem 4, largest", 0, 1.01, float((mean / high).max())
+        ),
+    ]
+    if kind == "FC":
+        checks.append(Check("FC, BN resnet: detected well behaved", 1, 1, float(WELL_BEHAVED in verdict.names)))
+    return checks
+
+
+_COMPARED = ("inc", "inc_bn", "inc_phi", "logchi", "reff_signal", "reff_noise", "mu4_z", "nu1abs_z")
+# Relative deviation that is allowed beside four standard errors.
+_RELATIVE = {"reff_signal": 0.03, "reff_noise": 0.03, "mu4_z": 0.03}
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Slopes and shares of the quick experiment's variants."""
+
+    layer_share: float
+    tanh_slope: float
+    tanh_bn_slope: float
+    growth: Line
+    rank: float
+
+
+def variant_checks(found: Variants) -> list[Check]:
+    """Marks of layer norm, tanh, tanh with BatchNorm, and a ReLU resnet without BatchNorm."""
+    return [
+        Check("layer norm: mu_2/nu_2 at L", 0, 1e-2, found.layer_share),
+        Check("tanh, chaotic: slope of log chi", 0.12, 0.15, found.tanh_slope),
+        Check("tanh with BN: slope of log chi", 0.085, 0.105, found.tanh_bn_slope),
+        Check("ReLU resnet without BN: growth of log nu_2", 0.6, 0.7, found.growth.slope),
+        Check("ReLU resnet without BN: linear, R^2", 0.99, 1, found.growth.r2),
+    ]
+
+
+def agreement(
+    cfg: FiguresConfig, figure: int, found: Run, reference: Published
+) -> tuple[list[tuple[str, ...]], list[Check]]:
+    """Rows and pass marks of one figure: deviations over what scatter and rounding of the reference allow."""
+    checks, name, count = [], reference.name, float(reference["n_real"])
+    rows: list[tuple[str, ...]] = []
+    depth, networks = reference["depth"], found.realisations
+    curves = {key: values[:, np.isin(found.depth, depth)] for key, values in found.curves().items()}
+
+    def compare(key: str, measured: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> None:
+        ratio = np.abs(measured - expected) / allowed
+        i = int(np.nanargmax(ratio))
+        rows.append(
+            (
+                f"{name}: {key}",
+                f"{abs(measured[i] - expected[i]):.4f}",
+                f"{depth[i]:.0f}",
+                f"{measured[i]:.4f}",
+                f"{expected[i]:.4f}",
+                f"{ratio[i]:.2f}",
+            )
+        )
+        checks.append(Check(f"{name}: {key}, largest deviation over the allowed", 0, 1, float(ratio.max())))
+
+    if figure == 2:
+        if cfg.images is not None:
+            for key in ("lognu2", "logmu2_noise"):
+                mean, std = reference[f"{key}_mean"], reference[f"{key}_std"]
+                compare(f"mean {key}", curves[key].mean(0), mean, 4 * std * math.sqrt(1 / networks + 1 / count))
+                # fat tails scatter more than a normal's std / sqrt(2 n)
+                scatter = np.sqrt((reference[f"{key}_kurt"] + 2) / 4 * (1 / networks + 1 / count))
+                compare(f"std {key}", curves[key].std(0), std, 4 * std * scatter)
+        return rows, checks
+    if cfg.images is not None:
+        for key in _COMPARED:
+            if f"{key}_mean" not in reference or key not in curves:
+                continue
+            mean, std = reference[f"{key}_mean"], reference[f"{key}_std"]
+            allowed = 4 * std * math.sqrt(1 / networks + 1 / count) + _RELATIVE.get(key, 0.005) * np.abs(mean)
+            compare(key, curves[key].mean(0), mean, allowed + (0.02 if key == "logchi" else 0))
+    # slope and exponent need the whole depth
+    if figure == 4 and depth[-1] > 150:
+        late = depth > 100
+        mine, theirs = (
+            fit_line(depth[late], v[late]).slope for v in (curves["logchi"].mean(0), reference["logchi_mean"])
+        )
+        checks.append(Check(f"{name}: slope of log chi, l > 100", theirs - 0.004, theirs + 0.004, mine))
+    if figure == 5 and cfg.depth is None:
+        tau = published_law(reference).tau
+        checks.append(Check(f"{name}: tau", tau - 0.02, tau + 0.02, power_law_of(found).tau))
+    return rows, checks
+
+
+def data_checks(folder: Path) -> list[Check]:
+    """Marks of the published arrays alone: the ReLU part of theorem 3, and the published fit of figure 5."""
+    checks = []
+    for file in sorted(folder.glob("bn_ff_*.npz")):
+        with np.load(file, allow_pickle=False) as arrays:
+            predicted = (1 - arrays["nu1abs_z_mean"] ** 2 / 2) ** -0.5
+            distance = float(np.abs(predicted - arrays["inc_phi_mean"]).max())
+        checks.append(Check(f"{file.stem}: ReLU part against theorem 3, largest distance", 0, 0.006, distance))
+    if (file := folder / "bn_res_conv.npz").exists():
+        with np.load(file, allow_pickle=False) as arrays:
+            law = published_law(arrays)
+        checks.append(Check("bn_res_conv: tau of the published arrays", 0.548, 0.550, law.tau))
+        checks.append(Check("bn_res_conv: C of the published arrays", 1.1037, 1.1057, law.c))
+    return checks

@@ -1,0 +1,191 @@
+"""The list of studies. The command line, its help and the table in CONTRIBUTING.md are made from it.
+
+It names modules and functions as text, so that usage and help do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+HOME = "nasfast.research.studies"
+
+
+@dataclass(frozen=True)
+class Study:
+    """One study: a command, or one kind of a command.
+
+    Attributes:
+        folder: folder in `nasfast/research/studies/`; also the name of the command.
+        kind: the word behind the command; empty where the command is one study.
+        text: its line in the help of the command.
+        config: class in the folder's `config` module: its fields are the flags.
+        run: function in the folder's `study` module: `run(config, out, task) -> StudyReport`.
+        files: stem of the JSON file and the page.
+        resumes: whether it continues from what it finds in its output directory.
+        writes: what it writes besides its report, as the help says it.
+        tasks: whether it has parts that may run in processes of their own; `run` then takes the keyword `tasks`.
+    """
+
+    folder: str
+    kind: str
+    text: str
+    config: str
+    run: str
+    files: str
+    resumes: bool = False
+    writes: str = ""
+    tasks: bool = False
+
+    @property
+    def name(self) -> str:
+        """The command and its kind, such as `moments quick`."""
+        return f"{self.folder} {self.kind}".strip()
+
+    def load(self, attribute: str) -> Any:
+        """Import what `config` or `run` names."""
+        module = {"config": "config", "run": "study"}[attribute]
+        return getattr(importlib.import_module(f"{HOME}.{self.folder}.{module}"), getattr(self, attribute))
+
+
+_MOMENTS = (
+    Study(
+        "moments",
+        "quick",
+        "small synthetic experiments with pass marks, in about a minute",
+        "QuickConfig",
+        "quick",
+        "moments",
+        resumes=True,
+    ),
+    Study(
+        "moments",
+        "figures",
+        "figures 2 to 5 of the paper, beside its published arrays",
+        "FiguresConfig",
+        "figures",
+        "moments",
+        resumes=True,
+    ),
+    Study(
+        "moments",
+        "module",
+        "candidates and random paths of a search space, or any module",
+        "ModuleConfig",
+        "module",
+        "moments",
+    ),
+)
+
+_ISOMETRY = (Study("isometry", "", "", "IsometryConfig", "run", "isometry"),)
+
+_WIRING = (
+    Study(
+        "wiring",
+        "theorems",
+        "theorems on local costs, checked on real networks",
+        "TheoremsConfig",
+        "theorems",
+        "wiring-theorems",
+    ),
+    Study(
+        "wiring",
+        "p1",
+        "growing: None leads first, then operations",
+        "GrowthConfig",
+        "growth",
+        "wiring-p1",
+        resumes=True,
+        tasks=True,
+    ),
+    Study(
+        "wiring",
+        "p2",
+        "width preference, and a control for its cause",
+        "WidthConfig",
+        "width",
+        "wiring-p2",
+        resumes=True,
+        tasks=True,
+    ),
+    Study(
+        "wiring",
+        "p3",
+        "collapse on two levels, and why",
+        "CollapseConfig",
+        "collapse",
+        "wiring-p3",
+        resumes=True,
+        tasks=True,
+    ),
+    Study(
+        "wiring",
+        "cost",
+        "local costs at initialisation and trained",
+        "CostConfig",
+        "cost",
+        "wiring-cost",
+        resumes=True,
+        tasks=True,
+    ),
+)
+
+_FOUND = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
+_NASI = (
+    Study("nasi", "quick", "how well Q predicts accuracy, with marks", "NasiQuickConfig", "quick", "nasi-quick"),
+    Study(
+        "nasi",
+        "search",
+        "any space, at initialisation",
+        "NasiSearchConfig",
+        "search",
+        "nasi-search",
+        writes=_FOUND,
+    ),
+    Study(
+        "nasi",
+        "compare",
+        "nas_bench_macro, ranked",
+        "NasiCompareConfig",
+        "compare",
+        "nasi-compare",
+        writes=_FOUND,
+    ),
+)
+
+COMMANDS: dict[str, tuple[Study, ...]] = {
+    "isometry": _ISOMETRY,
+    "moments": _MOMENTS,
+    "wiring": _WIRING,
+    "nasi": _NASI,
+}
+"""Name of a command -> its studies. Adding a study: a folder beside this file, and an entry here; a command needs
+a line, too, in `nasfast.extensions`.
+"""
+
+
+def find(name: str) -> Study:
+    """The study of a command and kind.
+
+    Args:
+        name: such as `isometry` or `moments quick`.
+
+    Raises:
+        KeyError: there is no such study.
+    """
+    for studies in COMMANDS.values():
+        for study in studies:
+            if study.name == name:
+                return study
+    raise KeyError(f"no study is called {name!r}; there are {', '.join(names())}")
+
+
+def names() -> list[str]:
+    """The names of all studies."""
+    return [study.name for studies in COMMANDS.values() for study in studies]
+
+
+def modules(name: str) -> list[Any]:
+    """The modules called `name` of all folders of studies, such as their `figures`."""
+    return [importlib.import_module(f"{HOME}.{folder}.{name}") for folder in COMMANDS]

@@ -1,0 +1,115 @@
+"""How a study is carried out: its threads, its progress, and what its report says of the machine."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nasfast.measure.doctor import environment
+from nasfast.measure.timing import machine, measuring
+from nasfast.research.studies import registry
+from nasfast.research.studies.report import StudyReport
+from nasfast.runtime.device import torch_device
+from nasfast.settings.tasks import TaskSettings
+
+_LOG = logging.getLogger(__name__)
+
+_SECONDS_PER_LINE = 10.0
+
+Done = Callable[[int], None]
+"""To be called with how much of a part of a study is done."""
+Task = Callable[[str, int], Done]
+"""Given the name of a part of a study and its size, returns its `Done`."""
+Report = TypeVar("Report", bound=StudyReport)
+
+
+@contextmanager
+def progress() -> Iterator[Task]:
+    """A bar for every task; where standard error is no terminal, a line at most every ten seconds."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield _plain_lines
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as bars:
+
+        def task(name: str, total: int) -> Done:
+            bar = bars.add_task(name, total=total)
+            return lambda done: bars.update(bar, completed=done)
+
+        yield task
+
+
+def _plain_lines(name: str, total: int) -> Done:
+    said, last = -math.inf, -1
+
+    def tell(done: int) -> None:
+        nonlocal said, last
+        if done != last and (done == total or time.monotonic() - said >= _SECONDS_PER_LINE):
+            said, last = time.monotonic(), done
+            _LOG.info("%s: %d of %d", name, done, total)
+
+    return tell
+
+
+def no_task(name: str, total: int) -> Done:
+    """A `Task` that reports no progress, for measurements that run outside a study."""
+    return lambda done: None
+
+
+def carry_out(
+    name: str,
+    config: Any,
+    study: Callable[[Any, Path | None, Task], Report],
+    *,
+    out: str | Path | None = None,
+) -> Report:
+    """Run a study with the threads of its config, with progress on standard error.
+
+    Args:
+        name: stem of the report's files.
+        config: settings with `threads`, and with `device` if the study has a choice.
+        study: `study(config, out, task)` measures and returns its report.
+        out: directory that a study may resume from and write to; None for none.
+
+    Returns:
+        The study's report with `name`, `config`, `seconds`, `machine` and `environment`.
+
+    Raises:
+        ConfigError: the config's device is cuda and there is none.
+    """
+    device = str(torch_device(getattr(config, "device", "cpu")))
+    start = time.perf_counter()
+    with measuring(config.threads):
+        with progress() as task:
+            found = study(config, None if out is None else Path(out), task)
+        where = {"device": device, **machine()}
+    seconds = time.perf_counter() - start
+    return replace(found, name=name, config=config, seconds=seconds, machine=where, environment=environment())
+
+
+def run_study(
+    name: str, config: Any = None, *, out: str | Path | None = None, tasks: TaskSettings | None = None
+) -> Any:
+    """Carry out a study of the registry; see `carry_out`.
+
+    Args:
+        name: such as `isometry` or `moments quick`.
+        config: an instance of the study's config class; None takes its defaults.
+        out: directory that the study may resume from and write to.
+        tasks: where the parts of a study that has `tasks` run in processes of their own; None for this process.
+    """
+    study = registry.find(name)
+    run = study.load("run") if tasks is None else functools.partial(study.load("run"), tasks=tasks)
+    return carry_out(study.files, study.load("config")() if config is None else config, run, out=out)

@@ -1,0 +1,43 @@
+"""Scores of untrained networks, mostly from the literature, which need one or a few batches and no training.
+
+Each is `score(module, images, labels) -> float` for any `nn.Module` that gives logits, and does not change the module.
+The papers say that a larger value predicts a higher accuracy; docs/ranking_zero_cost.md says how well that holds here.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from nasfast.indicators.registry import ScoreError
+from nasfast.research.zero_cost.beta_norm import beta_norm
+from nasfast.research.zero_cost.gradient_norm import gradient_norm
+from nasfast.research.zero_cost.log_volume import log_volume
+from nasfast.research.zero_cost.naswot import naswot
+from nasfast.research.zero_cost.ntk import ntk_q
+from nasfast.research.zero_cost.snip import snip
+from nasfast.research.zero_cost.synflow import synflow
+from nasfast.research.zero_cost.zico import zico
+
+ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {
+    "gradient_norm": gradient_norm,
+    "snip": snip,
+    "synflow": synflow,
+    "naswot": naswot,
+    "zico": zico,
+    "ntk_q": ntk_q,
+    "beta_norm": beta_norm,
+    "log_volume": log_volume,
+}
+
+__all__ = [
+    "ZERO_COST",
+    "ScoreError",
+    "beta_norm",
+    "gradient_norm",
+    "log_volume",
+    "naswot",
+    "ntk_q",
+    "snip",
+    "synflow",
+    "zico",
+]

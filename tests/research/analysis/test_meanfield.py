@@ -1,0 +1,298 @@
+"""Mean field against published-by-formula values, independent quadrature, closed forms and sampled networks."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, optimize
+
+from nasfast.ops import reference
+from nasfast.research.analysis.meanfield import (
+    ACTIVATIONS,
+    Activation,
+    chi,
+    correlation_map,
+    critical_point,
+    fixed_point,
+    gain,
+    linear_units_moments,
+    phase_diagram,
+    slope_moment,
+    spectrum_moments,
+    variance_map,
+)
+from nasfast.supernet.init import GAINS
+
+
+def quad(function, points=(0.0,)) -> float:
+    """E function(z), z normal, by adaptive quadrature between the points."""
+    ends = [-12.0, *sorted(p for p in points if abs(p) < 12), 12.0]
+    density = lambda z: function(z) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)  # noqa: E731
+    options = {"epsabs": 1e-14, "epsrel": 1e-13, "limit": 500}
+    return sum(integrate.quad(density, a, b, **options)[0] for a, b in zip(ends, ends[1:], strict=False))
+
+
+def test_activations_agree_with_the_operators():
+    x = np.linspace(-9, 9, 1001)
+    assert ACTIVATIONS.keys() == reference.ACTIVATIONS.keys()
+    for name, act in ACTIVATIONS.items():
+        ours = Activation.from_torch(name, reference.ACTIVATIONS[name])
+        np.testing.assert_allclose(act.value(x), ours.value(x), atol=1e-15)
+        kink = np.isin(x, [0.0, *act.kinks])
+        np.testing.assert_allclose(act.slope(x)[~kink], ours.slope(x)[~kink], atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("sigma_w", "sigma_b", "q", "slope"),
+    [
+        (0.9, 0.1, 0.040217, 0.752654),
+        (1.0, 0.3, 0.276299, 0.700258),
+        (1.5, 0.0, 0.793354, 1.139323),
+        (1.5, 0.3, 0.960844, 1.060981),
+        (2.0, 0.3, 2.253753, 1.327070),
+    ],
+)
+def test_tanh_fixed_points(sigma_w, sigma_b, q, slope):
+    found = fixed_point("tanh", sigma_w, sigma_b)
+    assert found.q == pytest.approx(q, abs=1e-5)
+    assert found.chi == pytest.approx(slope, abs=1e-5)
+    assert not found.slow
+    assert found.depth_scale == pytest.approx(1 / abs(math.log(slope)), rel=1e-4)
+    # against a root of adaptive quadrature
+    excess = lambda v: sigma_w**2 * quad(lambda z: math.tanh(math.sqrt(v) * z) ** 2) + sigma_b**2 - v  # noqa: E731
+    assert found.q == pytest.approx(optimize.brentq(excess, q / 2, 2 * q, xtol=1e-12), abs=1e-8)
+
+
+@pytest.mark.parametrize("sigma_w", [0.0, 0.5, 1.2, 1.41])
+@pytest.mark.parametrize("sigma_b", [0.1, 1.0])
+def test_relu_fixed_points_are_closed_forms(sigma_w, sigma_b):
+    found = fixed_point("relu", sigma_w, sigma_b)
+    assert found.q == pytest.approx(sigma_b**2 / (1 - sigma_w**2 / 2), rel=1e-8)
+    assert found.chi == pytest.approx(sigma_w**2 / 2, abs=1e-12)
+
+
+def test_a_variance_without_bound_and_one_that_never_moves():
+    for sigma_w, sigma_b in ((1.5, 0.0), (math.sqrt(2), 0.1), (3.0, 1.0)):
+        found = fixed_point("relu", sigma_w, sigma_b)
+        assert (found.q, found.chi) == (math.inf, pytest.approx(sigma_w**2 / 2))
+    still = fixed_point("relu", math.sqrt(2), 0.0)
+    assert (still.q, still.chi, still.slow) == (pytest.approx(1), pytest.approx(1), False)
+    assert fixed_point("tanh", 0.0, 0.0).q == 0
+
+
+def test_the_critical_tanh_network_decays_slowly_to_zero():
+    found = fixed_point("tanh", 1.0, 0.0)
+    assert (found.q, found.slow) == (0.0, True)
+    assert found.chi == pytest.approx(1, abs=1e-12)
+    q = 1.0
+    for _ in range(1000):
+        q = variance_map("tanh", q, 1.0, 0.0)
+    assert q == pytest.approx(1 / 2000, rel=0.05)
+    # just above, a small positive fixed point: q = 2 q^2 - (17 / 3) q^3 ... over sigma_w^2 - 1 = 2e-4
+    assert fixed_point("tanh", 1.0001, 0.0).q == pytest.approx(1e-4, rel=0.01)
+    # geometric decay is not slow
+    assert not fixed_point("tanh", 0.9, 0.0).slow
+    assert fixed_point("tanh", 0.9, 0.0).q < 1e-10
+
+
+@pytest.mark.parametrize("q", [1e-8, 0.04, 1.0, 16.0, 100.0])
+@pytest.mark.parametrize("name", ["tanh", "relu", "relu6"])
+def test_expectations_against_adaptive_quadrature(name, q):
+    act, scale = ACTIVATIONS[name], math.sqrt(q)
+    at = lambda f: quad(lambda z: float(f(np.array(scale * z))), (0.0, 0.1, 6 / scale))  # noqa: E731
+    assert variance_map(act, q, 1.0, 0.0) == pytest.approx(at(lambda x: act.value(x) ** 2), rel=1e-8)
+    assert slope_moment(act, q, 1) == pytest.approx(at(lambda x: act.slope(x) ** 2), rel=1e-8)
+    assert slope_moment(act, q, 2) == pytest.approx(at(lambda x: act.slope(x) ** 4), rel=1e-8)
+
+
+def test_arrays_give_what_numbers_give():
+    q = np.array([[0.0, 1e-3], [1.0, 50.0]])
+    for name in ACTIVATIONS:
+        for k in (1, 2):
+            apart = [[float(slope_moment(name, v, k)) for v in row] for row in q]
+            np.testing.assert_allclose(slope_moment(name, q, k), apart, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("q", "sigma_w2", "sigma_b2", "varphi"),
+    [
+        (0.1, 1.177569, 0.000832, 0.039709),
+        (0.5, 1.687975, 0.038041, 0.299244),
+        (1.0, 2.153303, 0.150965, 0.583480),
+    ],
+)
+def test_tanh_critical_line(q, sigma_w2, sigma_b2, varphi):
+    assert critical_point("tanh", q) == pytest.approx((sigma_w2, sigma_b2), abs=1e-6)
+    sigma_w, sigma_b = (math.sqrt(v) for v in critical_point("tanh", q))
+    found = fixed_point("tanh", sigma_w, sigma_b)
+    assert (found.q, found.chi) == (pytest.approx(q, abs=1e-8), pytest.approx(1, abs=1e-8))
+    for depth in (1, 30):
+        moments = spectrum_moments("tanh", q, sigma_w, depth, orthogonal=True)
+        assert moments.m1 == pytest.approx(1, abs=1e-10)
+        assert moments.varphi == pytest.approx(depth * varphi, abs=depth * 1e-6)
+        gaussian = spectrum_moments("tanh", q, sigma_w, depth, orthogonal=False)
+        assert gaussian.varphi == pytest.approx(depth * (varphi + 1), abs=depth * 1e-6)
+
+
+def test_isometry_is_for_linear_and_small_tanh_networks_only():
+    assert spectrum_moments("identity", 1.0, 1.0, 50, orthogonal=True).varphi == pytest.approx(0, abs=1e-10)
+    sigma_w2, _ = critical_point("tanh", 1e-4)
+    assert spectrum_moments("tanh", 1e-4, math.sqrt(sigma_w2), 50, orthogonal=True).varphi < 1e-4
+    for q in (0.01, 1.0, 100.0):
+        relu = spectrum_moments("relu", q, math.sqrt(2), 50, orthogonal=True)
+        assert (relu.m1, relu.varphi) == (pytest.approx(1), pytest.approx(50))
+
+
+def test_critical_point_of_relu_is_one_and_relu6_has_a_line():
+    for q in (0.01, 1.0, 30.0):
+        assert critical_point("relu", q) == (pytest.approx(2), 0.0)
+    assert critical_point("relu6", 30.0)[1] > 0
+    # exp grows faster than its slope shrinks
+    exponential = Activation("exp", np.exp, np.exp)
+    with pytest.raises(ValueError, match="exp has none with q. = 0.5"):
+        critical_point(exponential, 0.5)
+
+
+def test_gains():
+    for name, g in GAINS.items():
+        assert gain(name) == pytest.approx(g, abs=1e-12)
+    assert gain("tanh", "forward") == pytest.approx(1.592537, abs=1e-6)
+    assert gain("tanh", "jacobian") == pytest.approx(1.467414, abs=1e-6)
+    for mode in ("forward", "jacobian"):
+        assert gain("identity", mode, q=3.0) == pytest.approx(1)
+        assert gain("relu", mode, q=3.0) == pytest.approx(math.sqrt(2))
+        assert gain("relu6", mode) == pytest.approx(math.sqrt(2), abs=1e-8)
+    assert gain("tanh", "forward", q=0.3) == pytest.approx(
+        math.sqrt(0.3 / quad(lambda z: math.tanh(math.sqrt(0.3) * z) ** 2)), rel=1e-10
+    )
+
+
+def test_correlation_map_of_relu_is_the_arc_cosine_kernel():
+    c = np.array([-1.0, -0.3, 0.0, 0.5, 0.99, 1.0])
+    kernel = (np.sqrt(1 - c * c) + c * (np.pi - np.arccos(c))) / np.pi
+    np.testing.assert_allclose(correlation_map("relu", c, 1.7, math.sqrt(2), 0.0), kernel, atol=1e-6)
+
+
+@pytest.mark.parametrize(("sigma_w", "sigma_b"), [(1.0, 0.3), (1.5, 0.3)])
+def test_correlation_map_has_slope_chi_at_one(sigma_w, sigma_b):
+    found = fixed_point("tanh", sigma_w, sigma_b)
+    c_of = lambda c: correlation_map("tanh", c, found.q, sigma_w, sigma_b)  # noqa: E731
+    assert c_of(1.0) == pytest.approx(1, abs=1e-10)
+    step = 1e-5
+    assert (c_of(1.0) - c_of(1 - step)) / step == pytest.approx(found.chi, rel=1e-3)
+    c = 0.6
+    for _ in range(300):
+        c = float(c_of(c))
+    assert (c > 1 - 1e-6) == (found.chi < 1)
+
+
+@pytest.mark.slow
+def test_phase_diagram_is_the_fixed_points_and_fast():
+    w, b = np.linspace(0.5, 3, 60), np.linspace(0, 1, 60)
+    for name in ACTIVATIONS:
+        start = time.process_time()
+        diagram = phase_diagram(name, w, b)
+        # a tenth of a second, and a second with kinks; the limit is for slow machines
+        assert time.process_time() - start < 10
+        for i_b, i_w in ((0, 0), (0, 59), (59, 0), (20, 30)):
+            found = fixed_point(name, w[i_w], b[i_b])
+            assert diagram.q[i_b, i_w] == pytest.approx(found.q)
+            assert diagram.chi[i_b, i_w] == pytest.approx(found.chi)
+    tanh, relu = phase_diagram("tanh", w, b), phase_diagram("relu", w, b)
+    assert len(tanh.critical) > 100
+    for sigma_w, sigma_b in tanh.critical[::40]:
+        assert fixed_point("tanh", sigma_w, sigma_b).chi == pytest.approx(1, abs=1e-4)
+    np.testing.assert_allclose(relu.critical, [[math.sqrt(2), 0]])
+    np.testing.assert_allclose(relu.chi, np.broadcast_to(w**2 / 2, (60, 60)))
+
+
+def network(depth: int, width: int, sigma_w: float, orthogonal: bool) -> list[torch.Tensor]:
+    draws = [torch.randn(width, width, dtype=torch.float64) for _ in range(depth)]
+    return [
+        sigma_w * (q if orthogonal else z / math.sqrt(width))
+        for q, z in zip(reference.orthogonalize(draws) if orthogonal else draws, draws, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "sigma_w", "sigma_b"), [("tanh", 1.5, 0.3), ("tanh", 1.0, 0.3), ("relu", math.sqrt(2), 0.0)]
+)
+def test_gradients_of_a_wide_network_grow_by_chi(name, sigma_w, sigma_b):
+    """N = 512, L = 50: ||D W v||^2 / ||v||^2 per layer for random v, geometric mean over the layers."""
+    act, width, depth = ACTIVATIONS[name], 512, 50
+    q = fixed_point(name, sigma_w, sigma_b).q
+    h = torch.randn(width, 8, dtype=torch.float64) * math.sqrt(q)
+    logs = []
+    for weight in network(depth, width, sigma_w, orthogonal=False):
+        slope = torch.tensor(act.slope(h.numpy()))
+        # one random direction per input
+        tangent = torch.randn(width, 8, dtype=torch.float64)
+        logs.append(((slope * (weight @ tangent)).square().sum(0) / tangent.square().sum(0)).log().mean().item())
+        h = weight @ reference.ACTIVATIONS[name](h) + sigma_b * torch.randn(width, 1, dtype=torch.float64)
+    measured = math.exp(sum(logs) / depth)
+    assert measured == pytest.approx(float(chi(name, q, sigma_w)), rel=0.03)
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_moments_of_half_linear_networks(orthogonal):
+    """Eq. 8 of DI-NAS (Gaussian) and its orthogonal twin against sampled Jacobians, N = 256, L = 8, p = 0.7."""
+    p, depth, width, draws = 0.7, 8, 256, 20
+    m1, m2 = [], []
+    for _ in range(draws):
+        jacobian = torch.eye(width, dtype=torch.float64)
+        for weight in network(depth, width, 1.0, orthogonal):
+            jacobian = (torch.rand(width, 1) < p) * (weight @ jacobian)
+        gram = jacobian @ jacobian.T
+        m1.append(gram.trace().item() / width)
+        m2.append(gram.square().sum().item() / width)
+    m1, m2 = sum(m1) / draws, sum(m2) / draws
+    theory = linear_units_moments(p, 1.0, depth, orthogonal=orthogonal)
+    assert theory.m1 == pytest.approx(p**depth)
+    assert theory.varphi / theory.m1**2 == pytest.approx(depth * (1 - p) / p if orthogonal else depth / p)
+    assert m1 == pytest.approx(theory.m1, rel=0.1)
+    assert (m2 / m1**2 - 1) == pytest.approx(theory.varphi / theory.m1**2, rel=0.15)
+
+
+def test_eq_8_as_printed():
+    v_w, p, depth = 1.3, 0.4, 5
+    moments = linear_units_moments(p, math.sqrt(v_w), depth)
+    assert moments.m1 == pytest.approx((v_w * p) ** depth)
+    assert moments.m2 == pytest.approx((v_w * p) ** (2 * depth) * (depth + p) / p)
+    relu = spectrum_moments("relu", 1.0, math.sqrt(v_w), depth, orthogonal=False)
+    half = linear_units_moments(0.5, math.sqrt(v_w), depth)
+    assert (relu.m1, relu.m2) == (pytest.approx(half.m1), pytest.approx(half.m2))
+
+
+def test_any_pytorch_function():
+    gelu = Activation.from_torch("gelu", torch.nn.GELU())
+    second = quad(lambda z: (z * 0.5 * (1 + math.erf(z / math.sqrt(2)))) ** 2)
+    assert gain(gelu, "forward") == pytest.approx(1 / math.sqrt(second), rel=1e-10)
+    assert gain(gelu) == pytest.approx(2)
+    leaky = Activation.from_torch("leaky", torch.nn.LeakyReLU(0.2))
+    assert fixed_point(leaky, 1.0, 0.5).q == pytest.approx(0.25 / (1 - 1.04 / 2), rel=1e-8)
+    shrink = Activation.from_torch("hardtanh", torch.nn.Hardtanh(), kinks=(-1, 1))
+    assert slope_moment(shrink, 4.0, 1) == pytest.approx(math.erf(0.5 / math.sqrt(2)), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gain("swish"), "unknown activation 'swish'; valid: hswish, identity, relu, relu6, silu, tanh"),
+        (lambda: gain("tanh", "backward"), "unknown mode 'backward'; valid: critical, forward, jacobian"),
+        (lambda: gain("tanh", "forward", q=0.0), "q must be positive, got 0.0"),
+        (lambda: gain(Activation.from_torch("sigmoid", torch.sigmoid)), "sigmoid is not 0 at 0"),
+        (lambda: fixed_point("tanh", -1.0, 0.0), "sigma_w must be finite and not negative, got -1.0"),
+        (lambda: phase_diagram("tanh", [1.0], [0.0, math.nan]), "sigma_b must be finite and not negative, got nan"),
+        (lambda: linear_units_moments(0.0, 1.0, 3), "share of linear units"),
+        (lambda: spectrum_moments("relu", 1.0, 1.0, 0, orthogonal=True), "depth must be at least 1, got 0"),
+        (lambda: correlation_map("tanh", 0.5, 0.0, 1.0, 0.0), "needs 0 < q < inf"),
+        (lambda: correlation_map("tanh", 1.5, 1.0, 1.0, 0.0), r"c in \[-1, 1\], got q = 1.0, c = 1.5"),
+    ],
+)
+def test_errors_say_what_was_given(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,132 @@
+"""Signal and noise through any module: forward mode against exact Jacobians, BatchNorms held, probes and errors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_space
+from torch import nn
+
+from nasfast.ops.modules import FusedInvertedResidual
+from nasfast.research.analysis.jacobian import frozen_copy, jacobian
+from nasfast.research.analysis.moments.module import held, module_chi, module_moments, push
+from nasfast.supernet import Supernet, initialize
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Sequential(nn.Conv2d(8, 4, 3), nn.Tanh())
+    )
+
+
+X = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def test_push_is_the_jacobian_with_constant_statistics():
+    module, dx = net(), torch.randn(X.shape)
+    # as a network is at initialisation, in training mode: its running statistics are not used
+    y, dy = push(held(module), (X, dx))
+    frozen = frozen_copy(module, X)
+    torch.testing.assert_close(y, frozen(X).detach(), rtol=1e-4, atol=1e-5)
+    wanted = jacobian(frozen, X[:1], y[0].numel()) @ dx[0].flatten()
+    torch.testing.assert_close(dy[0].flatten(), wanted, rtol=1e-4, atol=1e-5)
+    assert module.training and module[1].num_batches_tracked == 0
+
+
+def test_statistics_are_those_of_each_batch():
+    copy = held(net())
+    for scale in (1.0, 5.0):
+        y, _ = push(copy[1], (scale * torch.randn(64, 8, 5, 5), torch.zeros(64, 8, 5, 5)))
+        assert float(y.var()) == pytest.approx(1, abs=0.05)
+
+
+def test_chi_of_modules_that_are_known():
+    torch.manual_seed(0)
+    linear = nn.Linear(40, 60, bias=False)
+    nn.init.orthogonal_(linear.weight)
+    x = torch.randn(128, 40)
+    assert module_chi(linear, x) == pytest.approx(1, rel=1e-4)
+    assert module_chi(nn.Identity(), x) == pytest.approx(1, rel=1e-6)
+    # ReLU of a centred Gaussian: (1 - 1 / pi)^{-1/2}
+    assert module_chi(nn.ReLU(), torch.randn(4000, 40)) == pytest.approx((1 - 1 / math.pi) ** -0.5, rel=0.01)
+    dx = torch.zeros_like(x)
+    dx[:, 0] = 1
+    found = module_chi(nn.Linear(40, 40, bias=False), x, dx)
+    assert found != pytest.approx(module_chi(nn.Linear(40, 40, bias=False), x), rel=1e-3)
+
+
+def test_chi_squared_is_the_frobenius_norm():
+    module = net()
+    y = frozen_copy(module, X)(X).detach()
+    jacobians = [jacobian(frozen_copy(module, X), X[i : i + 1], y[0].numel()) for i in range(len(X))]
+    frobenius = float(torch.stack(jacobians).square().sum((1, 2)).mean() / y[0].numel())
+
+    def variance(t):
+        return float(t.var((0, 2, 3), correction=0).mean())
+
+    expected = math.sqrt(frobenius / (variance(y) / variance(X)))
+    assert module_chi(module, X, draws=64) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_fused_block_is_measured_as_its_plain_twin():
+    block = FusedInvertedResidual(3, 3, kernel_size=3, stride=1, expand=2)
+    initialize(block, "orthogonal")
+    assert 1 < module_chi(block, X) < 3
+
+
+def test_probes():
+    found = module_moments(net(), X, draws=3)
+    assert found.names == ("0", "1", "2", "3")
+    for name, curve in found.curves.items():
+        assert curve.shape == (3, 4), name
+    np.testing.assert_allclose(np.log(found.curves["inc"]).sum(1), found.curves["logchi"][:, -1])
+    # behind the BatchNorm variances are 1 and nothing but the mean is lost
+    np.testing.assert_allclose(found.curves["variance_share"][:, 1], 1, atol=1e-4)
+    assert (np.abs(found.curves["logchi"][0] - found.curves["logchi"][1]) > 1e-6).all(), "one noise for all draws"
+    chosen = module_moments(net(), X, probes=["3.0", "1"])
+    assert chosen.names == ("1", "3.0")
+    np.testing.assert_allclose(chosen.curves["logchi"][0, 0], found.curves["logchi"][0, 1], rtol=1e-5)
+    # a single container is looked into
+    assert module_moments(nn.Sequential(net()), X).names == ("0.0", "0.1", "0.2", "0.3")
+    assert module_moments(nn.Sequential(nn.Flatten()), X).names == ("0",)
+
+
+def test_modules_used_twice_are_measured_twice():
+    layer = nn.Linear(5, 5)
+    assert module_moments(nn.Sequential(layer, nn.Tanh(), layer), torch.randn(9, 5), probes=["0"]).names == ("0", "0")
+
+
+def test_layers_of_a_supernet():
+    space = tiny_space()
+    network = held(Supernet(space, layer_indicators=False, fused=False))
+    images = torch.randn(8, 3, space.resolution, space.resolution)
+    h = push(network.stem, (images, torch.randn(images.shape)))
+    for layer in network.layers:
+        increments = [module_chi(candidate, *h) for candidate in layer.candidates]
+        assert all(0.9 < chi < 3 for chi in increments)
+        h = push(layer.candidates[0], h)
+
+
+class Wild(nn.Module):
+    def forward(self, x):
+        return x[0], x[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: module_moments(net(), X, probes=["4"]), "no submodule '4'; .*valid: 0, 1"),
+        (lambda: module_moments(net(), X[:, :2]), "cannot take x of shape"),
+        (lambda: module_moments(Wild(), X), "must return one tensor, got tuple"),
+        (lambda: module_chi(net(), X, draws=0), "module_chi: draws must be at least 1, got 0"),
+        (lambda: module_moments(net(), X, draws=0), "module_moments: draws must be at least 1, got 0"),
+        (lambda: module_chi(nn.BatchNorm1d(3), torch.randn(1, 3)), "needs two values per channel"),
+    ],
+)
+def test_errors_say_what_was_given(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

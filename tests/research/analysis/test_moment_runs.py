@@ -1,0 +1,264 @@
+"""Runs of random networks, which repeat, continue and stop; the detectors on made-up curves; wrong settings."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nasfast.research.analysis.moments.detect import (
+    detect,
+    dilution_bounds,
+    fit_line,
+    fit_power_law,
+    power_law_of,
+    summarise,
+)
+from nasfast.research.analysis.moments.inputs import fields, gaussian, images, standardised
+from nasfast.research.analysis.moments.networks import Draws, NetConfig, Run, chunk_size, run, run_chunk
+
+SMALL = {"width": 24, "batch": 16, "depth": 12, "every": 3}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm": "batch"},
+        {"norm": "batch", "residual": 2},
+        {"norm": "layer"},
+        {"norm": "instance", "kernel": 3},
+        {"norm": "group", "kernel": 3, "padding": "zero"},
+        {"act": "tanh", "sigma_w": 1.5, "sigma_b": 0.1},
+        {"init": "uniform", "norm": "batch", "residual": 1},
+        {"init": "orthogonal", "act": "identity"},
+        {"init": "orthogonal", "kernel": 3, "act": "relu6", "padding": "reflective"},
+        {"init": "uniform"},
+    ],
+    ids=str,
+)
+def test_every_family_gives_finite_curves_that_repeat(changes):
+    cfg = NetConfig(**{**SMALL, **changes})
+    source = fields(3, 8) if cfg.kernel else gaussian(20)
+    found = run(cfg, source, realisations=2, seed=3)
+    curves = found.curves()
+    assert cfg.records == [3, 6, 9, 12]
+    for name, values in curves.items():
+        assert values.shape == (2, 4) and np.isfinite(values).all(), name
+    if "inc_bn" in curves:
+        np.testing.assert_allclose(curves["inc_bn"] * curves["inc_phi"], curves["inc"], rtol=1e-12)
+    assert (curves["reff_signal"] >= 1).all() and (curves["reff_noise"] >= 1).all()
+    again = run(cfg, source, realisations=2, seed=3)
+    for name in found.values:
+        np.testing.assert_array_equal(found.values[name], again.values[name])
+    assert not np.allclose(run(cfg, source, realisations=2, seed=4).curves()["logchi"], curves["logchi"])
+
+
+def test_increments_multiply_to_chi():
+    found = run(NetConfig(**{**SMALL, "every": 1}), gaussian(20), realisations=3)
+    curves, first = found.curves(), found.log_chi("input")[:, 0]
+    np.testing.assert_allclose(np.log(curves["inc"]).sum(1) + first, curves["logchi"][:, -1], rtol=1e-9)
+
+
+def test_an_orthogonal_linear_network_is_neutral():
+    cfg = NetConfig(init="orthogonal", act="identity", width=24, depth=6, every=6, dtype="float64")
+    found = run(cfg, gaussian(48), realisations=2)
+    np.testing.assert_allclose(found.log_chi("act"), found.log_chi("input"), atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [0, 3])
+def test_uniform_weights_have_the_variance_of_hes(kernel):
+    draws = Draws(0, range(2))
+    weight, bias = draws.layer(NetConfig(init="uniform", kernel=kernel, width=400), 8)
+    rows = weight.flatten(2)
+    assert float(rows.square().sum(2).mean()) == pytest.approx(2, rel=0.03)
+    radius = math.sqrt(2 * (rows.shape[2] + 3) / rows.shape[2])
+    assert float((rows.square().sum(2) + bias.square()).max()) <= radius**2 * (1 + 1e-5)
+    gamma, shift = draws.affine(NetConfig(init="uniform", width=4000))
+    assert float((gamma.square() + shift.square()).mean()) == pytest.approx(1, rel=0.03)
+
+
+def test_a_network_does_not_depend_on_its_neighbours():
+    cfg = NetConfig(norm="batch", dtype="float64", **SMALL)
+    both, alone = run_chunk(cfg, gaussian(20), [4, 7]), run_chunk(cfg, gaussian(20), [7])
+    for name in both:
+        np.testing.assert_allclose(both[name][1:], alone[name], rtol=1e-9, atol=1e-9)
+
+
+def test_float32_stays_near_float64():
+    for changes in ({}, {"norm": "batch"}, {"norm": "batch", "residual": 2}):
+        runs = [
+            run(NetConfig(**SMALL, **changes, dtype=d), gaussian(20), realisations=2) for d in ("float32", "float64")
+        ]
+        a, b = (r.curves()["logchi"] for r in runs)
+        np.testing.assert_allclose(a, b, atol=1e-3)
+
+
+def test_runs_continue_from_their_file(tmp_path, monkeypatch):
+    cfg = NetConfig(width=256, depth=4, batch=1024, every=2)
+    source = gaussian(20)
+    assert chunk_size(cfg, source) == 2
+    whole = run(cfg, source, realisations=5)
+    file = tmp_path / "deep" / "results.jsonl"
+    run(cfg, source, realisations=4, file=file)
+    # a kill leaves half a line
+    with open(file, "a") as out:
+        out.write('{"key": "x", "ids": [4')
+    computed = []
+
+    def noted(*args, **kwargs):
+        computed.append(list(args[2]))
+        return run_chunk(*args, **kwargs)
+
+    monkeypatch.setattr("nasfast.research.analysis.moments.networks.run_chunk", noted)
+    done = []
+    resumed = run(cfg, source, realisations=5, file=file, progress=done.append)
+    assert computed == [[4]] and done == [2, 4, 5]
+    for name in whole.values:
+        np.testing.assert_array_equal(resumed.values[name], whole.values[name])
+    run(cfg, source, realisations=5, file=file)
+    assert computed == [[4]], "the line behind the torn one was lost"
+    run(cfg, source, realisations=2, seed=1, file=file)
+    run(cfg.replace(eps=1e-4), source, realisations=2, file=file)
+    run(cfg, gaussian(21), realisations=2, file=file)
+    assert computed[1:] == [[0, 1], [0, 1], [0, 1]]
+
+
+def test_chunks_are_bounded():
+    assert chunk_size(NetConfig(width=512, batch=64), gaussian(20)) == 16
+    assert chunk_size(NetConfig(kernel=3, width=64, batch=16), fields(3, 16)) == 8
+    assert chunk_size(NetConfig(kernel=3, width=512, batch=64), fields(3, 32)) == 1
+
+
+def test_a_lost_signal_is_flagged():
+    """Ordered phase of tanh: the signal shrinks until its rounding would be measured."""
+    cfg = NetConfig(act="tanh", sigma_w=0.5, sigma_b=0.5, width=32, depth=60, every=2, batch=16)
+    found = run(cfg, gaussian(20), realisations=2)
+    curves = found.curves()
+    assert np.isnan(curves["logchi"][:, -1]).all() and np.isfinite(curves["logchi"][:, 0]).all()
+    known = curves["variance_share"][np.isfinite(curves["variance_share"])]
+    assert known.min() > 1e-10
+    assert detect(found.depth, curves).names[0] == "zero-dimensional signal"
+
+
+def test_inputs():
+    x = standardised(fields(3, 16)(32, torch.Generator().manual_seed(0)))
+    assert x.shape == (32, 3, 16, 16)
+    torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(x.var((0, 2, 3), correction=0), torch.ones(3))
+    power = torch.fft.rfft2(x).abs().square().mean((0, 1))
+    # amplitude 1 / f: four times the frequency, a sixteenth of the power
+    assert float(power[0, 1] / power[0, 4]) == pytest.approx(16, rel=0.5)
+    pixels = torch.randint(0, 256, (10, 3, 4, 4), dtype=torch.uint8)
+    drawn = images(pixels, flat=True)(10, torch.Generator().manual_seed(0))
+    assert drawn.shape == (10, 48) and sorted(drawn.sum(1).tolist()) == sorted(pixels.flatten(1).sum(1).tolist())
+    with pytest.raises(ValueError, match="a batch of 11 needs 11 images, got 10"):
+        images(pixels)(11, torch.Generator())
+    # a pixel that never changes has no deviation
+    assert torch.isfinite(standardised(torch.ones(4, 2))).all()
+
+
+L = np.arange(4.0, 201, 4)
+
+
+def curves_of(**changes) -> dict[str, np.ndarray]:
+    flat = {"logchi": np.zeros_like(L), "reff_signal": np.full_like(L, 10.0), "variance_share": np.full_like(L, 0.6)}
+    return {**flat, "lognu2": np.zeros_like(L), "logmu2_noise": np.zeros_like(L), **changes}
+
+
+@pytest.mark.parametrize(
+    ("curves", "names"),
+    [
+        (curves_of(logchi=0.2 * L), ("exploding sensitivity",)),
+        (curves_of(logchi=0.5 * np.log(L) + 0.1), ("well behaved",)),
+        (curves_of(logchi=0.5 * np.log(L), reff_signal=np.full_like(L, 2.0)), ("undecided",)),
+        (curves_of(logchi=0.3 * np.sqrt(L)), ("undecided",)),
+        (curves_of(logchi=0.01 * L), ("undecided",)),
+        (curves_of(reff_signal=1 + 5 / L), ("one-dimensional signal",)),
+        (curves_of(reff_signal=1.1 + 1e-3 * L), ("undecided",)),
+        (curves_of(variance_share=np.exp(-0.05 * L)), ("zero-dimensional signal",)),
+        (
+            curves_of(logchi=0.2 * L, variance_share=np.exp(-0.05 * L)),
+            ("zero-dimensional signal", "exploding sensitivity"),
+        ),
+        (curves_of(logchi=0.5 * np.log(L), lognu2=0.3 * L), ("well behaved", "scaling")),
+        (curves_of(logchi=0.5 * np.log(L), lognu2=12 * np.log(L)), ("well behaved",)),
+    ],
+)
+def test_detectors(curves, names):
+    verdict = detect(L, curves)
+    assert verdict.names == names
+    assert str(verdict) == ", ".join(names)
+    assert verdict.to_dict()["evidence"]["rank"] == curves["reff_signal"][-1]
+
+
+def test_detectors_average_over_realisations_and_leave_out_what_is_lost():
+    curves = {k: np.stack((v, v)) for k, v in curves_of(logchi=0.2 * L).items()}
+    curves["logchi"][0] += 1
+    curves["logchi"][:, -5:] = np.nan
+    verdict = detect(L, curves)
+    assert verdict.names == ("exploding sensitivity",)
+    assert verdict.evidence["log_chi"] == pytest.approx(0.2 * L[-6] + 0.5)
+    few = {k: v[:3] for k, v in curves_of(logchi=0.2 * L).items()}
+    assert detect(L[:3], few).names == ("undecided",)
+    with pytest.raises(ValueError, match="no record with a signal"):
+        detect(L, curves_of(logchi=np.nan * L))
+
+
+def test_fits():
+    line = fit_line(L, 3 + 0.5 * L)
+    assert (line.slope, line.intercept, line.r2) == pytest.approx((0.5, 3, 1))
+    assert math.isnan(fit_line(L[:1], L[:1]).slope)
+    law = fit_power_law(L, 1.3 * L**0.5, np.full_like(L, 2 ** (1 / 4)), 2)
+    assert (law.tau, law.c) == pytest.approx((0.5, 1.3)) and law.error < 1e-9
+
+
+def test_summaries():
+    found = summarise({"x": np.array([[1.0, np.nan], [3.0, np.nan], [5.0, 2.0]])})
+    np.testing.assert_allclose(found["x_mean"], [3, 2])
+    np.testing.assert_allclose(found["x_std"], [math.sqrt(8 / 3), 0])
+    np.testing.assert_allclose(found["x_error"], [math.sqrt(8 / 3 / 2), 0])
+    assert found["x_p16"][0] < 2 < found["x_p84"][0]
+
+
+def test_the_three_families_behave_as_the_paper_says():
+    """Small versions of the experiments: bounded increments, a falling rank, exponential, power law, dilution."""
+    base = NetConfig(width=64, batch=32, depth=100, every=4)
+    vanilla, plain, resnet = (
+        run(base.replace(**changes), gaussian(96), realisations=4)
+        for changes in ({}, {"norm": "batch"}, {"norm": "batch", "residual": 2})
+    )
+    curves = vanilla.curves()
+    assert curves["reff_signal"][:, -1].mean() < 1.5 < curves["reff_signal"][:, 0].mean()
+    assert 0.9 < curves["inc"].mean(0).min() and curves["inc"].mean(0).max() < math.sqrt(2)
+    verdict = detect(plain.depth, plain.curves())
+    assert verdict.names == ("exploding sensitivity",) and 0.15 < verdict.evidence["slope"] < 0.25
+    verdict = detect(resnet.depth, resnet.curves())
+    assert verdict.evidence["exponent_r2"] > verdict.evidence["exponent_r2_against_l"]
+    assert verdict.evidence["exponent"] == pytest.approx(power_law_of(resnet).tau, abs=0.2)
+    low, mean, high = dilution_bounds(resnet)
+    assert (mean > 0.98 * low).all() and (mean < 1.02 * high).all() and (low < high).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": 2}, "kernel must be odd, or 0 for fully connected, got 2"),
+        ({"width": 0}, "width must be at least 1, got 0"),
+        ({"every": 300}, "every must be at most depth, got 300 and 200"),
+        ({"init": "uniform", "sigma_b": 0.1}, "sigma_b must be 0 with init='uniform'"),
+    ],
+)
+def test_wrong_settings_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        NetConfig(**changes)
+
+
+def test_chunks_do_not_mix_up_their_realisations():
+    cfg = NetConfig(**SMALL)
+    parts = [run_chunk(cfg, gaussian(20), [r])["log_mu2_noise_act"] for r in range(3)]
+    whole = run(cfg, gaussian(20), realisations=3)
+    assert isinstance(whole, Run) and whole.realisations == 3
+    np.testing.assert_allclose(whole.values["log_mu2_noise_act"], np.concatenate(parts), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,451 @@
+"""The four estimators: their formulas against autograd and written-out costs, and the distributions they draw from."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from itertools import combinations
+
+import pytest
+import torch
+from tiny import batches
+from torch import Tensor
+from torch.nn import functional as F
+
+from nasfast.research.cells.config import CellSearchConfig
+from nasfast.research.cells.gates import (
+    Darts,
+    Draw,
+    Dsnas,
+    Estimator,
+    Proxyless,
+    Snas,
+    candidates_of,
+    estimator_of,
+    gumbel,
+    make_estimator,
+    softmax_gradient,
+)
+from nasfast.research.cells.space import CellSpace, minimal_cell
+from nasfast.research.cells.state import CellSearch
+from nasfast.research.cells.steps import CellSearchEngine, draw_gates
+
+OPS = ("none", "skip_connect", "avg_pool_3x3", "sep_conv_3x3", "dil_conv_3x3")
+# one edge restricted, one fixed
+CELL = minimal_cell(OPS).restricted(0, 3, ("none", "avg_pool_3x3", "dil_conv_3x3")).restricted(1, 3, ("sep_conv_3x3",))
+SHARED = CellSpace("shared", CELL, cells=3, channels=4, num_classes=4, resolution=8)
+REDUCED = SHARED.replace(name="reduced", reductions=(1,))
+SPACES = pytest.mark.parametrize("space", [SHARED, REDUCED], ids=lambda s: s.name)
+
+ESTIMATORS = {
+    "darts": Darts(0.8),
+    "snas": Snas(),
+    "dsnas": Dsnas(),
+    "proxyless": Proxyless(),
+    "two paths": Proxyless(two_path=True),
+}
+EVERY = pytest.mark.parametrize("name", list(ESTIMATORS))
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_search(space: CellSpace, **settings) -> CellSearch:
+    """A float64 search whose logits are far from equal."""
+    cfg = CellSearchConfig(**{"alpha_std": 1.0, "alpha_lr": 0.1, **settings})
+    return CellSearch(space, cfg, 4, fused=False).double()
+
+
+def learned(search: CellSearch, *, step: int = 0) -> tuple[Tensor, Draw, Tensor, Tensor]:
+    """The gradient that a step of the engine finds for the logits; its gates, images and labels."""
+    seen: list[tuple[Tensor, Draw]] = []
+    search.update = lambda gradient, draw: seen.append((gradient, draw))
+    search.done.fill_(step)
+    (x, y), *_ = batches(1, resolution=8)
+    CellSearchEngine(search, torch.optim.SGD(search.parameters(), lr=0.1), None).forward_backward(x.double(), y)
+    return *seen[0], x.double(), y
+
+
+def of_cells(space: CellSpace, values: Tensor) -> Tensor:
+    return values[[space.type_of(i) for i in range(space.cells)]]
+
+
+def all_costs(search: CellSearch, gates: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """(types, edges, ops) <dL/dX_target, O(X_source)> of every candidate, written out, summed over cells of a type."""
+    space, net = search.space, search.net
+    nodes: list[list[Tensor]] = []
+    runs = [[tuple(torch.nonzero(row).flatten().tolist()) for row in kind] for kind in gates]
+    loss = F.cross_entropy(net(x, of_cells(space, gates).requires_grad_(), runs, nodes=nodes), y)
+    total = torch.zeros_like(gates)
+    for i, cell in enumerate(net.cells):
+        for e, edge in enumerate(space.cell.edges):
+            source, target = nodes[i][edge.source], nodes[i][edge.target]
+            if not target.requires_grad:
+                continue
+            (gradient,) = torch.autograd.grad(loss, target, retain_graph=True, allow_unused=True)
+            for k in space.candidates[e]:
+                operation = cell.operation(e, k)
+                if operation is not None and gradient is not None:
+                    total[space.type_of(i), e, k] += (gradient * operation(source)).sum().detach()
+    return total
+
+
+# --- formulas on networks
+
+
+@SPACES
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_darts_is_autograd_through_the_softmax(space, temperature):
+    search = make_search(space, method="darts", temperature=temperature)
+    gradient, _, x, y = learned(search)
+    logits = search.logits.clone().requires_grad_()
+    gates = torch.softmax(logits / temperature, -1)
+    F.cross_entropy(search.net(x, of_cells(space, gates)), y).backward()
+    torch.testing.assert_close(gradient, logits.grad, rtol=0, atol=1e-10)
+    assert logits.grad.abs().amax((1, 2)).min() > 1e-4, "nothing to compare"
+
+
+@SPACES
+@pytest.mark.parametrize("step", [0, 2])
+def test_snas_is_autograd_through_the_relaxation(space, step):
+    """The temperature is 1, and then half way to 0.2; the noise turns the probabilities into the gates."""
+    search = make_search(space, method="snas", final_temperature=0.2)
+    gradient, draw, x, y = learned(search, step=step)
+    temperature = 1 - 0.8 * step / 4
+    logits = search.logits.clone().requires_grad_()
+    # known up to a constant of each edge, which softmax does not see; a gate that rounding made 0 has no gradient
+    noise = torch.where(search.allowed, temperature * draw.gates.log() - logits.detach(), 0.0)
+    gates = torch.softmax((logits + noise) / temperature, -1)
+    F.cross_entropy(search.net(x, of_cells(space, gates)), y).backward()
+    torch.testing.assert_close(gradient, logits.grad, rtol=0, atol=1e-10)
+    assert logits.grad.abs().amax((1, 2)).min() > 1e-5, "nothing to compare"
+    assert not torch.allclose(gates, search.logits.softmax(-1), atol=0.1), "no noise"
+
+
+@SPACES
+def test_dsnas_is_the_score_function_times_the_cost(space):
+    search = make_search(space, method="dsnas")
+    gradient, draw, x, y = learned(search, step=1)
+    cost = (draw.gates * all_costs(search, draw.gates, x, y)).sum(-1)
+    assert cost.abs().max() > 1e-3, "nothing to compare"
+    logits = search.logits.clone().requires_grad_()
+    # a fixed edge: log 1
+    score = torch.log_softmax(logits, -1).masked_fill(draw.gates == 0, 0.0).sum(-1)
+    (score * cost).sum().backward()
+    torch.testing.assert_close(gradient, logits.grad, rtol=0, atol=1e-10)
+
+
+@SPACES
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_proxyless_is_its_formula(space, step):
+    search = make_search(space, method="proxyless")
+    gradient, draw, x, y = learned(search, step=step)
+    c, p = all_costs(search, draw.gates, x, y), search.logits.softmax(-1)
+    assert (draw.gates.sum(-1) == 1).all()
+    for t, e in [(t, e) for t in range(len(p)) for e in range(len(CELL.edges))]:
+        mean = sum(p[t, e, k] * c[t, e, k] for k in range(len(OPS)))
+        want = torch.stack([p[t, e, k] * (c[t, e, k] - mean) for k in range(len(OPS))])
+        torch.testing.assert_close(gradient[t, e], want, rtol=0, atol=1e-10)
+    assert gradient.abs().max() > 1e-4, "nothing to compare"
+
+
+@SPACES
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_two_paths_are_the_formula_of_the_pair(space, step):
+    search = make_search(space, method="proxyless", two_path=True)
+    gradient, draw, x, y = learned(search, step=step)
+    c, p = all_costs(search, draw.gates, x, y), search.logits.softmax(-1)
+    for t, e in [(t, e) for t in range(len(p)) for e in range(len(CELL.edges))]:
+        pair = [*draw.runs[t][e], *draw.measures[t][e]]
+        assert len(pair) == min(2, len(CELL.edges[e].ops))
+        q, want = p[t, e, pair] / p[t, e, pair].sum(), torch.zeros(len(OPS), dtype=torch.float64)
+        want[pair] = q * (c[t, e, pair] - (q * c[t, e, pair]).sum())
+        torch.testing.assert_close(gradient[t, e], want, rtol=0, atol=1e-10)
+
+
+@SPACES
+@pytest.mark.parametrize("none", [0.0, 50.0])
+def test_costs_measured_beside_are_those_of_operations_that_run_with_gate_zero(space, none):
+    """This includes nodes that nothing enters: with 50, every edge draws None if it can."""
+    search = make_search(space, method="proxyless")
+    search.alpha[..., 0] += none
+    draw = draw_gates(space, search.cfg, search.logits, step=0, progress=0.0)
+    (x, y), *_ = batches(1, resolution=8)
+    gates, measured = search.spread(draw.gates), torch.zeros(search.net.gate_shape, dtype=torch.float64)
+    F.cross_entropy(search.net(x.double(), gates, draw.runs, measures=draw.measures, measured=measured), y).backward()
+    found = gates.grad + measured
+    gates = search.spread(draw.gates)
+    F.cross_entropy(search.net(x.double(), gates), y).backward()
+    torch.testing.assert_close(found, gates.grad, rtol=0, atol=1e-10)
+    assert (draw.gates[:, :2, 0] == 1).all() == (none > 0)
+    # earlier cells get no gradient through values of 0, because the next cell's ReLU has slope 0 there
+    assert measured[-1, :2].any()
+
+
+def test_measuring_keeps_nothing():
+    """A hook that holds its own node would keep every step's graph."""
+    search = make_search(SHARED, method="proxyless")
+    draw = draw_gates(SHARED, search.cfg, search.logits, step=0, progress=0.0)
+    (x, y), *_ = batches(1, resolution=8)
+
+    nodes: list[list[Tensor]] = []
+    gates, measured = search.spread(draw.gates), torch.zeros(search.net.gate_shape, dtype=torch.float64)
+    logits = search.net(x.double(), gates, draw.runs, measures=draw.measures, measured=measured, nodes=nodes)
+    F.cross_entropy(logits, y).backward()
+    alive = [weakref.ref(node) for values in nodes for node in values]
+    del nodes, logits
+    gc.collect()
+    assert measured.any()
+    assert not any(ref() is not None for ref in alive)
+
+
+# --- distributions, of many edges at once
+
+LOGITS = torch.tensor([1.0, -0.5, 0.3, -torch.inf, 0.0], dtype=torch.float64)
+P = LOGITS.softmax(-1)
+COST = torch.tensor([0.0, 1.3, -0.4, 9.0, 0.7], dtype=torch.float64)
+
+
+def chi_square(counts: Tensor, p: Tensor) -> float:
+    expected = counts.sum() * p
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_mean_of_dsnas_is_the_gradient_of_the_expected_cost():
+    count = 40_000
+    logits = LOGITS.expand(1, count, 5)
+    draw = Dsnas(clip=math.inf).draw(logits, generator(), 0.0)
+    gradient = Dsnas(clip=math.inf).gradient(draw, COST.expand(1, count, 5))[0]
+    want = P * (COST - (P * COST).sum())
+    error = gradient.std(0) / math.sqrt(count)
+    assert ((gradient.mean(0) - want).abs() <= 4 * error).all(), (gradient.mean(0), want, error)
+    assert error.max() < 0.01
+    a = LOGITS.clone().requires_grad_()
+    (a.softmax(-1) * COST).sum().backward()
+    torch.testing.assert_close(want, a.grad)
+
+
+def test_proxyless_has_that_gradient_in_every_draw():
+    draw = Proxyless().draw(LOGITS.expand(1, 50, 5), generator(), 0.0)
+    gradient = Proxyless().gradient(draw, COST.expand(1, 50, 5))
+    torch.testing.assert_close(gradient, (P * (COST - (P * COST).sum())).expand(1, 50, 5))
+
+
+@pytest.mark.parametrize("name", ["dsnas", "proxyless"])
+def test_operations_are_drawn_by_their_probability(name):
+    draw = ESTIMATORS[name].draw(LOGITS.expand(1, 40_000, 5), generator(1), 0.0)
+    counts = draw.gates[0].sum(0)
+    assert counts[3] == 0
+    # three degrees of freedom, one in 10,000
+    assert chi_square(counts[P > 0], P[P > 0]) < 21.1
+    assert draw.gates[0].argmax(-1).tolist() == [k for (k,) in draw.runs[0]]
+
+
+def test_snas_becomes_one_hot():
+    """As the temperature goes to 0, the frequencies are p."""
+    draw = Snas(final=1e-7).draw(LOGITS.expand(1, 40_000, 5), generator(), 1.0)
+    torch.testing.assert_close(draw.gates.sum(-1), torch.ones(1, 40_000, dtype=torch.float64))
+    assert (draw.gates.max(-1).values > 1 - 1e-6).double().mean() > 0.9999
+    counts = F.one_hot(draw.gates[0].argmax(-1), 5).sum(0)
+    assert counts[3] == 0
+    assert chi_square(counts[P > 0], P[P > 0]) < 21.1
+
+
+def test_snas_temperature_falls_linearly():
+    for progress, temperature in ((0.0, 1.0), (0.5, 0.515), (0.75, 0.2725), (1.0, 0.03)):
+        draw = Snas().draw(LOGITS.expand(1, 1, 5), generator(3), progress)
+        assert draw.temperature == pytest.approx(temperature)
+        noisy = LOGITS + gumbel((1, 1, 5), generator(3))
+        torch.testing.assert_close(draw.gates, (noisy / temperature).softmax(-1))
+
+
+def test_gumbel_numbers():
+    """Mean 0.5772, variance pi^2 / 6, distribution exp(-exp(-x))."""
+    x = gumbel((200_000,), generator())
+    assert x.dtype == torch.float64
+    assert torch.isfinite(x).all()
+    assert x.mean().item() == pytest.approx(0.57722, abs=0.012)
+    assert x.var().item() == pytest.approx(math.pi**2 / 6, abs=0.04)
+    for at in (-1.0, 0.0, 1.0, 3.0):
+        assert (x <= at).double().mean().item() == pytest.approx(math.exp(-math.exp(-at)), abs=5e-3)
+
+
+def test_pairs_are_drawn_by_their_probability():
+    count = 4000
+    draw = Proxyless(two_path=True).draw(LOGITS.expand(1, count, 5), generator(), 0.0)
+    pairs = [tuple(sorted((*run, *other))) for run, other in zip(draw.runs[0], draw.measures[0], strict=True)]
+    possible = list(combinations([0, 1, 2, 4], 2))
+    counts = torch.tensor([pairs.count(pair) for pair in possible])
+    assert counts.sum() == count
+    # one after the other, without putting the first back
+    by = torch.tensor([float(P[i] * P[j] * (1 / (1 - P[i]) + 1 / (1 - P[j]))) for i, j in possible])
+    # five degrees of freedom, one in 10,000
+    assert chi_square(counts.double(), by.double()) < 25.8
+    torch.testing.assert_close(draw.weights.sum(-1), torch.ones(1, count, dtype=torch.float64))
+    # which of the two runs
+    spread = (draw.weights * (1 - draw.weights)).sum((0, 1)).sqrt()
+    assert ((draw.gates - draw.weights).sum((0, 1)).abs() <= 4 * spread).all()
+
+
+# --- what DSNAS clamps
+
+
+def test_clamped():
+    draw = Dsnas().draw(torch.zeros(1, 3, 2, dtype=torch.float64), generator(), 0.0)
+    cost = torch.tensor([12.0, -7.0, 4.5], dtype=torch.float64)[:, None] * draw.gates
+    want = (draw.gates - 0.5) * torch.tensor([5.0, -5.0, 4.5], dtype=torch.float64)[:, None]
+    torch.testing.assert_close(Dsnas().gradient(draw, cost), want)
+
+
+def test_clipped():
+    logits = torch.zeros(1, 14, 8, dtype=torch.float64)
+    draw = Dsnas().draw(logits, torch.Generator().manual_seed(0), 0.0)
+    free, clipped = (Dsnas(clip=clip).gradient(draw, 5 * draw.gates) for clip in (math.inf, 10.0))
+    assert free.norm() > 10
+    torch.testing.assert_close(clipped, free * 10 / free.norm())
+    small = Dsnas().gradient(draw, 0.1 * draw.gates)
+    torch.testing.assert_close(small, 0.1 * (draw.gates - draw.weights))
+    assert not Dsnas().gradient(draw, torch.zeros_like(logits)).any(), "no cost, no gradient, and no nan"
+
+
+def test_clamped_after_the_sum_over_cells():
+    search = make_search(SHARED, method="dsnas")
+    draw = draw_gates(SHARED, search.cfg, search.logits, step=0, progress=0.0)
+    cost = of_cells(SHARED, draw.gates) * torch.tensor([4.0, 4.0, -1.0], dtype=torch.float64)[:, None, None]
+    collected = search.collect(cost)
+    torch.testing.assert_close(collected, 7 * draw.gates)
+    gradient = estimator_of(search.cfg).gradient(draw, collected)
+    torch.testing.assert_close(gradient, 5 * (draw.gates - draw.weights))
+
+
+# --- what an edge lacks
+
+
+def masked_logits() -> Tensor:
+    """(2, 30, 5) logits: of three edges, the second lacks two candidates, and the third has only one."""
+    logits = torch.randn(2, 30, 5, generator=generator(), dtype=torch.float64)
+    logits[:, 1::3, [0, 3]] = -torch.inf
+    logits[:, 2::3, [0, 1, 3, 4]] = -torch.inf
+    return logits
+
+
+@EVERY
+def test_what_an_edge_lacks_is_neither_drawn_nor_learnt(name):
+    estimator: Estimator = ESTIMATORS[name]
+    logits = masked_logits()
+    lacking = logits == -torch.inf
+    for seed in range(20):
+        draw = estimator.draw(logits, generator(seed), 0.5)
+        assert not draw.gates[lacking].any()
+        assert not draw.weights[lacking].any()
+        torch.testing.assert_close(draw.gates.sum(-1), torch.ones(2, 30, dtype=torch.float64))
+        for columns in (draw.runs, draw.measures):
+            for t, kind in enumerate(columns):
+                assert not any(lacking[t, e, k] for e, ks in enumerate(kind) for k in ks)
+        cost = torch.randn(2, 30, 5, generator=generator(seed), dtype=torch.float64)
+        gradient = estimator.gradient(draw, cost)
+        assert not gradient[lacking].any()
+        # a fixed edge has nothing to learn
+        torch.testing.assert_close(gradient[:, 2::3], torch.zeros(2, 10, 5, dtype=torch.float64), rtol=0, atol=1e-12)
+        assert gradient[:, ::3].abs().sum() > 1
+        # softmax does not see a constant
+        torch.testing.assert_close(gradient.sum(-1), torch.zeros(2, 30, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_candidates():
+    logits = masked_logits()
+    assert candidates_of(logits)[1][:3] == [(0, 1, 2, 3, 4), (1, 2, 4), (2,)]
+
+
+@EVERY
+def test_what_runs_and_what_is_measured(name):
+    logits = masked_logits()
+    draw = ESTIMATORS[name].draw(logits, generator(), 0.0)
+    for run, other, columns in zip(
+        sum(draw.runs, []), sum(draw.measures, []), sum(candidates_of(logits), []), strict=True
+    ):
+        assert not set(run) & set(other)
+        if name in ("darts", "snas"):
+            assert (run, other) == (columns, ())
+        else:
+            assert len(run) == 1
+            want = {"dsnas": 0, "proxyless": len(columns) - 1, "two paths": min(1, len(columns) - 1)}[name]
+            assert len(other) == want
+
+
+# --- what an update does to the logits
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_two_paths_leave_the_other_probabilities(weight_decay):
+    """The optimiser is Adam, whose momentum and decay would move every logit."""
+    search = make_search(REDUCED, method="proxyless", two_path=True, alpha_weight_decay=weight_decay)
+    moved, rng = torch.zeros(search.logits.shape, dtype=torch.bool), generator(7)
+    for step in range(30):
+        draw = draw_gates(REDUCED, search.cfg, search.logits, step=step, progress=0.0)
+        before = search.logits.softmax(-1)
+        cost = torch.randn(before.shape, generator=rng, dtype=torch.float64)
+        search.update(estimator_of(search.cfg).gradient(draw, cost), draw)
+        after = search.logits.softmax(-1)
+        pair = draw.weights > 0
+        torch.testing.assert_close(after[~pair], before[~pair], rtol=0, atol=1e-12)
+        torch.testing.assert_close((after * pair).sum(-1), (before * pair).sum(-1), rtol=0, atol=1e-12)
+        moved |= (after - before).abs() > 1e-4
+    free = torch.tensor([len(edge.ops) > 1 for edge in CELL.edges])
+    assert moved[:, free].double().mean() > 0.5
+    assert not moved[:, ~free].any()
+
+
+def test_two_paths_move_the_pair_as_the_optimiser_says():
+    estimator = Proxyless(two_path=True)
+    before = masked_logits()
+    draw = estimator.draw(before, generator(), 0.0)
+    after = before + 0.1 * torch.randn(before.shape, generator=generator(1), dtype=torch.float64)
+    updated = estimator.updated(before, after, draw)
+    for got, want, pair in zip(updated.flatten(0, 1), after.flatten(0, 1), draw.weights.flatten(0, 1) > 0, strict=True):
+        torch.testing.assert_close(got[pair].softmax(0), want[pair].softmax(0))
+    assert torch.equal(updated == -torch.inf, before == -torch.inf)
+
+
+@pytest.mark.parametrize("name", ["darts", "snas", "dsnas", "proxyless"])
+def test_the_other_methods_take_what_the_optimiser_made(name):
+    before, after = torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
+    draw = ESTIMATORS[name].draw(before, generator(), 0.0)
+    assert ESTIMATORS[name].updated(before, after, draw) is after
+
+
+@pytest.mark.parametrize("method", ["darts", "snas", "dsnas", "proxyless"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_updates_are_adam_on_what_an_edge_has(method, weight_decay):
+    """The oracle is PyTorch's Adam on the allowed logits alone; the other logits are left out."""
+    search = make_search(SHARED, method=method, alpha_weight_decay=weight_decay)
+    parameter = search.logits[search.allowed].clone().requires_grad_()
+    adam = torch.optim.Adam([parameter], lr=0.1, betas=(0.5, 0.999), weight_decay=weight_decay)
+    for step in range(5):
+        draw = draw_gates(SHARED, search.cfg, search.logits, step=step, progress=step / 5)
+        cost = torch.randn(search.logits.shape, generator=generator(step), dtype=torch.float64)
+        gradient = estimator_of(search.cfg).gradient(draw, cost)
+        parameter.grad = gradient[search.allowed].clone()
+        adam.step()
+        search.update(gradient, draw)
+    torch.testing.assert_close(search.logits[search.allowed], parameter.detach(), rtol=0, atol=1e-12)
+    assert (search.logits[~search.allowed] == -torch.inf).all()
+    assert torch.isfinite(search.alpha).all()
+
+
+def test_gradients_of_logits_from_those_of_gates():
+    a = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    cost = torch.randn(3, 4, dtype=torch.float64)
+    ((a / 0.3).softmax(-1) * cost).sum().backward()
+    torch.testing.assert_close(softmax_gradient((a.detach() / 0.3).softmax(-1), cost, 0.3), a.grad)
+
+
+def test_estimators_by_name():
+    assert make_estimator("darts", temperature=2.0) == Darts(2.0)
+    assert make_estimator("snas", final_temperature=0.1) == Snas(1.0, 0.1)
+    assert make_estimator("dsnas") == Dsnas(5.0)
+    assert make_estimator("proxyless", two_path=True) == Proxyless(True)
+    with pytest.raises(ValueError, match="unknown method 'nas'; did you mean 'snas'. valid: darts, dsnas, proxyless"):
+        make_estimator("nas")

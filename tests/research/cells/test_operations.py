@@ -1,0 +1,181 @@
+"""Every operation of an edge against its definition in plain PyTorch, written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast.research.cells.costs import OPERATIONS
+from nasfast.research.cells.operations import FactorizedReduce, Operation, Style, make_operation, make_preprocess
+
+C = 6
+PLAIN = Style(fused=False)
+
+
+def normalise(x: Tensor, norm: str, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Normalise over the batch, over an image, or over a channel of an image; eps 1e-5, biased variance."""
+    over = {"batch": (0, 2, 3), "layer": (1, 2, 3), "instance": (2, 3)}[norm]
+    y = (x - x.mean(over, keepdim=True)) / (x.var(over, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    return y if weight is None else y * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
+
+
+def reduce_half(x: Tensor, even: Tensor, odd: Tensor) -> Tensor:
+    """Even pixels through one matrix, odd ones through another; a pixel beyond the border is 0."""
+    n, c, h, w = x.shape
+    padded = x.new_zeros(n, c, h + h % 2, w + w % 2)
+    padded[:, :, :h, :w] = x
+    halves = (padded[:, :, ::2, ::2], even), (padded[:, :, 1::2, 1::2], odd)
+    return torch.cat([torch.einsum("oi,nihw->nohw", weight[:, :, 0, 0], half) for half, weight in halves], 1)
+
+
+def mean_pool(x: Tensor, stride: int) -> Tensor:
+    """3 x 3 sums over the number of pixels that are inside."""
+    box = torch.ones(x.shape[1], 1, 3, 3, dtype=x.dtype)
+    count = F.conv2d(torch.ones_like(x), box, None, stride, 1, 1, x.shape[1])
+    return F.conv2d(x, box, None, stride, 1, 1, x.shape[1]) / count
+
+
+def defined(op: str, x: Tensor, stride: int, module: Operation, order: str, norm: str) -> Tensor:
+    """Section 2.2, with the module's weights in the order in which they are used."""
+    weights = [m.weight for m in module.modules() if isinstance(m, nn.Conv2d)]
+    if op == "skip_connect" and stride == 1:
+        return x
+    if op == "max_pool_3x3":
+        padded = F.pad(x, (1, 1, 1, 1), value=-torch.inf).unfold(2, 3, stride).unfold(3, 3, stride)
+        return normalise(padded.amax((-1, -2)), norm)
+    if op == "avg_pool_3x3":
+        return normalise(mean_pool(x, stride), norm)
+
+    def unit(x: Tensor, convolve) -> Tensor:
+        if order == "relu_conv_norm":
+            return normalise(convolve(F.relu(x)), norm)
+        if order == "conv_relu_norm":
+            return normalise(F.relu(convolve(x)), norm)
+        return F.relu(normalise(convolve(x), norm))
+
+    if op == "skip_connect":
+        return unit(x, lambda y: reduce_half(y, *weights))
+    kernel, dilation = int(op[-1]), 2 if op.startswith("dil") else 1
+    if op.startswith("conv"):
+        return unit(x, lambda y: F.conv2d(y, weights[0], None, stride, kernel // 2))
+
+    def separable(depthwise: Tensor, pointwise: Tensor, stride: int):
+        padding = dilation * (kernel // 2)
+        return lambda y: F.conv2d(F.conv2d(y, depthwise, None, stride, padding, dilation, C), pointwise)
+
+    for i in range(0, len(weights), 2):
+        x = unit(x, separable(*weights[i : i + 2], stride if i == 0 else 1))
+    return x
+
+
+def images(size: int = 8, channels: int = C) -> Tensor:
+    return torch.randn(4, channels, size, size + 2)
+
+
+@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("op", OPERATIONS[1:])
+def test_operations_are_their_definitions(op, stride, size, fused):
+    module = make_operation(op, C, stride, Style(fused=fused))
+    x = images(size)
+    got = module(x.contiguous(memory_format=torch.channels_last))
+    want = defined(op, x.double(), stride, module.double(), "relu_conv_norm", "batch")
+    assert got.shape == (4, C, -(-size // stride), -(-(size + 2) // stride))
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", ["batch", "layer", "instance"])
+@pytest.mark.parametrize("order", ["relu_conv_norm", "conv_relu_norm", "conv_norm_relu"])
+@pytest.mark.parametrize("op", ["skip_connect", "max_pool_3x3", "sep_conv_3x3", "dil_conv_5x5", "conv_3x3"])
+def test_orders_and_norms(op, order, norm):
+    module = make_operation(op, C, 2, Style(order=order, norm=norm, fused=False)).double()
+    x = images().double()
+    torch.testing.assert_close(module(x), defined(op, x, 2, module, order, norm), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("op", ["sep_conv_3x3", "dil_conv_5x5", "max_pool_3x3", "avg_pool_3x3", "skip_connect"])
+def test_gradients_are_those_of_the_definition(op, fused):
+    x = images(7).requires_grad_()
+    module, probe = make_operation(op, C, 2, Style(fused=fused)), torch.randn(4, C, 4, 5)
+    got = torch.autograd.grad((module(x) * probe).sum(), [x, *module.parameters()])
+    module, y = module.double(), x.detach().double().requires_grad_()
+    want = torch.autograd.grad(
+        (defined(op, y, 2, module, "relu_conv_norm", "batch") * probe).sum(), [y, *module.parameters()]
+    )
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("in_channels", "stride"), [(10, 1), (10, 2), (3, 2)])
+@pytest.mark.parametrize("order", ["relu_conv_norm", "conv_norm_relu"])
+def test_preprocessing(in_channels, stride, order):
+    module = make_preprocess(in_channels, C, stride, Style(order=order, fused=False)).double()
+    x = images(7, in_channels).double()
+    weights = [m.weight for m in module.modules() if isinstance(m, nn.Conv2d)]
+    inner = F.relu(x) if order == "relu_conv_norm" else x
+    y = reduce_half(inner, *weights) if stride == 2 else F.conv2d(inner, *weights)
+    want = normalise(y, "batch")
+    torch.testing.assert_close(module(x), F.relu(want) if order == "conv_norm_relu" else want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_strided_skip_reads_every_second_diagonal_pixel():
+    """A plain stride of 2 loses the pixels of odd rows and columns."""
+    module = FactorizedReduce(2, 2)
+    x = torch.zeros(1, 2, 4, 4)
+    x[0, :, 3, 1] = 1
+    y = module(x)
+    assert y[0, 0].abs().sum() == 0
+    assert y[0, 1].nonzero().tolist() == [[1, 0]]
+    with pytest.raises(ValueError, match="even number of channels, got 3"):
+        FactorizedReduce(2, 3)
+
+
+def test_none_is_no_module():
+    assert make_operation("none", C, 1, PLAIN) is None
+    assert make_operation("none", C, 2, PLAIN) is None
+
+
+def test_an_identity_has_neither_norm_nor_relu():
+    module = make_operation("skip_connect", C, 1, PLAIN)
+    x = images() + 5
+    assert torch.equal(module(x), x)
+    assert module.norm is None
+
+
+@pytest.mark.parametrize("op", ["max_pool_3x3", "avg_pool_3x3"])
+def test_pools_without_norm(op, fused):
+    x = images()
+    plain = F.max_pool2d(x, 3, 1, 1) if op == "max_pool_3x3" else mean_pool(x, 1)
+    torch.testing.assert_close(make_operation(op, C, 1, Style(pool_norm=False, fused=fused))(x), plain)
+
+
+def test_what_can_be_shared_has_no_weights():
+    shared = {op for op in OPERATIONS[1:] if make_operation(op, C, 1, PLAIN).shared}
+    assert shared == {"skip_connect", "max_pool_3x3", "avg_pool_3x3"}
+    assert not make_operation("skip_connect", C, 2, PLAIN).shared
+    # with scale and shift of its own, and running statistics, a pool gives results of its own
+    assert not make_operation("max_pool_3x3", C, 1, Style(affine=True, track_running_stats=True, fused=False)).shared
+
+
+def test_scale_shift_and_running_statistics():
+    module = make_operation("sep_conv_3x3", C, 1, Style(affine=True, track_running_stats=True, fused=False))
+    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) == 2
+    nn.init.constant_(module.norm.weight, 3.0)
+    nn.init.constant_(module.norm.bias, 1.0)
+    x = images()
+    y = module(x)
+    torch.testing.assert_close(y.mean((0, 2, 3)), torch.ones(C), rtol=0, atol=1e-4)
+    assert all(n.running_mean.abs().sum() > 0 for n in norms)
+    assert not torch.allclose(module.eval()(x), y, atol=0.1)
+    plain = make_operation("sep_conv_3x3", C, 1, PLAIN)
+    assert [m.affine for m in plain.modules() if isinstance(m, nn.BatchNorm2d)] == [False, False]
+    assert torch.equal(plain.train()(x), plain.eval()(x))
+
+
+def test_an_unknown_operation_is_named():
+    with pytest.raises(ValueError, match="unknown operation 'conv_7x7'; valid: none, skip_connect, max_pool_3x3"):
+        make_operation("conv_7x7", C, 1, PLAIN)

@@ -1,0 +1,129 @@
+"""What the probe computes of samples and records of batches, against loops and NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs, sample_costs
+
+
+def logits_and_labels(count: int = 50, classes: int = 7, scale: float = 2.0) -> tuple[Tensor, Tensor]:
+    logits = scale * torch.randn(count, classes)
+    # half of them right
+    labels = torch.where(torch.arange(count) % 2 == 0, logits.argmax(1), torch.randint(classes, (count,)))
+    return logits, labels
+
+
+def by_hand(row: list[float], label: int) -> tuple[float, float, float]:
+    """c, l and h of one sample."""
+    total = sum(math.exp(y) for y in row)
+    pi = [math.exp(y) / total for y in row]
+    cost = -row[label] + sum(p * y for p, y in zip(pi, row, strict=True))
+    return cost, -math.log(pi[label]), -sum(p * math.log(p) for p in pi)
+
+
+def test_costs_of_samples():
+    logits, labels = logits_and_labels()
+    for got, want in zip(
+        zip(*(x.tolist() for x in sample_costs(logits.double(), labels)), strict=True),
+        (by_hand(row, n) for row, n in zip(logits.double().tolist(), labels.tolist(), strict=True)),
+        strict=True,
+    ):
+        assert got == pytest.approx(want, abs=1e-12)
+        assert got[0] == pytest.approx(got[1] - got[2], abs=1e-12)
+
+
+def test_costs_of_large_logits():
+    """Logits at which exp would overflow; a class of probability 0 adds nothing to the entropy."""
+    cost, loss, entropy = sample_costs(torch.tensor([[1000.0, 0.0, -1000.0]]), torch.tensor([1]))
+    assert (cost.item(), loss.item(), entropy.item()) == (1000.0, 1000.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_costs_are_a_loop(dtype):
+    logits, labels = logits_and_labels()
+    logits = logits.to(dtype).requires_grad_()
+    want = np.zeros((3, 4))
+    for row, label in zip(logits.double().tolist(), labels.tolist(), strict=True):
+        values = [*by_hand(row, label), 1.0]
+        want[GROUPS.index("all")] += values
+        want[GROUPS.index("correct" if max(row) == row[label] else "wrong")] += values
+    got = grouped_costs(logits, labels)
+    assert got.dtype == torch.float64
+    assert not got.requires_grad
+    np.testing.assert_allclose(got.numpy(), want, atol=1e-10)
+    assert 10 < want[1, QUANTITIES.index("count")] < 40
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_a_group_without_samples_is_zero(label):
+    sums = grouped_costs(torch.tensor([[2.0, 0.0]] * 3), torch.full((3,), label))
+    assert sums[:, 3].tolist() == [3.0, 3.0 * (label == 0), 3.0 * (label == 1)]
+    assert not sums[2 - label].any()
+
+
+def recorded(batches: int = 30) -> tuple[LocalCosts, np.ndarray]:
+    """A table, and its (batches, cells, edges, ops) costs, nan where nothing was measured."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(-0.2, 1.0, (batches, 2, 3, 4))
+    values[rng.random(values.shape) < 0.4] = np.nan
+    values[:, 0, 0, 1] = np.nan  # never measured
+    values[1:, 0, 0, 2] = np.nan  # measured once
+    values[0, 0, 0, 2] = -1.5
+    values[:, 1] = np.where(np.isnan(values[:, 1]), np.nan, np.abs(values[:, 1]))
+    table = LocalCosts.empty((2, 3, 4))
+    for batch in values:
+        # costs that were not measured are ignored
+        table.add(torch.tensor(batch), torch.tensor(~np.isnan(batch)))
+    return table, values
+
+
+def test_tables_are_those_of_numpy():
+    table, values = recorded()
+    count = (~np.isnan(values)).sum(0)
+    np.testing.assert_array_equal(table.count.numpy(), count)
+    with np.errstate(invalid="ignore"):
+        mean = np.nansum(values, 0) / count
+        centred = np.nansum((values - mean) ** 2, 0)
+        error = np.where(count > 1, np.sqrt(centred / (count - 1) / count), np.nan)
+    np.testing.assert_allclose(table.mean.numpy(), mean)
+    np.testing.assert_allclose(table.error.numpy(), error)
+    assert math.isnan(table.mean[0, 0, 1])
+    assert (table.mean[0, 0, 2].item(), math.isnan(table.error[0, 0, 2])) == (-1.5, True)
+
+
+@pytest.mark.parametrize("columns", [(0, 1, 2, 3), (1, 2), (3,)])
+def test_share_of_positive_costs(columns):
+    table, values = recorded()
+    count = (~np.isnan(values)).sum(0)
+    means = [np.nanmean(values[:, c, e, k]) for c in range(2) for e in range(3) for k in columns if count[c, e, k] > 0]
+    assert table.positive(columns) == pytest.approx(np.mean([mean > 0 for mean in means]))
+    assert 0 < table.positive(columns) < 1
+
+
+def test_an_empty_table():
+    table = LocalCosts.empty((1, 2, 3))
+    assert math.isnan(table.positive([0, 1]))
+    assert torch.isnan(table.mean).all()
+    assert torch.isnan(table.error).all()
+
+
+def test_equal_costs_have_no_error():
+    """The error is 0, and not the root of a negative rounding error."""
+    table = LocalCosts.empty((1, 1, 1))
+    for _ in range(10):
+        table.add(torch.full((1, 1, 1), 0.7, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.bool))
+    assert table.squares < table.total**2 / 10
+    assert table.error.item() == pytest.approx(0, abs=1e-8)
+
+
+def test_costs_are_added_in_double_precision():
+    table = LocalCosts.empty((1, 1, 1))
+    for value in (1e8, 1.0):
+        table.add(torch.full((1, 1, 1), value), torch.ones(1, 1, 1, dtype=torch.bool))
+    assert table.total.item() == 1e8 + 1

@@ -1,0 +1,221 @@
+"""The network of a discovered cell retrains and leaves files like any other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from tiny import batches, tiny_space
+
+import nasfast
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.pipeline import RunConfig, retrain_best
+from nasfast.research.cells.network import CellStandalone, CellSupernet
+from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, nas_bench_201_space
+from nasfast.retrain import RetrainConfig, export_onnx, load_model, retrain, save_model, timm_plugin  # noqa: F401
+from nasfast.spaces import ArchError, arch_to_json, load_arch
+from nasfast.stages.chosen import to_retrain
+from nasfast.train import TrainConfig, evaluate
+
+SPACE = CellSpace("tiny cells", minimal_cell(), cells=2, channels=6, num_classes=4, resolution=16)
+ARCH = (4, 1, 2, 0, 5)
+ONE_EPOCH = RetrainConfig(train=TrainConfig(epochs=1, lr=0.05))
+
+
+@pytest.fixture(scope="module")
+def retrained_cells(tmp_path_factory) -> SimpleNamespace:
+    run_dir, val = tmp_path_factory.mktemp("cells"), batches(2, seed=1)
+    cfg = RetrainConfig(train=TrainConfig(epochs=4, lr=0.1))
+    result = retrain(SPACE, ARCH, batches(8), val, cfg, run_dir=run_dir)
+    return SimpleNamespace(run_dir=run_dir, folder=run_dir / "retrain" / "best", result=result, val=val)
+
+
+def test_it_learns_and_reports_what_it_measured(retrained_cells):
+    result, network = retrained_cells.result, load_model(retrained_cells.folder)
+    assert isinstance(network, CellStandalone)
+    assert (network.space, network.arch, network.training) == (SPACE, ARCH, False)
+    assert result.top1 > 0.7
+    assert result.top1 == evaluate(network, retrained_cells.val).top1
+    cost = SPACE.cost(ARCH)
+    assert (result.macs, result.params) == (cost.macs, cost.params)
+    assert sum(p.numel() for p in network.parameters()) == cost.params
+    assert load_arch(retrained_cells.folder / "arch.json", SPACE) == ARCH
+
+
+def test_fresh_weights_are_those_of_the_seed(tmp_path):
+    still = RetrainConfig(init="gaussian", train=TrainConfig(epochs=1, lr=1e-9, momentum=0.0, weight_decay=0.0))
+    retrain(SPACE, ARCH, batches(1), batches(1), still, run_dir=tmp_path, seed=5)
+    trained = load_model(tmp_path / "retrain" / "best")
+    fresh = nasfast.build(SPACE, ARCH, init="gaussian", seed=5)
+    assert isinstance(fresh, CellStandalone)
+    for (name, got), want in zip(trained.named_parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert got.requires_grad
+
+
+def test_a_finished_retraining_resumes(retrained_cells):
+    cfg = RetrainConfig(train=TrainConfig(epochs=4, lr=0.1))
+    before = (retrained_cells.folder / "model.safetensors").read_bytes()
+    again = retrain(SPACE, ARCH, batches(8), retrained_cells.val, cfg, run_dir=retrained_cells.run_dir, resume=True)
+    assert again == retrained_cells.result
+    assert (retrained_cells.folder / "model.safetensors").read_bytes() == before
+
+
+def test_an_architecture_that_is_none_on_every_edge_retrains(tmp_path):
+    """Two levels of DARTS end with this cell. Only the classifier is left, and its input is constant."""
+    result = retrain(SPACE, (0,) * 5, batches(2), batches(2), ONE_EPOCH, run_dir=tmp_path)
+    assert result.loss == pytest.approx(torch.tensor(4.0).log().item(), rel=1e-5)
+
+
+def test_a_cell_serves_networks_of_other_sizes(tmp_path):
+    """DARTS searches in 8 cells of 16 channels, and trains 20 of 36."""
+    searched = darts_space()
+    arch = tuple(i % 8 for i in range(28))
+    final = searched.replace(cells=20, channels=36, reductions=(6, 13))
+    assert final.check(arch) == searched.check(arch)
+    assert final.describe(arch) == searched.describe(arch)
+    with torch.device("meta"):
+        network = CellStandalone(final, arch)
+    assert sum(p.numel() for p in network.parameters()) == final.cost(arch).params
+    assert (network.classifier.in_features, len(network.cells)) == (4 * 36 * 4, 20)
+    # smaller, so that it can be trained here; the file of the search is not that of the larger space
+    small = searched.replace(cells=4, channels=2, reductions=(1, 2), num_classes=4, resolution=16)
+    retrain(small, arch, batches(1), batches(1), ONE_EPOCH, run_dir=tmp_path)
+    assert load_model(tmp_path / "retrain" / "best").arch == arch
+    with pytest.raises(ArchError, match="was written for space 'darts'"):
+        load_arch(tmp_path / "retrain/best/arch.json", searched)
+
+
+def test_settings_that_networks_of_cells_do_not_have(tmp_path):
+    with pytest.raises(ValueError, match="networks of cells have ReLU, got activation='tanh'"):
+        retrain(SPACE, ARCH, batches(1), batches(1), ONE_EPOCH, run_dir=tmp_path, activation="tanh")
+    for supernet in (None, CellSupernet(SPACE, fused=False)):
+        with pytest.raises(ValueError, match="networks of cells begin with fresh weights"):
+            retrain(
+                SPACE, ARCH, batches(1), batches(1), RetrainConfig(init="inherit"), run_dir=tmp_path, supernet=supernet
+            )
+    with pytest.raises(ArchError, match="must have 5 values"):
+        retrain(SPACE, (0,), batches(1), batches(1), run_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "space", [SPACE, SPACE.replace(norm="layer", order="conv_norm_relu"), nas_bench_201_space(cells=3, channels=4)]
+)
+def test_saving_again_gives_the_same_bytes(space, tmp_path):
+    network = nasfast.build(space, (1,) * len(space), seed=1)
+    save_model(network, tmp_path / "one" / "model.safetensors")
+    save_model(load_model(tmp_path / "one"), tmp_path / "two" / "model.safetensors")
+    for name in ("arch.json", "model.safetensors", "space.yaml"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_weights_of_another_kind_of_space_are_refused(retrained_cells, tmp_path):
+    for name in ("model.safetensors", "arch.json"):
+        (tmp_path / name).write_bytes((retrained_cells.folder / name).read_bytes())
+    tiny_space().save(tmp_path / "space.yaml")
+    with pytest.raises(ArchError, match="was written for space 'tiny cells'"):
+        load_model(tmp_path)
+
+
+@pytest.mark.slow
+def test_onnx_computes_the_same_at_any_batch_size(tmp_path):
+    """This includes a cell with a node that nothing enters."""
+    import onnxruntime
+
+    network = nasfast.build(SPACE.replace(cells=1), (0, 0, 4, 3, 6), seed=2)
+    for x, _ in batches(3):
+        network.train()(x)
+    assert export_onnx(network, tmp_path / "model.onnx") < 1e-4
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    x = torch.randn(5, 3, 16, 16)
+    (got,) = session.run(["logits"], {"images": x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(got), network(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_onnx_of_a_network_with_reductions(tmp_path):
+    space = darts_space(cells=2, channels=4, num_classes=4, resolution=15).replace(cell=minimal_cell(), reductions=(1,))
+    arch = (4, 1, 0, 2, 5) + (0, 0, 1, 3, 7)
+    assert export_onnx(nasfast.build(space, arch, seed=2), tmp_path / "model.onnx") < 1e-4
+
+
+def test_timm_builds_it(retrained_cells):
+    model = timm.create_model("nasfast", pretrained=True, arch=str(retrained_cells.folder)).eval()
+    x = retrained_cells.val[0][0]
+    with torch.no_grad():
+        assert torch.equal(model(x), load_model(retrained_cells.folder)(x))
+        features = model.forward_features(x)
+    assert features.shape == (8, SPACE.features, 16, 16)
+    assert model.num_features == SPACE.features == 12
+    assert model.get_classifier().bias is None
+    other = timm.create_model("nasfast", arch=str(retrained_cells.folder), num_classes=7)
+    assert other(x).shape == (8, 7)
+    assert not torch.equal(other.network.stem[0].weight, model.network.stem[0].weight)
+
+
+# --- from a run directory
+
+
+@pytest.fixture
+def searched(tmp_path):
+    """What a search of cells leaves for the commands behind it."""
+    space = CellSpace("digits cells", minimal_cell(), cells=1, channels=4, in_channels=3, resolution=16)
+    space.save(tmp_path / "space.yaml")
+    (tmp_path / "arch_darts.json").write_text(arch_to_json(ARCH, space))
+    (tmp_path / "arch_argmax.json").write_text(arch_to_json((0, 1, 0, 1, 0), space))
+    return tmp_path
+
+
+FLAGS = ["--data.source", "digits", "--data.workers", "0", "--threads", "1", "--retrain.train.epochs", "1"]
+
+
+def test_the_commands_retrain_and_export_it(searched, capsys):
+    assert main(["retrain", "--out", str(searched), *FLAGS]) == 0
+    out = capsys.readouterr().out
+    assert " ".join(map(str, ARCH)) in out
+    assert sorted(p.name for p in (searched / "retrain").iterdir()) == ["argmax", "darts"]
+    found = {name: load_model(searched / "retrain" / name) for name in ("argmax", "darts")}
+    assert {network.space.name for network in found.values()} == {"digits cells"}
+    assert (found["argmax"].arch, found["darts"].arch) == ((0, 1, 0, 1, 0), ARCH)
+    weights = (searched / "retrain/darts/model.safetensors").read_bytes()
+    assert main(["retrain", "--out", str(searched), "--resume"]) == 0, "the settings are in config.yaml"
+    assert (searched / "retrain/darts/model.safetensors").read_bytes() == weights
+    assert main(["export", "--out", str(searched), "--name", "darts", "--onnx", "false"]) == 0
+    assert str(searched / "retrain/darts/arch.json") in capsys.readouterr().out
+
+
+def test_an_architecture_may_be_named_by_its_operations(tmp_path):
+    nas_bench_201_space().save(tmp_path / "space.yaml")
+    text = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|avg_pool_3x3~0|nor_conv_1x1~1|none~2|"
+    space, found = to_retrain(RunConfig(out=str(tmp_path), device="cpu"), [text])
+    (name,), (arch,) = found.keys(), found.values()
+    assert [space.label(i, value).split()[-1] for i, value in enumerate(arch)] == [
+        "conv_3x3",
+        "none",
+        "skip_connect",
+        "avg_pool_3x3",
+        "conv_1x1",
+        "none",
+    ]
+    assert name == "arch-" + "_".join(map(str, arch))
+    with pytest.raises(ConfigError, match="a search of cells computes no Pareto front"):
+        to_retrain(RunConfig(out=str(tmp_path), device="cpu"), pareto=True)
+
+
+def test_what_is_missing_in_the_directory_is_named(searched):
+    cfg = RunConfig(out=str(searched), device="cpu")
+    with pytest.raises(ValueError, match="networks of cells begin with fresh weights"):
+        retrain_best(
+            cfg.replace(data=cfg.data.replace(source="digits", workers=0), retrain=RetrainConfig(init="inherit"))
+        )
+    for path in searched.glob("arch_*.json"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="no arch_NAME.json in .*: a search of cells writes them at its end"):
+        retrain_best(cfg)
+    (searched / "space.yaml").write_text((searched / "space.yaml").read_text().replace("sep_conv_3x3", "sep_conv", 1))
+    with pytest.raises(ValueError, match="space.yaml: cell.edges.*unknown operation 'sep_conv'"):
+        retrain_best(cfg)

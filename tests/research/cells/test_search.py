@@ -1,0 +1,487 @@
+"""The search of cells: every method learns, repeats and resumes bit for bit, and what it records adds up."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny import batches
+from torch import Tensor
+from torch.nn import functional as F
+
+from nasfast.research.cells.derive import derive
+from nasfast.research.cells.gates import one_hot, uniform_logits
+from nasfast.research.cells.montecarlo import monte_carlo
+from nasfast.research.cells.network import CellSupernet
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult, search_cells
+from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, simplified_cell
+from nasfast.research.cells.state import CellSearch
+from nasfast.research.cells.steps import CellSearchEngine, draw_gates
+from nasfast.train import CheckpointError, TrainConfig
+from nasfast.train.checkpoint import load_checkpoint
+from nasfast.train.log import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPACE = CellSpace(
+    "s1",
+    minimal_cell(("none", "skip_connect", "avg_pool_3x3", "sep_conv_3x3")),
+    cells=1,
+    channels=4,
+    num_classes=4,
+    resolution=8,
+)
+WEIGHTS = TrainConfig(epochs=2, lr=0.1, lr_end=0.01, label_smoothing=0.0, checkpoint_every=3)
+
+LEVELS = {
+    "darts": {"method": "darts"},
+    "snas": {"method": "snas"},
+    "dsnas": {"method": "dsnas"},
+    "proxyless": {"method": "proxyless"},
+    "proxyless, two paths": {"method": "proxyless", "two_path": True},
+    "uniform": {"method": "uniform"},
+    "darts, two levels": {"method": "darts", "bilevel": True},
+    "darts, second order": {"method": "darts", "bilevel": True, "second_order": True},
+    "snas, two levels": {"method": "snas", "bilevel": True},
+    "dsnas, two levels": {"method": "dsnas", "bilevel": True},
+    "proxyless, two levels": {"method": "proxyless", "bilevel": True},
+}
+
+
+@pytest.fixture(params=sorted(LEVELS))
+def form(request) -> dict:
+    return LEVELS[request.param]
+
+
+def data(count: int = 4, seed: int = 0) -> list:
+    return batches(count, resolution=8, seed=seed)
+
+
+def searched(run_dir, *, space: CellSpace = SPACE, weights: TrainConfig = WEIGHTS, **settings) -> CellSearchResult:
+    """Eight steps, a checkpoint at the third; five held-out batches: their epochs are not those of training."""
+    own = {key: settings.pop(key) for key in ("resume", "fused", "progress") if key in settings}
+    cfg = CellSearchConfig(**{"alpha_lr": 0.1, "records": 4, **settings})
+    held_out = data(5, seed=1) if cfg.bilevel else None
+    return search_cells(space, data(), cfg, weights, held_out=held_out, run_dir=run_dir, **{"fused": False, **own})
+
+
+def assert_same(one: CellSearchResult, other: CellSearchResult) -> None:
+    for name, value in one.arrays().items():
+        assert np.array_equal(value, other.arrays()[name]), name
+    for a, b in zip(one.net.state_dict().values(), other.net.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_method_learns_and_repeats(form, tmp_path, fused):
+    first = searched(tmp_path / "one", fused=fused, **form)
+    assert np.isfinite(first.arrays()["probabilities"]).all()
+    np.testing.assert_allclose(first.probabilities.sum(-1), 1)
+    assert np.array_equal(first.probabilities[-1], torch.tensor(first.logits).softmax(-1).numpy())
+    moved = abs(first.probabilities[-1] - first.probabilities[0]).max()
+    assert moved == 0 if form["method"] == "uniform" else moved > 1e-3
+    assert first.steps.tolist() == [2, 4, 6, 8]
+    lines = list(read_metrics(tmp_path / "one"))
+    assert {line["stage"] for line in lines} == {"cells"}
+    assert lines[-1]["step"] == 8
+    assert_same(searched(tmp_path / "two", fused=fused, **form), first)
+
+
+@pytest.mark.slow
+def test_a_resumed_search_is_the_unbroken_one(form, tmp_path):
+    """Stop in a step and resume from the checkpoint before it: Adam, held-out batches, gates and records continue."""
+
+    class Stop(Exception):
+        pass
+
+    def progress(done: int) -> None:
+        if done == 5:
+            raise Stop
+
+    reference = searched(tmp_path / "unbroken", progress=lambda done: None, **form)
+    with pytest.raises(Stop):
+        searched(tmp_path / "broken", progress=progress, **form)
+    again = searched(tmp_path / "broken", resume=True, progress=lambda done: None, **form)
+    assert_same(again, reference)
+    last = "checkpoints/cells-00000008.safetensors"
+    one, other = (load_checkpoint(tmp_path / d / last).tensors for d in ("unbroken", "broken"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    learns = form["method"] != "uniform"
+    assert (one["model.adam_step"].item(), bool(one["model.adam_square"].any())) == (8 * learns, learns)
+
+
+def test_another_seed_is_another_search(tmp_path):
+    one, other = (searched(tmp_path / str(seed), method="dsnas", seed=seed) for seed in (0, 1))
+    assert not np.array_equal(one.probabilities[0], other.probabilities[0])
+    assert not np.array_equal(one.costs[..., 2, :, :, :], other.costs[..., 2, :, :, :]), "the same draws"
+
+
+def test_it_learns_the_images(tmp_path):
+    found = searched(tmp_path, method="dsnas", weights=WEIGHTS.replace(epochs=15))
+    loss = found.means(TRAIN, "all", "L")
+    assert loss[-1] < 0.7 * loss[0]
+    cell = found.net.cells[0].edges[0]["sep_conv_3x3"].body[0].weight
+    assert not torch.equal(cell, CellSupernet(SPACE, fused=False).cells[0].edges[0]["sep_conv_3x3"].body[0].weight)
+
+
+def test_other_settings_do_not_resume(tmp_path):
+    searched(tmp_path, method="dsnas")
+    with pytest.raises(FileExistsError, match="'cells'"):
+        searched(tmp_path, method="dsnas")
+    with pytest.raises(CheckpointError, match=r"search.alpha_lr was 0.1, now 0.2"):
+        searched(tmp_path, method="dsnas", alpha_lr=0.2, resume=True)
+    with pytest.raises(CheckpointError):
+        searched(tmp_path, method="dsnas", space=SPACE.replace(channels=6), resume=True)
+
+
+@pytest.mark.parametrize("bilevel", [True, False])
+def test_held_out_images_belong_to_two_levels(tmp_path, bilevel):
+    cfg = CellSearchConfig(bilevel=bilevel)
+    with pytest.raises(ValueError, match=f"bilevel={bilevel} needs {'a' if bilevel else 'no'} held_out loader"):
+        search_cells(SPACE, data(), cfg, WEIGHTS, held_out=None if bilevel else data(), run_dir=tmp_path)
+
+
+def test_a_loader_without_batches_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="a loader has no batch"):
+        search_cells(SPACE, data(), CellSearchConfig(bilevel=True), WEIGHTS, held_out=[], run_dir=tmp_path)
+    with pytest.raises(ValueError, match="a loader has no batch"):
+        monte_carlo(CellSupernet(SPACE), [], batches=1)
+    assert not any(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"alpha_lr": -1.0}, "alpha_lr must not be negative, got -1"),
+        ({"alpha_std": math.nan}, "alpha_std must not be negative, got nan"),
+        ({"records": 0}, "records must be positive"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"method": "darts", "second_order": True}, "second_order belongs to method='darts' with bilevel=True"),
+        ({"method": "snas", "bilevel": True, "second_order": True}, "second_order belongs to"),
+        ({"method": "dsnas", "two_path": True}, "two_path belongs to method='proxyless', got 'dsnas'"),
+        ({"method": "darts", "redraw": True}, "redraw belongs to methods that sample one operation, got 'darts'"),
+    ],
+)
+def test_settings_that_cannot_be(form, message):
+    with pytest.raises(ValueError, match=message):
+        CellSearchConfig(**form)
+
+
+# --- what the logits do
+
+
+def test_logits_start_as_they_are_told():
+    space = darts_space(cells=3, channels=2)
+    search = CellSearch(space, CellSearchConfig(alpha_mean=2.0, alpha_std=0.5), 10, fused=False)
+    assert search.logits.shape == (2, 14, 8)
+    assert search.logits.mean().item() == pytest.approx(2.0, abs=0.1)
+    assert search.logits.std().item() == pytest.approx(0.5, abs=0.1)
+    again = CellSearch(space, CellSearchConfig(alpha_mean=2.0, alpha_std=0.5, seed=1), 10, fused=False)
+    assert not torch.equal(search.logits, again.logits)
+
+
+def test_uniform_leaves_the_logits_alone(tmp_path):
+    space = SPACE.replace(cell=SPACE.cell.restricted(0, 2, ("none", "sep_conv_3x3")))
+    found = searched(tmp_path, space=space, method="uniform")
+    assert np.array_equal(found.logits, uniform_logits(space).numpy())
+    assert found.probabilities[0, 0, 0].tolist() == [0.5, 0, 0, 0.5]
+    assert (found.probabilities == found.probabilities[0]).all()
+
+
+def test_held_out_images_can_be_measured_alone(tmp_path):
+    found = searched(tmp_path, method="dsnas", bilevel=True, alpha_lr=0.0)
+    assert (found.probabilities == found.probabilities[0]).all()
+    assert (found.costs[:, SEARCH, 2] > 0).any()
+
+
+def test_one_adam_step_by_hand(tmp_path):
+    """The first step of Adam moves every logit by its rate, against the sign of its gradient."""
+    search = CellSearch(SPACE, CellSearchConfig(method="darts", alpha_lr=0.1, alpha_weight_decay=0.0), 10, fused=False)
+    draw = draw_gates(SPACE, search.cfg, search.logits, step=0, progress=0.0)
+    before = search.logits.clone()
+    gradient = torch.randn(before.shape, dtype=torch.float64)
+    search.update(gradient, draw)
+    torch.testing.assert_close(search.logits, before - 0.1 * gradient.sign(), rtol=0, atol=1e-6)
+    assert search.adam_step.item() == 1
+    torch.testing.assert_close(search.adam_mean, 0.5 * gradient)
+    torch.testing.assert_close(search.adam_square, 0.001 * gradient**2)
+
+
+@pytest.mark.parametrize("name", ["darts", "snas", "dsnas", "proxyless", "proxyless, two paths"])
+def test_what_an_edge_lacks_gets_no_probability(name, tmp_path):
+    space = SPACE.replace(
+        cell=SPACE.cell.restricted(0, 2, ("none", "sep_conv_3x3")).restricted(2, 3, ("skip_connect",))
+    )
+    found = searched(tmp_path, space=space, **LEVELS[name])
+    assert (found.probabilities[:, 0, 0, [1, 2]] == 0).all()
+    assert (found.probabilities[:, 0, 4] == np.eye(4)[1]).all()
+    assert np.isfinite(found.probabilities).all()
+    assert (found.costs[:, :, 2, 0, 0, [1, 2]] == 0).all()
+    assert derive(space, found.logits, "argmax")[4] == 1
+
+
+@pytest.mark.parametrize("method", ["uniform", "dsnas", "proxyless"])
+def test_redraw_lets_something_into_every_output(method):
+    space = SPACE.replace(cell=simplified_cell(("none", "skip_connect")))
+    for redraw in (True, False):
+        cfg = CellSearchConfig(method=method, redraw=redraw)
+        draws = [draw_gates(space, cfg, uniform_logits(space), step=i, progress=0.0).runs[0] for i in range(40)]
+        empty = [(a, b, c) for (a,), (b,), (c,) in draws if a == 0 or (b == 0 and c == 0)]
+        assert bool(empty) != redraw
+    # redraw still gives different draws
+    assert len({tuple(draw) for draw in draws}) > 3
+
+
+def test_redraw_ends():
+    space = SPACE.replace(cell=simplified_cell().restricted(0, 1, ("none",)))
+    cfg = CellSearchConfig(method="uniform", redraw=True)
+    with pytest.raises(RuntimeError, match="redraw: in each of 1000 draws some output node had no operation but None"):
+        draw_gates(space, cfg, uniform_logits(space), step=0, progress=0.0)
+
+
+def test_gates_depend_on_step_and_purpose_alone():
+    cfg, logits = CellSearchConfig(), uniform_logits(darts_space())
+    draws = [
+        draw_gates(darts_space(), cfg, logits, step=s, progress=0.0, purpose=p).gates
+        for s, p in ((3, 0), (3, 0), (4, 0), (3, 1))
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    assert not torch.equal(draws[0], draws[3])
+
+
+def test_the_learning_rate_ends_where_it_is_told(tmp_path):
+    searched(tmp_path, method="dsnas", weights=WEIGHTS.replace(log_every=1))
+    rates = [line["lr"] for line in read_metrics(tmp_path)]
+    want = [0.01 + 0.09 * 0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
+    assert rates == pytest.approx(want)
+
+
+# --- what is recorded
+
+
+def test_records_add_up(form, tmp_path):
+    """Eight steps in three records: steps 0 to 2, 3 to 5, and 6 and 7."""
+    found = searched(tmp_path, records=3, **form)
+    assert found.steps.tolist() == [3, 6, 8]
+    counted = found.outputs[..., 3]
+    levels = 1 + form.get("bilevel", False)
+    assert counted[:, :levels, 0].tolist() == [[24.0] * levels, [24.0] * levels, [16.0] * levels]
+    np.testing.assert_allclose(found.outputs[:, :, 1] + found.outputs[:, :, 2], found.outputs[:, :, 0])
+    # C = L - H, section 4.2
+    np.testing.assert_allclose(found.outputs[..., 0], found.outputs[..., 1] - found.outputs[..., 2], atol=1e-5)
+    if not form.get("bilevel"):
+        assert not found.outputs[:, SEARCH].any()
+        assert not found.costs[:, SEARCH].any()
+    count = found.costs[:, :levels, 2]
+    edges, steps = 5, np.array([3, 3, 2])[:, None]
+    every = {"darts": 4, "snas": 4, "proxyless": 2 if form.get("two_path") else 4}.get(form["method"], 1)
+    assert (count.sum((2, 3, 4)) == edges * every * steps).all()
+    assert not found.costs[:, :, 0, ..., 0].any(), "None has no cost"
+    if every == 4:
+        assert (count == steps[..., None, None, None]).all()
+
+
+@pytest.mark.parametrize("method", ["dsnas", "darts"])
+def test_costs_of_a_record_are_those_of_its_steps(method, tmp_path):
+    """Weights and logits do not move, so every step can be computed again."""
+    still = WEIGHTS.replace(lr=1e-30, lr_end=0.0, weight_decay=0.0)
+    found = searched(tmp_path, method=method, weights=still, alpha_lr=0.0, records=2)
+    net, cfg, loader = CellSupernet(SPACE, fused=False), found.cfg, data() * 2
+    costs, edges, loss = [], [], []
+    for step, (x, y) in enumerate(loader):
+        draw = draw_gates(SPACE, cfg, torch.tensor(found.logits), step=step, progress=0.0, purpose=1)
+        gates = draw.gates.float().requires_grad_()
+        value = F.cross_entropy(net(x, gates), y)
+        (c,) = torch.autograd.grad(value, gates)
+        ran = torch.zeros_like(gates, dtype=torch.bool)
+        for e, columns in enumerate(draw.runs[0]):
+            ran[0, e, list(columns)] = True
+        costs.append(torch.stack([c * ran, c**2 * ran, ran]).double())
+        edges.append((draw.gates * c).sum(-1))
+        loss.append(value.item())
+    for record, part in ((0, slice(0, 4)), (1, slice(4, 8))):
+        want = torch.stack(costs[part]).sum(0).numpy()
+        np.testing.assert_allclose(found.costs[record, TRAIN], want, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(
+            found.edge_costs[record, TRAIN], torch.stack(edges[part]).mean(0).numpy(), rtol=1e-3, atol=1e-6
+        )
+        assert found.means(TRAIN, "all", "L")[record] == pytest.approx(np.mean(loss[part]), rel=1e-5)
+
+
+def test_more_records_than_steps_are_as_many_as_steps(tmp_path):
+    found = searched(tmp_path, method="dsnas", records=100)
+    assert found.steps.tolist() == list(range(1, 9))
+    assert found.probabilities.shape == (9, 1, 5, 4)
+
+
+def test_cells_of_a_type_share_their_logits(tmp_path):
+    space = darts_space(cells=3, channels=2, num_classes=4, resolution=8).replace(
+        cell=minimal_cell(("none", "skip_connect", "sep_conv_3x3"))
+    )
+    cfg = CellSearchConfig(method="darts")
+    search = CellSearch(space, cfg, 1, fused=False)
+    optimizer = torch.optim.SGD(search.parameters(), lr=0.1)
+    engine, seen = CellSearchEngine(search, optimizer, None), []
+    search.update = lambda gradient, draw: seen.append(gradient)
+    (x, y), *_ = data(1)
+    engine.forward_backward(x, y)
+    logits = search.logits.float().requires_grad_()
+    gates = logits.softmax(-1)[[space.type_of(i) for i in range(3)]]
+    F.cross_entropy(CellSupernet(space, fused=False)(x, gates), y).backward()
+    torch.testing.assert_close(seen[0].float(), logits.grad, rtol=1e-3, atol=1e-6)
+    assert [space.type_of(i) for i in range(3)] == [0, 1, 1]
+
+
+# --- second order
+
+
+def test_second_order_is_the_formula(tmp_path):
+    """A step of DARTS in float64, from a state with momentum; the same with autograd and vectors written out."""
+    space = SPACE.replace(cell=simplified_cell(("none", "skip_connect", "sep_conv_3x3")), channels=2)
+    cfg = CellSearchConfig(method="darts", bilevel=True, second_order=True, temperature=1.0)
+    search = CellSearch(space, cfg, 4, fused=False).double()
+    (x, y), (xs, ys) = [(a.double(), b) for a, b in data(2)]
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [p for p in search.parameters() if p.ndim > 1], "weight_decay": 0.05},
+            {"params": [p for p in search.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.2,
+        momentum=0.9,
+    )
+    for p in search.parameters():
+        optimizer.state[p]["momentum_buffer"] = 0.1 * torch.randn(p.shape, dtype=torch.float64)
+
+    class Once:
+        def __len__(self) -> int:
+            return 1
+
+        def epoch(self, epoch: int, *, start: int = 0, device: object = "cpu"):
+            yield xs, ys
+
+    names = [name for name, _ in search.net.named_parameters()]
+    start = [p.detach().clone() for p in search.net.parameters()]
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in search.net.parameters()]
+    logits = search.logits.clone()
+
+    def gradients(weights: list[Tensor], images: Tensor, labels: Tensor) -> tuple[list[Tensor], Tensor]:
+        a = logits.clone().requires_grad_()
+        w = [t.detach().clone().requires_grad_() for t in weights]
+        gates = a.softmax(-1)[[0]]
+        predicted = torch.func.functional_call(search.net, dict(zip(names, w, strict=True)), (images, gates))
+        *of_weights, of_logits = torch.autograd.grad(F.cross_entropy(predicted, labels), [*w, a])
+        return of_weights, of_logits
+
+    g, _ = gradients(start, x, y)
+    decay = [0.05 if w.ndim > 1 else 0.0 for w in start]
+    ahead = [w - 0.2 * (0.9 * m + gw + d * w) for w, m, gw, d in zip(start, momenta, g, decay, strict=True)]
+    v, first = gradients(ahead, xs, ys)
+    e = 0.01 / math.sqrt(sum(float((t**2).sum()) for t in v))
+    plus = gradients([w + e * t for w, t in zip(start, v, strict=True)], x, y)[1]
+    minus = gradients([w - e * t for w, t in zip(start, v, strict=True)], x, y)[1]
+    want = first - 0.2 * (plus - minus) / (2 * e)
+
+    seen = []
+    search.update = lambda gradient, draw: seen.append(gradient)
+    engine = CellSearchEngine(search, optimizer, Once())
+    engine.forward_backward(x, y)
+    torch.testing.assert_close(seen[0], want, rtol=1e-6, atol=1e-9)
+    assert not torch.allclose(first, want, rtol=1e-2), "the second order is nothing here"
+    for p, before, gw in zip(search.net.parameters(), start, g, strict=True):
+        assert torch.equal(p, before), "the weights were not put back"
+        torch.testing.assert_close(p.grad, gw, rtol=1e-6, atol=1e-9)
+
+
+# --- estimates with operations drawn uniformly
+
+
+def test_monte_carlo_is_the_mean_over_draws(fused):
+    net, loader = CellSupernet(SPACE, fused=fused), data(3)
+    table, outputs = monte_carlo(net, loader, batches=7, seed=4)
+    cfg = CellSearchConfig(method="uniform", seed=4)
+    total, count = torch.zeros(1, 5, 4), torch.zeros(1, 5, 4)
+    for i in range(7):
+        x, y = loader[i % 3]
+        gates = draw_gates(SPACE, cfg, uniform_logits(SPACE), step=i, progress=0.0).gates.float().requires_grad_()
+        (c,) = torch.autograd.grad(F.cross_entropy(net(x, gates), y), gates)
+        total, count = total + c * gates.detach(), count + gates.detach()
+    torch.testing.assert_close(table.total.float(), total, rtol=1e-4, atol=1e-6)
+    assert torch.equal(table.count.float(), count)
+    assert outputs[0, 3] == 7 * 8
+    again, _ = monte_carlo(net, loader, batches=7, seed=4)
+    assert torch.equal(again.total, table.total)
+
+
+def test_monte_carlo_draws_none_on_every_edge(fused):
+    space = SPACE.replace(cell=simplified_cell(("none", "skip_connect")))
+    table, _ = monte_carlo(CellSupernet(space, fused=fused), data(3), batches=40)
+    assert (table.count.sum(-1) == 40).all()
+    assert torch.isfinite(table.total).all()
+
+
+# --- the architecture that is found
+
+
+def logits_of(space: CellSpace, rows: dict[str, list[float]]) -> Tensor:
+    """(1, edges, ops) log-probabilities by the name of the edge."""
+    return torch.tensor([[rows[edge.name] for edge in space.cell.edges]]).log()
+
+
+def test_argmax_takes_none_where_it_is_most_probable():
+    # none, skip_connect, avg_pool_3x3, sep_conv_3x3
+    logits = logits_of(
+        SPACE,
+        {"(0,2)": [0.4, 0.3, 0.2, 0.1], "(1,2)": [0.1, 0.6, 0.2, 0.1], "(0,3)": [0.1, 0.2, 0.3, 0.4],
+         "(1,3)": [0.7, 0.1, 0.1, 0.1], "(2,3)": [0.2, 0.2, 0.5, 0.1]},
+    )  # fmt: skip
+    assert derive(SPACE, logits, "argmax") == (0, 1, 3, 0, 2)
+    assert derive(SPACE, logits.numpy(), "argmax") == (0, 1, 3, 0, 2)
+    assert derive(SPACE, logits, "darts") == (1, 1, 3, 0, 2)
+
+
+def test_darts_rule_keeps_two_edges_by_their_probability_over_none_too():
+    """Softmax over all operations, None included; then the best but None."""
+    logits = logits_of(
+        SPACE,
+        {"(0,2)": [0.9, 0.05, 0.03, 0.02], "(1,2)": [0.9, 0.02, 0.03, 0.05], "(0,3)": [0.6, 0.3, 0.05, 0.05],
+         "(1,3)": [0.1, 0.25, 0.4, 0.25], "(2,3)": [0.1, 0.3, 0.25, 0.35]},
+    )  # fmt: skip
+    assert derive(SPACE, logits, "darts") == (1, 3, 0, 2, 3)
+
+
+def test_both_rules_on_a_darts_cell_with_reductions():
+    space = darts_space()
+    logits = torch.randn(2, 14, 8, generator=torch.Generator().manual_seed(0))
+    parts = space.parts(derive(space, logits, "darts"))
+    for part in parts:
+        for node in range(2, 6):
+            assert sum(part[e] != 0 for e in space.cell.into(node)) == 2
+    assert space.parts(derive(space, logits, "argmax"))[1] == tuple(logits[1].argmax(-1).tolist())
+
+
+def test_edges_without_none_cannot_be_dropped():
+    space = SPACE.replace(cell=simplified_cell(("skip_connect", "conv_1x1")))
+    assert derive(space, torch.zeros(1, 3, 2), "darts") == (0, 0, 0)
+    space = SPACE.replace(cell=minimal_cell(("skip_connect", "sep_conv_3x3")))
+    with pytest.raises(ValueError, match=r"edge \(.,3\) has no candidate none to be dropped to"):
+        derive(space, torch.zeros(1, 5, 2), "darts")
+    with pytest.raises(ValueError, match="unknown rule 'top2'; valid: argmax, darts"):
+        derive(SPACE, torch.zeros(1, 5, 4), "top2")
+
+
+def test_an_edge_that_was_removed_stays_so():
+    space = SPACE.replace(cell=SPACE.cell.restricted(2, 3, ("none",)))
+    logits = torch.zeros(1, 5, 4).masked_fill(uniform_logits(space) == -torch.inf, -torch.inf)
+    for rule in ("argmax", "darts"):
+        assert derive(space, logits, rule)[4] == 0
+    assert 0 not in derive(space, logits, "darts")[:4]
+
+
+def test_one_hot_names_the_columns():
+    gates, runs = one_hot(torch.tensor([[2, 0]]), 3)
+    assert gates.tolist() == [[[0, 0, 1], [1, 0, 0]]]
+    assert runs == [[(2,), (0,)]]

@@ -1,0 +1,370 @@
+"""Cells and their spaces as data: edges, written form, errors, and closed-form costs against what networks do."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nasfast.config import ConfigError
+from nasfast.research.cells.costs import OPERATIONS, operation_cost
+from nasfast.research.cells.network import CellStandalone
+from nasfast.research.cells.operations import Style, make_operation
+from nasfast.research.cells.space import (
+    CELLS,
+    DARTS_OPS,
+    NAS_BENCH_201_OPS,
+    Cell,
+    CellSpace,
+    Edge,
+    darts_cell,
+    darts_space,
+    minimal_cell,
+    modified_cell,
+    nas_bench_201_space,
+    simplified_cell,
+)
+from nasfast.spaces import (
+    ArchError,
+    Cost,
+    SearchSpace,
+    arch_from_json,
+    arch_to_json,
+    load_arch,
+    mobilenet_v2,
+    read_space,
+)
+
+S1 = CellSpace("s1", minimal_cell(), cells=1, channels=8, resolution=12)
+SPACES = {
+    "s8": darts_space(channels=4, resolution=16),
+    "s8n": darts_space(channels=4, reductions=False, resolution=16),
+    "s1": S1,
+    "simplified": S1.replace(cell=simplified_cell()),
+    "modified": S1.replace(cell=modified_cell(), cells=2),
+    "201": nas_bench_201_space(cells=6, channels=4, resolution=16),
+    "201, convolutions between stages": nas_bench_201_space(cells=6, channels=4, resolution=15, reduce_by="conv"),
+    "adjacent reductions": darts_space(cells=5, channels=4, resolution=17).replace(reductions=(0, 1, 3)),
+    "no pool norm, bias, grey": S1.replace(pool_norm=False, classifier_bias=True, in_channels=1, num_classes=3),
+    "head": S1.replace(cell=simplified_cell(), head=True, stem_multiplier=1),
+}
+
+
+@pytest.fixture(params=sorted(SPACES))
+def space(request) -> CellSpace:
+    return SPACES[request.param]
+
+
+def random_arch(space: CellSpace, rng: random.Random) -> tuple[int, ...]:
+    return tuple(rng.choice(options) for options in space.candidates * len(space.types))
+
+
+# --- cells
+
+
+@pytest.mark.parametrize(
+    ("cell", "edges", "intermediate", "outputs"),
+    [
+        ("minimal", [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)], [4], (2, 3)),
+        ("simplified", [(0, 1), (0, 2), (1, 2)], [2], (1, 2)),
+        ("modified", [(0, 1), (0, 2), (1, 2)], [2], (2,)),
+        (
+            "darts",
+            [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (0, 4), (1, 4), (2, 4), (3, 4)]
+            + [(0, 5), (1, 5), (2, 5), (3, 5), (4, 5)],
+            [4, 7, 8, 11, 12, 13],
+            (2, 3, 4, 5),
+        ),
+        ("nas_bench_201", [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)], [2, 4, 5], (3,)),
+    ],
+)
+def test_edges_are_those_of_the_table(cell, edges, intermediate, outputs):
+    cell = CELLS[cell]()
+    assert [(e.source, e.target) for e in cell.edges] == edges
+    assert [i for i, inner in enumerate(cell.intermediate) if inner] == intermediate
+    assert cell.outputs == outputs
+    assert [cell.edges[i].target for i in cell.into(2)] == [2] * len(cell.into(2)) != []
+
+
+def test_operations_in_the_order_of_the_figures():
+    assert DARTS_OPS == (
+        "none",
+        "skip_connect",
+        "max_pool_3x3",
+        "avg_pool_3x3",
+        "sep_conv_3x3",
+        "dil_conv_3x3",
+        "dil_conv_5x5",
+        "sep_conv_5x5",
+    )
+    assert S1.ops == DARTS_OPS
+    assert SPACES["201"].ops == ("none", "skip_connect", "avg_pool_3x3", "conv_1x1", "conv_3x3")
+    assert set(SPACES["201"].ops) == set(NAS_BENCH_201_OPS)
+
+
+def test_the_order_of_edges_is_not_the_order_they_were_given_in():
+    edges = (Edge(1, 2), Edge(0, 2), Edge(0, 1))
+    assert Cell(1, 2, edges, (2,)) == Cell(1, 2, edges[::-1], (2,)) == modified_cell()
+
+
+def test_an_edge_restricted_fixed_and_removed():
+    space = S1.replace(cell=minimal_cell().restricted(0, 2, ("skip_connect", "sep_conv_5x5")))
+    assert space.candidates == ((1, 7), *[tuple(range(8))] * 4)
+    fixed = S1.replace(cell=simplified_cell().restricted(0, 1, ("sep_conv_5x5",)))
+    assert fixed.candidates[0] == (7,)
+    assert fixed.cardinality == 64
+    removed = S1.replace(cell=simplified_cell().restricted(1, 2, ("none",)))
+    assert removed.candidates[2] == (0,)
+    assert removed.describe((1, 1, 0))[2] == "normal (1,2) none"
+    with pytest.raises(ValueError, match=r"no edge \(2,3\); it has \(0,1\), \(0,2\), \(1,2\)"):
+        simplified_cell().restricted(2, 3, ("none",))
+
+
+def test_a_candidate_that_no_edge_has_is_no_column():
+    cell = minimal_cell(("none", "sep_conv_3x3"))
+    assert S1.replace(cell=cell).ops == ("none", "sep_conv_3x3")
+    # columns are in the order of OPERATIONS whatever the order of candidates is
+    assert S1.replace(cell=minimal_cell(("sep_conv_3x3", "none"))).candidates[0] == (0, 1)
+
+
+def test_no_skip_on_intermediate_edges():
+    cell = darts_cell().without_on_intermediate("skip_connect")
+    for edge, inner in zip(cell.edges, cell.intermediate, strict=True):
+        assert ("skip_connect" in edge.ops) != inner
+        assert len(edge.ops) == 8 - inner
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Edge(2, 2), "from a node to a later one, got 2 to 2"),
+        (lambda: Edge(0, 1, ("sepconv_3x3",)), r"\(0,1\): unknown operation 'sepconv_3x3'; did you mean 'sep_conv"),
+        (lambda: Edge(0, 1, ()), "at least one"),
+        (lambda: Edge(0, 1, ("none", "none")), "different operations"),
+        (lambda: Cell(3, 1, (Edge(0, 3),), (3,)), "1 or 2 inputs"),
+        (lambda: Cell(1, 1, (Edge(0, 1), Edge(0, 1, ("none",))), (1,)), "one edge from a node to another"),
+        (lambda: Cell(2, 1, (Edge(0, 1), Edge(0, 2)), (2,)), r"edge \(0,1\): goes to one of the nodes 2 to 2"),
+        (lambda: Cell(1, 2, (Edge(0, 2),), (2,)), r"nodes \[1\] of the cell have no edge into them"),
+        (lambda: Cell(1, 1, (Edge(0, 1),), (0,)), "outputs must be some of the nodes 1 to 1"),
+        (lambda: Cell(1, 1, (Edge(0, 1),), ()), "outputs must be some"),
+        (lambda: S1.replace(cells=0), "cell space 's1': cells must be positive, got 0"),
+        (lambda: S1.replace(reductions=(1,)), "from 0 to 0, got"),
+        (lambda: S1.replace(cells=3, reductions=(1, 1)), "different indices"),
+        (lambda: S1.replace(preprocess=False), "without preprocessing cells need one input"),
+        (lambda: nas_bench_201_space().replace(reduce_by="cell"), "reduce_by='conv' or 'residual' alone"),
+        (lambda: darts_space().replace(reduce_by="conv"), "reduce_by='conv' needs preprocess=False"),
+        (lambda: darts_space().replace(reduce_by="residual"), "reduce_by='residual' needs preprocess=False"),
+    ],
+)
+def test_impossible_cells_and_spaces_say_why(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- spaces
+
+
+def test_skeletons():
+    s8 = darts_space()
+    assert (s8.cells, s8.channels, s8.reductions, s8.types) == (8, 16, (2, 5), ("normal", "reduction"))
+    assert [s8.type_of(i) for i in range(8)] == [0, 0, 1, 0, 0, 1, 0, 0]
+    assert [s8.channels_of(i) for i in range(8)] == [16, 16, 32, 32, 32, 64, 64, 64]
+    assert [s8.size_of(i) for i in range(8)] == [32, 32, 32, 16, 16, 16, 8, 8]
+    assert [s8.stride_of(2, e) for e in range(14)] == [1 if inner else 2 for inner in s8.cell.intermediate]
+    assert {s8.stride_of(1, e) for e in range(14)} == {1}
+    # the stem twice, then the cell before the last one and the last one; the older is halved behind a reduction
+    assert s8.cell_inputs(0) == ((48, 1), (48, 1))
+    assert s8.cell_inputs(1) == ((48, 1), (64, 1))
+    assert s8.cell_inputs(2) == ((64, 1), (64, 1))
+    assert s8.cell_inputs(3) == ((64, 2), (128, 1))
+    assert s8.cell_inputs(4) == ((128, 1), (128, 1))
+    assert s8.features == 256
+    assert len(s8) == 28
+    s8n = darts_space(reductions=False)
+    assert (s8n.reductions, s8n.types, len(s8n)) == ((), ("normal",), 14)
+    assert {s8n.size_of(i) for i in range(8)} == {32}
+    assert not s8.classifier_bias
+
+
+def test_nas_bench_201():
+    space = nas_bench_201_space()
+    assert (space.cells, space.reductions, len(space), space.cardinality) == (15, (5, 10), 6, 5**6)
+    assert [space.size_of(i) for i in (4, 5, 9, 10)] == [32, 16, 16, 8]
+    assert [space.channels_of(i) for i in (4, 5, 9, 10)] == [16, 32, 32, 64]
+    assert {space.stride_of(5, e) for e in range(6)} == {1}
+    # the published costs of the cells without any operation and of 3 x 3 convolutions: 7.783 and 220.120 million MACs
+    assert space.cost((0,) * 6) == Cost(7_783_040, 73_306)
+    assert space.cost((4,) * 6) == Cost(220_119_680, 1_531_546)
+
+
+def test_cardinality():
+    assert darts_space().cardinality == 8**28
+    assert S1.cardinality == 8**5
+    assert S1.replace(cell=simplified_cell().restricted(0, 1, ("none",))).cardinality == 64
+
+
+def test_parts_and_labels():
+    space = darts_space(cells=3)
+    arch = space.check([4] * 14 + [1] * 14)
+    assert space.parts(arch) == ((4,) * 14, (1,) * 14)
+    labels = space.describe(arch)
+    assert len(labels) == 28
+    assert (labels[4], labels[14]) == ("normal (2,3) sep_conv_3x3", "reduction (0,2) skip_connect")
+
+
+def test_architectures_are_tuples_of_ints():
+    got = S1.check(np.array([0, 1, 2, 3, 4]))
+    assert got == (0, 1, 2, 3, 4)
+    assert {type(v) for v in got} == {int}
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ((0,) * 4, "space 's1' must have 5 values, got 4"),
+        (
+            (0, 0, 8, 0, 0),
+            r"normal cell, edge \(0,3\) of space 's1': choice 8 is not one of 0 \(none\), 1 \(skip_connect\)",
+        ),
+        ((0, 0, -1, 0, 0), "choice -1 is not one of"),
+        ((0, 0, 1.0, 0, 0), "1.0 is not one of"),
+    ],
+)
+def test_illegal_architectures(arch, message):
+    with pytest.raises(ArchError, match=message):
+        S1.check(arch)
+    with pytest.raises(ArchError, match=message):
+        S1.cost(arch)
+
+
+def test_an_edge_refuses_what_it_lacks_and_the_cell_is_named():
+    space = darts_space(cells=3).replace(cell=darts_cell().restricted(0, 2, ("none", "skip_connect")))
+    with pytest.raises(
+        ArchError, match=r"reduction cell, edge \(0,2\) of space .*: choice 4 is not one of 0 \(none\), 1 \(skip"
+    ):
+        space.check((0,) * 14 + (4,) + (0,) * 13)
+
+
+# --- written form
+
+
+def test_yaml_round_trip(space, tmp_path):
+    space.save(tmp_path / "space.yaml")
+    again = CellSpace.load(tmp_path / "space.yaml")
+    assert again == space
+    assert again.fingerprint == space.fingerprint
+    assert read_space(tmp_path / "space.yaml") == space
+    assert CellSpace.from_dict(space.to_dict()) == space
+
+
+def test_both_kinds_of_spaces_are_read(tmp_path):
+    mobilenet_v2().save(tmp_path / "space.yaml")
+    got = read_space(tmp_path / "space.yaml")
+    assert isinstance(got, SearchSpace)
+    assert got == mobilenet_v2()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("chanels: 8", None, "unknown config key 'chanels'; did you mean 'channels'?"),
+        ("channels: 8", "channels: eight", "'channels': expected int, got 'eight'"),
+        ("- sep_conv_3x3", "- sep_conv_33", r"unknown operation 'sep_conv_33'; did you mean 'sep_conv_"),
+        ("source: 0", "sorce: 0", r"unknown config key 'cell.edges\[0\].sorce'; did you mean 'source'\?"),
+        ("order: relu_conv_norm", "order: relu_first", "'order': got 'relu_first', allowed: 'relu_conv_norm'"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(tmp_path, old, new, message):
+    path = tmp_path / "space.yaml"
+    S1.save(path)
+    text = path.read_text()
+    changed = text.replace("channels: 8", old, 1) if new is None else text.replace(old, new, 1)
+    assert changed != text
+    path.write_text(changed)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_space(path)
+    assert str(path) in str(error.value)
+
+
+def test_the_fingerprint_follows_everything_but_the_name():
+    assert S1.replace(name="other").fingerprint == S1.fingerprint
+    changes = [
+        {"cells": 2},
+        {"channels": 16},
+        {"order": "conv_relu_norm"},
+        {"norm": "layer"},
+        {"num_classes": 7},
+        {"cell": minimal_cell(DARTS_OPS[1:])},
+        {"cell": minimal_cell().restricted(0, 2, ("none",))},
+    ]
+    prints = {S1.fingerprint, *(S1.replace(**change).fingerprint for change in changes)}
+    assert len(prints) == len(changes) + 1
+    assert all(len(p) == 16 for p in prints)
+
+
+def test_architectures_in_files(tmp_path):
+    space, arch = darts_space(), random_arch(darts_space(), random.Random(0))
+    assert arch_from_json(arch_to_json(arch, space), space) == arch
+    (tmp_path / "arch.json").write_text(arch_to_json(arch, space))
+    assert load_arch(tmp_path / "arch.json", space.replace(name="renamed")) == arch
+    with pytest.raises(ArchError, match="was written for space 'darts'"):
+        load_arch(tmp_path / "arch.json", space.replace(cells=20))
+
+
+# --- costs
+
+
+def measured(module: nn.Module, *shape: int) -> tuple[Cost, torch.Size]:
+    """MACs and parameters of a module on one image, and the shape of its output; nothing is computed on `meta`."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        out = module(torch.empty(1, *shape, device="meta"))
+    flops = counter.get_total_flops()
+    assert flops % 2 == 0
+    return Cost(flops // 2, sum(p.numel() for p in module.parameters())), out.shape
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize("op", OPERATIONS[1:])
+def test_every_operation_costs_what_the_table_says(op, size, stride):
+    out = -(-size // stride)
+    for pool_norm in (True, False):
+        style = Style(affine=True, pool_norm=pool_norm, track_running_stats=True, fused=False)
+        with torch.device("meta"):
+            module = make_operation(op, 6, stride, style).eval()
+        cost, shape = measured(module, 6, size, size)
+        assert cost == operation_cost(op, 6, stride, out, pool_norm=pool_norm)
+        assert shape == (1, 6, out, out)
+
+
+def test_none_costs_nothing():
+    assert operation_cost("none", 6, 2, 8) == Cost()
+    assert S1.cost((0,) * 5) == S1.cost((1,) * 5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whole_networks_cost_the_sum(space, seed):
+    arch = random_arch(space, random.Random(seed))
+    with torch.device("meta"):
+        network = CellStandalone(space, arch).eval()
+    cost, out = measured(network, space.in_channels, space.resolution, space.resolution)
+    assert cost == space.cost(arch)
+    assert out == (1, space.num_classes)
+
+
+def test_costs_of_a_darts_network_by_hand():
+    """Two cells of one channel wide operations, counted with a pencil."""
+    space = CellSpace("hand", simplified_cell(), cells=1, channels=2, stem_multiplier=1, resolution=4, num_classes=5)
+    # stem 3*2*9 and norm; preprocess 2*2 and norm; a separable 3x3: twice 2*9 + 2*2 and norm; classifier 4*5
+    weights = 54 + 4 + 2 * (18 + 4)
+    assert space.cost((4, 1, 0)) == Cost(macs=16 * weights + 20, params=weights + 4 * 4 + 20)
+
+
+def test_a_space_without_a_connected_architecture_has_no_random_one():
+    cell = modified_cell().restricted(0, 2, ("none",)).restricted(1, 2, ("none",))
+    with pytest.raises(ValueError, match="no operation other than none leads to some output"):
+        CellSpace(name="cut", cell=cell).random(np.random.default_rng(0))

@@ -1,0 +1,325 @@
+"""The isometry study: what it measures, its files, and the command with its exit status."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import batches, tiny_space
+from torch import nn
+
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.research.studies.isometry import (
+    IsometryConfig,
+    indicator_stability,
+    isometry_study,
+    study,
+    write_isometry_page,
+)
+from nasfast.research.studies.isometry.config import Effort
+from nasfast.research.studies.isometry.measure import (
+    block_marks,
+    measure_convolutions,
+    measure_module,
+    measure_supernet,
+    parts_of,
+)
+from nasfast.research.studies.moments import ModuleConfig, module_study
+from nasfast.research.studies.parts import Check
+from nasfast.spaces import Block, Stage, mobilenet_v2
+from nasfast.supernet import Supernet
+
+SMALL = {"batch": 16, "samples": 2, "probes": 4, "lanczos_steps": 3, "paths": 3}
+SETTINGS = ("orthogonal, tanh", "orthogonal, relu6", "gaussian, relu6")
+
+
+def two_layers() -> nn.Module:
+    """A user's factory."""
+    features = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Sequential(nn.BatchNorm2d(4), nn.Tanh()))
+    return nn.Sequential(features, nn.Flatten(), nn.Linear(4 * 36, 3))
+
+
+def no_module() -> int:
+    return 3
+
+
+def of_width(width: int) -> nn.Module:
+    return nn.Linear(width, 2)
+
+
+def broken() -> nn.Module:
+    return nn.Linear(-1, 2)
+
+
+class TwoInputs(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x, y):
+        return x + y
+
+
+def five_to_two() -> nn.Module:
+    return nn.Linear(5, 2)
+
+
+def tokens() -> nn.Module:
+    return nn.Embedding(5, 2)
+
+
+def nan_weights() -> nn.Module:
+    layer = nn.Linear(4, 2)
+    nn.init.constant_(layer.weight, math.nan)
+    return layer
+
+
+INSTANCE = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("space") / "tiny.yaml"
+    tiny_space(resolution=8).save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def report(space):
+    return isometry_study(IsometryConfig(space=space, **SMALL))
+
+
+@pytest.mark.slow
+def test_every_candidate_under_every_setting(report):
+    assert report.settings == SETTINGS
+    places = {(row.setting, row.layer, row.name) for row in report.rows}
+    assert places == {(s, i, n) for s in SETTINGS for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")}
+    for row in report.rows:
+        # layers 0 and 2 are reductions, without a skip connection
+        assert (row.module is None) == (row.layer in (0, 2))
+        assert row.acts == (1 if row.name == "k5 e1" else 2)
+        assert row.var_in == pytest.approx(1, abs=0.2) and row.var_out == pytest.approx(1, abs=0.01)
+        assert row.gain == pytest.approx(row.branch.phi * row.var_in / row.var_out)
+        assert sum(row.histogram) == pytest.approx(1, abs=0.2)
+        if row.module is not None:
+            # J = I + J_branch, whose trace is small beside its width
+            assert row.module.phi == pytest.approx(1 + row.branch.phi, rel=0.5)
+
+
+def test_fairness_depth_convolutions_and_marks(report):
+    kinds = {(f.setting, f.layer, f.indicator_bn) for f in report.fairness}
+    assert kinds == {(s, i, bn) for s in SETTINGS for i in range(4) for bn in (True, False)}
+    assert all((f.f_phi is not None) == f.indicator_bn for f in report.fairness)
+    assert [(d.setting, d.indicator_bn, len(d.std)) for d in report.depth] == [
+        (s, bn, 4) for s in SETTINGS for bn in (True, False)
+    ]
+    orthogonal = {c.kind: c for c in report.convolutions if c.setting == "orthogonal, relu6"}
+    assert orthogonal["pointwise, projection"].varphi == pytest.approx(0, abs=1e-6)
+    assert orthogonal["pointwise, expansion x 3"].varphi == pytest.approx(2, abs=1e-6)
+    assert not [mark.name for mark in report.missed]
+    assert len(report.claims) == 7
+    found = [f.f_iso for f in report.fairness if (f.setting, f.indicator_bn) == (SETTINGS[1], False)]
+    mean = next(m for m in report.fairness_means if (m.setting, m.indicator_bn) == (SETTINGS[1], False))
+    assert mean.f_iso == pytest.approx(sum(found) / 4) and mean.f_phi is None
+
+
+def test_the_table_has_everything_beside_the_claims(report):
+    text = str(report)
+    assert "isometry of space tiny, 4 layers, inputs: white noise at every layer" in text
+    assert "reduced: 2 samples and 4 random probes per candidate" in text
+    for words in (*SETTINGS, "\n  3 k3 e3 ", "fairness, mean over layers", "pass marks", "verdict:  does not hold"):
+        assert words in text
+
+
+@pytest.mark.slow
+def test_files(report, tmp_path):
+    page = report.save(tmp_path / "deep")
+    assert page == tmp_path / "deep" / "isometry.html"
+    form = json.loads((tmp_path / "deep" / "isometry.json").read_text())
+    assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    text = page.read_text()
+    assert text.count("<figure>") == 5
+    assert "http" not in text.replace("http-equiv", "")
+    for title in ("What the paper says", "Singular values", "Fairness with depth", "Pass marks"):
+        assert title in text
+    # the page is made of the file alone
+    page.unlink()
+    assert write_isometry_page(tmp_path / "deep").read_text() == text
+
+
+@pytest.mark.slow
+def test_inputs_may_propagate(space, monkeypatch):
+    seen = []
+
+    def noted(net, images, effort, *, setting, path, task):
+        seen.append(path)
+        return original(net, images, effort, setting=setting, path=path, task=task)
+
+    original = measure_supernet
+    monkeypatch.setattr(study, "measure_supernet", noted)
+    report = isometry_study(IsometryConfig(space=space, inputs="propagated", **SMALL))
+    assert all(len(path) == 4 for path in seen)
+    # behind a residual the variance is that of a sum
+    assert max(row.var_in for row in report.rows if row.layer == 2) > 1.2
+
+
+def test_default_resolution():
+    assert IsometryConfig().resolve().resolution == 64
+    assert IsometryConfig(space="nas_bench_macro").resolve().resolution == 32
+    assert IsometryConfig(resolution=96).resolve().resolution == 96
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples": 9, "batch": 8}, "samples must be at most batch"),
+        ({"probes": 1}, "probes must be at least 2, got 1"),
+        ({"inputs": "red"}, "allowed: 'white', 'propagated'"),
+        ({"space": "mobilenet"}, "mobilenet_v2"),
+        ({"module": "tests"}, "must be package.module:factory"),
+        ({"module": "no_such_package:f"}, "cannot import no_such_package"),
+        ({"module": "json:no_such"}, "json has no function 'no_such'"),
+        ({"module": "json:dumps", "input": "3,x"}, "input must be positive integers"),
+        ({"module": f"{__name__}:no_module", "input": "2,6,6"}, "must return an nn.Module, got int"),
+        ({"module": f"{__name__}:of_width"}, "of_width': making it without arguments failed: TypeError.*'width'"),
+        ({"module": f"{__name__}:broken"}, "broken': making it without arguments failed: RuntimeError"),
+        ({"module": f"{__name__}:TwoInputs", "input": "4"}, "TwoInputs', input 4, .*cannot take x .*TypeError.*'y'"),
+        (
+            {"module": f"{__name__}:five_to_two", "input": "4"},
+            r"five_to_two', input 4, .*cannot take x of shape \(64, 4",
+        ),
+        ({"module": f"{__name__}:tokens", "input": "4"}, "tokens', input 4, .*cannot take x .*torch.float32.*indices"),
+        ({"module": f"{__name__}:nan_weights", "input": "4"}, "nan_weights', input 4, as it is: .*output.*not finite"),
+    ],
+)
+def test_wrong_settings_are_named(changes, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        isometry_study(IsometryConfig.from_dict(changes))
+
+
+def test_a_space_of_several_activations_is_refused(tmp_path):
+    space = mobilenet_v2()
+    stages = (space.stages[0].replace(activation="hswish"), *space.stages[1:])
+    space.replace(stages=stages).save(tmp_path / "mixed.yaml")
+    path = str(tmp_path / "mixed.yaml")
+    with pytest.raises(ConfigError, match=r"activations of their own \(hswish\), and the study of isometry gives all"):
+        isometry_study(IsometryConfig(space=path))
+    with pytest.raises(ConfigError, match=r"has stages .* \(hswish\), and the study of moments gives all"):
+        module_study(ModuleConfig(space=path))
+
+
+def test_a_module_itself_is_copied_for_every_setting():
+    before = {name: value.clone() for name, value in INSTANCE.state_dict().items()}
+    found = isometry_study(IsometryConfig(module=f"{__name__}:INSTANCE", input="4"))
+    assert {row.setting for row in found.rows} == {"as it is", "orthogonal", "gaussian"}
+    assert all(torch.equal(value, before[name]) for name, value in INSTANCE.state_dict().items())
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "half_written.py").write_text("x = 1 +\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["isometry", "--module", "half_written:make", "--input", "4"]) == 1
+    assert "cannot import half_written: SyntaxError" in capsys.readouterr().err
+
+
+def test_the_marks_of_blocks_are_met():
+    marks = block_marks("relu")
+    assert [mark.name for mark in marks if not mark.passed] == []
+    assert len(marks) == 5
+
+
+def test_closed_forms_of_a_whole_space():
+    """All kinds of convolutions of the first stage of mobilenet_v2."""
+    space = mobilenet_v2(resolution=32)
+    space = space.replace(stages=space.stages[:3], head=())
+    for scheme in ("orthogonal", "gaussian"):
+        net = Supernet(space, init=scheme, fused=False)
+        rows, marks = measure_convolutions(net, setting=scheme, scheme=scheme)
+        assert {"depthwise 3 x 3", "depthwise 5 x 5", "depthwise 7 x 7", "pointwise, projection"} <= {
+            row.kind for row in rows
+        }
+        assert [mark.name for mark in marks if not mark.passed] == []
+        assert len(marks) > 8
+
+
+def test_a_scheme_that_is_not_what_it_says_misses_its_marks():
+    net = Supernet(tiny_space(), init="gaussian", fused=False)
+    _, marks = measure_convolutions(net, setting="wrong", scheme="orthogonal")
+    assert any(not mark.passed for mark in marks)
+
+
+def test_shuffle_units_and_identities():
+    """A stride-1 unit has a branch on half of its channels; an identity is no candidate to measure."""
+    layers = tuple(Stage(16, 2, 2, (Block("shuffle", 3), Block("shuffle_xception", 3), Block("identity"))) for _ in "a")
+    net = Supernet(tiny_space(stages=layers, activation="relu"), fused=False)
+    images = torch.randn(16, 3, 16, 16)
+    rows, spreads = measure_supernet(net, images, Effort(2, 4, 2), setting="s", path=(0, 2))
+    first, second = ([row for row in rows if row.layer == i] for i in (0, 1))
+    assert [row.name for row in first] == ["k3", "xception", "identity"]
+    assert [row.name for row in second] == ["k3", "xception"]
+    assert [row.acts for row in rows] == [2, 3, 0, 2, 3]
+    assert first[0].branch.w_in == 8 * 8 * 8 and first[0].module.w_out == 16 * 4 * 4
+    assert second[0].branch.w_in == second[0].branch.w_out == 8 * 4 * 4
+    # half of the channels bypass
+    assert second[0].module.phi == pytest.approx((1 + second[0].branch.phi) / 2, rel=0.3)
+    assert len(spreads) == 4
+
+
+def test_parts_of_a_module():
+    model = two_layers()
+    assert list(parts_of(model)) == ["0.0", "0.1.0", "0.1.1", "1", "2"]
+    rows = measure_module(model, torch.randn(16, 2, 6, 6), Effort(2, 4, 3), setting="s")
+    # activations and shapes have nothing to initialise
+    assert [row.name for row in rows] == ["whole", "0.0", "0.1.0", "2"]
+    assert rows[2].var_out == pytest.approx(1, abs=0.01)
+    assert model.training
+
+
+def test_the_command_on_a_module(tmp_path, capsys, monkeypatch):
+    (tmp_path / "users_own.py").write_text(
+        "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("module: users_own:make\ninput: '7'\nbatch: 8\nsamples: 2\n")
+    argv = ["isometry", "--config", str(settings), "--input", "5", "--out", str(tmp_path / "out"), "--seed", "3"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "isometry of module users_own:make, inputs: white noise of shape 5" in out
+    assert "as it is" in out and "whole" in out
+    form = json.loads((tmp_path / "out" / "isometry.json").read_text())
+    assert (form["config"]["seed"], form["config"]["batch"]) == (3, 8)
+    assert "Parts" in (tmp_path / "out" / "isometry.html").read_text()
+    settings.write_text("bach: 8\n")
+    assert main(["isometry", "--config", str(settings)]) == 1
+    assert "did you mean 'batch'" in capsys.readouterr().err
+
+
+def test_a_missed_mark_gives_an_exit_status(report, capsys, monkeypatch, tmp_path):
+    calls = []
+
+    def run(cfg, out, task):
+        calls.append(cfg)
+        return found
+
+    monkeypatch.setattr(study, "run", run)
+    found = report
+    assert main(["isometry", "--space", "digits_mini", "--paths", "5"]) == 0
+    assert calls[-1] == IsometryConfig(space="digits_mini", paths=5)
+    found = replace(report, checks=(Check.near("a mark", 1.0, 0.1, 2.0),))
+    assert main(["isometry", "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "1 of 1 pass marks missed" in captured.err
+    assert "MISSED" in captured.out and (tmp_path / "isometry.html").exists()
+
+
+def test_indicator_stability():
+    space = tiny_space()
+    found = indicator_stability(space, batches(6), seeds=(0, 1))
+    assert found.seeds == 2
+    assert -1 <= found.within_layers <= 1 and -1 <= found.over_all <= 1
+    with pytest.raises(ValueError, match="needs two seeds"):
+        indicator_stability(space, batches(1), seeds=(0,))

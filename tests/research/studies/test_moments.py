@@ -1,0 +1,344 @@
+"""The moments study: marks, comparison with published arrays, files, resuming, and the command with its exit status."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_space, write_folder
+from torch import nn
+
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.research.analysis.moments.detect import detect, summarise
+from nasfast.research.analysis.moments.inputs import fields, gaussian
+from nasfast.research.analysis.moments.networks import NetConfig, run
+from nasfast.research.studies.moments import (
+    FiguresConfig,
+    ModuleConfig,
+    QuickConfig,
+    figures_study,
+    load_images,
+    marks,
+    module_study,
+    quick_study,
+    study,
+)
+from nasfast.research.studies.moments.measure import source_of
+from nasfast.research.studies.page import study_figure
+from nasfast.research.studies.parts import Check, plain
+
+TINY = {
+    "FC": NetConfig(width=24, batch=16, depth=24, every=2),
+    "conv": NetConfig(kernel=3, width=8, batch=4, depth=20, every=4),
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The quick experiment's structure in a second; its marks belong to its own sizes."""
+    monkeypatch.setattr(study, "_QUICK", TINY)
+    monkeypatch.setattr(study, "_QUICK_SEEDS", {"FC": 2, "conv": 2})
+    monkeypatch.setattr(study, "_VANILLA_CONV_SEEDS", 3)
+    monkeypatch.setattr(study, "_HISTOGRAM_SEEDS", 12)
+    monkeypatch.setattr(marks, "_AVERAGED", 4)
+
+
+def test_quick_measures_every_family(small):
+    report = quick_study(QuickConfig(seed=1))
+    families = [f"{kind}, {f}" for kind in ("FC", "conv") for f in ("vanilla", "BN feed-forward", "BN resnet")]
+    assert list(report.verdicts) == families
+    kinds = ["vanilla", "normalised", "resnet"] * 2
+    assert [f.kind for f in report.figures] == ["histograms", *kinds]
+    text = str(report)
+    for words in ("pass marks", "FC, BN resnet: exponent minus tau", "layer norm", "conv, BN feed-forward"):
+        assert words in text
+    assert all(math.isfinite(check.measured) for check in report.checks)
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_quick_continues_from_its_results(small, tmp_path, monkeypatch):
+    first = quick_study(out=tmp_path)
+    monkeypatch.setattr("nasfast.research.analysis.moments.networks.run_chunk", None)
+    again = quick_study(out=tmp_path)
+    assert [c.measured for c in again.checks] == [c.measured for c in first.checks]
+    with pytest.raises(TypeError):
+        quick_study(QuickConfig(seed=5), out=tmp_path)
+
+
+def test_the_marks_tell_the_families_apart():
+    """Each family's marks, applied to the others' runs, are missed."""
+    base = NetConfig(width=64, batch=32, depth=80, every=4)
+    runs = {
+        "vanilla": run(base, gaussian(96), realisations=4),
+        "exploding": run(base.replace(norm="batch"), gaussian(96), realisations=4),
+        "resnet": run(base.replace(norm="batch", residual=2), gaussian(96), realisations=4),
+    }
+    verdicts = {name: detect(found.depth, found.curves()) for name, found in runs.items()}
+
+    def missed(checks: list[Check]) -> set[str]:
+        return {check.name.split(": ", 1)[1] for check in checks if not check.passed}
+
+    found = missed(marks.vanilla_checks("FC", runs["exploding"], verdicts["exploding"]))
+    assert found == {"increment, last half", "r_eff(L)", "detected one-dimensional"}
+    found = missed(marks.exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
+    assert {"slope of log chi", "R^2 of exponential", "detected exploding"} <= found
+    assert not missed(marks.exploding_checks("FC", runs["exploding"], verdicts["exploding"])) & {
+        "slope of log chi",
+        "largest ReLU part (theorem 3: sqrt 2)",
+        "detected exploding",
+    }
+    assert not missed(marks.resnet_checks("FC", runs["resnet"], verdicts["resnet"])) & {
+        "R^2 of power law",
+        "R^2 of power law minus exponential",
+        "increment over lower bound of theorem 4, smallest",
+        "increment over upper bound of theorem 4, largest",
+    }
+
+
+FC = {"width": 16, "batch": 8, "histogram_width": 8, "histogram_batch": 8, "depth": 20, "realisations": 2}
+FIGURES = FiguresConfig(**FC, histogram_realisations=6)
+
+
+@pytest.mark.slow
+def test_figures_and_their_page(tmp_path):
+    report = figures_study(FIGURES, out=tmp_path)
+    assert [f.title for f in report.figures] == [
+        "figure 2: vanilla, histograms",
+        "figure 3: vanilla",
+        "figure 4: BN feed-forward",
+        "figure 5: BN resnet",
+    ]
+    assert report.checks == () and set(report.verdicts) == {"vanilla", "BN feed-forward", "BN resnet"}
+    assert report.figures[3].power_law.tau > 0
+    page = report.save(tmp_path)
+    form = json.loads((tmp_path / "moments.json").read_text())
+    assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert page.read_text().count("<figure>") == 4
+    assert len(list((tmp_path / "moments").glob("*.svg"))) == 4
+    assert "http" not in page.read_text().replace("http-equiv", "")
+
+
+def test_studies_share_their_results(tmp_path):
+    report = figures_study(FIGURES, out=tmp_path)
+    more = figures_study(FIGURES.replace(figures=(3,), realisations=2), out=tmp_path)
+    np.testing.assert_array_equal(more.figures[0].curves["logchi_mean"], report.figures[1].curves["logchi_mean"])
+    conv = figures_study(FIGURES.replace(figures=(4,), kernel=3, width=4, padding="zero", depth=3, realisations=1))
+    assert "3 x 3 convolutions, zero borders" in conv.subject
+
+
+def test_the_published_settings():
+    cfg = FiguresConfig()
+    assert [cfg.published(i) for i in (2, 3, 4, 5)] == [
+        "vanilla_histo_fc_w128",
+        "vanilla_fc",
+        "bn_ff_fc_b64",
+        "bn_res_fc",
+    ]
+    base = NetConfig(padding="shifted")
+    assert cfg.network(2) == base.replace(width=128, batch=1024, depth=200, every=50)
+    assert cfg.network(4) == base.replace(norm="batch", width=512, batch=64, depth=200, every=2)
+    assert cfg.network(5) == base.replace(norm="batch", residual=2, width=512, batch=64, depth=500, every=5)
+    assert cfg.replace(batch=128).published(4) == "bn_ff_fc_b128" and cfg.replace(batch=128).published(3) is None
+    assert cfg.replace(kernel=3).published(5) == "bn_res_conv"
+    # their convolutions shift the branch against the skip connection
+    assert cfg.replace(kernel=3, padding="periodic").published(5) == "bn_res_conv_periodicpad"
+    assert cfg.replace(kernel=3, padding="periodic").published(4) == "bn_ff_conv"
+    assert cfg.replace(kernel=3, padding="zero").published(3) == "vanilla_conv_zeropad"
+    assert cfg.replace(width=100).published(3) is None and cfg.replace(kernel=5).published(2) is None
+
+
+def published(folder, cfg: FiguresConfig, images, shift: float = 0.0) -> None:
+    """Arrays of our own networks, as if they were the published ones."""
+    source = source_of(cfg)
+    for figure in (2, 3, 4, 5):
+        found = run(cfg.network(figure), source, realisations=8, seed=7)
+        curves = found.curves()
+        arrays = {k: v for k, v in summarise(curves).items() if not k.endswith("_error")}
+        arrays |= {
+            "depth": found.depth.astype(int),
+            "n_real": np.array(8),
+            "chi_mean": np.exp(curves["logchi"]).mean(0),
+        }
+        if figure == 2:
+            arrays |= {f"{k}_kurt": np.zeros(4) for k in ("lognu2", "logmu2_noise")}
+        if figure == 5:
+            first = np.exp(found.log_chi("unit")).mean(0) / np.exp(found.log_chi("input")).mean(0)
+            arrays |= {"inc_ratio_of_means": first, "units_per_residual": np.array(2)}
+        arrays = {k: v + shift if k.endswith("_mean") else v for k, v in arrays.items()}
+        np.savez(folder / f"{['vanilla_histo', 'vanilla', 'bn_ff', 'bn_res'][figure - 2]}.npz", **arrays)
+
+
+def test_agreement_with_arrays(tmp_path, monkeypatch):
+    photos = write_folder(tmp_path / "photos", {"a": 12, "b": 12})
+    monkeypatch.setattr(
+        FiguresConfig, "published", lambda self, i: ["vanilla_histo", "vanilla", "bn_ff", "bn_res"][i - 2]
+    )
+    cfg = FIGURES.replace(
+        histogram_width=32,
+        images=str(photos),
+        depth=160,
+        every=40,
+        figures=(2, 4),
+        realisations=6,
+        histogram_realisations=10,
+    )
+    published(tmp_path, cfg, photos)
+    report = figures_study(cfg.replace(reference=str(tmp_path)))
+    names = [check.name for check in report.checks]
+    assert "bn_ff: logchi, largest deviation over the allowed" in names and "bn_ff: slope of log chi, l > 100" in names
+    assert "vanilla_histo: mean lognu2, largest deviation over the allowed" in names
+    assert all(c.passed for c in report.checks if "deviation" in c.name), report.missed
+    assert "agreement" in str(report)
+    # half the depth is compared as far as it goes, and has no slope
+    report = figures_study(cfg.replace(reference=str(tmp_path), depth=80, figures=(4,)))
+    assert report.checks and not any("slope" in check.name for check in report.checks)
+    published(tmp_path, cfg, photos, shift=30.0)
+    report = figures_study(cfg.replace(reference=str(tmp_path)))
+    failed = {check.name.split(",")[0] for check in report.missed}
+    assert {"bn_ff: inc", "bn_ff: logchi", "bn_ff: nu1abs_z", "vanilla_histo: mean lognu2"} <= failed
+
+
+def test_without_images_only_slope_and_exponent_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        FiguresConfig, "published", lambda self, i: ["vanilla_histo", "vanilla", "bn_ff", "bn_res"][i - 2]
+    )
+    cfg = FIGURES.replace(depth=160, every=40)
+    published(tmp_path, cfg, None)
+    report = figures_study(cfg.replace(reference=str(tmp_path)))
+    assert [check.name for check in report.checks] == ["bn_ff: slope of log chi, l > 100"]
+
+
+def test_data_checks(tmp_path):
+    z = np.full(5, 0.7)
+    np.savez(tmp_path / "bn_ff_x.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.004)
+    np.savez(tmp_path / "bn_ff_y.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.008)
+    assert [check.passed for check in marks.data_checks(tmp_path)] == [True, False]
+
+
+def test_images(tmp_path):
+    write_folder(tmp_path / "good", {"a": 2, "b": 3})
+    assert load_images(str(tmp_path / "good")).shape == (5, 3, 12, 12)
+    write_folder(tmp_path / "bad", {"a": 2})
+    write_folder(tmp_path / "bad", {"b": 2}, side=9)
+    with pytest.raises(ValueError, match="have different sizes"):
+        load_images(str(tmp_path / "bad"))
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("space") / "tiny.yaml"
+    tiny_space(resolution=16).save(path)
+    return str(path)
+
+
+def test_a_space(space, tmp_path):
+    report = module_study(ModuleConfig(space=space, batch=8, paths=3, candidate_paths=2))
+    settings = ("orthogonal, tanh", "gaussian, tanh", "orthogonal, relu6", "gaussian, relu6")
+    assert tuple(report.verdicts) == settings
+    paths, layers, stages, candidates, comparable = report.tables
+    assert [row[0] for row in stages.rows] == ["reduction", "1 later", "whole stage"]
+    assert [row[0] for row in paths.rows] == list(settings)
+    assert [row[0] for row in layers.rows] == ["0 reduction", "1", "2 reduction", "3"]
+    assert [row[0] for row in candidates.rows] == [f"{i} {n}" for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
+    assert all(0.8 < float(cell) < 3 for row in candidates.rows for cell in row[1:])
+    assert len(comparable.rows) == 4
+    curves = report.figures[0].settings["orthogonal, relu6"]
+    assert curves["logchi_mean"].shape == (4,) and (curves["candidates_std"] > 0).all()
+    assert report.save(tmp_path).read_text().count("<figure>") == 1
+
+
+def test_a_space_on_images(space, tmp_path):
+    photos = write_folder(tmp_path / "photos", {"a": 6, "b": 6})
+    report = module_study(ModuleConfig(space=space, batch=8, paths=2, candidate_paths=1, images=str(photos)))
+    assert "images of photos" in report.subject
+
+
+def two_layers() -> nn.Module:
+    """A user's factory."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3))
+
+
+def test_a_module():
+    cfg = ModuleConfig(module=f"{__name__}:two_layers", input="3,8,8", batch=8)
+    report = module_study(cfg)
+    assert [table.title for table in report.tables] == ["as it is", "orthogonal", "gaussian"]
+    assert [row[0] for row in report.tables[0].rows] == ["0", "1", "2", "3"]
+    report = module_study(cfg.replace(probes="3, 1"))
+    assert [row[0] for row in report.tables[0].rows] == ["1", "3"]
+    study_figure(plain(report.figures[0]))
+    report = module_study(ModuleConfig(module=f"{__name__}:vectors", input="6", batch=8))
+    assert report.tables[0].rows
+
+
+def vectors() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FiguresConfig(figures=(1,)), r"figures must be some of 2, 3, 4 and 5, got \[1\]"),
+        (lambda: FiguresConfig(reference="/no/such"), "reference must be a folder of .npz files, got '/no/such'"),
+        (lambda: FiguresConfig(device="gpu"), "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (lambda: FiguresConfig(realisations=0), "realisations must be at least 1, got 0"),
+        (lambda: QuickConfig(seed=-1), "threads and seed must not be negative"),
+        (lambda: ModuleConfig(batch=1), "batch and paths must be at least 2, got 1 and 16"),
+        (lambda: ModuleConfig(paths=3), "candidate_paths must be at most paths, got 4 and 3"),
+        (lambda: module_study(ModuleConfig(module="json:dumps", input="3,x")), "input must be positive integers"),
+        (lambda: module_study(ModuleConfig(module="json:no")), "json has no function 'no'"),
+        (
+            lambda: module_study(ModuleConfig(module=f"{__name__}:two_layers", input="4,8,8")),
+            "two_layers', input 4,8,8, as it is: .*cannot take x of shape",
+        ),
+        (
+            lambda: module_study(ModuleConfig(module=f"{__name__}:vectors", input="6", images="x")),
+            "images need an input",
+        ),
+    ],
+)
+def test_wrong_settings_are_named(call, message):
+    with pytest.raises((ValueError, ConfigError), match=message):
+        call()
+
+
+def test_the_command(tmp_path, capsys, caplog):
+    caplog.set_level("INFO", "nasfast")
+    argv = ["moments", "figures", "--figures", "[3]", "--width", "16", "--depth", "20", "--batch", "8"]
+    assert main([*argv, "--realisations", "2", "--out", str(tmp_path / "out"), "--seed", "2"]) == 0
+    captured = capsys.readouterr()
+    assert "published experiments, fully connected" in captured.out and "vanilla: 2 of 2" in caplog.text
+    form = json.loads((tmp_path / "out" / "moments.json").read_text())
+    assert (form["config"]["seed"], form["config"]["figures"]) == (2, [3])
+    assert (tmp_path / "out" / "moments.html").exists()
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("widht: 8\n")
+    assert main(["moments", "figures", "--config", str(settings)]) == 1
+    assert "did you mean 'width'" in capsys.readouterr().err
+
+
+def test_a_missed_mark_gives_an_exit_status(small, capsys, monkeypatch):
+    monkeypatch.setattr(marks, "vanilla_checks", lambda *_: [Check("a mark", 0, 1, 2.0)])
+    assert main(["moments", "quick"]) == 1
+    captured = capsys.readouterr()
+    assert "MISSED" in captured.out and "pass marks missed" in captured.err
+
+
+def test_the_kinds_are_named(capsys):
+    assert main(["moments", "quik"]) == 1
+    assert "expected one of quick, figures, module behind moments, got 'quik'" in capsys.readouterr().err
+    assert main(["moments"]) == 1
+    with pytest.raises(SystemExit):
+        main(["moments", "--help"])
+    assert "figures 2 to 5" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["moments", "module", "--help"])
+    assert "--candidate_paths" in capsys.readouterr().out
+
+
+def test_synthetic_sources_fit_the_networks():
+    assert source_of(FiguresConfig())(2, torch.Generator()).shape == (2, 3072)
+    assert source_of(FiguresConfig(kernel=3))(2, torch.Generator()).shape == fields(3, 32)(2, torch.Generator()).shape

@@ -1,0 +1,284 @@
+"""The NASI study with tiny settings: its report, its files, and its commands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny import write_folder
+
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.indicators import IndicatorTable
+from nasfast.research.cells.prototypes import prototypes
+from nasfast.research.cells.space import choice_blocks_space, darts_space
+from nasfast.research.nasi.cells import CellMixture
+from nasfast.research.studies.nasi import (
+    NasiCompareConfig,
+    NasiQuickConfig,
+    NasiSearchConfig,
+    nasi_compare_study,
+    nasi_quick_study,
+    nasi_search_study,
+    study,
+)
+from nasfast.research.studies.nasi.enumeration import enumerated, enumerated_gradient, expectation, small_space
+from nasfast.research.studies.nasi.measure import synthetic
+from nasfast.research.studies.parts import Check
+from nasfast.research.studies.report import StudyReport
+from nasfast.search import search_table
+from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro, read_space
+
+CELLS = {"cells": 2, "channels": 4, "resolution": 8, "steps": 3, "batch": 4, "threads": 1}
+TINY = {"resolution": 8, "steps": 2, "batch": 4, "threads": 1}
+
+
+def table(report, start: str):
+    return next(t for t in report.tables if t.title.startswith(start))
+
+
+@pytest.mark.slow
+def test_quick_tells_marks_and_tables(tmp_path):
+    cfg = NasiQuickConfig(cells=4, images=16, repeats=1, train_steps=3, steps=3, seeds=2, exact=3, threads=1)
+    report = nasi_quick_study(cfg)
+    names = [check.name for check in report.checks]
+    # section 6: spread, three correlations with accuracy, four of Q; two for each kind of search; and the time
+    assert len(names) == len(set(names)) == 1 + 3 + 4 + 2 * 7 + 1
+    assert [row[0] for row in table(report, "random cells").rows] == [
+        "Q, standard",
+        "Q, random labels",
+        "Q, random images",
+        "parameters",
+    ]
+    assert len(table(report, "searches").rows) == 10
+    closed = {row[0]: row for row in table(report, "one step").rows}
+    assert closed["closed form, exact gradient"][1] == "1.000"
+    assert float(closed["largest E[Q] of norm 1, ascent"][2]) >= float(closed["closed form, exact gradient"][2]) - 1e-6
+    page = report.save(tmp_path)
+    assert page.name == "nasi-quick.html" and "pass marks met" in page.read_text(encoding="utf-8")
+    assert len(list((tmp_path / "nasi-quick").glob("*.svg"))) == 4
+
+
+def test_the_gradient_by_enumeration_is_that_of_the_expectation_and_the_closed_form_is_its_best_direction():
+    space, ((x, y), _) = small_space(), prototypes(3.0, 8, 1)
+    mixture = CellMixture(space).double()
+    archs, q = enumerated(mixture, space, x.double(), y)
+    assert len(archs) == len(q) == space.cardinality == 27 and float(q.min()) > 0
+    alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(expectation(archs, q, alpha), alpha)
+    found = enumerated_gradient(archs, q, alpha.shape)
+    torch.testing.assert_close(found, gradient)
+    # no direction of norm 1 gains more to first order than the closed form
+    directions = torch.randn(5000, found.numel(), dtype=torch.float64)
+    gains = (directions / directions.norm(dim=1, keepdim=True)) @ found.flatten()
+    assert 0.5 * float(found.norm()) < float(gains.max()) <= float(found.norm())
+
+
+@pytest.mark.parametrize("space", ["nas_bench_201", "choice_blocks", pytest.param("darts", marks=pytest.mark.slow)])
+def test_a_search_of_cells_writes_its_architecture(tmp_path, space):
+    report = nasi_search_study(NasiSearchConfig(space=space, **CELLS), out=tmp_path)
+    written = read_space(tmp_path / "space.yaml")
+    arch = load_arch(tmp_path / "arch_nasi.json", written)
+    assert report.tables[0].rows[0][1] == " ".join(written.ops[k] for k in arch)
+    assert written.num_classes == 10 and written.resolution == 8
+    if space != "nas_bench_201":
+        none = written.ops.index("none")
+        nodes = range(written.cell.inputs, written.cell.inputs + written.cell.nodes)
+        kept = [sum(arch[e] != none for e in written.cell.into(node)) for node in nodes]
+        assert kept == [min(2, len(written.cell.into(node))) for node in nodes]
+
+
+@pytest.mark.slow
+def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
+    report = nasi_search_study(
+        NasiSearchConfig(space="nas_bench_macro", modes="standard, random labels", seeds=2, **TINY),
+        out=tmp_path,
+    )
+    found = IndicatorTable.load(tmp_path / "indicators.json")
+    assert found.meta == {"method": "nasi", "steps": 2, "seed": 0, "images": False}
+    best = search_table(found, found.space, top_k=1)[0].arch
+    assert report.tables[0].rows[0][1] == " ".join(map(str, best))
+    moved = [row[0] for row in table(report, "of 8 choices").rows]
+    assert moved == [
+        "between seeds, standard",
+        "between seeds, random labels",
+        "standard and random labels, same seed",
+        "two random architectures",
+    ]
+    report.save(tmp_path)
+    assert json.loads((tmp_path / "nasi-search.json").read_text(encoding="utf-8"))["figures"][0]["kind"] == "nasi_steps"
+
+
+@pytest.mark.parametrize("space", ["nas_bench_201", "digits_mini"])
+def test_what_a_search_writes_is_retrained(tmp_path, capsys, space):
+    images, run = write_folder(tmp_path / "images", {"a": 8, "b": 8}, side=8), tmp_path / "run"
+    flags = {"space": space, "images": images, "resolution": 8, "steps": 2, "batch": 4, "threads": 1, "out": run}
+    flags |= {"cells": 1, "channels": 4} if space == "nas_bench_201" else {}
+    assert main(["nasi", "search", *(f"--{name}={value}" for name, value in flags.items())]) == 0
+    result = run / ("arch_nasi.json" if space == "nas_bench_201" else "indicators.json")
+    assert f"{run / 'nasi-search.html'}, {result}" in capsys.readouterr().out
+    data = [
+        f"--data.{name}={value}"
+        for name, value in {"train": images, "val_fraction": 0.5, "batch_size": 4, "workers": 0}.items()
+    ]
+    if space == "digits_mini":
+        assert main(["search", f"--out={run}", *data, "--search.top_k=1"]) == 0
+        data = []
+    name = "nasi" if space == "nas_bench_201" else "best"
+    flags = [f"--out={run}", *data, "--retrain.train.epochs=1", "--retrain.random_architectures=0", "--threads=1"]
+    assert main(["retrain", *flags]) == 0
+    assert (run / "retrain" / name / "result.json").exists()
+
+
+def test_another_run_is_not_touched(tmp_path):
+    cfg = NasiSearchConfig(**CELLS)
+    nasi_search_study(cfg, out=tmp_path)
+    nasi_search_study(cfg.replace(seed=1), out=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match="space.yaml is of another space: choose another --out"):
+        nasi_search_study(cfg.replace(channels=8), out=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    space = nas_bench_macro()
+    trained = IndicatorTable(
+        space,
+        tuple({k: 0.0 for k in layer.options if k != layer.indicator_choice} for layer in space.layers),
+        (None,) * len(space),
+        {"method": "dinas"},
+    )
+    trained.save(tmp_path / "trained" / "indicators.json")
+    with pytest.raises(FileExistsError, match="scores of a trained supernet"):
+        nasi_search_study(NasiSearchConfig(space="nas_bench_macro", **TINY), out=tmp_path / "trained")
+    assert IndicatorTable.load(tmp_path / "trained" / "indicators.json") == trained
+
+
+def test_a_space_of_a_file_is_searched(tmp_path):
+    cells = darts_space(cells=1, channels=4, resolution=8, num_classes=3)
+    (tmp_path / "cells.yaml").write_text(cells.to_yaml(), encoding="utf-8")
+    cfg = NasiSearchConfig(space=str(tmp_path / "cells.yaml"), steps=2, batch=4, threads=1)
+    nasi_search_study(cfg, out=tmp_path / "run")
+    assert read_space(tmp_path / "run" / "space.yaml") == cells
+    arch, none = load_arch(tmp_path / "run" / "arch_nasi.json", cells), cells.ops.index("none")
+    assert all(sum(arch[e] != none for e in cells.cell.into(node)) == 2 for node in range(2, 6))
+
+
+def test_batches_are_of_the_size_that_is_told(tmp_path):
+    images = str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8))
+    with pytest.raises(ConfigError, match="batch must be at most 8, the number of images, got 16"):
+        nasi_search_study(NasiSearchConfig(**{**CELLS, "batch": 16}, images=images), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    # twice the batch is more than there are
+    report = nasi_search_study(NasiSearchConfig(**{**CELLS, "batch": 8}, images=images, sensitivity=True))
+    assert [row[0] for row in table(report, "sensitivity").rows if "batch" in row[0]] == ["batch 2", "batch 4"]
+
+
+def test_searches_repeat_by_their_seed():
+    cfg = NasiSearchConfig(**CELLS)
+    first, second, other = (nasi_search_study(c) for c in (cfg, cfg, cfg.replace(seed=1)))
+    assert first.figures == second.figures
+    assert first.figures[0] != other.figures[0]
+
+
+def test_sensitivity_has_a_row_for_every_setting():
+    rows = table(nasi_search_study(NasiSearchConfig(sensitivity=True, **CELLS)), "sensitivity").rows
+    names = [row[0] for row in rows]
+    assert "mu 0" in names and "mu 2, nu 0.5 quantile" in names and "T 1" in names and "batch 8" in names
+    # the settings of the search itself change nothing
+    own = next(row for row in rows if row[0] == "mu 1")
+    assert own[1] == "0" and own[2] == "1.000"
+
+
+@pytest.mark.slow
+def test_images_of_a_folder_and_their_classes(tmp_path):
+    folder = write_folder(tmp_path / "images", {"a": 8, "b": 8, "c": 8}, side=8)
+    nasi_search_study(NasiSearchConfig(images=str(folder), **CELLS), out=tmp_path)
+    assert read_space(tmp_path / "space.yaml").num_classes == 3
+
+
+def test_synthetic_images_fill_the_resolution():
+    space = choice_blocks_space(cells=1, resolution=20, num_classes=4)
+    x, y = next(synthetic(space, steps=1, batch=16, seed=0).epoch(0))
+    assert x.shape == (16, 3, 20, 20) and int(y.max()) < 4
+    grey = space.replace(in_channels=1)
+    assert next(synthetic(grey, steps=1, batch=2, seed=0).epoch(0))[0].shape == (2, 1, 20, 20)
+    with pytest.raises(ConfigError, match="up to 3 channels, choice_blocks takes 4"):
+        synthetic(space.replace(in_channels=4), steps=1, batch=2, seed=0)
+
+
+def published(space: SearchSpace) -> dict:
+    """Accuracies that grow with depth, for two dozen architectures."""
+    archs = [tuple((i // 3**k) % 3 for k in range(8)) for i in range(0, 24 * 91, 91)]
+    return {"".join(map(str, a)): {"mean_acc": 60 + sum(k > 0 for k in a) + 0.1 * a[0]} for a in archs}
+
+
+@pytest.mark.slow
+def test_compare_ranks_beside_trivial_predictors(tmp_path):
+    space = nas_bench_macro()
+    (tmp_path / "truth.json").write_text(json.dumps(published(space)), encoding="utf-8")
+    given = IndicatorTable(
+        space,
+        tuple({k: float(k) for k in layer.options if k != layer.indicator_choice} for layer in space.layers),
+        (None,) * len(space),
+    )
+    given.save(tmp_path / "given.json")
+    cfg = NasiCompareConfig(
+        accuracies=str(tmp_path / "truth.json"),
+        indicators=str(tmp_path / "given.json"),
+        architectures=10,
+        repeats=3,
+        score_batch=4,
+        resamples=20,
+        images=str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8)),
+        **TINY,
+    )
+    report = nasi_compare_study(cfg, out=tmp_path)
+    names = ["NASI, standard, seed 0", "given indicators", "depth", "macs", "params", "sqrt_size"]
+    assert [row[0] for row in table(report, "10 random").rows] == ["Q", *names]
+    of_all = table(report, "all 24").rows
+    assert [row[0] for row in of_all] == names
+    depth = next(row for row in of_all if row[0] == "depth")
+    assert depth[1].startswith("+0.9") and depth[3] == "undefined"
+    assert (tmp_path / "indicators.json").exists()
+    report.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modes": "standard, random label"}, "unknown 'random label'.*random labels"),
+        ({"modes": "random labels"}, "modes must contain 'standard'"),
+        ({"modes": "standard, standard"}, "each only once"),
+        ({"space": "nas_bench_macr"}, "unknown space 'nas_bench_macr'.*did you mean 'nas_bench_macro'"),
+        ({"constraint": "adaptive"}, "constraint='adaptive' needs nu"),
+        ({"space": "nas_bench_macro", "channels": 8}, "channels belongs to darts, nas_bench_201, choice_blocks"),
+        ({"batch": 1}, "batch must be at least 2"),
+        ({"nu": 3.0}, "takes nu from 0 to 1"),
+        ({"seeds": 0}, "seeds must be at least 1"),
+    ],
+)
+def test_impossible_searches_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        NasiSearchConfig(**settings)
+
+
+def test_impossible_studies_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="cells must be from 3"):
+        NasiQuickConfig(cells=2)
+    with pytest.raises(ValueError, match="exact must be from 3.* to 10000.*15,625"):
+        NasiQuickConfig(exact=15_626)  # there are not so many different ones: drawing them never ended
+    with pytest.raises(ValueError, match="architectures must be 0 or at least 10"):
+        NasiCompareConfig(architectures=1)
+    with pytest.raises(ValueError, match="cannot read"):
+        nasi_compare_study(NasiCompareConfig(accuracies=str(tmp_path / "absent.json"), **TINY))
+
+
+def test_the_commands(tmp_path, capsys, monkeypatch):
+    flags = [f"--{name}={value}" for name, value in CELLS.items()]
+    assert main(["nasi", "search", *flags, "--out", str(tmp_path)]) == 0
+    assert "what was found" in capsys.readouterr().out
+    assert (tmp_path / "arch_nasi.json").exists() and (tmp_path / "nasi-search.html").exists()
+    # a missed mark shows
+    missed = StudyReport(subject="x", checks=(Check("a", 1, 2, 0.0),))
+    monkeypatch.setattr(study, "quick", lambda cfg, out, task: missed)
+    assert main(["nasi", "quick"]) == 1
+    assert "1 of 1 pass marks missed" in capsys.readouterr().err

@@ -1,0 +1,366 @@
+"""Zero-cost scores against closed forms, gradients by hand and brute force."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from tiny import batches, tiny_space
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
+
+from nasfast.indicators.registry import ScoreError, available
+from nasfast.indicators.scores import Evidence, score_paths
+from nasfast.research.cells.space import nas_bench_201_space
+from nasfast.research.zero_cost import (
+    ZERO_COST,
+    beta_norm,
+    gradient_norm,
+    log_volume,
+    naswot,
+    ntk_q,
+    snip,
+    synflow,
+    zico,
+)
+from nasfast.spaces import nas_bench_macro
+from nasfast.supernet import Supernet, build, inherit
+
+CLASSES = 3
+
+
+def batch(size=6, *, channels=2, side=4, classes=CLASSES, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, channels, side, side, generator=generator).to(dtype)
+    return images, torch.randint(classes, (size,), generator=generator)
+
+
+class Pointwise(nn.Module):
+    """1 x 1 convolution without bias, mean over pixels, linear layer: logits W2 W1 mean(x)."""
+
+    def __init__(self, channels=2, hidden=4, act=None):
+        super().__init__()
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(1)
+            self.conv = nn.Conv2d(channels, hidden, 1, bias=False)
+            self.linear = nn.Linear(hidden, CLASSES, bias=False)
+        self.act = act or (lambda x: x)
+
+    def forward(self, x):
+        return self.linear(self.act(self.conv(x)).mean((2, 3)))
+
+
+def gradients_by_hand(network, images, labels):
+    """The linear network has dL/dW2 = e^T h / N and dL/dW1 = W2^T e^T m / N, e = softmax - onehot, in numpy's order."""
+    m = images.double().mean((2, 3))
+    w1, w2 = network.conv.weight.detach().double()[:, :, 0, 0], network.linear.weight.detach().double()
+    h = m @ w1.T
+    e = torch.softmax(h @ w2.T, 1) - F.one_hot(labels, CLASSES)
+    return (e @ w2).T @ m / len(m), e.T @ h / len(m), w1, w2
+
+
+def test_gradient_norm_snip_and_q_of_a_linear_network():
+    network, (images, labels) = Pointwise(), batch()
+    g1, g2, w1, w2 = gradients_by_hand(network, images, labels)
+    assert gradient_norm(network, images, labels) == pytest.approx((g1.norm() + g2.norm()).item(), rel=1e-5)
+    assert snip(network, images, labels) == pytest.approx(
+        ((w1 * g1).abs().sum() + (w2 * g2).abs().sum()).item(), rel=1e-5
+    )
+    assert ntk_q(network, images, labels) == pytest.approx((g1.square().sum() + g2.square().sum()).item(), rel=1e-5)
+
+
+def test_the_batch_gradient_is_the_mean_of_those_of_single_images():
+    """Without batch statistics the norm of the mean gradient follows from single images, one backward pass each."""
+    network, (images, labels) = Pointwise(act=F.relu), batch()
+    sums = [torch.zeros_like(w) for w in (network.conv.weight, network.linear.weight)]
+    for x, y in zip(images, labels, strict=True):
+        loss = F.cross_entropy(network(x[None]), y[None])
+        for total, g in zip(sums, torch.autograd.grad(loss, list(network.parameters())), strict=True):
+            total += g / len(images)
+    assert gradient_norm(network, images, labels) == pytest.approx(sum(s.norm().item() for s in sums), rel=1e-5)
+    by_hand = sum((w * s).abs().sum().item() for w, s in zip(network.parameters(), sums, strict=True))
+    assert snip(network, images, labels) == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_synflow_of_a_linear_network_is_layers_times_the_flow():
+    """Each layer carries the whole flow R = 1^T |W3| |W2| |W1| 1, so the sum is 3 R (conservation, Tanaka et al.)."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        network = nn.Sequential(
+            nn.Conv2d(2, 3, 1, bias=False),
+            nn.BatchNorm2d(3),
+            nn.ReLU6(),
+            nn.Conv2d(3, 4, 1, bias=False),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, CLASSES, bias=False),
+        )
+        network[1].running_mean.normal_()  # norms are left out, whatever their parameters are
+    w = [network[i].weight.detach().double().abs().flatten(1) for i in (0, 3, 8)]
+    flow = (w[2] @ w[1] @ w[0]).sum().item()
+    images, _ = batch()
+    assert synflow(network, images) == pytest.approx(3 * flow, rel=1e-12)
+    # above the cap of ReLU6 too
+    with torch.no_grad():
+        network[0].weight.mul_(1e6)
+    assert synflow(network, images) == pytest.approx(3e6 * flow, rel=1e-6)
+
+
+def test_synflow_does_not_look_at_images_or_labels():
+    network = Pointwise(act=F.relu)
+    one, other = batch(seed=0), batch(size=3, seed=5)
+    assert synflow(network, *one) == synflow(network, *other) == synflow(network, one[0])
+
+
+@pytest.mark.parametrize("act", [F.relu, nn.ReLU(inplace=True), torch.relu], ids=["functional", "inplace", "torch"])
+def test_naswot_of_three_images_by_hand(act):
+    """Codes written down: K_ij counts equal bits, and its determinant is expanded by hand."""
+    network = Pointwise(channels=4, hidden=4, act=act)
+    with torch.no_grad():
+        network.conv.weight.copy_(torch.eye(4)[:, :, None, None])
+    codes = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 1], [0, 0, 0, 1]]).float()
+    images = (2 * codes - 1)[:, :, None, None]
+    # equal bits: (0, 1) two, (0, 2) two, (1, 2) two; det [[4,2,2],[2,4,2],[2,2,4]] = 64 + 8 + 8 - 16 - 16 - 16 = 32
+    assert naswot(network, images) == pytest.approx(math.log(32), rel=1e-12)
+
+
+def test_naswot_of_relu6_counts_three_regions():
+    network = Pointwise(channels=3, hidden=3, act=nn.ReLU6())
+    with torch.no_grad():
+        network.conv.weight.copy_(torch.eye(3)[:, :, None, None])
+    images = torch.tensor([[7.0, 1, -1], [1, 2, -1]])[:, :, None, None]
+    # off, within and above: two of three agree; det [[3, 2], [2, 3]] = 5. A binary code would have found them equal.
+    assert naswot(network, images) == pytest.approx(math.log(5), rel=1e-12)
+
+
+def test_naswot_sums_over_all_units_of_all_relus():
+    """Brute force: every pair of images, every unit, on the values that the ReLUs were given."""
+    network, seen = build(nas_bench_macro(resolution=8), (1, 2, 0, 1, 0, 1, 2, 0), activation="relu").train(), []
+    images, _ = batch(4, channels=3, side=8)
+    hooks = [
+        m.register_forward_hook(lambda _m, x, _y: seen.append(x[0] > 0))
+        for m in network.modules()
+        if isinstance(m, nn.ReLU)
+    ]
+    with torch.no_grad():
+        copy.deepcopy(network)(images)
+    for hook in hooks:
+        hook.remove()
+    kernel = torch.tensor(
+        [[sum(int((c[i] == c[j]).sum()) for c in seen) for j in range(4)] for i in range(4)], dtype=torch.float64
+    )
+    assert naswot(network, images) == pytest.approx(torch.logdet(kernel).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_zico_of_a_linear_network_by_hand(batches):
+    network, (images, labels) = Pointwise(), batch(size=12)
+    found = [
+        gradients_by_hand(network, x, y)[:2] for x, y in zip(images.chunk(batches), labels.chunk(batches), strict=True)
+    ]
+    expected = 0.0
+    for layer in range(2):
+        rows = [g[layer].flatten().tolist() for g in found]
+        total = 0.0
+        for values in zip(*rows, strict=True):
+            mean = sum(values) / batches
+            deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / batches)
+            total += sum(map(abs, values)) / batches / deviation
+        expected += math.log(total)
+    assert zico(network, images, labels, batches=batches) == pytest.approx(expected, rel=1e-4)
+
+
+def test_zico_leaves_out_what_does_not_vary():
+    """Channel 1 of all images is 0: its weights get no gradient in any batch."""
+    network, (images, labels) = Pointwise(), batch(size=8)
+    images[:, 1] = 0
+    smaller = Pointwise()
+    smaller.conv.weight = nn.Parameter(network.conv.weight[:, :1].detach().clone())
+    assert zico(network, images, labels) == pytest.approx(zico(smaller, images[:, :1], labels), rel=1e-5)
+
+
+class Normed(nn.Module):
+    """BatchNorm, mean over pixels, linear layer: the maps that enter the last BatchNorm are the images."""
+
+    def __init__(self, channels=2):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm2d(channels), nn.Linear(channels, CLASSES, bias=False)
+
+    def forward(self, x):
+        return self.linear(self.norm(x).mean((2, 3)))
+
+
+def test_log_volume_is_highest_for_images_at_equal_distances():
+    images = torch.eye(6)[:, :, None, None]
+    assert log_volume(Normed(6), images) == pytest.approx(math.log(1 / 5 + 1e-6))
+    # scale and a common map have no influence
+    assert log_volume(Normed(6), 3 * images + 2) == pytest.approx(math.log(1 / 5 + 1e-6))
+    # all images on a line: one of five eigenvalues has everything
+    line = torch.arange(6.0)[:, None, None, None] * torch.ones(6, 1, 1)
+    assert log_volume(Normed(6), line) == pytest.approx((math.log(1 + 1e-6) + 4 * math.log(1e-6)) / 5)
+
+
+def test_log_volume_takes_the_input_of_the_last_norm_that_runs():
+    """By singular values of the maps, which a plain forward pass gives."""
+    network, (images, _) = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), Normed(3)), batch()
+    maps = network[:3].train()(images).detach().flatten(1).double()
+    shares = torch.linalg.svdvals(maps - maps.mean(0))[:-1].square()
+    assert log_volume(network, images) == pytest.approx((shares / shares.sum() + 1e-6).log().mean().item(), rel=1e-6)
+
+
+def test_log_volume_needs_a_norm_and_different_images():
+    with pytest.raises(ScoreError, match="no BatchNorm module ran in this Pointwise"):
+        log_volume(Pointwise(), *batch())
+    with pytest.raises(ScoreError, match="all 4 images have the same map"):
+        log_volume(Normed(), torch.ones(4, 2, 3, 3))
+
+
+@pytest.mark.parametrize(("score", "least"), [(log_volume, 3), (naswot, 2)])
+def test_too_few_images_are_refused(score, least):
+    """With fewer, every network has the same log-volume, and NASWOT counts units alone."""
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
+    images = torch.randn(least, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+    assert math.isfinite(score(network, images))
+    with pytest.raises(ScoreError, match=f"got {least - 1}"):
+        score(network, images[: least - 1])
+
+
+def test_beta_norm_by_hand():
+    """The shift of channel c adds to every pixel, so dL/dbeta = sum_n e_n W / N; two norms in a row count both."""
+    # in float64, because the sum over the batch cancels
+    network, (images, labels) = Normed().double(), batch()
+    images = images.double()
+    w = network.linear.weight.detach()
+    pooled = network.norm.train()(images).mean((2, 3)).detach()
+    e = torch.softmax(pooled @ w.T, 1) - F.one_hot(labels, CLASSES)
+    assert beta_norm(network, images, labels) == pytest.approx((e @ w).mean(0).norm().item(), rel=1e-5)
+    # the shift of a norm before another one is removed by it
+    both = nn.Sequential(nn.BatchNorm2d(2).double(), network)
+    assert beta_norm(both, images, labels) == pytest.approx((e @ w).mean(0).norm().item(), rel=1e-3)
+    with pytest.raises(ScoreError, match="no BatchNorm of this Sequential has a shift"):
+        beta_norm(nn.Sequential(nn.BatchNorm2d(2, affine=False), Pointwise()), images, labels)
+
+
+NETWORKS = {
+    "layer-wise": lambda: build(nas_bench_macro(resolution=16), (1, 2, 0, 1, 0, 1, 2, 0), activation="relu"),
+    "path of a supernet": lambda: inherit(Supernet(tiny_space(num_classes=10), layer_indicators=True), (0, -1, 2, 1)),
+    "cells": lambda: build(nas_bench_201_space(cells=3, channels=4, resolution=16), (4, 1, 3, 2, 0, 4)),
+    "torchvision": lambda: torchvision_mobilenet_v2(width_mult=0.25, num_classes=10),
+}
+
+
+@pytest.mark.parametrize("name", ZERO_COST)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_any_module_has_a_score_and_stays_as_it_was(network, name):
+    module, (images, labels) = NETWORKS[network](), batch(8, channels=3, side=16, classes=10)
+    module.eval()
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    first, second = (ZERO_COST[name](module, images, labels) for _ in range(2))
+    assert math.isfinite(first)
+    assert first == second
+    assert not module.training and all(p.grad is None for p in module.parameters())
+    assert before.keys() == module.state_dict().keys()
+    assert all(torch.equal(v, module.state_dict()[k]) for k, v in before.items())
+    assert all(not m._forward_hooks for m in module.modules())
+
+
+@pytest.mark.parametrize("name", ["gradient_norm", "snip", "synflow", "zico"])
+def test_without_a_convolution_that_trains_there_is_no_score(name):
+    network, (images, labels) = Pointwise(), batch()
+    network.conv.weight.requires_grad_(False)
+    with pytest.raises(ScoreError, match="none of the 1 convolutions of this Pointwise has a weight that trains"):
+        ZERO_COST[name](network, images, labels)
+
+
+def test_frozen_weights_are_not_counted():
+    network, (images, labels) = Pointwise(), batch()
+    g1, *_ = gradients_by_hand(network, images, labels)
+    network.linear.weight.requires_grad_(False)
+    assert gradient_norm(network, images, labels) == pytest.approx(g1.norm().item(), rel=1e-5)
+    assert ntk_q(network, images, labels) == pytest.approx(g1.square().sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("act", [None, torch.tanh])
+def test_naswot_needs_a_relu(act):
+    with pytest.raises(ScoreError, match="no ReLU or ReLU6 ran in this Pointwise"):
+        naswot(Pointwise(act=act), *batch())
+
+
+def test_equal_images_have_no_naswot_and_no_zico():
+    images, labels = batch(4)
+    same, zeros = images[:1].expand(4, -1, -1, -1), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ScoreError, match="kernel of 4 images and 64 ReLU units is singular"):
+        naswot(Pointwise(act=F.relu), same)
+    with pytest.raises(ScoreError, match="no gradient differs between the batches"):
+        zico(Pointwise(act=F.relu), same, zeros)
+
+
+def test_batches_of_zico():
+    for size, parts in ((6, 1), (7, 2)):
+        with pytest.raises(ValueError, match=f"got {size} images in {parts} batches"):
+            zico(Pointwise(), *batch(size), batches=parts)
+
+
+@pytest.mark.parametrize("name", ["gradient_norm", "snip", "synflow", "zico", "ntk_q"])
+def test_what_is_not_finite_names_the_layer(name):
+    images, labels = batch()
+    network = nn.Sequential(
+        nn.Conv2d(2, 3, 1), nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)
+    )
+    with torch.no_grad():
+        network[1].weight[0, 0] = float("inf")
+    with pytest.raises(ScoreError, match="this Sequential has no finite score: the (weight|output) of layer '1'"):
+        ZERO_COST[name](network, images, labels)
+
+
+def test_fused_norms_cannot_be_left_out():
+    images, labels = batch(4, channels=3, side=16)
+    net = Supernet(tiny_space(), fused=True)
+    net.freeze("all")
+
+    class Path(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return self.net(x, (0, 1, 2, 0))
+
+    with pytest.raises(ScoreError, match="norms of this Path run inside fused operators"):
+        synflow(Path(), images, labels)
+    with pytest.raises(ScoreError, match="built with fused=True must be built without"):
+        naswot(Path(), images, labels)
+
+
+@pytest.mark.parametrize("name", ZERO_COST)
+def test_paths_of_a_supernet_are_scored_by_name(name):
+    """A frozen supernet's path counts all its weights; the first batch of the evidence is the one that is used."""
+    net, images = Supernet(tiny_space(), layer_indicators=False, seed=3), batches(2)
+    net.freeze()
+    path = (0, 2, 1, 1)
+    found = score_paths(name, Evidence(net, images), [path])
+    assert found == {path: ZERO_COST[name](inherit(net, path), *images[0])}
+
+
+def test_a_path_without_a_score_is_named():
+    net = Supernet(tiny_space(), layer_indicators=False)
+    with torch.no_grad():
+        net.layers[1].candidates[2].last_bn.weight.fill_(float("nan"))
+    evidence = Evidence(net, batches(1))
+    assert math.isfinite(score_paths("snip", evidence, [(0, 1, 0, 0)])[0, 1, 0, 0])
+    with pytest.raises(ScoreError, match=r"path 0 2 0 0 of tiny has no snip: .* of layer 'blocks.1.project.bn' is not"):
+        score_paths("snip", evidence, [(0, 2, 0, 0)])
+
+
+def test_a_supernet_without_relu_has_no_naswot():
+    net = Supernet(tiny_space(activation="tanh"), layer_indicators=False)
+    assert {"snip", "synflow"} < set(available(net)) and "naswot" not in available(net)
+    of_a_stage = tiny_space(stages=(tiny_space().stages[0].replace(activation="hswish"),))
+    assert "naswot" not in available(Supernet(of_a_stage, layer_indicators=False))
+    with pytest.raises(ScoreError, match="no score 'naswot': .*the activation is tanh. It can have .*synflow"):
+        score_paths("naswot", Evidence(net, batches(1)), [(0, 0, 0, 0)])
