@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nasfast.config import ConfigError, difference, load_yaml
+from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.scores import check_score
 from nasfast.settings.run import RunConfig
@@ -33,16 +33,10 @@ def check_same_run(path: Path, cfg: RunConfig) -> None:
 
     Raises:
         CheckpointError: the settings differ.
-        ConfigError: the file is damaged, or was written by a version with other methods.
+        ConfigError: the file is damaged.
     """
     if not path.exists():
         return
-    form = load_yaml(path)
-    if form.get("method") == "dinas" and "score" not in form:
-        raise ConfigError(
-            f"{path} was written by a version in which 'dinas' was the method that is 'dinas_paper' now: write "
-            "`method: dinas_paper` there to continue the run unchanged"
-        )
     saved, given = RunConfig.load(path).resolved().to_dict(), cfg.resolved().to_dict()
     for form in (saved, given):
         for mapping, keys in ((form, _LATER), (form["data"], _LATER_DATA)):

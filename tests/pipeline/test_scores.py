@@ -8,13 +8,12 @@ import random
 import shutil
 
 import pytest
-from digits_runs import EVOLUTION, run_fails, write_config
+from digits_runs import EVOLUTION, run_fails
 from scipy.stats import kendalltau
 from tiny import tiny_space
 
 from nasfast import pipeline
 from nasfast.cli.main import main
-from nasfast.config import dump_yaml, load_yaml
 from nasfast.data import make_loader, make_loaders, random_subset
 from nasfast.indicators import bn_gamma
 from nasfast.indicators.scores import score_paths, score_table
@@ -153,25 +152,3 @@ def test_a_score_that_cannot_be_had_is_refused_before_training(config, tmp_path,
 def test_unknown_scores_are_named(config, tmp_path, capsys):
     assert main(["run", "--out", str(tmp_path), "--config", str(config), "--score.name", "path_los"]) == 1
     assert "did you mean 'path_loss'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_runs_of_the_old_dinas_go_on_under_its_present_name(tmp_path, capsys):
-    settings = write_config(tmp_path / "config", method="dinas_paper")
-    out = tmp_path / "run"
-    assert main(["supernet", "--out", str(out), "--config", str(settings)]) == 0
-    assert RunConfig.load(out / "config.yaml").supernet.trainable == "indicators"
-    form = load_yaml(out / "config.yaml")
-    # as the version before wrote it
-    del form["score"], form["supernet"]["hold_out"], form["supernet"]["alignment"]
-    old = dump_yaml({**form, "method": "dinas"})
-    (out / "config.yaml").write_text(old)
-    for command in (["supernet", "--resume"], ["score"], ["run", "--resume"]):
-        assert main([*command, "--out", str(out)]) == 1
-        assert "write `method: dinas_paper` there" in capsys.readouterr().err
-        assert (out / "config.yaml").read_text() == old
-    (out / "config.yaml").write_text(old.replace("method: dinas\n", "method: dinas_paper\n"))
-    for command in (["supernet", "--resume"], ["score"], ["search"]):
-        assert main([*command, "--out", str(out)]) == 0
-    table = IndicatorTable.load(out / "indicators.json")
-    assert (table.rule, table.meta["score"], table.meta["method"]) == ("product", "gamma", "dinas_paper")
