@@ -24,7 +24,7 @@ from nasfast.spaces import SKIP, SearchSpace
 from nasfast.spaces.cost import output_size
 from nasfast.supernet import InitScheme, Supernet, initialize
 
-PATHS = 12
+PATHS = 10
 """Untrained networks that a table is averaged over."""
 
 BATCH = 16
@@ -40,7 +40,7 @@ def random_signs(like: Tensor, generator: torch.Generator | None = None) -> Tens
     return signs.mul_(2).sub_(1)
 
 
-def mean_channel_jacobian(inputs: Tensor, outputs: Tensor, signs: Tensor) -> Tensor:
+def mean_channel_jacobian(inputs: Tensor, outputs: Tensor, signs: Tensor, *, retain_graph: bool = False) -> Tensor:
     """M (C_in s^2, C_out): the mean over images and output pixels of the Jacobian between channels, from one product.
 
     With random signs the expectation of M is the mean, over images and output pixels p, of d outputs[p] / d inputs[q],
@@ -50,6 +50,7 @@ def mean_channel_jacobian(inputs: Tensor, outputs: Tensor, signs: Tensor) -> Ten
         inputs: (N, C_in, H, W), a leaf of the graph of `outputs`.
         outputs: (N, C_out, ceil(H / s), ceil(W / s)); where the stride s does not divide H or W, zeros fill the rest.
         signs: in the shape of `outputs`.
+        retain_graph: whether to keep the graph for another product.
 
     Raises:
         ScoreError: the outputs do not depend on the inputs, are no maps, or have another shape.
@@ -60,7 +61,7 @@ def mean_channel_jacobian(inputs: Tensor, outputs: Tensor, signs: Tensor) -> Ten
         )
     v = None
     if outputs.requires_grad:
-        (v,) = torch.autograd.grad(outputs, inputs, signs, allow_unused=True)
+        (v,) = torch.autograd.grad(outputs, inputs, signs, retain_graph=retain_graph, allow_unused=True)
     if v is None or not v.any():
         raise ScoreError(
             "the output of a block does not depend on its input, so its Jacobian is 0: leave the block out"
