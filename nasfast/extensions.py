@@ -19,7 +19,20 @@ SPACE_KINDS = {"cell": "nasfast.research.cells.space:CellSpace"}
 """Key of the written form of a kind of space -> its class."""
 
 SCORES = dict.fromkeys(
-    ("gradient_norm", "snip", "synflow", "naswot", "zico", "ntk_q", "beta_norm", "log_volume", "nasi"),
+    (
+        "gradient_norm",
+        "snip",
+        "synflow",
+        "naswot",
+        "zico",
+        "ntk_q",
+        "beta_norm",
+        "log_volume",
+        "nasi",
+        "expressivity",
+        "progressivity",
+        "trainability",
+    ),
     "nasfast.research.scores",
 )
 """Name of a score -> the module that registers it."""

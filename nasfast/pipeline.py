@@ -22,7 +22,7 @@ from nasfast.config import ConfigError, difference, portable
 from nasfast.display import Tabular
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.refine import refine
-from nasfast.indicators.scores import score_table
+from nasfast.indicators.scores import score_table, untrained_table
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
@@ -42,7 +42,7 @@ from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
 from nasfast.settings.run import RunConfig
 from nasfast.settings.tasks import TaskSettings
-from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch, read_cost_table, space_kind
+from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch, get_space, read_cost_table, space_kind
 from nasfast.stages.apart import FOLDER as TASKS_FOLDER
 from nasfast.stages.apart import retrain_apart
 from nasfast.stages.checks import already_begun, check_one_process, check_same_run, check_scoring, check_search
@@ -212,6 +212,64 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     beside = f" + {settings.structure:g} sqrt_size" if settings.structure and settings.table is None else ""
     _say("score", started, f"{settings.label}{beside}")
     return table
+
+
+@_stage(create=True)
+def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> IndicatorTable:
+    """Write config.yaml, space.yaml and the indicators.json of a score that needs neither training nor images.
+
+    A table that the same settings gave is kept.
+
+    Args:
+        cfg: settings of the run; those of images and of the supernet are not used.
+        num_classes: classes of the networks; None takes those of the run directory's space, or the space's own.
+
+    Raises:
+        ConfigError: the run directory has another space, or the settings cannot be used.
+        CheckpointError: the run directory has a run with other settings.
+        ScoreError: the score needs training or images, or a block has no such score.
+        InfeasibleConstraintError: no architecture meets the limits.
+    """
+    started = time.monotonic()
+    if cfg.supernet.activation is not None:
+        raise ConfigError("supernet.activation is that of a supernet, and this trains none: set it in the space's file")
+    space = _untrained_space(cfg, num_classes)
+    check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+    check_search(cfg, space)
+    settings, file = cfg.score.resolved(cfg.method), cfg.run_dir / TABLE_FILE
+    meta = {"seed": cfg.seed, "settings": _scored_with(cfg)}
+    if file.exists():
+        table = IndicatorTable.load(file)
+        if table.space == space and {key: table.meta.get(key) for key in meta} == meta:
+            return table
+    table = untrained_table(settings.score.name, space, structure=settings.structure or 0.0, seed=cfg.seed, meta=meta)
+    write_atomic(cfg.run_dir / SPACE_FILE, space.to_yaml().encode())
+    table.save(file)
+    _save_config(cfg)
+    beside = f" + {settings.structure:g} sqrt_size" if settings.structure else ""
+    _say("score", started, f"{settings.label}{beside}, nothing was trained")
+    return table
+
+
+def _untrained_space(cfg: RunConfig, num_classes: int | None) -> SearchSpace:
+    """The space of the settings; where `num_classes` is None, with the classes of a space in the run directory.
+
+    Raises:
+        ConfigError: the run directory has another space.
+    """
+    space = get_space(
+        cfg.space.name, num_classes=num_classes, resolution=cfg.space.resolution, variant=cfg.space.variant
+    )
+    path = cfg.run_dir / SPACE_FILE
+    if not path.exists():
+        return space
+    saved = saved_space(cfg)
+    if num_classes is None:
+        space = space.replace(num_classes=saved.num_classes)
+    if saved.fingerprint != space.fingerprint:
+        changes = difference(saved.to_dict(), space.to_dict())
+        raise ConfigError(f"{path} is another space: {changes}; choose another --out")
+    return space
 
 
 @_stage(create=False)

@@ -169,7 +169,15 @@ def _score(cfg: RunConfig) -> None:
         print(f"written: {cfg.run_dir / pipeline.TABLE_FILE}")
 
 
-def _search(cfg: RunConfig) -> None:
+def _search(cfg: RunConfig, num_classes: int | None) -> None:
+    scoring = cfg.score.resolved(cfg.method)
+    # a score that needs only the space needs no run
+    if scoring.table is None and scoring.score.untrained and not (cfg.run_dir / "checkpoints").exists():
+        pipeline.score_untrained(cfg, num_classes=num_classes)
+    elif num_classes is not None:
+        raise ConfigError(
+            f"--num_classes is for a search without a run, and {cfg.run_dir} has one, or the score needs one"
+        )
     _show_candidates(cfg, pipeline.search(cfg))
 
 

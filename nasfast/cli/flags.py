@@ -182,6 +182,27 @@ def _stage(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig]:
     return (_run_config(parser, argv, resumable=False)[0],)
 
 
+_SHORT = {
+    "space": "space.name",
+    "score": "score.name",
+    "max_macs": "search.max_macs",
+    "max_params": "search.max_params",
+}
+"""Short flags of a search, which may be the first command."""
+
+
+def _search(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, int | None]:
+    """The settings, and the classes of a search without a run."""
+    short = ", ".join(f"--{name} for --{full}" for name, full in _SHORT.items())
+    parser.add_argument(
+        "--num_classes", type=int, metavar="N", help=f"classes, where a score begins a search without a run ({short})"
+    )
+    parts = [text.partition("=") for text in argv]
+    whole = {f"--{name}": f"--{full}" for name, full in _SHORT.items()}
+    cfg, others = _run_config(parser, [whole.get(a, a) + b + c for a, b, c in parts], resumable=False)
+    return cfg, others["num_classes"]
+
+
 def _export(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
     parser.add_argument("--out", required=True, help="run directory")
     parser.add_argument("--name", help="which retrained network: best (default), best-2, ..., random, random-2, ...")
@@ -310,7 +331,7 @@ _FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
     "run": _run,
     "supernet": _resumable,
     "score": _stage,
-    "search": _stage,
+    "search": _search,
     "retrain": _retrain,
     "export": _export,
     "rank": _rank,

@@ -9,6 +9,10 @@ from nasfast.config import ConfigBase
 from nasfast.indicators.registry import Score
 from nasfast.settings.supernet import METHODS, MethodName
 
+_STRUCTURE = {"isometry": 5.0}
+"""Weight of `sqrt_size` beside a score that is not a method's preset, by score: 5 is the 0.2 of `isometry` beside
+`sqrt_size`, which was chosen on NAS-Bench-Macro (docs/ranking.md). Other scores stand alone."""
+
 
 @dataclass(frozen=True)
 class ScoreConfig(ConfigBase):
@@ -19,7 +23,8 @@ class ScoreConfig(ConfigBase):
         distill: whether to fit a table to a score of paths, for the exact search; otherwise the search by evolution
             computes it for each architecture.
         structure: weight of the baseline `sqrt_size`, which is added to the score, both divided by their standard
-            deviations; 0 leaves the score in its own unit. Null takes 0 for a score that is not the preset's.
+            deviations; 0 leaves the score in its own unit. Null takes the preset's for the preset's score, 5 for
+            `isometry`, and 0 for others.
         paths: number of sampled paths; null takes 300, or more for a space of many candidates.
         images: number of images on which paths are scored.
         table: file of the user's own values by layer and choice, which are the score instead of `name`; docs/latency.md
@@ -44,11 +49,11 @@ class ScoreConfig(ConfigBase):
     def resolved(self, method: MethodName) -> ScoreConfig:
         """The same settings, with name, distill and structure of the method's preset where they are null.
 
-        The preset's weight of structure belongs to the preset's score: with another score it is 0.
+        The preset's weight of structure belongs to the preset's score: another score has its own, or none.
         """
         preset = METHODS[method]
         name = self.name or preset.score
-        weight = preset.structure if name == preset.score else 0.0
+        weight = preset.structure if name == preset.score else _STRUCTURE.get(name, 0.0)
         return self.replace(
             name=name,
             distill=preset.distill if self.distill is None else self.distill,

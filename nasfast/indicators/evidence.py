@@ -137,3 +137,16 @@ class NetworkEvidence:
     def network(self, arch: Arch) -> nn.Module:
         """The network of an architecture as PyTorch initialises its modules, in training mode."""
         return untrained(self.space, arch, seed=self.seed)
+
+
+def space_of_layers(evidence: Evidence | NetworkEvidence) -> SearchSpace:
+    """The space of a score that is a table of (layer, candidate).
+
+    Raises:
+        ScoreError: it is a space of cells.
+    """
+    if not isinstance(evidence.space, SearchSpace):
+        raise ScoreError(
+            f"{evidence.space.name} is a space of cells, and this score is a table of layers: take another"
+        )
+    return evidence.space

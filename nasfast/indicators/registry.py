@@ -51,6 +51,11 @@ class Score:
     refusal: Callable[[Supernet], str | None]
 
     @property
+    def untrained(self) -> bool:
+        """Whether its table needs only the space: neither training nor images."""
+        return self.additive and self.networks and not self.images
+
+    @property
     def summary(self) -> str:
         """A sentence about the score: the first line of the function's docstring."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]

@@ -13,6 +13,7 @@ from scipy.stats import rankdata
 from nasfast.indicators import (  # noqa: F401  each registers its scores
     accuracy,
     bn_gamma,
+    isometry,
     path_accuracy,
     path_loss,
     structural,
@@ -32,7 +33,7 @@ from nasfast.indicators.registry import (
 )
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import Arch, format_arch
+from nasfast.spaces import Arch, SearchSpace, format_arch
 
 __all__ = [
     "SCORES",
@@ -51,6 +52,7 @@ __all__ = [
     "score_paths",
     "score_table",
     "summed",
+    "untrained_table",
     "with_structure",
 ]
 
@@ -80,6 +82,30 @@ def score_table(
     else:
         scores = {arch: score.function(evidence, arch) for arch in dict.fromkeys(evidence.sample())}
         table = distill(space, scores, evidence.values, meta=meta)
+    return with_structure(table, structure)
+
+
+def untrained_table(
+    name: str, space: SearchSpace, *, structure: float = 0.0, seed: int = 0, meta: dict[str, Any] | None = None
+) -> IndicatorTable:
+    """The table of a score that needs neither training nor images.
+
+    Args:
+        name: a score whose `untrained` is true: `isometry`, or a baseline.
+        space: a space of layers.
+        structure: see `score_table`.
+        seed: seed of weights.
+        meta: see `score_table`.
+
+    Raises:
+        ScoreError: the score is unknown or needs training or images, or a block has no such score.
+    """
+    score = get_score(name)
+    if not score.untrained:
+        can = ", ".join(sorted(other.name for other in SCORES.values() if other.untrained))
+        raise ScoreError(f"the score {name!r} needs training or images, and here are none: train, or take one of {can}")
+    table = score.function(NetworkEvidence(space, (), seed=seed))
+    table = IndicatorTable(space, table.block, table.layer, {**(meta or {}), "score": name, **table.meta}, table.rule)
     return with_structure(table, structure)
 
 

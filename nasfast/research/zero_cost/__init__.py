@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nasfast.indicators.registry import ScoreError
+from nasfast.research.zero_cost.az_nas import expressivity, progressivity, trainability
 from nasfast.research.zero_cost.beta_norm import beta_norm
 from nasfast.research.zero_cost.gradient_norm import gradient_norm
 from nasfast.research.zero_cost.log_volume import log_volume
@@ -27,17 +28,23 @@ ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {
     "ntk_q": ntk_q,
     "beta_norm": beta_norm,
     "log_volume": log_volume,
+    "expressivity": expressivity,
+    "progressivity": progressivity,
+    "trainability": trainability,
 }
 
 __all__ = [
     "ZERO_COST",
     "ScoreError",
     "beta_norm",
+    "expressivity",
     "gradient_norm",
     "log_volume",
     "naswot",
     "ntk_q",
+    "progressivity",
     "snip",
     "synflow",
+    "trainability",
     "zico",
 ]

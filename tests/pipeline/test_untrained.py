@@ -1,0 +1,79 @@
+"""A search whose score needs neither training nor images: one command, and what it leaves for later stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from tiny import tiny_space
+
+from nasfast import pipeline
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.indicators.scores import untrained_table
+from nasfast.indicators.table import IndicatorTable
+from nasfast.search import load_candidates
+from nasfast.settings.run import RunConfig, SpaceConfig
+from nasfast.settings.supernet import SupernetConfig
+from nasfast.spaces import SearchSpace
+
+
+@pytest.fixture
+def space_file(tmp_path):
+    tiny_space().save(tmp_path / "tiny.yaml")
+    return tmp_path / "tiny.yaml"
+
+
+def test_one_command_finds_the_best_within_the_limit(space_file, tmp_path, capsys):
+    out = tmp_path / "run"
+    space = tiny_space(num_classes=7)
+    costs = {arch: space.cost(arch).macs for arch in itertools.product(range(3), repeat=4)}
+    limit = sorted(costs.values())[40]
+    command = ["search", "--out", str(out), "--space", str(space_file), "--score=isometry", "--max_macs"]
+    assert main([*command, str(limit), "--num_classes", "7"]) == 0
+    assert SearchSpace.load(out / "space.yaml") == space
+    table = untrained_table("isometry", space, structure=5.0)
+    assert IndicatorTable.load(out / "indicators.json").scores == table.scores
+    best = load_candidates(out / "archs.json").candidates[0]
+    within = [arch for arch, macs in costs.items() if macs <= limit]
+    assert best.optimal and best.score == pytest.approx(max(map(table.score, within)))
+    assert "The proof is about the score only" in capsys.readouterr().out
+    assert {"config.yaml", "space.yaml", "indicators.json", "archs.json"} <= {file.name for file in out.iterdir()}
+    # again with another limit: the table is kept, and so are the classes
+    before = (out / "indicators.json").stat().st_mtime_ns
+    assert main([*command, str(2 * limit)]) == 0
+    assert (out / "indicators.json").stat().st_mtime_ns == before
+    assert SearchSpace.load(out / "space.yaml") == space
+    assert main([*command, str(limit), "--num_classes", "6"]) == 1
+    assert "is another space: num_classes" in capsys.readouterr().err
+    # another seed is another table
+    assert main([*command, str(limit), "--seed", "1"]) == 1
+    assert "has other settings: seed" in capsys.readouterr().err
+
+
+def test_structure_alone_and_scores_that_need_a_run(space_file, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["search", "--out", str(out), "--space", str(space_file), "--score", "sqrt_size"]) == 0
+    assert json.loads((out / "indicators.json").read_text())["meta"]["score"] == "sqrt_size"
+    capsys.readouterr()
+    other = ["search", "--out", str(tmp_path / "other"), "--space", str(space_file), "--score"]
+    assert main([*other, "path_loss"]) == 1
+    assert "space.yaml is missing: run `nasfast supernet" in capsys.readouterr().err
+    assert main([*other, "path_loss", "--num_classes", "3"]) == 1
+    assert "--num_classes is for a search without a run" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_limits_that_nothing_meets_leave_no_directory(space_file, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["search", "--out", str(out), "--space", str(space_file), "--score", "isometry", "--max_macs=9"]) == 1
+    assert "MACs" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_activation_of_a_supernet_is_refused(space_file, tmp_path):
+    cfg = RunConfig(out=str(tmp_path / "run"), space=SpaceConfig(str(space_file)))
+    cfg = cfg.replace(score=cfg.score.replace(name="isometry"), supernet=SupernetConfig(activation="relu"))
+    with pytest.raises(ConfigError, match="supernet.activation is that of a supernet"):
+        pipeline.score_untrained(cfg)
