@@ -118,7 +118,7 @@ def test_recalibrated_accuracy_needs_training_images(trained):
 def test_every_score_gives_a_table_or_says_why_not(macro_space):
     net = Supernet(macro_space, init="aligned")
     images = batches(2, resolution=12)
-    evidence = Evidence(net, images, loaders=(images, images), paths=24)
+    evidence = Evidence(net, images, loaders=(images, images), paths=12)
     assert available(net) == list(all_scores()) and set(extensions.SCORES) < set(available(net))
     for name in available(net):
         table = score_table(name, evidence)

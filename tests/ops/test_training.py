@@ -1,6 +1,7 @@
 """cross_entropy and clipped_sgd: PyTorch, and Triton on the GPU or under its interpreter, against float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -39,9 +40,18 @@ def exact(logits, labels, smoothing):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("n, classes", [(1, 2), (5, 10), (7, 1000), (3, 1), (1030, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("n", "classes", "smoothing", "dtype"),
+    [
+        *(
+            (*shape, smoothing, dtype)
+            for shape, smoothing, dtype in product(
+                [(1, 2), (5, 10), (7, 1000), (3, 1)], (0.0, 0.1), (torch.float32, torch.bfloat16)
+            )
+        ),
+        (1030, 3, 0.1, torch.float32),
+    ],
+)
 def test_loss_gradient_and_count_are_those_of_float64(n, classes, smoothing, dtype, backend):
     logits, labels = drawn(n, classes, dtype)
     outcome, gradient = training.cross_entropy(logits, labels, label_smoothing=smoothing, backend=backend)
