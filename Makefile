@@ -65,8 +65,7 @@ FIND_PYTHON = for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/
 	echo "no Python 3.12 found: using $(PYTHON) (set PYTHON_OLDEST to use another)" >&2; echo "$(PYTHON)"
 PYTHON_OLDEST = $(shell $(FIND_PYTHON))
 OLDEST ?= .venv-oldest
-TESTS_OLDEST = ops engine benchmarks/test_aot.py supernet train indicators search \
-	cli measure/test_doctor.py
+TESTS_OLDEST = ops engine benchmarks/test_aot.py fusion supernet train indicators search cli measure/test_doctor.py
 OPTIONS_OLDEST =
 
 $(OLDEST)/installed: constraints-oldest.txt
@@ -83,9 +82,9 @@ test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch a
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
 
-# Tests of each backend and of the engine: all of test-oldest takes longer than CI allows.
-test-oldest-fast: TESTS_OLDEST = ops/test_bn_act.py ops/test_inverted_residual.py ops/test_orthogonalize.py \
-	ops/test_triton_disorder.py ops/test_arrivals.py engine indicators cli measure/test_doctor.py
+# Tests of each backend, the engine, fuse and the commands: all of test-oldest takes longer than CI allows.
+test-oldest-fast: TESTS_OLDEST = ops/test_bn_act.py ops/test_orthogonalize.py ops/test_triton_disorder.py \
+	ops/test_arrivals.py engine fusion/test_models.py cli/test_cli.py measure/test_doctor.py
 test-oldest-fast: OPTIONS_OLDEST = -m "not slow"
 test-oldest-fast: test-oldest  ## run the part of test-oldest that CI runs
 
