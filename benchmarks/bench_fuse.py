@@ -18,7 +18,7 @@ import torchvision
 from torch import nn
 
 import nasfast
-from benchmarks.harness import positive, write_json
+from benchmarks.harness import keep_freed_memory, positive, write_json
 from benchmarks.steps import VARIANTS, Workload, bench, show, train_batch_norms
 
 BATCH, RESOLUTION, ROUNDS = 32, 224, 9
@@ -74,8 +74,11 @@ def main() -> None:
         "--rounds", type=positive, help=f"timed rounds, default {ROUNDS}, or {QUICK_ROUNDS} with --quick"
     )
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"some of {', '.join(VARIANTS)}")
+    parser.add_argument("--keep-memory", action="store_true", help="with a C library that keeps freed memory")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
+    if args.keep_memory:
+        keep_freed_memory()
     torch.set_num_threads(args.threads)
     batch, resolution, rounds = (
         (QUICK_BATCH, QUICK_RESOLUTION, QUICK_ROUNDS) if args.quick else (BATCH, RESOLUTION, ROUNDS)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import importlib.util
 import json
 import math
@@ -40,7 +39,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse as fold
 
 import nasfast
-from benchmarks.harness import positive, write_json
+from benchmarks.harness import keep_freed_memory, positive, write_json
 from nasfast.fusion import stages
 from nasfast.fusion.fold import Folded
 from nasfast.measure.timing import measure
@@ -54,9 +53,6 @@ _DTYPES = {"bfloat16": torch.bfloat16, "half": torch.half}
 _TOLERANCE = {"fp32": 1e-3, "autocast bf16": 5e-2, "bfloat16": 5e-2, "half": 2e-2}
 # calls of a block in one measurement of the host's time
 _CALLS = 200
-# of glibc's mallopt: what is set, and to how many bytes; it allows no larger threshold for blocks of pages of their own
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_NEVER, _LARGEST = 2**31 - 1, 32 * 2**20
 
 MODELS = (
     "torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/mobilenet_v3_large",
@@ -69,13 +65,6 @@ MODELS = (
 )  # fmt: skip
 # a model takes minutes to compile, once for each type and mode
 COMPILED = ("torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/shufflenet_v2_x0_5")
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep what is freed, in blocks of up to 32 MiB."""
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
-    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
 
 
 def names() -> list[str]:
