@@ -350,10 +350,10 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
 
 
 @pytest.mark.parametrize(
-    ("judge", "seen", "name", "changes"),
+    ("pattern", "seen", "name", "changes"),
     [
         (
-            marks.grown,
+            "P1",
             GROWN,
             "growing",
             {
@@ -364,7 +364,7 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
             },
         ),
         (
-            marks.widened,
+            "P2",
             WIDENED,
             "width preferred",
             {
@@ -378,7 +378,7 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
             },
         ),
         (
-            marks.collapsed,
+            "P3",
             COLLAPSED,
             "collapsed",
             {
@@ -390,10 +390,10 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
     ],
     ids=["P1", "P2", "P3"],
 )
-def test_verdicts(monkeypatch, judge, seen, name, changes):
+def test_verdicts(monkeypatch, pattern, seen, name, changes):
     def verdict(of: Mapping[str, float]) -> dict:
         monkeypatch.setattr(marks, "measures", lambda found: of)
-        return judge(None).to_dict()
+        return marks.verdicts(pattern, {0: None})[f"{pattern}, seed 0"].to_dict()
 
     assert verdict(seen) == {"names": [name], **dict.fromkeys(changes, True)}
     for sign, others in changes.items():

@@ -108,7 +108,7 @@ def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
             figures.edge_costs(f"{name}: cost and loss", first),
             figures.output_cost_figure(f"{name}: C = L - H", first),
         ),
-        verdicts={f"P1, seed {seed}": marks.grown(found) for seed, found in runs.items()},
+        verdicts=marks.verdicts("P1", runs),
         checks=tuple(checks),
     )
 
@@ -135,7 +135,7 @@ def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
             *figures.architecture_figures(f"seed {cfg.seed}", first),
             figures.control("control for the cause (figures 8 and 9)", controls),
         ),
-        verdicts={f"P2, seed {seed}": marks.widened(found) for seed, found in runs.items()},
+        verdicts=marks.verdicts("P2", runs),
         checks=tuple(checks),
     )
 
@@ -189,7 +189,7 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
             figures.output_cost_figure("DARTS's gates, probabilities fixed (figure 10)", first_gates),
             figures.edge_costs("DARTS's gates: costs of training batches", first_gates),
         ),
-        verdicts={f"P3, seed {seed}": marks.collapsed(found) for seed, found in runs.items()},
+        verdicts=marks.verdicts("P3", runs),
         checks=tuple(checks),
     )
 
