@@ -34,7 +34,7 @@ def table(report, start: str):
 
 @pytest.mark.slow
 def test_quick_tells_marks_and_tables(tmp_path):
-    cfg = NasiQuickConfig(cells=4, images=16, repeats=1, train_steps=3, steps=3, seeds=2, exact=3, threads=1)
+    cfg = NasiQuickConfig(cells=3, images=16, repeats=1, train_steps=2, steps=3, seeds=1, exact=3, threads=1)
     report = run_study("nasi quick", cfg)
     names = [check.name for check in report.checks]
     # section 6: spread, three correlations with accuracy, four of Q; two for each kind of search; and the time

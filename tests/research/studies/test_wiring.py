@@ -120,7 +120,7 @@ def test_studies_share_their_searches(reports):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STUDIES)
+@pytest.mark.parametrize("kind", ["p2", "cost"])
 def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, capsys, caplog):
     out, found, _ = reports
     steps.take()
@@ -138,7 +138,7 @@ def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["p2", "p3"])
+@pytest.mark.parametrize("kind", ["p3"])
 def test_searches_as_tasks_have_the_same_bytes(reports, steps, kind, tmp_path, monkeypatch):
     """Every search of a study is handed to the executor together, and read by the study as finished."""
     out, found, taken = reports
@@ -148,11 +148,9 @@ def test_searches_as_tasks_have_the_same_bytes(reports, steps, kind, tmp_path, m
     monkeypatch.setattr("nasfast.research.studies.run._plain_lines", lambda name, total: told_of.append)
     assert main(["wiring", kind, *flags(STUDIES[kind][1]), "--out", str(tmp_path), "--attempts", "2"]) == 0
     folders = {path.parent for path in tmp_path.glob("*/task.json")}
-    assert (
-        folders == {path.parent for path in tmp_path.glob("*/search.npz")} and len(folders) == {"p2": 8, "p3": 6}[kind]
-    )
+    assert folders == {path.parent for path in tmp_path.glob("*/search.npz")} and len(folders) == 6
     assert len(told_of) == len(folders), "a search ran in the study itself"
-    # p2 and p3 find the searches of p1 when they run behind it
+    # it finds the searches of p1 when it runs behind p1
     assert steps.take() == taken[kind] + taken["p1"]
     for folder in folders:
         # a checkpoint also has the state of torch's global generator, which no search uses or sets
