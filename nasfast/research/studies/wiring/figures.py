@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -289,10 +289,7 @@ def _draw_cost_heatmap(data: Form) -> Figure:
     for i, (ax, panel, grid, limit) in enumerate(zip(axes, shown, grids, limits, strict=True)):
         unit = 10.0 ** math.floor(math.log10(limit)) if limit < 0.01 else 1.0
         image = _heat(ax, grid / unit, limit / unit)
-        positive, negative = panel["positive"], panel.get("negative")
-        counts = "no costs" if positive is None else f"{positive:.0%} of the costs > 0"
-        counts += "" if negative is None else f", {negative:.0%} < 0"
-        ax.set_title(f"{literal(panel['label'])}: {counts}", fontsize=10)
+        ax.set_title(f"{literal(panel['label'])}: {panel['positive']:.0%} of the costs > 0", fontsize=10)
         ax.set_xticks(range(len(names)), names, fontsize=8 if len(names) <= 8 else 7)
         ax.set_yticks(range(len(edges)), edges, fontsize=8)
         for tick, intermediate in zip(ax.get_yticklabels(), data["intermediate"], strict=True):
@@ -373,16 +370,14 @@ def _draw_edge_cost(data: Form) -> Figure:
         ax.sharex(learning)
         ax.tick_params(labelbottom=False)
     learning.plot(steps, numbers(data["loss"]), color=_INPUT, lw=1.5, label="loss")
-    learning.set(xlabel="step", ylabel="cross-entropy (nats)", title="loss")
+    learning.set(xlabel="step", ylabel="cross-entropy (nats)", title="loss and accuracy")
     learning.set_ylim(bottom=0)
-    if data["accuracy"] is not None:
-        other = learning.twinx()
-        other.spines["top"].set_visible(False)
-        other.plot(steps, 100 * numbers(data["accuracy"]), color=_INTERMEDIATE, lw=1.5, label="accuracy")
-        other.set(ylim=(0, 101), ylabel="top-1 (%)")
-        learning.set_title("loss and accuracy")
-        handles = [*learning.get_legend_handles_labels()[0], *other.get_legend_handles_labels()[0]]
-        learning.legend(handles=handles, loc="center right", fontsize=8, frameon=False)
+    other = learning.twinx()
+    other.spines["top"].set_visible(False)
+    other.plot(steps, 100 * numbers(data["accuracy"]), color=_INTERMEDIATE, lw=1.5, label="accuracy")
+    other.set(ylim=(0, 101), ylabel="top-1 (%)")
+    handles = [*learning.get_legend_handles_labels()[0], *other.get_legend_handles_labels()[0]]
+    learning.legend(handles=handles, loc="center right", fontsize=8, frameon=False)
     return figure
 
 
@@ -423,16 +418,13 @@ def _draw_clh(data: Form) -> Figure:
 
 
 def _runs(
-    ax: Axes, curves: Iterable[tuple[Sequence[float], np.ndarray]], colour: Any, label: str, *, style: str = "-"
+    ax: Axes, curves: Sequence[tuple[Sequence[float], np.ndarray]], colour: Any, label: str, *, style: str = "-"
 ) -> None:
-    """A thin line for each run and a bold one for their mean, where they have the same steps."""
-    curves = list(curves)
+    """A thin line for each run and a bold one for their mean; all have the same steps."""
     for steps, values in curves:
         ax.plot(steps, values, color=colour, lw=0.8, ls=style, alpha=0.45)
-    if curves and all(list(steps) == list(curves[0][0]) for steps, _ in curves):
+    if curves:
         ax.plot(curves[0][0], _mean([values for _, values in curves]), color=colour, lw=2.3, ls=style, label=label)
-    elif curves:
-        ax.plot([], [], color=colour, lw=0.8, ls=style, label=label)
 
 
 @drawing(
