@@ -28,10 +28,8 @@ from itertools import combinations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import kendalltau
 from torch import Tensor, nn
 
-from nasfast.indicators.table import IndicatorTable
 from nasfast.research.analysis.jacobian import applied, frozen_copy
 from nasfast.spaces import UniformSampler
 from nasfast.supernet import Supernet
@@ -211,49 +209,3 @@ def depth_spread(
             logs[i, index] = math.log(var)
     ratio = np.exp(logs.max(0) - logs.min(0))
     return DepthSpread(tuple(logs.mean(0).tolist()), tuple(logs.std(0).tolist()), tuple(ratio.tolist()))
-
-
-@dataclass(frozen=True)
-class SeedStability:
-    """How well the indicator rankings of several seeds agree, as means of Kendall's tau-b over pairs of seeds.
-
-    Attributes:
-        within_layers: mean over layers of tau over the candidates of a layer; None if no layer has a ranking.
-        over_all: tau over all candidates of all layers.
-        seeds: number of rankings.
-    """
-
-    within_layers: float | None
-    over_all: float | None
-    seeds: int
-
-
-def seed_stability(rankings: Sequence[IndicatorTable] | Sequence[Sequence[Sequence[float]]]) -> SeedStability:
-    """Compare the indicator scores of trainings that differ only in their seed: the decisive test of fairness claims.
-
-    Args:
-        rankings: two or more. Each is a table of one space, whose block scores S_v are taken, or for each layer the
-            scores of the candidates.
-
-    Raises:
-        ValueError: there are fewer than two rankings, or they have different layers or candidates.
-    """
-    scores = [
-        [np.array([row[c] for c in sorted(row)]) for row in r.block]
-        if isinstance(r, IndicatorTable)
-        else [np.asarray(row, dtype=float) for row in r]
-        for r in rankings
-    ]
-    if len(scores) < 2 or len({tuple(len(row) for row in r) for r in scores}) > 1:
-        raise ValueError(f"seed_stability: needs two or more rankings of the same candidates, got {len(scores)}")
-    within, over = [], []
-    for a, b in combinations(scores, 2):
-        within += [kendalltau(x, y).statistic for x, y in zip(a, b, strict=True) if len(x) > 1]
-        over.append(kendalltau(np.concatenate(a), np.concatenate(b)).statistic)
-    return SeedStability(_mean(within), _mean(over), len(scores))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    # the tau of a constant ranking is nan
-    known = [float(v) for v in values if not math.isnan(v)]
-    return sum(known) / len(known) if known else None

@@ -1,11 +1,7 @@
-"""What NASI does differently in each kind of space: the supernet it samples, the architecture it chooses, its files.
-
-Each function here has one implementation per kind of space; a new kind registers its own.
-"""
+"""What NASI does differently in each kind of space: the supernet it samples, the architecture it chooses, its files."""
 
 from __future__ import annotations
 
-from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +12,27 @@ from nasfast.research.cells.space import CellSpace
 from nasfast.research.nasi.cells import CellMixture
 from nasfast.research.nasi.layers import LayerMixture
 from nasfast.research.nasi.search import Mixture, NasiResult
-from nasfast.research.nasi.table import METHOD, LogitTable, layer_arch, nasi_table
+from nasfast.research.nasi.table import METHOD, LogitTable, nasi_table
 from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_to_json
 
 
-@singledispatch
-def mixture_of(space: ArchSpace, *, seed: int = 0) -> Mixture:
-    """The untrained supernet of a space, as PyTorch initialises its modules.
+def _layers(space: ArchSpace) -> SearchSpace:
+    """The layer-wise space that every other kind is.
 
     Raises:
         TypeError: NASI has no implementation for this kind of space.
     """
-    raise TypeError(f"NASI has no supernet for a {type(space).__name__}")
+    if not isinstance(space, SearchSpace):
+        raise TypeError(f"NASI searches spaces of layers and of cells, got a {type(space).__name__}")
+    return space
 
 
-@mixture_of.register
-def _(space: CellSpace, *, seed: int = 0) -> CellMixture:
-    return CellMixture(space, seed=seed)
+def mixture_of(space: ArchSpace, *, seed: int = 0) -> Mixture:
+    """The untrained supernet of a space, as PyTorch initialises its modules."""
+    return CellMixture(space, seed=seed) if isinstance(space, CellSpace) else LayerMixture(_layers(space), seed=seed)
 
 
-@mixture_of.register
-def _(space: SearchSpace, *, seed: int = 0) -> LayerMixture:
-    return LayerMixture(space, seed=seed)
-
-
-@singledispatch
 def chosen_arch(space: ArchSpace, result: NasiResult, *, rule: Rule | None = None) -> Arch:
     """The architecture that a search prefers.
 
@@ -49,45 +40,21 @@ def chosen_arch(space: ArchSpace, result: NasiResult, *, rule: Rule | None = Non
         space: the space that was searched.
         result: the result of the search.
         rule: how the logits of cells become an architecture, see `cells.derive`; None takes `darts` for cells
-            with two inputs, whose nodes keep two edges, and else `argmax`. Layers take the highest logits.
-
-    Raises:
-        TypeError: NASI has no implementation for this kind of space.
+            with two inputs, whose nodes keep two edges, and else `argmax`. Layers take the highest logits, and of equal
+            ones the lower option.
     """
-    raise TypeError(f"NASI finds no architecture of a {type(space).__name__}")
+    if isinstance(space, CellSpace):
+        return derive(space, result.logits, rule or ("darts" if space.cell.inputs == 2 else "argmax"))
+    return nasi_table(_layers(space), result).argmax()
 
 
-@chosen_arch.register
-def _(space: CellSpace, result: NasiResult, *, rule: Rule | None = None) -> Arch:
-    return derive(space, result.logits, rule or ("darts" if space.cell.inputs == 2 else "argmax"))
-
-
-@chosen_arch.register
-def _(space: SearchSpace, result: NasiResult, *, rule: Rule | None = None) -> Arch:
-    return layer_arch(space, result)
-
-
-@singledispatch
 def table_of(space: ArchSpace, result: NasiResult) -> IndicatorTable | LogitTable:
-    """The logits of a search as a table, whose `score` of an architecture is log p(arch) up to a constant.
-
-    Raises:
-        TypeError: NASI has no implementation for this kind of space.
-    """
-    raise TypeError(f"NASI makes no table of a {type(space).__name__}")
+    """The logits of a search as a table, whose `score` of an architecture is log p(arch) up to a constant."""
+    if isinstance(space, CellSpace):
+        return LogitTable(result.logits.flatten(0, 1))
+    return nasi_table(_layers(space), result)
 
 
-@table_of.register
-def _(space: CellSpace, result: NasiResult) -> LogitTable:
-    return LogitTable(result.logits.flatten(0, 1))
-
-
-@table_of.register
-def _(space: SearchSpace, result: NasiResult) -> IndicatorTable:
-    return nasi_table(space, result)
-
-
-@singledispatch
 def write_answer(space: ArchSpace, result: NasiResult, arch: Arch, folder: Path, *, meta: dict[str, Any]) -> Path:
     """Write what a search found where the next stage looks for it, and return the file.
 
@@ -99,22 +66,11 @@ def write_answer(space: ArchSpace, result: NasiResult, arch: Arch, folder: Path,
         arch: the architecture that the search prefers.
         folder: gets the file.
         meta: what a table says about its making.
-
-    Raises:
-        TypeError: NASI has no implementation for this kind of space.
     """
-    raise TypeError(f"NASI writes no file of a {type(space).__name__}")
-
-
-@write_answer.register
-def _(space: CellSpace, result: NasiResult, arch: Arch, folder: Path, *, meta: dict[str, Any]) -> Path:
-    path = folder / f"arch_{METHOD}.json"
-    write_atomic(path, (arch_to_json(arch, space) + "\n").encode())
-    return path
-
-
-@write_answer.register
-def _(space: SearchSpace, result: NasiResult, arch: Arch, folder: Path, *, meta: dict[str, Any]) -> Path:
+    if isinstance(space, CellSpace):
+        path = folder / f"arch_{METHOD}.json"
+        write_atomic(path, (arch_to_json(arch, space) + "\n").encode())
+        return path
     path = folder / TABLE_FILE
-    nasi_table(space, result, meta=meta).save(path)
+    nasi_table(_layers(space), result, meta=meta).save(path)
     return path

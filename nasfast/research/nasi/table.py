@@ -54,8 +54,3 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
         shift = 0.0 if identity is None else logits.pop(identity, 0.0)
         block.append({choice: value - shift for choice, value in logits.items()})
     return IndicatorTable(space, tuple(block), (None,) * len(space), {"method": METHOD, **(meta or {})})
-
-
-def layer_arch(space: SearchSpace, result: NasiResult) -> Arch:
-    """The architecture of the highest logits; of equal ones the lower option wins."""
-    return nasi_table(space, result).argmax()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -63,6 +63,18 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    @classmethod
+    def of(cls, title: str, columns: Mapping[str, str] | Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+        """The table of values.
+
+        Args:
+            title: above the table.
+            columns: heading of every column -> format of its numbers, such as `.3f`; or only the headings.
+            rows: text is kept; None, and a number without a value, is a dash.
+        """
+        formats = list(columns.values()) if isinstance(columns, Mapping) else [""] * len(columns)
+        return cls(title, tuple(columns), tuple(tuple(map(number, row, formats)) for row in rows))
+
     def __str__(self) -> str:
         lines = [self.header, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
@@ -73,26 +85,30 @@ class Table:
         return "\n".join([self.title, *text])
 
 
+def number(value: Any, digits: str = ".4g") -> str:
+    """A cell of a table: text itself, a number with these digits, and a dash for None and nan."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return value if isinstance(value, str) else format(value, digits)
+
+
 @dataclass(frozen=True)
 class Figure:
-    """What a figure shows, as data. A subclass adds the numbers as fields; a function of the same folder draws them.
+    """What a figure shows, as data.
 
     Attributes:
-        kind: key of the drawing function in the `FIGURES` of the study's folder; given by the subclass.
+        kind: name of the function that draws it (`page.drawing`).
         title: above the figure.
+        data: the numbers, as mappings, sequences and arrays.
     """
 
-    kind: ClassVar[str]
+    kind: str
     title: str
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Kind, title and numbers. A field that has its default value is left out."""
-        form = {"kind": self.kind}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.default is MISSING or value is not field.default:
-                form[field.name] = value
-        return form
+        """Kind, title and numbers."""
+        return {"kind": self.kind, "title": self.title, **self.data}
 
 
 class Verdict(Protocol):

@@ -49,110 +49,35 @@ class Study:
         return getattr(importlib.import_module(f"{HOME}.{self.folder}.{module}"), getattr(self, attribute))
 
 
+# fmt: off
 _MOMENTS = (
-    Study(
-        "moments",
-        "quick",
-        "small synthetic experiments with pass marks, in about a minute",
-        "QuickConfig",
-        "quick",
-        "moments",
-        resumes=True,
-    ),
-    Study(
-        "moments",
-        "figures",
-        "figures 2 to 5 of the paper, beside its published arrays",
-        "FiguresConfig",
-        "figures",
-        "moments",
-        resumes=True,
-    ),
-    Study(
-        "moments",
-        "module",
-        "candidates and random paths of a search space, or any module",
-        "ModuleConfig",
-        "module",
-        "moments",
-    ),
+    Study("moments", "quick", "small synthetic experiments with pass marks, in about a minute",
+          "QuickConfig", "quick", "moments", resumes=True),
+    Study("moments", "figures", "figures 2 to 5 of the paper, beside its published arrays",
+          "FiguresConfig", "figures", "moments", resumes=True),
+    Study("moments", "module", "candidates and random paths of a search space, or any module",
+          "ModuleConfig", "module", "moments"),
 )
-
 _ISOMETRY = (Study("isometry", "", "", "IsometryConfig", "run", "isometry"),)
-
 _WIRING = (
-    Study(
-        "wiring",
-        "theorems",
-        "theorems on local costs, checked on real networks",
-        "TheoremsConfig",
-        "theorems",
-        "wiring-theorems",
-    ),
-    Study(
-        "wiring",
-        "p1",
-        "growing: None leads first, then operations",
-        "GrowthConfig",
-        "growth",
-        "wiring-p1",
-        resumes=True,
-        tasks=True,
-    ),
-    Study(
-        "wiring",
-        "p2",
-        "width preference, and a control for its cause",
-        "WidthConfig",
-        "width",
-        "wiring-p2",
-        resumes=True,
-        tasks=True,
-    ),
-    Study(
-        "wiring",
-        "p3",
-        "collapse on two levels, and why",
-        "CollapseConfig",
-        "collapse",
-        "wiring-p3",
-        resumes=True,
-        tasks=True,
-    ),
-    Study(
-        "wiring",
-        "cost",
-        "local costs at initialisation and trained",
-        "CostConfig",
-        "cost",
-        "wiring-cost",
-        resumes=True,
-        tasks=True,
-    ),
+    Study("wiring", "theorems", "theorems on local costs, checked on real networks",
+          "TheoremsConfig", "theorems", "wiring-theorems"),
+    Study("wiring", "p1", "growing: None leads first, then operations",
+          "GrowthConfig", "growth", "wiring-p1", resumes=True, tasks=True),
+    Study("wiring", "p2", "width preference, and a control for its cause",
+          "WidthConfig", "width", "wiring-p2", resumes=True, tasks=True),
+    Study("wiring", "p3", "collapse on two levels, and why",
+          "CollapseConfig", "collapse", "wiring-p3", resumes=True, tasks=True),
+    Study("wiring", "cost", "local costs at initialisation and trained",
+          "CostConfig", "cost", "wiring-cost", resumes=True, tasks=True),
 )
-
 _FOUND = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
 _NASI = (
     Study("nasi", "quick", "how well Q predicts accuracy, with marks", "NasiQuickConfig", "quick", "nasi-quick"),
-    Study(
-        "nasi",
-        "search",
-        "any space, at initialisation",
-        "NasiSearchConfig",
-        "search",
-        "nasi-search",
-        writes=_FOUND,
-    ),
-    Study(
-        "nasi",
-        "compare",
-        "nas_bench_macro, ranked",
-        "NasiCompareConfig",
-        "compare",
-        "nasi-compare",
-        writes=_FOUND,
-    ),
+    Study("nasi", "search", "any space, at initialisation", "NasiSearchConfig", "search", "nasi-search", writes=_FOUND),
+    Study("nasi", "compare", "nas_bench_macro, ranked", "NasiCompareConfig", "compare", "nasi-compare", writes=_FOUND),
 )
+# fmt: on
 
 COMMANDS: dict[str, tuple[Study, ...]] = {
     "isometry": _ISOMETRY,

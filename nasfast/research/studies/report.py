@@ -29,6 +29,7 @@ class StudyReport:
         verdicts: the verdicts, by the name of what was judged.
         checks: pass marks.
         claims: sentences of a paper beside what was measured.
+        data: further numbers by name, which the JSON has too, and from which figures may be drawn.
         files: paths that were written besides the report's own.
         name: stem of the report's files, such as `moments`.
         config: the settings that were asked for.
@@ -45,6 +46,7 @@ class StudyReport:
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
     claims: tuple[Claim, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
     name: str = ""
     config: ConfigBase = field(default_factory=ConfigBase)
@@ -65,35 +67,24 @@ class StudyReport:
             "subject": self.subject,
             "explanation": self.explanation,
             "notes": self.notes,
+            **self.data,
             "tables": self.tables,
             "figures": self.figures,
             "verdicts": self.verdicts,
             "checks": self.checks,
+            "seconds": self.seconds,
+            "machine": self.machine,
+            "environment": self.environment,
         }
-        if self.claims:
-            form["claims"] = self.claims
-        return plain({**form, **self.run_form()})
-
-    def run_form(self) -> dict[str, Any]:
-        """The part of the JSON that says how the study was run."""
-        return {"seconds": self.seconds, "machine": self.machine, "environment": self.environment}
+        return plain({**form, **({"claims": self.claims} if self.claims else {})})
 
     def save(self, folder: str | Path) -> Path:
         """Write NAME.json, NAME.html and its figures into a directory; returns the page's path."""
         write_atomic(Path(folder) / f"{self.name}.json", (json.dumps(self.to_dict(), indent=1) + "\n").encode())
         return write_study_page(folder, self.name)
 
-    @property
-    def heading(self) -> str:
-        """The first line of the report as text."""
-        return f"{self.name}: {self.subject}"
-
-    def text_of_findings(self) -> list[str]:
-        """What was measured, as lines of text: the notes and the tables."""
-        return [*self.notes, *(f"\n{table}" for table in self.tables), ""]
-
     def __str__(self) -> str:
-        parts = [self.heading, *self.text_of_findings()]
+        parts = [f"{self.name}: {self.subject}", *self.notes, *(f"\n{table}" for table in self.tables), ""]
         if self.verdicts:
             width = max(map(len, self.verdicts))
             parts += [*(f"{name:{width}}  {', '.join(v.names)}" for name, v in self.verdicts.items()), ""]

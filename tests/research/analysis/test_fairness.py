@@ -10,8 +10,7 @@ import torch
 from tiny import tiny_space
 from torch import nn
 
-from nasfast.indicators.bn_gamma import score
-from nasfast.research.analysis.fairness import depth_spread, fairness, seed_stability, without_indicator_bn
+from nasfast.research.analysis.fairness import depth_spread, fairness, without_indicator_bn
 from nasfast.supernet import Supernet
 
 
@@ -116,18 +115,3 @@ def test_depth_spread_follows_paths(net):
     assert isinstance(net.layers[0].candidates[0].project.bn, nn.BatchNorm2d)
     with pytest.raises(ValueError, match="needs two paths"):
         depth_spread(net, images, paths=1)
-
-
-def test_seed_stability(net):
-    a = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
-    same = seed_stability([a, a])
-    assert (same.within_layers, same.over_all, same.seeds) == (1, 1, 2)
-    assert seed_stability([a, [[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]]).within_layers == -1
-    assert seed_stability([a, [[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]]).within_layers == 0
-    # an untrained supernet scores 1 everywhere, which ranks nothing
-    untrained = score(net)
-    assert seed_stability([untrained, untrained]).within_layers is None
-    with pytest.raises(ValueError, match="two or more rankings"):
-        seed_stability([a])
-    with pytest.raises(ValueError, match="of the same candidates"):
-        seed_stability([a, [[1.0, 2.0], [1.0, 2.0, 3.0]]])

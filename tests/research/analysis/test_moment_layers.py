@@ -263,9 +263,9 @@ def test_theorem_1_of_a_rank_one_signal():
     """All inputs alike: log nu_2 drifts by 5 / (2 N) and diffuses with variance 5 / N per layer."""
     width, depth = 64, 60
     cfg = NetConfig(width=width, depth=depth, batch=2, every=depth)
-    draws = Draws(0, range(1200))
+    draws = Draws(0, range(600))
     one = torch.randn(1, 1, 8, generator=torch.Generator().manual_seed(0))
-    pair = Pair.of(*(one.expand(1, 1200, 8) for _ in range(2)))
+    pair = Pair.of(*(one.expand(1, 600, 8) for _ in range(2)))
     first = None
     for places in propagate(cfg, draws, pair):
         first = energies(places["input"])["log_nu2_signal"] if first is None else first

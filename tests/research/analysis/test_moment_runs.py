@@ -97,7 +97,7 @@ def test_float32_stays_near_float64():
 
 
 def test_runs_continue_from_their_file(tmp_path, monkeypatch):
-    cfg = NetConfig(width=256, depth=4, batch=1024, every=2)
+    cfg = NetConfig(width=256, depth=2, batch=1024, every=1)
     source = gaussian(20)
     assert chunk_size(cfg, source) == 2
     whole = run(cfg, source, realisations=5)

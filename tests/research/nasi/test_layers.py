@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from benchmarks.straight_through import gradient_of_q
 from nasfast.indicators import IndicatorTable
+from nasfast.research.nasi.kinds import chosen_arch
 from nasfast.research.nasi.layers import LayerMixture
 from nasfast.research.nasi.search import NasiConfig, sample, search
-from nasfast.research.nasi.table import layer_arch, nasi_table
+from nasfast.research.nasi.table import nasi_table
 from nasfast.search import search_table
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.train.batches import as_epochs
@@ -51,7 +52,7 @@ def test_a_search_gives_a_table_that_search_takes(space, gates):
     assert table.meta == {"method": "nasi", "seed": 0}
     assert IndicatorTable.from_json(table.to_json()) == table
     best = search_table(table, space, top_k=1)[0].arch
-    assert best == layer_arch(space, found)
+    assert best == chosen_arch(space, found)
     # the sum of scores is the sum of logits up to a constant
     rng = np.random.default_rng(0)
     archs = [best, *(tuple(int(rng.choice(layer.options)) for layer in space.layers) for _ in range(8))]
@@ -104,7 +105,7 @@ def test_a_result_of_another_space_is_refused():
     found = search(LayerMixture(SPACES["identity"]), loader(SPACES["identity"]), NasiConfig(steps=1))
     with pytest.raises(ValueError, match=r"logits must be \(1, 4, ...\) for 'tiny', got \(1, 2, 2\)"):
         nasi_table(tiny_space(), found)
-    assert SKIP not in layer_arch(SPACES["identity"], found)
+    assert SKIP not in chosen_arch(SPACES["identity"], found)
 
 
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)

@@ -235,12 +235,12 @@ def test_configs_are_checked():
     "space",
     [
         pytest.param(small_space(), id="201"),
-        pytest.param(darts_space(cells=2, channels=4, resolution=12), id="darts", marks=pytest.mark.slow),
+        pytest.param(darts_space(cells=1, channels=4, resolution=6), id="darts", marks=pytest.mark.slow),
     ],
 )
 def test_the_double_backward_agrees_with_differences_of_q(space, images):
     # strided cells of 6 x 6 maps have kinks close by, where a difference sees another slope
-    x, y = images[0][:6].double(), images[1][:6]
+    x, y = images[0][:6, :, : space.resolution, : space.resolution].double(), images[1][:6]
     mixture = CellMixture(space).double()
     parameters = list(mixture.parameters())
     noise = gumbel(mixture.allowed.shape, torch.Generator().manual_seed(0))
@@ -252,7 +252,7 @@ def test_the_double_backward_agrees_with_differences_of_q(space, images):
     alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(q(alpha), alpha)
     rng, step = np.random.default_rng(0), 1e-6
-    for i in rng.choice(alpha.numel(), min(10, alpha.numel()), replace=False):
+    for i in rng.choice(alpha.numel(), 4, replace=False):
         moved = torch.zeros(alpha.numel(), dtype=torch.float64)
         moved[int(i)] = step
         moved = moved.view(alpha.shape)
@@ -278,7 +278,7 @@ def test_straight_through_gates_are_the_discrete_network(images):
     [
         pytest.param(small_space(), id="none"),
         pytest.param(nas_bench_201_space(cells=3, channels=4, resolution=12), id="201"),
-        pytest.param(darts_space(cells=3, channels=4, resolution=12), id="darts", marks=pytest.mark.slow),
+        pytest.param(darts_space(cells=1, channels=4, resolution=12), id="darts", marks=pytest.mark.slow),
         pytest.param(small_space().replace(order="conv_norm_relu", affine=True), id="conv_norm_relu"),
         pytest.param(
             small_space().replace(cell=small_space().cell.restricted(0, 1, ("conv_3x3", "none"))), id="restricted"
@@ -287,16 +287,16 @@ def test_straight_through_gates_are_the_discrete_network(images):
 )
 def test_a_step_that_runs_the_drawn_path_has_the_gradient_of_all_candidates(space, temperature, images):
     mixture = CellMixture(space).double()
-    record = sample(mixture, loader(images, steps=6), NasiConfig(steps=6, temperature=temperature))
+    record = sample(mixture, loader(images), NasiConfig(steps=3, temperature=temperature))
     unused = 0
-    for t, (x, y) in enumerate(loader(images, steps=6).epoch(0)):
+    for t, (x, y) in enumerate(loader(images).epoch(0)):
         q, gradient = gradient_of_q(mixture, x.double(), y, step=t, temperature=temperature)
         torch.testing.assert_close(record.q[t], q, rtol=1e-10, atol=0)
         torch.testing.assert_close(record.gradients[t], gradient, rtol=0, atol=1e-9 * float(gradient.abs().max()))
         hard = F.one_hot(record.picks[t], len(space.ops)).bool()
         unused += int((gradient[~hard & mixture.allowed].abs() > 1e-6 * float(q)).sum())
     # candidates that did not run have a part in it
-    assert unused > 6
+    assert unused > 3
 
 
 def test_a_node_that_nothing_enters_has_gradients_for_what_could(images):

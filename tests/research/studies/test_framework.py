@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import sys
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,9 +15,8 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.research.studies import registry
 from nasfast.research.studies.inputs import sample_shape
-from nasfast.research.studies.isometry import figures, stability
-from nasfast.research.studies.moments import ModuleConfig, QuickConfig
-from nasfast.research.studies.page import drawings, write_study_page
+from nasfast.research.studies.moments.config import ModuleConfig, QuickConfig
+from nasfast.research.studies.page import write_study_page
 from nasfast.research.studies.parts import Check, Claim, Figure, Table, plain
 from nasfast.research.studies.report import StudyReport
 from nasfast.research.studies.run import carry_out, progress, run_study
@@ -153,14 +150,13 @@ def test_claims_are_told_with_their_verdicts(report, tmp_path):
 
 
 def test_a_figure_is_its_kind_its_title_and_its_numbers():
-    @dataclass(frozen=True)
-    class Line(Figure):
-        kind: ClassVar[str] = "line"
-        y: np.ndarray
-        colour: str | None = None
+    figure = Figure("line", "t", {"y": np.array([1.0, math.nan])})
+    assert plain(figure) == {"kind": "line", "title": "t", "y": [1.0, None]}
 
-    assert plain(Line("t", np.array([1.0, math.nan]))) == {"kind": "line", "title": "t", "y": [1.0, None]}
-    assert plain(Line("t", np.zeros(1), "red"))["colour"] == "red"
+
+def test_cells_of_a_table():
+    table = Table.of("t", {"": "", "x": ".2f"}, [("a", 1.234), ("b", None), ("c", math.nan), ("d", "told")])
+    assert table == Table("t", ("", "x"), (("a", "1.23"), ("b", "-"), ("c", "-"), ("d", "told")))
 
 
 def test_every_study_of_the_registry_can_be_run():
@@ -174,12 +170,6 @@ def test_every_study_of_the_registry_can_be_run():
             assert list(inspect.signature(study.load("run")).parameters) == expected
     with pytest.raises(KeyError, match="no study is called 'moments quik'; there are isometry, moments quick"):
         registry.find("moments quik")
-
-
-def test_every_kind_of_figure_can_be_drawn_and_is_told_once():
-    kinds = [kind for module in registry.modules("figures") for kind in module.FIGURES]
-    assert len(set(kinds)) == len(kinds) == len(drawings())
-    assert all(drawing.caption for drawing in drawings().values())
 
 
 def test_a_command_of_kinds(report, monkeypatch, capsys, tmp_path):
@@ -220,11 +210,3 @@ def test_a_command_of_kinds(report, monkeypatch, capsys, tmp_path):
     assert main(["moments", "long"]) == 1
     assert "expected one of long_one, short behind moments, got 'long'" in capsys.readouterr().err
     assert run_study("moments short").config == ModuleConfig()
-
-
-def test_a_study_imports_names_when_they_are_first_used():
-    package = sys.modules["nasfast.research.studies.isometry"]
-    assert package.write_isometry_page is figures.write_isometry_page
-    assert package.indicator_stability is stability.indicator_stability
-    with pytest.raises(AttributeError, match="has no attribute 'isometry_studdy'"):
-        _ = package.isometry_studdy

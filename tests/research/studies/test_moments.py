@@ -16,20 +16,12 @@ from nasfast.config import ConfigError
 from nasfast.research.analysis.moments.detect import detect, summarise
 from nasfast.research.analysis.moments.inputs import fields, gaussian
 from nasfast.research.analysis.moments.networks import NetConfig, run
-from nasfast.research.studies.moments import (
-    FiguresConfig,
-    ModuleConfig,
-    QuickConfig,
-    figures_study,
-    load_images,
-    marks,
-    module_study,
-    quick_study,
-    study,
-)
-from nasfast.research.studies.moments.measure import source_of
+from nasfast.research.studies.moments import marks, study
+from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
+from nasfast.research.studies.moments.measure import load_images, source_of
 from nasfast.research.studies.page import study_figure
 from nasfast.research.studies.parts import Check, plain
+from nasfast.research.studies.run import run_study
 
 TINY = {
     "FC": NetConfig(width=24, batch=16, depth=24, every=2),
@@ -48,7 +40,7 @@ def small(monkeypatch):
 
 
 def test_quick_measures_every_family(small):
-    report = quick_study(QuickConfig(seed=1))
+    report = run_study("moments quick", QuickConfig(seed=1))
     families = [f"{kind}, {f}" for kind in ("FC", "conv") for f in ("vanilla", "BN feed-forward", "BN resnet")]
     assert list(report.verdicts) == families
     kinds = ["vanilla", "normalised", "resnet"] * 2
@@ -61,12 +53,12 @@ def test_quick_measures_every_family(small):
 
 
 def test_quick_continues_from_its_results(small, tmp_path, monkeypatch):
-    first = quick_study(out=tmp_path)
+    first = run_study("moments quick", out=tmp_path)
     monkeypatch.setattr("nasfast.research.analysis.moments.networks.run_chunk", None)
-    again = quick_study(out=tmp_path)
+    again = run_study("moments quick", out=tmp_path)
     assert [c.measured for c in again.checks] == [c.measured for c in first.checks]
     with pytest.raises(TypeError):
-        quick_study(QuickConfig(seed=5), out=tmp_path)
+        run_study("moments quick", QuickConfig(seed=5), out=tmp_path)
 
 
 def test_the_marks_tell_the_families_apart():
@@ -105,7 +97,7 @@ FIGURES = FiguresConfig(**FC, histogram_realisations=6)
 
 @pytest.mark.slow
 def test_figures_and_their_page(tmp_path):
-    report = figures_study(FIGURES, out=tmp_path)
+    report = run_study("moments figures", FIGURES, out=tmp_path)
     assert [f.title for f in report.figures] == [
         "figure 2: vanilla, histograms",
         "figure 3: vanilla",
@@ -113,7 +105,7 @@ def test_figures_and_their_page(tmp_path):
         "figure 5: BN resnet",
     ]
     assert report.checks == () and set(report.verdicts) == {"vanilla", "BN feed-forward", "BN resnet"}
-    assert report.figures[3].power_law.tau > 0
+    assert report.figures[3].data["power_law"].tau > 0
     page = report.save(tmp_path)
     form = json.loads((tmp_path / "moments.json").read_text())
     assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -123,10 +115,14 @@ def test_figures_and_their_page(tmp_path):
 
 
 def test_studies_share_their_results(tmp_path):
-    report = figures_study(FIGURES, out=tmp_path)
-    more = figures_study(FIGURES.replace(figures=(3,), realisations=2), out=tmp_path)
-    np.testing.assert_array_equal(more.figures[0].curves["logchi_mean"], report.figures[1].curves["logchi_mean"])
-    conv = figures_study(FIGURES.replace(figures=(4,), kernel=3, width=4, padding="zero", depth=3, realisations=1))
+    report = run_study("moments figures", FIGURES, out=tmp_path)
+    more = run_study("moments figures", FIGURES.replace(figures=(3,), realisations=2), out=tmp_path)
+    np.testing.assert_array_equal(
+        more.figures[0].data["curves"]["logchi_mean"], report.figures[1].data["curves"]["logchi_mean"]
+    )
+    conv = run_study(
+        "moments figures", FIGURES.replace(figures=(4,), kernel=3, width=4, padding="zero", depth=3, realisations=1)
+    )
     assert "3 x 3 convolutions, zero borders" in conv.subject
 
 
@@ -187,17 +183,17 @@ def test_agreement_with_arrays(tmp_path, monkeypatch):
         histogram_realisations=10,
     )
     published(tmp_path, cfg, photos)
-    report = figures_study(cfg.replace(reference=str(tmp_path)))
+    report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     names = [check.name for check in report.checks]
     assert "bn_ff: logchi, largest deviation over the allowed" in names and "bn_ff: slope of log chi, l > 100" in names
     assert "vanilla_histo: mean lognu2, largest deviation over the allowed" in names
     assert all(c.passed for c in report.checks if "deviation" in c.name), report.missed
     assert "agreement" in str(report)
     # half the depth is compared as far as it goes, and has no slope
-    report = figures_study(cfg.replace(reference=str(tmp_path), depth=80, figures=(4,)))
+    report = run_study("moments figures", cfg.replace(reference=str(tmp_path), depth=80, figures=(4,)))
     assert report.checks and not any("slope" in check.name for check in report.checks)
     published(tmp_path, cfg, photos, shift=30.0)
-    report = figures_study(cfg.replace(reference=str(tmp_path)))
+    report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     failed = {check.name.split(",")[0] for check in report.missed}
     assert {"bn_ff: inc", "bn_ff: logchi", "bn_ff: nu1abs_z", "vanilla_histo: mean lognu2"} <= failed
 
@@ -208,7 +204,7 @@ def test_without_images_only_slope_and_exponent_are_compared(tmp_path, monkeypat
     )
     cfg = FIGURES.replace(depth=160, every=40)
     published(tmp_path, cfg, None)
-    report = figures_study(cfg.replace(reference=str(tmp_path)))
+    report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     assert [check.name for check in report.checks] == ["bn_ff: slope of log chi, l > 100"]
 
 
@@ -236,7 +232,7 @@ def space(tmp_path_factory) -> str:
 
 
 def test_a_space(space, tmp_path):
-    report = module_study(ModuleConfig(space=space, batch=8, paths=3, candidate_paths=2))
+    report = run_study("moments module", ModuleConfig(space=space, batch=8, paths=3, candidate_paths=2))
     settings = ("orthogonal, tanh", "gaussian, tanh", "orthogonal, relu6", "gaussian, relu6")
     assert tuple(report.verdicts) == settings
     paths, layers, stages, candidates, comparable = report.tables
@@ -246,14 +242,16 @@ def test_a_space(space, tmp_path):
     assert [row[0] for row in candidates.rows] == [f"{i} {n}" for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
     assert all(0.8 < float(cell) < 3 for row in candidates.rows for cell in row[1:])
     assert len(comparable.rows) == 4
-    curves = report.figures[0].settings["orthogonal, relu6"]
+    curves = report.figures[0].data["settings"]["orthogonal, relu6"]
     assert curves["logchi_mean"].shape == (4,) and (curves["candidates_std"] > 0).all()
     assert report.save(tmp_path).read_text().count("<figure>") == 1
 
 
 def test_a_space_on_images(space, tmp_path):
     photos = write_folder(tmp_path / "photos", {"a": 6, "b": 6})
-    report = module_study(ModuleConfig(space=space, batch=8, paths=2, candidate_paths=1, images=str(photos)))
+    report = run_study(
+        "moments module", ModuleConfig(space=space, batch=8, paths=2, candidate_paths=1, images=str(photos))
+    )
     assert "images of photos" in report.subject
 
 
@@ -264,13 +262,13 @@ def two_layers() -> nn.Module:
 
 def test_a_module():
     cfg = ModuleConfig(module=f"{__name__}:two_layers", input="3,8,8", batch=8)
-    report = module_study(cfg)
+    report = run_study("moments module", cfg)
     assert [table.title for table in report.tables] == ["as it is", "orthogonal", "gaussian"]
     assert [row[0] for row in report.tables[0].rows] == ["0", "1", "2", "3"]
-    report = module_study(cfg.replace(probes="3, 1"))
+    report = run_study("moments module", cfg.replace(probes="3, 1"))
     assert [row[0] for row in report.tables[0].rows] == ["1", "3"]
     study_figure(plain(report.figures[0]))
-    report = module_study(ModuleConfig(module=f"{__name__}:vectors", input="6", batch=8))
+    report = run_study("moments module", ModuleConfig(module=f"{__name__}:vectors", input="6", batch=8))
     assert report.tables[0].rows
 
 
@@ -288,14 +286,17 @@ def vectors() -> nn.Module:
         (lambda: QuickConfig(seed=-1), "threads and seed must not be negative"),
         (lambda: ModuleConfig(batch=1), "batch and paths must be at least 2, got 1 and 16"),
         (lambda: ModuleConfig(paths=3), "candidate_paths must be at most paths, got 4 and 3"),
-        (lambda: module_study(ModuleConfig(module="json:dumps", input="3,x")), "input must be positive integers"),
-        (lambda: module_study(ModuleConfig(module="json:no")), "json has no function 'no'"),
         (
-            lambda: module_study(ModuleConfig(module=f"{__name__}:two_layers", input="4,8,8")),
+            lambda: run_study("moments module", ModuleConfig(module="json:dumps", input="3,x")),
+            "input must be positive integers",
+        ),
+        (lambda: run_study("moments module", ModuleConfig(module="json:no")), "json has no function 'no'"),
+        (
+            lambda: run_study("moments module", ModuleConfig(module=f"{__name__}:two_layers", input="4,8,8")),
             "two_layers', input 4,8,8, as it is: .*cannot take x of shape",
         ),
         (
-            lambda: module_study(ModuleConfig(module=f"{__name__}:vectors", input="6", images="x")),
+            lambda: run_study("moments module", ModuleConfig(module=f"{__name__}:vectors", input="6", images="x")),
             "images need an input",
         ),
     ],

@@ -14,19 +14,13 @@ from nasfast.indicators import IndicatorTable
 from nasfast.research.cells.prototypes import prototypes
 from nasfast.research.cells.space import choice_blocks_space, darts_space
 from nasfast.research.nasi.cells import CellMixture
-from nasfast.research.studies.nasi import (
-    NasiCompareConfig,
-    NasiQuickConfig,
-    NasiSearchConfig,
-    nasi_compare_study,
-    nasi_quick_study,
-    nasi_search_study,
-    study,
-)
+from nasfast.research.studies.nasi import study
+from nasfast.research.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
 from nasfast.research.studies.nasi.enumeration import enumerated, enumerated_gradient, expectation, small_space
 from nasfast.research.studies.nasi.measure import synthetic
 from nasfast.research.studies.parts import Check
 from nasfast.research.studies.report import StudyReport
+from nasfast.research.studies.run import run_study
 from nasfast.search import search_table
 from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro, read_space
 
@@ -40,8 +34,8 @@ def table(report, start: str):
 
 @pytest.mark.slow
 def test_quick_tells_marks_and_tables(tmp_path):
-    cfg = NasiQuickConfig(cells=4, images=16, repeats=1, train_steps=3, steps=3, seeds=2, exact=3, threads=1)
-    report = nasi_quick_study(cfg)
+    cfg = NasiQuickConfig(cells=3, images=16, repeats=1, train_steps=2, steps=3, seeds=1, exact=3, threads=1)
+    report = run_study("nasi quick", cfg)
     names = [check.name for check in report.checks]
     # section 6: spread, three correlations with accuracy, four of Q; two for each kind of search; and the time
     assert len(names) == len(set(names)) == 1 + 3 + 4 + 2 * 7 + 1
@@ -77,7 +71,7 @@ def test_the_gradient_by_enumeration_is_that_of_the_expectation_and_the_closed_f
 
 @pytest.mark.parametrize("space", ["nas_bench_201", "choice_blocks", pytest.param("darts", marks=pytest.mark.slow)])
 def test_a_search_of_cells_writes_its_architecture(tmp_path, space):
-    report = nasi_search_study(NasiSearchConfig(space=space, **CELLS), out=tmp_path)
+    report = run_study("nasi search", NasiSearchConfig(space=space, **CELLS), out=tmp_path)
     written = read_space(tmp_path / "space.yaml")
     arch = load_arch(tmp_path / "arch_nasi.json", written)
     assert report.tables[0].rows[0][1] == " ".join(written.ops[k] for k in arch)
@@ -91,7 +85,8 @@ def test_a_search_of_cells_writes_its_architecture(tmp_path, space):
 
 @pytest.mark.slow
 def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
-    report = nasi_search_study(
+    report = run_study(
+        "nasi search",
         NasiSearchConfig(space="nas_bench_macro", modes="standard, random labels", seeds=2, **TINY),
         out=tmp_path,
     )
@@ -133,11 +128,11 @@ def test_what_a_search_writes_is_retrained(tmp_path, capsys, space):
 
 def test_another_run_is_not_touched(tmp_path):
     cfg = NasiSearchConfig(**CELLS)
-    nasi_search_study(cfg, out=tmp_path)
-    nasi_search_study(cfg.replace(seed=1), out=tmp_path)
+    run_study("nasi search", cfg, out=tmp_path)
+    run_study("nasi search", cfg.replace(seed=1), out=tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(FileExistsError, match="space.yaml is of another space: choose another --out"):
-        nasi_search_study(cfg.replace(channels=8), out=tmp_path)
+        run_study("nasi search", cfg.replace(channels=8), out=tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     space = nas_bench_macro()
     trained = IndicatorTable(
@@ -148,7 +143,7 @@ def test_another_run_is_not_touched(tmp_path):
     )
     trained.save(tmp_path / "trained" / "indicators.json")
     with pytest.raises(FileExistsError, match="scores of a trained supernet"):
-        nasi_search_study(NasiSearchConfig(space="nas_bench_macro", **TINY), out=tmp_path / "trained")
+        run_study("nasi search", NasiSearchConfig(space="nas_bench_macro", **TINY), out=tmp_path / "trained")
     assert IndicatorTable.load(tmp_path / "trained" / "indicators.json") == trained
 
 
@@ -156,7 +151,7 @@ def test_a_space_of_a_file_is_searched(tmp_path):
     cells = darts_space(cells=1, channels=4, resolution=8, num_classes=3)
     (tmp_path / "cells.yaml").write_text(cells.to_yaml(), encoding="utf-8")
     cfg = NasiSearchConfig(space=str(tmp_path / "cells.yaml"), steps=2, batch=4, threads=1)
-    nasi_search_study(cfg, out=tmp_path / "run")
+    run_study("nasi search", cfg, out=tmp_path / "run")
     assert read_space(tmp_path / "run" / "space.yaml") == cells
     arch, none = load_arch(tmp_path / "run" / "arch_nasi.json", cells), cells.ops.index("none")
     assert all(sum(arch[e] != none for e in cells.cell.into(node)) == 2 for node in range(2, 6))
@@ -165,22 +160,22 @@ def test_a_space_of_a_file_is_searched(tmp_path):
 def test_batches_are_of_the_size_that_is_told(tmp_path):
     images = str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8))
     with pytest.raises(ConfigError, match="batch must be at most 8, the number of images, got 16"):
-        nasi_search_study(NasiSearchConfig(**{**CELLS, "batch": 16}, images=images), out=tmp_path / "run")
+        run_study("nasi search", NasiSearchConfig(**{**CELLS, "batch": 16}, images=images), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     # twice the batch is more than there are
-    report = nasi_search_study(NasiSearchConfig(**{**CELLS, "batch": 8}, images=images, sensitivity=True))
+    report = run_study("nasi search", NasiSearchConfig(**{**CELLS, "batch": 8}, images=images, sensitivity=True))
     assert [row[0] for row in table(report, "sensitivity").rows if "batch" in row[0]] == ["batch 2", "batch 4"]
 
 
 def test_searches_repeat_by_their_seed():
     cfg = NasiSearchConfig(**CELLS)
-    first, second, other = (nasi_search_study(c) for c in (cfg, cfg, cfg.replace(seed=1)))
+    first, second, other = (run_study("nasi search", c) for c in (cfg, cfg, cfg.replace(seed=1)))
     assert first.figures == second.figures
     assert first.figures[0] != other.figures[0]
 
 
 def test_sensitivity_has_a_row_for_every_setting():
-    rows = table(nasi_search_study(NasiSearchConfig(sensitivity=True, **CELLS)), "sensitivity").rows
+    rows = table(run_study("nasi search", NasiSearchConfig(sensitivity=True, **CELLS)), "sensitivity").rows
     names = [row[0] for row in rows]
     assert "mu 0" in names and "mu 2, nu 0.5 quantile" in names and "T 1" in names and "batch 8" in names
     # the settings of the search itself change nothing
@@ -191,7 +186,7 @@ def test_sensitivity_has_a_row_for_every_setting():
 @pytest.mark.slow
 def test_images_of_a_folder_and_their_classes(tmp_path):
     folder = write_folder(tmp_path / "images", {"a": 8, "b": 8, "c": 8}, side=8)
-    nasi_search_study(NasiSearchConfig(images=str(folder), **CELLS), out=tmp_path)
+    run_study("nasi search", NasiSearchConfig(images=str(folder), **CELLS), out=tmp_path)
     assert read_space(tmp_path / "space.yaml").num_classes == 3
 
 
@@ -231,7 +226,7 @@ def test_compare_ranks_beside_trivial_predictors(tmp_path):
         images=str(write_folder(tmp_path / "images", {"a": 4, "b": 4}, side=8)),
         **TINY,
     )
-    report = nasi_compare_study(cfg, out=tmp_path)
+    report = run_study("nasi compare", cfg, out=tmp_path)
     names = ["NASI, standard, seed 0", "given indicators", "depth", "macs", "params", "sqrt_size"]
     assert [row[0] for row in table(report, "10 random").rows] == ["Q", *names]
     of_all = table(report, "all 24").rows
@@ -269,7 +264,7 @@ def test_impossible_studies_are_refused(tmp_path):
     with pytest.raises(ValueError, match="architectures must be 0 or at least 10"):
         NasiCompareConfig(architectures=1)
     with pytest.raises(ValueError, match="cannot read"):
-        nasi_compare_study(NasiCompareConfig(accuracies=str(tmp_path / "absent.json"), **TINY))
+        run_study("nasi compare", NasiCompareConfig(accuracies=str(tmp_path / "absent.json"), **TINY))
 
 
 def test_the_commands(tmp_path, capsys, monkeypatch):

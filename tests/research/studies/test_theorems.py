@@ -42,7 +42,6 @@ def test_a_residual_passes_within_its_bound():
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param({}, marks=pytest.mark.slow),
         {"cells": 2, "channels": 4, "batch": 16, "resolution": 8, "seed": 2},
         {"cells": 3, "channels": 4, "batch": 16, "resolution": 8, "classes": 3, "seed": 1},
     ],

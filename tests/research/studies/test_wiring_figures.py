@@ -13,11 +13,10 @@ from matplotlib.patches import PathPatch
 from nasfast.report.style import INK
 from nasfast.research.cells.costs import OPERATIONS
 from nasfast.research.cells.space import DARTS_OPS
-from nasfast.research.studies.page import study_figure, write_study_page
-from nasfast.research.studies.wiring import drawings
-from nasfast.research.studies.wiring.drawings import _TINT
-from nasfast.research.studies.wiring.figures import FIGURES
+from nasfast.research.studies.page import drawings, study_figure, write_study_page
+from nasfast.research.studies.wiring.figures import _OPERATIONS, _TINT
 
+KINDS = ("edge_prob", "wiring", "cost_heatmap", "edge_cost", "clh", "patterns", "control")
 STEPS = [100, 200, 300, 400, 500, 600]
 R = len(STEPS)
 CELLS = {"simplified": (1, 2), "minimal": (2, 2), "darts": (2, 4)}
@@ -70,7 +69,7 @@ def example(kind: str, cell: str = "darts") -> dict:
             **common,
             "panels": [
                 {"label": "at initialisation", "mean": mean, "positive": 0.83},
-                {"label": "after training", "mean": mean - 0.1, "positive": 0.25, "negative": 0.7},
+                {"label": "after training", "mean": mean - 0.1, "positive": 0.25},
             ],
         },
         "edge_cost": {
@@ -118,8 +117,8 @@ def labels(ax) -> list[str]:
 
 
 def test_every_operation_has_its_own_colour_and_short_name():
-    assert set(drawings._OPERATIONS) == set(OPERATIONS)
-    short, colours = zip(*drawings._OPERATIONS.values(), strict=True)
+    assert set(_OPERATIONS) == set(OPERATIONS)
+    short, colours = zip(*_OPERATIONS.values(), strict=True)
     assert len(set(short)) == len(set(colours)) == len(OPERATIONS)
 
 
@@ -143,18 +142,6 @@ def test_edge_prob(cell):
     # of one scale, which holds every value
     assert len({ax.get_ylim() for ax in figure.axes}) == 1
     assert figure.axes[0].get_ylim()[1] >= np.nanmax(np.array(data["p"], float))
-
-
-def test_an_operation_has_one_colour_in_every_figure():
-    probabilities = study_figure(example("edge_prob"))
-    graph = study_figure(example("wiring"))
-    colours = [
-        dict(zip(legend(figure), (line.get_color() for line in figure.legends[0].legend_handles), strict=True))
-        for figure in (probabilities, graph)
-    ]
-    shared = (set(colours[0]) & set(colours[1])) - {"none"}
-    assert len(shared) == len(DARTS_OPS) - 1
-    assert all(colours[0][op] == colours[1][op] for op in shared)
 
 
 def wiring_of(cell: str, chosen: str, q: float) -> dict:
@@ -185,16 +172,6 @@ def test_wiring(cell):
         assert above == [source < inputs for source, _ in edges_of(cell)]
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_labels_of_a_wiring_do_not_overlap(cell):
-    figure = study_figure(wiring_of(cell, "max_pool_3x3", 0.0))
-    figure.draw_without_rendering()
-    for ax in figure.axes:
-        boxes = [text.get_window_extent() for text in ax.texts]
-        pairs = [(i, j) for i in range(len(boxes)) for j in range(i)]
-        assert not [(i, j) for i, j in pairs if boxes[i].overlaps(boxes[j])]
-
-
 def test_none_edges_of_a_wiring_are_dashed_and_thin():
     figure = study_figure(wiring_of("darts", "none", 1.0))
     arcs = figure.axes[0].patches[4:]
@@ -220,7 +197,7 @@ def test_cost_heatmap(cell):
     # the third is the bar of the common scale
     first, second, _ = figure.axes
     assert first.get_title() == "at initialisation: 83% of the costs > 0"
-    assert second.get_title() == "after training: 25% of the costs > 0, 70% < 0"
+    assert second.get_title() == "after training: 25% of the costs > 0"
     assert [tick.get_text() for tick in first.get_yticklabels()] == data["edges"]
     assert [tick.get_text() for tick in first.get_xticklabels()][:3] == ["none", "skip", "max 3"]
     assert [tick.get_fontweight() == "bold" for tick in first.get_yticklabels()] == data["intermediate"]
@@ -245,23 +222,6 @@ def test_heatmaps_of_far_scales_have_a_bar_each():
     # in units of a power of ten, so that numbers have two digits
     assert figure.axes[0].images[0].get_clim()[1] == pytest.approx(top * 10**4)
     assert [ax.get_ylabel() for ax in figure.axes[2:]] == ["cost in units of 1e-04", "cost"]
-    # nothing measured is all grey
-    data["panels"] = [{"label": "early", "mean": [[None] * 8] * 5, "positive": None}]
-    ax = study_figure(data).axes[0]
-    assert ax.images[0].get_array().mask.all() and ax.get_title() == "early: no costs"
-
-
-def test_numbers_of_a_heatmap_fit_with_every_operation():
-    data = example("cost_heatmap", "simplified")
-    data["ops"] = list(OPERATIONS)
-    data["panels"] = [{**p, "mean": [[*row, 0.01, -0.099] for row in p["mean"]]} for p in data["panels"]]
-    data["panels"][1]["mean"] = [[v and v / 2 for v in row] for row in data["panels"][0]["mean"]]
-    figure = study_figure(data)
-    figure.draw_without_rendering()
-    for ax in figure.axes[:2]:
-        cell = ax.get_window_extent().width / len(OPERATIONS)
-        assert len(ax.texts) == 3 * 9 - 1
-        assert max(text.get_window_extent().width for text in ax.texts) < cell
 
 
 @pytest.mark.parametrize("cell", ["simplified", "darts"])
@@ -281,7 +241,6 @@ def test_edge_cost(cell):
         assert list(ax.lines[-1].get_ydata()) == [0, 0] and ax.lines[-1].get_linestyle() == ":"
     np.testing.assert_allclose(accuracy.lines[0].get_ydata(), 100 * np.array(data["accuracy"]))
     assert learning.get_title() == "loss and accuracy"
-    assert len(study_figure({**data, "accuracy": None}).axes) == 3
 
 
 def test_clh():
@@ -315,20 +274,6 @@ def test_patterns():
     assert legend(figure) == ["one run: seed 0, seed 1, seed 2", "mean"]
 
 
-def test_patterns_of_runs_that_differ():
-    data = example("patterns", "simplified")
-    short = {key: v[:-1] if isinstance(v, list) else v for key, v in data["runs"][0].items()}
-    runs = [{**run, "search_C": None} for run in [*data["runs"] * 2, short]]
-    figure = study_figure({**data, "runs": runs, "n_int": 0})
-    cost, none, kept, _ = figure.axes
-    # no common steps, no mean; no search set, no dashes; no such edges, no lines
-    assert all(line.get_linewidth() < 2 for line in cost.lines)
-    assert {line.get_linestyle() for line in cost.lines} == {"-", ":"}
-    assert [text.get_text() for text in cost.get_legend().get_texts()] == ["training set"]
-    assert [text.get_text() for text in kept.get_legend().get_texts()] == ["input edges (2)"]
-    assert legend(figure)[0] == "one run: 7 runs"
-
-
 @pytest.mark.parametrize("cell", ["simplified", "darts"])
 def test_control(cell):
     data = example("control", cell)
@@ -341,11 +286,6 @@ def test_control(cell):
         assert len(ax.lines) == 3 * count + 1
         assert len({line.get_color() for line in ax.lines if line.get_linewidth() > 2}) == count
     assert len({ax.get_ylim() for ax in figure.axes}) == 1
-    far = data["panels"][1]["runs"] = [
-        [[None if v is None else 20 * v for v in row] for row in run] for run in data["panels"][1]["runs"]
-    ]
-    assert len(far) == 2
-    assert len({ax.get_ylim() for ax in study_figure(data).axes}) > 1
 
 
 @pytest.mark.slow
@@ -359,12 +299,13 @@ def test_a_page_of_every_figure(tmp_path):
         "verdicts": {},
         "seconds": 2.0,
         "machine": {"threads": 1},
-        "figures": [example(kind, "simplified") for kind in FIGURES],
+        "figures": [example(kind, "simplified") for kind in KINDS],
     }
     (tmp_path / "wiring.json").write_text(json.dumps(form, allow_nan=False))
     page = write_study_page(tmp_path, "wiring").read_text()
-    assert page.count("<figure>") == len(FIGURES) == 7
-    for i, (kind, (_, caption)) in enumerate(FIGURES.items(), 1):
+    assert page.count("<figure>") == len(KINDS)
+    for i, kind in enumerate(KINDS, 1):
+        caption = drawings()[kind].caption
         assert caption in page
         assert f"a {kind} of $5" in page
         assert (tmp_path / "wiring" / f"{i}_a_{kind}_of__5.svg").read_text().startswith("<svg ")

@@ -14,18 +14,10 @@ from nasfast.research.cells.probe import LocalCosts
 from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult
 from nasfast.research.cells.space import DARTS_OPS, Cell, CellSpace, Edge, minimal_cell
 from nasfast.research.studies.report import StudyReport
-from nasfast.research.studies.wiring import (
-    CollapseConfig,
-    CostConfig,
-    GrowthConfig,
-    WidthConfig,
-    marks,
-    measure,
-    measures,
-    study,
-    tables,
-)
-from nasfast.research.studies.wiring.figures import EdgeCosts, OutputCosts, Patterns
+from nasfast.research.studies.wiring import marks, measure, study, tables
+from nasfast.research.studies.wiring.config import CollapseConfig, CostConfig, GrowthConfig, WidthConfig
+from nasfast.research.studies.wiring.figures import edge_costs, output_cost_figure, patterns
+from nasfast.research.studies.wiring.measure import measures
 
 INF = float("inf")
 CONTROLS = ("control-simplified", "control-modified__sampled", "control-modified___0_1__fixed")
@@ -163,28 +155,28 @@ def test_measures(name, bilevel):
 def test_a_short_run_has_a_part_per_record():
     found = fabricated(SPACES["minimal"], records=4)
     assert measures(found)["C_first"] == output_cost(found, TRAIN, range(1))
-    figure = Patterns.of("", {0: found}).runs[0]
-    assert figure.steps == [10, 20, 30, 40] and figure.q_steps == [0, 10, 20, 30, 40]
-    assert figure.positive == pytest.approx([share_positive(found, range(r, r + 1)) for r in range(4)])
+    figure = patterns("", {0: found}).data["runs"][0]
+    assert figure["steps"] == [10, 20, 30, 40] and figure["q_steps"] == [0, 10, 20, 30, 40]
+    assert figure["positive"] == pytest.approx([share_positive(found, range(r, r + 1)) for r in range(4)])
 
 
 def test_curves_of_a_search():
     found = fabricated(SPACES["minimal"], records=4, bilevel=True)
-    curves = EdgeCosts.of("", found)
+    curves = edge_costs("", found).data
     # of the last of two cells
-    np.testing.assert_array_equal(curves.cost, found.edge_costs[:, TRAIN, 1])
-    np.testing.assert_allclose(curves.total, found.edge_costs[:, TRAIN, 1].sum(1))
-    np.testing.assert_array_equal(curves.loss, found.outputs[:, TRAIN, 0, 1] / found.outputs[:, TRAIN, 0, 3])
-    np.testing.assert_array_equal(curves.accuracy, found.outputs[:, TRAIN, 1, 3] / found.outputs[:, TRAIN, 0, 3])
-    assert curves.edges == ["(0,2)", "(1,2)", "(0,3)", "(1,3)", "(2,3)"]
-    assert curves.intermediate == [False, False, False, False, True]
-    clh = OutputCosts.of("", found)
+    np.testing.assert_array_equal(curves["cost"], found.edge_costs[:, TRAIN, 1])
+    np.testing.assert_allclose(curves["total"], found.edge_costs[:, TRAIN, 1].sum(1))
+    np.testing.assert_array_equal(curves["loss"], found.outputs[:, TRAIN, 0, 1] / found.outputs[:, TRAIN, 0, 3])
+    np.testing.assert_array_equal(curves["accuracy"], found.outputs[:, TRAIN, 1, 3] / found.outputs[:, TRAIN, 0, 3])
+    assert curves["edges"] == ["(0,2)", "(1,2)", "(0,3)", "(1,3)", "(2,3)"]
+    assert curves["intermediate"] == [False, False, False, False, True]
+    clh = output_cost_figure("", found).data
     for split, which in (("train", TRAIN), ("search", SEARCH)):
         for g, group in enumerate(("all", "correct", "wrong")):
             for q, name in enumerate("CLH"):
                 mean = found.outputs[:, which, g, q] / found.outputs[:, which, g, 3]
-                np.testing.assert_array_equal(getattr(clh, split)[group][name], mean)
-    assert OutputCosts.of("", fabricated(SPACES["minimal"], records=4)).search is None
+                np.testing.assert_array_equal(clh[split][group][name], mean)
+    assert output_cost_figure("", fabricated(SPACES["minimal"], records=4)).data["search"] is None
 
 
 def test_intervals_of_seeds():
@@ -267,10 +259,10 @@ def test_marks_of_width_and_of_its_control():
     # the control has its own marks, which do not depend on the search
     assert_marks(study._width(WidthConfig(seeds=2, cell="minimal"), runner), control)
     assert study._width(WidthConfig(seeds=2, control_steps=599), runner).checks == ()
-    panel = found.figures[-1].panels[0]
-    assert panel.edges == ["(0,1)", "(0,2)", "(1,2)"]
+    panel = found.figures[-1].data["panels"][0]
+    assert panel["edges"] == ["(0,1)", "(0,2)", "(1,2)"]
     one = [[mean_cost(runner.found[CONTROLS[0], 1], e, range(r, r + 1)) for e in range(3)] for r in range(12)]
-    np.testing.assert_allclose(panel.runs[1], one)
+    np.testing.assert_allclose(panel["runs"][1], one)
 
 
 def test_the_control_is_that_of_section_6():
@@ -358,10 +350,10 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
 
 
 @pytest.mark.parametrize(
-    ("judge", "seen", "name", "changes"),
+    ("pattern", "seen", "name", "changes"),
     [
         (
-            marks.grown,
+            "P1",
             GROWN,
             "growing",
             {
@@ -372,7 +364,7 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
             },
         ),
         (
-            marks.widened,
+            "P2",
             WIDENED,
             "width preferred",
             {
@@ -386,7 +378,7 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
             },
         ),
         (
-            marks.collapsed,
+            "P3",
             COLLAPSED,
             "collapsed",
             {
@@ -398,10 +390,10 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
     ],
     ids=["P1", "P2", "P3"],
 )
-def test_verdicts(monkeypatch, judge, seen, name, changes):
+def test_verdicts(monkeypatch, pattern, seen, name, changes):
     def verdict(of: Mapping[str, float]) -> dict:
         monkeypatch.setattr(marks, "measures", lambda found: of)
-        return judge(None).to_dict()
+        return marks.verdicts(pattern, {0: None})[f"{pattern}, seed 0"].to_dict()
 
     assert verdict(seen) == {"names": [name], **dict.fromkeys(changes, True)}
     for sign, others in changes.items():
@@ -475,9 +467,9 @@ def test_costs_are_those_of_the_last_cell(monkeypatch):
             f"{error.mean():.4f}",
             f"{clear[0]} / {clear[1]}",
         )
-        panel = next(p for p in found.figures[0].panels if p.label == label)
-        np.testing.assert_allclose(panel.mean[:, 1:], mean)
-        assert np.isnan(panel.mean[:, 0]).all() and panel.positive == (mean > 0).mean()
+        panel = next(p for p in found.figures[0].data["panels"] if p["label"] == label)
+        np.testing.assert_allclose(panel["mean"][:, 1:], mean)
+        assert np.isnan(panel["mean"][:, 0]).all() and panel["positive"] == (mean > 0).mean()
         if label == "initialisation":
             share = (mean > 0).mean()
     expected = {"mean C": (0, INF, 7 / 20), "share of costs > 0": (0.6, 1, share)}

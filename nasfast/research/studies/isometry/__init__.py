@@ -4,28 +4,3 @@ DI-NAS argues that orthogonal weights make every candidate a dynamical isometry 
 that the candidates of a layer are therefore compared fairly. Its theory is about fully connected tanh layers; its
 blocks have depthwise convolutions, BatchNorm and ReLU6. The study measures which parts hold.
 """
-
-from nasfast.research.studies.isometry.config import IsometryConfig
-from nasfast.research.studies.parts import Claim
-from nasfast.runtime import late
-
-__all__ = [
-    "Claim",
-    "IsometryConfig",
-    "IsometryReport",
-    "Row",
-    "indicator_stability",
-    "isometry_study",
-    "write_isometry_page",
-]
-
-# the settings above need no torch, and help reads only them
-__getattr__ = late.names(
-    __name__,
-    {
-        "figures": "write_isometry_page",
-        "rows": "Row",
-        "stability": "indicator_stability",
-        "study": "IsometryReport isometry_study",
-    },
-)

@@ -1,19 +1,19 @@
-"""The isometry study: `run(config, out, task) -> IsometryReport`."""
+"""The isometry study: `run(config, out, task) -> StudyReport`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from nasfast.measure.timing import random_batch
 from nasfast.research.analysis.fairness import depth_spread
-from nasfast.research.analysis.meanfield import PhaseDiagram, phase_diagram
+from nasfast.research.analysis.meanfield import phase_diagram
 from nasfast.research.studies.inputs import maker, sample_shape
-from nasfast.research.studies.isometry import tables
 from nasfast.research.studies.isometry.claims import claims_of
 from nasfast.research.studies.isometry.config import IsometryConfig
 from nasfast.research.studies.isometry.measure import (
@@ -22,10 +22,19 @@ from nasfast.research.studies.isometry.measure import (
     measure_module,
     measure_supernet,
 )
-from nasfast.research.studies.isometry.rows import EDGES, ConvolutionMoments, PathSpread, Row, Spread, spread_means
-from nasfast.research.studies.parts import plain
+from nasfast.research.studies.isometry.rows import (
+    EDGES,
+    SPREADS,
+    ConvolutionMoments,
+    PathSpread,
+    Row,
+    Spread,
+    bn_text,
+    spread_means,
+)
+from nasfast.research.studies.parts import Figure, Table
 from nasfast.research.studies.report import StudyReport
-from nasfast.research.studies.run import Task, run_study
+from nasfast.research.studies.run import Task
 from nasfast.spaces import SearchSpace, get_space, mean_path
 from nasfast.supernet import Init, Supernet, initialize
 
@@ -34,88 +43,25 @@ _DEPTH_IMAGES = 16
 _DIAGRAM_ACT = "tanh"
 
 
-@dataclass(frozen=True, kw_only=True)
-class IsometryReport(StudyReport):
-    """Everything that the study measured. Its file and its page are made from rows instead of tables.
-
-    Attributes:
-        settings: initialisations in order.
-        rows: one row for every setting, layer and candidate.
-        fairness: spreads for every setting and layer, with and without indicator BatchNorms.
-        depth: path spreads for every setting, with and without indicator BatchNorms.
-        convolutions: moments for every setting and kind of convolution.
-        diagram: the phase diagram of the activation that the theory assumes, tanh.
-    """
-
-    settings: tuple[str, ...]
-    rows: tuple[Row, ...]
-    fairness: tuple[Spread, ...] = ()
-    depth: tuple[PathSpread, ...] = ()
-    convolutions: tuple[ConvolutionMoments, ...] = ()
-    diagram: PhaseDiagram
-
-    @property
-    def fairness_means(self) -> list[Spread]:
-        """Means of the spreads over layers; see `rows.spread_means`."""
-        return spread_means(self.fairness)
-
-    @property
-    def heading(self) -> str:
-        return f"isometry of {self.subject}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON."""
-        diagram = {name: np.round(values, 6) for name, values in vars(self.diagram).items()}
-        return plain(
-            {
-                "config": self.config.to_dict(),
-                "subject": self.subject,
-                "reduced": self.notes,
-                "settings": self.settings,
-                "rows": self.rows,
-                "histogram_edges": EDGES,
-                "fairness": self.fairness,
-                "fairness_means": self.fairness_means,
-                "depth": self.depth,
-                "convolutions": self.convolutions,
-                "diagram": {"act": _DIAGRAM_ACT, **diagram},
-                "marks": self.checks,
-                "claims": self.claims,
-                **self.run_form(),
-            }
-        )
-
-    def text_of_findings(self) -> list[str]:
-        """What was made smaller to take minutes, and the tables."""
-        return [
-            *(f"reduced: {note}" for note in self.notes),
-            "",
-            *tables.candidate_lines(self.settings, self.rows),
-            *tables.convolution_lines(self.convolutions),
-            *tables.fairness_lines(self.fairness),
-            *tables.depth_lines(self.depth),
-        ]
+_EXPLANATION = (
+    "phi is the mean and varphi the variance of the squared singular values of a Jacobian; an isometry has 1 and 0. "
+    "The branch is the candidate without skip connection or bypass. Gain: phi Var(in) / Var(out), how much faster "
+    "small differences grow than the signal."
+)
+_MOMENTS = {"phi": ".3f", "varphi": ".3f", "gain": ".3f"}
 
 
-def isometry_study(cfg: IsometryConfig | None = None) -> IsometryReport:
+def run(cfg: IsometryConfig, out: Path | None, task: Task) -> StudyReport:
     """Measure every candidate of a space, or the parts of a module, under orthogonal and Gaussian weights.
-
-    Args:
-        cfg: the space or the module, and how much to measure; None takes the defaults.
 
     Raises:
         ConfigError: unknown space, a module that cannot be imported or made, or an unusable input shape.
         ValueError: a module that cannot take the input, cannot be differentiated, or whose Jacobian is not finite.
     """
-    return run_study("isometry", cfg)
-
-
-def run(cfg: IsometryConfig, out: Path | None, task: Task) -> IsometryReport:
-    """A space, or any module; see `isometry_study`."""
     return _space(cfg, cfg.resolve(), task) if cfg.module is None else _module(cfg, cfg.module, task)
 
 
-def _space(cfg: IsometryConfig, space: SearchSpace, task: Task) -> IsometryReport:
+def _space(cfg: IsometryConfig, space: SearchSpace, task: Task) -> StudyReport:
     own = space.activation
     # the setting of the theory first, then that of the space, then the baseline
     settings: dict[str, tuple[Init, str]] = {
@@ -144,18 +90,104 @@ def _space(cfg: IsometryConfig, space: SearchSpace, task: Task) -> IsometryRepor
             convolutions += kinds
             marks += of_convolutions
     inputs = "white noise at every layer" if cfg.inputs == "white" else "white images, propagated along the mean path"
-    return IsometryReport(
-        subject=f"space {space.name}, {len(space)} layers, inputs: {inputs}",
-        notes=_reductions(cfg, space, len(few)),
-        settings=tuple(settings),
-        rows=tuple(rows),
-        fairness=tuple(spreads),
-        depth=tuple(depth),
-        convolutions=tuple(convolutions),
-        diagram=_diagram(),
-        checks=tuple(marks),
-        claims=tuple(claims_of(own, rows, spreads, depth, convolutions)),
+    report = _report(
+        f"space {space.name}, {len(space)} layers, inputs: {inputs}",
+        _reductions(cfg, space, len(few)),
+        list(settings),
+        rows,
+        fairness=spreads,
+        depth=depth,
+        convolutions=convolutions,
     )
+    return replace(report, checks=tuple(marks), claims=tuple(claims_of(own, rows, spreads, depth, convolutions)))
+
+
+def _report(
+    subject: str,
+    reduced: Sequence[str],
+    settings: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    fairness: Sequence[Spread] = (),
+    depth: Sequence[PathSpread] = (),
+    convolutions: Sequence[ConvolutionMoments] = (),
+) -> StudyReport:
+    """The report without marks and claims; what there is none of has neither table nor figure."""
+    diagram = phase_diagram(_DIAGRAM_ACT, np.linspace(0.5, 3, 51), np.linspace(0, 1, 26))
+    figures = [Figure("isometry_moments", "candidates" if fairness else "parts")]
+    figures.append(Figure("isometry_densities", "singular values"))
+    tables = [_medians_table(settings, rows), _rows_table(rows)]
+    if convolutions:
+        tables.append(_convolutions_table(convolutions))
+    if fairness:
+        figures += [Figure("isometry_fairness", "fairness"), Figure("isometry_depth", "fairness with depth")]
+        tables.append(_fairness_table(spread_means(fairness)))
+    if depth:
+        tables.append(_depth_table(depth))
+    return StudyReport(
+        subject=subject,
+        explanation=_EXPLANATION,
+        notes=tuple(f"reduced: {text}" for text in reduced),
+        tables=tuple(tables),
+        figures=(*figures, Figure("isometry_diagram", "mean field")),
+        data={
+            "settings": settings,
+            "rows": rows,
+            "histogram_edges": EDGES,
+            "fairness": fairness,
+            "fairness_means": spread_means(fairness),
+            "depth": depth,
+            "convolutions": convolutions,
+            "diagram": {"act": _DIAGRAM_ACT, **{name: np.round(v, 6) for name, v in vars(diagram).items()}},
+        },
+    )
+
+
+def _medians_table(settings: Sequence[str], rows: Sequence[Row]) -> Table:
+    lines = []
+    for setting in settings:
+        values = [(r.branch.phi, r.branch.varphi, r.gain) for r in rows if r.setting == setting]
+        lines.append((setting, *np.nanmedian(values, axis=0).tolist()))
+    return Table.of("medians over branches", {"": "", **_MOMENTS}, lines)
+
+
+def _rows_table(rows: Sequence[Row]) -> Table:
+    """Every candidate or part under every setting; the last columns count the skip connection too."""
+    lines = []
+    for row in rows:
+        place = row.name if row.layer < 0 else f"{row.layer} {row.name}"
+        moments = (
+            _with_error(row.branch.phi, row.branch.phi_error),
+            _with_error(row.branch.varphi, row.branch.varphi_error),
+        )
+        whole = row.module or row.branch
+        lines.append((place, row.setting, *moments, row.gain, whole.phi, whole.varphi))
+    columns = {"": "", "setting": "", **_MOMENTS, "module phi": ".3f", "module varphi": ".3f"}
+    return Table.of("branches, and whole modules", columns, lines)
+
+
+def _with_error(value: float, error: float) -> str:
+    return f"{value:.3f}" if math.isnan(error) else f"{value:.3f} ± {error:.3f}"
+
+
+def _convolutions_table(convolutions: Sequence[ConvolutionMoments]) -> Table:
+    columns = {"": "", "kind": "", "count": "", "phi / g²": ".4f", "varphi / g⁴": ".4f", "closed form": ".4f"}
+    lines = [(c.setting, c.kind, c.count, c.phi, c.varphi, c.expected_varphi) for c in convolutions]
+    return Table.of("convolutions, each as one of stride 1 that wraps around at the border", columns, lines)
+
+
+def _fairness_table(means: Sequence[Spread]) -> Table:
+    lines = [(m.setting, bn_text(m.indicator_bn), *(getattr(m, key) for key in SPREADS)) for m in means]
+    columns = {"": "", "indicator BN": "", **dict.fromkeys(SPREADS, ".4f")}
+    return Table.of("fairness, mean over layers (0 is fair)", columns, lines)
+
+
+def _depth_table(depth: Sequence[PathSpread]) -> Table:
+    layers = len(depth[0].std)
+    shown = sorted({0, layers // 4, layers // 2, 3 * layers // 4, layers - 1})
+    columns = {"": "", "indicator BN": "", **{f"layer {i}": ".4f" for i in shown}}
+    lines = [(d.setting, bn_text(d.indicator_bn), *(d.std[i] for i in shown)) for d in depth]
+    return Table.of("std of log Var(h_l) over random paths", columns, lines)
 
 
 def _reductions(cfg: IsometryConfig, space: SearchSpace, images: int) -> tuple[str, ...]:
@@ -170,7 +202,7 @@ def _reductions(cfg: IsometryConfig, space: SearchSpace, images: int) -> tuple[s
     )
 
 
-def _module(cfg: IsometryConfig, name: str, task: Task) -> IsometryReport:
+def _module(cfg: IsometryConfig, name: str, task: Task) -> StudyReport:
     make = maker(name)
     x = torch.randn(cfg.batch, *sample_shape(cfg.input), generator=torch.Generator().manual_seed(cfg.seed))
     rows = []
@@ -183,14 +215,5 @@ def _module(cfg: IsometryConfig, name: str, task: Task) -> IsometryReport:
             rows += measure_module(module, x, cfg.effort, setting=setting, task=task)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"module {name!r}, input {cfg.input}, {setting}: {error}") from error
-    return IsometryReport(
-        subject=f"module {name}, inputs: white noise of shape {cfg.input}",
-        notes=(f"{cfg.samples} samples and {cfg.probes} random probes per part; statistics of {cfg.batch} samples",),
-        settings=tuple(settings),
-        rows=tuple(rows),
-        diagram=_diagram(),
-    )
-
-
-def _diagram() -> PhaseDiagram:
-    return phase_diagram(_DIAGRAM_ACT, np.linspace(0.5, 3, 51), np.linspace(0, 1, 26))
+    reduced = f"{cfg.samples} samples and {cfg.probes} random probes per part; statistics of {cfg.batch} samples"
+    return _report(f"module {name}, inputs: white noise of shape {cfg.input}", (reduced,), list(settings), rows)

@@ -1,11 +1,9 @@
-"""The figures of the moments study: what they show, as data, and how it is drawn."""
+"""The figures of the moments study: the numbers of each, and how it is drawn from these in its file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,92 +12,62 @@ from matplotlib.ticker import MaxNLocator
 
 from nasfast.report.plots import GREY, SERIES, literal, new_figure
 from nasfast.report.style import INK
-from nasfast.research.analysis.moments.detect import PowerLaw, power_law_of, summarise
+from nasfast.research.analysis.moments.detect import power_law_of, summarise
 from nasfast.research.analysis.moments.networks import Run
 from nasfast.research.studies import parts
 from nasfast.research.studies.moments.measure import NOT_PUBLISHED, Array, Paths, Published
-from nasfast.research.studies.page import Drawing, Form
+from nasfast.research.studies.page import Form, drawing, legend, numbers
+
+_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
 
 
-@dataclass(frozen=True)
-class Histograms(parts.Figure):
-    """Figure 2: `values` are (depths, networks) log moments by name."""
-
-    kind: ClassVar[str] = "histograms"
-    depth: Array
-    values: dict[str, Array]
-    reference: Published
-
-    @classmethod
-    def of(cls, title: str, found: Run, reference: Published = NOT_PUBLISHED) -> Histograms:
-        """The figure of a run."""
-        curves = found.curves()
-        values = {name: curves[name].T for name in ("lognu2", "logmu2_noise")}
-        return cls(title, found.depth, values, reference)
+def histograms(title: str, found: Run, reference: Published = NOT_PUBLISHED) -> parts.Figure:
+    """Figure 2 of a run: `values` are (depths, networks) log moments by name."""
+    curves = found.curves()
+    values = {name: curves[name].T for name in ("lognu2", "logmu2_noise")}
+    return parts.Figure("histograms", title, {"depth": found.depth, "values": values, "reference": reference})
 
 
-@dataclass(frozen=True)
-class Curves(parts.Figure):
-    """Figure 3: averages over networks, by the names of `summarise`, with `depth` among them."""
-
-    kind: ClassVar[str] = "vanilla"
-    curves: dict[str, Array]
-    reference: Published
-
-
-@dataclass(frozen=True)
-class NormalisedCurves(Curves):
-    """Figure 4."""
-
-    kind: ClassVar[str] = "normalised"
-
-
-@dataclass(frozen=True)
-class ResidualCurves(Curves):
-    """Figure 5, with the power law that the increments predict."""
-
-    kind: ClassVar[str] = "resnet"
-    power_law: PowerLaw
-
-
-def curves_of(title: str, found: Run, reference: Published = NOT_PUBLISHED) -> Curves:
-    """Figure 3, 4 or 5 of a run."""
-    data = {"depth": found.depth, **summarise(found.curves())}
+def curves_of(title: str, found: Run, reference: Published = NOT_PUBLISHED) -> parts.Figure:
+    """Figure 3, 4 or 5 of a run: averages over networks, and for figure 5 the power law that the increments predict."""
+    data = {"curves": {"depth": found.depth, **summarise(found.curves())}, "reference": reference}
     if found.cfg.residual:
-        return ResidualCurves(title, data, reference, power_law_of(found))
-    return (Curves if found.cfg.norm == "none" else NormalisedCurves)(title, data, reference)
+        return parts.Figure("resnet", title, {**data, "power_law": power_law_of(found)})
+    return parts.Figure("vanilla" if found.cfg.norm == "none" else "normalised", title, data)
 
 
-@dataclass(frozen=True)
-class SpaceCurves(parts.Figure):
-    """Averages over random paths or noise draws by depth, for every setting; `reductions` are depths."""
-
-    kind: ClassVar[str] = "space"
-    depth: Array
-    settings: dict[str, dict[str, Array]]
-    reductions: list[int]
-
-    @classmethod
-    def of_paths(cls, depth: Array, found: Mapping[str, Paths], reductions: Sequence[int]) -> SpaceCurves:
-        """The figure of paths through a space under several settings."""
-        settings = {
-            name: {
-                **summarise({key: paths.curves[key] for key in ("logchi", "reff_signal", "reff_noise")}),
-                "paths_std": paths.curves["logchi"].std(0),
-                "candidates_std": paths.spreads(),
-            }
-            for name, paths in found.items()
+def along_paths(depth: Array, found: Mapping[str, Paths], reductions: Sequence[int]) -> parts.Figure:
+    """Averages over random paths by depth, for every setting; `reductions` are depths."""
+    settings = {
+        name: {
+            **summarise({key: paths.curves[key] for key in ("logchi", "reff_signal", "reff_noise")}),
+            "paths_std": paths.curves["logchi"].std(0),
+            "candidates_std": paths.spreads(),
         }
-        return cls("along random paths", depth, settings, [i + 1 for i in reductions])
+        for name, paths in found.items()
+    }
+    return space_curves("along random paths", depth, settings, [i + 1 for i in reductions])
 
 
+def space_curves(
+    title: str, depth: Array, settings: Mapping[str, Mapping[str, Array]], reductions: Sequence[int]
+) -> parts.Figure:
+    """Averages over paths or noise draws by depth, for every setting."""
+    return parts.Figure("space", title, {"depth": depth, "settings": settings, "reductions": reductions})
+
+
+@drawing(
+    "histograms",
+    "Distribution over networks of the log second moments of signal and noise. Lines: the normal distribution of "
+    "the same mean and deviation. Dashed: published mean.",
+)
 def _histograms(data: Form) -> Figure:
     """Figure 2: as depth grows, both moments spread in log space."""
     figure, axes = new_figure(10, 3.8, columns=2)
     titles = {"lognu2": r"$\log\,\nu_2(x^l)$", "logmu2_noise": r"$\log\,\mu_2(dx^l)$"}
     for ax, (key, title) in zip(axes, titles.items(), strict=True):
         for i, (colour, depth) in enumerate(zip(SERIES, data["depth"], strict=False)):
-            values = _array(data["values"][key][i])
+            values = numbers(data["values"][key][i])
             values = values[np.isfinite(values)]
             mean, std = values.mean(), values.std()
             ax.hist(values, bins=min(50, 10 + len(values) // 20), density=True, color=colour, alpha=0.3)
@@ -113,13 +81,9 @@ def _histograms(data: Form) -> Figure:
     return figure
 
 
-def _array(values: Sequence[float | None]) -> np.ndarray:
-    return np.array(values, dtype=float)
-
-
 def _curve(ax: Axes, data: Form, key: str, colour: str, label: str | None = None) -> None:
     depth, curves = data["depth"] if "depth" in data else data["curves"]["depth"], data["curves"]
-    mean, low, high = (_array(curves[f"{key}_{part}"]) for part in ("mean", "p16", "p84"))
+    mean, low, high = (numbers(curves[f"{key}_{part}"]) for part in ("mean", "p16", "p84"))
     ax.fill_between(depth, low, high, color=colour, alpha=0.2, lw=0)
     ax.plot(depth, mean, color=colour, lw=1.5, label=label)
     reference = data.get("reference")
@@ -127,6 +91,10 @@ def _curve(ax: Axes, data: Form, key: str, colour: str, label: str | None = None
         ax.plot(reference["depth"], reference[f"{key}_mean"], color=INK, lw=1, ls="--")
 
 
+@drawing(
+    "vanilla",
+    "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1." + _BANDS,
+)
 def _vanilla(data: Form) -> Figure:
     """Figure 3."""
     figure, (increments, ranks) = new_figure(10, 3.6, columns=2)
@@ -146,6 +114,11 @@ def _increments(ax: Axes, data: Form, names: Mapping[str, str]) -> None:
     ax.legend(fontsize=8, frameon=False)
 
 
+@drawing(
+    "normalised",
+    "Increments of the sensitivity and their two parts, the sensitivity, effective ranks, and fourth moment and "
+    "mean absolute value of the normalised signal (dotted: those of a Gaussian)." + _BANDS,
+)
 def _normalised(data: Form) -> Figure:
     """Figure 4."""
     figure, axes = new_figure(11, 6.4, rows=2, columns=2)
@@ -175,14 +148,19 @@ def _ranks_and_tails(ranks: Axes, tails: Axes, data: Form) -> None:
     tails.legend(handles=handles, fontsize=8, frameon=False, loc="center right")
 
 
+@drawing(
+    "resnet",
+    "The same at the first unit of every residual; the sensitivity of the residuals with the power law predicted "
+    "from the increments." + _BANDS,
+)
 def _resnet(data: Form) -> Figure:
     """Figure 5."""
     figure, axes = new_figure(11, 6.4, rows=2, columns=2)
     names = {"inc": r"$\delta\chi^{l,1}$", "inc_bn": r"$\delta_{\mathrm{BN}}\chi^{l,1}$"}
     _increments(axes[0], data, {**names, "inc_phi": r"$\delta_\phi\chi^{l,1}$", "inc_residual": r"$\delta\chi^l$"})
-    depth = _array(data["curves"]["depth"])
+    depth = numbers(data["curves"]["depth"])
     for part, alpha in (("p16", 0.4), ("mean", 1.0), ("p84", 0.4)):
-        axes[1].plot(depth, np.exp(_array(data["curves"][f"logchi_{part}"])), color=SERIES[0], lw=1.5, alpha=alpha)
+        axes[1].plot(depth, np.exp(numbers(data["curves"][f"logchi_{part}"])), color=SERIES[0], lw=1.5, alpha=alpha)
     law = data["power_law"]
     axes[1].plot(
         depth,
@@ -200,6 +178,10 @@ def _resnet(data: Form) -> Figure:
     return figure
 
 
+@drawing(
+    "space",
+    "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: reductions.",
+)
 def _space(data: Form) -> Figure:
     with_spread = all("paths_std" in curves for curves in data["settings"].values())
     figure, axes = new_figure(11, 6.4 if with_spread else 3.6, rows=1 + with_spread, columns=2)
@@ -224,35 +206,5 @@ def _space(data: Form) -> Figure:
     axes[1].set_yscale("log")
     for ax in axes[2:]:
         ax.set_ylim(bottom=0)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    legend(figure, axes[0].get_legend_handles_labels()[0], columns=4)
     return figure
-
-
-_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
-
-FIGURES = {
-    "histograms": Drawing(
-        _histograms,
-        "Distribution over networks of the log second moments of signal and noise. Lines: the normal distribution of "
-        "the same mean and deviation. Dashed: published mean.",
-    ),
-    "vanilla": Drawing(
-        _vanilla,
-        "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1." + _BANDS,
-    ),
-    "normalised": Drawing(
-        _normalised,
-        "Increments of the sensitivity and their two parts, the sensitivity, effective ranks, and fourth moment and "
-        "mean absolute value of the normalised signal (dotted: those of a Gaussian)." + _BANDS,
-    ),
-    "resnet": Drawing(
-        _resnet,
-        "The same at the first unit of every residual; the sensitivity of the residuals with the power law predicted "
-        "from the increments." + _BANDS,
-    ),
-    "space": Drawing(
-        _space,
-        "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: reductions.",
-    ),
-}
-"""Kind of figure -> what draws it from its form, and its caption."""

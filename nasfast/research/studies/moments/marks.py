@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,92 +30,77 @@ _SQRT2 = math.sqrt(2)
 _AVERAGED, _SIGMAS = 20, 2.0
 
 
+Marks = Mapping[str, tuple[float, float, float]]
+"""What is measured -> the ends of the interval in which it must lie, and the value."""
+
+
+def checks_of(name: str, marks: Marks) -> list[Check]:
+    """Pass marks of a family of networks."""
+    return [Check(f"{name}: {what}", low, high, float(value)) for what, (low, high, value) in marks.items()]
+
+
 def vanilla_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
     """Marks of networks without normalisation."""
     curves = found.curves()
     inc, rank = curves["inc"].mean(0), curves["reff_signal"]
-    checks = [
-        Check(f"{kind}, vanilla: smallest increment (theorem 2: 1)", 0.95, _SQRT2, float(inc.min())),
-        Check(f"{kind}, vanilla: largest increment (theorem 2: sqrt 2)", 0.95, _SQRT2, float(inc.max())),
-    ]
+    marks = {
+        "smallest increment (theorem 2: 1)": (0.95, _SQRT2, inc.min()),
+        "largest increment (theorem 2: sqrt 2)": (0.95, _SQRT2, inc.max()),
+    }
     if kind == "FC":
-        late = found.depth > found.depth[-1] / 2
-        checks += [
-            Check("FC, vanilla: increment, last half", 0.98, 1.03, float(inc[late].mean())),
-            Check("FC, vanilla: r_eff(L)", 1, 1.3, float(rank[:, -1].mean())),
-            Check("FC, vanilla: detected one-dimensional", 1, 1, float(ONE_DIMENSIONAL in verdict.names)),
-        ]
+        marks |= {
+            "increment, last half": (0.98, 1.03, inc[found.depth > found.depth[-1] / 2].mean()),
+            "r_eff(L)": (1, 1.3, rank[:, -1].mean()),
+            "detected one-dimensional": (1, 1, ONE_DIMENSIONAL in verdict.names),
+        }
     else:
-        window = _AVERAGED // found.cfg.every
-        steps = np.diff(rank.reshape(len(rank), -1, window).mean(2), axis=1)
+        steps = np.diff(rank.reshape(len(rank), -1, _AVERAGED // found.cfg.every).mean(2), axis=1)
         rise = steps.mean(0) / (steps.std(0, ddof=1) / math.sqrt(len(steps)))
-        checks += [
-            Check("conv, vanilla: r_eff(L)", 1, 4, float(rank[:, -1].mean())),
-            Check(
-                "conv, vanilla: largest rise of r_eff in 20 layers, in standard errors",
-                -math.inf,
-                _SIGMAS,
-                float(rise.max()),
-            ),
-        ]
-    return checks
+        marks |= {
+            "r_eff(L)": (1, 4, rank[:, -1].mean()),
+            "largest rise of r_eff in 20 layers, in standard errors": (-math.inf, _SIGMAS, rise.max()),
+        }
+    return checks_of(f"{kind}, vanilla", marks)
 
 
 def exploding_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
     """Marks of networks with BatchNorm and without skip connections."""
     curves, e = found.curves(), verdict.evidence
-    low, high = (0.18, 0.23) if kind == "FC" else (0.15, 0.21)
     phi = curves["inc_phi"].mean(0)
     # theorem 3, second factor: from the mean absolute values of the normalised signal alone
     predicted = (1 - found.values["nu1_abs_squared_signal_norm"].mean(0) / 2) ** -0.5
-    checks = [
-        Check(f"{kind}, BN feed-forward: slope of log chi", low, high, e["slope"]),
-        Check(f"{kind}, BN feed-forward: smallest ReLU part (theorem 3: 1)", 0.99, _SQRT2, float(phi.min())),
-        Check(f"{kind}, BN feed-forward: largest ReLU part (theorem 3: sqrt 2)", 0.99, _SQRT2, float(phi.max())),
-        Check(
-            f"{kind}, BN feed-forward: ReLU part minus that of theorem 3", -0.01, 0.01, float((phi - predicted).mean())
-        ),
-    ]
+    marks = {
+        "slope of log chi": (*((0.18, 0.23) if kind == "FC" else (0.15, 0.21)), e["slope"]),
+        "smallest ReLU part (theorem 3: 1)": (0.99, _SQRT2, phi.min()),
+        "largest ReLU part (theorem 3: sqrt 2)": (0.99, _SQRT2, phi.max()),
+        "ReLU part minus that of theorem 3": (-0.01, 0.01, (phi - predicted).mean()),
+    }
     if kind == "FC":
-        checks += [
-            Check("FC, BN feed-forward: R^2 of exponential", 0.999, 1, e["slope_r2"]),
-            Check("FC, BN feed-forward: detected exploding", 1, 1, float(EXPLODING in verdict.names)),
-        ]
+        marks |= {
+            "R^2 of exponential": (0.999, 1, e["slope_r2"]),
+            "detected exploding": (1, 1, EXPLODING in verdict.names),
+        }
     else:
-        checks.append(
-            Check("conv, BN feed-forward: mu_4(z) at L, fat tails", 6, math.inf, float(curves["mu4_z"][:, -1].mean()))
-        )
-    return checks
+        marks["mu_4(z) at L, fat tails"] = (6, math.inf, curves["mu4_z"][:, -1].mean())
+    return checks_of(f"{kind}, BN feed-forward", marks)
 
 
 def resnet_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
     """Marks of residual networks with BatchNorm."""
     e, tau = verdict.evidence, power_law_of(found).tau
     low, mean, high = dilution_bounds(found)
-    checks = [
-        Check(f"{kind}, BN resnet: R^2 of power law", 0.99, 1, e["exponent_r2"]),
-        Check(
-            f"{kind}, BN resnet: R^2 of power law minus exponential",
-            0,
-            1,
-            e["exponent_r2"] - e["exponent_r2_against_l"],
-        ),
-        Check(f"{kind}, BN resnet: exponent minus tau", -0.15, 0.15, e["exponent"] - tau),
-        Check(f"{kind}, BN resnet: r_eff(L)", 4, math.inf, e["rank"]),
+    marks = {
+        "R^2 of power law": (0.99, 1, e["exponent_r2"]),
+        "R^2 of power law minus exponential": (0, 1, e["exponent_r2"] - e["exponent_r2_against_l"]),
+        "exponent minus tau": (-0.15, 0.15, e["exponent"] - tau),
+        "r_eff(L)": (4, math.inf, e["rank"]),
         # both bounds hold up to small relative errors: a percent of the increment
-        Check(
-            f"{kind}, BN resnet: increment over lower bound of theorem 4, smallest",
-            0.99,
-            math.inf,
-            float((mean / low).min()),
-        ),
-        Check(
-            f"{kind}, BN resnet: increment over upper bound of theorem 4, largest", 0, 1.01, float((mean / high).max())
-        ),
-    ]
+        "increment over lower bound of theorem 4, smallest": (0.99, math.inf, (mean / low).min()),
+        "increment over upper bound of theorem 4, largest": (0, 1.01, (mean / high).max()),
+    }
     if kind == "FC":
-        checks.append(Check("FC, BN resnet: detected well behaved", 1, 1, float(WELL_BEHAVED in verdict.names)))
-    return checks
+        marks["detected well behaved"] = (1, 1, WELL_BEHAVED in verdict.names)
+    return checks_of(f"{kind}, BN resnet", marks)
 
 
 _COMPARED = ("inc", "inc_bn", "inc_phi", "logchi", "reff_signal", "reff_noise", "mu4_z", "nu1abs_z")
@@ -156,16 +142,8 @@ def agreement(
     def compare(key: str, measured: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> None:
         ratio = np.abs(measured - expected) / allowed
         i = int(np.nanargmax(ratio))
-        rows.append(
-            (
-                f"{name}: {key}",
-                f"{abs(measured[i] - expected[i]):.4f}",
-                f"{depth[i]:.0f}",
-                f"{measured[i]:.4f}",
-                f"{expected[i]:.4f}",
-                f"{ratio[i]:.2f}",
-            )
-        )
+        values = f"{measured[i]:.4f}", f"{expected[i]:.4f}", f"{ratio[i]:.2f}"
+        rows.append((f"{name}: {key}", f"{abs(measured[i] - expected[i]):.4f}", f"{depth[i]:.0f}", *values))
         checks.append(Check(f"{name}: {key}, largest deviation over the allowed", 0, 1, float(ratio.max())))
 
     if figure == 2:

@@ -15,9 +15,9 @@ from nasfast.research.analysis.moments.inputs import Source, fields, gaussian
 from nasfast.research.analysis.moments.module import module_moments
 from nasfast.research.analysis.moments.networks import NetConfig, Run
 from nasfast.research.studies.inputs import maker, sample_shape
+from nasfast.research.studies.moments import figures as figures_of
 from nasfast.research.studies.moments import marks, tables
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.research.studies.moments.figures import Histograms, SpaceCurves, curves_of
 from nasfast.research.studies.moments.measure import (
     Paths,
     Runner,
@@ -28,7 +28,7 @@ from nasfast.research.studies.moments.measure import (
 )
 from nasfast.research.studies.parts import Figure, Table
 from nasfast.research.studies.report import StudyReport
-from nasfast.research.studies.run import Task, run_study
+from nasfast.research.studies.run import Task
 from nasfast.runtime.device import torch_device
 from nasfast.spaces import get_space
 from nasfast.supernet import Init, Supernet, initialize
@@ -49,44 +49,6 @@ _FIGURE_NAMES = {2: "vanilla, histograms", 3: "vanilla", 4: "BN feed-forward", 5
 _DEFAULT_RESOLUTION = 64
 
 
-def quick_study(cfg: QuickConfig | None = None, *, out: str | Path | None = None) -> StudyReport:
-    """Small synthetic versions of figures 2 to 5 and of the variants, with pass marks, in about a minute of one core.
-
-    Args:
-        cfg: threads and seed; None takes the defaults.
-        out: directory whose results.jsonl is appended to and continued from.
-    """
-    return run_study("moments quick", cfg, out=out)
-
-
-def figures_study(cfg: FiguresConfig | None = None, *, out: str | Path | None = None) -> StudyReport:
-    """The paper's experiments, drawn, judged, and compared with its published arrays where these are given.
-
-    Args:
-        cfg: which figures, of which networks; None takes the defaults.
-        out: directory whose results.jsonl is appended to. A study that was stopped continues, and one of more networks
-            adds to those there.
-
-    Raises:
-        DataError: the image folder cannot be used.
-        ValueError: a batch of more images than there are.
-    """
-    return run_study("moments figures", cfg, out=out)
-
-
-def module_study(cfg: ModuleConfig | None = None) -> StudyReport:
-    """chi, effective rank and a verdict along random paths of a space and per candidate, or behind parts of a module.
-
-    Args:
-        cfg: the space or the module, and how much to measure; None takes the defaults.
-
-    Raises:
-        ConfigError: unknown space, a module that cannot be imported or made, or an unusable input.
-        ValueError: a module that cannot take the input or has no forward-mode derivative.
-    """
-    return run_study("moments module", cfg)
-
-
 def _families(base: NetConfig) -> dict[str, NetConfig]:
     return {
         "vanilla": base,
@@ -96,7 +58,7 @@ def _families(base: NetConfig) -> dict[str, NetConfig]:
 
 
 def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
-    """The small experiments; see `quick_study`."""
+    """The small experiments."""
     runner = Runner(out, cfg.seed, "cpu", task)
     sources = {"FC": gaussian(192), "conv": fields(3, 16)}
     runs: dict[str, Run] = {}
@@ -131,8 +93,8 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
             tables.variants_table(variants),
         ),
         figures=(
-            Histograms.of("FC, vanilla, width 128", histograms),
-            *(curves_of(name, found) for name, found in runs.items()),
+            figures_of.histograms("FC, vanilla, width 128", histograms),
+            *(figures_of.curves_of(name, found) for name, found in runs.items()),
         ),
         verdicts=verdicts,
         checks=(*checks, *marks.variant_checks(variants)),
@@ -160,7 +122,7 @@ def _variants(runner: Runner, source: Source) -> marks.Variants:
 
 
 def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
-    """The published experiments; see `figures_study`."""
+    """The published experiments."""
     runner = Runner(out, cfg.seed, str(torch_device(cfg.device)), task)
     source = source_of(cfg)
     runs, checks, compared = {}, [], []
@@ -172,10 +134,10 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
         reference = published(cfg, number)
         title = f"figure {number}: {name}"
         if number == 2:
-            drawn.append(Histograms.of(title, found, reference))
+            drawn.append(figures_of.histograms(title, found, reference))
         else:
             runs[name] = found
-            drawn.append(curves_of(title, found, reference))
+            drawn.append(figures_of.curves_of(title, found, reference))
         if reference:
             rows, of_figure = marks.agreement(cfg, number, found, reference)
             compared += rows
@@ -206,7 +168,7 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
 
 
 def module(cfg: ModuleConfig, out: Path | None, task: Task) -> StudyReport:
-    """A search space, or any module; see `module_study`."""
+    """A search space, or any module."""
     return _space(cfg, task) if cfg.module is None else _module(cfg, cfg.module, task)
 
 
@@ -241,7 +203,7 @@ def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
             tables.candidate_table(found),
             tables.comparability_table(found),
         ),
-        figures=(SpaceCurves.of_paths(depth, found, reductions),),
+        figures=(figures_of.along_paths(depth, found, reductions),),
         verdicts=verdicts,
     )
 
@@ -270,6 +232,6 @@ def _module(cfg: ModuleConfig, name: str, task: Task) -> StudyReport:
         explanation=_EXPLANATION,
         notes=(f"{cfg.draws} draws of white noise; depth counts probes",),
         tables=tuple(shown),
-        figures=(SpaceCurves("behind the probes", depth, settings, []),),
+        figures=(figures_of.space_curves("behind the probes", depth, settings, []),),
         verdicts=verdicts,
     )

@@ -22,10 +22,9 @@ from nasfast.research.cells.space import nas_bench_201_space
 from nasfast.research.nasi.kinds import write_answer
 from nasfast.research.nasi.search import NasiResult, endless, solve
 from nasfast.research.nasi.table import nasi_table
-from nasfast.research.studies.nasi import marks, tables
+from nasfast.research.studies.nasi import figures, marks, tables
 from nasfast.research.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
 from nasfast.research.studies.nasi.enumeration import closed_form
-from nasfast.research.studies.nasi.figures import Logits, Panel, Scatter, SearchSteps
 from nasfast.research.studies.nasi.measure import (
     NOISE,
     NU,
@@ -40,8 +39,9 @@ from nasfast.research.studies.nasi.measure import (
     search_records,
     tenths,
 )
+from nasfast.research.studies.parts import Figure
 from nasfast.research.studies.report import StudyReport
-from nasfast.research.studies.run import Task, run_study
+from nasfast.research.studies.run import Task
 from nasfast.seeds import derive_seed
 from nasfast.spaces import Arch, SearchSpace, get_space
 
@@ -52,48 +52,8 @@ _EXPLANATION = (
 )
 
 
-def nasi_quick_study(cfg: NasiQuickConfig | None = None) -> StudyReport:
-    """Correlation of Q with accuracy, and searches, on small cells and synthetic images, with pass marks.
-
-    Args:
-        cfg: sizes and seeds; None takes the defaults.
-    """
-    return run_study("nasi quick", cfg)
-
-
-def nasi_search_study(cfg: NasiSearchConfig | None = None, *, out: str | Path | None = None) -> StudyReport:
-    """Search a space; how far selections move between seeds and modes; what the settings change, if asked for.
-
-    Args:
-        cfg: what to search, and how; None takes the defaults.
-        out: gets `space.yaml`, and what the first search in standard mode found: `indicators.json` of a layer-wise
-            space, `arch_nasi.json` of a space of cells.
-
-    Raises:
-        ConfigError: unknown space, or fewer images than a batch.
-        DataError: the folder of images cannot be used.
-        FileExistsError: `out` holds another space or the scores of a trained supernet.
-        ValueError: a search that prefers nothing, because no sampled architecture has a slope.
-    """
-    return run_study("nasi search", cfg, out=out)
-
-
-def nasi_compare_study(cfg: NasiCompareConfig, *, out: str | Path | None = None) -> StudyReport:
-    """Rank correlations with trained accuracy, with intervals and seconds; files and errors as `nasi_search_study`.
-
-    Args:
-        cfg: the accuracies, and what to compare.
-        out: as in `nasi_search_study`.
-
-    Raises:
-        AccuracyError: `cfg.accuracies` cannot be used.
-        TableError: `cfg.indicators` cannot be used, or belongs to another space.
-    """
-    return run_study("nasi compare", cfg, out=out)
-
-
 def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
-    """The quick experiment; see `nasi_quick_study`."""
+    """The quick experiment."""
     space = nas_bench_201_space(cells=2, channels=8, resolution=12, reduce_by="conv")
     train, test = prototypes(NOISE, SYNTHETIC, 1000, seed=cfg.seed)
     trainer = Trainer(space, train, test, cfg)
@@ -103,10 +63,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
     traces = exact_traces(space, train, cfg, tenths(task("exact traces", cfg.exact), cfg.exact))
     first = records["standard", 0]
     penalised = solve(first, mu=2.0, constraint="fixed", nu=NU)
-    scatter = Scatter(
-        "Q and accuracy of random cells",
-        {f"Q, {mode}": Panel(q, cells.accuracy, ("Q", "accuracy")) for mode, q in cells.scores.items()},
-    )
+    dots = {f"Q, {mode}": figures.panel(q, cells.accuracy, "Q", "accuracy") for mode, q in cells.scores.items()}
     return StudyReport(
         subject=f"{cfg.cells} NAS-Bench-201 cells of two cells, 8 channels, on synthetic 12 x 12 images",
         explanation=_EXPLANATION,
@@ -125,10 +82,10 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
             tables.closed_form_table(closed_form(cfg, train)),
         ),
         figures=(
-            scatter,
-            Scatter.of_traces(traces),
-            SearchSteps.of(f"search with mu 2, nu {NU:g}, seed 0", penalised),
-            Logits.of("alpha* without a penalty, seed 0", space, solve(first, mu=0.0)),
+            Figure("nasi_scatter", "Q and accuracy of random cells", {"panels": dots}),
+            figures.traces(traces),
+            figures.search_steps(f"search with mu 2, nu {NU:g}, seed 0", penalised),
+            figures.logits("alpha* without a penalty, seed 0", space, solve(first, mu=0.0)),
         ),
         checks=(
             *marks.correlation_checks(cells),
@@ -139,7 +96,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
 
 
 def search(cfg: NasiSearchConfig, out: Path | None, task: Task) -> StudyReport:
-    """Searches of one space; see `nasi_search_study`."""
+    """Searches of one space."""
     searches = Searches(cfg, task)
     folder = claim_folder(out, searches.space)
     return _found(searches, searches.all(), folder)
@@ -169,8 +126,8 @@ def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], fo
         files=files,
         tables=tuple(shown),
         figures=(
-            SearchSteps.of("the first search, step by step", first),
-            Logits.of("alpha* - alpha_0", space, first),
+            figures.search_steps("the first search, step by step", first),
+            figures.logits("alpha* - alpha_0", space, first),
         ),
     )
 
@@ -179,7 +136,7 @@ Predictor = Mapping[Arch, float] | IndicatorTable
 
 
 def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport:
-    """Predictors of accuracy beside each other; see `nasi_compare_study`."""
+    """Predictors of accuracy beside each other."""
     # images of another size or number of classes leave the architectures those of the published accuracies
     published = get_space(cfg.space)
     truth = read_accuracies(cfg.accuracies, published)
@@ -200,7 +157,7 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
     if cfg.indicators is not None:
         predictors["given indicators"] = IndicatorTable.load(cfg.indicators)
     of_all = _rankings(truth, predictors, published, cfg)
-    shown, figures = [tables.ranking_table(f"all {len(truth)} architectures", of_all, seconds)], []
+    shown, drawn = [tables.ranking_table(f"all {len(truth)} architectures", of_all, seconds)], []
     if cfg.architectures:
         rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_PICKS))
         picks = rng.choice(len(truth), min(cfg.architectures, len(truth)), replace=False)
@@ -212,11 +169,11 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
         shown.insert(0, tables.ranking_table(f"{title}, each scored by itself", of_some, seconds))
         accuracy, macs = [truth[a] for a in some], [published.cost(a).macs for a in some]
         panels = {
-            "Q": Panel([q[a] for a in some], accuracy, ("Q", "accuracy")),
-            "MACs": Panel(macs, accuracy, ("MACs", "accuracy")),
+            "Q": figures.panel([q[a] for a in some], accuracy, "Q", "accuracy"),
+            "MACs": figures.panel(macs, accuracy, "MACs", "accuracy"),
         }
-        figures.append(Scatter(title, panels))
-    return replace(found, tables=(*shown, *found.tables), figures=(*figures, *found.figures))
+        drawn.append(Figure("nasi_scatter", title, {"panels": panels}))
+    return replace(found, tables=(*shown, *found.tables), figures=(*drawn, *found.figures))
 
 
 def _rankings(

@@ -140,35 +140,15 @@ def moved_table(space: ArchSpace, chosen: Mapping[str, Sequence[Arch]]) -> Table
 
 def found_table(searches: Searches, results: Mapping[tuple[str, int], NasiResult]) -> Table:
     """What every search found, with its costs."""
+    columns = {"search": "", "architecture": "", "MACs": ",", "parameters": ",", "median Q": ".3g", "last nu": ".3g"}
     rows = []
     for (mode, i), result in results.items():
         arch = searches.arch(result)
-        cost = searches.space.cost(arch)
-        rows.append(
-            (
-                f"{mode}, seed {searches.cfg.seed + i}",
-                searches.space.format(arch),
-                f"{cost.macs:,}",
-                f"{cost.params:,}",
-                f"{float(result.q.median()):.3g}",
-                f"{float(result.nu[-1]):.3g}",
-                f"{100 * result.above:.0f} %",
-                str(result.skipped),
-                seconds_text(result),
-            )
-        )
-    header = (
-        "search",
-        "architecture",
-        "MACs",
-        "parameters",
-        "median Q",
-        "last nu",
-        "above nu",
-        "skipped",
-        "seconds (CPU)",
-    )
-    return Table("what was found", header, tuple(rows))
+        cost, name = searches.space.cost(arch), f"{mode}, seed {searches.cfg.seed + i}"
+        limit = (float(result.q.median()), float(result.nu[-1]), f"{100 * result.above:.0f} %", result.skipped)
+        rows.append((name, searches.space.format(arch), cost.macs, cost.params, *limit, seconds_text(result)))
+    columns |= {"above nu": "", "skipped": "", "seconds (CPU)": ""}
+    return Table.of("what was found", columns, rows)
 
 
 def seconds_text(result: NasiResult) -> str:
@@ -221,27 +201,14 @@ def ranking_table(title: str, reports: Mapping[str, RankReport], seconds: Mappin
     """Every predictor beside the trivial ones, whose reports are in each."""
     first = next(iter(reports.values()))
     best = first.best_baseline.name if first.best_baseline else "depth"
-    rows = [_ranking_row(name, r.predictor, str(r.above[best]), seconds.get(name, "-")) for name, r in reports.items()]
-    rows += [_ranking_row(b.name, b, "-", "0") for b in first.baselines]
-    header = (
-        "predictor",
-        "Kendall's tau",
-        "Spearman's rho",
-        "tau within equal depth",
-        f"tau minus that of {best}",
-        "points lost by its favourite",
-        "seconds (CPU)",
-    )
-    return Table(title, header, tuple(rows))
+    header = ("predictor", "Kendall's tau", "Spearman's rho", "tau within equal depth", f"tau minus that of {best}")
 
+    def row(report: PredictorReport) -> tuple[str, str, str]:
+        return str(report.kendall), str(report.spearman), str(report.kendall_within_depth)
 
-def _ranking_row(name: str, report: PredictorReport, above: str, seconds: str) -> tuple[str, ...]:
-    return (
-        name,
-        str(report.kendall),
-        str(report.spearman),
-        str(report.kendall_within_depth),
-        above,
-        f"{report.regret[-1]:.2f}",
-        seconds,
-    )
+    rows = [
+        (name, *row(r.predictor), str(r.above[best]), f"{r.predictor.regret[-1]:.2f}", seconds.get(name, "-"))
+        for name, r in reports.items()
+    ]
+    rows += [(b.name, *row(b), "-", f"{b.regret[-1]:.2f}", "0") for b in first.baselines]
+    return Table(title, (*header, "points lost by its favourite", "seconds (CPU)"), tuple(rows))

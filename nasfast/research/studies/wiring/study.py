@@ -14,8 +14,8 @@ from nasfast.research.cells.search import CellSearchResult
 from nasfast.research.cells.space import CELLS, DARTS_OPS
 from nasfast.research.studies.parts import Check
 from nasfast.research.studies.report import StudyReport
-from nasfast.research.studies.run import Task, run_study
-from nasfast.research.studies.wiring import marks, tables
+from nasfast.research.studies.run import Task
+from nasfast.research.studies.wiring import figures, marks, tables
 from nasfast.research.studies.wiring.config import (
     CollapseConfig,
     CostConfig,
@@ -24,14 +24,6 @@ from nasfast.research.studies.wiring.config import (
     LearntConfig,
     TheoremsConfig,
     WidthConfig,
-)
-from nasfast.research.studies.wiring.figures import (
-    Control,
-    CostHeatmap,
-    EdgeCosts,
-    OutputCosts,
-    Patterns,
-    architecture_figures,
 )
 from nasfast.research.studies.wiring.measure import (
     Runner,
@@ -62,53 +54,8 @@ _CONTROLS = {
 }
 
 
-def theorems_study(cfg: TheoremsConfig | None = None) -> StudyReport:
-    """The theorems of the wiring paper as checks on real networks, in the form that holds; None takes the defaults."""
-    return run_study("wiring theorems", cfg)
-
-
-def growth_study(cfg: GrowthConfig | None = None, *, out: str | Path | None = None) -> StudyReport:
-    """P1: None takes over first, then other operations do.
-
-    Args:
-        cfg: the experiment; None takes the defaults.
-        out: directory of the searches; finished ones are not repeated, interrupted ones continue.
-    """
-    return run_study("wiring p1", cfg, out=out)
-
-
-def width_study(cfg: WidthConfig | None = None, *, out: str | Path | None = None) -> StudyReport:
-    """P2: intermediate edges are dropped, input edges kept; and the control for its cause (figures 8 and 9).
-
-    Args:
-        cfg: the experiment; None takes the defaults.
-        out: directory of the searches, shared with P1; finished ones are not repeated, interrupted ones continue.
-    """
-    return run_study("wiring p2", cfg, out=out)
-
-
-def collapse_study(cfg: CollapseConfig | None = None, *, out: str | Path | None = None) -> StudyReport:
-    """P3: with an architecture that learns from held-out images, None takes all edges.
-
-    Args:
-        cfg: the experiment; None takes the defaults.
-        out: directory of the searches, shared with P1; finished ones are not repeated, interrupted ones continue.
-    """
-    return run_study("wiring p3", cfg, out=out)
-
-
-def cost_study(cfg: CostConfig | None = None, *, out: str | Path | None = None) -> StudyReport:
-    """Local costs at initialisation and after training (figures 4, 19, 30, 31).
-
-    Args:
-        cfg: the experiment; None takes the defaults.
-        out: directory of the searches; finished ones are not repeated, interrupted ones continue.
-    """
-    return run_study("wiring cost", cfg, out=out)
-
-
 def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
-    """The theorems; see `theorems_study`."""
+    """The theorems."""
     rows = check_theorems(channels=cfg.channels, batch=cfg.batch, seed=cfg.seed)
     return StudyReport(
         subject=f"theorems on real networks, {cfg.channels} channels, {cfg.batch} images, float64",
@@ -144,7 +91,7 @@ def _notes(cfg: ExperimentConfig) -> tuple[str, ...]:
 
 
 def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
-    """P1; see `growth_study`."""
+    """P1."""
     runs = runner.all(searches_of(cfg, cfg.method))
     checks = []
     if cfg.published:
@@ -156,18 +103,18 @@ def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
         notes=_notes(cfg),
         tables=(tables.measures_table("P1", runs), tables.derivation_table(runs)),
         figures=(
-            Patterns.of("P1", runs),
-            *architecture_figures(name, first),
-            EdgeCosts.of(f"{name}: cost and loss", first),
-            OutputCosts.of(f"{name}: C = L - H", first),
+            figures.patterns("P1", runs),
+            *figures.architecture_figures(name, first),
+            figures.edge_costs(f"{name}: cost and loss", first),
+            figures.output_cost_figure(f"{name}: C = L - H", first),
         ),
-        verdicts={f"P1, seed {seed}": marks.grown(found) for seed, found in runs.items()},
+        verdicts=marks.verdicts("P1", runs),
         checks=tuple(checks),
     )
 
 
 def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
-    """P2; see `width_study`."""
+    """P2."""
     searches, controlled = searches_of(cfg, cfg.method), _control_searches(cfg)
     runner.prepare(search for of_seeds in (searches, *controlled.values()) for search in of_seeds.values())
     runs = runner.all(searches)
@@ -184,11 +131,11 @@ def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
         notes=_notes(cfg),
         tables=(tables.measures_table("P2", runs), tables.derivation_table(runs), tables.control_table(controls)),
         figures=(
-            Patterns.of("P2", runs),
-            *architecture_figures(f"seed {cfg.seed}", first),
-            Control.of("control for the cause (figures 8 and 9)", controls),
+            figures.patterns("P2", runs),
+            *figures.architecture_figures(f"seed {cfg.seed}", first),
+            figures.control("control for the cause (figures 8 and 9)", controls),
         ),
-        verdicts={f"P2, seed {seed}": marks.widened(found) for seed, found in runs.items()},
+        verdicts=marks.verdicts("P2", runs),
         checks=tuple(checks),
     )
 
@@ -210,7 +157,7 @@ def _control_searches(cfg: WidthConfig) -> dict[str, dict[int, Search]]:
 
 
 def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
-    """P3; see `collapse_study`."""
+    """P3."""
     second = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
     two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
     fixed = CostConfig(
@@ -237,18 +184,18 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
             tables.signs_table(windows),
         ),
         figures=(
-            Patterns.of("P3", runs),
-            *architecture_figures(f"seed {cfg.seed}", first),
-            OutputCosts.of("DARTS's gates, probabilities fixed (figure 10)", first_gates),
-            EdgeCosts.of("DARTS's gates: costs of training batches", first_gates),
+            figures.patterns("P3", runs),
+            *figures.architecture_figures(f"seed {cfg.seed}", first),
+            figures.output_cost_figure("DARTS's gates, probabilities fixed (figure 10)", first_gates),
+            figures.edge_costs("DARTS's gates: costs of training batches", first_gates),
         ),
-        verdicts={f"P3, seed {seed}": marks.collapsed(found) for seed, found in runs.items()},
+        verdicts=marks.verdicts("P3", runs),
         checks=tuple(checks),
     )
 
 
 def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
-    """Local costs; see `cost_study`."""
+    """Local costs."""
     space = cfg.space()
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
     trained = runner.all(searches_of(cfg, "uniform"))
@@ -276,8 +223,8 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
             tables.variants_table(cfg, runner),
         ),
         figures=(
-            CostHeatmap.of(space, "local costs (figure 4)", panels),
-            EdgeCosts.of(f"seed {cfg.seed}: operations sampled uniformly", first),
+            figures.cost_heatmap(space, "local costs (figure 4)", panels),
+            figures.edge_costs(f"seed {cfg.seed}: operations sampled uniformly", first),
         ),
         checks=tuple(checks),
     )

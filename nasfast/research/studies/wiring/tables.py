@@ -50,10 +50,6 @@ MEASURES = {
 """Name of a measure -> its words in the tables."""
 
 
-def _number(value: float) -> str:
-    return f"{value:.3f}" if np.isfinite(value) else "-"
-
-
 def _interval(values: Sequence[float]) -> str:
     """Mean and 95 % interval of Student's t over the seeds."""
     sample = np.asarray(values, dtype=float)
@@ -65,20 +61,19 @@ def _interval(values: Sequence[float]) -> str:
 
 def theorems_table(rows: Sequence[Residual]) -> Table:
     """The theorems, with what was measured and its bound."""
-    cells = tuple((row.name, f"{row.measured:.2g}", f"{row.bound:.0e}", row.note) for row in rows)
-    return Table("theorems", ("", "measured", "at most", "the numbers behind it"), cells)
+    columns = {"": "", "measured": ".2g", "at most": ".0e", "the numbers behind it": ""}
+    return Table.of("theorems", columns, [(row.name, row.measured, row.bound, row.note) for row in rows])
 
 
 def measures_table(title: str, runs: Mapping[int, CellSearchResult]) -> Table:
     """The measures of every seed, and their mean with its interval."""
-    of = {seed: measures(found) for seed, found in runs.items()}
-    names = list(next(iter(of.values())))
-    header = ("", *(f"seed {seed}" for seed in of), "mean, 95 %")
-    rows = [
-        (MEASURES.get(name, name), *(_number(m[name]) for m in of.values()), _interval([m[name] for m in of.values()]))
-        for name in names
-    ]
-    return Table(title, header, tuple(rows))
+    of = [measures(found) for found in runs.values()]
+    rows = []
+    for name in of[0]:
+        values = [m[name] for m in of]
+        rows.append((MEASURES.get(name, name), *(v if np.isfinite(v) else None for v in values), _interval(values)))
+    columns = {"": "", **{f"seed {seed}": ".3f" for seed in runs}, "mean, 95 %": ""}
+    return Table.of(title, columns, rows)
 
 
 def derivation_table(runs: Mapping[int, CellSearchResult]) -> Table:
@@ -108,7 +103,7 @@ def control_table(controls: Mapping[str, Mapping[int, CellSearchResult]]) -> Tab
             early, late = (edge_means(found, part) for part in half_and_quarter(found))
             rows.append((label, f"seed {seed}", *(f"{v:+.3f}" for v in (*early, *late))))
     edges = [e.name for e in found.space.cell.edges]
-    header = ("control", "", *(f"{e} first half" for e in edges), *(f"{e} last quarter" for e in edges))
+    header = ("control", "", *(f"{e} {part}" for part in ("first half", "last quarter") for e in edges))
     return Table("mean cost of the edges, operations sampled uniformly", header, tuple(rows))
 
 
@@ -127,33 +122,18 @@ def signs_table(windows: Mapping[int, Mapping[int, Any]]) -> Table:
 
 def local_costs_table(space: CellSpace, costs: Mapping[str, Sequence[LocalCosts]]) -> Table:
     """The costs of the last cell, for every state of the networks."""
+    columns = {"last cell": "", "networks": "", "costs > 0": ".2f", "of single networks": ".2f"}
+    columns |= {"mean cost": "+.4f", "error over batches": ".4f", "clearly + / -": ""}
     live, rows = live_operations(space), []
     for label, tables in costs.items():
         joined = last_cell(tables)
         shares = [last_cell([t]).positive(live) for t in tables]
         mean, error = (v[0][:, live].numpy() for v in (joined.mean, joined.error))
         clear = np.abs(mean) > 2 * error
-        rows.append(
-            (
-                label,
-                str(len(tables)),
-                f"{joined.positive(live):.2f}",
-                f"{np.mean(shares):.2f}",
-                f"{np.nanmean(mean):+.4f}",
-                f"{np.nanmean(error):.4f}",
-                f"{(clear & (mean > 0)).sum()} / {(clear & (mean < 0)).sum()}",
-            )
-        )
-    header = (
-        "last cell",
-        "networks",
-        "costs > 0",
-        "of single networks",
-        "mean cost",
-        "error over batches",
-        "clearly + / -",
-    )
-    return Table("local costs", header, tuple(rows))
+        signs = f"{(clear & (mean > 0)).sum()} / {(clear & (mean < 0)).sum()}"
+        share = joined.positive(live)
+        rows.append((label, len(tables), share, np.mean(shares), np.nanmean(mean), np.nanmean(error), signs))
+    return Table.of("local costs", columns, rows)
 
 
 def sums_table(cfg: CostConfig, runner: Runner) -> Table:
@@ -161,10 +141,9 @@ def sums_table(cfg: CostConfig, runner: Runner) -> Table:
     two = cfg.replace(cells=2, reductions=False, no_skip_on_intermediate=True)
     tables, _ = initial_costs(two, runner, two.space(), [cfg.seed])
     sums = tables[0].total.sum((1, 2)) / cfg.batches
-    rows = [
-        (name, f"{value:+.2e}") for name, value in zip(("second last cell", "last cell"), sums.tolist(), strict=True)
-    ]
-    return Table("sum of the edges' costs, two cells without skip on intermediate edges", ("", "C"), tuple(rows))
+    columns = {"": "", "C": "+.2e"}
+    rows = zip(("second last cell", "last cell"), sums.tolist(), strict=True)
+    return Table.of("sum of the edges' costs, two cells without skip on intermediate edges", columns, list(rows))
 
 
 def variants_table(cfg: CostConfig, runner: Runner) -> Table:
@@ -176,12 +155,6 @@ def variants_table(cfg: CostConfig, runner: Runner) -> Table:
         space = other.space()
         tables, mean = initial_costs(other, runner, space, range(cfg.seed, cfg.seed + max(1, cfg.nets // 3)))
         joined, live = last_cell(tables), live_operations(space)
-        rows.append(
-            (
-                ", ".join(f"{k} {v}" for k, v in changes.items()) or "as above",
-                f"{mean:+.4f}",
-                f"{joined.positive(live):.2f}",
-                f"{float(np.nanmean(joined.mean[0][:, live])):+.5f}",
-            )
-        )
-    return Table("at initialisation", ("", "C", "costs > 0", "mean cost"), tuple(rows))
+        name = ", ".join(f"{k} {v}" for k, v in changes.items()) or "as above"
+        rows.append((name, mean, joined.positive(live), float(np.nanmean(joined.mean[0][:, live]))))
+    return Table.of("at initialisation", {"": "", "C": "+.4f", "costs > 0": ".2f", "mean cost": "+.5f"}, rows)
