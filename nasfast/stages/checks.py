@@ -13,19 +13,28 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import SearchSpace
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError
+from nasfast.train.checkpoint import CheckpointFolder
 
 MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
 """Settings of `data` on which no result depends."""
 
 _LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches", "track")
+_OF_SUPERNET = ("method", "supernet", "train", "data")
+"""Settings on which nothing in a run directory depends that has no checkpoints: its score needed no training."""
+
 _LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
 """Settings, and settings of `data`, that may change when a run resumes: they belong to later stages or the machine."""
+
+
+def has_supernet(run_dir: Path) -> bool:
+    """Whether a run directory has checkpoints of a supernet; one whose score needed no training has none."""
+    return bool(CheckpointFolder(run_dir / "checkpoints", "supernet").paths())
 
 
 def check_same_run(path: Path, cfg: RunConfig) -> None:
     """Refuse other settings than those that the run directory's supernet was trained with, before replacing any file.
 
-    Settings of later stages and of the machine may differ.
+    Settings of later stages and of the machine may differ, and where there is no supernet, those of one, too.
 
     Args:
         path: config.yaml of the run directory; nothing is checked if it does not exist.
@@ -38,8 +47,9 @@ def check_same_run(path: Path, cfg: RunConfig) -> None:
     if not path.exists():
         return
     saved, given = RunConfig.load(path).resolved().to_dict(), cfg.resolved().to_dict()
+    later = _LATER if has_supernet(path.parent) else (*_LATER, *_OF_SUPERNET)
     for form in (saved, given):
-        for mapping, keys in ((form, _LATER), (form["data"], _LATER_DATA)):
+        for mapping, keys in ((form["data"], _LATER_DATA), (form, later)):
             for key in keys:
                 mapping.pop(key)
     if saved != given:

@@ -17,6 +17,7 @@ from nasfast.search import load_candidates
 from nasfast.settings.run import RunConfig, SpaceConfig
 from nasfast.settings.supernet import SupernetConfig
 from nasfast.spaces import SearchSpace
+from nasfast.stages.checks import check_same_run
 
 
 @pytest.fixture
@@ -39,6 +40,9 @@ def test_one_command_finds_the_best_within_the_limit(space_file, tmp_path, capsy
     within = [arch for arch, macs in costs.items() if macs <= limit]
     assert best.optimal and best.score == pytest.approx(max(map(table.score, within)))
     assert "The proof is about the score only" in capsys.readouterr().out
+    # a retraining brings its own images
+    cfg = RunConfig.load(out / "config.yaml")
+    check_same_run(out / "config.yaml", cfg.replace(data=cfg.data.replace(source="digits")))
     assert {"config.yaml", "space.yaml", "indicators.json", "archs.json"} <= {file.name for file in out.iterdir()}
     # again with another limit: the table is kept, and so are the classes
     before = (out / "indicators.json").stat().st_mtime_ns
