@@ -106,6 +106,13 @@ def test_figures_and_their_page(tmp_path):
     ]
     assert report.checks == () and set(report.verdicts) == {"vanilla", "BN feed-forward", "BN resnet"}
     assert report.figures[3].data["power_law"].tau > 0
+    # only networks with BatchNorm have parts of an increment, and a normalised signal
+    rows = {row[0]: row for row in report.tables[0].rows if row[0]}
+    assert {name: row[5:7].count("-") + (row[9] == "-") for name, row in rows.items()} == {
+        "vanilla": 3,
+        "BN feed-forward": 0,
+        "BN resnet": 0,
+    }
     page = report.save(tmp_path)
     form = json.loads((tmp_path / "moments.json").read_text())
     assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))

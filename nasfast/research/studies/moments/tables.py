@@ -29,8 +29,9 @@ def summary_table(title: str, runs: Mapping[str, Run], seconds: Mapping[str, flo
         keys = ("inc", "inc_bn", "inc_phi", "reff_signal", "reff_noise", "mu4_z", "lognu2")
         for i in sorted({0, len(found.depth) // 4, len(found.depth) // 2, len(found.depth) - 1}):
             chi = mean["logchi"][i]
-            # networks without BatchNorm have no parts
-            values = [mean[key][i] if key in mean else None for key in keys]
+            # networks without BatchNorm have no parts and no normalised signal
+            left_out = () if "inc_bn" in mean else ("inc_bn", "inc_phi", "mu4_z")
+            values = [None if key in left_out else mean[key][i] for key in keys]
             size = (str(found.realisations), f"{seconds[name]:.1f}") if i == 0 else ("", "")
             rows.append((name if i == 0 else "", found.depth[i], chi, _DB * chi, *values, *size))
     return Table.of(title, {**columns, "networks": "", "seconds": ""}, rows)
