@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy.linalg import hadamard
 from scipy.stats import norm, rankdata
@@ -470,7 +471,8 @@ def draw(args: argparse.Namespace) -> None:
         axis.tick_params(labelsize=7)
     axes[0].set_ylabel("correction of sqrt_size", fontsize=8)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(PICTURE, metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "isometry"}):  # text stays text, and ids stay the same
+        figure.savefig(PICTURE, metadata={"Date": None}, facecolor="white")
 
 
 def write(part: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> None:
