@@ -12,18 +12,18 @@ help:  ## show this list
 
 # uv installs torch in a third of pip's time: $(call install,environment,constraints) packages
 install = $(1)/bin/uv pip install --quiet --python $(1)/bin/python -c $(2)
-# An environment with what compiles nasfast: $(call make_environment,python,environment,constraints)
+# An environment with what compiles nasfast and what it needs: $(call make_environment,python,environment,constraints)
 define make_environment
 	test -x $(2)/bin/python || $(1) -m venv $(2)
 	$(2)/bin/pip install --quiet --disable-pip-version-check -c $(3) uv
-	$(call install,$(2),$(3)) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel
+	$(call install,$(2),$(3)) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel -r pyproject.toml --extra demo
 endef
 INSTALL = $(call install,$(VENV),constraints.txt)
 INPUTS = pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
 
 install: $(VENV)/installed  ## create .venv with nasfast (editable), compiled for this machine, and what the demo needs
 
-$(VENV)/tools: constraints.txt
+$(VENV)/tools: constraints.txt pyproject.toml
 	$(call make_environment,$(PYTHON),$(VENV),constraints.txt)
 	touch $@
 
@@ -51,7 +51,7 @@ demo: install  ## run the whole search, from images to report.html, on handwritt
 # would start those with the most tests first.
 PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: install-tests  ## run every test, in up to 8 processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --durations-min=2
 
 # pyproject.toml says what the marks mean.
 FAST = not (slow or interpreter or kill or fault or dali or aot)
@@ -68,7 +68,7 @@ OLDEST ?= .venv-oldest
 TESTS_OLDEST = ops engine benchmarks/test_aot.py fusion supernet train indicators search cli measure/test_doctor.py
 OPTIONS_OLDEST =
 
-$(OLDEST)/installed: constraints-oldest.txt
+$(OLDEST)/installed: constraints-oldest.txt pyproject.toml
 	$(call make_environment,$(PYTHON_OLDEST),$(OLDEST),constraints-oldest.txt)
 	touch $@
 

@@ -147,10 +147,3 @@ def test_an_unmodified_script_trains_under_the_wrapper(retrained, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "input (3, 16, 16) trained 42"
     assert "Overwriting" not in done.stderr, "the model was registered twice"
-
-
-@pytest.mark.slow
-def test_the_wrapper_without_a_script_says_how(tmp_path):
-    done = wrapper(cwd=tmp_path)
-    assert done.returncode != 0
-    assert "SCRIPT [ARGUMENTS OF THE SCRIPT]" in done.stderr

@@ -113,7 +113,7 @@ def test_a_program_that_knows_nothing_of_it_ends_with_143():
 
 
 def test_the_end_of_the_time_does_not_hide_an_error(monkeypatch):
-    with pytest.raises(Terminated) as stopped, raised(), commands._at_most(1.0), noticed():
+    with pytest.raises(Terminated) as stopped, raised(), commands.at_most(1.0), noticed():
         later = time.time() + 3600
         monkeypatch.setattr(time, "time", lambda: later)
         send()
