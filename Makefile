@@ -73,8 +73,7 @@ $(OLDEST)/installed: constraints-oldest.txt pyproject.toml
 	touch $@
 
 # This installs a copy of nasfast, because an editable installation would delete the compiled module of $(VENV). The
-# tests start in another folder, because Python would import the nasfast of this one. This build has the baseline alone,
-# because make test runs the kernels of every instruction set.
+# tests start in another folder, because Python would import the nasfast of this one. This build has the baseline alone.
 test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
 	NASFAST_ISAS=BASELINE $(call install,$(OLDEST),constraints-oldest.txt) --no-build-isolation '.[test,demo]'
