@@ -45,7 +45,14 @@ from nasfast.settings.tasks import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch, get_space, read_cost_table, space_kind
 from nasfast.stages.apart import FOLDER as TASKS_FOLDER
 from nasfast.stages.apart import retrain_apart
-from nasfast.stages.checks import already_begun, check_one_process, check_same_run, check_scoring, check_search
+from nasfast.stages.checks import (
+    already_begun,
+    check_one_process,
+    check_same_run,
+    check_scoring,
+    check_search,
+    without_supernet,
+)
 from nasfast.stages.chosen import to_export, to_retrain, warn_if_superseded, warn_if_unnamed, with_seeds
 from nasfast.stages.inputs import configured_space, evidence_of, load_supernet, retrain_loaders, saved_space
 from nasfast.train.checkpoint import CheckpointError, CheckpointFolder
@@ -234,7 +241,7 @@ def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> Indica
     if cfg.supernet.activation is not None:
         raise ConfigError("supernet.activation is that of a supernet, and this trains none: set it in the space's file")
     space = _untrained_space(cfg, num_classes)
-    check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+    check_same_run(cfg.run_dir / CONFIG_FILE, cfg, supernet=False)
     check_search(cfg, space)
     settings, file = cfg.score.resolved(cfg.method), cfg.run_dir / TABLE_FILE
     meta = {"seed": cfg.seed, "settings": _scored_with(cfg)}
@@ -283,7 +290,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
     started = time.monotonic()
-    check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+    check_same_run(cfg.run_dir / CONFIG_FILE, cfg, supernet=not without_supernet(cfg))
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.resolved().search
     check_search(cfg, space)
     limits, front, fronts = settings.limits_in(space), [], []

@@ -44,7 +44,7 @@ from nasfast.stability.trained import (
     estimate_sample,
     train_sample,
 )
-from nasfast.stages.checks import check_one_process, has_supernet
+from nasfast.stages.checks import check_one_process, without_supernet
 from nasfast.stages.estimate import plan_run
 from nasfast.stages.inputs import evidence_to_rank
 from nasfast.stages.untrained import untrained_networks
@@ -170,9 +170,7 @@ def _score(cfg: RunConfig) -> None:
 
 
 def _search(cfg: RunConfig, num_classes: int | None) -> None:
-    scoring = cfg.score.resolved(cfg.method)
-    # a score that needs only the space needs no run
-    if scoring.table is None and scoring.score.untrained and not has_supernet(cfg.run_dir):
+    if without_supernet(cfg):
         pipeline.score_untrained(cfg, num_classes=num_classes)
     elif num_classes is not None:
         raise ConfigError(

@@ -20,25 +20,28 @@ MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
 
 _LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches", "track")
 _OF_SUPERNET = ("method", "supernet", "train", "data")
-"""Settings on which nothing in a run directory depends that has no checkpoints: its score needed no training."""
+"""Settings on which the files of a search without a supernet do not depend."""
 
 _LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
 """Settings, and settings of `data`, that may change when a run resumes: they belong to later stages or the machine."""
 
 
-def has_supernet(run_dir: Path) -> bool:
-    """Whether a run directory has checkpoints of a supernet; one whose score needed no training has none."""
-    return bool(CheckpointFolder(run_dir / "checkpoints", "supernet").paths())
+def without_supernet(cfg: RunConfig) -> bool:
+    """Whether a search with these settings needs no supernet: the score knows the space alone, and none was trained."""
+    scoring = cfg.score.resolved(cfg.method)
+    trained = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").paths()
+    return scoring.table is None and scoring.score.untrained and not trained
 
 
-def check_same_run(path: Path, cfg: RunConfig) -> None:
-    """Refuse other settings than those that the run directory's supernet was trained with, before replacing any file.
+def check_same_run(path: Path, cfg: RunConfig, *, supernet: bool = True) -> None:
+    """Refuse other settings than those of the run directory, before replacing any file.
 
-    Settings of later stages and of the machine may differ, and where there is no supernet, those of one, too.
+    Settings of later stages and of the machine may differ.
 
     Args:
         path: config.yaml of the run directory; nothing is checked if it does not exist.
         cfg: the settings of this run.
+        supernet: whether the run has a supernet, so that its training, images and method may not differ either.
 
     Raises:
         CheckpointError: the settings differ.
@@ -47,7 +50,7 @@ def check_same_run(path: Path, cfg: RunConfig) -> None:
     if not path.exists():
         return
     saved, given = RunConfig.load(path).resolved().to_dict(), cfg.resolved().to_dict()
-    later = _LATER if has_supernet(path.parent) else (*_LATER, *_OF_SUPERNET)
+    later = _LATER if supernet else (*_LATER, *_OF_SUPERNET)
     for form in (saved, given):
         for mapping, keys in ((form["data"], _LATER_DATA), (form, later)):
             for key in keys:

@@ -14,7 +14,7 @@ from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
 from nasfast.settings.run import RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, format_arch, load_arch, read_space
-from nasfast.stages.checks import check_same_run
+from nasfast.stages.checks import check_same_run, without_supernet
 from nasfast.stages.inputs import saved_space, space_of_cells
 from nasfast.supernet import ArchNetwork
 
@@ -41,7 +41,7 @@ def to_retrain(
         ConfigError: a file is damaged, or the search computed no front.
         InfeasibleConstraintError: no architecture meets the limits that random ones shall meet.
     """
-    check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
+    check_same_run(cfg.run_dir / CONFIG_FILE, cfg, supernet=not without_supernet(cfg))
     cells = space_of_cells(cfg)
     space = saved_space(cfg) if cells is None else cells
     if archs:

@@ -18,6 +18,7 @@ from nasfast.settings.run import RunConfig, SpaceConfig
 from nasfast.settings.supernet import SupernetConfig
 from nasfast.spaces import SearchSpace
 from nasfast.stages.checks import check_same_run
+from nasfast.train import CheckpointError
 
 
 @pytest.fixture
@@ -42,7 +43,11 @@ def test_one_command_finds_the_best_within_the_limit(space_file, tmp_path, capsy
     assert "The proof is about the score only" in capsys.readouterr().out
     # a retraining brings its own images
     cfg = RunConfig.load(out / "config.yaml")
-    check_same_run(out / "config.yaml", cfg.replace(data=cfg.data.replace(source="digits")))
+    other = cfg.replace(data=cfg.data.replace(source="digits"))
+    check_same_run(out / "config.yaml", other, supernet=False)
+    # a run that trains a supernet does not, even where there is no checkpoint yet
+    with pytest.raises(CheckpointError, match="has other settings: data.source"):
+        check_same_run(out / "config.yaml", other)
     assert {"config.yaml", "space.yaml", "indicators.json", "archs.json"} <= {file.name for file in out.iterdir()}
     # again with another limit: the table is kept, and so are the classes
     before = (out / "indicators.json").stat().st_mtime_ns
