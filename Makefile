@@ -35,9 +35,10 @@ $(VENV)/installed: $(VENV)/tools $(INPUTS)
 # ISAS=ALL compiles the CPU kernels of every instruction set too, ARCHS='86-real;90-real' the CUDA kernels of two GPUs.
 ISAS ?= NATIVE
 ARCHS ?= 90-real
-install-tests: $(VENV)/installed-tests  ## add what the tests and checks need to .venv
+TESTED = $(VENV)/installed-tests-$(ISAS)-$(subst ;,+,$(ARCHS))
+install-tests: $(TESTED)  ## add what the tests and checks need to .venv
 
-$(VENV)/installed-tests: $(VENV)/tools $(INPUTS)
+$(TESTED): $(VENV)/tools $(INPUTS)
 	NASFAST_ISAS=$(ISAS) NASFAST_EMULATION=ON NASFAST_CUDA=$(if $(shell command -v nvcc),ON,OFF) CUDAARCHS='$(ARCHS)' \
 		$(INSTALL) --no-build-isolation -e '.[test,demo]'
 	touch $(VENV)/installed $@

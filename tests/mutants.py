@@ -1,7 +1,8 @@
 """Mutation testing: shows that a change of the tests leaves no more errors unseen than before.
 
 A mutant is the source with one small error, such as `<` in place of `<=`; tests/mutations.py says which. It is killed
-if a test fails. tests/mutants.json lists mutants, drawn at random once, with the test that killed each:
+if a test fails. tests/mutants.json lists mutants, drawn at random once, with the test that killed each;
+those that are `new` were not tested yet:
 
     python tests/mutants.py draw    # draws new mutants
     python tests/mutants.py test    # tests those that are new or were killed; `test csrc 600` those of a folder, and
@@ -65,6 +66,7 @@ TESTS = {
     "csrc/": "measure/test_doctor.py ops/test_pool.py ops/test_bn_act.py",
     "(kernels|nasfast/ops)/triton/": "ops/test_triton*.py ops/test_bn_act.py ops/test_conv*.py ops/test_training.py",
     "nasfast/stages/": "pipeline",
+    "nasfast/extensions": "research/test_extensions.py",
 }
 LAST = "pipeline"  # runs most of the package
 CMAKE = ["-DCMAKE_BUILD_TYPE=Mutants", "-DNASFAST_ISAS=BASELINE", "-DNASFAST_EMULATION=ON", "-DNASFAST_CUDA=OFF"]

@@ -38,4 +38,4 @@ def test_the_code_runs(monkeypatch, capsys):
         exec(compile(source, f"cell {number}", "exec"), names)
     assert "architectures of 6 layers" in capsys.readouterr().out
     assert names["best"].optimal and names["best"].macs <= names["limit"]
-    assert 0 < names["found"] <= 1 and len(names["peers"]) == 2
+    assert 0.2 < names["found"] <= 1 and len(names["peers"]) == 2

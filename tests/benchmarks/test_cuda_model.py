@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from kernel_cases.cuda import needs_emulation
 
 from nasfast.ops import _native
 
@@ -17,7 +18,7 @@ from benchmarks.gpu_model.sass import TOOLS
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
-    pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation())),
+    needs_emulation,
 ]
 SHARED_OF_A_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # Bytes per thread that these kernels spill: those that fuse an expansion with a depthwise convolution, the depthwise

@@ -12,19 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kernel_cases.cuda import needs_emulation
 
 from benchmarks.gpu import build, parts, per_launch, plan, proofs, tools
 from benchmarks.gpu.plan import COMMANDS, REPORT, ROWS, Part, read_rows, run_part
 from benchmarks.gpu.report import report
 from benchmarks.gpu_model import scenarios as model_scenarios
 from benchmarks.gpu_model.scenarios import SCENARIOS
-from nasfast.ops import _native, use_backend
+from nasfast.ops import use_backend
 
 ROOT = Path(plan.__file__).parents[2]
 COMMAND = [shutil.which("bash"), str(ROOT / "benchmarks" / "gpu.sh")]
 pytest.importorskip("triton")
-
-emulated = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 
 # packages that a machine with a GPU may lack
 MISSING = ("jsonargparse", "rich", "matplotlib", "tensorboard", "sklearn", "timm", "onnx", "nvidia.dali")
@@ -61,7 +60,7 @@ def of(kind: str, rows: list[dict], key: str = "name") -> list:
     return [row[key] for row in rows if row["kind"] == kind]
 
 
-@emulated
+@needs_emulation
 @pytest.mark.aot
 def test_measure(bare, tmp_path):
     parts = dry_run("measure", bare, tmp_path)
@@ -92,7 +91,7 @@ def test_measure(bare, tmp_path):
     assert shown.stdout.strip() == text.strip()
 
 
-@emulated
+@needs_emulation
 @pytest.mark.aot
 def test_tests(bare, tmp_path):
     rows = dry_run("tests", bare, tmp_path)["tests"]
@@ -113,7 +112,7 @@ def test_every_command_takes_five_minutes_and_lists_itself():
 # ---- what would not run our kernels fails
 
 
-@emulated
+@needs_emulation
 def test_a_step_that_triton_serves_stops(tmp_path, monkeypatch):
     """The first plan measured Triton for an hour, because nothing had built the extension."""
     bench = parts.Bench("step", tmp_path / ROWS, "cpu", time.monotonic() + 600)

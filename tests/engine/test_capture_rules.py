@@ -8,6 +8,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from kernel_cases.cuda import needs_emulation
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.captures import EagerCapture
@@ -165,7 +166,7 @@ def test_every_candidate_can_be_recorded(name, trainable, rules):
     assert launches
 
 
-@pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
+@needs_emulation
 @pytest.mark.parametrize(("trainable", "unmade"), [("indicators", False), ("bn", False), ("bn", True)])
 def test_every_candidate_on_the_cuda_kernels_can_be_recorded(trainable, unmade, rules, monkeypatch):
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")

@@ -21,6 +21,7 @@ needs_kernels = [
     pytest.mark.usefixtures("device"),
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
+needs_emulation = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 emulated_only = pytest.mark.skipif(ON_GPU, reason="a GPU has its own multiprocessors, and its own order of threads")
 cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 

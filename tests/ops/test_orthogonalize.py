@@ -8,6 +8,7 @@ import sys
 import pytest
 import scipy.stats
 import torch
+from kernel_cases.cuda import needs_emulation
 from kernel_cases.orthogonalize import (
     BATCHES,
     DRAWN,
@@ -25,8 +26,6 @@ import nasfast
 from nasfast import ops
 from nasfast.ops import _native, orthogonal, reference
 
-emulated = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
-
 # shapes of the 6^20 supernet, one of each size class; (2592, 432) has panels that do not fit into shared memory
 SUPERNET = [(24, 40), (144, 24), (56, 336), (336, 112), (128, 768), (768, 256), (256, 1536), (1728, 432), (2592, 432)]
 
@@ -38,7 +37,12 @@ def run(backend: str, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.fixture(
-    params=["reference", "cpu", pytest.param("emulated", marks=emulated), pytest.param("cuda", marks=pytest.mark.gpu)]
+    params=[
+        "reference",
+        "cpu",
+        pytest.param("emulated", marks=needs_emulation),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
 )
 def runner(request):
     """(backend, device) of everything that orthogonalises."""
@@ -76,7 +80,7 @@ def test_a_large_matrix_in_float64(runner):
     torch.testing.assert_close(q, reference.orthogonalize([z])[0], rtol=0, atol=1e-12)
 
 
-@emulated
+@needs_emulation
 def test_threads_of_an_emulated_block_may_run_in_any_order(native):
     matrices = [gaussian(shape) for shape in SHAPES + BATCHES]
     # columns of which the elimination leaves little, so that they are scaled again after every third column
@@ -348,7 +352,7 @@ def test_registration(native):
     torch.library.opcheck(torch.ops.nasfast.orthogonalize.default, (matrices,))
 
 
-@emulated
+@needs_emulation
 def test_registration_of_the_emulation():
     matrices = [gaussian((5, 3)), gaussian((2, 9, 20)), gaussian((3, 3)).mT]
     torch.library.opcheck(torch.ops.nasfast.orthogonalize_emulated.default, (matrices, False))
