@@ -165,7 +165,7 @@ class _Same:
 
 
 def our_step(search: CellSearch, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], dict[str, float]]:
-    """Make the step of `nasfast.research.cells.search_cells`, with everything that it records."""
+    """Make the step of `nasfast.research.cells.search.search_cells`, with everything that it records."""
     sgd = _optimizer(search.net)
     weights = list(search.net.parameters())
     engine = CellSearchEngine(search, sgd, _Same(batches[1]) if search.cfg.bilevel else None)

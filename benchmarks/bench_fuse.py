@@ -91,7 +91,7 @@ def main() -> None:
     for name, report in found.items():
         print(f"\n{name}\n{report}")
     if args.out:
-        write_json(args.out, [row, {"reports": found}])
+        write_json(args.out, [{**row, "keep_memory": args.keep_memory}, {"reports": found}])
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def main() -> None:
             rows.append(bench(workload, variants, rounds=rounds, threads=args.threads, quick=args.quick))
             show(rows[-1])
         if args.out:  # written after every space, because each takes minutes
-            write_json(args.out, rows)
+            write_json(args.out, [{**row, "keep_memory": args.keep_memory} for row in rows])
 
 
 if __name__ == "__main__":

@@ -172,12 +172,6 @@ def alone_floor(traced: Trace, machine: Machine, dtype: torch.dtype, *, input_gr
     return Floor(forward, backward)
 
 
-def conv_floor(conv: Conv, machine: Machine, item_bytes: int, *, backward: bool) -> float:
-    """Least seconds of one convolution in one direction."""
-    cost = _Cost(machine, item_bytes)
-    return cost.conv_backward(conv, write=True) if backward else cost.conv_forward(conv)
-
-
 @dataclass(frozen=True)
 class _Cost:
     """Computes the least seconds of passes over memory."""

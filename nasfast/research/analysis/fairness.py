@@ -11,7 +11,7 @@ mean. Every spread is over the candidates m of one layer on a common input, so 0
 - disagreement = mean over pairs of candidates and samples of ||f - f'||^2 / (||f||^2 + ||f'||^2): 1 for unrelated
   outputs, 0 for equal ones;
 - f_phi = std_m log phi_m, where phi_m is the mean squared singular value of a candidate's Jacobian
-  (`nasfast.research.analysis.isometry`).
+  (`nasfast.research.analysis.jacobian.isometry`).
 
 A BatchNorm at the end makes f_mean and f_var nearly 0 for any weights, so measure without it too
 (`without_indicator_bn`).

@@ -1,4 +1,4 @@
-"""The list of studies. The command line, its help and the table in CONTRIBUTING.md are made from it.
+"""The list of studies. The command line and its help are made from it.
 
 It names modules and functions as text, so that usage and help do not wait for torch.
 """

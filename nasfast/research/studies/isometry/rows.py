@@ -14,7 +14,7 @@ from nasfast.research.analysis.jacobian import Isometry
 EDGES = np.linspace(0, 5, 51)
 """Bins of the singular value histograms."""
 SPREADS = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
-"""The spreads of `nasfast.research.analysis.Fairness` that a row has."""
+"""The spreads of `nasfast.research.analysis.fairness.Fairness` that a row has."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Spread:
-    """How much the candidates of one layer differ, as `nasfast.research.analysis.Fairness` measures it.
+    """How much the candidates of one layer differ, as `nasfast.research.analysis.fairness.Fairness` measures it.
 
     Attributes:
         setting: initialisation and activation.
@@ -99,7 +99,7 @@ def spread_means(spreads: Sequence[Spread]) -> list[Spread]:
 
 @dataclass(frozen=True)
 class PathSpread:
-    """How differently random paths scale a signal: `nasfast.research.analysis.DepthSpread` of one setting, by layer."""
+    """How differently random paths scale a signal, by layer (`nasfast.research.analysis.fairness.DepthSpread`)."""
 
     setting: str
     indicator_bn: bool
