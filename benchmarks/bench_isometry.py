@@ -45,7 +45,7 @@ from nasfast.indicators.isometry import (
     mean_channel_jacobian,
     random_signs,
 )
-from nasfast.indicators.rank import kendall_tau
+from nasfast.indicators.rank import kendall_tau, merge_rounding
 from nasfast.indicators.scores import with_structure
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
@@ -282,7 +282,7 @@ class Ranking:
         structure = structure_table(self.space, "sqrt_size")
         parts = [(structure, 1.0)] + ([] if rows is None else [(IndicatorTable.of_rows(self.space, rows, {}), weight)])
         table = z_sum(parts, meta={})
-        return np.array([table.score(arch) for arch in self.archs])
+        return merge_rounding(np.array([table.score(arch) for arch in self.archs]))
 
     def tau(self, x: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         return kendall_tau(x, self.y, np.ones((1, len(x))) if weights is None else weights)

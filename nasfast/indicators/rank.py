@@ -245,8 +245,8 @@ def rank(
     truth = np.array([accuracies[a] for a in archs], dtype=np.float64)
     macs = np.array([space.cost(a).macs for a in archs], dtype=np.float64)
     # sums that differ only by the order of their additions must tie
-    columns = {"predictor": _merge_rounding(np.array([scores[a] for a in archs], dtype=np.float64), additive=additive)}
-    structural = {name: _merge_rounding(np.array(structure_scores(space, name, archs))) for name in baselines(space)}
+    columns = {"predictor": merge_rounding(np.array([scores[a] for a in archs], dtype=np.float64), additive=additive)}
+    structural = {name: merge_rounding(np.array(structure_scores(space, name, archs))) for name in baselines(space)}
     columns |= structural
     depth = columns["depth"]
 
@@ -388,7 +388,7 @@ def _midranks(values: ArrayLike, weights: np.ndarray) -> np.ndarray:
     return (below + (groups + 1) / 2)[:, dense]
 
 
-def _merge_rounding(values: np.ndarray, *, additive: bool = True) -> np.ndarray:
+def merge_rounding(values: np.ndarray, *, additive: bool = True) -> np.ndarray:
     """Make values equal that differ by rounding: by less than 1e-12 of their magnitude.
 
     Args:
