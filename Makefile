@@ -55,7 +55,7 @@ test: install-tests  ## run every test, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --durations-min=2
 
 # pyproject.toml says what the marks mean.
-FAST = not (slow or interpreter or kill or fault or dali or aot)
+FAST = not (slow or interpreter or kill or dali or aot)
 test-fast: install-tests  ## run the fast tests, which cover every module, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m "$(FAST)"
 

@@ -32,7 +32,7 @@ if _triton.interpreted() and _triton.why_missing() is None:
 
 INTERPRETED = _triton.interpreted()
 # marks of tests that take long, longest first
-LONG = ("aot", "interpreter", "fault", "kill", "slow", "dali")
+LONG = ("aot", "interpreter", "kill", "slow", "dali")
 
 
 def pytest_collection_modifyitems(items):

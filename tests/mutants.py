@@ -48,7 +48,7 @@ COUNTS = {True: 150, False: 55}  # Python or not: about as their lines; a few of
 
 MAX_SECONDS = 20  # of processor time, for a mutant
 PATIENCE = 60  # seconds until a test counts as one that never ends
-SLOW = ("slow", "interpreter", "fault", "kill", "dali")  # marks
+SLOW = ("slow", "interpreter", "kill", "dali")  # marks
 LEFT_OUT = "not aot"  # takes minutes to compile
 
 # the tests of the first pattern that a file matches, in tests/; of others, the folder or file of the package's name

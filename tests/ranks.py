@@ -1,8 +1,8 @@
 """Small jobs of several ranks, for the tests of distributed training.
 
 As a script, `ranks.py OUT CASE ...` runs each case in OUT/CASE, one forked process per rank; torch is imported once for
-all. Every line it prints is a case and how its processes ended. `ranks.py --killed-at STEP COMMAND ...` is a process of
-torchrun: `nasfast COMMAND ...`, of which rank 1 dies in the middle of that step, until torchrun starts it again.
+all. Every line it prints is a case and how its processes ended. The case "torchrun" is what torchrun does for `nasfast
+supernet`, of which rank 1 dies in the middle of step 7, until it is started again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from killable import at_call, die
 from tiny import batches, tiny_space
 from torch import Tensor, nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torchvision.transforms import v2
 
 import nasfast.cli.commands
@@ -241,20 +242,38 @@ def run(case: str, out: Path, *, resume: bool = False) -> list[int]:
 def main(out: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     for case in cases:
+        if case == "torchrun":
+            torchrun(out)
+            continue
         codes = run(case, out / case)
         if ALL[case][3]:
             codes += run(case, out / case, resume=True)
         print(f"{case}={codes}", flush=True)
 
 
-def killed_at(step: int, argv: list[str]) -> int:
-    """`nasfast ARGV`, of which rank 1 is killed in a step, if torchrun has not started it again yet."""
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        loop_module._step = at_call(step, loop_module._step, before=lambda *_, **__: die())
-    return cli.main(argv)
+def torchrun(out: Path) -> None:
+    """`nasfast supernet` on two ranks of torchrun's agent, of which rank 1 is killed once.
+
+    torchrun itself would import torch in the agent and in each of four workers; here the workers are forked.
+    """
+
+    def worker() -> None:
+        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            loop_module._step = at_call(7, loop_module._step, before=lambda *_, **__: die())
+        assert cli.main(["supernet", "--out", str(out / "torchrun"), "--config", str(out / "settings.yaml")]) == 0
+
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(agent, worker)()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--killed-at":
-        sys.exit(killed_at(int(sys.argv[2]), sys.argv[3:]))
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -91,14 +91,6 @@ def test_measure(bare, tmp_path):
     assert shown.stdout.strip() == text.strip()
 
 
-@needs_emulation
-@pytest.mark.aot
-def test_tests(bare, tmp_path):
-    rows = dry_run("tests", bare, tmp_path)["tests"]
-    assert of("test", rows, "outcome") == ["passed"] * 3
-    assert "3 passed" in (tmp_path / REPORT).read_text()
-
-
 def test_every_command_takes_five_minutes_and_lists_itself():
     listed = subprocess.run([*COMMAND, "--list"], capture_output=True, text=True, check=True).stdout
     for command, its_parts in COMMANDS.items():

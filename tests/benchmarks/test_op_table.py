@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks.ops.cases import BOTH, CHANNELS_LAST, CONTIGUOUS, FORWARD, PEERS, SIZES, Call, Case, Setting, prepare
+from benchmarks.ops.cases import BOTH, CHANNELS_LAST, CONTIGUOUS, FORWARD, PEERS, Call, Case, Setting, prepare
 from benchmarks.ops.table import table
 from nasfast.ops.backends import explain
 
@@ -56,11 +55,6 @@ def test_every_family_runs(monkeypatch):
     check_all_families(monkeypatch, "cpu")
 
 
-@pytest.mark.slow
-def test_every_family_runs_on_a_gpu(gpu, monkeypatch):
-    check_all_families(monkeypatch, gpu)
-
-
 def test_every_peer_and_both_dtypes_are_in_the_table(native):
     settings = {case.op: case.settings("cpu") for case in table("tiny")}
     for op in ("bn_act", "conv_bn_act", "conv_bn_act_chain", "mixed_bn", "pool_3x3"):
@@ -68,20 +62,6 @@ def test_every_peer_and_both_dtypes_are_in_the_table(native):
         assert settings[op] == wanted
     of = {c.family: [s.provider for s in c.settings("cpu")] for c in table("tiny") if c.op == "orthogonalize"}
     assert of["all"] == ["cpu", "qr loop", "geqrf loop", "qr grouped"] and of["fill"] == ["cpu", "torch.nn.init loop"]
-
-
-def test_a_name_stands_for_one_work():
-    """A comparison of two runs matches cases by their names, which have the shape."""
-    names = {size: Counter(case.name for case in table(size)) for size in SIZES}
-    assert all(found.most_common(1)[0][1] == 1 for found in names.values())
-    # the matrices of orthogonalize are no batch, of which a quick run takes a part
-    assert {name.split()[0] for name in names["full"].keys() & names["quick"].keys()} == {"orthogonalize"}
-    assert not names["tiny"].keys() & (names["full"] | names["quick"]).keys()
-
-
-def test_names_can_be_chosen_from():
-    """The option -k of pytest takes these characters alone."""
-    assert all(re.fullmatch(r"[\w ]+", case.name) for case in table("full"))
 
 
 @pytest.mark.slow

@@ -263,10 +263,9 @@ HELP = """if True:
 """
 
 
-@pytest.mark.parametrize("flags", [["--help"], pytest.param(["doctor"], marks=pytest.mark.slow)])
-def test_a_reader_that_ends_early_is_no_error(flags):
+def test_a_reader_that_ends_early_is_no_error():
     process = subprocess.Popen(
-        [sys.executable, "-m", "nasfast", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "nasfast", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     process.stdout.close()
     assert process.stderr.read() == ""

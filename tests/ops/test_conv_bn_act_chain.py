@@ -413,13 +413,10 @@ def test_traces_and_exports_with_dynamic_sizes_serve_other_sizes(native):
 def test_compiles_without_graph_break(plan, native):
     drawn = ChainCase((2, 6, 8, 7), "pw18/relu6 dw3/relu6 pw6/identity", "x").draw_once()
     want = run_chain(native_chain, drawn)
-    for backend in ("aot_eager", "inductor"):
-        if backend == "inductor" and plan == "stored":
-            continue  # seconds to compile, and the graph is the same
-        torch.compiler.reset()
-        got = run_chain(torch.compile(native_chain, fullgraph=True, backend=backend), drawn)
-        for name, tensor in got.items():
-            torch.testing.assert_close(tensor, want[name], rtol=1e-6, atol=1e-6, msg=name)
+    torch.compiler.reset()
+    got = run_chain(torch.compile(native_chain, fullgraph=True, backend="aot_eager"), drawn)
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, want[name], rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_checkpoint_and_inference(plan, native):
