@@ -18,7 +18,7 @@ import torchvision
 from torch import nn
 
 import nasfast
-from benchmarks.harness import keep_freed_memory, positive, write_json
+from benchmarks.harness import positive, write_json
 from benchmarks.steps import VARIANTS, Workload, bench, show, train_batch_norms
 
 BATCH, RESOLUTION, ROUNDS = 32, 224, 9
@@ -74,11 +74,8 @@ def main() -> None:
         "--rounds", type=positive, help=f"timed rounds, default {ROUNDS}, or {QUICK_ROUNDS} with --quick"
     )
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"some of {', '.join(VARIANTS)}")
-    parser.add_argument("--keep-memory", action="store_true", help="with a C library that keeps freed memory")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    if args.keep_memory:
-        keep_freed_memory()
     torch.set_num_threads(args.threads)
     batch, resolution, rounds = (
         (QUICK_BATCH, QUICK_RESOLUTION, QUICK_ROUNDS) if args.quick else (BATCH, RESOLUTION, ROUNDS)
@@ -91,7 +88,7 @@ def main() -> None:
     for name, report in found.items():
         print(f"\n{name}\n{report}")
     if args.out:
-        write_json(args.out, [{**row, "keep_memory": args.keep_memory}, {"reports": found}])
+        write_json(args.out, [row, {"reports": found}])
 
 
 if __name__ == "__main__":

@@ -39,10 +39,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse as fold
 
 import nasfast
-from benchmarks.harness import keep_freed_memory, positive, write_json
+from benchmarks.harness import positive, write_json
 from nasfast.fusion import stages
 from nasfast.fusion.fold import Folded
 from nasfast.measure.timing import measure
+from nasfast.runtime.memory import keep_freed_memory
 
 BATCH, RESOLUTION, ROUNDS = 8, 160, 3
 TRAINS = ("batch norms", "all", "nothing")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.harness import keep_freed_memory, positive, write_json
+from benchmarks.harness import positive, write_json
 from benchmarks.steps import VARIANTS, Variant, Workload, bench, make_step, show, train_batch_norms
 from nasfast.measure.timing import measure
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path
@@ -93,11 +93,8 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"some of {', '.join(VARIANTS)}")
     parser.add_argument("--scaling", action="store_true", help="measure by batch size and threads instead")
-    parser.add_argument("--keep-memory", action="store_true", help="with a C library that keeps freed memory")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    if args.keep_memory:
-        keep_freed_memory()
     torch.set_num_threads(args.threads)
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
 
@@ -115,7 +112,7 @@ def main() -> None:
             rows.append(bench(workload, variants, rounds=rounds, threads=args.threads, quick=args.quick))
             show(rows[-1])
         if args.out:  # written after every space, because each takes minutes
-            write_json(args.out, [{**row, "keep_memory": args.keep_memory} for row in rows])
+            write_json(args.out, rows)
 
 
 if __name__ == "__main__":

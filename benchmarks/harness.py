@@ -4,7 +4,6 @@
 """
 
 import argparse
-import ctypes
 import importlib.metadata
 import json
 import shutil
@@ -53,18 +52,6 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
-
-
-def keep_freed_memory() -> None:
-    """glibc keeps what is freed from now on, so that no variant waits for pages that the system fills with zeros.
-
-    The same as MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ in the environment.
-    """
-    libc = ctypes.CDLL("libc.so.6")
-    trim_threshold, top_pad, mmap_max = -1, -2, -4  # of mallopt
-    for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**28)):
-        if not libc.mallopt(option, value):
-            raise RuntimeError("glibc's mallopt refused to keep freed memory")
 
 
 def ratios(summaries: dict[str, dict], ours: str, phase: str) -> dict[str, float]:

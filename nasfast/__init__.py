@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nasfast.ops import orthogonalize_, use_backend
     from nasfast.pipeline import run
     from nasfast.retrain import classify, load_model
+    from nasfast.runtime.memory import keep_freed_memory
     from nasfast.search import search_table
     from nasfast.settings.run import RunConfig
     from nasfast.supernet import Supernet, build, inherit
@@ -41,6 +42,7 @@ _HOMES = {
     "classify": "nasfast.retrain",
     "fuse": "nasfast.fusion",
     "inherit": "nasfast.supernet",
+    "keep_freed_memory": "nasfast.runtime.memory",
     "load_model": "nasfast.retrain",
     "orthogonalize_": "nasfast.ops",
     "rank": "nasfast.indicators.rank",
@@ -62,6 +64,7 @@ __all__ = [
     "data",
     "fuse",
     "inherit",
+    "keep_freed_memory",
     "load_model",
     "ops",
     "orthogonalize_",

@@ -11,8 +11,8 @@ import pytest
 import nasfast
 
 NAMES = """
-    IndicatorTable RunConfig Supernet __version__ build classify data fuse inherit load_model ops orthogonalize_
-    rank retrain run score search search_table spaces supernet train train_supernet unfuse use_backend
+    IndicatorTable RunConfig Supernet __version__ build classify data fuse inherit keep_freed_memory load_model ops
+    orthogonalize_ rank retrain run score search search_table spaces supernet train train_supernet unfuse use_backend
 """.split()
 
 

@@ -15,6 +15,7 @@ from nasfast import __version__, extensions
 from nasfast.config import nearest
 from nasfast.runtime.files import NO_ROOM
 from nasfast.runtime.launcher import environment_rank
+from nasfast.runtime.memory import keep_freed_memory
 from nasfast.runtime.termination import Terminated, raised
 
 _COMMANDS = {
@@ -91,6 +92,8 @@ def _run(argv: list[str]) -> int:
         text = "it is Python: nasfast.fuse(model)" if command == "fuse" else nearest(command, _COMMANDS)
         print(f"nasfast: unknown command {command!r}; {text}", file=sys.stderr)
         return 2
+    if os.environ.get("NASFAST_KEEP_MEMORY") != "0":
+        keep_freed_memory()
     try:
         if environment_rank():
             if command not in _JOINT:

@@ -1,0 +1,107 @@
+"""Runs a benchmark of steps on the CPU with each allocator, and compares with the best peer under any of them.
+
+    python -m benchmarks.allocators [--jemalloc FILE] [--out FILE] bench_fuse [its options]
+
+PyTorch takes memory from malloc and gives it back after every operator, so the allocator decides how long eager steps
+wait for pages: a peer at its best has the best allocator. The programs are `bench_fuse` and `bench_supernet_step`.
+jemalloc takes part where --jemalloc names its library, such as libjemalloc.so.2 of Debian's package libjemalloc2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness import write_json
+
+KEEPS = "keeps its pages"
+ALLOCATORS = {
+    "glibc": {},
+    "glibc, huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
+    f"glibc that {KEEPS}": {
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
+        "MALLOC_TOP_PAD_": str(2**28),
+    },
+}
+JEMALLOC = f"jemalloc that {KEEPS}"
+PROGRAMS = ("bench_fuse", "bench_supernet_step")
+
+
+def environments(jemalloc: Path | None) -> dict[str, dict[str, str]]:
+    """The variables of each allocator, by its name."""
+    if jemalloc is None:
+        return ALLOCATORS
+    conf = "background_thread:true,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+    return {**ALLOCATORS, JEMALLOC: {"LD_PRELOAD": str(jemalloc.resolve()), "MALLOC_CONF": conf}}
+
+
+def run(program: str, options: list[str], variables: dict[str, str]) -> list[dict]:
+    """The rows of a benchmark, run in a process with these variables."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", f"benchmarks.{program}", *options, "--out", str(out)]
+        subprocess.run(command, env={**os.environ, **variables}, check=True)
+        return [row for row in json.loads(out.read_text())["rows"] if "variants" in row]
+
+
+def medians(row: dict, dtype: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of a step of ours and of the peers, by variant."""
+    times = {
+        name: found["times"]["step"]["median_ms"] for name, found in row["variants"].items() if name.endswith(dtype)
+    }
+    ours = {name: ms for name, ms in times.items() if name.startswith("nasfast")}
+    return ours, {name: ms for name, ms in times.items() if name not in ours}
+
+
+def table(rows: list[dict], workload: str, dtype: str) -> list[str]:
+    """Each allocator's step of ours and of its best peer, and the best of all."""
+    lines, ours, peers = [], {}, {}
+    for row in (row for row in rows if row["workload"] == workload):
+        mine, theirs = medians(row, dtype)
+        if not mine or not theirs:
+            continue
+        ms, peer = min(mine.values()), min(theirs, key=theirs.get)
+        ours[row["allocator"]], peers[f"{peer}, {row['allocator']}"] = ms, theirs[peer]
+        lines.append(f"| {row['allocator']} | {ms:.0f} | {theirs[peer]:.0f} ({peer}) | {ms / theirs[peer]:.2f} |")
+    if not lines:
+        return []
+    best, peer = min(ours, key=ours.get), min(peers, key=peers.get)
+    lines.append(
+        f"| **best** | {ours[best]:.0f} ({best}) | {peers[peer]:.0f} ({peer}) | **{ours[best] / peers[peer]:.2f}** |"
+    )
+    return [
+        f"\n{workload}, {dtype}\n",
+        "| allocator | nasfast ms | best peer ms | ratio |",
+        "|---|---|---|---|",
+        *lines,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jemalloc", type=Path, help="library of jemalloc, to be preloaded")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows, written after every allocator")
+    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the program")
+    args = parser.parse_args()
+    if args.jemalloc and not args.jemalloc.exists():
+        parser.error(f"--jemalloc: there is no file {args.jemalloc}")
+    rows: list[dict] = []
+    for name, variables in environments(args.jemalloc).items():
+        print(f"\n# {name}", flush=True)
+        rows += [{"allocator": name, **row} for row in run(args.program, args.options, variables)]
+        if args.out:
+            write_json(args.out, rows)
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        for dtype in ("fp32", "bf16"):
+            print("\n".join(table(rows, workload, dtype)))
+
+
+if __name__ == "__main__":
+    main()
