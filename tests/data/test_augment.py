@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pairs import pairwise
 from PIL import Image
 from scipy import stats
 from torchvision.transforms import v2
@@ -36,9 +37,13 @@ def samples(augmentation: Augmentation, image: Image.Image, count: int) -> list[
     return [render(image, views, row, augmentation) for row in range(count)]
 
 
-@pytest.mark.parametrize("grey", [False, True])
-@pytest.mark.parametrize("kind", ["imagenet", "cifar", "shift", "none", "eval"])
-@pytest.mark.parametrize("size", [(32, 32), (50, 20), (7, 9), (1, 1), (3, 300)])
+@pytest.mark.parametrize(
+    ("kind", "size", "grey"),
+    pairwise(
+        ["imagenet", "cifar", "shift", "none", "eval"], [(32, 32), (50, 20), (7, 9), (1, 1), (3, 300)], [False, True]
+    ),
+    ids=str,
+)
 def test_size_and_type(kind, size, grey):
     image = gradient(*size).convert("L") if grey else gradient(*size)
     for side in (5, 32):

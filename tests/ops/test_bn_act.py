@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases.bn_act import ACTS, CASES, EPS, Case, check_case, outputs_and_grads, widened
 from kernel_cases.layout import with_layout
+from pairs import pairwise
 from tolerances import assert_close
 
 from nasfast import ops
@@ -13,11 +14,9 @@ from nasfast.ops import reference
 MODES = {"train": (False, True), "train-residual": (True, True), "eval-residual": (True, False)}
 
 
-@pytest.mark.parametrize(("residual", "training"), MODES.values(), ids=MODES)
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_float64_reference(case, act, residual, training, backend):
-    check_case(case, act, residual, training, backend)
+@pytest.mark.parametrize(("case", "act", "mode"), pairwise(CASES, ACTS, list(MODES)), ids=str)
+def test_matches_float64_reference(case, act, mode, backend):
+    check_case(case, act, *MODES[mode], backend)
 
 
 def test_poison_reaches_native_allocations(native):

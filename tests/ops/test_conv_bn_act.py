@@ -1,9 +1,8 @@
-from itertools import product
-
 import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases.layout import with_layout
+from pairs import pairwise
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 
 from nasfast import ops
@@ -54,12 +53,13 @@ def run(function, tensors, geometry, *, frozen, training, act):
     return {"y": y, **running, **{f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
-@pytest.mark.parametrize(("layout", "dtype"), list(product(("nhwc", "nchw", "strided"), CHAINS)), ids=str)
-@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+@pytest.mark.parametrize(
+    ("conv", "layout", "dtype", "frozen", "training"),
+    pairwise(list(CONVS), ("nhwc", "nchw", "strided"), list(CHAINS), (True, False), (True, False)),
+    ids=str,
+)
 def test_matches_float64_reference(conv, layout, dtype, frozen, training, backend):
-    tensors, geometry = make(conv, layout=layout, dtype=dtype)
+    tensors, geometry = make(CONVS[conv], layout=layout, dtype=dtype)
     # tanh has no kink at which the rounding of the convolution could choose another slope
     settings = {"frozen": frozen, "training": training, "act": "tanh"}
     got = run(lambda **kw: ops.conv_bn_act(**kw, backend=backend), tensors, geometry, **settings)

@@ -2,6 +2,7 @@ from itertools import product
 
 import pytest
 import torch
+from pairs import pairwise
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,6 +17,8 @@ BLOCKS = [
 
 
 def block_id(block):
+    if isinstance(block, bool):
+        return str(block)
     return "{in_channels}to{out_channels}-k{kernel_size}-s{stride}-e{expand}".format(**block)
 
 
@@ -44,9 +47,9 @@ def twin(module, block, backend_class=FusedInvertedResidual, **settings):
     return fused
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
-@pytest.mark.parametrize("block", BLOCKS, ids=block_id)
+@pytest.mark.parametrize(
+    ("block", "frozen", "training"), pairwise(BLOCKS, (True, False), (True, False)), ids=lambda value: block_id(value)
+)
 def test_fused_matches_plain_in_float64(block, frozen, training, backend):
     plain = randomised(block, act="tanh").train(training)
     for name, parameter in plain.named_parameters():

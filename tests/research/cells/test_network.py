@@ -72,9 +72,9 @@ def with_weights_of(network: CellStandalone, net: CellSupernet) -> CellStandalon
     return network
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_one_hot_gates_are_the_standalone_network(space, seed, fused):
+def test_one_hot_gates_are_the_standalone_network(space, fused):
     """Both networks are in training mode and normalise by the batch. All candidates run, then only the chosen ones."""
+    seed = 0
     arch = random_arch(space, seed)
     net = CellSupernet(space, fused=fused, seed=seed).train()
     network = with_weights_of(CellStandalone(space, arch), net).train()

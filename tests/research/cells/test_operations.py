@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,9 +75,7 @@ def images(size: int = 8, channels: int = C) -> Tensor:
     return torch.randn(4, channels, size, size + 2)
 
 
-@pytest.mark.parametrize("size", [8, 7])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("op", OPERATIONS[1:])
+@pytest.mark.parametrize(("op", "stride", "size"), pairwise(OPERATIONS[1:], [1, 2], [8, 7]), ids=str)
 def test_operations_are_their_definitions(op, stride, size, fused):
     module = make_operation(op, C, stride, Style(fused=fused))
     x = images(size)
@@ -86,9 +85,14 @@ def test_operations_are_their_definitions(op, stride, size, fused):
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("norm", ["batch", "layer", "instance"])
-@pytest.mark.parametrize("order", ["relu_conv_norm", "conv_relu_norm", "conv_norm_relu"])
-@pytest.mark.parametrize("op", ["skip_connect", "max_pool_3x3", "sep_conv_3x3", "dil_conv_5x5", "conv_3x3"])
+@pytest.mark.parametrize(
+    ("op", "order", "norm"),
+    pairwise(
+        ["skip_connect", "max_pool_3x3", "sep_conv_3x3", "dil_conv_5x5", "conv_3x3"],
+        ["relu_conv_norm", "conv_relu_norm", "conv_norm_relu"],
+        ["batch", "layer", "instance"],
+    ),
+)
 def test_orders_and_norms(op, order, norm):
     module = make_operation(op, C, 2, Style(order=order, norm=norm, fused=False)).double()
     x = images().double()

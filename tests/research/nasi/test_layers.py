@@ -40,9 +40,11 @@ def loader(space: SearchSpace):
     return as_epochs(batches(3, size=4, num_classes=space.num_classes, resolution=space.resolution))
 
 
-@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-@pytest.mark.parametrize("gates", ["straight_through", "soft"])
-def test_a_search_gives_a_table_that_search_takes(space, gates):
+@pytest.mark.parametrize(
+    ("name", "gates"), [("mbconv", "straight_through"), ("identity", "soft"), ("pinned", "straight_through")]
+)
+def test_a_search_gives_a_table_that_search_takes(name, gates):
+    space = SPACES[name]
     mixture = LayerMixture(space)
     before = [p.clone() for p in mixture.parameters()]
     found = search(mixture, loader(space), NasiConfig(steps=3, mu=0.0, gates=gates))
@@ -108,8 +110,9 @@ def test_a_result_of_another_space_is_refused():
     assert SKIP not in chosen_arch(SPACES["identity"], found)
 
 
-@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_a_step_that_runs_the_drawn_path_has_the_gradient_of_all_candidates(space):
+@pytest.mark.parametrize("name", ["excited", "identity"])
+def test_a_step_that_runs_the_drawn_path_has_the_gradient_of_all_candidates(name):
+    space = SPACES[name]
     mixture = LayerMixture(space).double()
     record = sample(mixture, loader(space), NasiConfig(steps=3))
     for t, (x, y) in enumerate(loader(space).epoch(0)):
