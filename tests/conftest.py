@@ -52,13 +52,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places[item.path])
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores, because some tests wait: for processes to die, for a limit of time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + 1
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """A test without the mark finds no GPU, nor do its fixtures of any scope."""

@@ -257,9 +257,13 @@ def torchrun(out: Path) -> None:
     torchrun itself would import torch in the agent and in each of four workers; here the workers are forked.
     """
 
+    def end(*_, **__) -> None:
+        (out / "rank 1 was killed").touch()
+        die()
+
     def worker() -> None:
         if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            loop_module._step = at_call(7, loop_module._step, before=lambda *_, **__: die())
+            loop_module._step = at_call(7, loop_module._step, before=end)
         assert cli.main(["supernet", "--out", str(out / "torchrun"), "--config", str(out / "settings.yaml")]) == 0
 
     agent = LaunchConfig(

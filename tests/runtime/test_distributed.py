@@ -221,8 +221,9 @@ def test_only_rank_0_shows_what_it_does(done):
     """Every line of progress and of results once, though two processes did the work."""
     _, _, shown = done
     stages = [line.split()[0] for line in shown.splitlines() if line.startswith(("supernet ", "retrain "))]
-    assert stages == ["supernet", "retrain", "retrain"]  # the networks are retrained in each of two ways
-    assert shown.count("checkpoint: ") == 1
+    # a supernet without torchrun and one with it; the networks are retrained in each of two ways
+    assert stages == ["supernet", "retrain", "retrain", "supernet"]
+    assert shown.count("checkpoint: ") == 2
 
 
 @pytest.mark.kill
@@ -259,9 +260,9 @@ def test_an_error_of_every_rank(done):
 @pytest.mark.kill
 def test_torchrun_starts_a_killed_worker_again_and_nothing_is_lost(done):
     """Rank 1 dies in step 7 of 22, behind the checkpoint of step 4; no flag is given for that."""
-    out, codes, shown = done
+    out, codes, _ = done
     assert codes["unbroken"] == [0, 0]
-    assert "process 1 terminated with signal SIGKILL" in shown
+    assert (out / "rank 1 was killed").exists()
     folders = [out / name / "checkpoints" for name in ("torchrun", "unbroken")]
     resumed, unbroken = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
     assert resumed == unbroken
