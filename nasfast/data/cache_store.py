@@ -7,9 +7,7 @@ than needed.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -17,6 +15,7 @@ from torchvision.transforms.v2 import functional as F
 
 from nasfast.data.augment import Augmentation, Views, render
 from nasfast.data.datasets import DataError, ImageSource
+from nasfast.runtime.capacity import free_memory
 
 _RAM_SHARE = 1 / 2
 """Share of the available main memory that images may take; the processes of a machine divide it."""
@@ -146,16 +145,8 @@ class MemoryStore:
 
 def memory_share() -> int:
     """Bytes of main memory that the images of this process may take."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, StopIteration):  # only Linux has this file
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    # the memory limit of a container, in control groups version 2 and version 1
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-            available = min(available, int(Path(path).read_text(encoding="ascii")))
     # torchrun sets the number of processes that it started on this machine
-    return int(available * _RAM_SHARE) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return int(free_memory() * _RAM_SHARE) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def size_text(size: float) -> str:

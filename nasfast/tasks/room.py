@@ -1,25 +1,17 @@
-"""How many tasks fit on this machine: its cores and its memory, as its container sees them. No torch."""
+"""How many tasks fit on this machine. No torch."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
+from nasfast.runtime.capacity import cores, free_memory
 from nasfast.tasks.task import Task
 
 _LOG = logging.getLogger(__name__)
 
 MEMORY = 2 << 30
 """Bytes that a task needs which does not say how many: PyTorch with its libraries, a small network and its images."""
-
-_SYSTEM = Path("/")
-
-
-def cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def threads_for(tasks: int) -> int:
@@ -33,25 +25,6 @@ def threads_for(tasks: int) -> int:
 def gpus_for(device: str) -> int:
     """GPUs that a task needs which trains on a device, such as `cpu` or `cuda:0`."""
     return int(device.startswith("cuda"))
-
-
-def free_memory(system: Path = _SYSTEM) -> int:
-    """Bytes that new processes may use: what is available, and what the control group still allows.
-
-    Args:
-        system: root of the file system, for tests.
-    """
-    lines = (system / "proc/meminfo").read_text(encoding="utf-8").splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    group = system / "sys/fs/cgroup"
-    try:
-        limit, used = (int((group / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
-    except (OSError, ValueError):  # no control group of version 2, or no limit ("max")
-        return free
-    # files that were read count as used, and the kernel drops them where a process needs the memory
-    used -= int(statistics.get("inactive_file", 0))
-    return min(free, max(0, limit - used))
 
 
 def workers_for(tasks: Sequence[Task]) -> int:

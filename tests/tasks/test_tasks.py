@@ -129,19 +129,6 @@ def test_how_many_tasks_fit(monkeypatch, caplog):
     assert room.workers_for([Task("t", "f", memory=1)] * 2) == 2
 
 
-def test_memory_is_what_the_machine_and_the_container_leave(tmp_path, monkeypatch):
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable:   50 kB\n")
-    assert room.free_memory(tmp_path) == 50 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.current").write_text("1400\n")
-    (group / "memory.stat").write_text("anon 900\ninactive_file 400\nactive_file 100\n")
-    for limit, free in (("max", 50 * 1024), ("21000", 20000), ("500", 0)):
-        (group / "memory.max").write_text(f"{limit}\n")
-        assert room.free_memory(tmp_path) == free
-
-
 def test_the_view_estimates_what_is_left(tmp_path, monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr("nasfast.tasks.view.time.monotonic", lambda: now[0])
