@@ -8,14 +8,17 @@ These get trained networks of their own, drawn uniformly from all architectures:
     python -m benchmarks.bench_isometry carry --trained trained.jsonl
     python -m benchmarks.bench_isometry explain --accuracies nas_bench_macro.json
     python -m benchmarks.bench_isometry agree
+    python -m benchmarks.bench_isometry few --accuracies nas_bench_macro.json
 
 `train` appends one line per training as soon as it is finished, and does not train a line again that is there.
 `explain` varies the estimate and compares it with formulas of structure: half of the accuracies choose each weight, the
-other half judges it. `agree` compares the tables of two seeds in mobilenet_v2. Each writes its part of one JSON file,
-and `draw` makes the figure of docs/ranking.md from it.
+other half judges it. `agree` compares the tables of two seeds in mobilenet_v2. `few` refines a table by few trained
+accuracies, which are chosen in two ways. Each writes its part of one JSON file, and `draw` makes the figure of
+docs/ranking.md from it.
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -73,6 +76,9 @@ PICTURE = ROOT / "docs" / "isometry.svg"
 
 WEIGHT = 0.2
 """The weight of the table beside `sqrt_size`, and of its structural rival; fixed before any other space was trained."""
+
+PENALTIES = (1, 2, 4, 8, 16, 32)
+"""Penalties of the ridge that starts from a score; all are in the result."""
 
 COUNT = 48
 """Trained architectures of each new space."""
@@ -415,6 +421,66 @@ def agree(args: argparse.Namespace) -> dict[str, Any]:
     }}  # fmt: skip
 
 
+def few(args: argparse.Namespace) -> dict[str, Any]:
+    """tau on the architectures that were not trained, by the number of those that were, and by how they were chosen.
+
+    The fit is that of `nasfast.indicators.refine` with the same penalty for all choices of one score: y = c + s p + sum
+    of w[layer, choice], for the normal scores y of the ranks and the score p. The choices are one of each share of the
+    architectures by MACs, and the D-optimal design: the architecture, one by one, that raises det(I + X^T X) most.
+    """
+    space = nas_bench_macro()
+    ranking = Ranking(space, read_accuracies(args.accuracies, space))
+    explained = json.loads(args.out.read_text())["explain"]["rows"]
+    isometry = next(_numbers(row["table"]) for row in explained if row["name"] == DEFINITION)
+    x = np.concatenate([np.array(ranking.archs) == choice for choice in range(3)], axis=1).astype(float)
+    rows = []
+    for score, terms in (("sqrt_size", None), ("sqrt_size and isometry", isometry)):
+        p = ranking.scores(terms, WEIGHT)
+        for count, choose, penalty in itertools.product((16, 32, 64, 128), (by_macs, d_optimal), PENALTIES):
+            taus = []
+            for seed in range(8):
+                chosen = choose(ranking, x, count, np.random.default_rng(seed))
+                others = np.ones((1, len(p)))
+                others[0, chosen] = 0
+                taus.append(float(ranking.tau(refined(x, p, ranking.y, chosen, penalty), others)[0]))
+            mean, deviation = statistics.mean(taus), statistics.stdev(taus)
+            rows.append({"score": score, "trained": count, "chosen": choose.__name__, "penalty": penalty,
+                         "tau": round(mean, 4), "deviation": round(deviation, 4)})  # fmt: skip
+            print(rows[-1], flush=True)
+    return {"few": rows}
+
+
+def by_macs(ranking: Ranking, x: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """One architecture of each share by MACs."""
+    order = np.argsort([ranking.space.cost(arch).macs for arch in ranking.archs], kind="stable")
+    return np.array([rng.choice(share) for share in np.array_split(order, count)])
+
+
+def d_optimal(ranking: Ranking, x: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """The D-optimal design among 700 architectures that are drawn."""
+    drawn = rng.permutation(len(x))[:700]
+    rows, inverse, chosen = x[drawn] - x.mean(axis=0), np.eye(x.shape[1]), []
+    for _ in range(count):
+        # the factor by which one more row raises the determinant
+        factor = 1 + np.einsum("ij,jk,ik->i", rows, inverse, rows)
+        factor[chosen] = 0
+        chosen.append(int(factor.argmax()))
+        step = inverse @ rows[chosen[-1]]
+        inverse -= np.outer(step, step) / factor[chosen[-1]]
+    return drawn[chosen]
+
+
+def refined(x: np.ndarray, p: np.ndarray, truth: np.ndarray, chosen: np.ndarray, penalty: float) -> np.ndarray:
+    """Scores of all architectures by a ridge on the accuracies of the chosen ones that starts from the score p."""
+    y = norm.ppf((rankdata(truth[chosen]) - 0.5) / len(chosen))
+    fixed = np.stack([np.ones(len(chosen)), p[chosen]], axis=1)
+    away = np.eye(len(chosen)) - fixed @ np.linalg.pinv(fixed)
+    rest = away @ x[chosen]
+    w = np.linalg.solve(rest.T @ rest + penalty * np.eye(x.shape[1]), rest.T @ y)
+    scale = (np.linalg.pinv(fixed) @ (y - x[chosen] @ w))[1]
+    return merge_rounding(scale * p + x @ w)
+
+
 def wanted(ranking: Ranking) -> Rows:
     """What the accuracies ask for beyond `sqrt_size`, in its standard deviations over the space.
 
@@ -485,13 +551,13 @@ def write(part: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.N
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("train", "carry", "explain", "agree", "draw"))
+    parser.add_argument("part", choices=("train", "carry", "explain", "agree", "few", "draw"))
     parser.add_argument("--images", type=Path, help="train: folder of CIFAR-10's `train` and `test`")
     parser.add_argument("--trained", type=Path, default=TRAINED, help="JSON-lines file of the trainings")
     parser.add_argument(
         "--counts", type=int, nargs="+", default=[COUNT, 12, 12], help="train: architectures of each seed"
     )
-    parser.add_argument("--accuracies", type=Path, help="explain: trained accuracies of NAS-Bench-Macro, JSON")
+    parser.add_argument("--accuracies", type=Path, help="explain, few: trained accuracies of NAS-Bench-Macro, JSON")
     parser.add_argument("--supernets", type=Path, default=SUPERNETS, help="explain: rows of trained supernets")
     parser.add_argument("--resamples", type=int, default=300, help="explain: resamples of the bootstrap")
     parser.add_argument("--out", type=Path, default=OUT, help="result file")
@@ -501,7 +567,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif args.part == "draw":
         draw(args)
     else:
-        write({"carry": carry, "explain": explain, "agree": agree}[args.part], args)
+        write({"carry": carry, "explain": explain, "agree": agree, "few": few}[args.part], args)
 
 
 if __name__ == "__main__":
